@@ -1,0 +1,160 @@
+"""The two sides of `t5_peers.py`, on the same rows: each run is a process of its own and ends as a dictionary of figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from measuring import REPOSITORY, run_side
+
+PEER_SCRIPT = REPOSITORY / "benchmarks/peers/seq2seq_trainer.py"
+VOCAB_SIZE, MAX_SOURCE_TOKENS, MAX_TARGET_TOKENS = 4096, 512, 64
+Figures = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Data:
+    """Rows as text (ours) and as token ids (the peer's) in one folder, beside the models and whatever the runs write."""
+
+    folder: Path
+    num_train_rows: int
+    num_eval_rows: int
+
+    def text(self, split: str) -> Path:
+        """JSON lines with `source` and `target`."""
+        return self.folder / f"{split}.jsonl"
+
+    def tokens(self, split: str) -> Path:
+        """A saved dataset with `input_ids` and `labels`."""
+        return self.folder / f"{split}_tokens"
+
+    def model(self, name: str) -> Path:
+        """Config and tokenizer, weights where it was trained."""
+        return self.folder / name
+
+
+def write_data(folder: Path, shapes: dict[str, dict[str, Any]], max_train_rows: int, max_eval_rows: int) -> Data:
+    """Write docstrings as both sides read them, and a model folder for every shape (fields of `T5Config`)."""
+    from datasets import Dataset
+    from transformers import T5Config
+
+    from toolkit.config import DataConfig
+    from toolkit.data.sources import load_text_rows
+    from toolkit.data.tokenizer import train_tokenizer
+
+    rows = load_text_rows(DataConfig(source="docstrings", cache_dir=str(folder / "cache")))
+    splits = {
+        "train": evenly_spaced(rows.train.select_columns(["source", "target"]).to_list(), max_train_rows),
+        "eval": evenly_spaced(rows.evaluation.select_columns(["source", "target"]).to_list(), max_eval_rows),
+    }
+    tokenizer = train_tokenizer((text for row in splits["train"] for text in row.values()), VOCAB_SIZE)
+    data = Data(folder, len(splits["train"]), len(splits["eval"]))
+    for split, texts in splits.items():
+        data.text(split).write_text("".join(json.dumps(row) + "\n" for row in texts))
+        sources = tokenizer([row["source"] for row in texts], truncation=True, max_length=MAX_SOURCE_TOKENS)
+        targets = tokenizer([row["target"] for row in texts], truncation=True, max_length=MAX_TARGET_TOKENS)
+        ids = {"input_ids": sources["input_ids"], "labels": targets["input_ids"]}
+        Dataset.from_dict(ids).save_to_disk(data.tokens(split))
+    for name, shape in shapes.items():
+        T5Config(**shape, vocab_size=len(tokenizer), pad_token_id=0, decoder_start_token_id=0).save_pretrained(data.model(name))
+        tokenizer.save_pretrained(data.model(name))
+    return data
+
+
+def evenly_spaced(rows: list[dict[str, str]], most: int) -> list[dict[str, str]]:
+    """All rows, or `most` of them spread over the whole list."""
+    num_rows = min(most, len(rows))
+    return [rows[i * len(rows) // num_rows] for i in range(num_rows)]
+
+
+def run_peer(data: Data, name: str, **config: Any) -> Figures:
+    """One run of `peers/seq2seq_trainer.py`: what it printed, and its peak memory.
+
+    Args:
+        config: fields of its `PeerConfig`, but for `work_folder`.
+    """
+    config_path = data.folder / f"{name}.json"
+    config_path.write_text(json.dumps(config | {"work_folder": str(data.folder / name)}, default=str))
+    finished = run_side([sys.executable, PEER_SCRIPT, config_path], num_threads=num_cores())
+    return json.loads(finished.stdout.splitlines()[-1]) | {"peak_memory_gib": finished.peak_memory_gib}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OurRun:
+    """One run of `recipes/t5.py`."""
+
+    data: Data
+    name: str
+    model: str
+    """Name of its folder in `data`."""
+    flags: dict[str, Any] = field(default_factory=dict)
+    """Dotted flags, beside those that all runs here have."""
+    preset: str = "single"
+    num_processes: int = 1
+    num_warmup_steps: int = 0
+    """Steps left out of the training figures."""
+
+
+def run_ours(run: OurRun) -> Figures:
+    """Run the recipe and read its `metrics.jsonl`.
+
+    Returns:
+        `samples_per_s`, `tokens_per_s`, `seconds`, `loss` of training after the warm-up; `eval_rows_per_s`, `eval_loss` and
+        `eval_rouge…` of the evaluations after the first, which warms up; `training_memory_gib` as the run tells it, and
+        `peak_memory_gib`, the largest resident memory of one of its processes from start to end.
+    """
+    from toolkit.tracking import load_metrics
+
+    flags = {
+        "model.name_or_path": run.data.model(run.model),
+        "model.attn_implementation": "sdpa",
+        "data.source": "jsonl",
+        "data.files": run.data.text("train"),
+        "data.eval_files": run.data.text("eval"),
+        "data.max_source_length_tokens": MAX_SOURCE_TOKENS,
+        "data.max_target_length_tokens": MAX_TARGET_TOKENS,
+        "data.cache_dir": run.data.folder / "cache",
+        "run.output_dir": run.data.folder,
+        "run.name": run.name,
+        "log_every_steps": 1,
+        **run.flags,
+    }
+    preset = f"accelerate_configs/{run.preset}.yaml"
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", preset, "recipes/t5.py"]
+    arguments = [f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in flags.items()]
+    finished = run_side([*launch, *arguments], num_threads=max(1, num_cores() // run.num_processes))
+    lines = load_metrics(run.data.folder / run.name / "metrics.jsonl")
+    return read_training(lines, run.num_warmup_steps) | read_evaluation(lines) | {"peak_memory_gib": finished.peak_memory_gib}
+
+
+def read_training(lines: list[dict[str, Any]], num_warmup_steps: int) -> Figures:
+    """Figures of the `train` lines, one a step, after the warm-up."""
+    timed = [line for line in lines if line["kind"] == "train" and line["step"] > num_warmup_steps]
+    seconds = sum(line["step_time_s"] for line in timed)
+    return {
+        "samples_per_s": sum(line["num_rows"] for line in timed) / seconds,
+        "tokens_per_s": sum(line["tokens_per_s"] * line["step_time_s"] for line in timed) / seconds,
+        "seconds": seconds,
+        # The peer's last loss is a mean over 10 steps, too.
+        "loss": statistics.fmean(line["loss"] for line in timed[-10:]),
+        "training_memory_gib": max(line["peak_memory_gib"] for line in timed),
+    }
+
+
+def read_evaluation(lines: list[dict[str, Any]]) -> Figures:
+    """Figures of the `eval` lines after the first; none where there was one evaluation."""
+    timed = [line for line in lines if line["kind"] == "eval"][1:]
+    if not timed:
+        return {}
+    figures = {f"eval_{key}": timed[-1][key] for key in ("loss", "rouge1", "rouge2", "rougeL", "rougeLsum")}
+    return figures | {"eval_rows_per_s": statistics.harmonic_mean([line["rows_per_s"] for line in timed])}
+
+
+def num_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,109 @@
+"""Fine-tune an encoder-decoder (T5, BART, Pegasus, …) to summarize, sharded as the accelerate YAML says.
+
+accelerate launch --config_file accelerate_configs/fsdp2_cpu.yaml recipes/t5.py --config recipes/configs/t5_docstrings.yaml
+"""
+
+from toolkit.config import SummarizationConfig, dotted_keys, load_config
+from toolkit.errors import exit_on_user_error
+
+
+def main() -> None:
+    config = load_config(SummarizationConfig, description=__doc__)
+
+    # These take seconds to import; a wrong flag was told before.
+    from toolkit import checkpoint, distributed, loop, models, optim, sharding, tracking
+    from toolkit.accelerator import build_accelerator
+    from toolkit.data.plan import BatchPlan
+    from toolkit.data.tokens import prepare_rows
+    from toolkit.evaluation import EvaluationRows, check_metric
+    from toolkit.export import export_model
+    from toolkit.results import show_results
+    from toolkit.run_folder import open_run_folder
+
+    tracking.check_trackers(config.tracking)
+    check_metric(config.eval)
+    accelerator = build_accelerator(config.tracking.log_with, config.run.output_dir)
+    run_folder = open_run_folder(config)
+    resume_from, refused = checkpoint.choose_checkpoint(run_folder, config.checkpoint.resume)
+
+    # The model without weights: whatever is wrong with its config, wrap classes or freezing is told before data and weights load.
+    model_config = distributed.agreed(lambda: models.load_model_config(config.model))
+    skeleton = distributed.agreed(lambda: models.build_skeleton(config.model, model_config))
+    distributed.agreed(lambda: models.freeze(skeleton, config.model.freeze))
+    distributed.agreed(lambda: sharding.check_wrap(accelerator, skeleton))
+    pad_token_id, decoder_start_token_id = models.special_tokens(model_config, config.model.name_or_path)
+
+    # Rows: text → tokens on disk → the plan of which rows each step takes.
+    rows = prepare_rows(config.data, config.model, vocab_size=skeleton.get_input_embeddings().weight.shape[0])
+    models.check_vocabulary(len(rows.tokenizer), skeleton)
+    plan = BatchPlan(
+        source_lengths=rows.train.with_format("numpy")["source_length"][:],
+        target_lengths=rows.train.with_format("numpy")["target_length"][:],
+        global_batch_size_rows=config.train.global_batch_size_rows,
+        micro_batch_size_rows=config.train.micro_batch_size_rows,
+        seed=config.train.seed,
+        world_size=distributed.world_size(),
+    )
+    num_steps = loop.num_steps(config, plan)
+    optim.check_schedule(config.optim, num_steps)
+    num_eval_rows = min(config.eval.num_rows or len(rows.evaluation), len(rows.evaluation))
+    evaluation = EvaluationRows(
+        rows=rows.evaluation.select(range(num_eval_rows)),
+        tokenizer=rows.tokenizer,
+        pad_token_id=pad_token_id,
+        decoder_start_token_id=decoder_start_token_id,
+    )
+    distributed.print_rank0(
+        *rows.remarks,
+        f"{len(rows.train):,} training rows, {num_eval_rows:,} held-out rows; {plan.steps_per_epoch:,} steps an epoch, {num_steps:,} "
+        f"in all; {plan.micro_batches_per_full_step} micro-batches a step on each of {distributed.world_size()} processes",
+    )
+
+    # Model → shards → optimizer.
+    model = distributed.agreed(lambda: models.load_model(config.model, model_config, config.train.seed))
+    models.freeze(model, config.model.freeze)
+    frozen_hash = models.hash_frozen(model)
+    sharded = sharding.shard_model(accelerator, model)
+    optimizer = optim.build_optimizer(config.optim, sharded.model)
+    distributed.print_rank0(sharding.describe(sharded))
+
+    # Weights of another run, or this run's own last checkpoint.
+    identity = checkpoint.Identity(dotted_keys(config), rows.fingerprint, frozen_hash)
+    metrics = tracking.MetricsLog(run_folder / "metrics.jsonl", is_writer=distributed.rank() == 0)
+    state = checkpoint.TrainState()
+    if resume_from is not None:
+        state = checkpoint.load_checkpoint(resume_from, sharded, optimizer, identity)
+        metrics.truncate_after(state.step)
+        distributed.print_rank0(*refused, f"resuming from {resume_from}, after step {state.step}")
+    elif config.model.init_from:
+        checkpoint.load_weights(checkpoint.find_weights(config.model.init_from), sharded)
+
+    # Train: step, evaluate, save.
+    tracking.start_trackers(accelerator, config.tracking, config.run.name, dotted_keys(config))
+    run = loop.Run(
+        folder=run_folder,
+        sharded=sharded,
+        optimizer=optimizer,
+        plan=plan,
+        train_rows=rows.train,
+        evaluation=evaluation,
+        identity=identity,
+        metrics=metrics,
+        num_steps=num_steps,
+    )
+    loop.train(config, run, state)
+
+    # Export, reload, compare; then show what came out.
+    if config.export.weights == "best":
+        metric = config.eval.best_metric
+        best = checkpoint.best_of_run(run_folder, metric, higher_is_better=metric in loop.HIGHER_IS_BETTER)
+        checkpoint.load_weights(best, sharded)
+    export_model(sharded, evaluation, run_folder / "export", config.export.max_shard_size)
+    show_results(run_folder, rows.train, evaluation.rows)
+    distributed.print_rank0(f"exported to {run_folder / 'export'}")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    with exit_on_user_error():
+        main()

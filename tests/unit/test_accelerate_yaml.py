@@ -1,0 +1,290 @@
+"""The strict reading of the accelerate YAML: each mistake sees its sentence; the presets and their table are in order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from toolkit.accelerate_yaml import (
+    PATH_VARIABLE,
+    _config_file,
+    _launch_arguments,
+    check_accelerate_yaml,
+    find_accelerate_yaml,
+    preset_header,
+    preset_table,
+)
+from toolkit.errors import UserError
+
+PRESET_FOLDER = Path(__file__).resolve().parents[2] / "accelerate_configs"
+PRESETS = sorted(PRESET_FOLDER.glob("*.yaml"))
+
+DDP = {"distributed_type": "MULTI_GPU", "num_processes": 2}
+FSDP1 = {"fsdp_version": 1, "fsdp_cpu_ram_efficient_loading": False}
+FSDP2 = {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": False}
+SIZES = "parallelism_config_"
+
+
+def fsdp(section: dict[str, Any], **top_level: Any) -> dict[str, Any]:
+    return {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": section, **top_level}
+
+
+BROKEN: list[tuple[dict[str, Any], str]] = [
+    # unknown keys
+    (DDP | {"num_proceses": 2}, "unknown key num_proceses: did you mean num_processes?"),
+    (fsdp(FSDP2 | {"fsdp_versoin": 2}), "unknown key fsdp_config.fsdp_versoin: did you mean fsdp_version?"),
+    (
+        fsdp(FSDP2 | {"reshard_after_foward": True}),
+        "unknown key fsdp_config.reshard_after_foward: did you mean fsdp_reshard_after_forward?",
+    ),
+    (fsdp(FSDP2 | {"zzzzzzzz": 1}), "unknown key fsdp_config.zzzzzzzz; known are fsdp_version, "),
+    (
+        fsdp(FSDP2, parallelism_config={"dp_shard_size": 2}),
+        "unknown key parallelism_config.dp_shard_size: did you mean " + SIZES + "dp_shard_size?",
+    ),
+    (
+        DDP | {"dynamo_config": {"dynamo_bakcend": "INDUCTOR"}},
+        "unknown key dynamo_config.dynamo_bakcend: did you mean dynamo_backend?",
+    ),
+    (DDP | {"fp8_config": {"formatt": "E4M3"}}, "unknown key fp8_config.formatt: did you mean fp8_format?"),
+    # keys that cannot work
+    (fsdp(FSDP1 | {"limit_all_gathers": True}), "fsdp_config.limit_all_gathers cannot be set: accelerate has no key for it"),
+    (
+        fsdp(FSDP2 | {"fsdp_ignored_modules": "lm_head"}),
+        "fsdp_ignored_modules cannot be set: FSDP does not average the gradients",
+    ),
+    (fsdp(FSDP2 | {"fsdp_cpu_ram_efficient_loading": True}), "fsdp_cpu_ram_efficient_loading is true: set it to false"),
+    (fsdp({"fsdp_version": 2}), "fsdp_cpu_ram_efficient_loading is absent, which accelerate launch takes for true: set it"),
+    (DDP | {"deepspeed_config": {"zero_stage": 3}}, "deepspeed_config belongs to DEEPSPEED, which is not supported"),
+    (DDP | {"tpu_use_cluster": True}, "tpu_use_cluster is True: it serves TPUs"),
+    # types and choices
+    (DDP | {"num_processes": "2"}, "num_processes is '2': write a whole number"),
+    (DDP | {"num_processes": None}, "num_processes is None: write a whole number"),
+    (DDP | {"num_processes": True}, "num_processes is True: write a whole number"),
+    (DDP | {"num_processes": -1}, "num_processes is -1: it must be at least 1"),
+    (DDP | {"use_cpu": "yes"}, "use_cpu is 'yes': write true or false"),
+    (DDP | {"gpu_ids": 0}, "gpu_ids is 0: write text, in quotes"),
+    (DDP | {"fsdp_config": ["fsdp_version"]}, "fsdp_config is ['fsdp_version']: write indented keys and values"),
+    (
+        fsdp(FSDP2 | {"fsdp_offload_params": "true"}),
+        "fsdp_config.fsdp_offload_params is 'true': write true or false, without quotes",
+    ),
+    (fsdp(FSDP2 | {"fsdp_min_num_params": "1e6"}), "fsdp_config.fsdp_min_num_params is '1e6': write a whole number"),
+    (
+        fsdp(FSDP2 | {"fsdp_transformer_layer_cls_to_wrap": ["T5Block"]}),
+        "fsdp_transformer_layer_cls_to_wrap is ['T5Block']: write text",
+    ),
+    (fsdp(FSDP2 | {"fsdp_version": 3}), "fsdp_config.fsdp_version is 3: choose 1, 2"),
+    (fsdp(FSDP2 | {"fsdp_version": True}), "fsdp_config.fsdp_version is True: choose 1, 2"),
+    (fsdp(FSDP2 | {"fsdp_auto_wrap_policy": "T5Block"}), "is 'T5Block': choose TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP"),
+    (fsdp(FSDP2 | {"fsdp_state_dict_type": "SHARDED"}), "fsdp_state_dict_type is 'SHARDED': choose FULL_STATE_DICT, "),
+    (
+        fsdp(FSDP1 | {"fsdp_backward_prefetch": "PRE"}),
+        "fsdp_backward_prefetch is 'PRE': choose BACKWARD_PRE, BACKWARD_POST, NO_PREFETCH",
+    ),
+    (fsdp(FSDP1 | {"fsdp_sharding_strategy": 1}), "fsdp_sharding_strategy is 1: choose FULL_SHARD, "),
+    (
+        fsdp(FSDP2 | {"fsdp_reshard_after_forward": "FULL_SHARD"}),
+        "reshard_after_forward is FULL_SHARD: under FSDP2 write true or false",
+    ),
+    (fsdp(FSDP2 | {"fsdp_state_dict_type": "LOCAL_STATE_DICT"}), "LOCAL_STATE_DICT, which FSDP2 lacks: use SHARDED_STATE_DICT"),
+    (fsdp(FSDP1 | {"fsdp_reshard_after_forward": True}), "heeds only fsdp_sharding_strategy, which is FULL_SHARD"),
+    (fsdp(FSDP1 | {"fsdp_reshard_after_forward": "SHARD_GRAD_OP"}), "heeds only fsdp_sharding_strategy, which is FULL_SHARD"),
+    (DDP | {"dynamo_config": {"dynamo_backend": "INDUKTOR"}}, "dynamo_config.dynamo_backend is 'INDUKTOR': choose no, eager"),
+    # keys that the chosen version or policy ignores
+    (
+        fsdp(FSDP2 | {"fsdp_forward_prefetch": False}),
+        "fsdp_forward_prefetch has no effect under FSDP2 (FSDP2 prefetches on its own)",
+    ),
+    (fsdp(FSDP2 | {"backward_prefetch": "BACKWARD_PRE"}), "fsdp_backward_prefetch has no effect under FSDP2"),
+    (fsdp(FSDP2 | {"fsdp_use_orig_params": True}), "fsdp_use_orig_params has no effect under FSDP2"),
+    (fsdp(FSDP2 | {"fsdp_sync_module_states": True}), "fsdp_sync_module_states has no effect under FSDP2"),
+    (fsdp(FSDP2 | {"fsdp_sharding_strategy": "FULL_SHARD"}), "fsdp_sharding_strategy has no effect under FSDP2"),
+    (
+        fsdp(FSDP1 | {"fsdp_activation_checkpointing_offload": False}),
+        "fsdp_activation_checkpointing_offload has no effect under FSDP1",
+    ),
+    (fsdp(FSDP2 | {"fsdp_activation_checkpointing_offload": True}), "needs fsdp_activation_checkpointing: true"),
+    (
+        fsdp(FSDP2 | {"fsdp_min_num_params": 9}),
+        "fsdp_min_num_params has no effect with fsdp_auto_wrap_policy NO_WRAP: it serves SIZE_BASED_WRAP",
+    ),
+    (
+        fsdp(FSDP2 | {"fsdp_transformer_layer_cls_to_wrap": "T5Block", "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}),
+        "it serves TRANSFORMER_BASED_WRAP",
+    ),
+    (DDP | {"fsdp_config": FSDP2}, "fsdp_config is ignored under distributed_type MULTI_GPU"),
+    # FSDP1 on CPU, and what training needs of it
+    (fsdp(FSDP1, use_cpu=True), "fsdp_sync_module_states must be false with use_cpu"),
+    (
+        fsdp(FSDP1 | {"fsdp_sync_module_states": False, "fsdp_sharding_strategy": "HYBRID_SHARD"}, use_cpu=True),
+        "on CPU it silently shards nothing",
+    ),
+    (fsdp(FSDP1 | {"fsdp_use_orig_params": False}), "fsdp_use_orig_params is false: set it to true"),
+    # accumulation, wherever it can stand
+    (
+        DDP | {"gradient_accumulation_steps": 4},
+        "gradient_accumulation_steps is 4: leave it out, accumulation is derived from train.global_batch_size_rows",
+    ),
+    (
+        DDP | {"deepspeed_config": {"gradient_accumulation_steps": 4}},
+        "deepspeed_config.gradient_accumulation_steps is 4: leave it out",
+    ),
+    (DDP | {"deepspeed_config": {"gradient_accumulation_steps": "auto"}}, "and train.micro_batch_size_rows"),
+    # precision
+    (DDP | {"mixed_precision": "fp16"}, "mixed_precision is fp16, which is not supported: use bf16"),
+    (DDP | {"mixed_precision": "fp8"}, "fp8 is not supported by this version yet"),
+    (DDP | {"fp8_config": {"backend": "te"}}, "fp8 is not supported by this version yet"),
+    (DDP | {"mixed_precision": False}, "mixed_precision is false: write 'no' in quotes"),
+    (DDP | {"mixed_precision": "bfloat16"}, "mixed_precision is 'bfloat16': write bf16"),
+    # distributed types, machines, meshes
+    ({"num_processes": 2}, "distributed_type is absent: supported are NO, MULTI_GPU, FSDP"),
+    ({"distributed_type": False}, "distributed_type is False: supported are NO, MULTI_GPU, FSDP ('NO' in quotes"),
+    ({"distributed_type": "DEEPSPEED"}, "distributed_type is DEEPSPEED: supported are"),
+    ({"distributed_type": "MEGATRON_LM"}, "distributed_type is MEGATRON_LM: supported are"),
+    ({"distributed_type": "XLA"}, "distributed_type is XLA: supported are"),
+    (
+        {"distributed_type": "MULTI_CPU", "num_processes": 2},
+        "starts one process: write distributed_type: MULTI_GPU with use_cpu: true",
+    ),
+    ({"distributed_type": "NO", "num_processes": 2}, "num_processes is 2, but distributed_type NO starts 1"),
+    (DDP | {"compute_environment": "AMAZON_SAGEMAKER"}, "only LOCAL_MACHINE is supported"),
+    (DDP | {"num_machines": 2, "main_process_port": 0}, "name one port for all machines"),
+    (
+        fsdp(FSDP2, parallelism_config={SIZES + "tp_size": 2}),
+        "tp_size is 2: set it to 1, accelerate imports a part of transformers",
+    ),
+    (fsdp(FSDP2, parallelism_config={SIZES + "cp_size": 2}), "cp_size is 2: set it to 1, every rank takes rows of its own"),
+    (fsdp(FSDP2, parallelism_config={SIZES + "sp_size": 2}), "sp_size is 2: set it to 1, it needs DeepSpeed"),
+    (
+        fsdp(FSDP2, parallelism_config={SIZES + "dp_replicate_size": 2, SIZES + "dp_shard_size": 2}),
+        "their product must be num_processes (2)",
+    ),
+    (fsdp(FSDP1, parallelism_config={SIZES + "dp_shard_size": 2}), "works with distributed_type FSDP and fsdp_version 2 only"),
+    (DDP | {"parallelism_config": {SIZES + "dp_replicate_size": 2}}, "works with distributed_type FSDP and fsdp_version 2 only"),
+]
+
+
+def write(folder: Path, mapping: dict[str, Any]) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(mapping))
+    return path
+
+
+@pytest.mark.parametrize(("mapping", "sentence"), BROKEN, ids=[sentence[:60] for _, sentence in BROKEN])
+def test_each_mistake_sees_its_sentence(tmp_path: Path, mapping: dict[str, Any], sentence: str) -> None:
+    path = write(tmp_path, mapping)
+    with pytest.raises(UserError) as raised:
+        check_accelerate_yaml(path)
+    message = str(raised.value)
+    assert message.startswith(f"{path}: ") and sentence in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "there is no such accelerate config"),
+        (b"num_processes: 2\nfsdp_config: {a: 1\nuse_cpu: true\n", "broken YAML at line 3"),
+        (b"- one\n- two\n", "holds no keys and values"),
+        (b"", "holds no keys and values"),
+        (b"use_cpu: \xff\n", "not a text file in UTF-8"),
+    ],
+)
+def test_a_file_that_is_no_mapping_sees_its_sentence(tmp_path: Path, content: bytes | None, sentence: str) -> None:
+    path = tmp_path / "config.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=sentence) as raised:
+        check_accelerate_yaml(path)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        DDP
+        | {
+            "mixed_precision": None,
+            "main_process_port": None,
+            "dynamo_config": {"dynamo_backend": "INDUCTOR", "use_dynamic": True},
+        },
+        # as `accelerate config` writes them
+        DDP | {"downcast_bf16": "no", "tpu_env": [], "tpu_use_cluster": False, "tpu_use_sudo": False, "fsdp_config": None},
+        fsdp(FSDP1 | {"fsdp_reshard_after_forward": "FULL_SHARD", "fsdp_backward_prefetch": "backward_pre"}),
+        fsdp({"version": 2, "cpu_ram_efficient_loading": False, "min_num_params": 1000, "auto_wrap_policy": "SIZE_BASED_WRAP"}),
+        fsdp(FSDP2 | {"fsdp_auto_wrap_policy": "NO_WRAP", "fsdp_transformer_layer_cls_to_wrap": None}),
+        fsdp(FSDP2, num_processes=4, parallelism_config={SIZES + "dp_replicate_size": 2, SIZES + "dp_shard_size": 2}),
+    ],
+)
+def test_what_works_passes_and_comes_back_as_written(tmp_path: Path, mapping: dict[str, Any]) -> None:
+    assert check_accelerate_yaml(write(tmp_path, mapping)) == mapping
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_every_preset_passes_and_has_its_header(path: Path) -> None:
+    check_accelerate_yaml(path)
+    header = preset_header(path)
+    assert header["Usage"].startswith(f"accelerate launch --config_file accelerate_configs/{path.name} recipes/")
+
+
+def test_a_preset_without_a_header_field_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("# What it shards: nothing.\nuse_cpu: true\n")
+    with pytest.raises(UserError, match="no `# When to pick it: …` line"):
+        preset_header(path)
+
+
+def test_the_readme_holds_the_presets_table() -> None:
+    assert len(PRESETS) >= 8
+    assert f"\n{preset_table(PRESET_FOLDER)}<!-- end -->" in (PRESET_FOLDER / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        (
+            ["/env/bin/python", "/env/bin/accelerate", "launch", "--config_file", "a.yaml", "t5.py"],
+            ["--config_file", "a.yaml", "t5.py"],
+        ),
+        (["python", "-m", "accelerate.commands.launch", "t5.py"], ["t5.py"]),
+        (["python", "/env/lib/accelerate/commands/launch.py", "t5.py"], ["t5.py"]),
+        (["python", "-m", "accelerate.commands.accelerate_cli", "launch", "t5.py"], ["t5.py"]),
+        (["python", "/env/bin/accelerate-launch", "t5.py"], ["t5.py"]),
+        (["python", "/env/bin/accelerate", "config"], None),
+        (["python", "t5.py", "--config_file", "a.yaml"], None),
+        ([], None),
+    ],
+)
+def test_the_launchers_arguments_are_read_from_its_command_line(command: list[str], arguments: list[str] | None) -> None:
+    assert _launch_arguments(command) == arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--config_file", "sub/a.yaml", "t5.py", "--config_file", "other.yaml"], "sub/a.yaml"),
+        (["--mixed_precision", "no", "--config-file=a.yaml", "t5.py"], "a.yaml"),
+        (["t5.py", "--config_file", "other.yaml"], "default_config.yaml"),
+        (["--cpu", "t5.py"], None),
+    ],
+)
+def test_the_file_is_the_launchers_and_not_the_scripts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: str | None
+) -> None:
+    """The whole way, with real processes, is in test_launch.py."""
+    default = tmp_path / "default_config.yaml"
+    default.touch()
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(default))
+    assert _config_file(arguments, tmp_path) == (expected and tmp_path / expected)
+    default.unlink()
+    assert _config_file(["t5.py"], tmp_path) is None
+
+
+def test_the_variable_names_the_file_where_there_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PATH_VARIABLE, raising=False)
+    assert find_accelerate_yaml() is None
+    monkeypatch.setenv(PATH_VARIABLE, "/some/config.yaml")
+    assert find_accelerate_yaml() == Path("/some/config.yaml")

@@ -1,0 +1,217 @@
+"""The record of a run, its progress lines and trackers."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from toolkit import tracking
+from toolkit.config import TrackingConfig
+from toolkit.errors import UserError
+from toolkit.tracking import MetricsLog, Progress, check_trackers, load_metrics, log_to_trackers, start_trackers
+
+
+def test_a_line_is_whole_json_as_soon_as_it_is_written(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, is_writer=True)
+    log.write("train", 3, loss=0.1 + 0.2, num_rows=16, note="Zürich")
+    # Read while the log is still open: nothing waits in a buffer, and the float keeps every digit.
+    assert load_metrics(path) == [{"kind": "train", "step": 3, "loss": 0.30000000000000004, "num_rows": 16, "note": "Zürich"}]
+
+
+def test_figures_that_json_does_not_know(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl", is_writer=True)
+    log.write("train", 1, loss=float("nan"), grad_norm=float("inf"), low=float("-inf"), fine=1.0)
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    figures = json.loads(line, parse_constant=pytest.fail)
+    assert figures["loss"] is None and figures["loss_is"] == "nan"
+    assert figures["grad_norm"] is None and figures["grad_norm_is"] == "inf"
+    assert figures["low"] is None and figures["low_is"] == "-inf"
+    assert figures["fine"] == 1.0 and "fine_is" not in figures
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl", is_writer=False)
+    log.write("train", 1, loss=1.0)
+    log.truncate_after(0)
+    log.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_resume_drops_later_steps_and_a_torn_line_and_goes_on(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, is_writer=True)
+    for step in (1, 2, 3):
+        log.write("train", step, loss=float(step))
+    log.write("checkpoint", 2)
+    log.close()
+    path.write_bytes(path.read_bytes() + b'{"kind": "train", "st')
+    before = path.read_bytes().splitlines(keepends=True)
+
+    log = MetricsLog(path, is_writer=True)
+    log.truncate_after(2)
+    log.write("train", 3, loss=0.5)
+    assert path.read_bytes().splitlines(keepends=True)[:3] == [before[0], before[1], before[3]]
+    assert load_metrics(path)[3:] == [{"kind": "train", "step": 3, "loss": 0.5}]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_torn_line_never_joins_the_next_one(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"kind": "train", "step": 1}\n{"kind": "tra')
+    assert load_metrics(path) == [{"kind": "train", "step": 1}]
+    MetricsLog(path, is_writer=True).write("train", 2)
+    assert [line["step"] for line in load_metrics(path)] == [1, 2]
+
+
+def test_a_crash_while_truncating_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, is_writer=True)
+    log.write("train", 1)
+    log.write("train", 2)
+    before = path.read_bytes()
+
+    def crash(*_paths):
+        raise OSError("no space")
+
+    monkeypatch.setattr(tracking.os, "replace", crash)
+    with pytest.raises(OSError, match="no space"):
+        log.truncate_after(1)
+    assert path.read_bytes() == before
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is not JSON"):
+        load_metrics(path)
+
+
+class Clock:
+    """A clock that the test sets, in seconds."""
+
+    def __init__(self, monkeypatch):
+        self.now_s = 0.0
+        monkeypatch.setattr(tracking.time, "monotonic", lambda: self.now_s)
+
+
+def test_plain_lines_at_most_every_interval_and_at_the_last_step(capsys, monkeypatch):
+    clock = Clock(monkeypatch)
+    progress = Progress(total_steps=10, start_step=4, enabled=True, min_interval_s=10)
+    for step in range(5, 11):
+        clock.now_s += 6
+        progress.update(step, loss=2.5, learning_rate=1e-3, tokens_per_s=12345.6)
+        if step == 6:
+            progress.say("saved")
+    progress.close()
+    # 6 s a step from step 4 on; lines at 12 s, 24 s and at the end.
+    assert capsys.readouterr().out.splitlines() == [
+        "step 6/10, loss 2.5000, lr 1.00e-03, 12,346 tokens/s, 24 s left",
+        "saved",
+        "step 8/10, loss 2.5000, lr 1.00e-03, 12,346 tokens/s, 12 s left",
+        "step 10/10, loss 2.5000, lr 1.00e-03, 12,346 tokens/s",
+    ]
+
+
+def test_figures_that_were_not_read_are_left_out(capsys):
+    progress = Progress(total_steps=4000, start_step=0, enabled=True, min_interval_s=0)
+    progress._start_s -= 9  # as if the first step had taken 9 s
+    progress.update(1)
+    assert capsys.readouterr().out == "step 1/4000, 9 h 59 min left\n"
+
+
+def test_other_ranks_are_silent(capsys):
+    progress = Progress(total_steps=2, start_step=0, enabled=False, min_interval_s=0)
+    progress.update(2, loss=1.0)
+    progress.say("hello")
+    progress.close()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_bar_on_a_terminal(monkeypatch, capsys):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    progress = Progress(total_steps=8, start_step=2, enabled=True)
+    progress.update(5, loss=1.25, tokens_per_s=1000.0)
+    progress.say("evaluated")
+    progress.update(8, loss=1.0)
+    progress.close()
+    shown = terminal.getvalue()
+    assert "2/8" in shown and "8/8" in shown and "loss 1.0000" in shown
+    assert capsys.readouterr().out == "evaluated\n"
+
+
+def test_unknown_and_absent_trackers_are_refused_in_one_sentence():
+    check_trackers(TrackingConfig())
+    with pytest.raises(UserError, match="log_with: 'tensorbord' is not a tracker that accelerate knows; (installed|none)"):
+        check_trackers(TrackingConfig(log_with=["tensorbord"]))
+
+
+def test_absent_and_installed_trackers(monkeypatch):
+    import accelerate.tracking
+
+    monkeypatch.setattr(accelerate.tracking, "get_available_trackers", lambda: ["wandb", "aim"])
+    check_trackers(TrackingConfig(log_with=["wandb"]))
+    with pytest.raises(UserError) as refused:
+        check_trackers(TrackingConfig(log_with=["wandb", "mlflow"]))
+    assert "'mlflow' is not installed; installed are aim, wandb" in str(refused.value)
+
+
+REAL_ACCELERATOR = """
+import json
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker, register_tracker_class
+from toolkit.config import TrackingConfig
+from toolkit.tracking import check_trackers, log_to_trackers, start_trackers
+
+class Recorder(GeneralTracker):
+    name, requires_logging_directory, tracker, seen = "recorder", False, None, []
+    def __init__(self, project): self.seen.append(project)
+    def store_init_configuration(self, values): self.seen.append(values)
+    def log(self, values, step=None): self.seen.append([step, values])
+
+register_tracker_class(Recorder)
+config = TrackingConfig(log_with=["recorder"], project_name="project")
+check_trackers(config)
+accelerator = Accelerator(cpu=True, log_with=config.log_with)
+start_trackers(accelerator, config, "run", {"optim.lr": 1e-3, "data.files": ["a"], "model.revision": None, "run.name": "run"})
+log_to_trackers(accelerator, {"loss": 1.5, "loss_is": "fine", "kind": "train", "rouge": None, "num_rows": 3}, step=7)
+print(json.dumps(Recorder.seen))
+"""
+
+
+def test_a_tracker_gets_the_config_and_the_numbers():
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", REAL_ACCELERATOR], capture_output=True, text=True, timeout=120, cwd=root)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [
+        "project",
+        {"optim.lr": 1e-3, "data.files": '["a"]', "model.revision": "null", "run.name": "run"},
+        [7, {"loss": 1.5, "num_rows": 3}],
+    ]
+
+
+def test_a_run_is_named_where_the_tracker_has_a_name_for_it():
+    calls = []
+
+    class RecordingAccelerator:
+        def init_trackers(self, project_name, config, init_kwargs):
+            calls.append((project_name, config, init_kwargs))
+
+        def log(self, values, step):
+            calls.append((values, step))
+
+    start_trackers(RecordingAccelerator(), TrackingConfig(), "run", {})
+    log_to_trackers(RecordingAccelerator(), {"kind": "train"}, step=1)
+    assert calls == []
+    start_trackers(RecordingAccelerator(), TrackingConfig(log_with=["wandb", "tensorboard"]), "run", {})
+    assert calls == [("toolkit", {}, {"wandb": {"name": "run"}})]

@@ -1,0 +1,156 @@
+"""What the values of an accelerate YAML mean together, and which of them this toolkit refuses.
+
+`accelerate_yaml` has checked keys and types before. Each rule raises a `UserError` of one sentence: the key, its value,
+why it cannot stay and what to write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from toolkit.errors import UserError
+
+SUPPORTED_TYPES = ("NO", "MULTI_GPU", "FSDP")
+IGNORED_FSDP_KEYS = {
+    1: {"fsdp_activation_checkpointing_offload": "it needs fsdp_version: 2"},
+    2: {
+        "fsdp_forward_prefetch": "FSDP2 prefetches on its own",
+        "fsdp_backward_prefetch": "FSDP2 prefetches on its own",
+        "fsdp_use_orig_params": "FSDP2 always keeps the original parameters",
+        "fsdp_sync_module_states": "FSDP2 has no such step",
+        "fsdp_sharding_strategy": "its fsdp_reshard_after_forward is true for full shard, false for shard grad op",
+    },
+}
+
+
+def check_rules(mapping: dict[str, Any], sections: dict[str, dict[str, Any]]) -> None:
+    """Refuse what would be ignored, fail later or train something else.
+
+    `sections` holds the nested sections of `mapping` with full key names (`fsdp_version`, never `version`).
+
+    Raises:
+        UserError: the first rule that is broken.
+    """
+    fsdp, parallelism = sections["fsdp_config"], sections["parallelism_config"]
+    _check_machines(mapping)
+    _check_distributed_type(mapping)
+    _check_precision(mapping.get("mixed_precision", "no"), sections["fp8_config"])
+    if mapping["distributed_type"] == "FSDP":
+        _check_fsdp(fsdp, use_cpu=mapping.get("use_cpu", False))
+    if parallelism:
+        _check_parallelism(parallelism, fsdp, mapping)
+
+
+def check_accumulation(mapping: dict[str, Any]) -> None:
+    """Refuse `gradient_accumulation_steps` wherever it stands; before the keys are checked, so that it gets this sentence."""
+    for where, value in _nested_items(mapping):
+        if where.rpartition(".")[2] == "gradient_accumulation_steps" and value != 1:
+            raise UserError(
+                f"{where} is {value}: leave it out, accumulation is derived from train.global_batch_size_rows and "
+                "train.micro_batch_size_rows"
+            )
+
+
+def _check_machines(mapping: dict[str, Any]) -> None:
+    if mapping.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
+        raise UserError(f"compute_environment is {mapping['compute_environment']}: only LOCAL_MACHINE is supported")
+    for key, least in (("num_processes", 1), ("num_machines", 1), ("machine_rank", 0), ("main_process_port", 0)):
+        if mapping.get(key) is not None and mapping[key] < least:
+            raise UserError(f"{key} is {mapping[key]}: it must be at least {least}")
+    if mapping.get("num_machines", 1) > 1 and mapping.get("main_process_port") == 0:
+        raise UserError("main_process_port is 0 (any free port), but num_machines is above 1: name one port for all machines")
+
+
+def _check_distributed_type(mapping: dict[str, Any]) -> None:
+    kind = mapping.get("distributed_type", "absent")
+    if kind == "MULTI_CPU":
+        raise UserError(
+            "distributed_type is MULTI_CPU, with which accelerate launch starts one process: write distributed_type: MULTI_GPU "
+            "with use_cpu: true, as accelerate_configs/ddp_cpu.yaml does"
+        )
+    if kind not in SUPPORTED_TYPES:
+        quotes = " ('NO' in quotes, else YAML reads false)" if kind is False else ""
+        raise UserError(f"distributed_type is {kind}: supported are {', '.join(SUPPORTED_TYPES)}{quotes}")
+    if kind == "NO" and mapping.get("num_processes", 1) > 1:
+        raise UserError(f"num_processes is {mapping['num_processes']}, but distributed_type NO starts 1: write MULTI_GPU or FSDP")
+    if kind != "FSDP" and mapping.get("fsdp_config"):
+        raise UserError(f"fsdp_config is ignored under distributed_type {kind}: write distributed_type: FSDP, or leave it out")
+
+
+def _check_precision(precision: Any, fp8: dict[str, Any]) -> None:
+    if precision is False:
+        raise UserError("mixed_precision is false: write 'no' in quotes, else YAML reads a boolean")
+    if precision == "fp16":
+        raise UserError("mixed_precision is fp16, which is not supported: use bf16, which needs no loss scaling")
+    if precision == "fp8" or fp8:
+        raise UserError("fp8 is not supported by this version yet: write mixed_precision: bf16, without fp8_config")
+    if precision not in (None, "no", "bf16"):
+        raise UserError(f"mixed_precision is {precision!r}: write bf16, or 'no' for fp32")
+
+
+def _check_fsdp(fsdp: dict[str, Any], *, use_cpu: bool) -> None:
+    """What the chosen FSDP version ignores, lacks or cannot do."""
+    version = fsdp.get("fsdp_version", 1)  # accelerate's default
+    for key, reason in IGNORED_FSDP_KEYS[version].items():
+        if key in fsdp:
+            raise UserError(f"fsdp_config.{key} has no effect under FSDP{version} ({reason}): leave it out")
+    policy = str(fsdp.get("fsdp_auto_wrap_policy", "NO_WRAP")).upper()
+    owners = {"fsdp_transformer_layer_cls_to_wrap": "TRANSFORMER_BASED_WRAP", "fsdp_min_num_params": "SIZE_BASED_WRAP"}
+    for key, owner in owners.items():
+        if fsdp.get(key) is not None and policy != owner:
+            raise UserError(f"fsdp_config.{key} has no effect with fsdp_auto_wrap_policy {policy}: it serves {owner}")
+    if fsdp.get("fsdp_cpu_ram_efficient_loading", True):
+        given = "is true" if "fsdp_cpu_ram_efficient_loading" in fsdp else "is absent, which accelerate launch takes for true"
+        raise UserError(f"fsdp_config.fsdp_cpu_ram_efficient_loading {given}: set it to false, weights are loaded without it")
+    if fsdp.get("fsdp_activation_checkpointing_offload") and not fsdp.get("fsdp_activation_checkpointing"):
+        raise UserError("fsdp_config.fsdp_activation_checkpointing_offload needs fsdp_activation_checkpointing: true")
+    if version == 1:
+        _check_fsdp1(fsdp, use_cpu=use_cpu)
+    elif not isinstance(reshard := fsdp.get("fsdp_reshard_after_forward", True), bool):
+        raise UserError(f"fsdp_config.fsdp_reshard_after_forward is {reshard}: under FSDP2 write true or false")
+    elif str(fsdp.get("fsdp_state_dict_type")).upper() == "LOCAL_STATE_DICT":
+        raise UserError("fsdp_config.fsdp_state_dict_type is LOCAL_STATE_DICT, which FSDP2 lacks: use SHARDED_STATE_DICT")
+
+
+def _check_fsdp1(fsdp: dict[str, Any], *, use_cpu: bool) -> None:
+    strategy = str(fsdp.get("fsdp_sharding_strategy", "FULL_SHARD")).upper()
+    reshard = str(fsdp.get("fsdp_reshard_after_forward", strategy)).upper()
+    if reshard != strategy:
+        raise UserError(
+            f"fsdp_config.fsdp_reshard_after_forward is {reshard}, but under FSDP1 accelerate launch heeds only "
+            f"fsdp_sharding_strategy, which is {strategy}: set that one, to the name of a strategy"
+        )
+    if not fsdp.get("fsdp_use_orig_params", True):
+        raise UserError("fsdp_config.fsdp_use_orig_params is false: set it to true, freezing goes by parameter name")
+    if use_cpu and fsdp.get("fsdp_sync_module_states", True):
+        raise UserError("fsdp_config.fsdp_sync_module_states must be false with use_cpu: FSDP1 syncs through GPUs only")
+    if use_cpu and strategy.startswith("HYBRID"):
+        raise UserError(f"fsdp_config.fsdp_sharding_strategy is {strategy}: on CPU it silently shards nothing, use FULL_SHARD")
+
+
+def _check_parallelism(sizes: dict[str, Any], fsdp: dict[str, Any], mapping: dict[str, Any]) -> None:
+    reasons = {
+        "tp": "accelerate imports a part of transformers (ReplicateParallel) that the installed version no longer has",
+        "cp": "every rank takes rows of its own in this version",
+        "sp": "it needs DeepSpeed, which is not supported",
+    }
+    for name, reason in reasons.items():
+        if (size := sizes.get(f"parallelism_config_{name}_size", 1)) > 1:
+            raise UserError(f"parallelism_config_{name}_size is {size}: set it to 1, {reason}")
+    if mapping["distributed_type"] != "FSDP" or fsdp.get("fsdp_version", 1) != 2:
+        raise UserError("parallelism_config works with distributed_type FSDP and fsdp_version 2 only: leave it out")
+    replicate, shard = (sizes.get(f"parallelism_config_dp_{name}_size", 1) for name in ("replicate", "shard"))
+    processes = mapping.get("num_processes", replicate * shard)
+    if shard < 2 or replicate * shard != processes:
+        raise UserError(
+            f"parallelism_config has dp_replicate_size {replicate} and dp_shard_size {shard}: their product must be "
+            f"num_processes ({processes}), and dp_shard_size 2 or more"
+        )
+
+
+def _nested_items(mapping: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in mapping.items():
+        yield f"{prefix}{key}", value
+        if isinstance(value, dict):
+            yield from _nested_items(value, f"{prefix}{key}.")

@@ -1,0 +1,158 @@
+"""The `Accelerator`, built from the accelerate YAML alone, and all that depends on the kind of device.
+
+CPU runs get the real FSDP: accelerate turns it on only for accelerators and silently gives plain DDP elsewhere, so the
+environment that `accelerate launch` made from the YAML is read here and the CPU put in an accelerator's place.
+This is the only module with branches for the device.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from typing import TYPE_CHECKING
+
+import torch
+
+from toolkit.accelerate_yaml import check_accelerate_yaml, find_accelerate_yaml
+from toolkit.errors import UserError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+GIB = 2**30
+
+
+def build_accelerator(log_with: list[str], project_dir: str) -> Accelerator:
+    """Check the accelerate YAML this process was launched with and build the `Accelerator` it asks for. Collective.
+
+    Raises:
+        UserError: an unknown or useless key in the YAML, bf16 on hardware without it, a GPU preset without a GPU.
+    """
+    if (path := find_accelerate_yaml()) and check_accelerate_yaml(path).get("use_cpu"):
+        # The launcher hands `use_cpu` to a single process only; several would take the GPUs of a machine that has them.
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    _check_environment()
+    _check_hardware()
+
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+
+    _put_cpu_in_an_accelerators_place()
+    on_cpu = _asked_for_cpu()
+    accelerator = Accelerator(
+        cpu=on_cpu,
+        log_with=log_with or None,
+        project_dir=project_dir,
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=False),
+    )
+    if uses_fsdp(accelerator):
+        _set_fsdp_precision(accelerator, on_cpu)
+    if accelerator.device.type == "cpu":
+        # accelerate launch sets OMP_NUM_THREADS; torch reads it before, or not at all, when imported by a parent.
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads()))))
+    return accelerator
+
+
+def uses_fsdp(accelerator: Accelerator) -> bool:
+    """Whether the model is sharded, by FSDP1 or FSDP2."""
+    return accelerator.distributed_type.value == "FSDP"
+
+
+def fsdp_version(accelerator: Accelerator) -> int | None:
+    """1 or 2; None without FSDP."""
+    return accelerator.state.fsdp_plugin.fsdp_version if uses_fsdp(accelerator) else None
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Highest memory of this process so far: allocated on a CUDA device, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Memory this process could still take: free on its CUDA device, or its share of the host's available memory."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    import psutil
+
+    return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device's queued work, for an honest clock."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def compute_dtype(accelerator: Accelerator) -> torch.dtype:
+    """Dtype of forward and backward."""
+    return torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
+
+
+def _asked_for_cpu() -> bool:
+    return os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")
+
+
+def _check_environment() -> None:
+    """What a YAML check cannot see: values given as flags of `accelerate launch`."""
+    accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if accumulation != "1":
+        raise UserError(
+            f"gradient_accumulation_steps is {accumulation} in the launch: accumulation follows from "
+            "train.global_batch_size_rows and train.micro_batch_size_rows, so leave it out"
+        )
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision not in ("no", "bf16"):
+        raise UserError(f"mixed_precision {precision} is not supported: use bf16, or no for fp32")
+
+
+def _check_hardware() -> None:
+    """Refuse bf16 and GPU presets where the hardware cannot do them."""
+    has_accelerator = torch.accelerator.is_available()
+    wants_many = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" or int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if not _asked_for_cpu() and wants_many and not has_accelerator:
+        raise UserError(
+            "this accelerate config wants GPUs, but torch sees none here: take a CPU one (accelerate_configs/fsdp2_cpu.yaml, "
+            "ddp_cpu.yaml), or set use_cpu: true in it"
+        )
+    wants_bf16 = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "bf16"
+    on_cuda = not _asked_for_cpu() and torch.cuda.is_available()
+    if wants_bf16 and on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UserError(
+            f"mixed_precision is bf16, but {torch.cuda.get_device_name()} has no bf16: set mixed_precision: no in the "
+            "accelerate config, or take a GPU of compute capability 8.0 or newer"
+        )
+
+
+def _put_cpu_in_an_accelerators_place() -> None:
+    """Let accelerate choose FSDP on the CPU.
+
+    `PartialState` demotes any distributed type on a CPU to MULTI_CPU, and the `Accelerator` turns FSDP on only for
+    accelerators. Setting the type back before it is built makes it read the YAML's FSDP section as on a GPU. Needed as
+    long as accelerate/state.py lists device types for FSDP without the CPU.
+    """
+    if not _asked_for_cpu() or os.environ.get("ACCELERATE_USE_FSDP", "false") != "true":
+        return
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    PartialState._shared_state["device"] = torch.device("cpu")
+
+
+def _set_fsdp_precision(accelerator: Accelerator, on_cpu: bool) -> None:
+    """Compute in bf16, reduce gradients in fp32: accelerate reduces, and so accumulates, in bf16."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
+
+    plugin = accelerator.state.fsdp_plugin
+    dtype = compute_dtype(accelerator)
+    if plugin.fsdp_version == 2:
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        if on_cpu and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+            plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs an accelerator's driver
+    else:
+        plugin.mixed_precision_policy = MixedPrecision(
+            param_dtype=dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32
+        )

@@ -1,0 +1,319 @@
+"""Sharded checkpoints that exist whole or not at all, and the exact resume from them.
+
+    checkpoints/step-00000120/
+      manifest.json            step, config, fingerprints, metrics, and every other file's size and sha256; written last
+      state/                   trainable parameters, buffers and optimizer moments, sharded (DCP)
+      rng-00000.safetensors    random state of each rank
+
+The learning rate and the place in the batch plan are functions of the step; the manifest's step restores them.
+Frozen parameters are not in it: the base is recorded by its hash.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from toolkit import __version__
+from toolkit.config import CheckpointConfig
+from toolkit.distributed import agreed, barrier, broadcast_object, gather_objects, raise_together, rank, world_size
+from toolkit.errors import UserError
+from toolkit.manifest import (
+    best_checkpoint,
+    check_files,
+    checkpoints_folder,
+    commit,
+    describe_files,
+    list_checkpoints,
+    newest_valid,
+    prune,
+    read_manifest,
+    step_folder,
+)
+from toolkit.sharding import ShardedModel, clean
+from toolkit.tensor_files import Tensors, load_tensors, save_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MAY_CHANGE_ON_RESUME = (
+    "train.max_steps", "train.num_epochs", "train.micro_batch_size_rows", "log_every_steps",
+    "data.num_tokenizer_workers", "data.num_loader_workers", "data.cache_dir", "data.files", "data.eval_files",
+    "eval.", "checkpoint.", "export.", "tracking.", "profile.", "run.",
+)  # fmt: skip
+"""Config keys (or sections) that a resumed run may set differently. Data files are compared by content, not by path."""
+
+
+@dataclass
+class TrainState:
+    """What a run remembers between steps besides tensors."""
+
+    step: int = 0
+    """Optimizer updates done."""
+    best_value: float | None = None
+    """Best `eval.best_metric` so far."""
+    num_evaluations_without_gain: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Figures of the evaluation at this step, if there was one."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What must be the same for a resume to be exact."""
+
+    config: dict[str, Any]
+    """Dotted keys of the run config."""
+    data_fingerprint: str
+    frozen_hash: str | None
+    """Hash of the frozen parameters; None where all train."""
+
+
+def save_checkpoint(
+    run_folder: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer, state: TrainState, identity: Identity
+) -> Path:
+    """Write the checkpoint after `state.step` updates. Collective.
+
+    Raises:
+        UserError: on every rank, where a rank cannot write (disk full, folder read-only).
+    """
+    folder = step_folder(run_folder, state.step)
+    unfinished = folder.with_name(f"{folder.name}.tmp")
+
+    def start() -> None:
+        if rank() == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)  # left behind by a crash
+            (unfinished / "state").mkdir(parents=True)
+
+    _together(start, folder)
+
+    def write() -> dict[str, dict[str, Any]]:
+        tensors = _state_tensors(sharded, optimizer)
+        names = [f"state/{name}" for name in save_tensors(tensors, unfinished / "state")]
+        names.append(_save_rng(unfinished))
+        return describe_files(unfinished, names)
+
+    files = gather_objects(_together(write, folder))
+    manifest = {
+        "step": state.step,
+        "world_size": world_size(),
+        "versions": {"toolkit": __version__, "torch": torch.__version__},
+        "identity": {"config": identity.config, "data_fingerprint": identity.data_fingerprint, "frozen_hash": identity.frozen_hash},
+        "state": {"best_value": state.best_value, "num_evaluations_without_gain": state.num_evaluations_without_gain},
+        "metrics": state.metrics,
+        "files": {name: about for part in files for name, about in part.items()},
+    }
+    _together(lambda: commit(unfinished, folder, manifest) if rank() == 0 else None, folder)
+    return folder
+
+
+def prune_checkpoints(run_folder: Path, config: CheckpointConfig, metric: str, higher_is_better: bool) -> None:
+    """Remove what `keep_last` and `keep_best` do not keep. On rank 0; the others wait. Collective."""
+
+    def remove() -> None:
+        if rank() == 0:
+            prune(run_folder, config.keep_last, config.keep_best, metric, higher_is_better)
+
+    _together(remove, run_folder)
+
+
+def choose_checkpoint(run_folder: Path, resume: str) -> tuple[Path | None, list[str]]:
+    """The checkpoint to go on from, and sentences about newer ones that are not valid. Rank 0 chooses. Collective.
+
+    Raises:
+        UserError: a named checkpoint is not valid; or `never` in a folder that holds checkpoints.
+    """
+    error, choice, refused = None, None, []
+    if rank() == 0:
+        try:
+            choice, refused = _choose(run_folder, resume)
+        except UserError as e:
+            error = e
+    raise_together(error)
+    return broadcast_object((choice, refused))
+
+
+def load_checkpoint(
+    folder: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer, identity: Identity
+) -> TrainState:
+    """Load weights, moments and random state in place, on any number of ranks. Collective.
+
+    Raises:
+        UserError: config, data or frozen base differ from those of the checkpoint; the sentence names what.
+    """
+    manifest = read_manifest(folder)
+    agreed(lambda: _check_identity(folder, manifest["identity"], identity))
+    options = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
+    tensors = _state_tensors(sharded, optimizer)
+    _load(tensors, folder)
+    _put_back(sharded, tensors)
+    everything = get_optimizer_state_dict(sharded.model, optimizer, options=options)
+    everything |= {name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")}
+    set_optimizer_state_dict(sharded.model, optimizer, everything, options=options)
+    _load_rng(folder, manifest["world_size"])
+    return TrainState(step=manifest["step"], metrics=manifest["metrics"], **manifest["state"])
+
+
+def load_weights(folder: Path, sharded: ShardedModel) -> None:
+    """Load only the parameters of a checkpoint, in place. Collective."""
+    tensors = _model_tensors(sharded)
+    _load(tensors, folder)
+    _put_back(sharded, tensors)
+
+
+def best_of_run(run_folder: Path, metric: str, higher_is_better: bool) -> Path:
+    """The checkpoint with the best metric, as rank 0 sees it. Collective.
+
+    Raises:
+        UserError: no kept checkpoint was evaluated.
+    """
+    best = broadcast_object(best_checkpoint(run_folder, metric, higher_is_better) if rank() == 0 else None)
+    if best is None:
+        raise UserError(f"no checkpoint in {run_folder} was evaluated with {metric}: set eval.every_steps")
+    return best
+
+
+def find_weights(path: str) -> Path:
+    """The checkpoint that `model.init_from` names: a checkpoint folder, or a run folder's newest valid one.
+
+    Raises:
+        UserError: there is none.
+    """
+    folder = Path(path)
+    if (folder / "manifest.json").is_file():
+        return folder
+    found, refused = newest_valid(folder)
+    if found is None:
+        raise UserError(f"model.init_from {path} holds no valid checkpoint and no exported model. {' '.join(refused)}".strip())
+    return found
+
+
+def _choose(run_folder: Path, resume: str) -> tuple[Path | None, list[str]]:
+    if resume == "auto":
+        return newest_valid(run_folder)
+    if resume == "never":
+        if existing := list_checkpoints(run_folder):
+            raise UserError(
+                f"checkpoint.resume is never, but {checkpoints_folder(run_folder)} holds checkpoints up to step "
+                f"{existing[-1][0]}: take another run.name, or remove them"
+            )
+        return None, []
+    folder = Path(resume)
+    try:
+        check_files(folder, read_manifest(folder))
+    except ValueError as error:
+        raise UserError(f"checkpoint.resume {resume}: {error}") from None
+    return folder, []
+
+
+def _check_identity(folder: Path, theirs: dict[str, Any], ours: Identity) -> None:
+    """Refuse a resume that would not go on with the same run."""
+    if theirs["data_fingerprint"] != ours.data_fingerprint and _comparable(theirs["config"]) == _comparable(ours.config):
+        raise UserError(f"the data is not what {folder} was trained on: {_ways_out()}")
+    for key, value in ours.config.items():
+        if not key.startswith(MAY_CHANGE_ON_RESUME) and theirs["config"].get(key) != value:
+            raise UserError(f"{key} is {value!r}, but {folder} was made with {theirs['config'].get(key)!r}: {_ways_out()}")
+    if theirs["data_fingerprint"] != ours.data_fingerprint:
+        raise UserError(f"the data is not what {folder} was trained on: {_ways_out()}")
+    if theirs["frozen_hash"] != ours.frozen_hash:
+        raise UserError(f"the frozen base weights are not those {folder} was trained on: {_ways_out()}")
+
+
+def _comparable(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if not key.startswith(MAY_CHANGE_ON_RESUME)}
+
+
+def _ways_out() -> str:
+    return "set it back to resume, or take another run.name (model.init_from starts a new run from these weights)"
+
+
+def _model_tensors(sharded: ShardedModel) -> Tensors:
+    """Trainable parameters (each once, whatever its aliases) and buffers, as this rank holds them. Collective under FSDP1."""
+    wanted = {clean(name) for name, p in sharded.plain.named_parameters() if p.requires_grad}
+    wanted |= {clean(name) for name, _ in sharded.plain.named_buffers()}
+    state = get_model_state_dict(sharded.model, options=StateDictOptions())
+    return {f"model.{name}": tensor for name, tensor in state.items() if name in wanted}
+
+
+def _state_tensors(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> Tensors:
+    """Everything of a run that is a tensor. Hyperparameters are not: they follow from the config and the step."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = get_optimizer_state_dict(sharded.model, optimizer, options=options)
+    moments = {f"optimizer.{name}": value for name, value in state.items() if name.startswith("state.")}
+    return {**_model_tensors(sharded), **moments}
+
+
+def _put_back(sharded: ShardedModel, tensors: Tensors) -> None:
+    """Loaded tensors are views of the parameters but under FSDP1; aliases and frozen ones are not among them."""
+    state = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+    set_model_state_dict(sharded.model, state, options=StateDictOptions(strict=False))
+
+
+def _load(tensors: Tensors, folder: Path) -> None:
+    error = None
+    try:
+        load_tensors(tensors, folder / "state")
+    except (ValueError, OSError, CheckpointException) as e:
+        error = UserError(f"checkpoint {folder} cannot be loaded: {' '.join(str(e).split())}")
+    raise_together(error)
+
+
+def _together(work: Any, folder: Path) -> Any:
+    """Run `work` on every rank; where the file system refuses on any, stop all with one sentence. Collective."""
+
+    def guarded() -> Any:
+        try:
+            return work()
+        except (OSError, CheckpointException) as error:
+            raise UserError(f"checkpoint {folder} could not be written: {' '.join(str(error).split())[:300]}") from None
+
+    result = agreed(guarded)
+    barrier()
+    return result
+
+
+def _save_rng(folder: Path) -> str:
+    """This rank's random state of Python, NumPy and torch (every device), as tensors; returns the file's name."""
+    import numpy as np
+    from safetensors.torch import save_file
+
+    _, python_state, _ = random.getstate()
+    numpy_state: Sequence[Any] = np.random.get_state(legacy=True)  # type: ignore[assignment]
+    state = {
+        "python": torch.tensor(python_state, dtype=torch.int64),
+        "numpy": torch.tensor([*numpy_state[1].tolist(), numpy_state[2]], dtype=torch.int64),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    name = f"rng-{rank():05d}.safetensors"
+    save_file(state, folder / name)
+    return name
+
+
+def _load_rng(folder: Path, saved_world_size: int) -> None:
+    """Restore this rank's random state; on another number of ranks there is none to restore, and training reseeds itself."""
+    import numpy as np
+    from safetensors.torch import load_file
+
+    if saved_world_size != world_size():
+        return
+    state = load_file(folder / f"rng-{rank():05d}.safetensors")
+    random.setstate((3, tuple(state["python"].tolist()), None))
+    *keys, position = state["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,235 @@
+"""Rows of any source: checked, split and written to Arrow files in one pass.
+
+Memory stays bounded whatever the source's size: rows stream through in blocks of a thousand, and what is remembered of a row
+is at most a few 64-bit hashes. The files are read back memory-mapped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from toolkit.errors import UserError
+
+_ROWS_PER_BLOCK = 1000
+_NUM_FIRST_ROWS_TOLD = 3
+
+
+class Row(NamedTuple):
+    """One row as its reader found it; nothing is checked yet."""
+
+    source: Any
+    target: Any
+    group: str | None = None
+    """Rows of one group stay on one side of the split; None: rows with the same source text are a group."""
+    held_out: bool | None = None
+    """True: evaluation, False: training, None: a hash of the group decides."""
+    lead_text: str | None = None
+    """Text whose first sentence is the lead baseline; None: the source."""
+    skip_reason: str | None = None
+    """Set where the reader itself finds the row unusable, as in "with too few cells"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowInput:
+    """One file, or one source that is no file."""
+
+    label: str
+    """Its name in messages."""
+    columns: tuple[str, str]
+    """Names of the source and the target column in messages."""
+    digest: str
+    """Hex sha256 of its contents."""
+    read: Callable[[], Iterator[Row]]
+    """Reads it from the start. Yields unusable rows too, so that every row has its position."""
+    is_eval_file: bool = False
+    """All its rows are evaluation rows."""
+
+
+@dataclass
+class InputReport:
+    """What came of one input; goes into the cache as JSON."""
+
+    num_rows: int = 0
+    num_skipped: dict[str, int] = field(default_factory=dict)
+    """Rows left out, by reason."""
+    first_skipped: dict[str, list[int]] = field(default_factory=dict)
+    """The first few row numbers (from 1) of each reason."""
+
+    def skip(self, reason: str) -> None:
+        """Count the row read last as left out."""
+        self.num_skipped[reason] = self.num_skipped.get(reason, 0) + 1
+        first = self.first_skipped.setdefault(reason, [])
+        if len(first) < _NUM_FIRST_ROWS_TOLD:
+            first.append(self.num_rows)
+
+    def sentences(self, label: str) -> list[str]:
+        """One a reason: "skipped 3 of 120 rows of rows.csv with an empty target (first: rows 17, 40, 77)"."""
+        told = []
+        for reason, count in self.num_skipped.items():
+            numbers = ", ".join(str(number) for number in self.first_skipped[reason])
+            where = f"row {numbers}" if count == 1 else f"first: rows {numbers}"
+            told.append(f"skipped {count} of {self.num_rows} rows of {label} {reason} ({where})")
+        return told
+
+
+def write_rows(
+    inputs: list[RowInput], folder: Path, *, eval_fraction: float, num_rows: int | None, drop_repeats: bool
+) -> list[InputReport]:
+    """Write `train.arrow` and `evaluation.arrow` into `folder`; a row's id is its position over all inputs.
+
+    Args:
+        inputs: evaluation files first, so that their rows are known when the training rows come.
+        eval_fraction: share of the groups held out where no input says which rows are; in [0, 1].
+        num_rows: most rows read from the inputs that are not evaluation files.
+        drop_repeats: leave out rows whose source and target both occurred before.
+
+    Returns:
+        One report an input.
+
+    Raises:
+        UserError: an input without rows, a cell that is not text, no usable row, no row left to train on.
+    """
+    reports = [InputReport() for _ in inputs]
+    splitter = _Splitter(eval_fraction, has_eval_files=any(item.is_eval_file for item in inputs), drop_repeats=drop_repeats)
+    num_training_rows_read, row_id = 0, 0
+    with closing(_RowFile(folder / "train.arrow")) as train, closing(_RowFile(folder / "evaluation.arrow")) as evaluation:
+        for item, report in zip(inputs, reports, strict=True):
+            limit = None if item.is_eval_file or num_rows is None else num_rows - num_training_rows_read
+            if limit == 0:
+                continue
+            for row in islice(item.read(), limit):
+                report.num_rows += 1
+                reason = row.skip_reason or _empty_cell(row, item, report.num_rows) or splitter.find_copy(row, item)
+                if reason:
+                    report.skip(reason)
+                else:
+                    side = evaluation if splitter.holds_out(row, item) else train
+                    side.add((row_id, row.source, row.target, row.source if row.lead_text is None else row.lead_text))
+                row_id += 1
+            if report.num_rows == 0:
+                raise UserError(f"{item.label} holds no rows: give a source with at least one")
+            num_training_rows_read += 0 if item.is_eval_file else report.num_rows
+        num_training_rows = train.num_rows
+    _check_something_is_left(inputs, reports, num_training_rows)
+    return reports
+
+
+def _empty_cell(row: Row, item: RowInput, number: int) -> str | None:
+    """The reason to skip a row whose source or target is missing or blank; None where both are text."""
+    for kind, column, value in zip(("source", "target"), item.columns, row[:2], strict=True):
+        if value is None or (isinstance(value, str) and not value.strip()):
+            return f"with an empty {kind}"
+        where = f"{item.label}, row {number}, column {column}"
+        if not isinstance(value, str):
+            raise UserError(f"{where}: {value!r:.60} is of type {type(value).__name__}, not text: write it as a string")
+        if "\0" in value:
+            raise UserError(f"{where}: the text holds a NUL character: remove it")
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"{where}: character {error.start + 1} is half a surrogate pair, which is no text: write the whole character"
+            ) from None
+    return None
+
+
+class _Splitter:
+    """Decides a row's side, remembering 64-bit hashes of the rows it has seen.
+
+    64 bits: among two million rows the chance that any two different ones share a hash is 1e-7.
+    """
+
+    def __init__(self, eval_fraction: float, *, has_eval_files: bool, drop_repeats: bool) -> None:
+        self._eval_fraction = eval_fraction
+        self._has_eval_files = has_eval_files
+        self._drop_repeats = drop_repeats
+        self._held_out_hashes: set[int] = set()
+        self._seen_hashes: set[int] = set()
+
+    def find_copy(self, row: Row, item: RowInput) -> str | None:
+        """The reason to skip a row that an earlier one, or one of the evaluation files, makes superfluous."""
+        if self._drop_repeats:
+            pair_hash = _hash64(f"{row.source}\0{row.target}")
+            if pair_hash in self._seen_hashes:
+                return "that repeat an earlier row"
+            self._seen_hashes.add(pair_hash)
+        if self._has_eval_files and not item.is_eval_file and not self._held_out_hashes.isdisjoint(_text_and_group(row)):
+            return "that are in data.eval_files too"
+        return None
+
+    def holds_out(self, row: Row, item: RowInput) -> bool:
+        """Whether the row is for evaluation; the same for every row of a group, in whatever order they come."""
+        if item.is_eval_file:
+            self._held_out_hashes.update(_text_and_group(row))
+            return True
+        if self._has_eval_files:
+            return False
+        if row.held_out is not None:
+            return row.held_out
+        return _text_and_group(row)[1] < self._eval_fraction * 2**64
+
+
+def _text_and_group(row: Row) -> tuple[int, int]:
+    source_hash = _hash64(row.source)
+    return source_hash, source_hash if row.group is None else _hash64(row.group)
+
+
+def _hash64(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def _check_something_is_left(inputs: list[RowInput], reports: list[InputReport], num_training_rows: int) -> None:
+    """Refuse evaluation files, or a source, none of whose rows can be used."""
+    for is_eval_file in (True, False):
+        told = [(item, report) for item, report in zip(inputs, reports, strict=True) if item.is_eval_file == is_eval_file]
+        num_read = sum(report.num_rows for _, report in told)
+        num_skipped = sum(sum(report.num_skipped.values()) for _, report in told)
+        if num_read and num_skipped == num_read:
+            sentences = [sentence for item, report in told for sentence in report.sentences(item.label)]
+            raise UserError(f"none of the {num_read} rows can be used: {'; '.join(sentences)}")
+    if num_training_rows == 0:
+        raise UserError("all rows are held out, none is left to train on: lower data.eval_fraction or give more rows")
+
+
+class _RowFile:
+    """An Arrow stream that is written in blocks and stands on the disk once closed."""
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow as pa
+
+        self.num_rows = 0
+        self._schema = pa.schema(
+            [("row_id", pa.int64()), ("source", pa.string()), ("target", pa.string()), ("lead_text", pa.string())]
+        )
+        self._block: list[tuple[int, str, str, str]] = []
+        self._file = path.open("wb")
+        self._stream = pa.ipc.new_stream(self._file, self._schema)
+
+    def add(self, row: tuple[int, str, str, str]) -> None:
+        self._block.append(row)
+        self.num_rows += 1
+        if len(self._block) == _ROWS_PER_BLOCK:
+            self._write_block()
+
+    def close(self) -> None:
+        self._write_block()
+        self._stream.close()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def _write_block(self) -> None:
+        import pyarrow as pa
+
+        if self._block:
+            by_column = zip(*self._block, strict=True)
+            arrays = [pa.array(cells, field.type) for cells, field in zip(by_column, self._schema, strict=True)]
+            self._stream.write_batch(pa.record_batch(arrays, schema=self._schema))
+            self._block = []

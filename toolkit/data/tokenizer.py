@@ -1,0 +1,70 @@
+"""The tokenizer of a model folder, or one trained on the rows where the folder has none."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.config import ModelConfig
+from toolkit.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TOKENIZER_FILES = ("tokenizer.json", "spiece.model", "sentencepiece.bpe.model", "source.spm", "vocab.json", "vocab.txt")
+
+
+def has_tokenizer(config: ModelConfig) -> bool:
+    """Whether the model comes with a tokenizer. A hub id is taken to: transformers answers for it."""
+    folder = Path(config.name_or_path)
+    return not folder.is_dir() or any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The model's own tokenizer.
+
+    Raises:
+        UserError: it cannot be read, or has no padding token.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            config.name_or_path, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f"the tokenizer of {config.name_or_path} could not be read ({first_line})") from None
+    if tokenizer.pad_token_id is None:
+        raise UserError(f"the tokenizer of {config.name_or_path} has no padding token: set pad_token in its tokenizer_config.json")
+    return tokenizer
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+    """A unigram tokenizer like T5's (`<pad>` 0, `</s>` 1, `<unk>` 2), trained on `texts` with the tokenizers library."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace("\n", " ")])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=vocab_size, special_tokens=["<pad>", "</s>", "<unk>"], unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+
+
+def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """sha256 of all that decides how text becomes ids, independent of where the files lie."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    body = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    extra = json.dumps([type(tokenizer).__name__, tokenizer.special_tokens_map], sort_keys=True, default=str)
+    return hashlib.sha256((body + extra).encode()).hexdigest()

@@ -1,0 +1,139 @@
+"""Ranks, seeds and the few small collectives the rest needs.
+
+Everything here that talks to other ranks says "Collective." and runs on a gloo group of its own on the CPU, so that it
+never waits for the device and its timeout does not follow the device backend's.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import os
+import random
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from toolkit.errors import UserError
+
+T = TypeVar("T")
+
+# Tokenizing a large corpus on one process of a node can take long; the others wait in a collective of this group.
+CONTROL_TIMEOUT = datetime.timedelta(hours=6)
+
+
+def rank() -> int:
+    """This process's data-parallel rank. Every strategy we accept is data parallel only, so it is the global rank."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """The data-parallel size: the number of processes."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def local_rank() -> int:
+    """This process's number on its node."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_world_size() -> int:
+    """Processes on this node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+@functools.lru_cache(maxsize=1)
+def control_group() -> dist.ProcessGroup | None:
+    """A gloo group over all ranks for decisions and small objects. Collective on first use; None for one process."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+
+
+def gather_objects(value: T) -> list[T]:
+    """`value` of every rank, in rank order, on every rank. Collective."""
+    group = control_group()
+    if group is None:
+        return [value]
+    gathered: list[Any] = [None] * world_size()
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def broadcast_object(value: T) -> T:
+    """Rank 0's `value`, on every rank. Collective."""
+    group = control_group()
+    if group is None:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=group)
+    return box[0]
+
+
+def reduce_on_cpu(values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    """`values` (any shape, on the CPU) reduced over all ranks. Collective."""
+    group = control_group()
+    if group is not None:
+        dist.all_reduce(values, op=op, group=group)
+    return values
+
+
+def barrier() -> None:
+    """Wait until every rank is here. Collective."""
+    group = control_group()
+    if group is not None:
+        dist.barrier(group=group)
+
+
+def raise_together(error: UserError | None) -> None:
+    """Raise on every rank the first rank's `UserError`, if any rank has one. Collective.
+
+    Raises:
+        UserError: the same one on every rank, so that all stop and one of them speaks.
+    """
+    messages = [str(e) if e is not None else None for e in gather_objects(error)]
+    first = next((message for message in messages if message is not None), None)
+    if first is not None:
+        agreed = UserError(first)
+        agreed.agreed_by_all_ranks = True  # type: ignore[attr-defined]
+        raise agreed
+
+
+def agreed(work: Callable[[], T]) -> T:
+    """Run `work` on every rank; where it raises a `UserError` on any, raise it on all. Collective."""
+    result, error = None, None
+    try:
+        result = work()
+    except UserError as e:
+        error = e
+    raise_together(error)
+    return result  # type: ignore[return-value]
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed from its parts, equal on every machine (blake2b of their text)."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def seed_all(*parts: int | str) -> None:
+    """Seed Python, NumPy and torch (every device) from `parts`.
+
+    Called before every micro-batch with (seed, step, rank, micro-batch): dropout is then a function of the place in the
+    run, so that a restart draws the same masks and an evaluation in between changes nothing.
+    """
+    import numpy as np
+
+    seed = derive_seed(*parts)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.manual_seed(seed)
+
+
+def print_rank0(*lines: str) -> None:
+    """Print on rank 0 only."""
+    if rank() == 0:
+        print(*lines, sep="\n", flush=True)

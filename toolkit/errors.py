@@ -1,0 +1,38 @@
+"""The one exception that users see as one sentence, and the place where it is printed.
+
+A `UserError` names the offending value, where it stands and how to fix it. Before the process group exists every node's
+first process prints it; afterwards ranks agree on an error first (`distributed.raise_together`) and rank 0 prints it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class UserError(ValueError):
+    """A mistake in what the user gave us: one clear sentence, no traceback, exit code 2."""
+
+
+EXIT_USER_ERROR = 2
+
+
+@contextmanager
+def exit_on_user_error() -> Iterator[None]:
+    """Turn a `UserError` into one line on stderr and exit code 2; any other exception keeps its traceback."""
+    try:
+        yield
+    except UserError as error:
+        if _speaks_for_this_error(error):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        # os._exit would skip flushing; SystemExit lets the process group and files close in order.
+        raise SystemExit(EXIT_USER_ERROR) from None
+
+
+def _speaks_for_this_error(error: UserError) -> bool:
+    """One printer a job where all ranks agreed on the error, one a node where they could not agree yet."""
+    if getattr(error, "agreed_by_all_ranks", False):
+        return os.environ.get("RANK", "0") == "0"
+    return os.environ.get("LOCAL_RANK", "0") == "0"

@@ -1,0 +1,1 @@
+"""What generated summaries are measured with: ROUGE, and the baselines it is read against."""

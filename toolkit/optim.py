@@ -1,0 +1,108 @@
+"""AdamW with parameter groups, the learning rate as a function of the step, and the true global gradient norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from toolkit.config import OptimConfig
+from toolkit.errors import UserError
+
+
+def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters of a sharded model; norms, biases and other vectors are not decayed.
+
+    Built after sharding: FSDP2 replaces parameters, and accelerate's remapping of an optimizer built before it goes
+    wrong on the meta device. `fused` is one kernel for all parameters, and one DTensor dispatch instead of thousands.
+    """
+    decayed, plain = [], []
+    decayed_names = {name for name, _ in _decayed_parameters(model)}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (decayed if name in decayed_names else plain).append(parameter)
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )
+
+
+def _decayed_parameters(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
+    """Weights of linear, convolution and embedding modules. FSDP1 flattens shapes, so modules tell, not dimensions."""
+    for module_name, module in model.named_modules():
+        is_norm = "norm" in type(module).__name__.lower()
+        for name, parameter in module.named_parameters(recurse=False):
+            if not is_norm and name != "bias" and not name.endswith("_bias"):
+                yield f"{module_name}.{name}" if module_name else name, parameter
+
+
+def learning_rate(config: OptimConfig, step: int, num_steps: int, steps_per_epoch: int) -> float:
+    """Learning rate of the 1-based `step`: a pure function, so that a resume needs no scheduler state.
+
+    Linear warm-up reaches `lr` at step `warmup_steps`; linear and cosine then fall to `min_lr_ratio * lr` at `num_steps`;
+    `step` multiplies by `gamma` every `decay_every_steps` (default: an epoch).
+    """
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    progress = (step - 1 - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
+    progress = min(max(progress, 0.0), 1.0)
+    if config.schedule == "constant":
+        return config.lr
+    if config.schedule == "step":
+        return config.lr * config.gamma ** ((step - 1) // (config.decay_every_steps or steps_per_epoch))
+    falling = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * falling)
+
+
+def check_schedule(config: OptimConfig, num_steps: int) -> None:
+    """Refuse a warm-up longer than the run.
+
+    Raises:
+        UserError: naming both numbers.
+    """
+    if config.warmup_steps >= num_steps:
+        raise UserError(f"optim.warmup_steps is {config.warmup_steps}, but the run has only {num_steps} steps: warm up for fewer")
+
+
+@torch.no_grad()
+def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
+    """Scale gradients to a global 2-norm of at most `max_norm`; returns the norm before it, an fp32 scalar. Collective.
+
+    The norm is that of the whole gradient over all shards (accelerate#4219: the local one is wrong under DTensor). Local
+    squares are summed and reduced over the shard dimension of the parameters' mesh only: replicas hold equal gradients.
+    Nothing is read by the host.
+    """
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    filled = [g for g in local if g.numel()]  # with many ranks a small parameter leaves some of them nothing
+    norms = torch._foreach_norm(filled, 2.0, dtype=torch.float32) or [gradients[0].new_zeros((), dtype=torch.float32)]
+    squares = torch.stack(list(norms)).square().sum()
+    for group in _shard_groups(model, gradients):
+        dist.all_reduce(squares, group=group)
+    norm = squares.sqrt()
+    if max_norm is not None:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(local, scale)
+    return norm
+
+
+def _shard_groups(model: nn.Module, gradients: list[torch.Tensor]) -> list[dist.ProcessGroup]:
+    """Process groups over which gradients are sharded; none for plain tensors (single, DDP)."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor.placement_types import Shard
+
+    if isinstance(model, FullyShardedDataParallel):
+        return [model.process_group]
+    sharded = next((g for g in gradients if isinstance(g, DTensor)), None)
+    if sharded is None:
+        return []
+    mesh = sharded.device_mesh
+    return [mesh.get_group(dim) for dim, placement in enumerate(sharded.placements) if isinstance(placement, Shard)]

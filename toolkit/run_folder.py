@@ -1,0 +1,35 @@
+"""The folder of a run: `output_dir/name`, with the resolved config in it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from toolkit.config import save_config
+from toolkit.distributed import agreed, barrier, rank
+from toolkit.errors import UserError
+
+
+def open_run_folder(config: Any) -> Path:
+    """Create the run's folder, or find it, and write `config.yaml` into it; returns it. Collective.
+
+    Raises:
+        UserError: it cannot be written; on every rank.
+    """
+    folder = Path(config.run.output_dir) / config.run.name
+
+    def create() -> None:
+        if rank() != 0:
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(13, "no permission to write", str(folder))
+            save_config(config, folder / "config.yaml")
+        except OSError as error:
+            raise UserError(f"run.output_dir {config.run.output_dir}: {folder} cannot be written ({error.strerror})") from None
+
+    agreed(create)
+    barrier()
+    return folder
