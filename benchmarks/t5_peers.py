@@ -105,7 +105,7 @@ T5 {describe_shape("speed")} from random weights, dropout 0.1; {data.num_train_r
 {MAX_SOURCE_TOKENS} tokens; batch {options.batch_size_rows}; {options.warmup_steps} steps of warm-up, then {options.default_steps}
 steps (defaults) or the {epoch_steps} of an epoch (matched, ours). Tokens: sources and targets without padding. Memory: resident.
 
-{comparison_table(runs, columns, "samples_per_s")}
+{comparison_table(runs, columns, ["samples/s", "tokens/s"])}
 
 Of the positions in a batch {median(runs[DEFAULTS], "padding_share"):.0%} are padding by default,
 {median(runs[MATCHED], "padding_share"):.0%} matched. Loss of the last ten steps: {median(runs[MATCHED], "loss"):.2f} matched,
@@ -161,7 +161,7 @@ Loss, generation ({options.num_beams} beams, at most {options.max_new_tokens} to
 all sides with the same weights; batches of 8 by default, of {options.eval_batch_size_rows} matched and ours. Loss and ROUGE show
 that the sides do the same work: the Trainer's loss is a mean over batches, ours over label tokens.
 
-{comparison_table(runs, columns, "eval_rows_per_s")}"""
+{comparison_table(runs, columns, ["rows/s"])}"""
 
 
 def compare_memory(data: Data, options: argparse.Namespace) -> str:
@@ -201,14 +201,16 @@ def interleave(measure: Callable[[str, str], Figures], sides: list[str], repetit
     return runs
 
 
-def comparison_table(runs: dict[str, list[Figures]], columns: dict[str, tuple[str, int]], speed: str) -> str:
-    """A row a side, and how many times as fast we are."""
+def comparison_table(runs: dict[str, list[Figures]], columns: dict[str, tuple[str, int]], speeds: list[str]) -> str:
+    """A row a side; after its figures how many times as fast we are, by each of the columns in `speeds`."""
     rows = []
     for side, figures in runs.items():
         cells = [format_spread([run[key] for run in figures], digits) for key, digits in columns.values()]
-        ratios = [ours[speed] / theirs[speed] for ours, theirs in zip(runs[OURS], figures, strict=True)]
-        rows.append([side, *cells, "" if side == OURS else f"{format_spread(ratios, 2)} ×"])
-    return format_table(["", *columns, "ours is as fast"], rows)
+        for key, _ in (columns[speed] for speed in speeds):
+            ratios = [ours[key] / theirs[key] for ours, theirs in zip(runs[OURS], figures, strict=True)]
+            cells.append("" if side == OURS else f"{format_spread(ratios, 2)} ×")
+        rows.append([side, *cells])
+    return format_table(["", *columns, *(f"ours, by {speed}" for speed in speeds)], rows)
 
 
 def describe_shape(name: str) -> str:

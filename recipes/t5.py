@@ -34,8 +34,9 @@ def main() -> None:
     pad_token_id, decoder_start_token_id = models.special_tokens(model_config, config.model.name_or_path)
 
     # Rows: text → tokens on disk → the plan of which rows each step takes.
-    rows = prepare_rows(config.data, config.model, vocab_size=skeleton.get_input_embeddings().weight.shape[0])
-    models.check_vocabulary(len(rows.tokenizer), skeleton)
+    vocab_size = models.num_token_embeddings(skeleton)
+    rows = prepare_rows(config.data, config.model, vocab_size)
+    models.check_vocabulary(len(rows.tokenizer), vocab_size)
     plan = BatchPlan(
         source_lengths=rows.train.with_format("numpy")["source_length"][:],
         target_lengths=rows.train.with_format("numpy")["target_length"][:],
@@ -55,8 +56,9 @@ def main() -> None:
     )
     distributed.print_rank0(
         *rows.remarks,
-        f"{len(rows.train):,} training rows, {num_eval_rows:,} held-out rows; {plan.steps_per_epoch:,} steps an epoch, {num_steps:,} "
-        f"in all; {plan.micro_batches_per_full_step} micro-batches a step on each of {distributed.world_size()} processes",
+        f"{len(rows.train):,} training rows, {num_eval_rows:,} held-out rows; {plan.steps_per_epoch:,} steps an epoch, "
+        f"{num_steps:,} in all; {plan.micro_batches_per_full_step} micro-batches a step on each of "
+        f"{distributed.world_size()} processes",
     )
 
     # Model → shards → optimizer.

@@ -153,6 +153,4 @@ def _set_fsdp_precision(accelerator: Accelerator, on_cpu: bool) -> None:
         if on_cpu and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
             plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs an accelerator's driver
     else:
-        plugin.mixed_precision_policy = MixedPrecision(
-            param_dtype=dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32
-        )
+        plugin.mixed_precision_policy = MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32)

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MAY_CHANGE_ON_RESUME = (
-    "train.max_steps", "train.num_epochs", "train.micro_batch_size_rows", "log_every_steps",
+    "train.max_steps", "train.num_epochs", "train.micro_batch_size_rows", "log_every_steps", "log_row_ids",
     "data.num_tokenizer_workers", "data.num_loader_workers", "data.cache_dir", "data.files", "data.eval_files",
     "eval.", "checkpoint.", "export.", "tracking.", "profile.", "run.",
 )  # fmt: skip
@@ -110,7 +110,11 @@ def save_checkpoint(
         "step": state.step,
         "world_size": world_size(),
         "versions": {"toolkit": __version__, "torch": torch.__version__},
-        "identity": {"config": identity.config, "data_fingerprint": identity.data_fingerprint, "frozen_hash": identity.frozen_hash},
+        "identity": {
+            "config": identity.config,
+            "data_fingerprint": identity.data_fingerprint,
+            "frozen_hash": identity.frozen_hash,
+        },
         "state": {"best_value": state.best_value, "num_evaluations_without_gain": state.num_evaluations_without_gain},
         "metrics": state.metrics,
         "files": {name: about for part in files for name, about in part.items()},
@@ -135,7 +139,9 @@ def choose_checkpoint(run_folder: Path, resume: str) -> tuple[Path | None, list[
     Raises:
         UserError: a named checkpoint is not valid; or `never` in a folder that holds checkpoints.
     """
-    error, choice, refused = None, None, []
+    error: UserError | None = None
+    choice: Path | None = None
+    refused: list[str] = []
     if rank() == 0:
         try:
             choice, refused = _choose(run_folder, resume)
@@ -145,9 +151,7 @@ def choose_checkpoint(run_folder: Path, resume: str) -> tuple[Path | None, list[
     return broadcast_object((choice, refused))
 
 
-def load_checkpoint(
-    folder: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer, identity: Identity
-) -> TrainState:
+def load_checkpoint(folder: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer, identity: Identity) -> TrainState:
     """Load weights, moments and random state in place, on any number of ranks. Collective.
 
     Raises:
@@ -159,7 +163,7 @@ def load_checkpoint(
     tensors = _state_tensors(sharded, optimizer)
     _load(tensors, folder)
     _put_back(sharded, tensors)
-    everything = get_optimizer_state_dict(sharded.model, optimizer, options=options)
+    everything: dict[str, Any] = get_optimizer_state_dict(sharded.model, optimizer, options=options)
     everything |= {name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")}
     set_optimizer_state_dict(sharded.model, optimizer, everything, options=options)
     _load_rng(folder, manifest["world_size"])
@@ -243,21 +247,21 @@ def _model_tensors(sharded: ShardedModel) -> Tensors:
     """Trainable parameters (each once, whatever its aliases) and buffers, as this rank holds them. Collective under FSDP1."""
     wanted = {clean(name) for name, p in sharded.plain.named_parameters() if p.requires_grad}
     wanted |= {clean(name) for name, _ in sharded.plain.named_buffers()}
-    state = get_model_state_dict(sharded.model, options=StateDictOptions())
+    state: dict[str, Any] = get_model_state_dict(sharded.model, options=StateDictOptions())
     return {f"model.{name}": tensor for name, tensor in state.items() if name in wanted}
 
 
 def _state_tensors(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> Tensors:
     """Everything of a run that is a tensor. Hyperparameters are not: they follow from the config and the step."""
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    state = get_optimizer_state_dict(sharded.model, optimizer, options=options)
+    state: dict[str, Any] = get_optimizer_state_dict(sharded.model, optimizer, options=options)
     moments = {f"optimizer.{name}": value for name, value in state.items() if name.startswith("state.")}
     return {**_model_tensors(sharded), **moments}
 
 
 def _put_back(sharded: ShardedModel, tensors: Tensors) -> None:
     """Loaded tensors are views of the parameters but under FSDP1; aliases and frozen ones are not among them."""
-    state = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+    state: dict[str, Any] = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
     set_model_state_dict(sharded.model, state, options=StateDictOptions(strict=False))
 
 
@@ -313,7 +317,7 @@ def _load_rng(folder: Path, saved_world_size: int) -> None:
     state = load_file(folder / f"rng-{rank():05d}.safetensors")
     random.setstate((3, tuple(state["python"].tolist()), None))
     *keys, position = state["numpy"].tolist()
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position))
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, 0, 0.0))
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -222,6 +222,8 @@ class SummarizationConfig:
     run: RunConfig = field(default_factory=RunConfig)
     log_every_steps: PositiveInt = 10  # type: ignore[valid-type]
     """Steps between two reads of the loss (each read waits for the device)."""
+    log_row_ids: bool = False
+    """Write the row ids of every micro-batch to `rows-<rank>.jsonl`: which rank trained on what."""
 
 
 def load_config(config_class: type[ConfigT], argv: list[str] | None = None, *, description: str | None = None) -> ConfigT:
@@ -294,7 +296,7 @@ def _with_plain_numbers(config: Any) -> Any:
     """jsonargparse's restricted types are subclasses of int and float, which YAML cannot write."""
     plain = {}
     for name in field_names(type(config)):
-        value = getattr(config, name)
+        value: Any = getattr(config, name)
         if dataclasses.is_dataclass(value):
             plain[name] = _with_plain_numbers(value)
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -312,7 +314,10 @@ def _one_sentence(message: str, config_class: type) -> str:
     if unknown := re.search(r"Group '(\S+)' does not accept option '(\S+)'|Option '(\S+)' is not accepted", message):
         key = f"{unknown[1]}.{unknown[2].split('.')[0]}"
         return f"unknown key {key} in the run config{_suggestion(key, keys)}"
-    if unknown := re.search(r"[Kk]ey '?(\S+?)'? is not expected|Unknown option '(\S+)'|does not accept option '(\S+)'|Option '(\S+)' is not accepted", message):
+    if unknown := re.search(
+        r"[Kk]ey '?(\S+?)'? is not expected|Unknown option '(\S+)'|does not accept option '(\S+)'|Option '(\S+)' is not accepted",
+        message,
+    ):
         key = next(group for group in unknown.groups() if group)
         return f"unknown key {key} in the run config{_suggestion(key, keys)}"
     if missing := re.search(r"the following arguments are required: (.+)", message):
@@ -326,7 +331,7 @@ def _all_keys(config_class: type) -> list[str]:
     keys = []
     hints = {f.name: f.type for f in dataclasses.fields(config_class)}
     for name, type_name in hints.items():
-        section = globals().get(str(type_name))
+        section: Any = globals().get(str(type_name))
         keys.append(name)
         if section is not None and dataclasses.is_dataclass(section):
             keys += [f"{name}.{inner}" for inner in field_names(section)]

@@ -146,7 +146,7 @@ def _generate(
             if not indices and not in_step:
                 continue
             batch = _load_batch(data, indices, sharded)
-            tokens_BT = model.generate(
+            tokens_BT = model.generate(  # type: ignore[operator]
                 input_ids=batch["input_ids"],
                 attention_mask=batch["attention_mask"],
                 max_new_tokens=config.max_new_tokens,

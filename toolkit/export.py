@@ -97,4 +97,6 @@ def _compare(weights: dict[str, torch.Tensor], check: dict[str, torch.Tensor], f
     logits_BTV = reloaded(**inputs, use_cache=False).logits
     difference = (logits_BTV - check["logits"]).abs().max() / check["logits"].abs().max().clamp(min=1e-6)
     if not difference <= tolerance:
-        raise RuntimeError(f"{folder}: logits of the reloaded model differ by {difference:.2e} of the largest, more than {tolerance}")
+        raise RuntimeError(
+            f"{folder}: logits of the reloaded model differ by {difference:.2e} of the largest, more than {tolerance}"
+        )

@@ -7,11 +7,12 @@ are read together every `log_every_steps`.
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -97,7 +98,9 @@ def train(config: SummarizationConfig, run: Run, state: TrainState) -> TrainStat
             _save_and_log(config, run, state)
             log.restart_clock()
         if stop:
-            bar.say(f"stopping at step {step_number}: {config.eval.stop_after} evaluations without gain in {config.eval.best_metric}")
+            bar.say(
+                f"stopping at step {step_number}: {config.eval.stop_after} evaluations without gain in {config.eval.best_metric}"
+            )
             break
     watch.check_frozen()
     bar.close()
@@ -125,11 +128,13 @@ def train_step(
     loss_sum = torch.zeros((), device=device)
     for micro_batch, batch in micro_batches:
         seed_all("step", config.train.seed, step.step, rank(), micro_batch.index)
+        if config.log_row_ids:
+            _log_row_ids(run, micro_batch)
         batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
         labels_BT = batch.pop("labels")
         # FSDP reduces every micro-batch's gradients: waiting would keep them whole on each rank. DDP keeps them anyway.
-        waits = isinstance(model, DistributedDataParallel) and not micro_batch.is_last
-        with model.no_sync() if waits else contextlib.nullcontext():
+        accumulates = isinstance(model, DistributedDataParallel) and not micro_batch.is_last
+        with cast(DistributedDataParallel, model).no_sync() if accumulates else contextlib.nullcontext():
             logits_BTV = model(**batch, use_cache=False).logits
             micro_batch_sum = summed_cross_entropy(logits_BTV, labels_BT)
             share_of_global_mean(micro_batch_sum, step.num_label_tokens, world_size()).backward()
@@ -235,6 +240,14 @@ def _load_micro_batches(config: SummarizationConfig, run: Run, first_step: int) 
         num_workers=config.data.num_loader_workers,
         pin_memory=run.sharded.accelerator.device.type == "cuda",
     )
+
+
+def _log_row_ids(run: Run, micro_batch: MicroBatch) -> None:
+    """Append the rows of this rank's micro-batch to `rows-<rank>.jsonl`; ranks without rows say so with an empty list."""
+    row_ids = [run.train_rows[row]["row_id"] for row in micro_batch.rows] if micro_batch.counts else []
+    line = {"step": micro_batch.step, "micro_batch": micro_batch.index, "row_ids": row_ids}
+    with (run.folder / f"rows-{rank():05d}.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 @contextlib.contextmanager

@@ -22,9 +22,7 @@ def summed_cross_entropy(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> t
         logits_BTV: float logits, any floating dtype.
         labels_BT: int64 labels; `IGNORED_LABEL` does not count.
     """
-    return F.cross_entropy(
-        logits_BTV.float().flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
-    )
+    return F.cross_entropy(logits_BTV.float().flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
 
 
 def share_of_global_mean(loss_sum: torch.Tensor, num_label_tokens: int, world_size: int) -> torch.Tensor:

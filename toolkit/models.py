@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -143,13 +143,17 @@ def hash_frozen(model: nn.Module) -> str | None:
     return digest.hexdigest() if has_frozen else None
 
 
-def check_vocabulary(num_tokenizer_tokens: int, model: PreTrainedModel) -> None:
+def num_token_embeddings(model: PreTrainedModel) -> int:
+    """Rows of the input embedding: the largest vocabulary that the model takes."""
+    return cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
+
+
+def check_vocabulary(num_tokenizer_tokens: int, num_embeddings: int) -> None:
     """Refuse a tokenizer with more tokens than the model has embeddings.
 
     Raises:
         UserError: naming both numbers.
     """
-    num_embeddings = model.get_input_embeddings().weight.shape[0]
     if num_tokenizer_tokens > num_embeddings:
         raise UserError(
             f"the tokenizer has {num_tokenizer_tokens} tokens, but the model only {num_embeddings} embeddings: "
@@ -174,4 +178,3 @@ def special_tokens(model_config: PretrainedConfig, name: str) -> tuple[int, int]
 
 def _attention(config: ModelConfig) -> dict[str, Any]:
     return {"attn_implementation": config.attn_implementation} if config.attn_implementation else {}
-

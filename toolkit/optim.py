@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,8 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.AdamW:
     Built after sharding: FSDP2 replaces parameters, and accelerate's remapping of an optimizer built before it goes
     wrong on the meta device. `fused` is one kernel for all parameters, and one DTensor dispatch instead of thousands.
     """
-    decayed, plain = [], []
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
     decayed_names = {name for name, _ in _decayed_parameters(model)}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -100,7 +102,7 @@ def _shard_groups(model: nn.Module, gradients: list[torch.Tensor]) -> list[dist.
     from torch.distributed.tensor.placement_types import Shard
 
     if isinstance(model, FullyShardedDataParallel):
-        return [model.process_group]
+        return [cast(dist.ProcessGroup, model.process_group)]
     sharded = next((g for g in gradients if isinstance(g, DTensor)), None)
     if sharded is None:
         return []

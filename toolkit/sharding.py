@@ -136,9 +136,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def weightless_copy(model: PreTrainedModel) -> PreTrainedModel:
     """A copy whose parameters are on the meta device; buffers are copied, ties and frozenness kept."""
-    memo = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for p in model.parameters()
-    }
+    memo = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, memo)
 
 
@@ -360,5 +358,3 @@ def _wrap_exactly(accelerator: Accelerator, blocks: list[nn.Module]) -> None:
     chosen = {id(block) for block in blocks}
     plugin = accelerator.state.fsdp_plugin
     plugin.auto_wrap_policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: id(module) in chosen)
-
-

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -21,7 +21,8 @@ Tensors = dict[str, torch.Tensor]
 _ALLOWED = {
     ("torch.distributed.checkpoint.metadata", name)
     for name in (
-        "Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+        "Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "MetadataIndex", "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
     )
 } | {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -49,8 +50,9 @@ def load_tensors(tensors: Tensors, folder: Path) -> None:
     for name, tensor in tensors.items():
         if name not in stored:
             raise ValueError(f"{folder} holds no {name}")
-        if tuple(stored[name].size) != tuple(tensor.size()):
-            raise ValueError(f"{folder} holds {name} with shape {tuple(stored[name].size)}, not {tuple(tensor.size())}")
+        size = cast(TensorStorageMetadata, stored[name]).size
+        if tuple(size) != tuple(tensor.size()):
+            raise ValueError(f"{folder} holds {name} with shape {tuple(size)}, not {tuple(tensor.size())}")
     dcp.load(tensors, storage_reader=reader, process_group=control_group())
 
 

@@ -81,7 +81,7 @@ def load_micro_batches(
         batch_size=None,
         num_workers=num_workers,
         pin_memory=pin_memory,
-        collate_fn=_unchanged,
+        collate_fn=_unchanged,  # type: ignore[arg-type]  # items are collated where they are read
     )
     return iter(loader)
 

@@ -39,7 +39,9 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(f"the tokenizer of {config.name_or_path} could not be read ({first_line})") from None
     if tokenizer.pad_token_id is None:
-        raise UserError(f"the tokenizer of {config.name_or_path} has no padding token: set pad_token in its tokenizer_config.json")
+        raise UserError(
+            f"the tokenizer of {config.name_or_path} has no padding token: set pad_token in its tokenizer_config.json"
+        )
     return tokenizer
 
 

@@ -9,7 +9,6 @@ import os
 import shutil
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.config import DataConfig, ModelConfig
@@ -144,7 +143,7 @@ def _tokenize_rows(
     sources, sources_cut = _encode(tokenizer, [prefix + text for text in rows["source"]], max_source_length_tokens, "text")
     labels, targets_cut = _encode(tokenizer, rows["target"], max_target_length_tokens, "text_target")
     texts = [
-        tokenizer.decode(ids, skip_special_tokens=True) if was_cut else text
+        str(tokenizer.decode(ids, skip_special_tokens=True)) if was_cut else text
         for ids, text, was_cut in zip(labels, rows["target"], targets_cut, strict=True)
     ]
     return {
@@ -175,7 +174,5 @@ def _tell_truncation(tokenized: Dataset, config: DataConfig, name: str) -> list[
     for side, limit in (("source", config.max_source_length_tokens), ("target", config.max_target_length_tokens)):
         num_cut = sum(tokenized[f"{side}_was_cut"])
         if num_cut:
-            told.append(
-                f"cut the {side} of {num_cut} of {len(tokenized)} {name} rows to data.max_{side}_length_tokens = {limit}"
-            )
+            told.append(f"cut the {side} of {num_cut} of {len(tokenized)} {name} rows to data.max_{side}_length_tokens = {limit}")
     return told

@@ -1,0 +1,90 @@
+"""A small, exact run of the T5 recipe for the invariants: fp32, dropout 0, a tiny T5 from scratch."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from tests.launch import REPOSITORY, run_on_ranks
+
+NUM_STEPS = 12
+NUM_ROWS = 150  # with 16 rows a step and about 10 % held out, an epoch ends inside the run, with a smaller batch
+T5_CONFIG = {
+    "architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "d_model": 32, "d_ff": 64, "d_kv": 8, "num_heads": 4,
+    "num_layers": 2, "num_decoder_layers": 2, "vocab_size": 256, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
+    "dropout_rate": 0.1, "feed_forward_proj": "relu", "is_encoder_decoder": True, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def write_inputs(folder: Path) -> None:
+    """A model folder with nothing but a config, and rows of very different lengths."""
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "config.json").write_text(json.dumps(T5_CONFIG))
+    words = "read write open close file path line text word count sort join split parse load save".split()
+    random = np.random.Generator(np.random.PCG64(0))
+    with (folder / "rows.jsonl").open("w") as file:
+        for row in range(NUM_ROWS):
+            source = " ".join(random.choice(words, int(random.integers(3, 60))))
+            target = " ".join(random.choice(words, int(random.integers(1, 12))))
+            file.write(json.dumps({"source": f"{row} {source}", "target": target}) + "\n")
+
+
+def run_recipe(
+    folder: Path, name: str, *, preset: str, overrides: dict[str, Any], flags: list[str]
+) -> tuple[list[dict[str, Any]], list[dict[str, np.ndarray]]]:
+    """Run `recipes/t5.py` on every rank; returns the lines of metrics.jsonl and each rank's whole first-step gradients."""
+    argv = [
+        "--model.name_or_path", str(folder / "model"), "--model.from_scratch", "true", "--model.dropout", "0",
+        "--data.source", "jsonl", "--data.files", str(folder / "rows.jsonl"), "--data.cache_dir", str(folder / "cache"),
+        "--data.eval_fraction", "0.1", "--train.max_steps", str(NUM_STEPS), "--train.global_batch_size_rows", "16",
+        "--optim.lr", "1e-3", "--optim.max_grad_norm", "1.0", "--eval.max_new_tokens", "6", "--log_row_ids", "true",
+        "--run.output_dir", str(folder / "runs"), "--run.name", name, *flags,
+    ]  # fmt: skip
+    gradients = run_on_ranks(
+        train_and_record_gradients, preset=preset, overrides={"mixed_precision": "no", **overrides}, args=(argv,), timeout_s=240
+    )
+    return read_lines(folder / "runs" / name / "metrics.jsonl"), gradients
+
+
+def train_and_record_gradients(argv: list[str]) -> dict[str, np.ndarray]:
+    """On every rank: the recipe as it stands, with a look at the gradients of step 1 before they are clipped."""
+    from toolkit import loop
+
+    recorded: dict[str, np.ndarray] = {}
+    clip = loop.clip_gradients
+
+    def look_and_clip(model: Any, max_norm: float | None) -> Any:
+        if not recorded:
+            recorded.update(whole_gradients(model))
+        return clip(model, max_norm)
+
+    with patch.object(loop, "clip_gradients", look_and_clip), patch.object(sys, "argv", ["t5.py", *argv]):
+        runpy.run_path(str(REPOSITORY / "recipes" / "t5.py"), run_name="__main__")
+    return recorded
+
+
+def whole_gradients(model: Any) -> dict[str, np.ndarray]:
+    """Gradients by clean parameter name, gathered."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+
+    from toolkit.sharding import clean
+
+    def whole(gradient: Any) -> np.ndarray:
+        return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).detach().clone().numpy()
+
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True, writeback=False):
+            return {clean(name): whole(p.grad) for name, p in model.named_parameters()}
+    return {clean(name).removeprefix("module."): whole(p.grad) for name, p in model.named_parameters()}
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """JSON lines of a file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]

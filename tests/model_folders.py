@@ -1,0 +1,101 @@
+"""Tiny model folders of the supported families, made offline, and rows to train them on.
+
+Each folder holds what a user's would: config.json, random safetensors weights, a tokenizer, generation_config.json.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+WORDS = [
+    "alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu", "nu", "xi", "omicron",
+    "pi", "rho", "sigma", "tau",
+]  # fmt: skip
+T5_SIZES = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "pad_token_id": 0, "decoder_start_token_id": 0}
+BART_SIZES = {
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 128,
+}  # fmt: skip
+BART_TOKENS = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": 2}
+PEGASUS_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "t5": ("T5Config", T5_SIZES | {"feed_forward_proj": "relu", "tie_word_embeddings": True}),
+    "flan_t5": ("T5Config", T5_SIZES | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "mt5": ("MT5Config", T5_SIZES | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "umt5": ("UMT5Config", T5_SIZES | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "bart": ("BartConfig", BART_SIZES | BART_TOKENS),
+    "pegasus": ("PegasusConfig", BART_SIZES | PEGASUS_TOKENS),
+    "longt5": ("LongT5Config", T5_SIZES | {"encoder_attention_type": "local", "local_radius": 7}),
+}
+"""Config class and what it is built with; T5's config is the one of version 1.0, FLAN's that of version 1.1."""
+
+
+def build_model_folders(parent: Path) -> dict[str, Path]:
+    """One folder a family, by its name. Imports transformers: call it through `run_on_ranks`, where that is done."""
+    import torch
+    import transformers
+
+    folders = {}
+    for place, (family, (config_class, settings)) in enumerate(FAMILIES.items()):
+        folder = folders[family] = parent / family
+        tokenizer = _build_tokenizer(("<s>", "<pad>", "</s>") if family == "bart" else ("<pad>", "</s>"))
+        torch.manual_seed(place)
+        config = getattr(transformers, config_class)(vocab_size=256, **settings)
+        model = transformers.AutoModelForSeq2SeqLM.from_config(config)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return folders
+
+
+def make_rows(num_rows: int, seed: int = 0) -> list[dict[str, str]]:
+    """Rows of different lengths whose target is the beginning of their source."""
+    drawn = random.Random(seed)
+    rows = []
+    for _ in range(num_rows):
+        words = drawn.choices(WORDS, k=drawn.randint(8, 30))
+        rows.append({"source": " ".join(words), "target": " ".join(words[: drawn.randint(2, 6)])})
+    return rows
+
+
+def save_jsonl(path: Path, rows: list[dict[str, str]]) -> Path:
+    """Write rows as JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def save_wikihow_csv(path: Path, rows: list[dict[str, str]]) -> Path:
+    """Write rows in the format of wikihowAll.csv, with its line breaks, stray separators and missing cells."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ["headline", "title", "text"])
+        writer.writeheader()
+        for number, row in enumerate(rows):
+            headline, text = row["target"].capitalize(), row["source"].capitalize()
+            writer.writerow(
+                {"headline": f"\n{headline}.,\n", "title": f"How to {row['target']}{number}", "text": f"{text}.;\n, {text}."}
+            )
+        writer.writerow({"headline": "\nNo text.", "title": "How to Fail", "text": ""})
+    return path
+
+
+def _build_tokenizer(special_tokens: tuple[str, ...]) -> Any:
+    """A unigram tokenizer over `WORDS`; special tokens get the first ids, `<s>` and `</s>` go around a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=200, special_tokens=[*special_tokens, "<unk>"], unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator([text for row in make_rows(200) for text in row.values()], trainer)
+    around = [(token, special_tokens.index(token)) for token in ("<s>", "</s>") if token in special_tokens]
+    single = " ".join([*(["<s>"] if "<s>" in special_tokens else []), "$A", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=around)
+    bos = {"bos_token": "<s>"} if "<s>" in special_tokens else {}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", **bos)

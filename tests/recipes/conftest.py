@@ -1,0 +1,32 @@
+"""What all recipe tests share: model folders and rows, built once a test run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.launch import run_on_ranks
+from tests.model_folders import build_model_folders, make_rows, save_jsonl
+from tests.recipes.runs import Workbench
+
+
+@pytest.fixture(scope="session")
+def model_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder with a tiny random model and its tokenizer, by family."""
+    parent = tmp_path_factory.mktemp("models")
+    return run_on_ranks(build_model_folders, preset="single", overrides={"mixed_precision": "no"}, args=(parent,))[0]
+
+
+@pytest.fixture(scope="session")
+def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`rows.jsonl` with 60 rows, and the cache of the runs."""
+    folder = tmp_path_factory.mktemp("data")
+    save_jsonl(folder / "rows.jsonl", make_rows(60))
+    return folder
+
+
+@pytest.fixture
+def workbench(tmp_path: Path, model_folders: dict[str, Path], data_folder: Path) -> Workbench:
+    """Runs of one test, on the tiny T5 unless it says otherwise."""
+    return Workbench(runs=tmp_path, models=model_folders, data=data_folder)

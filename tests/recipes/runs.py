@@ -1,0 +1,73 @@
+"""Launch `recipes/t5.py` on a tiny model and look at what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.launch import REPOSITORY, LaunchResult, Running, start
+
+RECIPE = REPOSITORY / "recipes" / "t5.py"
+FP32: dict[str, Any] = {"mixed_precision": "no"}
+SMALL: dict[str, Any] = {
+    "data.source": "jsonl",
+    "data.eval_fraction": 0.1,
+    "train.global_batch_size_rows": 8,
+    "train.micro_batch_size_rows": 4,
+    "train.max_steps": 3,
+    "eval.at_start": False,
+    "eval.num_rows": 3,
+    "eval.max_new_tokens": 4,
+    "log_every_steps": 1,
+}
+"""What a test's run is unless it says otherwise."""
+
+
+@dataclass(frozen=True)
+class Workbench:
+    """Where a test makes its runs."""
+
+    runs: Path
+    models: dict[str, Path]
+    data: Path
+
+    def flags(self, name: str, model: str | Path = "t5", **changes: Any) -> list[str]:
+        """The flags of run `name`; `changes` say `train__max_steps=5` for `--train.max_steps 5`."""
+        values: dict[str, Any] = {
+            "model.name_or_path": self.models.get(str(model), model),
+            "data.files": self.data / "rows.jsonl",
+            "data.cache_dir": self.data / "cache",
+            "run.output_dir": self.runs,
+            "run.name": name,
+            **SMALL,
+            **{key.replace("__", "."): value for key, value in changes.items()},
+        }
+        return [f"--{key}={value if isinstance(value, str | Path) else json.dumps(value)}" for key, value in values.items()]
+
+    def start(self, name: str, *, preset: str = "fsdp2_cpu", overrides: dict[str, Any] | None = None, **changes: Any) -> Running:
+        """Start run `name` in fp32 and return at once; use it in a `with`."""
+        return start(RECIPE, self.flags(name, **changes), preset=preset, overrides=FP32 if overrides is None else overrides)
+
+    def attempt(self, name: str, **changes: Any) -> LaunchResult:
+        """Run to the end, good or bad."""
+        with self.start(name, **changes) as running:
+            return running.wait()
+
+    def run(self, name: str, **changes: Any) -> str:
+        """Run to a good end; returns what it printed."""
+        with self.start(name, **changes) as running:
+            result = running.wait()
+            assert not any(result.returncodes), running.last_words()
+            return result.stdout
+
+    def lines(self, name: str, kind: str) -> list[dict[str, Any]]:
+        """The lines of one kind in a run's metrics.jsonl; the last one may be torn while the run goes on."""
+        path = self.runs / name / "metrics.jsonl"
+        whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
+        return [figures for figures in map(json.loads, whole) if figures["kind"] == kind]
+
+    def checkpoints(self, name: str) -> list[str]:
+        """Names of the entries of a run's checkpoints folder."""
+        return sorted(path.name for path in (self.runs / name / "checkpoints").iterdir())

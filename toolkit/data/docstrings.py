@@ -1,0 +1,175 @@
+"""Summarization rows from docstrings: the body under its object's name is the source, the headline the target.
+
+Every machine that runs Python has this set, so an example can train on real text without a download. The evaluation split
+is whole modules of the standard library; training adds other modules and packages that happen to be installed. Sources
+are parsed, never imported: no code of a package runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import re
+import sysconfig
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+# Packages that the toolkit installs and whose docstrings read like the standard library's. sympy, pandas and matplotlib
+# would double the rows, but with mathematics and plotting; setuptools and multiprocess hold copies of standard modules.
+PACKAGES = (
+    "accelerate", "aiohttp", "anyio", "datasets", "fsspec", "httpx2", "huggingface_hub", "networkx", "numpy", "peft", "pip",
+    "requests", "torch", "urllib3",
+)  # fmt: skip
+
+EVAL_PERCENT = 14
+MIN_EVAL_BODY_CHARACTERS = 120
+HEADLINE_CHARACTERS = range(10, 141)
+MAX_PARAMETERS = 8
+# Tests, copies, and applications that some distributions ship apart from the standard library: the evaluation rows stay alike.
+SKIPPED_FOLDERS = {"idlelib", "lib2to3", "turtledemo", "test", "tests", "testing", "site-packages", "_vendor"}
+
+# "HTTPServer" → HTTP, Server; "handle_error2" → handle, error, 2: the words that the headline is likely to repeat.
+_IDENTIFIER_WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
+
+_Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class _Docstring(NamedTuple):
+    module: str
+    name: str
+    title: str
+    headline: str
+    body: str
+    headline_wraps: bool
+
+    @property
+    def body_key(self) -> str:
+        return _normalize(self.body)
+
+    @property
+    def headline_key(self) -> tuple[str, str]:
+        """Overrides and copies of one method repeat its name and headline, while their titles and bodies may differ."""
+        return self.name.lower(), _normalize(self.headline)
+
+
+def read_docstrings(packages: Sequence[str] = PACKAGES) -> list[dict[str, str]]:
+    """Rows of the standard library and of those `packages` (import names) that are installed, in a fixed order.
+
+    A row has `source` (a title line, then the body on one line), `target` (the headline), `lead_text` (the body alone),
+    `group` (the module) and `split` (`train` or `eval`). No body and no pair of name and headline stands in both splits.
+    """
+    standard = list(_read_tree(Path(sysconfig.get_path("stdlib")), prefix=""))
+    held_out = [item for item in standard if _is_held_out(item.module)]
+    training = [item for item in standard if not _is_held_out(item.module)]
+    for package in packages:
+        training.extend(_read_package(package))
+
+    # What is held out goes first, so that a training row that repeats it is the one to go.
+    eval_items = [item for item in held_out if len(item.body) >= MIN_EVAL_BODY_CHARACTERS and not item.headline_wraps]
+    bodies: set[str] = set()
+    headlines: set[tuple[str, str]] = set()
+    rows = []
+    for split, items in (("eval", eval_items), ("train", training)):
+        for item in items:
+            if item.headline_key in headlines or item.body_key in bodies:
+                continue
+            headlines.add(item.headline_key)
+            if item.body_key:
+                bodies.add(item.body_key)
+            rows.append(_build_row(item, split))
+    return rows
+
+
+def _build_row(item: _Docstring, split: str) -> dict[str, str]:
+    # One-line docstrings train too, with the title alone as source: they teach how a name becomes a sentence.
+    source = f"{item.title}\n{item.body}" if item.body else item.title
+    return {"source": source, "target": item.headline, "lead_text": item.body, "group": item.module, "split": split}
+
+
+def _is_held_out(module: str) -> bool:
+    """The same on every machine, which Python's `hash` is not."""
+    return int.from_bytes(hashlib.sha256(module.encode()).digest()[:4]) % 100 < EVAL_PERCENT
+
+
+def _read_package(package: str) -> Iterator[_Docstring]:
+    """Nothing for a package that is not installed. Finding a top-level package does not import it."""
+    spec = importlib.util.find_spec(package)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        yield from _read_tree(Path(folder), prefix=f"{package}.")
+
+
+def _read_tree(root: Path, prefix: str) -> Iterator[_Docstring]:
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if SKIPPED_FOLDERS.intersection(relative.parts) or relative.name.startswith("test_"):
+            continue
+        module = (prefix + ".".join(relative.with_suffix("").parts)).removesuffix(".__init__")
+        try:
+            text = path.read_text(encoding="utf-8")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # invalid escape sequences in other people's strings
+                tree = ast.parse(text)
+        except (OSError, SyntaxError, ValueError):
+            continue  # another encoding, or a file for another version of Python
+        yield from _read_node(tree, module, qualified_name=())
+
+
+def _read_node(node: _Documented, module: str, qualified_name: tuple[str, ...]) -> Iterator[_Docstring]:
+    docstring = ast.get_docstring(node)
+    if docstring:
+        item = _split_docstring(node, module, qualified_name, docstring)
+        if item is not None:
+            yield item
+    yield from _read_children(node, module, qualified_name)
+
+
+def _read_children(node: ast.AST, module: str, qualified_name: tuple[str, ...]) -> Iterator[_Docstring]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _read_node(child, module, (*qualified_name, child.name))
+        elif isinstance(child, ast.If | ast.Try | ast.With):  # definitions for one platform or version
+            yield from _read_children(child, module, qualified_name)
+
+
+def _split_docstring(node: _Documented, module: str, qualified_name: tuple[str, ...], docstring: str) -> _Docstring | None:
+    """The first paragraph is the headline; None where it is no sentence (a field list, a banner, a whole text)."""
+    first_paragraph, _, rest = docstring.partition("\n\n")
+    headline = " ".join(first_paragraph.split())
+    if len(headline) not in HEADLINE_CHARACTERS or headline[0] in "@:>" or not re.search("[a-z]", headline):
+        return None
+    path = qualified_name or tuple(module.split("."))
+    return _Docstring(
+        module=module,
+        name=path[-1],
+        title=_build_title(node, path),
+        headline=headline,
+        body=" ".join(rest.split()),
+        headline_wraps="\n" in first_paragraph.strip(),
+    )
+
+
+def _build_title(node: _Documented, path: tuple[str, ...]) -> str:
+    """`BaseServer.handle_error(self, request)` → "function base server handle error ( request )"."""
+    kind, arguments = "module", list[str]()
+    if isinstance(node, ast.ClassDef):
+        kind, arguments = "class", [ast.unparse(base) for base in node.bases]
+    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        kind = "function"
+        parameters = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+        arguments = [parameter.arg for parameter in parameters if parameter.arg not in ("self", "cls")]
+    # The innermost two names: what lies further out seldom shows in the headline.
+    title = f"{kind} {_split_words('.'.join(path[-2:]))}"
+    if not arguments:
+        return title
+    return f"{title} ( {' , '.join(_split_words(argument) for argument in arguments[:MAX_PARAMETERS])} )"
+
+
+def _split_words(identifier: str) -> str:
+    return " ".join(word.lower() for word in _IDENTIFIER_WORD.findall(identifier))
+
+
+def _normalize(text: str) -> str:
+    return re.sub(r"\W+", " ", text).lower().strip()
