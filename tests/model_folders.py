@@ -18,7 +18,7 @@ WORDS = [
 T5_SIZES = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "pad_token_id": 0, "decoder_start_token_id": 0}
 BART_SIZES = {
     "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 128,
+    "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64,
 }  # fmt: skip
 BART_TOKENS = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": 2}
 PEGASUS_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
@@ -83,19 +83,18 @@ def save_wikihow_csv(path: Path, rows: list[dict[str, str]]) -> Path:
 
 
 def _build_tokenizer(special_tokens: tuple[str, ...]) -> Any:
-    """A unigram tokenizer over `WORDS`; special tokens get the first ids, `<s>` and `</s>` go around a text."""
+    """A byte-pair tokenizer with a token for each of `WORDS`; special tokens get the first ids and go around a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.Unigram())
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=200, special_tokens=[*special_tokens, "<unk>"], unk_token="<unk>", show_progress=False
-    )
-    tokenizer.train_from_iterator([text for row in make_rows(200) for text in row.values()], trainer)
+    trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=[*special_tokens, "<unk>"], show_progress=False)
+    tokenizer.train_from_iterator(WORDS, trainer)
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     around = [(token, special_tokens.index(token)) for token in ("<s>", "</s>") if token in special_tokens]
-    single = " ".join([*(["<s>"] if "<s>" in special_tokens else []), "$A", "</s>"])
-    tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=around)
-    bos = {"bos_token": "<s>"} if "<s>" in special_tokens else {}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", **bos)
+    template = "<s> $A </s>" if "<s>" in special_tokens else "$A </s>"
+    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=around)
+    named = {name: token for name, token in tokens.items() if token in special_tokens}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **named)
