@@ -3,7 +3,7 @@
 accelerate launch --config_file accelerate_configs/fsdp2_cpu.yaml recipes/t5.py --config recipes/configs/t5_docstrings.yaml
 """
 
-from toolkit.config import SummarizationConfig, dotted_keys, load_config
+from toolkit.config import SummarizationConfig, check_num_steps, dotted_keys, load_config
 from toolkit.errors import exit_on_user_error
 
 
@@ -11,20 +11,24 @@ def main() -> None:
     config = load_config(SummarizationConfig, description=__doc__)
 
     # These take seconds to import; a wrong flag was told before.
-    from toolkit import checkpoint, distributed, loop, models, optim, sharding, tracking
+    from toolkit import checkpoint, distributed, initial_weights, loop, models, optim, sharding, tracking
     from toolkit.accelerator import build_accelerator
-    from toolkit.data.plan import BatchPlan
+    from toolkit.data.plan import BatchPlan, check_global_batch_size
     from toolkit.data.tokens import prepare_rows
     from toolkit.evaluation import EvaluationRows, check_metric
     from toolkit.export import export_model
     from toolkit.results import show_results
-    from toolkit.run_folder import open_run_folder
+    from toolkit.run_folder import open_run_folder, save_run_config
 
     tracking.check_trackers(config.tracking)
     check_metric(config.eval)
     accelerator = build_accelerator(config.tracking.log_with, config.run.output_dir)
+    check_global_batch_size(config.train.global_batch_size_rows, distributed.world_size())
     run_folder = open_run_folder(config)
-    resume_from, refused = checkpoint.choose_checkpoint(run_folder, config.checkpoint.resume)
+    resume_from = checkpoint.choose_checkpoint(run_folder, config.checkpoint.resume, dotted_keys(config))
+    # Our own checkpoint has all weights but frozen ones.
+    needs_start = resume_from is None or bool(config.model.freeze)
+    init_from = initial_weights.find_weights(config.model.init_from) if config.model.init_from and needs_start else None
 
     # The model without weights: whatever is wrong with its config, wrap classes or freezing is told before data and weights load.
     model_config = distributed.agreed(lambda: models.load_model_config(config.model))
@@ -34,9 +38,7 @@ def main() -> None:
     pad_token_id, decoder_start_token_id = models.special_tokens(model_config, config.model.name_or_path)
 
     # Rows: text → tokens on disk → the plan of which rows each step takes.
-    vocab_size = models.num_token_embeddings(skeleton)
-    rows = prepare_rows(config.data, config.model, vocab_size)
-    models.check_vocabulary(len(rows.tokenizer), vocab_size)
+    rows = prepare_rows(config.data, config.model, models.num_token_embeddings(skeleton))
     plan = BatchPlan(
         source_lengths=rows.train.with_format("numpy")["source_length"][:],
         target_lengths=rows.train.with_format("numpy")["target_length"][:],
@@ -46,7 +48,7 @@ def main() -> None:
         world_size=distributed.world_size(),
     )
     num_steps = loop.num_steps(config, plan)
-    optim.check_schedule(config.optim, num_steps)
+    check_num_steps(config, num_steps)
     num_eval_rows = min(config.eval.num_rows or len(rows.evaluation), len(rows.evaluation))
     evaluation = EvaluationRows(
         rows=rows.evaluation.select(range(num_eval_rows)),
@@ -54,6 +56,8 @@ def main() -> None:
         pad_token_id=pad_token_id,
         decoder_start_token_id=decoder_start_token_id,
     )
+    longest = {side: max(max(part[side][:], default=0) for part in (rows.train, evaluation.rows)) for side in models.LENGTHS}
+    models.check_positions(model_config, config.model.name_or_path, longest, config.eval)
     distributed.print_rank0(
         *rows.remarks,
         f"{len(rows.train):,} training rows, {num_eval_rows:,} held-out rows; {plan.steps_per_epoch:,} steps an epoch, "
@@ -63,22 +67,23 @@ def main() -> None:
 
     # Model → shards → optimizer.
     model = distributed.agreed(lambda: models.load_model(config.model, model_config, config.train.seed))
-    models.freeze(model, config.model.freeze)
+    if init_from is not None:
+        initial_weights.load_into(model, init_from)
+    models.freeze_as(model, skeleton)
     frozen_hash = models.hash_frozen(model)
     sharded = sharding.shard_model(accelerator, model)
     optimizer = optim.build_optimizer(config.optim, sharded.model)
     distributed.print_rank0(sharding.describe(sharded))
 
-    # Weights of another run, or this run's own last checkpoint.
+    # This run's own last checkpoint.
     identity = checkpoint.Identity(dotted_keys(config), rows.fingerprint, frozen_hash)
     metrics = tracking.MetricsLog(run_folder / "metrics.jsonl", is_writer=distributed.rank() == 0)
     state = checkpoint.TrainState()
     if resume_from is not None:
         state = checkpoint.load_checkpoint(resume_from, sharded, optimizer, identity)
         metrics.truncate_after(state.step)
-        distributed.print_rank0(*refused, f"resuming from {resume_from}, after step {state.step}")
-    elif config.model.init_from:
-        checkpoint.load_weights(checkpoint.find_weights(config.model.init_from), sharded)
+        distributed.print_rank0(f"resuming from {resume_from}, after step {state.step}")
+    save_run_config(config, run_folder)
 
     # Train: step, evaluate, save.
     tracking.start_trackers(accelerator, config.tracking, config.run.name, dotted_keys(config))

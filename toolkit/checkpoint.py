@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from toolkit import __version__
 from toolkit.config import CheckpointConfig
-from toolkit.distributed import agreed, barrier, broadcast_object, gather_objects, raise_together, rank, world_size
+from toolkit.distributed import agreed, barrier, broadcast_object, gather_objects, print_rank0, raise_together, rank, world_size
 from toolkit.errors import UserError
 from toolkit.manifest import (
     best_checkpoint,
@@ -133,11 +133,14 @@ def prune_checkpoints(run_folder: Path, config: CheckpointConfig, metric: str, h
     _together(remove, run_folder)
 
 
-def choose_checkpoint(run_folder: Path, resume: str) -> tuple[Path | None, list[str]]:
-    """The checkpoint to go on from, and sentences about newer ones that are not valid. Rank 0 chooses. Collective.
+def choose_checkpoint(run_folder: Path, resume: str, config: dict[str, Any]) -> Path | None:
+    """The checkpoint to go on from; tells about newer ones that are not valid. Rank 0 chooses. Collective.
+
+    Args:
+        config: dotted keys of this run; a difference that forbids the resume is told here, before anything loads.
 
     Raises:
-        UserError: a named checkpoint is not valid; or `never` in a folder that holds checkpoints.
+        UserError: a named checkpoint is not valid; `never` in a folder that holds checkpoints; another run's config.
     """
     error: UserError | None = None
     choice: Path | None = None
@@ -145,10 +148,16 @@ def choose_checkpoint(run_folder: Path, resume: str) -> tuple[Path | None, list[
     if rank() == 0:
         try:
             choice, refused = _choose(run_folder, resume)
+            if choice is not None:
+                _check_config(choice, read_manifest(choice)["identity"]["config"], config)
         except UserError as e:
             error = e
     raise_together(error)
-    return broadcast_object((choice, refused))
+    for sentence in refused:
+        print_rank0(sentence)
+    if refused and choice is None:
+        print_rank0(f"no checkpoint in {run_folder} is valid: starting from the first step")
+    return broadcast_object(choice)
 
 
 def load_checkpoint(folder: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer, identity: Identity) -> TrainState:
@@ -189,21 +198,6 @@ def best_of_run(run_folder: Path, metric: str, higher_is_better: bool) -> Path:
     return best
 
 
-def find_weights(path: str) -> Path:
-    """The checkpoint that `model.init_from` names: a checkpoint folder, or a run folder's newest valid one.
-
-    Raises:
-        UserError: there is none.
-    """
-    folder = Path(path)
-    if (folder / "manifest.json").is_file():
-        return folder
-    found, refused = newest_valid(folder)
-    if found is None:
-        raise UserError(f"model.init_from {path} holds no valid checkpoint and no exported model. {' '.join(refused)}".strip())
-    return found
-
-
 def _choose(run_folder: Path, resume: str) -> tuple[Path | None, list[str]]:
     if resume == "auto":
         return newest_valid(run_folder)
@@ -215,28 +209,31 @@ def _choose(run_folder: Path, resume: str) -> tuple[Path | None, list[str]]:
             )
         return None, []
     folder = Path(resume)
+    if not folder.is_dir():
+        raise UserError(
+            f"checkpoint.resume is {resume}, and there is no such folder: give auto, never or a checkpoint, as in "
+            f"{step_folder(run_folder, 120)}"
+        )
     try:
         check_files(folder, read_manifest(folder))
     except ValueError as error:
-        raise UserError(f"checkpoint.resume {resume}: {error}") from None
+        raise UserError(f"checkpoint.resume is {resume}, but {error}: give a whole checkpoint, or auto for the newest") from None
     return folder, []
 
 
 def _check_identity(folder: Path, theirs: dict[str, Any], ours: Identity) -> None:
     """Refuse a resume that would not go on with the same run."""
-    if theirs["data_fingerprint"] != ours.data_fingerprint and _comparable(theirs["config"]) == _comparable(ours.config):
-        raise UserError(f"the data is not what {folder} was trained on: {_ways_out()}")
-    for key, value in ours.config.items():
-        if not key.startswith(MAY_CHANGE_ON_RESUME) and theirs["config"].get(key) != value:
-            raise UserError(f"{key} is {value!r}, but {folder} was made with {theirs['config'].get(key)!r}: {_ways_out()}")
+    _check_config(folder, theirs["config"], ours.config)
     if theirs["data_fingerprint"] != ours.data_fingerprint:
         raise UserError(f"the data is not what {folder} was trained on: {_ways_out()}")
     if theirs["frozen_hash"] != ours.frozen_hash:
         raise UserError(f"the frozen base weights are not those {folder} was trained on: {_ways_out()}")
 
 
-def _comparable(config: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if not key.startswith(MAY_CHANGE_ON_RESUME)}
+def _check_config(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    for key, value in ours.items():
+        if not key.startswith(MAY_CHANGE_ON_RESUME) and theirs.get(key) != value:
+            raise UserError(f"{key} is {value!r}, but {folder} was made with {theirs.get(key)!r}: {_ways_out()}")
 
 
 def _ways_out() -> str:

@@ -7,9 +7,9 @@ A module of the toolkit gets only its own section.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import difflib
-import re
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from toolkit.config_errors import Entry, load_entries, sentence
 from toolkit.errors import UserError
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -227,23 +228,45 @@ class SummarizationConfig:
 
 
 def load_config(config_class: type[ConfigT], argv: list[str] | None = None, *, description: str | None = None) -> ConfigT:
-    """Read `--config FILE` and dotted flags (flags win) into `config_class`.
+    """Read `--config FILE` and dotted flags (flags win, wherever they stand) into `config_class`.
 
     Raises:
         UserError: an unknown key (the nearest one is suggested), a wrong type, a missing or broken file.
     """
-    parser = ArgumentParser(exit_on_error=False, description=description)
+    # No abbreviations: a flag that is nearly right would be taken for another, and for a third one in the next version.
+    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, description=description)
     parser.add_argument("--config", action="config", help="Run YAML; flags given beside it win.")
     parser.add_class_arguments(config_class, None)
+    files, flags = _split_files_and_flags(sys.argv[1:] if argv is None else argv)
+    entries: dict[str, Entry] = {}
+    for file in files:
+        entries |= load_entries(Path(file), config_class)
+    file_arguments = [f"--config={file}" for file in files]
     try:
-        namespace = parser.parse_args(argv)
+        parser.parse_args(file_arguments)  # alone, so that an error is theirs
+    except ArgumentError as error:
+        if "arguments are required" not in str(error):  # flags may give them
+            raise UserError(sentence(str(error), config_class, [], entries)) from None
+    try:
+        namespace = parser.parse_args([*file_arguments, *flags])
         namespace.pop("config")
         config = parser.instantiate(namespace)
     except ArgumentError as error:
-        raise UserError(_one_sentence(str(error), config_class)) from None
+        raise UserError(sentence(str(error), config_class, flags, {})) from None
     built = _with_plain_numbers(config_class(**{name: config[name] for name in field_names(config_class)}))
     check_config(built)
     return built
+
+
+def _split_files_and_flags(argv: list[str]) -> tuple[list[str], list[str]]:
+    """The values of `--config`, and the rest: jsonargparse lets a file win over flags that stand before it."""
+    splitter = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
+    splitter.add_argument("--config", action="append", default=[])
+    try:
+        known, flags = splitter.parse_known_args(argv)
+    except ArgumentError as error:
+        raise UserError(sentence(str(error), object, [], {})) from None
+    return known.config, flags
 
 
 def field_names(config_class: type) -> list[str]:
@@ -275,6 +298,8 @@ def check_config(config: Any) -> None:
         raise UserError(f"give train.max_steps or train.num_epochs, one of them: {given}")
     if profile.steps is not None and (len(profile.steps) != 2 or profile.steps[0] > profile.steps[1]):
         raise UserError(f"profile.steps is {profile.steps}: give the first and the last step, as in [10, 12]")
+    if train.max_steps is not None:
+        check_num_steps(config, train.max_steps)
     if data.source in ("wikihow", "csv", "jsonl", "parquet") and not data.files:
         raise UserError(f"data.source {data.source} needs data.files")
     if evaluation.best_metric.startswith("rouge") and not evaluation.generate:
@@ -283,6 +308,19 @@ def check_config(config: Any) -> None:
         raise UserError("export.weights best needs checkpoint.keep_best of 1 or more")
     if Path(config.run.name).name != config.run.name or config.run.name in ("", ".", ".."):
         raise UserError(f"run.name {config.run.name!r} is not a plain folder name: take one without slashes")
+
+
+def check_num_steps(config: Any, num_steps: int) -> None:
+    """Refuse what does not fit into a run of so many steps; known at once with `max_steps`, else once the rows are counted.
+
+    Raises:
+        UserError: naming both numbers.
+    """
+    warmup_steps, window = config.optim.warmup_steps, config.profile.steps
+    if warmup_steps >= num_steps:
+        raise UserError(f"optim.warmup_steps is {warmup_steps}, but the run has only {num_steps} steps: warm up for fewer")
+    if window is not None and window[1] > num_steps:
+        raise UserError(f"profile.steps is {window}, but the run has only {num_steps} steps: end the window by then")
 
 
 def save_config(config: Any, path: Path) -> None:
@@ -304,40 +342,3 @@ def _with_plain_numbers(config: Any) -> Any:
         elif isinstance(value, list):
             plain[name] = [int(item) if isinstance(item, int) else item for item in value]
     return dataclasses.replace(config, **plain)
-
-
-def _one_sentence(message: str, config_class: type) -> str:
-    """jsonargparse's message as one sentence, with the nearest existing key where the key is unknown."""
-    keys = _all_keys(config_class)
-    if unknown := re.search(r"unrecognized arguments: --(\S+)", message):
-        return f"unknown flag --{unknown[1].split('=')[0]}{_suggestion(unknown[1].split('=')[0], keys)}"
-    if unknown := re.search(r"Group '(\S+)' does not accept option '(\S+)'|Option '(\S+)' is not accepted", message):
-        key = f"{unknown[1]}.{unknown[2].split('.')[0]}"
-        return f"unknown key {key} in the run config{_suggestion(key, keys)}"
-    if unknown := re.search(
-        r"[Kk]ey '?(\S+?)'? is not expected|Unknown option '(\S+)'|does not accept option '(\S+)'|Option '(\S+)' is not accepted",
-        message,
-    ):
-        key = next(group for group in unknown.groups() if group)
-        return f"unknown key {key} in the run config{_suggestion(key, keys)}"
-    if missing := re.search(r"the following arguments are required: (.+)", message):
-        return f"missing in the run config: {missing[1]} (give it in --config FILE or as --{missing[1].split(',')[0]} VALUE)"
-    if wrong := re.search(r'Parser key "(\S+)":\s*(.+)', message, re.DOTALL):
-        return f"{wrong[1]}: {' '.join(wrong[2].split())}"
-    return " ".join(message.split())
-
-
-def _all_keys(config_class: type) -> list[str]:
-    keys = []
-    hints = {f.name: f.type for f in dataclasses.fields(config_class)}
-    for name, type_name in hints.items():
-        section: Any = globals().get(str(type_name))
-        keys.append(name)
-        if section is not None and dataclasses.is_dataclass(section):
-            keys += [f"{name}.{inner}" for inner in field_names(section)]
-    return keys
-
-
-def _suggestion(key: str, keys: list[str]) -> str:
-    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
-    return f": did you mean {near[0]}?" if near else f"; known are {', '.join(keys)}"

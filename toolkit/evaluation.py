@@ -156,7 +156,9 @@ def _generate(
                 use_cache=True,
                 synced_gpus=in_step,
             )
-            predictions = data.tokenizer.batch_decode(tokens_BT[: len(indices)], skip_special_tokens=True)
+            if not indices:
+                continue
+            predictions = data.tokenizer.batch_decode(tokens_BT, skip_special_tokens=True)
             per_row = rouge_scores(predictions, [data.rows[i]["target"] for i in indices])
             for place, (index, prediction) in enumerate(zip(indices, predictions, strict=True)):
                 scores.append(Score(index, prediction, tuple(per_row[name][place] for name in ROUGE_METRICS)))

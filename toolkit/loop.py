@@ -65,6 +65,9 @@ def train(config: SummarizationConfig, run: Run, state: TrainState) -> TrainStat
     where `checkpoint.keep_best`, and at the end. Stops early after `eval.stop_after` evaluations without gain.
     """
     bar = Progress(run.num_steps, state.step, enabled=rank() == 0)
+    if state.step >= run.num_steps or _gains_no_more(config, state):
+        bar.say(f"nothing left to train: the run is complete at step {state.step}")
+        return state
     if state.step == 0 and config.eval.at_start:
         _evaluate_and_log(config, run, state, bar)
     watch = ParameterWatch(run.sharded.model)
@@ -90,7 +93,7 @@ def train(config: SummarizationConfig, run: Run, state: TrainState) -> TrainStat
         if is_last or _is_due(step_number, config.eval.every_steps):
             log.flush()
             gained = _evaluate_and_log(config, run, state, bar)
-            stop = state.num_evaluations_without_gain >= (config.eval.stop_after or run.num_steps + 1)
+            stop = _gains_no_more(config, state)
             log.restart_clock()
         keeps = gained and config.checkpoint.keep_best > 0
         if is_last or stop or keeps or _is_due(step_number, config.checkpoint.every_steps):
@@ -260,6 +263,10 @@ def _profiled(window: list[int] | None, step: int, folder: Path) -> Iterator[Non
         yield
     (folder / "profile").mkdir(exist_ok=True)
     profiler.export_chrome_trace(str(folder / "profile" / f"step-{step:08d}-rank-{rank():05d}.json"))
+
+
+def _gains_no_more(config: SummarizationConfig, state: TrainState) -> bool:
+    return config.eval.stop_after is not None and state.num_evaluations_without_gain >= config.eval.stop_after
 
 
 def _is_due(step: int, every_steps: int | None) -> bool:

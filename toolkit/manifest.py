@@ -127,18 +127,10 @@ def prune(run_folder: Path, keep_last: int, keep_best: int, metric: str, higher_
 
     The newest is always kept. Folders that are no valid checkpoints are left for the user to look at.
     """
-    valued = []
-    for step, folder in list_checkpoints(run_folder):
-        try:
-            manifest = read_manifest(folder)
-        except ValueError:
-            continue
-        valued.append((step, folder, manifest.get("metrics", {}).get(metric)))
-    kept = {folder for _, folder, _ in valued[-keep_last:]}
-    measured = sorted((v, s, f) for s, f, v in valued if v is not None)
-    ranked = measured[::-1] if higher_is_better else measured
-    kept |= {folder for _, _, folder in ranked[:keep_best]}
-    removed = [folder for _, folder, _ in valued if folder not in kept]
+    finished = _finished_checkpoints(run_folder)
+    kept = {folder for _, folder, _ in finished[-keep_last:]}
+    kept.update(_best_first(finished, metric, higher_is_better)[:keep_best])
+    removed = [folder for _, folder, _ in finished if folder not in kept]
     for folder in removed:
         (folder / MANIFEST).unlink()  # first, so that a half removed folder is no checkpoint
         shutil.rmtree(folder)
@@ -147,15 +139,26 @@ def prune(run_folder: Path, keep_last: int, keep_best: int, metric: str, higher_
 
 def best_checkpoint(run_folder: Path, metric: str, higher_is_better: bool) -> Path | None:
     """The kept checkpoint with the best `metric`; the earlier one of equals."""
-    valued = []
+    best = _best_first(_finished_checkpoints(run_folder), metric, higher_is_better)
+    return best[0] if best else None
+
+
+def _finished_checkpoints(run_folder: Path) -> list[tuple[int, Path, dict[str, float]]]:
+    """`(step, folder, metrics)` of every checkpoint with a manifest, oldest first."""
+    finished = []
     for step, folder in list_checkpoints(run_folder):
         try:
-            value = read_manifest(folder).get("metrics", {}).get(metric)
+            finished.append((step, folder, read_manifest(folder).get("metrics", {})))
         except ValueError:
             continue
-        if value is not None:
-            valued.append((-value if higher_is_better else value, step, folder))
-    return min(valued)[2] if valued else None
+    return finished
+
+
+def _best_first(finished: list[tuple[int, Path, dict[str, float]]], metric: str, higher_is_better: bool) -> list[Path]:
+    """Folders of those that were evaluated with `metric`; the earlier of equals first, as a tie is no gain; no NaN."""
+    measured = [(metrics[metric], step, folder) for step, folder, metrics in finished if metric in metrics]
+    ranked = sorted((-value if higher_is_better else value, step, folder) for value, step, folder in measured if value == value)
+    return [folder for _, _, folder in ranked]
 
 
 def _fsync_folder(folder: Path) -> None:

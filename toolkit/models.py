@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from toolkit.config import ModelConfig
+from toolkit.config import EvalConfig, ModelConfig
 from toolkit.data.collate import check_label_shift
-from toolkit.distributed import seed_all
+from toolkit.distributed import print_rank0, seed_all
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 DROPOUT_RATES = ("dropout", "dropout_rate", "attention_dropout", "activation_dropout")
+LENGTHS = ("source_length", "target_length")
+LAYER_DROP_RATES = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 
 def load_model_config(config: ModelConfig) -> PretrainedConfig:
@@ -27,6 +29,7 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
     Raises:
         UserError: no such model, no config, or a model that is no encoder-decoder.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
@@ -38,9 +41,13 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
         raise UserError(f"model.name_or_path {name} is not a folder here: give an existing folder or a hub id")
     try:
         model_config = AutoConfig.from_pretrained(name, revision=config.revision, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError) as error:
-        first_line = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"model.name_or_path {name} could not be read ({first_line})") from None
+    except (OSError, ValueError, StrictDataclassError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+        if isinstance(error, StrictDataclassError):  # which key is on the first line, what is wrong with it on the second
+            reason = "config.json: " + " ".join(str(error).split())
+        raise UserError(
+            f"model.name_or_path {name} could not be read ({reason}): give a Hugging Face model folder, or a hub id within reach"
+        ) from None
     if not config.trust_remote_code and type(model_config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
         raise UserError(
             f"model.name_or_path {name} is a {model_config.model_type} model, not an encoder-decoder that generates text: "
@@ -49,12 +56,17 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
     if any(getattr(model_config, key, None) for key in ("num_experts", "num_local_experts")):
         raise UserError(
             f"model.name_or_path {name} is a mixture of experts: its auxiliary loss is a mean over each micro-batch, which "
-            "cannot be made exact over the global batch, so it is not supported"
+            "cannot be made exact over the global batch, so it is not supported: take a dense model"
         )
     if config.dropout is not None:
         for rate in DROPOUT_RATES:
             if hasattr(model_config, rate):
                 setattr(model_config, rate, config.dropout)
+    for rate in LAYER_DROP_RATES:
+        if getattr(model_config, rate, None):
+            # A layer that one rank draws to leave out is a collective that the others wait for (M2M100 has a rate of 0.05).
+            setattr(model_config, rate, 0.0)
+            print_rank0(f"{rate} of {name} is set to 0: every rank must run every layer")
     return model_config
 
 
@@ -72,7 +84,14 @@ def build_skeleton(config: ModelConfig, model_config: PretrainedConfig) -> PreTr
                 model_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code, **_attention(config)
             )
     except (ValueError, ImportError) as error:
-        raise UserError(f"model {config.name_or_path} cannot be built: {' '.join(str(error).split())}") from None
+        reason = " ".join(str(error).split())
+        if config.attn_implementation:
+            first_sentence = reason.split(". ")[0]
+            raise UserError(
+                f"model.attn_implementation {config.attn_implementation} cannot be used with {config.name_or_path} "
+                f"({first_sentence}): take sdpa or eager, or leave it out"
+            ) from None
+        raise UserError(f"model {config.name_or_path} cannot be built from its config.json: {reason}") from None
     check_label_shift(model, *special_tokens(model_config, config.name_or_path))
     return model
 
@@ -129,18 +148,33 @@ def freeze(model: nn.Module, patterns: list[str]) -> list[str]:
     return frozen
 
 
+def freeze_as(model: nn.Module, skeleton: nn.Module) -> None:
+    """Freeze what is frozen in the skeleton: by `freeze`, or by the model's own code (Pegasus' sinusoidal positions).
+
+    transformers 5.23 forgets the latter when it loads weights: every parameter comes back trainable.
+    """
+    frozen = {name for name, parameter in skeleton.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in frozen:
+            parameter.requires_grad_(False)
+
+
 def hash_frozen(model: nn.Module) -> str | None:
-    """sha256 of names, dtypes, shapes and bytes of the frozen parameters of an unsharded model; None where all train.
+    """`hash_parameters` of the frozen ones; None where all train.
 
     Checkpoints leave frozen weights out and record this instead, so that a resume can tell another base.
     """
-    digest, has_frozen = hashlib.sha256(), False
+    return hash_parameters(model, {name for name, parameter in model.named_parameters() if not parameter.requires_grad})
+
+
+def hash_parameters(model: nn.Module, names: set[str]) -> str | None:
+    """sha256 of names, dtypes, shapes and bytes of an unsharded model's parameters; None without names."""
+    digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
-        if not parameter.requires_grad:
-            has_frozen = True
+        if name in names:
             digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
             digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest() if has_frozen else None
+    return digest.hexdigest() if names else None
 
 
 def num_token_embeddings(model: PreTrainedModel) -> int:
@@ -148,17 +182,26 @@ def num_token_embeddings(model: PreTrainedModel) -> int:
     return cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
 
 
-def check_vocabulary(num_tokenizer_tokens: int, num_embeddings: int) -> None:
-    """Refuse a tokenizer with more tokens than the model has embeddings.
+def check_positions(model_config: PretrainedConfig, name: str, longest: dict[str, int], evaluation: EvalConfig) -> None:
+    """Refuse rows, or generated texts, longer than the model has positions; T5 and its like have no limit.
+
+    Args:
+        longest: tokens of the longest source and target, under the names of `LENGTHS`.
 
     Raises:
-        UserError: naming both numbers.
+        UserError: naming both lengths and the setting to lower.
     """
-    if num_tokenizer_tokens > num_embeddings:
-        raise UserError(
-            f"the tokenizer has {num_tokenizer_tokens} tokens, but the model only {num_embeddings} embeddings: "
-            "take the tokenizer that belongs to the model"
-        )
+    both = getattr(model_config, "max_position_embeddings", None)
+    encoder = getattr(model_config, "max_encoder_position_embeddings", both)
+    decoder = getattr(model_config, "max_decoder_position_embeddings", both)
+    source, target = (longest[side] for side in LENGTHS)
+    for what, length, limit, setting in (
+        ("the longest source has", source, encoder, "data.max_source_length_tokens"),
+        ("the longest target has", target, decoder, "data.max_target_length_tokens"),
+        ("a generated text may have", evaluation.max_new_tokens if evaluation.generate else 0, decoder, "eval.max_new_tokens"),
+    ):
+        if limit is not None and length > limit:
+            raise UserError(f"{what} {length} tokens, but {name} has only {limit} positions: set {setting} to at most {limit}")
 
 
 def special_tokens(model_config: PretrainedConfig, name: str) -> tuple[int, int]:

@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.config import OptimConfig
-from toolkit.errors import UserError
 
 
 def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.AdamW:
@@ -62,16 +61,6 @@ def learning_rate(config: OptimConfig, step: int, num_steps: int, steps_per_epoc
         return config.lr * config.gamma ** ((step - 1) // (config.decay_every_steps or steps_per_epoch))
     falling = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * falling)
-
-
-def check_schedule(config: OptimConfig, num_steps: int) -> None:
-    """Refuse a warm-up longer than the run.
-
-    Raises:
-        UserError: naming both numbers.
-    """
-    if config.warmup_steps >= num_steps:
-        raise UserError(f"optim.warmup_steps is {config.warmup_steps}, but the run has only {num_steps} steps: warm up for fewer")
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from toolkit.errors import UserError
 
 
 def open_run_folder(config: Any) -> Path:
-    """Create the run's folder, or find it, and write `config.yaml` into it; returns it. Collective.
+    """Create the run's folder, or find it; returns it. Nothing in it is changed yet: the run may still be refused. Collective.
 
     Raises:
         UserError: it cannot be written; on every rank.
@@ -26,10 +26,18 @@ def open_run_folder(config: Any) -> Path:
             folder.mkdir(parents=True, exist_ok=True)
             if not os.access(folder, os.W_OK | os.X_OK):
                 raise PermissionError(13, "no permission to write", str(folder))
-            save_config(config, folder / "config.yaml")
         except OSError as error:
-            raise UserError(f"run.output_dir {config.run.output_dir}: {folder} cannot be written ({error.strerror})") from None
+            raise UserError(
+                f"run.output_dir {config.run.output_dir}: {folder} cannot be written ({error.strerror}): "
+                "name a folder that you can write to"
+            ) from None
 
     agreed(create)
     barrier()
     return folder
+
+
+def save_run_config(config: Any, folder: Path) -> None:
+    """Write the resolved config into the run's folder, once nothing speaks against the run. On rank 0."""
+    if rank() == 0:
+        save_config(config, folder / "config.yaml")

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from toolkit.distributed import control_group
+from toolkit.distributed import control_group, rank
 
 Tensors = dict[str, torch.Tensor]
 
@@ -33,10 +34,10 @@ _ALLOWED = {
 
 def save_tensors(tensors: Tensors, folder: Path) -> list[str]:
     """Write this rank's shards of `tensors` (DTensors, ShardedTensors or plain ones); returns its file names. Collective."""
-    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder, sync_files=True), process_group=control_group())
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    names = [path.name for path in folder.glob(f"__{rank}_*.distcp")]
-    return [*names, ".metadata"] if rank == 0 else names
+    writer = dcp.FileSystemWriter(folder, sync_files=True)
+    dcp.save(tensors, storage_writer=writer, process_group=control_group(), no_dist=not dist.is_initialized())
+    names = [path.name for path in folder.glob(f"__{rank()}_*.distcp")]
+    return [*names, ".metadata"] if rank() == 0 else names
 
 
 def load_tensors(tensors: Tensors, folder: Path) -> None:
@@ -53,7 +54,16 @@ def load_tensors(tensors: Tensors, folder: Path) -> None:
         size = cast(TensorStorageMetadata, stored[name]).size
         if tuple(size) != tuple(tensor.size()):
             raise ValueError(f"{folder} holds {name} with shape {tuple(size)}, not {tuple(tensor.size())}")
-    dcp.load(tensors, storage_reader=reader, process_group=control_group())
+    dcp.load(tensors, storage_reader=reader, process_group=control_group(), no_dist=not dist.is_initialized())
+
+
+def stored_names(folder: Path) -> set[str]:
+    """Names of the tensors in a folder that `save_tensors` wrote.
+
+    Raises:
+        ValueError: it is not what `save_tensors` wrote.
+    """
+    return set(_SafeReader(folder).read_metadata().state_dict_metadata)
 
 
 class _SafeReader(dcp.FileSystemReader):

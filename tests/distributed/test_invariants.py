@@ -19,7 +19,10 @@ RUNS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "single-1": ("single", {}, ["--train.micro_batch_size_rows", "1", "--eval.batch_size_rows", "1"]),
     "ddp-2": ("ddp_cpu", {}, ["--train.micro_batch_size_rows", "2", "--eval.batch_size_rows", "16"]),
     "fsdp2-1": ("fsdp2_cpu", {}, ["--train.micro_batch_size_rows", "1", "--eval.batch_size_rows", "16"]),
-    "fsdp2-2": ("fsdp2_cpu", {}, ["--train.micro_batch_size_rows", "2", "--eval.batch_size_rows", "1", "--eval.unshard", "never"]),
+    "fsdp2-2": (
+        "fsdp2_cpu", {},
+        ["--train.micro_batch_size_rows", "2", "--eval.batch_size_rows", "1", "--eval.unshard", "never"],
+    ),
     "fsdp2-4": ("fsdp2_cpu", {}, ["--train.micro_batch_size_rows", "4", "--data.num_loader_workers", "1"]),
     "fsdp1-4": ("fsdp1_full_shard", GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"], ["--train.micro_batch_size_rows", "4"]),
     "fsdp1-2": (

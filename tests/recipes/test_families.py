@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.model_folders import FAMILIES
-from tests.recipes.conftest import Workbench
+from tests.recipes.runs import Workbench
 
 LOGIT_TOLERANCE = 1e-4
 """Largest difference of the plain model's logits from those of the sharded one, as a share of the largest."""
 
 RELOAD = """
-import json, sys, pathlib
+import json, pathlib, sys
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
@@ -27,37 +31,92 @@ for run in map(pathlib.Path, sys.argv[1:]):
     check = load_file(run / "export_check.safetensors")
     logits = check.pop("logits")
     model, loading = AutoModelForSeq2SeqLM.from_pretrained(run / "export", output_loading_info=True)
-    names = {}
+    aliases = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+        aliases.setdefault(id(parameter), []).append(name)
     stored = [key for file in run.glob("export/*.safetensors") for key in safe_open(file, "pt").keys()]
     tokenizer = AutoTokenizer.from_pretrained(run / "export")
-    text = tokenizer("alpha beta gamma")["input_ids"]
-    generated = model.eval().generate(**tokenizer("alpha beta gamma", return_tensors="pt"), max_new_tokens=3)
-    difference = (model(**check, use_cache=False).logits - logits).abs().max() / logits.abs().max()
+    generation = GenerationConfig.from_pretrained(run / "export")
+    inputs = tokenizer("alpha beta gamma", return_tensors="pt")
     found[run.name] = {
-        "difference": difference.item(),
-        "missing": sorted(loading["missing_keys"]) + sorted(loading["unexpected_keys"]) + sorted(loading["mismatched_keys"]),
-        "stored_times": sorted({sum(name in stored for name in tied) for tied in names.values()}),
-        "num_stored_twice": len(stored) - len(set(stored)),
-        "num_tied": sum(len(tied) > 1 for tied in names.values()),
-        "text": tokenizer.decode(text, skip_special_tokens=True),
-        "decoder_start_token_id": GenerationConfig.from_pretrained(run / "export").decoder_start_token_id,
-        "num_generated": generated.shape[1],
-        "imported_toolkit": "toolkit" in sys.modules,
+        "difference": ((model.eval()(**check, use_cache=False).logits - logits).abs().max() / logits.abs().max()).item(),
+        "loading": {kind: sorted(map(str, names)) for kind, names in loading.items() if names},
+        "times_stored": sorted({sum(stored.count(name) for name in names) for names in aliases.values()}),
+        "has_ties": any(len(names) > 1 for names in aliases.values()),
+        "text": tokenizer.decode(inputs["input_ids"][0], skip_special_tokens=True),
+        "generates": model.generate(**inputs, max_new_tokens=3).shape[1] > 1,
+        "starts_right": generation.decoder_start_token_id == model.config.decoder_start_token_id,
+        "without_toolkit": "toolkit" not in sys.modules,
     }
 print(json.dumps(found))
 """
 
+TrainFamily = Callable[[str], dict[str, Any]]
+
 
 @pytest.fixture(scope="module")
-def reloaded(tmp_path_factory: pytest.TempPathFactory, model_folders: dict[str, Path], data_folder: Path) -> dict[str, Any]:
-    """All families' runs, by name: what was printed and left, and what plain transformers found in the export."""
-    bench = Workbench(runs=tmp_path_factory.mktemp("families"), models=model_folders, data=data_folder)
-    found: dict[str, Any] = {}
-    for family in FAMILIES:
+def bench(tmp_path_factory: pytest.TempPathFactory, model_folders: dict[str, Path], data_folder: Path) -> Workbench:
+    """The runs of all families lie here, named like them."""
+    return Workbench(runs=tmp_path_factory.mktemp("families"), models=model_folders, data=data_folder)
+
+
+@pytest.fixture(scope="module")
+def train_family(bench: Workbench) -> TrainFamily:
+    """Trains a family for three steps and, by a second launch, two more; once for all tests that ask."""
+
+    @cache
+    def train(family: str) -> dict[str, Any]:
         bench.run(family, model=family)
-        before = bench.lines(family, "train")
-        printed = bench.run(family, model=family, train__max_steps=5)
-        found[family] = {"before": before, "printed": printed, "lines": bench.lines(family, "train")}
-    return found
+        first_lines = bench.lines(family, "train")
+        return {"first_lines": first_lines, "printed": bench.run(family, model=family, train__max_steps=5)}
+
+    return train
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_trains_generates_saves_and_resumes(bench: Workbench, train_family: TrainFamily, family: str) -> None:
+    trained = train_family(family)
+    lines = bench.lines(family, "train")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert lines[:3] == trained["first_lines"], "steps before the checkpoint ran again: their times differ"
+    assert "step-00000003, after step 3" in trained["printed"]
+    assert bench.checkpoints(family) == ["step-00000003", "step-00000005"]
+    assert [line["step"] for line in bench.lines(family, "eval") if "rougeL" in line] == [3, 5]
+    assert len((bench.runs / family / "predictions-5.jsonl").read_text().splitlines()) == 3
+
+
+def test_plain_transformers_reads_every_export(bench: Workbench, train_family: TrainFamily, tmp_path: Path) -> None:
+    for family in FAMILIES:
+        train_family(family)
+    folders = [str(bench.runs / family) for family in FAMILIES]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", RELOAD, *folders], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    differences = {family: about.pop("difference") for family, about in found.items()}
+    assert found == {
+        family: {
+            "loading": {},
+            "times_stored": [1],
+            "has_ties": True,
+            "text": "alpha beta gamma",
+            "generates": True,
+            "starts_right": True,
+            "without_toolkit": True,
+        }
+        for family in FAMILIES
+    }
+    assert all(difference <= LOGIT_TOLERANCE for difference in differences.values()), differences
+
+
+def test_positions_limit_texts_and_no_rank_drops_layers(bench: Workbench) -> None:
+    folder = bench.runs / "bart_with_layerdrop"
+    shutil.copytree(bench.models["bart"], folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"encoder_layerdrop": 0.1}))
+    result = bench.attempt("limited", model=folder, eval__max_new_tokens=65)
+    assert all(result.returncodes)
+    assert "encoder_layerdrop of" in result.stdout and "is set to 0" in result.stdout
+    assert "has only 64 positions: set eval.max_new_tokens to at most 64" in result.stderr and "Traceback" not in result.stderr

@@ -8,9 +8,12 @@ are parsed, never imported: no code of a package runs.
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
+import importlib.metadata
 import importlib.util
 import re
+import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator, Sequence
@@ -33,6 +36,9 @@ SKIPPED_FOLDERS = {"idlelib", "lib2to3", "turtledemo", "test", "tests", "testing
 
 # "HTTPServer" → HTTP, Server; "handle_error2" → handle, error, 2: the words that the headline is likely to repeat.
 _IDENTIFIER_WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
+
+# "spawnv(mode, file, args) -> integer" says nothing about what the function does.
+_SIGNATURE = re.compile(r"[\w.]+\(|.* -> ")
 
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -81,6 +87,15 @@ def read_docstrings(packages: Sequence[str] = PACKAGES) -> list[dict[str, str]]:
                 bodies.add(item.body_key)
             rows.append(_build_row(item, split))
     return rows
+
+
+def identify_docstrings(packages: Sequence[str] = PACKAGES) -> str:
+    """Hex sha256 of what decides the rows: the versions of Python and of the packages, and this reader. Takes no reading."""
+    versions = [f"python {sys.version}"]
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+    return hashlib.sha256("\n".join(versions).encode() + Path(__file__).read_bytes()).hexdigest()
 
 
 def _build_row(item: _Docstring, split: str) -> dict[str, str]:
@@ -135,10 +150,12 @@ def _read_children(node: ast.AST, module: str, qualified_name: tuple[str, ...]) 
 
 
 def _split_docstring(node: _Documented, module: str, qualified_name: tuple[str, ...], docstring: str) -> _Docstring | None:
-    """The first paragraph is the headline; None where it is no sentence (a field list, a banner, a whole text)."""
+    """The first paragraph is the headline; None where it is no sentence (a signature, a field list, a banner, a whole text)."""
     first_paragraph, _, rest = docstring.partition("\n\n")
     headline = " ".join(first_paragraph.split())
     if len(headline) not in HEADLINE_CHARACTERS or headline[0] in "@:>" or not re.search("[a-z]", headline):
+        return None
+    if _SIGNATURE.match(headline):
         return None
     path = qualified_name or tuple(module.split("."))
     return _Docstring(

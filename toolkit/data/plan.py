@@ -66,11 +66,7 @@ class BatchPlan:
     _epoch_cache: tuple[int, list[np.ndarray]] = field(default=(-1, []), repr=False)
 
     def __post_init__(self) -> None:
-        if self.global_batch_size_rows < self.world_size:
-            raise UserError(
-                f"train.global_batch_size_rows is {self.global_batch_size_rows}, smaller than the {self.world_size} "
-                f"processes: give each at least one row, {self.world_size} or more"
-            )
+        check_global_batch_size(self.global_batch_size_rows, self.world_size)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -127,6 +123,19 @@ class BatchPlan:
 
     def _costs(self) -> np.ndarray:
         return self.source_lengths + self.target_lengths
+
+
+def check_global_batch_size(global_batch_size_rows: int, world_size: int) -> None:
+    """Refuse a global batch that leaves a rank without a row.
+
+    Raises:
+        UserError: naming both numbers.
+    """
+    if global_batch_size_rows < world_size:
+        raise UserError(
+            f"train.global_batch_size_rows is {global_batch_size_rows}, smaller than the {world_size} processes: give each at "
+            f"least one row, {world_size} or more"
+        )
 
 
 def cut(rows: np.ndarray, costs: np.ndarray, num_ranks: int, micro_batch_size_rows: int) -> list[list[list[int]]]:

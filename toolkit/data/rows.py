@@ -193,7 +193,7 @@ def _check_something_is_left(inputs: list[RowInput], reports: list[InputReport],
         num_skipped = sum(sum(report.num_skipped.values()) for _, report in told)
         if num_read and num_skipped == num_read:
             sentences = [sentence for item, report in told for sentence in report.sentences(item.label)]
-            raise UserError(f"none of the {num_read} rows can be used: {'; '.join(sentences)}")
+            raise UserError(f"none of the {num_read} rows can be used: {'; '.join(sentences)}; give a source with usable rows")
     if num_training_rows == 0:
         raise UserError("all rows are held out, none is left to train on: lower data.eval_fraction or give more rows")
 

@@ -107,7 +107,7 @@ def _columns(config: DataConfig) -> tuple[str, str]:
 def _build_inputs(config: DataConfig) -> list[RowInput]:
     """The inputs of the source, evaluation files first."""
     if config.source == "docstrings":
-        return [_build_docstrings_input(config)]
+        return [_build_docstrings_input()]
     if config.source not in FILE_READERS:
         return [_build_hub_input(config)]
     read = FILE_READERS[config.source]
@@ -124,16 +124,16 @@ def _build_inputs(config: DataConfig) -> list[RowInput]:
     ]
 
 
-def _build_docstrings_input(config: DataConfig) -> RowInput:
-    from toolkit.data.docstrings import read_docstrings
+def _build_docstrings_input() -> RowInput:
+    from toolkit.data.docstrings import identify_docstrings, read_docstrings
 
-    rows = [
-        Row(row["source"], row["target"], group=row["group"], held_out=row["split"] == "eval", lead_text=row["lead_text"])
-        for row in read_docstrings()
-    ]
-    return RowInput(
-        label="docstrings", columns=("source", "target"), digest=_hash_rows(rows[: config.num_rows]), read=lambda: iter(rows)
-    )
+    def read() -> Iterator[Row]:
+        for row in read_docstrings():
+            yield Row(
+                row["source"], row["target"], group=row["group"], held_out=row["split"] == "eval", lead_text=row["lead_text"]
+            )
+
+    return RowInput(label="docstrings", columns=("source", "target"), digest=identify_docstrings(), read=read)
 
 
 def _build_hub_input(config: DataConfig) -> RowInput:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,8 +11,11 @@ from toolkit.config import ModelConfig
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
+MAX_TRAINING_ROWS = 10_000
+MAX_TRAINING_CHARACTERS = 400
 TOKENIZER_FILES = ("tokenizer.json", "spiece.model", "sentencepiece.bpe.model", "source.spm", "vocab.json", "vocab.txt")
 
 
@@ -23,11 +25,14 @@ def has_tokenizer(config: ModelConfig) -> bool:
     return not folder.is_dir() or any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
-def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+def load_tokenizer(config: ModelConfig, vocab_size: int) -> PreTrainedTokenizerBase:
     """The model's own tokenizer.
 
+    Args:
+        vocab_size: token embeddings of the model.
+
     Raises:
-        UserError: it cannot be read, or has no padding token.
+        UserError: it cannot be read, has no padding token, or more tokens than the model has embeddings.
     """
     from transformers import AutoTokenizer
 
@@ -42,14 +47,29 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         raise UserError(
             f"the tokenizer of {config.name_or_path} has no padding token: set pad_token in its tokenizer_config.json"
         )
+    if len(tokenizer) > vocab_size:
+        raise UserError(
+            f"the tokenizer of {config.name_or_path} has {len(tokenizer)} tokens, but the model only {vocab_size} embeddings: "
+            "take the tokenizer that belongs to the model"
+        )
     return tokenizer
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
-    """A unigram tokenizer like T5's (`<pad>` 0, `</s>` 1, `<unk>` 2), trained on `texts` with the tokenizers library."""
+def train_tokenizer(rows: Dataset, vocab_size: int) -> PreTrainedTokenizerBase:
+    """A unigram tokenizer like T5's (`<pad>` 0, `</s>` 1, `<unk>` 2), trained with the tokenizers library.
+
+    On sources and targets of at most `MAX_TRAINING_ROWS` rows, spread evenly, each cut: more text makes a small vocabulary
+    slower, not better.
+
+    Raises:
+        UserError: the rows have more different characters than `vocab_size` allows.
+    """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
+    every = -(-len(rows) // MAX_TRAINING_ROWS)
+    chosen = rows.select(range(0, len(rows), every))
+    texts = (text[:MAX_TRAINING_CHARACTERS] for row in chosen for text in (row["source"], row["target"]))
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace("\n", " ")])
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -57,7 +77,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     trainer = trainers.UnigramTrainer(
         vocab_size=vocab_size, special_tokens=["<pad>", "</s>", "<unk>"], unk_token="<unk>", show_progress=False
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    try:
+        tokenizer.train_from_iterator(texts, trainer)
+    except Exception as error:  # the library raises nothing narrower
+        if "vocabulary is not large enough" not in str(error):
+            raise
+        raise UserError(
+            f"the model has {vocab_size} token embeddings, fewer than the rows have different characters: raise vocab_size in "
+            "its config.json, or give it a tokenizer"
+        ) from None
     tokenizer.post_processor = processors.TemplateProcessing(
         single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
     )

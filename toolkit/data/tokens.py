@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.config import DataConfig, ModelConfig
@@ -72,7 +73,7 @@ def prepare_rows(config: DataConfig, model: ModelConfig, vocab_size: int) -> Tok
 
 def _build_cache(config: DataConfig, model: ModelConfig, vocab_size: int) -> str:
     """Make sure the tokenized rows lie in the cache; returns their fingerprint. On one process of a node."""
-    tokenizer = load_tokenizer(model) if has_tokenizer(model) else None
+    tokenizer = load_tokenizer(model, vocab_size) if has_tokenizer(model) else None
     rows = load_text_rows(config)
     identity = {
         "format": FORMAT_VERSION,
@@ -87,17 +88,22 @@ def _build_cache(config: DataConfig, model: ModelConfig, vocab_size: int) -> str
     if (folder / "about.json").is_file():
         return fingerprint
     if tokenizer is None:
-        texts = (text for row in rows.train for text in (row["source"], row["target"]))
-        tokenizer = train_tokenizer(texts, vocab_size)
+        tokenizer = train_tokenizer(rows.train, vocab_size)
     # Written beside and renamed: a second run, or a crash, never finds half a cache.
     unfinished = folder.with_name(f"{fingerprint}.{os.getpid()}.tmp")
     unfinished.mkdir(parents=True)
     try:
         remarks = list(rows.remarks)
         for name, dataset in (("train", rows.train), ("evaluation", rows.evaluation)):
-            tokenized = _tokenize(dataset, tokenizer, config, name)
+            tokenized = _tokenize(dataset, tokenizer, config, name, unfinished / f"{name}.arrow")
             remarks += _tell_truncation(tokenized, config, name)
-            tokenized.remove_columns(["source_was_cut", "target_was_cut"]).save_to_disk(str(unfinished / name))
+            tokenized.remove_columns(["source_was_cut", "target_was_cut"]).save_to_disk(
+                # One shard for no rows: the library would write none, and not read that back.
+                str(unfinished / name),
+                num_shards=None if len(tokenized) else 1,
+            )
+        for scratch_file in unfinished.glob("*.arrow"):
+            scratch_file.unlink()
         tokenizer.save_pretrained(unfinished / "tokenizer")
         (unfinished / "about.json").write_text(json.dumps({"remarks": remarks, **identity}, indent=1))
         with contextlib.suppress(OSError):  # another run was faster: its cache holds the same
@@ -107,15 +113,19 @@ def _build_cache(config: DataConfig, model: ModelConfig, vocab_size: int) -> str
     return fingerprint
 
 
-def _tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: DataConfig, name: str) -> Dataset:
+def _tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: DataConfig, name: str, scratch_file: Path) -> Dataset:
     """Add the token columns, with several processes and progress where there is much to do."""
     import datasets
 
     if not sys.stderr.isatty():  # bars are for terminals
         datasets.disable_progress_bars()
         print(f"tokenizing {len(dataset):,} {name} rows", flush=True)
+    if is_empty := len(dataset) == 0:
+        # `map` would leave out the new columns: they are taken from a row that goes again.
+        row = {"row_id": [0], "source": [""], "target": [""], "lead_text": [""]}
+        dataset = datasets.Dataset.from_dict(row, features=dataset.features)
     num_workers = config.num_tokenizer_workers or min(8, (os.cpu_count() or 1) // local_world_size())
-    return dataset.map(
+    tokenized = dataset.map(
         _tokenize_rows,
         batched=True,
         num_proc=num_workers if num_workers > 1 and len(dataset) > 10_000 else None,
@@ -129,8 +139,10 @@ def _tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: Data
         # Ours is the cache; datasets' own hash of a tokenizer changes from process to process.
         new_fingerprint=hashlib.sha256(f"{dataset._fingerprint} {hash_tokenizer(tokenizer)} {config}".encode()).hexdigest()[:16],
         load_from_cache_file=False,
+        cache_file_name=str(scratch_file),
         desc=f"tokenizing {name} rows",
     )
+    return tokenized.select([]) if is_empty else tokenized
 
 
 def _tokenize_rows(

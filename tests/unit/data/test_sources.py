@@ -169,7 +169,11 @@ def docstring_rows():
 
 def test_docstrings_keep_their_split_and_lead_text(config, monkeypatch):
     rows = docstring_rows()
-    monkeypatch.setitem(sys.modules, "toolkit.data.docstrings", SimpleNamespace(read_docstrings=lambda: rows))
+    monkeypatch.setitem(
+        sys.modules,
+        "toolkit.data.docstrings",
+        SimpleNamespace(read_docstrings=lambda: rows, identify_docstrings=lambda: "0" * 64),
+    )
     config = replace(config, source="docstrings", files=None, eval_fraction=0.9)
     loaded = load_text_rows(config)
     assert loaded.train["target"][:] == ["a1", "a2", "c"]

@@ -1,0 +1,194 @@
+"""Bad input of every kind: one sentence, exit code 2 on every rank, no traceback, and as early as it can be known.
+
+Each case is a working run with one thing wrong, started as 2 real ranks under `fsdp2_cpu`. The working run would need weights,
+which its model folder does not have: a case that gets its own sentence was told before weights are read. The cases in `EARLY`
+have no data file either: they are told before that one is looked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.launch import REPOSITORY, LaunchResult, launch, run_on_ranks
+from tests.recipes.bad_input_cases import AFTER_A_RUN, DATA, EARLY, NUM_ROWS, ROWS, T5, Case, Files, absent_tracker
+from toolkit.errors import EXIT_USER_ERROR, UserError
+
+TIMEOUT_S = 60
+WORKING_RUN = (
+    "--model.name_or_path {here}/model --data.source jsonl --data.files {here}/rows.jsonl --data.cache_dir {here}/cache "
+    "--data.max_source_length_tokens 60 --data.max_target_length_tokens 30 --data.eval_fraction 0 "
+    "--run.output_dir {here}/runs --train.max_steps 2 --train.global_batch_size_rows 4 --train.micro_batch_size_rows 2 "
+    "--eval.generate false"
+)
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LaunchResult]:
+    """A folder with a run of two steps, on rows of which some are unusable and some too long; and how it went."""
+    here = tmp_path_factory.mktemp("finished")
+    messy = [
+        {"source": None, "target": "beta"},
+        {"source": "alpha", "target": "  "},
+        {"target": "beta"},
+        {"source": "alpha " * 200, "target": "beta " * 50},
+    ]
+    write(here, {"rows.jsonl": ROWS + "".join(json.dumps(row) + "\n" for row in messy)})
+    return here, run(here, Case(flags="--model.from_scratch true", sentence=""))
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_told_before_data_is_read(tmp_path: Path, name: str) -> None:
+    check(tmp_path, EARLY[name], run(tmp_path, EARLY[name]))
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_told_before_weights_are_read(tmp_path: Path, name: str) -> None:
+    write(tmp_path, {"rows.jsonl": ROWS})
+    check(tmp_path, DATA[name], run(tmp_path, DATA[name]))
+
+
+@pytest.mark.parametrize("name", AFTER_A_RUN)
+def test_a_run_that_is_refused_changes_nothing_of_the_run_before(finished_run: tuple[Path, LaunchResult], name: str) -> None:
+    here, _ = finished_run
+    before = contents(here / "runs")
+    check(here, AFTER_A_RUN[name], run(here, AFTER_A_RUN[name]))
+    assert contents(here / "runs") == before
+
+
+def test_a_damaged_checkpoint_is_not_resumed_by_name(finished_run: tuple[Path, LaunchResult]) -> None:
+    here, _ = finished_run
+    damaged = shutil.copytree(here / "runs/run/checkpoints/step-00000002", here / "damaged", dirs_exist_ok=True)
+    content = (damaged / "rng-00001.safetensors").read_bytes()
+    (damaged / "rng-00001.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    case = Case(
+        flags="--model.from_scratch true --checkpoint.resume {here}/damaged",
+        sentence="checkpoint.resume is {here}/damaged, but damaged/rng-00001.safetensors does not have the sha256 of the "
+        "manifest: its content changed: give a whole checkpoint, or auto for the newest",
+    )
+    check(here, case, run(here, case))
+
+
+def test_unusable_and_long_rows_are_counted_and_told_and_the_run_goes_on(finished_run: tuple[Path, LaunchResult]) -> None:
+    here, result = finished_run
+    rows = here / "rows.jsonl"
+    assert result.returncodes == [0, 0], result.stderr[-3000:]
+    told = [
+        f"skipped 2 of {NUM_ROWS + 4} rows of {rows} with an empty source (first: rows {NUM_ROWS + 1}, {NUM_ROWS + 3})",
+        f"skipped 1 of {NUM_ROWS + 4} rows of {rows} with an empty target (row {NUM_ROWS + 2})",
+        f"cut the source of 1 of {NUM_ROWS + 1} train rows to data.max_source_length_tokens = 60",
+        f"cut the target of 1 of {NUM_ROWS + 1} train rows to data.max_target_length_tokens = 30",
+    ]
+    lines = result.stdout.splitlines()
+    assert [lines.count(sentence) for sentence in told] == [1, 1, 1, 1], result.stdout
+    assert (here / "runs/run/checkpoints/step-00000002/manifest.json").is_file()
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has a GPU: the preset would run")
+def test_gpu_preset_on_a_machine_without_gpu(tmp_path: Path) -> None:
+    case = Case(
+        sentence="this accelerate config wants GPUs, but torch sees none here: take a CPU one "
+        "(accelerate_configs/fsdp2_cpu.yaml, ddp_cpu.yaml), or set use_cpu: true in it"
+    )
+    check(tmp_path, case, run(tmp_path, case, preset="fsdp2_full_shard", num_processes=2))
+
+
+def test_accumulation_as_a_flag_of_the_launcher(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="gradient_accumulation_steps is 4 in the launch: .*, so leave it out"):
+        run_on_ranks(build_with_accumulation, preset="single", args=(str(tmp_path),), timeout_s=TIMEOUT_S)
+
+
+def test_an_error_of_one_rank_is_raised_on_all() -> None:
+    caught = run_on_ranks(disagree, preset="fsdp2_cpu", timeout_s=TIMEOUT_S)
+    assert caught == ["the file is missing on rank 1's node"] * 2
+
+
+def test_an_error_of_one_rank_stops_all_with_one_sentence(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from tests.recipes.test_bad_input import fail_on_rank_1\n"
+        "from toolkit.errors import exit_on_user_error\n"
+        "with exit_on_user_error():\n"
+        "    fail_on_rank_1()\n"
+    )
+    case = Case(sentence="the file is missing on rank 1's node")
+    check(tmp_path, case, launch(script, [], preset="fsdp2_cpu", timeout_s=TIMEOUT_S))
+
+
+def build_with_accumulation(folder: str) -> None:
+    """On a rank, as `accelerate launch --gradient_accumulation_steps 4` would start it."""
+    from toolkit.accelerator import build_accelerator
+
+    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "4"
+    build_accelerator([], folder)
+
+
+def fail_on_rank_1() -> None:
+    """On a rank: all of them work together, one finds an error."""
+    from toolkit.accelerator import build_accelerator
+    from toolkit.distributed import agreed, rank
+
+    def work() -> None:
+        if rank() == 1:
+            raise UserError("the file is missing on rank 1's node")
+
+    build_accelerator([], "unused")
+    agreed(work)
+
+
+def disagree() -> str:
+    """On a rank: the sentence it got."""
+    try:
+        fail_on_rank_1()
+    except UserError as error:
+        return str(error)
+    return "no error"
+
+
+def write(here: Path, files: Files) -> None:
+    """Write files of a case; the model's folder is there in any case."""
+    for name, content in {"model/config.json": json.dumps(T5), **files}.items():
+        made = content() if callable(content) else content
+        path = here / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(made if isinstance(made, bytes) else made.encode())
+
+
+def run(here: Path, case: Case, *, preset: str = "fsdp2_cpu", num_processes: int | None = None) -> LaunchResult:
+    """The recipe on 2 ranks in the folder `here`, with what is wrong in `case`."""
+    write(here, case.files)
+    argv = [fill(flag, here) for flag in f"{WORKING_RUN} {case.flags}".split()]
+    return launch(
+        REPOSITORY / "recipes" / "t5.py",
+        argv,
+        preset=preset,
+        overrides=case.overrides,
+        num_processes=num_processes,
+        timeout_s=TIMEOUT_S,
+    )
+
+
+def check(here: Path, case: Case, result: LaunchResult) -> None:
+    """Every rank stopped by itself, and one of them said the sentence, nothing else."""
+    assert result.returncodes == [EXIT_USER_ERROR] * 2, result.stderr[-3000:]
+    assert "Traceback" not in result.stderr
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1, result.stderr
+    pattern = ".+".join(re.escape(fill(part, here)) for part in f"error: {case.sentence}".split("…"))
+    assert re.fullmatch(pattern, errors[0]), f"{errors[0]}\nis not\nerror: {case.sentence}"
+
+
+def fill(text: str, here: Path) -> str:
+    return text.replace("{here}", str(here)).replace("{tracker}", absent_tracker())
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Every file's hash."""
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*") if path.is_file()}

@@ -1,0 +1,125 @@
+"""Options that decide which weights are kept, exported or started from; the profiler window; trackers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.recipes.runs import Workbench
+
+TAUGHT: dict[str, Any] = {
+    "model__freeze": [r"encoder\..*"],  # its checkpoints lack the encoder and, tied to it, all embeddings
+    "optim__lr": 1e-2,
+    "optim__schedule": "constant",
+    "checkpoint__every_steps": 1,
+    "checkpoint__keep_last": 9,
+    "eval__every_steps": 1,
+    "eval__generate": False,
+    "profile__steps": [2, 3],
+}
+ONE_MORE: dict[str, Any] = {"train__max_steps": 1, "eval__at_start": True, "eval__generate": False}
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory, model_folders: dict[str, Path], data_folder: Path) -> Workbench:
+    """The runs of this file."""
+    return Workbench(runs=tmp_path_factory.mktemp("options"), models=model_folders, data=data_folder)
+
+
+@pytest.fixture(scope="module")
+def taught(bench: Workbench) -> Workbench:
+    """The bench with a finished run `taught` on it, whose losses differ from step to step."""
+    bench.run("taught", **TAUGHT)
+    return bench
+
+
+def test_run_stops_without_gain_keeps_the_best_and_exports_it(bench: Workbench) -> None:
+    from safetensors.numpy import load_file
+
+    # The steps are too small to change a word, so the first evaluation stays the best.
+    options: dict[str, Any] = {
+        "optim__lr": 1e-6,
+        "train__max_steps": 8,
+        "eval__every_steps": 1,
+        "eval__stop_after": 2,
+        "eval__best_metric": "percent_distinct",
+        "checkpoint__every_steps": 1,
+        "checkpoint__keep_last": 1,
+        "checkpoint__keep_best": 1,
+    }
+    printed = bench.run("best", export__weights="best", **options)
+    assert "stopping at step 3: 2 evaluations without gain in percent_distinct" in printed
+    assert [line["step"] for line in bench.lines("best", "train")] == [1, 2, 3]
+    assert bench.checkpoints("best") == ["step-00000001", "step-00000003"]
+    best = load_file(bench.runs / "best" / "export" / "model.safetensors")
+
+    printed = bench.run("best", **options)
+    assert "nothing left to train: the run is complete at step 3\n" in printed
+    last = load_file(bench.runs / "best" / "export" / "model.safetensors")
+    # Adam's steps are of about the learning rate: one of them from the base to the best, three to the last.
+    base = load_file(bench.models["t5"] / "model.safetensors")
+    num_steps = {
+        name: round(max(abs(weights[key] - base[key]).max() for key in base) / 1e-6)
+        for name, weights in (("best", best), ("last", last))
+    }
+    assert num_steps == {"best": 1, "last": 3}
+
+
+@pytest.mark.parametrize(("source", "step"), [("taught", 3), ("taught/checkpoints/step-00000001", 1), ("taught/export", 3)])
+def test_init_from_starts_with_the_weights_of_another_run(taught: Workbench, source: str, step: int) -> None:
+    name = f"from_{source}".replace("/", "_")
+    taught.run(name, model__init_from=taught.runs / source, **ONE_MORE)
+    theirs = {line["step"]: line["loss"] for line in taught.lines("taught", "eval")}
+    assert len(set(theirs.values())) == 3
+    assert taught.lines(name, "eval")[0]["loss"] == pytest.approx(theirs[step], rel=1e-6)
+    assert [line["step"] for line in taught.lines(name, "train")] == [1]
+
+
+def test_frozen_weights_come_from_init_from_on_a_resume_too(taught: Workbench) -> None:
+    from safetensors.numpy import load_file
+
+    start = {
+        "model__init_from": taught.runs / "taught" / "export",
+        "model__freeze": [r"decoder\.block\..*"],
+        "eval__generate": False,
+    }
+    taught.run("refrozen", train__max_steps=1, **start)
+    taught.run("refrozen", train__max_steps=2, **start)
+    weights = [load_file(taught.runs / run / "export" / "model.safetensors") for run in ("taught", "refrozen")]
+    assert [line["step"] for line in taught.lines("refrozen", "train")] == [1, 2]
+    same = {name: bool((weights[0][name] == weights[1][name]).all()) for name in weights[0]}
+    assert same == {name: name.startswith("decoder.block.") for name in same}
+
+
+def test_init_from_refuses_a_run_on_another_frozen_base(taught: Workbench) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    base = taught.runs / "other_base"
+    shutil.copytree(taught.models["t5"], base)
+    weights = load_file(base / "model.safetensors")
+    weights["encoder.final_layer_norm.weight"] = weights["encoder.final_layer_norm.weight"] * 2
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    refused = taught.attempt("other", model=base, model__init_from=taught.runs / "taught", **ONE_MORE)
+    assert all(refused.returncodes)
+    assert "had frozen are not those of" in refused.stderr and "Traceback" not in refused.stderr
+
+
+def test_profile_steps_leaves_a_trace_of_each_step_and_rank(taught: Workbench) -> None:
+    traces = sorted((taught.runs / "taught" / "profile").iterdir())
+    assert [path.stem for path in traces] == [f"step-0000000{step}-rank-0000{rank}" for step in (2, 3) for rank in (0, 1)]
+    assert any("AdamW" in event.get("name", "") for event in json.loads(traces[0].read_text())["traceEvents"])
+
+
+def test_tracker_writes_or_is_refused_where_it_is_not_installed(bench: Workbench) -> None:
+    result = bench.attempt("tracked", preset="single", tracking__log_with=["tensorboard"])
+    if importlib.util.find_spec("tensorboard") or importlib.util.find_spec("tensorboardX"):
+        assert not any(result.returncodes), result.stderr
+        assert list(bench.runs.rglob("events.out.tfevents.*"))
+    else:
+        assert all(result.returncodes)
+        assert "'tensorboard' is not installed" in result.stderr and "Traceback" not in result.stderr

@@ -1,0 +1,193 @@
+"""Stop anywhere and go on: the same run, bit for bit; on other processes the same rows; and what a resume refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch import Running, run_on_ranks
+from tests.recipes.runs import FP32, Workbench
+
+NUM_STEPS = 10
+STEPS_PER_EPOCH = 7  # 52 training rows: an epoch ends inside the run, with a smaller batch
+EXACT: dict[str, Any] = {
+    "model__dropout": 0.1,
+    "train__max_steps": NUM_STEPS,
+    "train__micro_batch_size_rows": 2,  # two micro-batches a step on each of two processes
+    "checkpoint__every_steps": 3,
+    "checkpoint__keep_last": 9,
+    "eval__every_steps": 8,
+    "log_row_ids": True,
+}
+CURVES = ("step", "epoch", "loss", "learning_rate", "grad_norm", "num_rows")
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory, model_folders: dict[str, Path], data_folder: Path) -> Workbench:
+    """The runs of this file."""
+    return Workbench(runs=tmp_path_factory.mktemp("resume"), models=model_folders, data=data_folder)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(bench: Workbench) -> Workbench:
+    """The bench with a finished run `whole` on it."""
+    bench.run("whole", **EXACT)
+    return bench
+
+
+def test_killed_run_goes_on_bit_for_bit(uninterrupted: Workbench) -> None:
+    bench = uninterrupted
+    with bench.start("killed", **EXACT) as running:
+        kill_after(running, bench, step=7)
+    before = bench.lines("killed", "train")
+    committed = [int(name.removeprefix("step-")) for name in bench.checkpoints("killed") if not name.endswith(".tmp")]
+    assert max(committed) in (6, 9) and max(committed) < NUM_STEPS
+
+    printed = bench.run("killed", **EXACT)
+
+    lines = bench.lines("killed", "train")
+    assert f"step-{max(committed):08d}, after step {max(committed)}\n" in printed
+    assert lines[: max(committed)] == before[: max(committed)], "steps before the checkpoint ran again: their times differ"
+    whole = bench.lines("whole", "train")
+    assert [curves(line) for line in lines] == [curves(line) for line in whole]
+    assert [line["epoch"] for line in whole] == [0] * STEPS_PER_EPOCH + [1] * (NUM_STEPS - STEPS_PER_EPOCH)
+    assert whole[STEPS_PER_EPOCH - 1]["num_rows"] < whole[0]["num_rows"], "the smaller last batch is not in it"
+    assert rows_by_place(bench.runs / "killed") == rows_by_place(bench.runs / "whole")
+    assert max(micro_batch for _, _, micro_batch in rows_by_place(bench.runs / "whole")) == 1
+    compared = on_one_process(compare_checkpoints, bench.runs / "whole", bench.runs / "killed", NUM_STEPS)
+    assert compared["unequal"] == []
+    assert compared["num_weights"] > 0 and compared["num_moments"] >= 2 * compared["num_weights"]
+    assert compared["same_random_state"]
+
+
+def test_complete_run_says_so_and_exports_again(uninterrupted: Workbench) -> None:
+    bench, folder = uninterrupted, uninterrupted.runs / "whole"
+    metrics = (folder / "metrics.jsonl").read_bytes()
+    weights = (folder / "export" / "model.safetensors").read_bytes()
+    shutil.rmtree(folder / "export")
+    printed = bench.run("whole", **EXACT)
+    assert f"nothing left to train: the run is complete at step {NUM_STEPS}\n" in printed
+    assert (folder / "metrics.jsonl").read_bytes() == metrics
+    assert (folder / "export" / "model.safetensors").read_bytes() == weights
+
+
+def test_resume_on_another_number_of_processes_takes_the_same_rows(bench: Workbench) -> None:
+    exact = EXACT | {"model__dropout": 0, "train__max_steps": 4, "checkpoint__every_steps": 2, "eval__every_steps": None}
+    bench.run("two", **exact)
+    shutil.copytree(bench.runs / "two", bench.runs / "one", ignore=shutil.ignore_patterns("step-00000004", "rows-*", "export"))
+    printed = bench.run("one", preset="single", **exact)
+    assert "step-00000002, after step 2\n" in printed and "on each of 1 processes" in printed
+    one, two = bench.lines("one", "train"), bench.lines("two", "train")
+    assert [line["step"] for line in one] == [1, 2, 3, 4]
+    for figure in ("loss", "grad_norm"):
+        assert [line[figure] for line in one] == pytest.approx([line[figure] for line in two], rel=1e-5)
+    rows_of_two = rows_by_step(bench.runs / "two")
+    assert rows_by_step(bench.runs / "one") == {step: rows_of_two[step] for step in (3, 4)}
+
+
+def test_frozen_weights_stay_and_are_not_in_the_checkpoint(bench: Workbench) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    base_file = bench.runs / "base" / "model.safetensors"
+    shutil.copytree(bench.models["t5"], base_file.parent)
+    base = load_file(base_file)
+    freeze = {"model": base_file.parent, "model__freeze": [r"encoder\..*", r".*\.layer_norm\.weight"]}
+    bench.run("frozen", **freeze)
+
+    printed = bench.run("frozen", train__max_steps=5, **freeze)
+    assert "after step 3\n" in printed
+    exported = load_file(bench.runs / "frozen" / "export" / "model.safetensors")
+    assert exported.keys() == base.keys()
+    # `shared` is frozen under its alias `encoder.embed_tokens`
+    is_frozen = {name: name.startswith(("encoder.", "shared.")) or ".layer_norm." in name for name in base}
+    assert {name: bool((exported[name] == base[name]).all()) for name in base} == is_frozen
+    stored = on_one_process(list_tensors, bench.runs / "frozen" / "checkpoints" / "step-00000005" / "state")
+    in_weights = {name.removeprefix("model.") for name in stored if name.startswith("model.")}
+    in_moments = {name.removeprefix("optimizer.state.").rpartition(".")[0] for name in stored if name.startswith("optimizer.")}
+    assert in_weights == in_moments == {name for name in base if not is_frozen[name]}
+
+    changed = base | {"encoder.final_layer_norm.weight": base["encoder.final_layer_norm.weight"] * 2}
+    save_file(changed, base_file, metadata={"format": "pt"})
+    refused = bench.attempt("frozen", train__max_steps=7, **freeze)
+    assert all(refused.returncodes)
+    assert "the frozen base weights are not those" in refused.stderr and "Traceback" not in refused.stderr
+
+
+def kill_after(running: Running, bench: Workbench, step: int) -> None:
+    """Kill all ranks once that step is in the metrics."""
+    deadline = time.monotonic() + 60
+    while max((line["step"] for line in bench.lines("killed", "train")), default=0) < step:
+        assert time.monotonic() < deadline, running.last_words()
+        time.sleep(0.005)
+    for pid in running.pids:
+        os.kill(pid, signal.SIGKILL)
+    assert running.wait().returncodes == [-signal.SIGKILL] * 2, "the run was over before it was killed"
+
+
+def curves(line: dict[str, Any]) -> dict[str, Any]:
+    return {name: line[name] for name in CURVES}
+
+
+def rows_by_place(run_folder: Path) -> dict[tuple[str, int, int], list[int]]:
+    """Row ids by (rank, step, micro-batch); where a step ran twice, those of the second time."""
+    rows = {}
+    for path in sorted(run_folder.glob("rows-*.jsonl")):
+        for line in map(json.loads, path.read_text().splitlines()):
+            rows[path.stem, line["step"], line["micro_batch"]] = line["row_ids"]
+    return rows
+
+
+def rows_by_step(run_folder: Path) -> dict[int, list[int]]:
+    """The global batches."""
+    steps: dict[int, list[int]] = {}
+    for (_, step, _), row_ids in rows_by_place(run_folder).items():
+        steps[step] = sorted(steps.get(step, []) + row_ids)
+    return steps
+
+
+def on_one_process(function: Any, *args: Any) -> Any:
+    """Call it where torch is imported already."""
+    return run_on_ranks(function, preset="single", overrides=FP32, args=args)[0]
+
+
+def list_tensors(folder: Path) -> list[str]:
+    """Names in a checkpoint's state."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    return list(FileSystemReader(folder).read_metadata().state_dict_metadata)
+
+
+def compare_checkpoints(run: Path, other_run: Path, step: int) -> dict[str, Any]:
+    """Read both checkpoints whole, through torch alone, and compare them bit for bit."""
+    import torch
+
+    first, second = (load_whole(folder / "checkpoints" / f"step-{step:08d}" / "state") for folder in (run, other_run))
+    assert first.keys() == second.keys()
+    random_states = [
+        {path.name: path.read_bytes() for path in (folder / "checkpoints" / f"step-{step:08d}").glob("rng-*")}
+        for folder in (run, other_run)
+    ]
+    return {
+        "unequal": [name for name in first if not torch.equal(first[name], second[name])],
+        "num_weights": sum(name.startswith("model.") for name in first),
+        "num_moments": sum(name.startswith("optimizer.state.") for name in first),
+        "same_random_state": len(random_states[0]) == 2 and random_states[0] == random_states[1],
+    }
+
+
+def load_whole(folder: Path) -> dict[str, Any]:
+    """All tensors of a checkpoint's state, unsharded."""
+    import torch
+    from torch.distributed.checkpoint import FileSystemReader, load
+
+    described = FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(about.size, dtype=about.properties.dtype) for name, about in described.items()}
+    load(tensors, storage_reader=FileSystemReader(folder))
+    return tensors

@@ -1,0 +1,64 @@
+"""Parameter groups, the learning rate, and clipping."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from toolkit.config import OptimConfig
+from toolkit.optim import build_optimizer, clip_gradients, learning_rate
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.linear = nn.Linear(4, 4)
+        self.layer_norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def rates(num_steps: int, steps_per_epoch: int = 5, **settings: object) -> list[float]:
+    config = OptimConfig(lr=1.0, **settings)  # type: ignore[arg-type]
+    return [round(learning_rate(config, step, num_steps, steps_per_epoch), 6) for step in range(1, num_steps + 1)]
+
+
+def test_norms_and_biases_are_not_decayed_and_tied_weights_come_once() -> None:
+    model = Model()
+    decayed, plain = build_optimizer(OptimConfig(weight_decay=0.1), model).param_groups
+    assert decayed["weight_decay"] == 0.1
+    assert plain["weight_decay"] == 0
+    assert {id(p) for p in decayed["params"]} == {id(model.embed.weight), id(model.linear.weight)}
+    assert {id(p) for p in plain["params"]} == {id(model.linear.bias), id(model.layer_norm.weight), id(model.layer_norm.bias)}
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = Model()
+    model.embed.weight.requires_grad_(False)
+    model.linear.requires_grad_(False)
+    (group,) = build_optimizer(OptimConfig(), model).param_groups
+    assert len(group["params"]) == 2
+
+
+def test_schedules() -> None:
+    assert rates(5, schedule="constant", warmup_steps=2) == [0.5, 1, 1, 1, 1]
+    assert rates(4, schedule="linear") == [1, 0.75, 0.5, 0.25]
+    assert rates(6, schedule="linear", warmup_steps=2, min_lr_ratio=0.2) == [0.5, 1, 1, 0.8, 0.6, 0.4]
+    assert rates(4, schedule="cosine") == [1, 0.853553, 0.5, 0.146447]
+    assert rates(6, schedule="step", gamma=0.5, decay_every_steps=2) == [1, 1, 0.5, 0.5, 0.25, 0.25]
+    assert rates(6, schedule="step", gamma=0.5, steps_per_epoch=3) == [1, 1, 1, 0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5, 1e6])
+def test_clipping_is_that_of_torch(max_norm: float | None) -> None:
+    ours, theirs = Model(), Model()
+    torch.manual_seed(0)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        a.grad = torch.randn_like(a)
+        b.grad = a.grad.clone()
+    expected = nn.utils.clip_grad_norm_(theirs.parameters(), max_norm or float("inf"))
+    torch.testing.assert_close(clip_gradients(ours, max_norm), expected)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)

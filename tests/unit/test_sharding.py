@@ -1,0 +1,91 @@
+"""Shard units on models as they are, without processes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from transformers import PegasusConfig, PegasusForConditionalGeneration, T5Config, T5ForConditionalGeneration
+
+from toolkit.errors import UserError
+from toolkit.sharding import _blocks, _check_ties, _units, assign_parameters, weightless_copy
+
+
+def fake_accelerator(policy: object, class_names: list[str] | None = None, min_num_params: int = 0) -> SimpleNamespace:
+    plugin = SimpleNamespace(
+        auto_wrap_policy=policy, transformer_cls_names_to_wrap=class_names, min_num_params=min_num_params, fsdp_version=2
+    )
+    return SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+
+
+def tiny_t5() -> T5ForConditionalGeneration:
+    config = T5Config(
+        vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0, tie_word_embeddings=True
+    )
+    return T5ForConditionalGeneration(config)
+
+
+def test_blocks_come_from_the_model_where_the_yaml_names_none() -> None:
+    blocks = _blocks(fake_accelerator(transformer_auto_wrap_policy), tiny_t5())
+    assert list(blocks) == ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"]
+
+
+def test_blocks_are_inferred_where_the_model_names_none_either() -> None:
+    config = PegasusConfig(
+        vocab_size=64, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=32,
+    )  # fmt: skip
+    model = PegasusForConditionalGeneration(config)
+    model._no_split_modules = []
+    blocks = _blocks(fake_accelerator(transformer_auto_wrap_policy), model)
+    assert sorted(blocks) == [f"model.{side}.layers.{i}" for side in ("decoder", "encoder") for i in range(2)]
+
+
+def test_an_unknown_wrap_class_is_refused_with_those_that_exist() -> None:
+    with pytest.raises(UserError, match=r"names T6Block, which is not in T5ForConditionalGeneration; .* T5Block"):
+        _blocks(fake_accelerator(transformer_auto_wrap_policy, ["T6Block"]), tiny_t5())
+
+
+def test_size_based_wrap_takes_no_module_list_and_counts_no_parameter_twice() -> None:
+    model = tiny_t5()
+    blocks = _blocks(fake_accelerator(size_based_auto_wrap_policy, min_num_params=1500), model)
+    assert blocks
+    assert not any(isinstance(module, nn.ModuleList) for module in blocks.values())
+    units = _units(model, blocks)
+    assert sum(unit.num_parameters for unit in units) == sum(p.numel() for p in model.parameters())
+    for unit in units[:-1]:
+        assert unit.num_parameters >= 1500
+
+
+def test_tied_weights_lie_in_the_root_and_count_once() -> None:
+    model = tiny_t5()
+    blocks = _blocks(fake_accelerator(transformer_auto_wrap_policy), model)
+    units = _units(model, blocks)
+    _check_ties(model, units)
+    assert [name for name in units[-1].parameter_names if "embed" in name or "shared" in name] == ["shared.weight"]
+
+
+def test_a_weight_tied_across_units_is_refused() -> None:
+    model = tiny_t5()
+    model.encoder.block[1].layer[1].DenseReluDense.wi.weight = model.encoder.block[0].layer[1].DenseReluDense.wi.weight
+    units = _units(model, _blocks(fake_accelerator(transformer_auto_wrap_policy), model))
+    with pytest.raises(UserError, match=r"encoder.block.0.*wi.weight and encoder.block.1.*wi.weight are one tied weight"):
+        _check_ties(model, units)
+
+
+def test_a_weightless_copy_has_ties_and_takes_weights() -> None:
+    model = tiny_t5()
+    model.lm_head.weight.requires_grad_(False)
+    copy = weightless_copy(model)
+    assert {p.device.type for p in copy.parameters()} == {"meta"}
+    assert copy.lm_head.weight is copy.shared.weight is copy.encoder.embed_tokens.weight
+    assert not copy.shared.weight.requires_grad
+    assert next(model.parameters()).device.type == "cpu"
+    assign_parameters(copy, {name: p.detach().clone() for name, p in model.named_parameters()})
+    ids = torch.arange(6).reshape(2, 3)
+    with torch.no_grad():
+        model.eval(), copy.eval()
+        assert torch.equal(copy(input_ids=ids, decoder_input_ids=ids).logits, model(input_ids=ids, decoder_input_ids=ids).logits)
