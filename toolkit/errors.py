@@ -1,7 +1,7 @@
 """The one exception that users see as one sentence, and the place where it is printed.
 
-A `UserError` names the offending value, where it stands and how to fix it. Before the process group exists every node's
-first process prints it; afterwards ranks agree on an error first (`distributed.raise_together`) and rank 0 prints it.
+A `UserError` names the offending value, where it stands and how to fix it. Before the process group exists one process of every
+node prints it; afterwards ranks agree on an error first (`distributed.raise_together`) and one of the first node prints it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class UserError(ValueError):
@@ -33,6 +34,16 @@ def exit_on_user_error() -> Iterator[None]:
 
 def _speaks_for_this_error(error: UserError) -> bool:
     """One printer a job where all ranks agreed on the error, one a node where they could not agree yet."""
-    if getattr(error, "agreed_by_all_ranks", False):
-        return os.environ.get("RANK", "0") == "0"
-    return os.environ.get("LOCAL_RANK", "0") == "0"
+    agreed = getattr(error, "agreed_by_all_ranks", False)
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not error_file:
+        return os.environ.get("RANK" if agreed else "LOCAL_RANK", "0") == "0"
+    if agreed and os.environ.get("GROUP_RANK", "0") != "0":
+        return False
+    # torch elastic ends a node's processes a tenth of a second after one has failed, and the first of them may not have come
+    # as far as the error by then: whoever is there first speaks. The folder is this launch's own, one for each attempt.
+    try:
+        (Path(error_file).parents[1] / "user_error_told").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True

@@ -185,15 +185,17 @@ def assign_parameters(model: nn.Module, weights: dict[str, torch.Tensor]) -> Non
 def evaluation_model(sharded: ShardedModel, unshard: str) -> Iterator[tuple[PreTrainedModel, bool]]:
     """The model in evaluation mode, and whether ranks must call it in step. Collective.
 
-    Under FSDP, `auto` gathers a whole copy in the compute dtype once, where it fits: every decoding step would gather
-    every block again otherwise. Ranks then need not wait for each other. Without FSDP there is nothing to gather.
+    `auto` makes a whole copy in the compute dtype once, where it fits: under FSDP every decoding step would gather every
+    block again otherwise, and ranks would have to wait for each other; under autocast every step would cast every weight.
     """
     sharded.model.eval()
     try:
-        if fsdp_version(sharded.accelerator) is None:
-            yield sharded.plain, False
-        elif unshard == "auto" and fits_whole(sharded):
+        is_sharded = fsdp_version(sharded.accelerator) is not None
+        gains = is_sharded or compute_dtype(sharded.accelerator) != torch.float32
+        if unshard == "auto" and gains and fits_whole(sharded):
             yield _replica(sharded), False
+        elif not is_sharded:
+            yield sharded.plain, False
         else:
             yield sharded.model, True  # type: ignore[misc]
     finally:

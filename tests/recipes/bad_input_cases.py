@@ -313,7 +313,7 @@ DATA = {
 # In the folder of a finished run, which must stay as it is.
 AFTER_A_RUN = {
     "another run's config": Case(
-        flags="--model.from_scratch true --optim.lr 0.5",
+        flags="--model.from_scratch true --optim.lr 0.5 --data.files {here}/nowhere.jsonl",  # told before data is looked for
         sentence=f"optim.lr is 0.5, but {{here}}/runs/run/checkpoints/step-00000002 was made with 0.001: {WAYS_OUT}",
     ),
     "another run's data": Case(
