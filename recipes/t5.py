@@ -19,6 +19,7 @@ def main() -> None:
     from toolkit.export import export_model
     from toolkit.results import show_results
     from toolkit.run_folder import open_run_folder, save_run_config
+    from toolkit.shard_units import describe
 
     tracking.check_trackers(config.tracking)
     check_metric(config.eval)
@@ -73,7 +74,7 @@ def main() -> None:
     frozen_hash = models.hash_frozen(model)
     sharded = sharding.shard_model(accelerator, model)
     optimizer = optim.build_optimizer(config.optim, sharded.model)
-    distributed.print_rank0(sharding.describe(sharded))
+    distributed.print_rank0(describe(sharded.units))
 
     # This run's own last checkpoint.
     identity = checkpoint.Identity(dotted_keys(config), rows.fingerprint, frozen_hash)

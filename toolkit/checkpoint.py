@@ -43,7 +43,8 @@ from toolkit.manifest import (
     read_manifest,
     step_folder,
 )
-from toolkit.sharding import ShardedModel, clean
+from toolkit.shard_units import clean
+from toolkit.sharding import ShardedModel
 from toolkit.tensor_files import Tensors, load_tensors, save_tensors
 
 if TYPE_CHECKING:

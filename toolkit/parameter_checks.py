@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from toolkit.distributed import reduce_on_cpu
-from toolkit.sharding import clean, local_tensor
+from toolkit.shard_units import clean, local_tensor
 
 UPDATES_UNTIL_MOVED = 3
 """A trainable parameter must differ after so many updates with a learning rate above 0."""

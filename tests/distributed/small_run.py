@@ -75,7 +75,7 @@ def whole_gradients(model: Any) -> dict[str, np.ndarray]:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
-    from toolkit.sharding import clean
+    from toolkit.shard_units import clean
 
     def whole(gradient: Any) -> np.ndarray:
         return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).detach().clone().numpy()

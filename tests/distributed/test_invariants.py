@@ -134,7 +134,8 @@ def report_shards() -> dict[str, Any]:
     from toolkit.accelerator import build_accelerator
     from toolkit.config import OptimConfig
     from toolkit.optim import build_optimizer
-    from toolkit.sharding import local_tensor, shard_model, whole_parameters
+    from toolkit.shard_units import local_tensor
+    from toolkit.sharding import shard_model, whole_parameters
 
     accelerator = build_accelerator([], ".")
     model = T5ForConditionalGeneration(T5Config(**T5_CONFIG))

@@ -11,14 +11,12 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from transformers import PegasusConfig, PegasusForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
 from toolkit.errors import UserError
-from toolkit.sharding import _blocks, _check_ties, _units, assign_parameters, weightless_copy
+from toolkit.shard_units import build_units, check_ties, find_blocks
+from toolkit.sharding import assign_parameters, weightless_copy
 
 
-def fake_accelerator(policy: object, class_names: list[str] | None = None, min_num_params: int = 0) -> SimpleNamespace:
-    plugin = SimpleNamespace(
-        auto_wrap_policy=policy, transformer_cls_names_to_wrap=class_names, min_num_params=min_num_params, fsdp_version=2
-    )
-    return SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+def fsdp_plugin(policy: object, class_names: list[str] | None = None, min_num_params: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(auto_wrap_policy=policy, transformer_cls_names_to_wrap=class_names, min_num_params=min_num_params)
 
 
 def tiny_t5() -> T5ForConditionalGeneration:
@@ -29,7 +27,7 @@ def tiny_t5() -> T5ForConditionalGeneration:
 
 
 def test_blocks_come_from_the_model_where_the_yaml_names_none() -> None:
-    blocks = _blocks(fake_accelerator(transformer_auto_wrap_policy), tiny_t5())
+    blocks = find_blocks(fsdp_plugin(transformer_auto_wrap_policy), tiny_t5())
     assert list(blocks) == ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"]
 
 
@@ -40,21 +38,21 @@ def test_blocks_are_inferred_where_the_model_names_none_either() -> None:
     )  # fmt: skip
     model = PegasusForConditionalGeneration(config)
     model._no_split_modules = []
-    blocks = _blocks(fake_accelerator(transformer_auto_wrap_policy), model)
+    blocks = find_blocks(fsdp_plugin(transformer_auto_wrap_policy), model)
     assert sorted(blocks) == [f"model.{side}.layers.{i}" for side in ("decoder", "encoder") for i in range(2)]
 
 
 def test_an_unknown_wrap_class_is_refused_with_those_that_exist() -> None:
     with pytest.raises(UserError, match=r"names T6Block, which is not in T5ForConditionalGeneration; .* T5Block"):
-        _blocks(fake_accelerator(transformer_auto_wrap_policy, ["T6Block"]), tiny_t5())
+        find_blocks(fsdp_plugin(transformer_auto_wrap_policy, ["T6Block"]), tiny_t5())
 
 
 def test_size_based_wrap_takes_no_module_list_and_counts_no_parameter_twice() -> None:
     model = tiny_t5()
-    blocks = _blocks(fake_accelerator(size_based_auto_wrap_policy, min_num_params=1500), model)
+    blocks = find_blocks(fsdp_plugin(size_based_auto_wrap_policy, min_num_params=1500), model)
     assert blocks
     assert not any(isinstance(module, nn.ModuleList) for module in blocks.values())
-    units = _units(model, blocks)
+    units = build_units(model, blocks)
     assert sum(unit.num_parameters for unit in units) == sum(p.numel() for p in model.parameters())
     for unit in units[:-1]:
         assert unit.num_parameters >= 1500
@@ -62,18 +60,18 @@ def test_size_based_wrap_takes_no_module_list_and_counts_no_parameter_twice() ->
 
 def test_tied_weights_lie_in_the_root_and_count_once() -> None:
     model = tiny_t5()
-    blocks = _blocks(fake_accelerator(transformer_auto_wrap_policy), model)
-    units = _units(model, blocks)
-    _check_ties(model, units)
+    blocks = find_blocks(fsdp_plugin(transformer_auto_wrap_policy), model)
+    units = build_units(model, blocks)
+    check_ties(model, units)
     assert [name for name in units[-1].parameter_names if "embed" in name or "shared" in name] == ["shared.weight"]
 
 
 def test_a_weight_tied_across_units_is_refused() -> None:
     model = tiny_t5()
     model.encoder.block[1].layer[1].DenseReluDense.wi.weight = model.encoder.block[0].layer[1].DenseReluDense.wi.weight
-    units = _units(model, _blocks(fake_accelerator(transformer_auto_wrap_policy), model))
+    units = build_units(model, find_blocks(fsdp_plugin(transformer_auto_wrap_policy), model))
     with pytest.raises(UserError, match=r"encoder.block.0.*wi.weight and encoder.block.1.*wi.weight are one tied weight"):
-        _check_ties(model, units)
+        check_ties(model, units)
 
 
 def test_a_weightless_copy_has_ties_and_takes_weights() -> None:

@@ -1,0 +1,170 @@
+"""Which modules of a model are gathered together, found by looking at the model and not by its name.
+
+A *shard unit* is what FSDP gathers at once: a block of the model, or the root with everything outside the blocks
+(embeddings, final norm, output head). Modules that are tied to one weight must lie in one unit; as embeddings and heads
+stay in the root, T5's four tied modules do, whatever they are called.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from toolkit.errors import UserError
+
+if TYPE_CHECKING:
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+WRAPPER_PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+@dataclass(frozen=True)
+class ShardUnit:
+    """Parameters that are gathered together."""
+
+    name: str
+    """Path of the module; empty for the root."""
+    class_name: str
+    """Its class before wrapping."""
+    module: nn.Module
+    parameter_names: tuple[str, ...]
+    num_parameters: int
+    num_trainable: int
+    dtypes: tuple[str, ...]
+
+    def local_bytes(self) -> int:
+        """Bytes of this unit's parameters on this rank; after sharding about 1/world of the whole."""
+        own = {name: parameter for name, parameter in self.module.named_parameters() if clean(name) in self.parameter_names}
+        return sum(local_tensor(p).numel() * p.element_size() for p in own.values())
+
+
+def find_blocks(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that become shard units of their own, by name, outermost ones only.
+
+    Raises:
+        UserError: a wrap class of the YAML is not in the model, or there is no repeated block to infer.
+    """
+    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+    if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
+        return _large_modules(model, plugin.min_num_params or 0)
+    if plugin.auto_wrap_policy is not transformer_auto_wrap_policy:
+        return {}
+    existing = sorted({type(m).__name__ for m in model.modules()})
+    named = [name for name in plugin.transformer_cls_names_to_wrap or [] if name not in ("", "None")]
+    for name in named:
+        if name not in existing:
+            raise UserError(
+                f"fsdp_transformer_layer_cls_to_wrap names {name}, which is not in {type(model).__name__}; "
+                f"classes that exist: {', '.join(existing)}"
+            )
+    wanted = set(named) or set(getattr(model, "_no_split_modules", None) or []) & set(existing) or _repeated_classes(model)
+    if not wanted:
+        raise UserError(
+            f"no repeated block found in {type(model).__name__}: name one in fsdp_transformer_layer_cls_to_wrap; "
+            f"classes that exist: {', '.join(existing)}"
+        )
+    blocks: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if type(module).__name__ in wanted and not any(name.startswith(f"{outer}.") for outer in blocks):
+            blocks[name] = module
+    return blocks
+
+
+def _repeated_classes(model: nn.Module) -> set[str]:
+    """Classes of the elements of the model's outermost module lists: its repeated layers."""
+    lists: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
+            lists[name] = module
+    return {type(layer).__name__ for layers in lists.values() for layer in layers if any(True for _ in layer.parameters())}
+
+
+def _large_modules(model: nn.Module, min_num_parameters: int) -> dict[str, nn.Module]:
+    """Size-based wrap, bottom up: a module with at least so many parameters that no child of it took already."""
+    blocks: dict[str, nn.Module] = {}
+
+    def visit(name: str, module: nn.Module) -> int:
+        left = sum(p.numel() for p in module.parameters(recurse=False))
+        left += sum(visit(f"{name}.{child_name}".lstrip("."), child) for child_name, child in module.named_children())
+        if name and left >= min_num_parameters and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            blocks[name] = module
+            return 0
+        return left
+
+    visit("", model)
+    return blocks
+
+
+def build_units(model: nn.Module, blocks: dict[str, nn.Module]) -> list[ShardUnit]:
+    """Blocks and the root, each with the parameters that no inner unit holds."""
+    units, taken = [], set()
+    for name, module in sorted(blocks.items(), key=lambda item: -item[0].count(".")) + [("", model)]:
+        own = {n: p for n, p in module.named_parameters() if id(p) not in taken}
+        taken |= {id(p) for p in own.values()}
+        units.append(
+            ShardUnit(
+                name=name,
+                class_name=type(module).__name__,
+                module=module,
+                parameter_names=tuple(own),
+                num_parameters=sum(p.numel() for p in own.values()),
+                num_trainable=sum(p.numel() for p in own.values() if p.requires_grad),
+                dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in own.values()})),
+            )
+        )
+    return units
+
+
+def check_ties(model: nn.Module, units: list[ShardUnit]) -> None:
+    """A weight used by two units would be gathered by one and missing in the other.
+
+    Raises:
+        UserError: naming the tied names.
+    """
+    unit_prefixes = [unit.name for unit in units if unit.name]
+    places: dict[int, dict[str, str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        unit = max((p for p in unit_prefixes if name.startswith(f"{p}.")), key=len, default="")
+        places.setdefault(id(parameter), {})[name] = unit
+    for names in places.values():
+        if len(set(names.values())) > 1:
+            raise UserError(
+                f"{' and '.join(names)} are one tied weight, but lie in different shard units: "
+                "choose wrap classes that keep them together"
+            )
+
+
+def describe(units: list[ShardUnit]) -> str:
+    """The shard units as a table: parameters, dtype, trainable share, bytes on this rank. Equal blocks share a line."""
+    lines = [f"{'unit':<38}{'count':>6}{'parameters':>14}  {'dtype':<10}{'trainable':>10}{'MiB a rank':>12}"]
+    kinds: dict[tuple, list[ShardUnit]] = {}
+    for unit in units:
+        kinds.setdefault((unit.class_name, unit.num_parameters, unit.num_trainable, unit.dtypes), []).append(unit)
+    for (class_name, num, num_trainable, dtypes), equal in kinds.items():
+        share = num_trainable / max(1, num)
+        local_mib = sum(unit.local_bytes() for unit in equal) / 2**20
+        name = class_name if len(equal) > 1 else f"{class_name} {equal[0].name or '(the rest)'}"
+        dtype = "+".join(dtypes)
+        lines.append(f"{name:<38}{len(equal):>6}{num * len(equal):>14,}  {dtype:<10}{share:>10.0%}{local_mib:>12.1f}")
+    total = sum(unit.num_parameters for unit in units)
+    trainable = sum(unit.num_trainable for unit in units) / max(1, total)
+    local = sum(unit.local_bytes() for unit in units) / 2**20
+    lines.append(f"{'total':<38}{len(units):>6}{total:>14,}  {'':<10}{trainable:>10.0%}{local:>12.1f}")
+    return "\n".join(lines)
+
+
+def clean(name: str) -> str:
+    """A parameter's name without what wrappers put into it."""
+    for prefix in WRAPPER_PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
