@@ -11,7 +11,6 @@ Frozen parameters are not in it: the base is recorded by its hash.
 
 from __future__ import annotations
 
-import random
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,12 +42,13 @@ from toolkit.manifest import (
     read_manifest,
     step_folder,
 )
+from toolkit.random_state import load_random_state, save_random_state
 from toolkit.shard_units import clean
 from toolkit.sharding import ShardedModel
 from toolkit.tensor_files import Tensors, load_tensors, save_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    pass
 
 MAY_CHANGE_ON_RESUME = (
     "train.max_steps", "train.num_epochs", "train.micro_batch_size_rows", "log_every_steps", "log_row_ids",
@@ -103,7 +103,7 @@ def save_checkpoint(
     def write() -> dict[str, dict[str, Any]]:
         tensors = _state_tensors(sharded, optimizer)
         names = [f"state/{name}" for name in save_tensors(tensors, unfinished / "state")]
-        names.append(_save_rng(unfinished))
+        names.append(save_random_state(unfinished))
         return describe_files(unfinished, names)
 
     files = gather_objects(_together(write, folder))
@@ -176,7 +176,7 @@ def load_checkpoint(folder: Path, sharded: ShardedModel, optimizer: torch.optim.
     everything: dict[str, Any] = get_optimizer_state_dict(sharded.model, optimizer, options=options)
     everything |= {name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")}
     set_optimizer_state_dict(sharded.model, optimizer, everything, options=options)
-    _load_rng(folder, manifest["world_size"])
+    load_random_state(folder, manifest["world_size"])
     return TrainState(step=manifest["step"], metrics=manifest["metrics"], **manifest["state"])
 
 
@@ -284,38 +284,3 @@ def _together(work: Any, folder: Path) -> Any:
     result = agreed(guarded)
     barrier()
     return result
-
-
-def _save_rng(folder: Path) -> str:
-    """This rank's random state of Python, NumPy and torch (every device), as tensors; returns the file's name."""
-    import numpy as np
-    from safetensors.torch import save_file
-
-    _, python_state, _ = random.getstate()
-    numpy_state: Sequence[Any] = np.random.get_state(legacy=True)  # type: ignore[assignment]
-    state = {
-        "python": torch.tensor(python_state, dtype=torch.int64),
-        "numpy": torch.tensor([*numpy_state[1].tolist(), numpy_state[2]], dtype=torch.int64),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    name = f"rng-{rank():05d}.safetensors"
-    save_file(state, folder / name)
-    return name
-
-
-def _load_rng(folder: Path, saved_world_size: int) -> None:
-    """Restore this rank's random state; on another number of ranks there is none to restore, and training reseeds itself."""
-    import numpy as np
-    from safetensors.torch import load_file
-
-    if saved_world_size != world_size():
-        return
-    state = load_file(folder / f"rng-{rank():05d}.safetensors")
-    random.setstate((3, tuple(state["python"].tolist()), None))
-    *keys, position = state["numpy"].tolist()
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, 0, 0.0))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
