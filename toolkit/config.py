@@ -248,7 +248,7 @@ def load_config(config_class: type[ConfigT], argv: list[str] | None = None, *, d
         if "arguments are required" not in str(error):  # flags may give them
             raise UserError(sentence(str(error), config_class, [], entries)) from None
     try:
-        namespace = parser.parse_args([*file_arguments, *flags])
+        namespace = parser.parse_args([*file_arguments, *_unset_counterparts(flags), *flags])
         namespace.pop("config")
         config = parser.instantiate(namespace)
     except ArgumentError as error:
@@ -256,6 +256,13 @@ def load_config(config_class: type[ConfigT], argv: list[str] | None = None, *, d
     built = _with_plain_numbers(config_class(**{name: config[name] for name in field_names(config_class)}))
     check_config(built)
     return built
+
+
+def _unset_counterparts(flags: list[str]) -> list[str]:
+    """A run length given as a flag wins over the other kind of length in the YAML."""
+    lengths = {"--train.max_steps", "--train.num_epochs"}
+    given = {flag.split("=")[0] for flag in flags} & lengths
+    return [f"{other}=null" for other in lengths - given] if len(given) == 1 else []
 
 
 def _split_files_and_flags(argv: list[str]) -> tuple[list[str], list[str]]:

@@ -86,9 +86,7 @@ def _trained_logits(sharded: ShardedModel, data: EvaluationRows, path: Path) -> 
 def _compare(weights: dict[str, torch.Tensor], check: dict[str, torch.Tensor], folder: Path, tolerance: float) -> None:
     """Reload the folder as a user would and hold it against the trained model."""
     from transformers import AutoModelForSeq2SeqLM
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     reloaded = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32).eval()
     for name, parameter in reloaded.named_parameters(remove_duplicate=False):
         if name in weights and not torch.equal(parameter, weights[name].float()):

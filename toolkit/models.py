@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from toolkit.config import EvalConfig, ModelConfig
 from toolkit.data.collate import check_label_shift
-from toolkit.distributed import print_rank0, seed_all
+from toolkit.distributed import print_rank0, rank, seed_all
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -97,9 +98,16 @@ def build_skeleton(config: ModelConfig, model_config: PretrainedConfig) -> PreTr
 
 
 def load_model(config: ModelConfig, model_config: PretrainedConfig, seed: int) -> PreTrainedModel:
-    """The model on the CPU in fp32, with random weights (`from_scratch`, drawn from `seed`) or its pretrained ones."""
-    from transformers import AutoModelForSeq2SeqLM
+    """The model on the CPU in fp32, with random weights (`from_scratch`, drawn from `seed`) or its pretrained ones.
 
+    Raises:
+        UserError: there are no safetensors weights, or not all of them.
+    """
+    from transformers import AutoModelForSeq2SeqLM
+    from transformers.utils import logging
+
+    if rank() != 0 or not sys.stderr.isatty():  # bars are for terminals
+        logging.disable_progress_bar()
     if config.from_scratch:
         seed_all("weights", seed)
         model = AutoModelForSeq2SeqLM.from_config(
@@ -107,8 +115,9 @@ def load_model(config: ModelConfig, model_config: PretrainedConfig, seed: int) -
         )
     else:
         try:
-            model = AutoModelForSeq2SeqLM.from_pretrained(
+            model, report = AutoModelForSeq2SeqLM.from_pretrained(
                 config.name_or_path,
+                output_loading_info=True,
                 config=model_config,
                 revision=config.revision,
                 dtype=torch.float32,
@@ -122,6 +131,11 @@ def load_model(config: ModelConfig, model_config: PretrainedConfig, seed: int) -
                 f"model {config.name_or_path} has no loadable safetensors weights ({first_line}): "
                 "give a folder with them, or model.from_scratch true for random ones"
             ) from None
+        if missing := sorted(report["missing_keys"]):
+            raise UserError(
+                f"the weights of model.name_or_path {config.name_or_path} lack {len(missing)} of the model's parameters "
+                f"({', '.join(missing[:3])}, …), which would stay random: give whole weights, or model.from_scratch true"
+            )
     return model
 
 

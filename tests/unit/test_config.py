@@ -290,3 +290,10 @@ def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
     path = folder / name
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def test_a_run_length_as_a_flag_wins_over_the_other_kind_in_the_yaml(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {name_or_path: m}\ndata: {source: docstrings}\ntrain: {num_epochs: 3}\n")
+    train = load_config(SummarizationConfig, ["--config", str(path), "--train.max_steps", "7"]).train
+    assert (train.max_steps, train.num_epochs) == (7, None)
