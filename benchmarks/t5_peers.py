@@ -24,6 +24,7 @@ from t5_sides import MAX_SOURCE_TOKENS, VOCAB_SIZE, Data, Figures, OurRun, run_o
 
 PACKAGES = ["torch", "transformers", "accelerate", "datasets", "tokenizers"]
 DEFAULTS, MATCHED, OURS = "Seq2SeqTrainer, defaults", "Seq2SeqTrainer, matched", "recipes/t5.py"
+MATCHED_EAGER, OURS_EAGER = f"{MATCHED}, eager attention", f"{OURS}, eager attention"
 SHAPES = {
     "speed": {"d_model": 256, "d_ff": 1024, "num_heads": 4, "d_kv": 64, "num_layers": 4, "num_decoder_layers": 4},
     "memory": {"d_model": 768, "d_ff": 3072, "num_heads": 12, "d_kv": 64, "num_layers": 6, "num_decoder_layers": 6},
@@ -83,8 +84,10 @@ def compare_training(data: Data, options: argparse.Namespace) -> str:
     }
 
     def measure(side: str, name: str) -> Figures:
-        if side == OURS:
-            return run_ours(OurRun(data=data, name=name, model="speed", flags=flags, num_warmup_steps=options.warmup_steps))
+        attention = "eager" if side in (MATCHED_EAGER, OURS_EAGER) else "sdpa"
+        if side in (OURS, OURS_EAGER):
+            chosen = flags | {"model.attn_implementation": attention}
+            return run_ours(OurRun(data=data, name=name, model="speed", flags=chosen, num_warmup_steps=options.warmup_steps))
         return run_peer(
             data,
             name,
@@ -95,15 +98,18 @@ def compare_training(data: Data, options: argparse.Namespace) -> str:
             batch_size_rows=options.batch_size_rows,
             num_warmup_steps=options.warmup_steps,
             num_steps=options.default_steps if side == DEFAULTS else epoch_steps,
+            attn_implementation=attention,
         )
 
-    runs = interleave(measure, [DEFAULTS, MATCHED, OURS], options.repetitions, "training")
+    sides = [DEFAULTS, MATCHED, MATCHED_EAGER, OURS, OURS_EAGER]
+    runs = interleave(measure, sides, options.repetitions, "training")
     columns = {"samples/s": ("samples_per_s", 1), "tokens/s": ("tokens_per_s", 0), "peak GiB": ("peak_memory_gib", 2)}
     return f"""## Training
 
 T5 {describe_shape("speed")} from random weights, dropout 0.1; {data.num_train_rows} docstrings, sources cut to
 {MAX_SOURCE_TOKENS} tokens; batch {options.batch_size_rows}; {options.warmup_steps} steps of warm-up, then {options.default_steps}
-steps (defaults) or the {epoch_steps} of an epoch (matched, ours). Tokens: sources and targets without padding. Memory: resident.
+steps (defaults) or the {epoch_steps} of an epoch (matched, ours). Attention is sdpa where a side does not say eager: on a CPU
+sdpa's backward is slow with T5's position bias. Tokens: sources and targets without padding. Memory: resident.
 
 {comparison_table(runs, columns, ["samples/s", "tokens/s"])}
 

@@ -58,6 +58,8 @@ class PeerConfig:
     """Evaluations timed, after one that is not."""
     max_new_tokens: int = 48
     num_beams: int = 1
+    attn_implementation: str = "sdpa"
+    """Of `matched`; transformers' default is sdpa too."""
 
 
 class StepClock(TrainerCallback):
@@ -98,7 +100,8 @@ def measure_training(config: PeerConfig) -> dict[str, float]:
     options = {"default": {"logging_steps": last_step}, "matched": {"logging_steps": 10, **matched_options()}}[config.mode]
     set_seed(config.seed)
     model = AutoModelForSeq2SeqLM.from_config(
-        AutoConfig.from_pretrained(config.model_folder, **({"attn_implementation": "sdpa"} if config.mode == "matched" else {}))
+        AutoConfig.from_pretrained(config.model_folder),
+        **({"attn_implementation": config.attn_implementation} if config.mode == "matched" else {}),
     )
     clock = StepClock(config.num_warmup_steps, last_step)
     collator = CountingCollator(DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(config.model_folder), model=model))
