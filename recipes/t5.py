@@ -3,7 +3,8 @@
 accelerate launch --config_file accelerate_configs/fsdp2_cpu.yaml recipes/t5.py --config recipes/configs/t5_docstrings.yaml
 """
 
-from toolkit.config import SummarizationConfig, check_num_steps, dotted_keys, load_config
+from toolkit.config import SummarizationConfig, dotted_keys, load_config
+from toolkit.config_checks import check_evaluation_rows, check_num_steps
 from toolkit.errors import exit_on_user_error
 
 
@@ -17,6 +18,7 @@ def main() -> None:
     from toolkit.data.tokens import prepare_rows
     from toolkit.evaluation import EvaluationRows, check_metric
     from toolkit.export import export_model
+    from toolkit.manifest import hash_model_config
     from toolkit.results import show_results
     from toolkit.run_folder import open_run_folder, save_run_config
     from toolkit.shard_units import describe
@@ -26,7 +28,8 @@ def main() -> None:
     accelerator = build_accelerator(config.tracking.log_with, config.run.output_dir)
     check_global_batch_size(config.train.global_batch_size_rows, distributed.world_size())
     run_folder = open_run_folder(config)
-    resume_from = checkpoint.choose_checkpoint(run_folder, config.checkpoint.resume, dotted_keys(config))
+    settings = {**dotted_keys(config), "mixed_precision": accelerator.mixed_precision}
+    resume_from = checkpoint.choose_checkpoint(run_folder, config.checkpoint.resume, settings)
     # Our own checkpoint has all weights but frozen ones.
     needs_start = resume_from is None or bool(config.model.freeze)
     init_from = initial_weights.find_weights(config.model.init_from) if config.model.init_from and needs_start else None
@@ -37,6 +40,7 @@ def main() -> None:
     distributed.agreed(lambda: models.freeze(skeleton, config.model.freeze))
     distributed.agreed(lambda: sharding.check_wrap(accelerator, skeleton))
     pad_token_id, decoder_start_token_id = models.special_tokens(model_config, config.model.name_or_path)
+    model_config_hash = hash_model_config(model_config.to_diff_dict())
 
     # Rows: text → tokens on disk → the plan of which rows each step takes.
     rows = prepare_rows(config.data, config.model, models.num_token_embeddings(skeleton))
@@ -51,6 +55,7 @@ def main() -> None:
     num_steps = loop.num_steps(config, plan)
     check_num_steps(config, num_steps)
     num_eval_rows = min(config.eval.num_rows or len(rows.evaluation), len(rows.evaluation))
+    check_evaluation_rows(config, num_eval_rows)
     evaluation = EvaluationRows(
         rows=rows.evaluation.select(range(num_eval_rows)),
         tokenizer=rows.tokenizer,
@@ -77,13 +82,14 @@ def main() -> None:
     distributed.print_rank0(describe(sharded.units))
 
     # This run's own last checkpoint.
-    identity = checkpoint.Identity(dotted_keys(config), rows.fingerprint, frozen_hash)
+    identity = checkpoint.Identity(settings, model_config_hash, rows.fingerprint, frozen_hash)
     metrics = tracking.MetricsLog(run_folder / "metrics.jsonl", is_writer=distributed.rank() == 0)
     state = checkpoint.TrainState()
     if resume_from is not None:
         state = checkpoint.load_checkpoint(resume_from, sharded, optimizer, identity)
-        metrics.truncate_after(state.step)
         distributed.print_rank0(f"resuming from {resume_from}, after step {state.step}")
+    # What a run has logged after its last checkpoint is done again: without one, all of it.
+    metrics.truncate_after(state.step if resume_from is not None else -1)
     save_run_config(config, run_folder)
 
     # Train: step, evaluate, save.

@@ -12,15 +12,12 @@ from typing import Any
 from toolkit.errors import UserError
 
 SUPPORTED_TYPES = ("NO", "MULTI_GPU", "FSDP")
-IGNORED_FSDP_KEYS = {
-    1: {"fsdp_activation_checkpointing_offload": "it needs fsdp_version: 2"},
-    2: {
-        "fsdp_forward_prefetch": "FSDP2 prefetches on its own",
-        "fsdp_backward_prefetch": "FSDP2 prefetches on its own",
-        "fsdp_use_orig_params": "FSDP2 always keeps the original parameters",
-        "fsdp_sync_module_states": "FSDP2 has no such step",
-        "fsdp_sharding_strategy": "its fsdp_reshard_after_forward is true for full shard, false for shard grad op",
-    },
+IGNORED_BY_FSDP2 = {
+    "fsdp_forward_prefetch": "FSDP2 prefetches on its own",
+    "fsdp_backward_prefetch": "FSDP2 prefetches on its own",
+    "fsdp_use_orig_params": "FSDP2 always keeps the original parameters",
+    "fsdp_sync_module_states": "FSDP2 has no such step",
+    "fsdp_sharding_strategy": "its fsdp_reshard_after_forward is true for full shard, false for shard grad op",
 }
 
 
@@ -92,19 +89,23 @@ def _check_precision(precision: Any, fp8: dict[str, Any]) -> None:
 def _check_fsdp(fsdp: dict[str, Any], *, use_cpu: bool) -> None:
     """What the chosen FSDP version ignores, lacks or cannot do."""
     version = fsdp.get("fsdp_version", 1)  # accelerate's default
-    for key, reason in IGNORED_FSDP_KEYS[version].items():
-        if key in fsdp:
-            raise UserError(f"fsdp_config.{key} has no effect under FSDP{version} ({reason}): leave it out")
+    for key, reason in IGNORED_BY_FSDP2.items():
+        if version == 2 and key in fsdp:
+            raise UserError(f"fsdp_config.{key} has no effect under FSDP2 ({reason}): leave it out")
     policy = str(fsdp.get("fsdp_auto_wrap_policy", "NO_WRAP")).upper()
     owners = {"fsdp_transformer_layer_cls_to_wrap": "TRANSFORMER_BASED_WRAP", "fsdp_min_num_params": "SIZE_BASED_WRAP"}
     for key, owner in owners.items():
         if fsdp.get(key) is not None and policy != owner:
             raise UserError(f"fsdp_config.{key} has no effect with fsdp_auto_wrap_policy {policy}: it serves {owner}")
+    if policy == "NO_WRAP":
+        given = "is NO_WRAP" if "fsdp_auto_wrap_policy" in fsdp else "is absent, which accelerate takes for NO_WRAP"
+        raise UserError(
+            f"fsdp_config.fsdp_auto_wrap_policy {given}: the whole model would be gathered at once, set it to "
+            "TRANSFORMER_BASED_WRAP"
+        )
     if fsdp.get("fsdp_cpu_ram_efficient_loading", True):
         given = "is true" if "fsdp_cpu_ram_efficient_loading" in fsdp else "is absent, which accelerate launch takes for true"
         raise UserError(f"fsdp_config.fsdp_cpu_ram_efficient_loading {given}: set it to false, weights are loaded without it")
-    if fsdp.get("fsdp_activation_checkpointing_offload") and not fsdp.get("fsdp_activation_checkpointing"):
-        raise UserError("fsdp_config.fsdp_activation_checkpointing_offload needs fsdp_activation_checkpointing: true")
     if version == 1:
         _check_fsdp1(fsdp, use_cpu=use_cpu)
     elif not isinstance(reshard := fsdp.get("fsdp_reshard_after_forward", True), bool):

@@ -21,13 +21,19 @@ PATH_VARIABLE = "TOOLKIT_ACCELERATE_YAML"
 
 HEADER_FIELDS = ("What it shards", "When to pick it", "Cost", "Needs")
 
-SECTIONS = {"fsdp_config": "fsdp_", "parallelism_config": "parallelism_config_", "dynamo_config": "dynamo_", "fp8_config": "fp8_"}
+SECTIONS = {"fsdp_config": "fsdp_", "parallelism_config": "parallelism_config_", "fp8_config": "fp8_"}
 """Nested sections with the prefix of their keys."""
-REFUSED_SECTIONS = {"deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM", "mpirun_config": "MULTI_CPU under MPI"}
+REFUSED_SECTIONS = {
+    "deepspeed_config": "DEEPSPEED",
+    "megatron_lm_config": "MEGATRON_LM",
+    "mpirun_config": "MULTI_CPU under MPI",
+    "dynamo_config": "torch.compile",
+}
 TPU_KEYS = ("downcast_bf16", "commands", "command_file")  # and tpu_*; `accelerate config` writes them empty
 REFUSED_FSDP_KEYS = {
     "fsdp_limit_all_gathers": "accelerate has no key for it, it is always on under FSDP1 and FSDP2 has no such limit",
     "fsdp_ignored_modules": "FSDP does not average the gradients of ignored modules, so the ranks would drift apart",
+    "fsdp_activation_checkpointing_offload": "activations are checkpointed by transformers, which keeps them on the device",
 }
 SPELLING = {
     bool: "true or false, without quotes",

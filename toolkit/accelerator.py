@@ -73,7 +73,9 @@ def peak_memory_gib(device: torch.device) -> float:
 def free_memory_bytes(device: torch.device) -> int:
     """Memory this process could still take: free on its CUDA device, or its share of the host's available memory."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        # What torch's allocator holds in reserve is free to this process too.
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
     import psutil
 
     return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -105,6 +107,26 @@ def _check_environment() -> None:
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision not in ("no", "bf16"):
         raise UserError(f"mixed_precision {precision} is not supported: use bf16, or no for fp32")
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO")
+    if backend.upper() != "NO":
+        raise UserError(f"dynamo_backend is {backend} in the launch: torch.compile is not supported, so leave it out")
+    if os.environ.get("ACCELERATE_USE_FSDP", "false") == "true":
+        _check_fsdp_environment()
+
+
+def _check_fsdp_environment() -> None:
+    """Defaults of `accelerate launch --use_fsdp` that would go wrong."""
+    if os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() in ("true", "1", "yes"):
+        # transformers then loads weights on rank 0 only, and the other ranks would shard placeholders.
+        raise UserError(
+            "fsdp_cpu_ram_efficient_loading is true in the launch, as it is unless told otherwise: launch with a YAML of "
+            "accelerate_configs/, or add --fsdp_cpu_ram_efficient_loading false"
+        )
+    if os.environ.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP").upper() == "NO_WRAP":
+        raise UserError(
+            "fsdp_auto_wrap_policy is NO_WRAP in the launch, as it is unless told otherwise: launch with a YAML of "
+            "accelerate_configs/, or add --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"
+        )
 
 
 def _check_hardware() -> None:

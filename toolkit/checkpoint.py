@@ -14,9 +14,10 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -30,25 +31,11 @@ from toolkit import __version__
 from toolkit.config import CheckpointConfig
 from toolkit.distributed import agreed, barrier, broadcast_object, gather_objects, print_rank0, raise_together, rank, world_size
 from toolkit.errors import UserError
-from toolkit.manifest import (
-    best_checkpoint,
-    check_files,
-    checkpoints_folder,
-    commit,
-    describe_files,
-    list_checkpoints,
-    newest_valid,
-    prune,
-    read_manifest,
-    step_folder,
-)
+from toolkit.manifest import best_checkpoint, commit, describe_files, find_checkpoint, prune, read_manifest, step_folder
 from toolkit.random_state import load_random_state, save_random_state
 from toolkit.shard_units import clean
 from toolkit.sharding import ShardedModel
 from toolkit.tensor_files import Tensors, load_tensors, save_tensors
-
-if TYPE_CHECKING:
-    pass
 
 MAY_CHANGE_ON_RESUME = (
     "train.max_steps", "train.num_epochs", "train.micro_batch_size_rows", "log_every_steps", "log_row_ids",
@@ -65,7 +52,7 @@ class TrainState:
     step: int = 0
     """Optimizer updates done."""
     best_value: float | None = None
-    """Best `eval.best_metric` so far."""
+    """Best `eval.best_metric` so far; None where none was measured yet."""
     num_evaluations_without_gain: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     """Figures of the evaluation at this step, if there was one."""
@@ -76,7 +63,8 @@ class Identity:
     """What must be the same for a resume to be exact."""
 
     config: dict[str, Any]
-    """Dotted keys of the run config."""
+    """Dotted keys of the run config, and the `mixed_precision` of the accelerate YAML."""
+    model_config_hash: str
     data_fingerprint: str
     frozen_hash: str | None
     """Hash of the frozen parameters; None where all train."""
@@ -113,6 +101,7 @@ def save_checkpoint(
         "versions": {"toolkit": __version__, "torch": torch.__version__},
         "identity": {
             "config": identity.config,
+            "model_config_hash": identity.model_config_hash,
             "data_fingerprint": identity.data_fingerprint,
             "frozen_hash": identity.frozen_hash,
         },
@@ -138,17 +127,18 @@ def choose_checkpoint(run_folder: Path, resume: str, config: dict[str, Any]) -> 
     """The checkpoint to go on from; tells about newer ones that are not valid. Rank 0 chooses. Collective.
 
     Args:
-        config: dotted keys of this run; a difference that forbids the resume is told here, before anything loads.
+        config: as in `Identity`; a difference that forbids the resume is told here, before anything loads.
 
     Raises:
-        UserError: a named checkpoint is not valid; `never` in a folder that holds checkpoints; another run's config.
+        UserError: there are checkpoints but none is valid; a named one is not valid or the run has gone on from it; `never`
+            in a folder that holds checkpoints; another run's config.
     """
     error: UserError | None = None
     choice: Path | None = None
     refused: list[str] = []
     if rank() == 0:
         try:
-            choice, refused = _choose(run_folder, resume)
+            choice, refused = find_checkpoint(run_folder, resume)
             if choice is not None:
                 _check_config(choice, read_manifest(choice)["identity"]["config"], config)
         except UserError as e:
@@ -156,8 +146,6 @@ def choose_checkpoint(run_folder: Path, resume: str, config: dict[str, Any]) -> 
     raise_together(error)
     for sentence in refused:
         print_rank0(sentence)
-    if refused and choice is None:
-        print_rank0(f"no checkpoint in {run_folder} is valid: starting from the first step")
     return broadcast_object(choice)
 
 
@@ -165,7 +153,7 @@ def load_checkpoint(folder: Path, sharded: ShardedModel, optimizer: torch.optim.
     """Load weights, moments and random state in place, on any number of ranks. Collective.
 
     Raises:
-        UserError: config, data or frozen base differ from those of the checkpoint; the sentence names what.
+        UserError: run or model config, data or frozen base differ from those of the checkpoint; the sentence names what.
     """
     manifest = read_manifest(folder)
     agreed(lambda: _check_identity(folder, manifest["identity"], identity))
@@ -177,7 +165,7 @@ def load_checkpoint(folder: Path, sharded: ShardedModel, optimizer: torch.optim.
     everything |= {name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")}
     set_optimizer_state_dict(sharded.model, optimizer, everything, options=options)
     load_random_state(folder, manifest["world_size"])
-    return TrainState(step=manifest["step"], metrics=manifest["metrics"], **manifest["state"])
+    return _train_state(manifest, identity)
 
 
 def load_weights(folder: Path, sharded: ShardedModel) -> None:
@@ -191,40 +179,19 @@ def best_of_run(run_folder: Path, metric: str, higher_is_better: bool) -> Path:
     """The checkpoint with the best metric, as rank 0 sees it. Collective.
 
     Raises:
-        UserError: no kept checkpoint was evaluated.
+        UserError: no kept checkpoint has that metric.
     """
     best = broadcast_object(best_checkpoint(run_folder, metric, higher_is_better) if rank() == 0 else None)
     if best is None:
-        raise UserError(f"no checkpoint in {run_folder} was evaluated with {metric}: set eval.every_steps")
+        raise UserError(f"export.weights is best, but no checkpoint in {run_folder} has {metric}, or only NaN: set it to last")
     return best
-
-
-def _choose(run_folder: Path, resume: str) -> tuple[Path | None, list[str]]:
-    if resume == "auto":
-        return newest_valid(run_folder)
-    if resume == "never":
-        if existing := list_checkpoints(run_folder):
-            raise UserError(
-                f"checkpoint.resume is never, but {checkpoints_folder(run_folder)} holds checkpoints up to step "
-                f"{existing[-1][0]}: take another run.name, or remove them"
-            )
-        return None, []
-    folder = Path(resume)
-    if not folder.is_dir():
-        raise UserError(
-            f"checkpoint.resume is {resume}, and there is no such folder: give auto, never or a checkpoint, as in "
-            f"{step_folder(run_folder, 120)}"
-        )
-    try:
-        check_files(folder, read_manifest(folder))
-    except ValueError as error:
-        raise UserError(f"checkpoint.resume is {resume}, but {error}: give a whole checkpoint, or auto for the newest") from None
-    return folder, []
 
 
 def _check_identity(folder: Path, theirs: dict[str, Any], ours: Identity) -> None:
     """Refuse a resume that would not go on with the same run."""
     _check_config(folder, theirs["config"], ours.config)
+    if theirs.get("model_config_hash") != ours.model_config_hash:
+        raise UserError(f"the model's config.json is not the one {folder} was trained with: {_ways_out()}")
     if theirs["data_fingerprint"] != ours.data_fingerprint:
         raise UserError(f"the data is not what {folder} was trained on: {_ways_out()}")
     if theirs["frozen_hash"] != ours.frozen_hash:
@@ -235,6 +202,14 @@ def _check_config(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) ->
     for key, value in ours.items():
         if not key.startswith(MAY_CHANGE_ON_RESUME) and theirs.get(key) != value:
             raise UserError(f"{key} is {value!r}, but {folder} was made with {theirs.get(key)!r}: {_ways_out()}")
+
+
+def _train_state(manifest: dict[str, Any], identity: Identity) -> TrainState:
+    """The state of a checkpoint; the best value is forgotten where this run goes by another metric."""
+    state = TrainState(step=manifest["step"], metrics=manifest["metrics"], **manifest["state"])
+    if manifest["identity"]["config"]["eval.best_metric"] != identity.config["eval.best_metric"]:
+        state.best_value, state.num_evaluations_without_gain = None, 0
+    return state
 
 
 def _ways_out() -> str:
@@ -250,7 +225,7 @@ def _model_tensors(sharded: ShardedModel) -> Tensors:
 
 
 def _state_tensors(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Everything of a run that is a tensor. Hyperparameters are not: they follow from the config and the step."""
+    """Everything of a run that is a tensor. Hyperparameters are not: they follow from config and step. Collective."""
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     state: dict[str, Any] = get_optimizer_state_dict(sharded.model, optimizer, options=options)
     moments = {f"optimizer.{name}": value for name, value in state.items() if name.startswith("state.")}
@@ -258,12 +233,13 @@ def _state_tensors(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> T
 
 
 def _put_back(sharded: ShardedModel, tensors: Tensors) -> None:
-    """Loaded tensors are views of the parameters but under FSDP1; aliases and frozen ones are not among them."""
+    """Loaded tensors are views of the parameters but under FSDP1; aliases and frozen ones are not among them. Collective."""
     state: dict[str, Any] = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
     set_model_state_dict(sharded.model, state, options=StateDictOptions(strict=False))
 
 
 def _load(tensors: Tensors, folder: Path) -> None:
+    """Fill `tensors` in place; where a rank cannot, stop all with one sentence. Collective."""
     error = None
     try:
         load_tensors(tensors, folder / "state")
@@ -278,7 +254,7 @@ def _together(work: Any, folder: Path) -> Any:
     def guarded() -> Any:
         try:
             return work()
-        except (OSError, CheckpointException) as error:
+        except (OSError, SafetensorError, CheckpointException) as error:
             raise UserError(f"checkpoint {folder} could not be written: {' '.join(str(error).split())[:300]}") from None
 
     result = agreed(guarded)

@@ -7,7 +7,6 @@ A module of the toolkit gets only its own section.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from dataclasses import dataclass, field
@@ -17,7 +16,9 @@ from typing import Any, Literal, TypeVar
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from toolkit.config_checks import check_config
 from toolkit.config_errors import Entry, load_entries, sentence
+from toolkit.config_flags import split_files_and_flags, unset_counterparts
 from toolkit.errors import UserError
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -237,7 +238,7 @@ def load_config(config_class: type[ConfigT], argv: list[str] | None = None, *, d
     parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, description=description)
     parser.add_argument("--config", action="config", help="Run YAML; flags given beside it win.")
     parser.add_class_arguments(config_class, None)
-    files, flags = _split_files_and_flags(sys.argv[1:] if argv is None else argv)
+    files, flags = split_files_and_flags(sys.argv[1:] if argv is None else argv)
     entries: dict[str, Entry] = {}
     for file in files:
         entries |= load_entries(Path(file), config_class)
@@ -248,7 +249,7 @@ def load_config(config_class: type[ConfigT], argv: list[str] | None = None, *, d
         if "arguments are required" not in str(error):  # flags may give them
             raise UserError(sentence(str(error), config_class, [], entries)) from None
     try:
-        namespace = parser.parse_args([*file_arguments, *_unset_counterparts(flags), *flags])
+        namespace = parser.parse_args([*file_arguments, *unset_counterparts(flags), *flags])
         namespace.pop("config")
         config = parser.instantiate(namespace)
     except ArgumentError as error:
@@ -256,24 +257,6 @@ def load_config(config_class: type[ConfigT], argv: list[str] | None = None, *, d
     built = _with_plain_numbers(config_class(**{name: config[name] for name in field_names(config_class)}))
     check_config(built)
     return built
-
-
-def _unset_counterparts(flags: list[str]) -> list[str]:
-    """A run length given as a flag wins over the other kind of length in the YAML."""
-    lengths = {"--train.max_steps", "--train.num_epochs"}
-    given = {flag.split("=")[0] for flag in flags} & lengths
-    return [f"{other}=null" for other in lengths - given] if len(given) == 1 else []
-
-
-def _split_files_and_flags(argv: list[str]) -> tuple[list[str], list[str]]:
-    """The values of `--config`, and the rest: jsonargparse lets a file win over flags that stand before it."""
-    splitter = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
-    splitter.add_argument("--config", action="append", default=[])
-    try:
-        known, flags = splitter.parse_known_args(argv)
-    except ArgumentError as error:
-        raise UserError(sentence(str(error), object, [], {})) from None
-    return known.config, flags
 
 
 def field_names(config_class: type) -> list[str]:
@@ -291,43 +274,6 @@ def dotted_keys(config: Any, prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{name}"] = value
     return flat
-
-
-def check_config(config: Any) -> None:
-    """Refuse what no single field's type can: fields that exclude or need each other.
-
-    Raises:
-        UserError: naming both fields.
-    """
-    train, profile, data, evaluation = config.train, config.profile, config.data, config.eval
-    if (train.max_steps is None) == (train.num_epochs is None):
-        given = "both are given" if train.max_steps is not None else "neither is given"
-        raise UserError(f"give train.max_steps or train.num_epochs, one of them: {given}")
-    if profile.steps is not None and (len(profile.steps) != 2 or profile.steps[0] > profile.steps[1]):
-        raise UserError(f"profile.steps is {profile.steps}: give the first and the last step, as in [10, 12]")
-    if train.max_steps is not None:
-        check_num_steps(config, train.max_steps)
-    if data.source in ("wikihow", "csv", "jsonl", "parquet") and not data.files:
-        raise UserError(f"data.source {data.source} needs data.files")
-    if evaluation.best_metric.startswith("rouge") and not evaluation.generate:
-        raise UserError(f"eval.best_metric {evaluation.best_metric} needs eval.generate true")
-    if config.export.weights == "best" and config.checkpoint.keep_best == 0:
-        raise UserError("export.weights best needs checkpoint.keep_best of 1 or more")
-    if Path(config.run.name).name != config.run.name or config.run.name in ("", ".", ".."):
-        raise UserError(f"run.name {config.run.name!r} is not a plain folder name: take one without slashes")
-
-
-def check_num_steps(config: Any, num_steps: int) -> None:
-    """Refuse what does not fit into a run of so many steps; known at once with `max_steps`, else once the rows are counted.
-
-    Raises:
-        UserError: naming both numbers.
-    """
-    warmup_steps, window = config.optim.warmup_steps, config.profile.steps
-    if warmup_steps >= num_steps:
-        raise UserError(f"optim.warmup_steps is {warmup_steps}, but the run has only {num_steps} steps: warm up for fewer")
-    if window is not None and window[1] > num_steps:
-        raise UserError(f"profile.steps is {window}, but the run has only {num_steps} steps: end the window by then")
 
 
 def save_config(config: Any, path: Path) -> None:

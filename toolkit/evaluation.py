@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from toolkit.config import EvalConfig
 from toolkit.data.collate import Batch, collate
-from toolkit.distributed import broadcast_object, gather_objects, rank, reduce_on_cpu, world_size
+from toolkit.distributed import agreed, broadcast_object, gather_objects, rank, reduce_on_cpu, world_size
 from toolkit.errors import UserError
 from toolkit.losses import summed_cross_entropy
 from toolkit.sharding import ShardedModel, evaluation_model, generation_ready
@@ -90,8 +90,10 @@ def plan_evaluation(rows: Dataset, batch_size_rows: int, rank: int, world_size: 
     return batches[rank::world_size]
 
 
-def is_better(metric: str, new: float, old: float) -> bool:
-    """Whether `new` gains on `old`; a NaN never does."""
+def is_better(metric: str, new: float, old: float | None) -> bool:
+    """Whether `new` gains on `old`, the best so far, if there is one; a NaN never does."""
+    if old is None:
+        return not math.isnan(new)
     return new > old if metric in HIGHER_IS_BETTER else new < old
 
 
@@ -166,9 +168,14 @@ def _generate(
 
 
 def _gather_scores(scores: list[Score], data: EvaluationRows, predictions_path: Path) -> dict[str, float]:
-    """Mean scores in row order, equal for every process count; rank 0 writes the predictions. Collective."""
+    """Mean scores in row order, equal for every process count; rank 0 writes the predictions. Collective.
+
+    Raises:
+        UserError: the predictions cannot be written; on every rank.
+    """
     gathered = gather_objects(scores)
     figures: dict[str, float] = {}
+    ordered: list[Score] = []
     if rank() == 0:
         ordered = sorted((score for part in gathered for score in part), key=lambda score: score.index)
         if [score.index for score in ordered] != list(range(len(data.rows))):
@@ -176,18 +183,21 @@ def _gather_scores(scores: list[Score], data: EvaluationRows, predictions_path: 
         for place, name in enumerate(ROUGE_METRICS):
             figures[name] = math.fsum(score.rouge[place] for score in ordered) / len(ordered)
         figures["percent_distinct"] = 100 * len({score.prediction for score in ordered}) / len(ordered)
-        _write_predictions(ordered, data, predictions_path)
+    agreed(lambda: _write_predictions(ordered, data, predictions_path) if rank() == 0 else None)
     return broadcast_object(figures)
 
 
 def _write_predictions(scores: list[Score], data: EvaluationRows, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        for score in scores:
-            row = data.rows[score.index]
-            line = {"row_id": row["row_id"], "prediction": score.prediction, "reference": row["target"]}
-            line |= {name: round(value, 4) for name, value in zip(ROUGE_METRICS, score.rouge, strict=True)}
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    lines = []
+    for score in scores:
+        row = data.rows[score.index]
+        line = {"row_id": row["row_id"], "prediction": score.prediction, "reference": row["target"]}
+        line |= {name: round(value, 4) for name, value in zip(ROUGE_METRICS, score.rouge, strict=True)}
+        lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+    try:
+        path.write_text("".join(lines), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"the predictions {path} could not be written: {error.strerror}") from None
 
 
 def _load_batch(data: EvaluationRows, indices: list[int], sharded: ShardedModel) -> Batch:

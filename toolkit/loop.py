@@ -27,7 +27,7 @@ from toolkit.distributed import rank, reduce_on_cpu, seed_all, world_size
 from toolkit.evaluation import HIGHER_IS_BETTER, EvaluationRows, evaluate, is_better
 from toolkit.losses import share_of_global_mean, summed_cross_entropy
 from toolkit.optim import clip_gradients, learning_rate
-from toolkit.parameter_checks import UPDATES_UNTIL_MOVED, ParameterWatch
+from toolkit.parameter_checks import SMALLEST_SHOWING_LR, UPDATES_UNTIL_MOVED, ParameterWatch
 from toolkit.sharding import ShardedModel
 from toolkit.tracking import MetricsLog, Progress, log_to_trackers
 
@@ -74,7 +74,7 @@ def train(config: SummarizationConfig, run: Run, state: TrainState) -> TrainStat
     log = _StepLog(run, bar)
     micro_batches = _load_micro_batches(config, run, state.step + 1)
     first_step = state.step + 1
-    num_updates_with_lr = 0
+    num_showing_updates = 0
     run.sharded.model.train()
     for step_number in range(first_step, run.num_steps + 1):
         step = run.plan.step(step_number)
@@ -82,8 +82,8 @@ def train(config: SummarizationConfig, run: Run, state: TrainState) -> TrainStat
             lr = learning_rate(config.optim, step_number, run.num_steps, run.plan.steps_per_epoch)
             loss_sum, grad_norm = train_step(config, run, step, micro_batches, lr, watch if step_number == first_step else None)
         log.add(step, loss_sum, grad_norm, lr)
-        num_updates_with_lr += lr > 0
-        if num_updates_with_lr == UPDATES_UNTIL_MOVED and lr > 0:
+        num_showing_updates += lr >= SMALLEST_SHOWING_LR
+        if num_showing_updates == UPDATES_UNTIL_MOVED and lr >= SMALLEST_SHOWING_LR:
             watch.check_moved()
         state.step, state.metrics = step_number, {}
         is_last = step_number == run.num_steps
@@ -130,6 +130,7 @@ def train_step(
     model, device = run.sharded.model, run.sharded.accelerator.device
     loss_sum = torch.zeros((), device=device)
     for micro_batch, batch in micro_batches:
+        assert micro_batch.step == step.step
         seed_all("step", config.train.seed, step.step, rank(), micro_batch.index)
         if config.log_row_ids:
             _log_row_ids(run, micro_batch)
@@ -146,7 +147,8 @@ def train_step(
             break
     if watch:
         watch.check_gradients()
-    grad_norm = clip_gradients(model, config.optim.max_grad_norm)
+    # Offloaded gradients lie on the CPU; the log reads all figures from one device.
+    grad_norm = clip_gradients(model, config.optim.max_grad_norm).to(device, non_blocking=True)
     for group in run.optimizer.param_groups:
         group["lr"] = lr
     run.optimizer.step()
@@ -216,7 +218,7 @@ def _evaluate_and_log(config: SummarizationConfig, run: Run, state: TrainState, 
     bar.say(f"evaluation at step {state.step}: " + ", ".join(f"{n} {figures[n]:.4g}" for n in shown if n in figures))
     state.metrics = figures
     metric = config.eval.best_metric
-    if state.best_value is None or is_better(metric, figures[metric], state.best_value):
+    if is_better(metric, figures[metric], state.best_value):
         state.best_value, state.num_evaluations_without_gain = figures[metric], 0
         return True
     state.num_evaluations_without_gain += 1

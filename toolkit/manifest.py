@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from toolkit.errors import UserError
+
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
@@ -90,6 +92,48 @@ def newest_valid(run_folder: Path) -> tuple[Path | None, list[str]]:
     return None, refused
 
 
+def find_checkpoint(run_folder: Path, resume: str) -> tuple[Path | None, list[str]]:
+    """What `checkpoint.resume` names, if anything, and a sentence for each newer checkpoint that is not valid.
+
+    Raises:
+        UserError: there are checkpoints but none is valid; a named one is not valid or the run has gone on from it; `never`
+            in a folder that holds checkpoints.
+    """
+    if resume == "auto":
+        found, refused = newest_valid(run_folder)
+        if found is None and refused:
+            raise UserError(
+                f"no checkpoint in {checkpoints_folder(run_folder)} is valid ({'; '.join(refused)}): remove them to start "
+                "from the first step, or take another run.name"
+            )
+        return found, refused
+    if resume == "never":
+        if existing := list_checkpoints(run_folder):
+            raise UserError(
+                f"checkpoint.resume is never, but {checkpoints_folder(run_folder)} holds checkpoints up to step "
+                f"{existing[-1][0]}: take another run.name, or remove them"
+            )
+        return None, []
+    folder = Path(resume)
+    if not folder.is_dir():
+        raise UserError(
+            f"checkpoint.resume is {resume}, and there is no such folder: give auto, never or a checkpoint, as in "
+            f"{step_folder(run_folder, 120)}"
+        )
+    try:
+        manifest = read_manifest(folder)
+        check_files(folder, manifest)
+    except ValueError as error:
+        raise UserError(f"checkpoint.resume is {resume}, but {error}: give a whole checkpoint, or auto for the newest") from None
+    if later := [other.name for step, other in list_checkpoints(run_folder) if step > manifest["step"]]:
+        # They would count as the newest, and what the resumed run saves would be pruned in their place.
+        raise UserError(
+            f"checkpoint.resume is {resume}, but {checkpoints_folder(run_folder)} has later ones: remove or move "
+            f"{', '.join(later)} first"
+        )
+    return folder, []
+
+
 def hash_file(path: Path) -> str:
     """sha256 of a file."""
     with path.open("rb") as file:
@@ -105,6 +149,12 @@ def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, An
             os.fsync(file.fileno())
         described[name] = {"bytes": path.stat().st_size, "sha256": hash_file(path)}
     return described
+
+
+def hash_model_config(settings: dict[str, Any]) -> str:
+    """sha256 of what a model's `config.json` says, but for the version that wrote it."""
+    kept = {key: value for key, value in settings.items() if key != "transformers_version" and not key.startswith("_")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def commit(unfinished: Path, folder: Path, manifest: dict[str, Any]) -> None:
@@ -125,10 +175,12 @@ def commit(unfinished: Path, folder: Path, manifest: dict[str, Any]) -> None:
 def prune(run_folder: Path, keep_last: int, keep_best: int, metric: str, higher_is_better: bool) -> list[Path]:
     """Remove checkpoints but the newest `keep_last` and the `keep_best` best by `metric`; returns what was removed.
 
-    The newest is always kept. Folders that are no valid checkpoints are left for the user to look at.
+    The one written last is always kept, which is not the newest by step where a resume has gone back past damaged ones.
+    Folders without a readable manifest are left for the user to look at.
     """
     finished = _finished_checkpoints(run_folder)
     kept = {folder for _, folder, _ in finished[-keep_last:]}
+    kept.update(sorted((folder for _, folder, _ in finished), key=_written_at)[-1:])
     kept.update(_best_first(finished, metric, higher_is_better)[:keep_best])
     removed = [folder for _, folder, _ in finished if folder not in kept]
     for folder in removed:
@@ -152,6 +204,11 @@ def _finished_checkpoints(run_folder: Path) -> list[tuple[int, Path, dict[str, f
         except ValueError:
             continue
     return finished
+
+
+def _written_at(folder: Path) -> tuple[int, str]:
+    """When a checkpoint was committed, in ns; by step within one tick of the file system's clock."""
+    return (folder / MANIFEST).stat().st_mtime_ns, folder.name
 
 
 def _best_first(finished: list[tuple[int, Path, dict[str, float]]], metric: str, higher_is_better: bool) -> list[Path]:

@@ -139,27 +139,24 @@ def load_model(config: ModelConfig, model_config: PretrainedConfig, seed: int) -
     return model
 
 
-def freeze(model: nn.Module, patterns: list[str]) -> list[str]:
-    """Freeze every parameter one of whose names (tied aliases included) is matched whole by a pattern; returns the names.
+def freeze(model: nn.Module, patterns: list[str]) -> None:
+    """Freeze every parameter one of whose names (tied aliases included) is matched whole by a pattern.
 
     Raises:
         UserError: a pattern that is no regular expression or matches nothing, or nothing left to train.
     """
     named = list(model.named_parameters(remove_duplicate=False))
-    frozen = []
     for pattern in patterns:
         try:
-            matched = [(name, p) for name, p in named if re.fullmatch(pattern, name)]
+            matched = [parameter for name, parameter in named if re.fullmatch(pattern, name)]
         except re.error as error:
             raise UserError(f"model.freeze {pattern!r} is not a regular expression ({error})") from None
         if not matched:
             raise UserError(f"model.freeze {pattern!r} matches no parameter; names look like {named[0][0]}, {named[-1][0]}")
-        for name, parameter in matched:
+        for parameter in matched:
             parameter.requires_grad_(False)
-            frozen.append(name)
     if not any(p.requires_grad for _, p in named):
         raise UserError(f"model.freeze {patterns} freezes every parameter: leave something to train")
-    return frozen
 
 
 def freeze_as(model: nn.Module, skeleton: nn.Module) -> None:

@@ -15,7 +15,7 @@ from toolkit.config import OptimConfig
 
 
 def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters of a sharded model; norms, biases and other vectors are not decayed.
+    """AdamW over the trainable parameters of a sharded model; norms and biases are not decayed.
 
     Built after sharding: FSDP2 replaces parameters, and accelerate's remapping of an optimizer built before it goes
     wrong on the meta device. `fused` is one kernel for all parameters, and one DTensor dispatch instead of thousands.
@@ -37,19 +37,22 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.AdamW:
 
 
 def _decayed_parameters(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
-    """Weights of linear, convolution and embedding modules. FSDP1 flattens shapes, so modules tell, not dimensions."""
+    """All but norms and biases, T5's `relative_attention_bias.weight` among them. FSDP1 flattens shapes, so names tell."""
     for module_name, module in model.named_modules():
         is_norm = "norm" in type(module).__name__.lower()
         for name, parameter in module.named_parameters(recurse=False):
-            if not is_norm and name != "bias" and not name.endswith("_bias"):
-                yield f"{module_name}.{name}" if module_name else name, parameter
+            path = f"{module_name}.{name}".lstrip(".")
+            is_bias = any(part == "bias" or part.endswith("_bias") for part in path.split("."))
+            if not is_norm and not is_bias:
+                yield path, parameter
 
 
 def learning_rate(config: OptimConfig, step: int, num_steps: int, steps_per_epoch: int) -> float:
     """Learning rate of the 1-based `step`: a pure function, so that a resume needs no scheduler state.
 
-    Linear warm-up reaches `lr` at step `warmup_steps`; linear and cosine then fall to `min_lr_ratio * lr` at `num_steps`;
-    `step` multiplies by `gamma` every `decay_every_steps` (default: an epoch).
+    Linear warm-up reaches `lr` at step `warmup_steps`; linear and cosine then fall so that step `num_steps + 1` would be the
+    first at `min_lr_ratio * lr`: the last step still counts, as in transformers. `step` multiplies by `gamma` every
+    `decay_every_steps` (default: an epoch).
     """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
@@ -69,19 +72,21 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
 
     The norm is that of the whole gradient over all shards (accelerate#4219: the local one is wrong under DTensor). Local
     squares are summed and reduced over the shard dimension of the parameters' mesh only: replicas hold equal gradients.
-    Nothing is read by the host.
+    Nothing is read by the host. A rank may hold none of the gradient: with FSDP1, or with more ranks than rows of a weight.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     filled = [g for g in local if g.numel()]  # with many ranks a small parameter leaves some of them nothing
-    norms = torch._foreach_norm(filled, 2.0, dtype=torch.float32) or [gradients[0].new_zeros((), dtype=torch.float32)]
-    squares = torch.stack(list(norms)).square().sum()
+    if filled:
+        squares = torch.stack(list(torch._foreach_norm(filled, 2.0, dtype=torch.float32))).square().sum()
+    else:
+        squares = torch.zeros((), dtype=torch.float32, device=next(model.parameters()).device)
     for group in _shard_groups(model, gradients):
         dist.all_reduce(squares, group=group)
     norm = squares.sqrt()
-    if max_norm is not None:
+    if max_norm is not None and filled:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(local, scale)
+        torch._foreach_mul_(filled, scale)
     return norm
 
 

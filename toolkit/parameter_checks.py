@@ -13,7 +13,9 @@ from toolkit.distributed import reduce_on_cpu
 from toolkit.shard_units import clean, local_tensor
 
 UPDATES_UNTIL_MOVED = 3
-"""A trainable parameter must differ after so many updates with a learning rate above 0."""
+"""A trainable parameter must differ after so many updates that are large enough to show."""
+SMALLEST_SHOWING_LR = 1e-6
+"""Adam moves a weight by about the learning rate; at 1.0 an fp32 weight cannot move by less than 6e-8."""
 
 
 class ParameterWatch:
@@ -55,7 +57,7 @@ class ParameterWatch:
         Raises:
             RuntimeError: with the names.
         """
-        moved = _on_any_rank((_checksums(self.model) != self.start).tolist())
+        moved = _on_any_rank((_checksums(self.model) != self.start).any(dim=1).tolist())
         still = [n for (n, p), m in zip(self.model.named_parameters(), moved, strict=True) if p.requires_grad and not m]
         _raise_if(still, f"trainable parameters have not moved after {UPDATES_UNTIL_MOVED} updates")
 
@@ -65,18 +67,25 @@ class ParameterWatch:
         Raises:
             RuntimeError: with the names.
         """
-        moved = _on_any_rank((_checksums(self.model) != self.start).tolist())
+        moved = _on_any_rank((_checksums(self.model) != self.start).any(dim=1).tolist())
         changed = [n for (n, p), m in zip(self.model.named_parameters(), moved, strict=True) if not p.requires_grad and m]
         _raise_if(changed, "frozen parameters have changed")
 
 
 @torch.no_grad()
 def _checksums(model: nn.Module) -> torch.Tensor:
-    """One int64 a parameter, on the CPU: the xor of its local elements' bits; 0 where this rank holds none."""
+    """Two int64 a parameter, shape (parameters, 2), on the CPU; 0 where this rank holds nothing of it.
+
+    The xor of its local elements' bits, and the bits of their fp64 sum: equal elements that move alike cancel in the first.
+    """
     sums = []
     for parameter in model.parameters():
         local = local_tensor(parameter).detach()
-        sums.append(torch.hash_tensor(local).view(torch.int64) if local.numel() else local.new_zeros((), dtype=torch.int64))
+        if local.numel():
+            xor, total = torch.hash_tensor(local), local.sum(dtype=torch.float64)
+            sums.append(torch.stack([xor.view(torch.int64), total.view(torch.int64)]))
+        else:
+            sums.append(local.new_zeros(2, dtype=torch.int64))
     return torch.stack(sums).cpu()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ def open_run_folder(config: Any) -> Path:
     """Create the run's folder, or find it; returns it. Nothing in it is changed yet: the run may still be refused. Collective.
 
     Raises:
-        UserError: it cannot be written; on every rank.
+        UserError: it cannot be written, or another node does not see it; on every rank.
     """
     folder = Path(config.run.output_dir) / config.run.name
 
@@ -32,8 +33,16 @@ def open_run_folder(config: Any) -> Path:
                 "name a folder that you can write to"
             ) from None
 
+    def find() -> None:
+        if not folder.is_dir():
+            raise UserError(
+                f"run.output_dir {config.run.output_dir}: {folder} of the first node is not there on {socket.gethostname()}: "
+                "name a folder on a file system that all nodes share"
+            )
+
     agreed(create)
     barrier()
+    agreed(find)
     return folder
 
 

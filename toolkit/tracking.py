@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config import TrackingConfig
+from toolkit.distributed import barrier
 from toolkit.errors import UserError
 
 # Where each tracker of accelerate takes the name of a run; the others know a project only.
@@ -51,12 +52,15 @@ class MetricsLog:
         self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
 
     def truncate_after(self, step: int) -> None:
-        """Drop the lines of later steps: a run that resumes at `step` writes them again. Whole or not at all."""
-        if self._file is None:
-            return
-        self._file.close()
-        _keep_lines(self.path, lambda line: line["step"] <= step)
-        self._file = self.path.open("a", encoding="utf-8", buffering=1)
+        """Drop the lines of later steps, here and in every rank's `rows-<rank>.jsonl`: the run goes on after `step` and writes
+        them again. Each file whole or not at all. Collective: no rank goes on before.
+        """
+        if self._file is not None:
+            self._file.close()
+            for path in (self.path, *self.path.parent.glob("rows-*.jsonl")):
+                _keep_lines(path, lambda line: line["step"] <= step)
+            self._file = self.path.open("a", encoding="utf-8", buffering=1)
+        barrier()
 
     def close(self) -> None:
         """Close the file; nothing can be written after it."""

@@ -44,7 +44,8 @@ def run_recipe(
         "--model.name_or_path", str(folder / "model"), "--model.from_scratch", "true", "--model.dropout", "0",
         "--data.source", "jsonl", "--data.files", str(folder / "rows.jsonl"), "--data.cache_dir", str(folder / "cache"),
         "--data.eval_fraction", "0.1", "--train.max_steps", str(NUM_STEPS), "--train.global_batch_size_rows", "16",
-        "--optim.lr", "1e-3", "--optim.max_grad_norm", "1.0", "--eval.max_new_tokens", "6", "--log_row_ids", "true",
+        "--optim.lr", "1e-3", "--optim.weight_decay", "0.1",
+        "--optim.max_grad_norm", "1.0", "--eval.max_new_tokens", "6", "--log_row_ids", "true",
         "--run.output_dir", str(folder / "runs"), "--run.name", name, *flags,
     ]  # fmt: skip
     gradients = run_on_ranks(

@@ -321,6 +321,16 @@ AFTER_A_RUN = {
         files={"other.jsonl": ROWS.replace("alpha", "omega")},
         sentence=f"the data is not what {{here}}/runs/run/checkpoints/step-00000002 was trained on: {WAYS_OUT}",
     ),
+    "another precision": Case(
+        flags="--model.from_scratch true --data.files {here}/nowhere.jsonl",  # told before data is looked for
+        overrides={"mixed_precision": "no"},
+        sentence=f"mixed_precision is 'no', but {{here}}/runs/run/checkpoints/step-00000002 was made with 'bf16': {WAYS_OUT}",
+    ),
+    "another config.json of the model": Case(
+        flags="--model.from_scratch true",
+        files={"model/config.json": json.dumps({**T5, "layer_norm_epsilon": 1e-5})},
+        sentence=f"the model's config.json is not the one …/step-00000002 was trained with: {WAYS_OUT}",
+    ),
     "never, but there are checkpoints": Case(
         flags="--model.from_scratch true --checkpoint.resume never",
         sentence="checkpoint.resume is never, but {here}/runs/run/checkpoints holds checkpoints up to step 2: take another "

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import runpy
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
-from tests.recipes.runs import Workbench
+from tests.launch import run_on_ranks
+from tests.recipes.runs import FP32, RECIPE, Workbench
 
 TAUGHT: dict[str, Any] = {
     "model__freeze": [r"encoder\..*"],  # its checkpoints lack the encoder and, tied to it, all embeddings
@@ -115,11 +118,38 @@ def test_profile_steps_leaves_a_trace_of_each_step_and_rank(taught: Workbench) -
     assert any("AdamW" in event.get("name", "") for event in json.loads(traces[0].read_text())["traceEvents"])
 
 
-def test_tracker_writes_or_is_refused_where_it_is_not_installed(bench: Workbench) -> None:
-    result = bench.attempt("tracked", preset="single", tracking__log_with=["tensorboard"])
-    if importlib.util.find_spec("tensorboard") or importlib.util.find_spec("tensorboardX"):
-        assert not any(result.returncodes), result.stderr
-        assert list(bench.runs.rglob("events.out.tfevents.*"))
-    else:
-        assert all(result.returncodes)
-        assert "'tensorboard' is not installed" in result.stderr and "Traceback" not in result.stderr
+def test_a_tracker_gets_the_config_and_the_figures_of_the_run(bench: Workbench) -> None:
+    flags = bench.flags("tracked", tracking__log_with=["recorder"], eval__generate=False)
+    seen, *of_others = run_on_ranks(train_with_a_tracker, preset="ddp_cpu", overrides=FP32, args=(flags,))
+    assert of_others == [[]], "accelerate's trackers write on rank 0"
+    (_, config), *figures = seen
+    assert config["tracking.log_with"] == '["recorder"]' and config["train.max_steps"] == 3
+    trained = {step: values for step, values in figures if "train/loss" in values}
+    assert [values["train/loss"] for values in trained.values()] == [line["loss"] for line in bench.lines("tracked", "train")]
+    assert list(trained) == [1, 2, 3]
+    (evaluated,) = [(step, values["eval/loss"]) for step, values in figures if "eval/loss" in values]
+    assert evaluated == (3, bench.lines("tracked", "eval")[0]["loss"])
+
+
+def train_with_a_tracker(argv: list[str]) -> list[tuple[int | None, dict[str, Any]]]:
+    """On every rank: the recipe as it stands, with a tracker that keeps `(step, values)`; the config comes without a step."""
+    from accelerate.tracking import GeneralTracker, register_tracker_class
+
+    seen: list[tuple[int | None, dict[str, Any]]] = []
+
+    class Recorder(GeneralTracker):
+        name, requires_logging_directory, tracker = "recorder", False, None
+
+        def __init__(self, project: str) -> None:
+            super().__init__()
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            seen.append((None, values))
+
+        def log(self, values: dict[str, Any], step: int | None) -> None:
+            seen.append((step, values))
+
+    register_tracker_class(Recorder)
+    with patch.object(sys, "argv", ["t5.py", *argv]):
+        runpy.run_path(str(RECIPE), run_name="__main__")
+    return seen

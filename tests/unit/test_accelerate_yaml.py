@@ -23,8 +23,9 @@ PRESET_FOLDER = Path(__file__).resolve().parents[2] / "accelerate_configs"
 PRESETS = sorted(PRESET_FOLDER.glob("*.yaml"))
 
 DDP = {"distributed_type": "MULTI_GPU", "num_processes": 2}
-FSDP1 = {"fsdp_version": 1, "fsdp_cpu_ram_efficient_loading": False}
-FSDP2 = {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": False}
+WRAPPED = {"fsdp_cpu_ram_efficient_loading": False, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+FSDP1 = {"fsdp_version": 1, **WRAPPED}
+FSDP2 = {"fsdp_version": 2, **WRAPPED}
 SIZES = "parallelism_config_"
 
 
@@ -45,10 +46,6 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         fsdp(FSDP2, parallelism_config={"dp_shard_size": 2}),
         "unknown key parallelism_config.dp_shard_size: did you mean " + SIZES + "dp_shard_size?",
     ),
-    (
-        DDP | {"dynamo_config": {"dynamo_bakcend": "INDUCTOR"}},
-        "unknown key dynamo_config.dynamo_bakcend: did you mean dynamo_backend?",
-    ),
     (DDP | {"fp8_config": {"formatt": "E4M3"}}, "unknown key fp8_config.formatt: did you mean fp8_format?"),
     # keys that cannot work
     (fsdp(FSDP1 | {"limit_all_gathers": True}), "fsdp_config.limit_all_gathers cannot be set: accelerate has no key for it"),
@@ -57,8 +54,15 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "fsdp_ignored_modules cannot be set: FSDP does not average the gradients",
     ),
     (fsdp(FSDP2 | {"fsdp_cpu_ram_efficient_loading": True}), "fsdp_cpu_ram_efficient_loading is true: set it to false"),
-    (fsdp({"fsdp_version": 2}), "fsdp_cpu_ram_efficient_loading is absent, which accelerate launch takes for true: set it"),
+    (
+        fsdp({"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}),
+        "fsdp_cpu_ram_efficient_loading is absent, which accelerate launch takes for true: set it",
+    ),
     (DDP | {"deepspeed_config": {"zero_stage": 3}}, "deepspeed_config belongs to DEEPSPEED, which is not supported"),
+    (
+        DDP | {"dynamo_config": {"dynamo_backend": "INDUCTOR"}},
+        "dynamo_config belongs to torch.compile, which is not supported: leave it out",
+    ),
     (DDP | {"tpu_use_cluster": True}, "tpu_use_cluster is True: it serves TPUs"),
     # types and choices
     (DDP | {"num_processes": "2"}, "num_processes is '2': write a whole number"),
@@ -93,7 +97,6 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     (fsdp(FSDP2 | {"fsdp_state_dict_type": "LOCAL_STATE_DICT"}), "LOCAL_STATE_DICT, which FSDP2 lacks: use SHARDED_STATE_DICT"),
     (fsdp(FSDP1 | {"fsdp_reshard_after_forward": True}), "heeds only fsdp_sharding_strategy, which is FULL_SHARD"),
     (fsdp(FSDP1 | {"fsdp_reshard_after_forward": "SHARD_GRAD_OP"}), "heeds only fsdp_sharding_strategy, which is FULL_SHARD"),
-    (DDP | {"dynamo_config": {"dynamo_backend": "INDUKTOR"}}, "dynamo_config.dynamo_backend is 'INDUKTOR': choose no, eager"),
     # keys that the chosen version or policy ignores
     (
         fsdp(FSDP2 | {"fsdp_forward_prefetch": False}),
@@ -104,13 +107,20 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     (fsdp(FSDP2 | {"fsdp_sync_module_states": True}), "fsdp_sync_module_states has no effect under FSDP2"),
     (fsdp(FSDP2 | {"fsdp_sharding_strategy": "FULL_SHARD"}), "fsdp_sharding_strategy has no effect under FSDP2"),
     (
-        fsdp(FSDP1 | {"fsdp_activation_checkpointing_offload": False}),
-        "fsdp_activation_checkpointing_offload has no effect under FSDP1",
+        fsdp(FSDP2 | {"fsdp_activation_checkpointing": True, "activation_checkpointing_offload": True}),
+        "fsdp_config.activation_checkpointing_offload cannot be set: activations are checkpointed by transformers",
     ),
-    (fsdp(FSDP2 | {"fsdp_activation_checkpointing_offload": True}), "needs fsdp_activation_checkpointing: true"),
     (
         fsdp(FSDP2 | {"fsdp_min_num_params": 9}),
-        "fsdp_min_num_params has no effect with fsdp_auto_wrap_policy NO_WRAP: it serves SIZE_BASED_WRAP",
+        "fsdp_min_num_params has no effect with fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP: it serves SIZE_BASED_WRAP",
+    ),
+    (
+        fsdp(FSDP2 | {"fsdp_auto_wrap_policy": "no_wrap"}),
+        "fsdp_auto_wrap_policy is NO_WRAP: the whole model would be gathered at once, set it to TRANSFORMER_BASED_WRAP",
+    ),
+    (
+        fsdp({"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": False}),
+        "fsdp_auto_wrap_policy is absent, which accelerate takes for NO_WRAP: the whole model",
     ),
     (
         fsdp(FSDP2 | {"fsdp_transformer_layer_cls_to_wrap": "T5Block", "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}),
@@ -205,17 +215,12 @@ def test_a_file_that_is_no_mapping_sees_its_sentence(tmp_path: Path, content: by
 @pytest.mark.parametrize(
     "mapping",
     [
-        DDP
-        | {
-            "mixed_precision": None,
-            "main_process_port": None,
-            "dynamo_config": {"dynamo_backend": "INDUCTOR", "use_dynamic": True},
-        },
+        DDP | {"mixed_precision": None, "main_process_port": None, "dynamo_config": {}},
         # as `accelerate config` writes them
         DDP | {"downcast_bf16": "no", "tpu_env": [], "tpu_use_cluster": False, "tpu_use_sudo": False, "fsdp_config": None},
         fsdp(FSDP1 | {"fsdp_reshard_after_forward": "FULL_SHARD", "fsdp_backward_prefetch": "backward_pre"}),
         fsdp({"version": 2, "cpu_ram_efficient_loading": False, "min_num_params": 1000, "auto_wrap_policy": "SIZE_BASED_WRAP"}),
-        fsdp(FSDP2 | {"fsdp_auto_wrap_policy": "NO_WRAP", "fsdp_transformer_layer_cls_to_wrap": None}),
+        fsdp(FSDP2 | {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": None}),
         fsdp(FSDP2, num_processes=4, parallelism_config={SIZES + "dp_replicate_size": 2, SIZES + "dp_shard_size": 2}),
     ],
 )

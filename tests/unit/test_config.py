@@ -18,12 +18,12 @@ from tests.launch import REPOSITORY
 from toolkit.config import (
     OptimConfig,
     SummarizationConfig,
-    check_num_steps,
     dotted_keys,
     field_names,
     load_config,
     save_config,
 )
+from toolkit.config_checks import check_evaluation_rows, check_num_steps
 from toolkit.config_errors import known_keys
 from toolkit.errors import UserError
 
@@ -261,6 +261,7 @@ def test_missing_keys_are_named() -> None:
         (["--optim.warmup_steps=20"], "optim.warmup_steps is 20, but the run has only 20 steps: warm up for fewer"),
         (["--data.source=csv"], "data.source csv needs data.files"),
         (["--eval.best_metric=rougeL", "--eval.generate=false"], "eval.best_metric rougeL needs eval.generate true"),
+        (["--eval.stop_after=2"], "eval.stop_after is 2, but only the end is evaluated: set eval.every_steps too"),
         (["--export.weights=best"], "export.weights best needs checkpoint.keep_best of 1 or more"),
         (["--run.name=a/b"], "run.name 'a/b' is not a plain folder name: take one without slashes"),
         (["--run.name=.."], "run.name '..' is not a plain folder name: take one without slashes"),
@@ -277,6 +278,20 @@ def test_number_of_steps_is_checked_once_it_is_known() -> None:
         check_num_steps(config, 7)
     with pytest.raises(UserError, match="optim.warmup_steps"):
         check_num_steps(config, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("export.weights best", ["--export.weights=best", "--checkpoint.keep_best=1"]),
+        ("eval.stop_after", ["--eval.stop_after=2", "--eval.every_steps=1"]),
+    ],
+)
+def test_held_out_rows_are_asked_for_once_they_are_counted(name: str, flags: list[str]) -> None:
+    check_evaluation_rows(load(), 0)
+    check_evaluation_rows(load(*flags), 1)
+    with pytest.raises(UserError, match=f"^{name} needs held-out rows, but there are none: raise data.eval_fraction"):
+        check_evaluation_rows(load(*flags), 0)
 
 
 def test_configs_are_frozen() -> None:

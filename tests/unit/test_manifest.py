@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 
 import pytest
 
+from toolkit.errors import UserError
 from toolkit.manifest import (
     MANIFEST,
     best_checkpoint,
     check_files,
     commit,
     describe_files,
+    find_checkpoint,
+    hash_model_config,
     list_checkpoints,
     newest_valid,
     prune,
@@ -97,3 +102,37 @@ def test_committing_again_replaces_the_checkpoint_of_that_step(tmp_path: Path) -
     make_checkpoint(tmp_path, 3, loss=2.0)
     assert read_manifest(step_folder(tmp_path, 3))["metrics"] == {"loss": 2.0}
     assert newest_valid(tmp_path)[0] == step_folder(tmp_path, 3)
+
+
+def test_pruning_keeps_what_was_just_written_beside_later_damaged_ones(tmp_path: Path) -> None:
+    damaged, old, just_written = (make_checkpoint(tmp_path, step) for step in (12, 3, 4))
+    os.utime(damaged / MANIFEST, ns=(1, 1))
+    os.utime(old / MANIFEST, ns=(2, 2))
+    prune(tmp_path, keep_last=1, keep_best=0, metric="loss", higher_is_better=False)
+    assert [folder for _, folder in list_checkpoints(tmp_path)] == [just_written, damaged]
+
+
+def test_a_named_checkpoint_is_refused_while_there_are_later_ones(tmp_path: Path) -> None:
+    early, late = make_checkpoint(tmp_path, 3), make_checkpoint(tmp_path, 12)
+    assert find_checkpoint(tmp_path, str(late)) == (late, [])
+    sentence = f"checkpoint.resume is {early}, but {early.parent} has later ones: remove or move step-00000012 first"
+    with pytest.raises(UserError, match=f"^{re.escape(sentence)}$"):
+        find_checkpoint(tmp_path, str(early))
+    late.rename(tmp_path / "moved")
+    assert find_checkpoint(tmp_path, str(early)) == (early, [])
+
+
+def test_auto_starts_anew_only_where_there_is_no_checkpoint(tmp_path: Path) -> None:
+    assert find_checkpoint(tmp_path, "auto") == (None, [])
+    only = make_checkpoint(tmp_path, 3)
+    assert find_checkpoint(tmp_path, "auto") == (only, [])
+    (only / "rng").unlink()
+    with pytest.raises(UserError, match=r"is valid \(step-00000003 lacks rng\): remove them to start from the first step"):
+        find_checkpoint(tmp_path, "auto")
+
+
+def test_a_model_config_is_told_by_what_it_says() -> None:
+    config = {"d_model": 16, "id2label": {0: "a"}, "transformers_version": "5.0.0"}
+    assert hash_model_config(config) == hash_model_config({**config, "transformers_version": "5.1.0"})
+    assert hash_model_config(config) != hash_model_config({**config, "d_model": 32})
+    assert hash_model_config(config) != hash_model_config({**config, "scale": 2.0})

@@ -16,6 +16,7 @@ class Model(nn.Module):
         self.embed = nn.Embedding(7, 4)
         self.linear = nn.Linear(4, 4)
         self.layer_norm = nn.LayerNorm(4)
+        self.relative_attention_bias = nn.Embedding(3, 2)  # as T5 names its own
         self.head = nn.Linear(4, 7, bias=False)
         self.head.weight = self.embed.weight
 
@@ -31,7 +32,8 @@ def test_norms_and_biases_are_not_decayed_and_tied_weights_come_once() -> None:
     assert decayed["weight_decay"] == 0.1
     assert plain["weight_decay"] == 0
     assert {id(p) for p in decayed["params"]} == {id(model.embed.weight), id(model.linear.weight)}
-    assert {id(p) for p in plain["params"]} == {id(model.linear.bias), id(model.layer_norm.weight), id(model.layer_norm.bias)}
+    biases = [model.linear.bias, model.layer_norm.bias, model.relative_attention_bias.weight]
+    assert {id(p) for p in plain["params"]} == {id(model.layer_norm.weight), *map(id, biases)}
 
 
 def test_frozen_parameters_are_left_out() -> None:
@@ -39,7 +41,7 @@ def test_frozen_parameters_are_left_out() -> None:
     model.embed.weight.requires_grad_(False)
     model.linear.requires_grad_(False)
     (group,) = build_optimizer(OptimConfig(), model).param_groups
-    assert len(group["params"]) == 2
+    assert len(group["params"]) == 3
 
 
 def test_schedules() -> None:
@@ -62,3 +64,12 @@ def test_clipping_is_that_of_torch(max_norm: float | None) -> None:
     torch.testing.assert_close(clip_gradients(ours, max_norm), expected)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("holds", ["no gradient", "an empty one"])
+def test_a_rank_without_a_part_of_the_gradient_clips_nothing(holds: str) -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.empty(0, 4))
+    if holds == "an empty one":
+        model.weight.grad = torch.zeros_like(model.weight)
+    torch.testing.assert_close(clip_gradients(model, 1.0), torch.tensor(0.0))

@@ -72,3 +72,13 @@ def test_a_changed_frozen_one_is_named(model: nn.Sequential) -> None:
         model[0].weight[1, 2] += 1e-6
     with pytest.raises(RuntimeError, match=r"frozen parameters have changed: 0.weight"):
         watch.check_frozen()
+
+
+def test_equal_elements_that_move_alike_are_seen_to_move() -> None:
+    """Norms start as ones and may all move by the same amount; the xor of an even number of equal values is 0."""
+    model = nn.LayerNorm(768)
+    watch = ParameterWatch(model)
+    with torch.no_grad():
+        model.weight -= 1e-6
+        model.bias += 1e-6
+    watch.check_moved()

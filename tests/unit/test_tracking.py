@@ -61,6 +61,23 @@ def test_resume_drops_later_steps_and_a_torn_line_and_goes_on(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_run_that_starts_over_drops_all_its_lines_and_row_ids(tmp_path):
+    for name in ("metrics.jsonl", "rows-00000.jsonl", "rows-00001.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps({"kind": "train", "step": step}) + "\n" for step in range(4)))
+    (tmp_path / "predictions-3.jsonl").write_text("kept")
+    log = MetricsLog(tmp_path / "metrics.jsonl", is_writer=True)
+    log.truncate_after(1)
+    for name in ("metrics.jsonl", "rows-00000.jsonl", "rows-00001.jsonl"):
+        assert [line["step"] for line in load_metrics(tmp_path / name)] == [0, 1]
+    log.truncate_after(-1)
+    assert sorted((path.name, path.stat().st_size) for path in tmp_path.iterdir()) == [
+        ("metrics.jsonl", 0),
+        ("predictions-3.jsonl", 4),
+        ("rows-00000.jsonl", 0),
+        ("rows-00001.jsonl", 0),
+    ]
+
+
 def test_a_torn_line_never_joins_the_next_one(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"kind": "train", "step": 1}\n{"kind": "tra')

@@ -76,7 +76,7 @@ def load_micro_batches(
 ) -> Iterator[tuple[MicroBatch, Batch]]:
     """Collate micro-batches in order, ahead of their use where `num_workers` is not 0."""
     loader = torch.utils.data.DataLoader(
-        _CollatedRows(rows, pad_token_id, decoder_start_token_id),
+        _CollatedRows(rows.select_columns(["input_ids", "labels"]), pad_token_id, decoder_start_token_id),
         sampler=micro_batches,  # type: ignore[arg-type]  # any iterable of keys will do
         batch_size=None,
         num_workers=num_workers,

@@ -1,0 +1,37 @@
+"""What flags of `accelerate launch` put into the environment, and no YAML shows."""
+
+from __future__ import annotations
+
+import pytest
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
+
+from toolkit.accelerator import build_accelerator
+from toolkit.errors import UserError
+
+WRAP = ["--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--use_fsdp", *WRAP], "fsdp_cpu_ram_efficient_loading is true in the launch, as it is unless told otherwise"),
+        (["--use_fsdp", "--fsdp_cpu_ram_efficient_loading", "false"], "fsdp_auto_wrap_policy is NO_WRAP in the launch"),
+        (["--multi_gpu", "--dynamo_backend", "inductor"], "dynamo_backend is INDUCTOR in the launch"),
+        (["--multi_gpu", "--mixed_precision", "fp16"], "mixed_precision fp16 is not supported"),
+    ],
+)
+def test_what_flags_of_the_launcher_ask_for_is_refused(monkeypatch: pytest.MonkeyPatch, flags: list[str], sentence: str) -> None:
+    command = ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", *flags, "t5.py"]
+    monkeypatch.setattr("toolkit.accelerator.find_accelerate_yaml", lambda: None)
+    for name, value in launched_environment(command).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=sentence) as raised:
+        build_accelerator([], ".")
+    assert "\n" not in str(raised.value)
+
+
+def launched_environment(command: list[str]) -> dict[str, str]:
+    """What `accelerate launch` sets, by its own functions."""
+    arguments = _validate_launch_command(launch_command_parser().parse_args(command))[0]
+    return prepare_multi_gpu_env(arguments)

@@ -1,0 +1,45 @@
+"""What a resume takes over, and disks that refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.checkpoint import Identity, TrainState, _check_identity, _together, _train_state
+from toolkit.errors import UserError
+from toolkit.random_state import save_random_state
+
+SETTINGS = {"optim.lr": 1e-3, "eval.best_metric": "loss", "mixed_precision": "bf16"}
+
+
+def identity(model_config_hash: str = "m", **changes: Any) -> Identity:
+    return Identity({**SETTINGS, **changes}, model_config_hash, data_fingerprint="d", frozen_hash=None)
+
+
+@pytest.mark.parametrize(("metric", "best_value", "count"), [("loss", 0.5, 2), ("rougeL", None, 0)])
+def test_the_best_value_is_forgotten_where_the_metric_changes(metric: str, best_value: float | None, count: int) -> None:
+    state = {"best_value": 0.5, "num_evaluations_without_gain": 2}
+    manifest = {"step": 7, "metrics": {"loss": 0.6}, "state": state, "identity": {"config": SETTINGS}}
+    assert _train_state(manifest, identity(**{"eval.best_metric": metric})) == TrainState(7, best_value, count, {"loss": 0.6})
+
+
+@pytest.mark.parametrize(
+    ("ours", "sentence"),
+    [
+        (identity(mixed_precision="no"), "mixed_precision is 'no', but step-00000003 was made with 'bf16'"),
+        (identity("other"), "the model's config.json is not the one step-00000003 was trained with"),
+    ],
+)
+def test_precision_and_model_config_belong_to_a_run(ours: Identity, sentence: str) -> None:
+    theirs = {"config": SETTINGS, "model_config_hash": "m", "data_fingerprint": "d", "frozen_hash": None}
+    _check_identity(Path("step-00000003"), theirs, identity())
+    with pytest.raises(UserError, match=f"^{sentence}: set it back"):
+        _check_identity(Path("step-00000003"), theirs, ours)
+
+
+def test_random_state_that_cannot_be_written_is_told_in_one_sentence(tmp_path: Path) -> None:
+    assert _together(lambda: save_random_state(tmp_path), tmp_path) == "rng-00000.safetensors"
+    with pytest.raises(UserError, match="could not be written: .*No such file"):
+        _together(lambda: save_random_state(tmp_path / "absent"), tmp_path)

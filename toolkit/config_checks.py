@@ -1,0 +1,59 @@
+"""Fields of the run config that exclude or need each other, which no single field's type can say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import UserError
+
+
+def check_config(config: Any) -> None:
+    """Refuse what no single field's type can: fields that exclude or need each other.
+
+    Raises:
+        UserError: naming both fields.
+    """
+    train, profile, data, evaluation = config.train, config.profile, config.data, config.eval
+    if (train.max_steps is None) == (train.num_epochs is None):
+        given = "both are given" if train.max_steps is not None else "neither is given"
+        raise UserError(f"give train.max_steps or train.num_epochs, one of them: {given}")
+    if profile.steps is not None and (len(profile.steps) != 2 or profile.steps[0] > profile.steps[1]):
+        raise UserError(f"profile.steps is {profile.steps}: give the first and the last step, as in [10, 12]")
+    if train.max_steps is not None:
+        check_num_steps(config, train.max_steps)
+    if data.source in ("wikihow", "csv", "jsonl", "parquet") and not data.files:
+        raise UserError(f"data.source {data.source} needs data.files")
+    if evaluation.stop_after is not None and evaluation.every_steps is None:
+        raise UserError(f"eval.stop_after is {evaluation.stop_after}, but only the end is evaluated: set eval.every_steps too")
+    if evaluation.best_metric.startswith("rouge") and not evaluation.generate:
+        raise UserError(f"eval.best_metric {evaluation.best_metric} needs eval.generate true")
+    if config.export.weights == "best" and config.checkpoint.keep_best == 0:
+        raise UserError("export.weights best needs checkpoint.keep_best of 1 or more")
+    if Path(config.run.name).name != config.run.name or config.run.name in ("", ".", ".."):
+        raise UserError(f"run.name {config.run.name!r} is not a plain folder name: take one without slashes")
+
+
+def check_num_steps(config: Any, num_steps: int) -> None:
+    """Refuse what does not fit into a run of so many steps; known at once with `max_steps`, else once the rows are counted.
+
+    Raises:
+        UserError: naming both numbers.
+    """
+    warmup_steps, window = config.optim.warmup_steps, config.profile.steps
+    if warmup_steps >= num_steps:
+        raise UserError(f"optim.warmup_steps is {warmup_steps}, but the run has only {num_steps} steps: warm up for fewer")
+    if window is not None and window[1] > num_steps:
+        raise UserError(f"profile.steps is {window}, but the run has only {num_steps} steps: end the window by then")
+
+
+def check_evaluation_rows(config: Any, num_rows: int) -> None:
+    """Refuse what needs an evaluation in a run without held-out rows, once they are counted.
+
+    Raises:
+        UserError: naming what needs them.
+    """
+    needed_by = {"export.weights best": config.export.weights == "best", "eval.stop_after": config.eval.stop_after is not None}
+    for name, is_set in needed_by.items():
+        if is_set and num_rows == 0:
+            raise UserError(f"{name} needs held-out rows, but there are none: raise data.eval_fraction, or give data.eval_files")
