@@ -58,7 +58,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--num_rows", type=int, default=2000, help="training rows at most; one epoch of them is timed")
     parser.add_argument("--num_eval_rows", type=int, default=200, help="held-out rows at most")
     parser.add_argument("--batch_size_rows", type=int, default=16)
-    parser.add_argument("--eval_batch_size_rows", type=int, default=32, help="ours and the matched peer's")
+    parser.add_argument("--eval_batch_size_rows", type=int, default=64, help="ours and the matched peer's")
     parser.add_argument("--num_beams", type=int, default=1)
     parser.add_argument("--max_new_tokens", type=int, default=48)
     parser.add_argument("--warmup_steps", type=int, default=5)

@@ -7,15 +7,18 @@ classes it is made of. Only tensors are put in: DCP loads anything else with `to
 from __future__ import annotations
 
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from toolkit.distributed import control_group, rank
+
+# DCP says so whenever one process saves without a process group, which is what the `single` preset does.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 Tensors = dict[str, torch.Tensor]
 
@@ -35,7 +38,7 @@ _ALLOWED = {
 def save_tensors(tensors: Tensors, folder: Path) -> list[str]:
     """Write this rank's shards of `tensors` (DTensors, ShardedTensors or plain ones); returns its file names. Collective."""
     writer = dcp.FileSystemWriter(folder, sync_files=True)
-    dcp.save(tensors, storage_writer=writer, process_group=control_group(), no_dist=not dist.is_initialized())
+    dcp.save(tensors, storage_writer=writer, process_group=control_group())
     names = [path.name for path in folder.glob(f"__{rank()}_*.distcp")]
     return [*names, ".metadata"] if rank() == 0 else names
 
@@ -54,7 +57,7 @@ def load_tensors(tensors: Tensors, folder: Path) -> None:
         size = cast(TensorStorageMetadata, stored[name]).size
         if tuple(size) != tuple(tensor.size()):
             raise ValueError(f"{folder} holds {name} with shape {tuple(size)}, not {tuple(tensor.size())}")
-    dcp.load(tensors, storage_reader=reader, process_group=control_group(), no_dist=not dist.is_initialized())
+    dcp.load(tensors, storage_reader=reader, process_group=control_group())
 
 
 def stored_names(folder: Path) -> set[str]:

@@ -168,12 +168,9 @@ def docstring_rows():
 
 
 def test_docstrings_keep_their_split_and_lead_text(config, monkeypatch):
-    rows = docstring_rows()
-    monkeypatch.setitem(
-        sys.modules,
-        "toolkit.data.docstrings",
-        SimpleNamespace(read_docstrings=lambda: rows, identify_docstrings=lambda: "0" * 64),
-    )
+    rows, versions = docstring_rows(), ["python 3.11"]
+    reader = SimpleNamespace(read_docstrings=lambda: rows, identify_docstrings=lambda: versions[0])
+    monkeypatch.setitem(sys.modules, "toolkit.data.docstrings", reader)
     config = replace(config, source="docstrings", files=None, eval_fraction=0.9)
     loaded = load_text_rows(config)
     assert loaded.train["target"][:] == ["a1", "a2", "c"]
@@ -185,7 +182,7 @@ def test_docstrings_keep_their_split_and_lead_text(config, monkeypatch):
     }
     assert load_text_rows(replace(config, eval_fraction=0.1)).fingerprint == loaded.fingerprint
     assert load_text_rows(replace(config, num_rows=4)).train["target"][:] == ["a1", "a2"]
-    rows[4]["split"] = "eval"
+    versions[0] = "python 3.12"
     assert load_text_rows(config).fingerprint != loaded.fingerprint
 
 
