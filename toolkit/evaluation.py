@@ -57,7 +57,7 @@ class Score:
 def evaluate(
     config: EvalConfig, sharded: ShardedModel, data: EvaluationRows, step: int, predictions_path: Path
 ) -> dict[str, float]:
-    """Evaluate on the held-out rows; every rank returns the same figures. Collective.
+    """Evaluate on the held-out rows; every rank returns the same figures, but for its own clock's `rows_per_s`. Collective.
 
     Writes `predictions_path` (one JSON line a row, in row order) on rank 0 where `config.generate`.
 
