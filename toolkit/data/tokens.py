@@ -51,28 +51,36 @@ def prepare_rows(config: DataConfig, model: ModelConfig, vocab_size: int) -> Tok
     from datasets import load_from_disk
     from transformers import AutoTokenizer
 
-    fingerprint, error = None, None
+    name, error = None, None
     if local_rank() == 0:
         try:
-            fingerprint = _build_cache(config, model, vocab_size)
+            name = _build_cache(config, model, vocab_size)
         except UserError as e:
             error = e
     raise_together(error)
-    found = sorted({f for f in gather_objects(fingerprint) if f is not None})
-    if len(found) > 1:
-        raise UserError(f"the nodes read different data or tokenizers (fingerprints {', '.join(f[:12] for f in found)})")
-    folder = cache_folder(config) / found[0]
+    names = {name for name in gather_objects(name) if name is not None}
+    if len(names) > 1:
+        raise UserError(f"the nodes read different data or tokenizers (fingerprints {', '.join(n[:12] for n in sorted(names))})")
+    folder = cache_folder(config) / names.pop()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    # The tokenizers library trains another unigram model each time, even on the same rows: what came out counts.
+    fingerprint = hashlib.sha256(f"{folder.name} {hash_tokenizer(tokenizer)}".encode()).hexdigest()
+    if len(set(gather_objects(fingerprint))) > 1:
+        raise UserError(
+            "the nodes have trained different tokenizers on the same rows: put data.cache_dir on a file system that all "
+            "share, or a trained tokenizer into the model folder"
+        )
     return TokenizedRows(
         train=load_from_disk(str(folder / "train")),
         evaluation=load_from_disk(str(folder / "evaluation")),
-        tokenizer=AutoTokenizer.from_pretrained(folder / "tokenizer"),
-        fingerprint=found[0],
+        tokenizer=tokenizer,
+        fingerprint=fingerprint,
         remarks=json.loads((folder / "about.json").read_text())["remarks"],
     )
 
 
 def _build_cache(config: DataConfig, model: ModelConfig, vocab_size: int) -> str:
-    """Make sure the tokenized rows lie in the cache; returns their fingerprint. On one process of a node."""
+    """Make sure the tokenized rows lie in the cache; returns their folder's name. On one process of a node."""
     tokenizer = load_tokenizer(model, vocab_size) if has_tokenizer(model) else None
     rows = load_text_rows(config)
     identity = {
