@@ -54,9 +54,7 @@ class Score:
     rouge: tuple[float, ...]
 
 
-def evaluate(
-    config: EvalConfig, sharded: ShardedModel, data: EvaluationRows, step: int, predictions_path: Path
-) -> dict[str, float]:
+def evaluate(config: EvalConfig, sharded: ShardedModel, data: EvaluationRows, predictions_path: Path) -> dict[str, float]:
     """Evaluate on the held-out rows; every rank returns the same figures, but for its own clock's `rows_per_s`. Collective.
 
     Writes `predictions_path` (one JSON line a row, in row order) on rank 0 where `config.generate`.
@@ -73,7 +71,7 @@ def evaluate(
             scores = _generate(config, model, sharded, data, batches, in_step)
             figures |= _gather_scores(scores, data, predictions_path)
     seconds = time.perf_counter() - start_s
-    return {"step": step, **figures, "num_rows": len(data.rows), "rows_per_s": len(data.rows) / seconds}
+    return {**figures, "num_rows": len(data.rows), "rows_per_s": len(data.rows) / seconds}
 
 
 def plan_evaluation(rows: Dataset, batch_size_rows: int, rank: int, world_size: int) -> list[list[int]]:

@@ -210,8 +210,7 @@ def _evaluate_and_log(config: SummarizationConfig, run: Run, state: TrainState, 
     if len(run.evaluation.rows) == 0:
         return False
     predictions = run.folder / f"predictions-{state.step}.jsonl"
-    figures: dict[str, Any] = evaluate(config.eval, run.sharded, run.evaluation, state.step, predictions)
-    figures.pop("step")
+    figures: dict[str, Any] = evaluate(config.eval, run.sharded, run.evaluation, predictions)
     run.metrics.write("eval", state.step, **figures)
     log_to_trackers(run.sharded.accelerator, {f"eval/{name}": value for name, value in figures.items()}, state.step)
     shown = ("loss", "bits_per_byte", "rouge1", "rougeL", "percent_distinct", "rows_per_s")
