@@ -1,9 +1,10 @@
-"""What every benchmark needs: run a side in a process of its own, name the machine, lay out a table."""
+"""What every benchmark needs: run a side in a process of its own, read its figures, name the machine, lay out a table."""
 
 from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -11,11 +12,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+Figures = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -51,16 +54,69 @@ def run_side(command: Sequence[str | Path], *, num_threads: int) -> Finished:
         return Finished(stdout.read(), usage.ru_maxrss / 2**20)  # kB on Linux
 
 
+def run_script(
+    script: str | Path, arguments: Sequence[str | Path], *, preset: str | None = None, num_processes: int = 1
+) -> Finished:
+    """`run_side` of a script that shares this machine's cores among its processes.
+
+    Args:
+        preset: name of an accelerate YAML to launch it with; None runs it in plain python.
+        num_processes: as the preset says.
+    """
+    launch = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{preset}.yaml"] if preset else []
+    return run_side([sys.executable, *launch, script, *arguments], num_threads=max(1, num_cores() // num_processes))
+
+
+def as_arguments(flags: dict[str, Any]) -> list[str]:
+    """`--key=value` of dotted flags, as the recipes read them."""
+    return [f"--{key}={_as_yaml(value)}" for key, value in flags.items()]
+
+
+def read_training(lines: list[dict[str, Any]], num_warmup_steps: int) -> Figures:
+    """Figures of the `train` lines of a recipe's `metrics.jsonl`, one a step, after the warm-up."""
+    timed = [line for line in lines if line["kind"] == "train" and line["step"] > num_warmup_steps]
+    seconds = sum(line["step_time_s"] for line in timed)
+    return {
+        "samples_per_s": sum(line["num_rows"] for line in timed) / seconds,
+        "tokens_per_s": sum(line["num_tokens"] for line in timed) / seconds,
+        "label_tokens_per_s": sum(line["num_label_tokens"] for line in timed) / seconds,
+        "seconds": seconds,
+        # A peer's last loss is a mean over 10 steps, too.
+        "loss": statistics.fmean(line["loss"] for line in timed[-10:]),
+        "training_memory_gib": max(line["peak_memory_gib"] for line in timed),
+    }
+
+
+def interleave(measure: Callable[[str, str], Figures], sides: list[str], repetitions: int, part: str) -> dict[str, list[Figures]]:
+    """Measure every side once a repetition; `measure` gets the side and a name for the run."""
+    runs: dict[str, list[Figures]] = {side: [] for side in sides}
+    for repetition in range(repetitions):
+        for turn in range(len(sides)):
+            side = sides[(turn + repetition) % len(sides)]
+            runs[side].append(measure(side, f"{part}-{repetition}-{turn}"))
+            print(f"{part} {repetition + 1}/{repetitions}, {side}: {json.dumps(runs[side][-1])}", flush=True)
+    return runs
+
+
+def median(figures: list[Figures], key: str) -> float:
+    """Of the repetitions of a side."""
+    return statistics.median(run[key] for run in figures)
+
+
+def num_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def describe_hardware() -> tuple[str, str]:
     """A name for file names (`2-cpu-cores`, `nvidia-h100`) and a sentence for the reader."""
     import torch
 
-    num_cores = len(os.sched_getaffinity(0))
-    cpu = f"{num_cores} cores of {_cpu_model()}"
+    cpu = f"{num_cores()} cores of {_cpu_model()}"
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_name(0)
         return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-"), f"{gpu}, {cpu}"
-    return f"{num_cores}-cpu-cores", cpu
+    return f"{num_cores()}-cpu-cores", cpu
 
 
 def describe_versions(packages: Sequence[str]) -> str:
@@ -89,6 +145,10 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def today() -> str:
     """The date in results' names: 2025-01-31."""
     return datetime.date.today().isoformat()
+
+
+def _as_yaml(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, bool | list) else str(value)
 
 
 def _cpu_model() -> str:

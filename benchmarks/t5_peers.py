@@ -13,14 +13,22 @@ long rows to short, so the matched peer and we are timed over one whole epoch.
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
-from measuring import REPOSITORY, describe_command, describe_hardware, describe_versions, format_spread, format_table, today
-from t5_sides import MAX_SOURCE_TOKENS, VOCAB_SIZE, Data, Figures, OurRun, run_ours, run_peer, write_data
+from measuring import (
+    REPOSITORY,
+    Figures,
+    describe_command,
+    describe_hardware,
+    describe_versions,
+    format_spread,
+    format_table,
+    interleave,
+    median,
+    today,
+)
+from t5_sides import MAX_SOURCE_TOKENS, VOCAB_SIZE, Data, OurRun, run_ours, run_peer, write_data
 
 PACKAGES = ["torch", "transformers", "accelerate", "datasets", "tokenizers"]
 DEFAULTS, MATCHED, OURS = "Seq2SeqTrainer, defaults", "Seq2SeqTrainer, matched", "recipes/t5.py"
@@ -196,17 +204,6 @@ T5 {describe_shape("memory")}; 2 processes, micro-batches of 4.
 {format_table(["", *columns], rows)}"""
 
 
-def interleave(measure: Callable[[str, str], Figures], sides: list[str], repetitions: int, part: str) -> dict[str, list[Figures]]:
-    """Measure every side once a repetition; `measure` gets the side and a name for the run."""
-    runs: dict[str, list[Figures]] = {side: [] for side in sides}
-    for repetition in range(repetitions):
-        for turn in range(len(sides)):
-            side = sides[(turn + repetition) % len(sides)]
-            runs[side].append(measure(side, f"{part}-{repetition}-{turn}"))
-            print(f"{part} {repetition + 1}/{repetitions}, {side}: {json.dumps(runs[side][-1])}", flush=True)
-    return runs
-
-
 def comparison_table(runs: dict[str, list[Figures]], columns: dict[str, tuple[str, int]], speeds: list[str]) -> str:
     """A row a side; after its figures how many times as fast we are, by each of the columns in `speeds`."""
     rows = []
@@ -222,10 +219,6 @@ def comparison_table(runs: dict[str, list[Figures]], columns: dict[str, tuple[st
 def describe_shape(name: str) -> str:
     """`(d_model 256, …, vocabulary 4096)`."""
     return f"({', '.join(f'{key} {value}' for key, value in SHAPES[name].items())}, vocabulary {VOCAB_SIZE})"
-
-
-def median(figures: list[Figures], key: str) -> float:
-    return statistics.median(run[key] for run in figures)
 
 
 if __name__ == "__main__":

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from measuring import REPOSITORY, run_side
+from measuring import REPOSITORY, Figures, as_arguments, read_training, run_script
 
 PEER_SCRIPT = REPOSITORY / "benchmarks/peers/seq2seq_trainer.py"
 MIN_BODY_CHARACTERS = 120  # as the held-out rows; one-line docstrings would be no summarization
 VOCAB_SIZE, MAX_SOURCE_TOKENS, MAX_TARGET_TOKENS = 4096, 512, 64
-Figures = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -44,16 +41,9 @@ def write_data(folder: Path, shapes: dict[str, dict[str, Any]], max_train_rows: 
     from datasets import Dataset
     from transformers import T5Config
 
-    from toolkit.config import DataConfig
-    from toolkit.data.sources import load_text_rows
     from toolkit.data.tokenizer import train_tokenizer
 
-    rows = load_text_rows(DataConfig(source="docstrings", cache_dir=str(folder / "cache")))
-    long_enough = rows.train.filter(lambda row: len(row["lead_text"]) >= MIN_BODY_CHARACTERS)
-    splits = {
-        "train": evenly_spaced(long_enough.select_columns(["source", "target"]).to_list(), max_train_rows),
-        "eval": evenly_spaced(rows.evaluation.select_columns(["source", "target"]).to_list(), max_eval_rows),
-    }
+    splits = load_docstrings(folder, max_train_rows, max_eval_rows)
     tokenizer = train_tokenizer(Dataset.from_list(splits["train"]), VOCAB_SIZE)
     data = Data(folder, len(splits["train"]), len(splits["eval"]))
     for split, texts in splits.items():
@@ -66,6 +56,19 @@ def write_data(folder: Path, shapes: dict[str, dict[str, Any]], max_train_rows: 
         T5Config(**shape, vocab_size=len(tokenizer), pad_token_id=0, decoder_start_token_id=0).save_pretrained(data.model(name))
         tokenizer.save_pretrained(data.model(name))
     return data
+
+
+def load_docstrings(folder: Path, max_train_rows: int, max_eval_rows: int) -> dict[str, list[dict[str, str]]]:
+    """Docstrings with a body, `source` and `target`, of the splits `train` and `eval`; `folder` takes a cache."""
+    from toolkit.config_sections import DataConfig
+    from toolkit.data.sources import load_text_rows
+
+    rows = load_text_rows(DataConfig(source="docstrings", cache_dir=str(folder / "cache")))
+    long_enough = rows.train.filter(lambda row: len(row["lead_text"]) >= MIN_BODY_CHARACTERS)
+    return {
+        "train": evenly_spaced(long_enough.select_columns(["source", "target"]).to_list(), max_train_rows),
+        "eval": evenly_spaced(rows.evaluation.select_columns(["source", "target"]).to_list(), max_eval_rows),
+    }
 
 
 def evenly_spaced(rows: list[dict[str, str]], most: int) -> list[dict[str, str]]:
@@ -82,7 +85,7 @@ def run_peer(data: Data, name: str, **config: Any) -> Figures:
     """
     config_path = data.folder / f"{name}.json"
     config_path.write_text(json.dumps(config | {"work_folder": str(data.folder / name)}, default=str))
-    finished = run_side([sys.executable, PEER_SCRIPT, config_path], num_threads=num_cores())
+    finished = run_script(PEER_SCRIPT, [config_path])
     return json.loads(finished.stdout.splitlines()[-1]) | {"peak_memory_gib": finished.peak_memory_gib}
 
 
@@ -126,26 +129,9 @@ def run_ours(run: OurRun) -> Figures:
         "log_every_steps": 5,
         **run.flags,
     }
-    preset = f"accelerate_configs/{run.preset}.yaml"
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", preset, "recipes/t5.py"]
-    arguments = [f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in flags.items()]
-    finished = run_side([*launch, *arguments], num_threads=max(1, num_cores() // run.num_processes))
+    finished = run_script("recipes/t5.py", as_arguments(flags), preset=run.preset, num_processes=run.num_processes)
     lines = load_metrics(run.data.folder / run.name / "metrics.jsonl")
     return read_training(lines, run.num_warmup_steps) | read_evaluation(lines) | {"peak_memory_gib": finished.peak_memory_gib}
-
-
-def read_training(lines: list[dict[str, Any]], num_warmup_steps: int) -> Figures:
-    """Figures of the `train` lines, one a step, after the warm-up."""
-    timed = [line for line in lines if line["kind"] == "train" and line["step"] > num_warmup_steps]
-    seconds = sum(line["step_time_s"] for line in timed)
-    return {
-        "samples_per_s": sum(line["num_rows"] for line in timed) / seconds,
-        "tokens_per_s": sum(line["tokens_per_s"] * line["step_time_s"] for line in timed) / seconds,
-        "seconds": seconds,
-        # The peer's last loss is a mean over 10 steps, too.
-        "loss": statistics.fmean(line["loss"] for line in timed[-10:]),
-        "training_memory_gib": max(line["peak_memory_gib"] for line in timed),
-    }
 
 
 def read_evaluation(lines: list[dict[str, Any]]) -> Figures:
@@ -155,8 +141,3 @@ def read_evaluation(lines: list[dict[str, Any]]) -> Figures:
         return {}
     figures = {f"eval_{key}": timed[-1][key] for key in ("loss", "rouge1", "rouge2", "rougeL", "rougeLsum")}
     return figures | {"eval_rows_per_s": statistics.harmonic_mean([line["rows_per_s"] for line in timed])}
-
-
-def num_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0))

@@ -38,6 +38,9 @@ GPU_PRESET_OVERRIDES_ON_CPU: dict[str, dict[str, Any]] = {
     "ddp": _ON_CPU,
     "fsdp2_full_shard": _ON_CPU,
     "fsdp2_shard_grad_op": _ON_CPU,
+    "fsdp2_activation_checkpointing": _ON_CPU,
+    # Inductor would compile with a C++ compiler, for minutes; what is traced and sharded is the same.
+    "fsdp2_compile": {**_ON_CPU, "dynamo_config": {"dynamo_backend": "AOT_EAGER"}},
     "fsdp2_offload": _ON_CPU,  # pinned memory has no key in the YAML; `toolkit.accelerator` turns it off on CPU
     # FSDP1 broadcasts module states through an accelerator only ("no available devices found").
     "fsdp1_full_shard": {**_ON_CPU, "fsdp_config": {"fsdp_sync_module_states": False}},

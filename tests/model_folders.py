@@ -34,6 +34,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Config class and what it is built with; T5's config is the one of version 1.0, FLAN's that of version 1.1."""
 
+LLAMA_SIZES = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128,
+    "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1,
+}  # fmt: skip
+GROUPED = LLAMA_SIZES | {"num_key_value_heads": 2}
+SLIDING = GROUPED | {"sliding_window": 8, "head_dim": 8}
+GPT2_SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "pad_token_id": 0, "eos_token_id": 1}
+
+CAUSAL_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", GROUPED | {"tie_word_embeddings": False}),
+    "llama_tied": ("LlamaConfig", GROUPED | {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", GROUPED | {"head_dim": 8, "tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", SLIDING),
+    "gemma2": ("Gemma2Config", SLIDING | {"query_pre_attn_scalar": 8}),
+    "gemma3": ("Gemma3TextConfig", SLIDING | {"query_pre_attn_scalar": 8}),
+    "gpt2": ("GPT2Config", GPT2_SIZES),
+    "gpt_neox": ("GPTNeoXConfig", LLAMA_SIZES),
+    "phi3": ("Phi3Config", GROUPED),
+    "olmo2": ("Olmo2Config", GROUPED),
+}
+"""Tied are llama_tied, qwen3, both Gemmas and GPT-2; the windows are shorter than the rows of the tests."""
+
 
 def build_model_folders(parent: Path) -> dict[str, Path]:
     """One folder a family, by its name. Imports transformers: call it through `run_on_ranks`, where that is done."""
@@ -41,12 +63,13 @@ def build_model_folders(parent: Path) -> dict[str, Path]:
     import transformers
 
     folders = {}
-    for place, (family, (config_class, settings)) in enumerate(FAMILIES.items()):
+    for place, (family, (config_class, settings)) in enumerate({**FAMILIES, **CAUSAL_FAMILIES}.items()):
         folder = folders[family] = parent / family
         tokenizer = _build_tokenizer(("<s>", "<pad>", "</s>") if family == "bart" else ("<pad>", "</s>"))
         torch.manual_seed(place)
         config = getattr(transformers, config_class)(vocab_size=256, **settings)
-        model = transformers.AutoModelForSeq2SeqLM.from_config(config)
+        auto_class = transformers.AutoModelForSeq2SeqLM if family in FAMILIES else transformers.AutoModelForCausalLM
+        model = auto_class.from_config(config, dtype=torch.float32)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return folders

@@ -37,6 +37,12 @@ def check_rules(mapping: dict[str, Any], sections: dict[str, dict[str, Any]]) ->
         _check_fsdp(fsdp, use_cpu=mapping.get("use_cpu", False))
     if parallelism:
         _check_parallelism(parallelism, fsdp, mapping)
+    dynamo = sections["dynamo_config"]
+    if str(dynamo.get("dynamo_backend", "NO")).upper() != "NO" and not dynamo.get("dynamo_use_regional_compilation"):
+        raise UserError(
+            "dynamo_config.dynamo_use_regional_compilation is not true: set it, blocks are compiled one by one (the loss and "
+            "generation around them are not)"
+        )
 
 
 def check_accumulation(mapping: dict[str, Any]) -> None:

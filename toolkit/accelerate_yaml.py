@@ -21,13 +21,17 @@ PATH_VARIABLE = "TOOLKIT_ACCELERATE_YAML"
 
 HEADER_FIELDS = ("What it shards", "When to pick it", "Cost", "Needs")
 
-SECTIONS = {"fsdp_config": "fsdp_", "parallelism_config": "parallelism_config_", "fp8_config": "fp8_"}
+SECTIONS = {
+    "fsdp_config": "fsdp_",
+    "parallelism_config": "parallelism_config_",
+    "fp8_config": "fp8_",
+    "dynamo_config": "dynamo_",
+}
 """Nested sections with the prefix of their keys."""
 REFUSED_SECTIONS = {
     "deepspeed_config": "DEEPSPEED",
     "megatron_lm_config": "MEGATRON_LM",
     "mpirun_config": "MULTI_CPU under MPI",
-    "dynamo_config": "torch.compile",
 }
 TPU_KEYS = ("downcast_bf16", "commands", "command_file")  # and tpu_*; `accelerate config` writes them empty
 REFUSED_FSDP_KEYS = {

@@ -92,6 +92,26 @@ def compute_dtype(accelerator: Accelerator) -> torch.dtype:
     return torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
 
 
+def frozen_dtype(accelerator: Accelerator, setting: str, *, has_adapter: bool) -> torch.dtype:
+    """Dtype that frozen parameters are stored in, as `model.frozen_dtype` says.
+
+    Raises:
+        UserError: bfloat16 where FSDP1 cannot flatten it with trainable fp32, or where nothing casts it for the computation.
+    """
+    if setting == "auto":
+        return compute_dtype(accelerator) if has_adapter and fsdp_version(accelerator) != 1 else torch.float32
+    if setting == "bfloat16" and fsdp_version(accelerator) == 1:
+        raise UserError(
+            "model.frozen_dtype is bfloat16, but FSDP1 keeps frozen and trainable parameters in one tensor of one dtype: leave "
+            "it out, or set fsdp_version: 2"
+        )
+    if setting == "bfloat16" and compute_dtype(accelerator) == torch.float32 and not uses_fsdp(accelerator):
+        raise UserError(
+            "model.frozen_dtype is bfloat16, but mixed_precision is 'no': leave it out, or write mixed_precision: bf16"
+        )
+    return getattr(torch, setting)
+
+
 def _asked_for_cpu() -> bool:
     return os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")
 
@@ -108,8 +128,11 @@ def _check_environment() -> None:
     if precision not in ("no", "bf16"):
         raise UserError(f"mixed_precision {precision} is not supported: use bf16, or no for fp32")
     backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO")
-    if backend.upper() != "NO":
-        raise UserError(f"dynamo_backend is {backend} in the launch: torch.compile is not supported, so leave it out")
+    if backend.upper() != "NO" and os.environ.get("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "False") != "True":
+        raise UserError(
+            f"dynamo_backend is {backend} in the launch, without dynamo_use_regional_compilation: set that too, blocks are "
+            "compiled one by one"
+        )
     if os.environ.get("ACCELERATE_USE_FSDP", "false") == "true":
         _check_fsdp_environment()
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from toolkit import __version__
-from toolkit.config import CheckpointConfig
+from toolkit.config_sections import CheckpointConfig
 from toolkit.distributed import agreed, barrier, broadcast_object, gather_objects, print_rank0, raise_together, rank, world_size
 from toolkit.errors import UserError
 from toolkit.manifest import best_checkpoint, commit, describe_files, find_checkpoint, prune, read_manifest, step_folder
@@ -66,8 +66,8 @@ class Identity:
     """Dotted keys of the run config, and the `mixed_precision` of the accelerate YAML."""
     model_config_hash: str
     data_fingerprint: str
-    frozen_hash: str | None
-    """Hash of the frozen parameters; None where all train."""
+    frozen_hashes: dict[str, str]
+    """Of each frozen parameter, by name."""
 
 
 def save_checkpoint(
@@ -103,7 +103,7 @@ def save_checkpoint(
             "config": identity.config,
             "model_config_hash": identity.model_config_hash,
             "data_fingerprint": identity.data_fingerprint,
-            "frozen_hash": identity.frozen_hash,
+            "frozen_hashes": identity.frozen_hashes,
         },
         "state": {"best_value": state.best_value, "num_evaluations_without_gain": state.num_evaluations_without_gain},
         "metrics": state.metrics,
@@ -194,8 +194,13 @@ def _check_identity(folder: Path, theirs: dict[str, Any], ours: Identity) -> Non
         raise UserError(f"the model's config.json is not the one {folder} was trained with: {_ways_out()}")
     if theirs["data_fingerprint"] != ours.data_fingerprint:
         raise UserError(f"the data is not what {folder} was trained on: {_ways_out()}")
-    if theirs["frozen_hash"] != ours.frozen_hash:
-        raise UserError(f"the frozen base weights are not those {folder} was trained on: {_ways_out()}")
+    frozen = theirs["frozen_hashes"]
+    changed = [name for name in {**frozen, **ours.frozen_hashes} if frozen.get(name) != ours.frozen_hashes.get(name)]
+    if changed:
+        raise UserError(
+            f"the frozen base weights are not those {folder} was trained on: {len(changed)} differ, {changed[0]} first; give "
+            f"the same base, or take another run.name"
+        )
 
 
 def _check_config(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 from toolkit.errors import UserError
 
+FILE_SOURCES = ("csv", "jsonl", "parquet", "wikihow")
+
 
 def check_config(config: Any) -> None:
     """Refuse what no single field's type can: fields that exclude or need each other.
@@ -22,8 +24,7 @@ def check_config(config: Any) -> None:
         raise UserError(f"profile.steps is {profile.steps}: give the first and the last step, as in [10, 12]")
     if train.max_steps is not None:
         check_num_steps(config, train.max_steps)
-    if data.source in ("wikihow", "csv", "jsonl", "parquet") and not data.files:
-        raise UserError(f"data.source {data.source} needs data.files")
+    _check_sources(data)
     if evaluation.stop_after is not None and evaluation.every_steps is None:
         raise UserError(f"eval.stop_after is {evaluation.stop_after}, but only the end is evaluated: set eval.every_steps too")
     if evaluation.best_metric.startswith("rouge") and not evaluation.generate:
@@ -34,6 +35,20 @@ def check_config(config: Any) -> None:
         raise UserError(f"run.name {config.run.name!r} is not a plain folder name: take one without slashes")
 
 
+def _check_sources(data: Any) -> None:
+    """Each source must have the files it reads; `data.mix` replaces the fields of a single source."""
+    mix = getattr(data, "mix", [])
+    for name, value in (("source", data.source), ("files", data.files), ("hub_subset", data.hub_subset)):
+        if mix and value:
+            raise UserError(f"data.{name} is given beside data.mix: move it into an entry of data.mix")
+    if not mix and data.source is None:
+        raise UserError("give data.source, or data.mix for several sources: neither is given")
+    for place, source in enumerate(mix or [data]):
+        where = f"data.mix[{place}]" if mix else "data"
+        if source.source in FILE_SOURCES and not source.files:
+            raise UserError(f"{where}.source {source.source} needs {where}.files")
+
+
 def check_num_steps(config: Any, num_steps: int) -> None:
     """Refuse what does not fit into a run of so many steps; known at once with `max_steps`, else once the rows are counted.
 
@@ -41,7 +56,7 @@ def check_num_steps(config: Any, num_steps: int) -> None:
         UserError: naming both numbers.
     """
     warmup_steps, window = config.optim.warmup_steps, config.profile.steps
-    if warmup_steps >= num_steps:
+    if warmup_steps >= max(1, num_steps):
         raise UserError(f"optim.warmup_steps is {warmup_steps}, but the run has only {num_steps} steps: warm up for fewer")
     if window is not None and window[1] > num_steps:
         raise UserError(f"profile.steps is {window}, but the run has only {num_steps} steps: end the window by then")

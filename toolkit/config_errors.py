@@ -91,9 +91,38 @@ def _collect_entries(node: Any, prefix: str, path: Path, text: str, config_class
             raise UserError(f"{path}, line {line}: unknown key {key}{suggestion(key, config_class)}")
         else:
             entries[key] = entry
+            if found := _find_trouble_in_list(key, leaves[key], value_node):
+                raise UserError(f"{path}, line {found[0].start_mark.line + 1}: {found[1]}")
             # jsonargparse takes null for "not given", whatever the type.
             if value_node.tag == "tag:yaml.org,2002:null" and types.NoneType not in get_args(leaves[key]):
                 raise UserError(_type_sentence(key, leaves[key], [], entries))
+
+
+def _find_trouble_in_list(key: str, hint: Any, node: Any) -> tuple[Any, str] | None:
+    """What is wrong with a list of sections (`list[MixEntry]`), if the field is one: the YAML node, and a sentence."""
+    section_class = get_args(hint)[0] if get_origin(hint) is list else None
+    if not dataclasses.is_dataclass(section_class) or node.tag == "tag:yaml.org,2002:null":
+        return None
+    hints = get_type_hints(section_class)
+    if node.id != "sequence" or any(item.id != "mapping" for item in node.value):
+        return node, f"{key} is not a list of keys with values: write {allowed(hint)}"
+    for place, item in enumerate(node.value):
+        given = {key_node.value: (key_node, value_node) for key_node, value_node in item.value}
+        for name, (key_node, value_node) in given.items():
+            if name not in hints:
+                near = difflib.get_close_matches(name, hints, n=1, cutoff=0.5)
+                way_out = f": did you mean {near[0]}?" if near else f"; known are {', '.join(hints)}"
+                return key_node, f"unknown key {key}[{place}].{name}{way_out}"
+            if isinstance(hints[name], type) and issubclass(hints[name], int | float):
+                try:
+                    hints[name](value_node.value)
+                except (ValueError, TypeError):
+                    shown = _shortened(str(value_node.value))
+                    return value_node, f"{key}[{place}].{name} is {shown}: write {allowed(hints[name])}"
+        for f in dataclasses.fields(section_class):
+            if f.default is f.default_factory is dataclasses.MISSING and f.name not in given:
+                return item, f"{key}[{place}] has no {f.name}: give one"
+    return None
 
 
 def known_keys(config_class: type) -> tuple[dict[str, Any], list[str]]:
@@ -135,6 +164,10 @@ def sentence(message: str, config_class: type, flags: list[str], entries: dict[s
         flags: the command line without `--config`, where the message is about it.
         entries: of the run YAML, where the message is about that.
     """
+    leaves, sections = known_keys(config_class)
+    for key, value in _given_flags(flags):
+        if key in leaves and (node := _compose(value)) and (found := _find_trouble_in_list(key, leaves[key], node)):
+            return f"--{found[1]}" if found[1].startswith(key) else f"--{key}: {found[1]}"
     if unknown := re.search(r"unrecognized arguments: (\S+)", message):
         if not unknown[1].startswith("--"):
             return f"unexpected argument {unknown[1]}: write flags as in --optim.lr 1e-4, and a list as one argument: '[a, b]'"
@@ -147,7 +180,6 @@ def sentence(message: str, config_class: type, flags: list[str], entries: dict[s
         return f"missing in the run config: {missing[1]} (give it in --config FILE or as --{first} VALUE)"
     if valueless := re.search(r"argument (--\S+): expected one argument", message):
         return f"{valueless[1]} has no value: give one, as in {valueless[1]} VALUE"
-    leaves, sections = known_keys(config_class)
     keys = [key for key in re.findall(r'Parser key "(\S+)"', message) if key in leaves or key in sections]
     if not keys:
         return " ".join(message.split())
@@ -162,11 +194,26 @@ def _type_sentence(key: str, hint: Any, flags: list[str], entries: dict[str, Ent
     if key in entries:
         entry = entries[key]
         return f"{entry.path}, line {entry.line}: {key} is {_shortened(entry.text) or 'null'}: write {allowed(hint)}"
-    for flag, value in reversed(list(zip(flags, [*flags[1:], ""], strict=True))):
-        if flag == f"--{key}" or flag.startswith(f"--{key}="):
-            given = value if flag == f"--{key}" else flag.partition("=")[2]
+    for name, given in _given_flags(flags):
+        if name == key:
             return f"--{key} is {_shortened(given)}: give {allowed(hint)}"
     return f"{key} has a value of the wrong type: give {allowed(hint)}"
+
+
+def _given_flags(flags: list[str]) -> list[tuple[str, str]]:
+    """(key, value) of the flags on the command line, the last one first, which is the one that counts."""
+    pairs = list(zip(flags, [*flags[1:], ""], strict=False))
+    given = [(*flag[2:].partition("="), value) for flag, value in reversed(pairs) if flag.startswith("--")]
+    return [(name, own if equals else value) for name, equals, own, value in given]
+
+
+def _compose(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError:
+        return None
 
 
 def allowed(hint: Any) -> str:
@@ -176,6 +223,9 @@ def allowed(hint: Any) -> str:
         return _either(allowed(argument) for argument in sorted(arguments, key=lambda argument: argument is str))
     if origin is Literal:
         return _either(arguments)
+    if origin is list and dataclasses.is_dataclass(arguments[0]):
+        first, second = dataclasses.fields(arguments[0])[:2]
+        return f"a list as in [{{{first.name}: ..., {second.name}: ...}}, ...]"
     if origin is list:
         example = "['a', 'b']" if arguments[0] is str else "[10, 12]"
         return f"a list as in {example}"

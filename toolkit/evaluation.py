@@ -1,4 +1,4 @@
-"""Held-out loss and generated summaries, over all ranks, each row exactly once.
+"""Held-out loss and generated texts, over all ranks, each row exactly once.
 
 The loss is a sum over label tokens divided by their number, so batch size, process count and padding do not show in it.
 ROUGE is scored row by row on the rank that generated the row, and averaged in row order on rank 0.
@@ -8,6 +8,7 @@ Shapes: `B` rows, `S` source positions, `T` target positions, `V` vocabulary.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import time
@@ -19,11 +20,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from toolkit.config import EvalConfig
-from toolkit.data.collate import Batch, collate
+from toolkit.config_sections import EvalConfig
+from toolkit.data.collate import Batch, Collator
 from toolkit.distributed import agreed, broadcast_object, gather_objects, rank, reduce_on_cpu, world_size
 from toolkit.errors import UserError
-from toolkit.losses import summed_cross_entropy
+from toolkit.losses import summed_loss
 from toolkit.sharding import ShardedModel, evaluation_model, generation_ready
 
 if TYPE_CHECKING:
@@ -31,7 +32,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ROUGE_METRICS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
-HIGHER_IS_BETTER = (*ROUGE_METRICS, "percent_distinct")
+TEXT_METRICS = (*ROUGE_METRICS, "exact_match", "percent_distinct")
+LOSS_METRICS = ("loss", "perplexity", "bits_per_byte", "token_accuracy")
+HIGHER_IS_BETTER = (*TEXT_METRICS, "token_accuracy")
+LONGEST_LOG = 700.0
+"""exp() of more does not fit into a float."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +46,16 @@ class EvaluationRows:
     rows: Dataset
     """Columns as in `TokenizedRows`."""
     tokenizer: PreTrainedTokenizerBase
-    pad_token_id: int
-    decoder_start_token_id: int
+    collator: Collator
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a generated text, beside those of the model's generation config."""
+
+    @functools.cached_property
+    def prompted(self) -> list[int]:
+        """Rows that a text is generated for: all of an encoder-decoder, of a causal model those with a prompt."""
+        if "prompt_length" not in self.rows.column_names:
+            return list(range(len(self.rows)))
+        return np.flatnonzero(self.rows.with_format("numpy")["prompt_length"][:]).tolist()
 
 
 @dataclass(frozen=True)
@@ -60,14 +73,16 @@ def evaluate(config: EvalConfig, sharded: ShardedModel, data: EvaluationRows, pr
     Writes `predictions_path` (one JSON line a row, in row order) on rank 0 where `config.generate`.
 
     Returns:
-        `loss` (nats a label token), `bits_per_byte` (of the targets' utf-8 text), `rouge1` … `rougeLsum` (percent, mean F),
-        `percent_distinct` (share of predictions that differ from all others), `num_rows`, `rows_per_s`.
+        `loss` (nats a label token), `perplexity` (its exponential), `bits_per_byte` (of the targets' utf-8 text),
+        `token_accuracy` (percent of label tokens that were the likeliest); of generated texts `rouge1` … `rougeLsum` (percent,
+        mean F), `exact_match` (percent equal to the reference but for white space around), `percent_distinct` (share of
+        predictions that differ from all others); `num_rows`, `rows_per_s`.
     """
     start_s = time.perf_counter()
     batches = plan_evaluation(data.rows, config.batch_size_rows, rank(), world_size())
     with torch.no_grad(), evaluation_model(sharded, config.unshard) as (model, in_step):
         figures = _evaluate_loss(model, sharded, data, batches, in_step)
-        if config.generate:
+        if config.generate and data.prompted:
             scores = _generate(config, model, sharded, data, batches, in_step)
             figures |= _gather_scores(scores, data, predictions_path)
     seconds = time.perf_counter() - start_s
@@ -75,17 +90,24 @@ def evaluate(config: EvalConfig, sharded: ShardedModel, data: EvaluationRows, pr
 
 
 def plan_evaluation(rows: Dataset, batch_size_rows: int, rank: int, world_size: int) -> list[list[int]]:
-    """This rank's batches of row indices: sorted by length, longest first, dealt over the ranks batch by batch.
+    """This rank's batches of row indices: sorted by tokens before the labels, longest first, dealt over the ranks by batches.
 
     Every rank gets the same number of batches; the missing ones are empty.
     """
-    lengths = np.asarray(rows["source_length"][:]) * 1024 + np.asarray(rows["target_length"][:])
-    order = np.argsort(-lengths, kind="stable").tolist()
+    columns = rows.with_format("numpy")
+    num_labels = columns["num_label_tokens"][:]
+    order = np.lexsort((-num_labels, num_labels - columns["num_tokens"][:])).tolist()
     # A short list is cut finer, so that no rank is left without work.
     size = max(1, min(batch_size_rows, math.ceil(len(order) / world_size)))
     batches = [order[i : i + size] for i in range(0, len(order), size)]
     batches += [[]] * (-len(batches) % world_size)
     return batches[rank::world_size]
+
+
+def stop_token_ids(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """What ends a generated text: the tokenizer's end, and the special tokens that labels end with (a chat's end of turn)."""
+    last = {labels[-1] for labels in rows["labels"]} if len(rows) else set()
+    return tuple(sorted((last & set(tokenizer.all_special_ids)) | {tokenizer.eos_token_id} - {None}))
 
 
 def is_better(metric: str, new: float, old: float | None) -> bool:
@@ -95,13 +117,15 @@ def is_better(metric: str, new: float, old: float | None) -> bool:
     return new > old if metric in HIGHER_IS_BETTER else new < old
 
 
-def check_metric(config: EvalConfig) -> None:
-    """Refuse a metric that no evaluation gives.
+def check_metric(config: EvalConfig, data: EvaluationRows | None = None) -> None:
+    """Refuse a metric that no evaluation gives, or, with `data`, none on these rows.
 
     Raises:
         UserError: naming those that exist.
     """
-    known = ("loss", "bits_per_byte", *(HIGHER_IS_BETTER if config.generate else ()))
+    known = (*LOSS_METRICS, *(TEXT_METRICS if config.generate else ()))
+    if data is not None and config.best_metric in TEXT_METRICS and not data.prompted:
+        raise UserError(f"eval.best_metric is {config.best_metric}, but no held-out row has a prompt: choose loss or the like")
     if config.best_metric not in known:
         raise UserError(f"eval.best_metric is {config.best_metric}: choose one of {', '.join(known)}")
 
@@ -111,21 +135,26 @@ def _evaluate_loss(
 ) -> dict[str, float]:
     """Token-weighted loss over all ranks. Collective."""
     loss_sum = torch.zeros((), dtype=torch.float64, device=sharded.accelerator.device)
+    num_correct = torch.zeros((), dtype=torch.int64, device=sharded.accelerator.device)
     num_tokens = num_bytes = 0
     for indices in batches:
         if not indices and not in_step:
             continue
-        batch = _load_batch(data, indices, sharded)
-        labels_BT = batch.pop("labels")
-        logits_BTV = model(**batch, use_cache=False).logits
-        loss_sum += summed_cross_entropy(logits_BTV, labels_BT)
-        num_tokens += sum(data.rows[i]["target_length"] for i in indices)
-        num_bytes += sum(data.rows[i]["target_bytes"] for i in indices)
-    totals = torch.tensor([loss_sum.item(), num_tokens, num_bytes], dtype=torch.float64)
-    total_loss, total_tokens, total_bytes = reduce_on_cpu(totals, dist.ReduceOp.SUM).tolist()
+        # Without rows one whose labels do not count, to stay in step with the other ranks.
+        rows = [[data.rows[i]] for i in indices or [0]]
+        batch_sum, batch_correct = summed_loss(model, _on_device(data.collator.collate(rows, counts=bool(indices)), sharded))
+        loss_sum += batch_sum
+        num_correct += batch_correct
+        num_tokens += sum(row["num_label_tokens"] for (row,) in rows) if indices else 0
+        num_bytes += sum(row["target_bytes"] for (row,) in rows) if indices else 0
+    totals = torch.tensor([loss_sum.item(), num_correct.item(), num_tokens, num_bytes], dtype=torch.float64)
+    total_loss, total_correct, total_tokens, total_bytes = reduce_on_cpu(totals, dist.ReduceOp.SUM).tolist()
+    loss = total_loss / total_tokens
     return {
-        "loss": total_loss / total_tokens,
+        "loss": loss,
+        "perplexity": math.exp(min(loss, LONGEST_LOG)),
         "bits_per_byte": total_loss / math.log(2) / total_bytes,
+        "token_accuracy": 100 * total_correct / total_tokens,
     }
 
 
@@ -137,19 +166,23 @@ def _generate(
     batches: list[list[int]],
     in_step: bool,
 ) -> list[Score]:
-    """Summaries of this rank's rows, scored. Collective where `in_step`."""
+    """Texts of this rank's rows, scored. Collective where `in_step`."""
     from toolkit.metrics.rouge import rouge_scores
 
     scores = []
+    prompted = set(data.prompted)
+    stop_token_ids = _stop_token_ids(model, data)
     with generation_ready(sharded, model):
-        for indices in batches:
+        for batch_indices in batches:
+            indices = [i for i in batch_indices if i in prompted]
             if not indices and not in_step:
                 continue
-            batch = _load_batch(data, indices, sharded)
+            prompts = _on_device(data.collator.prompts([data.rows[i] for i in indices or data.prompted[:1]]), sharded)
             tokens_BT = model.generate(  # type: ignore[operator]
-                input_ids=batch["input_ids"],
-                attention_mask=batch["attention_mask"],
+                **prompts,
                 max_new_tokens=config.max_new_tokens,
+                pad_token_id=data.collator.pad_token_id,
+                eos_token_id=stop_token_ids,
                 num_beams=config.num_beams,
                 no_repeat_ngram_size=config.no_repeat_ngram_size,
                 do_sample=False,
@@ -158,7 +191,7 @@ def _generate(
             )
             if not indices:
                 continue
-            predictions = data.tokenizer.batch_decode(tokens_BT, skip_special_tokens=True)
+            predictions = data.tokenizer.batch_decode(data.collator.new_tokens(tokens_BT, prompts), skip_special_tokens=True)
             per_row = rouge_scores(predictions, [data.rows[i]["target"] for i in indices])
             for place, (index, prediction) in enumerate(zip(indices, predictions, strict=True)):
                 scores.append(Score(index, prediction, tuple(per_row[name][place] for name in ROUGE_METRICS)))
@@ -176,10 +209,12 @@ def _gather_scores(scores: list[Score], data: EvaluationRows, predictions_path: 
     ordered: list[Score] = []
     if rank() == 0:
         ordered = sorted((score for part in gathered for score in part), key=lambda score: score.index)
-        if [score.index for score in ordered] != list(range(len(data.rows))):
-            raise RuntimeError(f"{len(ordered)} scored rows for {len(data.rows)} held-out rows: a row is missing or doubled")
+        if [score.index for score in ordered] != data.prompted:
+            raise RuntimeError(f"{len(ordered)} scored rows for {len(data.prompted)} prompts: a row is missing or doubled")
         for place, name in enumerate(ROUGE_METRICS):
             figures[name] = math.fsum(score.rouge[place] for score in ordered) / len(ordered)
+        references = data.rows["target"][:]
+        figures["exact_match"] = 100 * sum(s.prediction.strip() == references[s.index].strip() for s in ordered) / len(ordered)
         figures["percent_distinct"] = 100 * len({score.prediction for score in ordered}) / len(ordered)
     agreed(lambda: _write_predictions(ordered, data, predictions_path) if rank() == 0 else None)
     return broadcast_object(figures)
@@ -198,8 +233,12 @@ def _write_predictions(scores: list[Score], data: EvaluationRows, path: Path) ->
         raise UserError(f"the predictions {path} could not be written: {error.strerror}") from None
 
 
-def _load_batch(data: EvaluationRows, indices: list[int], sharded: ShardedModel) -> Batch:
-    """Rows as tensors on the device; without rows one whose labels do not count, to stay in step with the other ranks."""
-    rows = [data.rows[i] for i in indices or [0]]
-    batch = collate(rows, data.pad_token_id, data.decoder_start_token_id, counts=bool(indices))
+def _stop_token_ids(model: PreTrainedModel, data: EvaluationRows) -> list[int] | None:
+    """What ends a text: for the model, and as the rows end it (a chat model's turn, say). None leaves it to `generate`."""
+    own = model.generation_config.eos_token_id  # type: ignore[union-attr]
+    every = {*data.stop_token_ids, *(own if isinstance(own, list) else [own])} - {None}
+    return sorted(every) or None
+
+
+def _on_device(batch: Batch, sharded: ShardedModel) -> Batch:
     return {name: tensor.to(sharded.accelerator.device) for name, tensor in batch.items()}

@@ -1,112 +1,148 @@
-"""A Hugging Face folder that plain transformers loads, reloaded and compared before the run calls it exported."""
+"""Hugging Face folders that plain transformers and peft load, reloaded and compared before the run calls them exported."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from toolkit.accelerator import compute_dtype
-from toolkit.data.collate import collate
-from toolkit.distributed import agreed, barrier, print_rank0, rank
+from toolkit.adapter_export import compare_adapter, compare_merged, merge, write_adapter
+from toolkit.adapter_files import base_name, hash_weight
+from toolkit.adapters import is_wanted
+from toolkit.config import RecipeConfig
+from toolkit.distributed import agreed, barrier, rank
 from toolkit.errors import UserError
 from toolkit.evaluation import EvaluationRows
+from toolkit.export_check import compare_logits, compare_weights, reload
 from toolkit.sharding import ShardedModel, assign_parameters, evaluation_model, weightless_copy, whole_parameters
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 NUM_CHECK_ROWS = 4
-LOGIT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""Largest difference between the trained and the reloaded model's logits, as a share of the largest logit.
 
-The reloaded model computes in fp32 on one process; the trained one in its compute dtype, sharded.
-"""
+Tensors = dict[str, torch.Tensor]
 
 
-def export_model(sharded: ShardedModel, data: EvaluationRows, folder: Path, max_shard_size: str) -> None:
-    """Write the whole model, its configs and tokenizer to `folder`, reload it and compare. Collective.
+def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRows, run_folder: Path) -> None:
+    """Write the model, or its adapter, with the tokenizer to `export/` of the run folder, reload it and compare. Collective.
 
-    Parameters are gathered one unit at a time and collected in rank 0's host memory. Beside the folder,
-    `export_check.safetensors` keeps a few inputs and the trained model's logits for them.
+    Parameters are gathered one unit at a time and collected in rank 0's host memory: of a model with an adapter only the
+    adapter's, unless `export.merge`, which writes the merged model to `merged/`. `export_check.safetensors` beside keeps a
+    few inputs and the trained model's logits for them.
 
     An older export is replaced once the new one is proven. Logits that differ are a remark under bf16, whose rounding grows
     with the model, since the weights are compared bit for bit.
 
     Raises:
         RuntimeError: the reloaded weights are not bit for bit the trained ones, or under fp32 its logits differ.
-        UserError: the folder cannot be written.
+        UserError: a folder cannot be written.
     """
+    has_adapter, merges = is_wanted(config.adapter), config.export.merge
     check = _trained_logits(sharded, data)
-    weights = {}
+    weights: Tensors = {}
+    base_hashes: dict[str, str] = {}
+    trained = {name for name, parameter in sharded.skeleton.named_parameters() if parameter.requires_grad}
     for name, whole in whole_parameters(sharded):
-        if rank() == 0:
+        if rank() != 0:
+            continue
+        if has_adapter and (base := base_name(name)) is not None:
+            base_hashes[base] = hash_weight(whole)
+        if name in trained or not has_adapter or merges:
             weights[name] = whole.to("cpu", copy=True).contiguous()
 
     def write() -> None:
         if rank() != 0:
             return
-        try:
-            _write(sharded, data, weights, folder, check, max_shard_size)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"the export {folder} could not be written: {error}") from None
+        exported = Exported(
+            sharded.skeleton, data.tokenizer, check, compute_dtype(sharded.accelerator), config.export.max_shard_size
+        )
+        folder = run_folder / "export"
+        if has_adapter:
+            adapter = {name: weight for name, weight in weights.items() if name in trained}
+            _replace(folder, lambda unfinished: _write_adapter(exported, adapter, base_hashes, unfinished))
+        else:
+            _replace(folder, lambda unfinished: _write_model(exported, weights, unfinished))
+        if merges:
+            _replace(run_folder / "merged", lambda unfinished: _write_merged(exported, weights, unfinished))
+        _guarded(folder, lambda: save_file(check, run_folder / "export_check.safetensors"))
 
     agreed(write)
     barrier()
 
 
-def _write(
-    sharded: ShardedModel,
-    data: EvaluationRows,
-    weights: dict[str, torch.Tensor],
-    folder: Path,
-    check: dict[str, torch.Tensor],
-    max_shard_size: str,
-) -> None:
-    """Into a folder beside, compared there, then renamed."""
-    from safetensors.torch import save_file
+@dataclass(frozen=True)
+class Exported:
+    """What every folder of an export needs beside the weights."""
 
-    model = weightless_copy(sharded.skeleton)
+    skeleton: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    check: Tensors
+    """Arguments of a forward, and the trained model's `logits`."""
+    computed: torch.dtype
+    """Dtype of the trained model's forward."""
+    max_shard_size: str
+
+
+def _write_model(exported: Exported, weights: Tensors, folder: Path) -> None:
+    model = weightless_copy(exported.skeleton)
     assign_parameters(model, weights)
+    model.save_pretrained(folder, max_shard_size=exported.max_shard_size)
+    exported.tokenizer.save_pretrained(folder)
+    reloaded = reload(exported.skeleton, folder)
+    compare_weights(weights, reloaded, folder)
+    why = f"its weights are bit for bit the trained ones, which computed in {exported.computed}"
+    compare_logits(exported.check, reloaded, folder, exported.computed, why)
+
+
+def _write_adapter(exported: Exported, weights: Tensors, base_hashes: dict[str, str], folder: Path) -> None:
+    write_adapter(folder, exported.skeleton, weights, base_hashes)
+    exported.tokenizer.save_pretrained(folder)
+    compare_adapter(folder, exported.skeleton, weights, exported.check, exported.computed)
+
+
+def _write_merged(exported: Exported, weights: Tensors, folder: Path) -> None:
+    model = merge(exported.skeleton, weights)
+    model.save_pretrained(folder, max_shard_size=exported.max_shard_size)
+    exported.tokenizer.save_pretrained(folder)
+    compare_merged(folder, model, exported.check, exported.computed)
+
+
+def _replace(folder: Path, write: Callable[[Path], None]) -> None:
+    """`write` into a folder beside, which takes the place of an older one when it is done."""
     unfinished = folder.with_name(f"{folder.name}.tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    model.save_pretrained(unfinished, max_shard_size=max_shard_size)
-    data.tokenizer.save_pretrained(unfinished)
-    _compare(weights, check, unfinished, compute_dtype(sharded.accelerator))
-    save_file(check, folder.with_name("export_check.safetensors"))
-    shutil.rmtree(folder, ignore_errors=True)
-    unfinished.rename(folder)
+
+    def write_and_rename() -> None:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        write(unfinished)
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+
+    _guarded(folder, write_and_rename)
+
+
+def _guarded(folder: Path, work: Callable[[], None]) -> None:
+    try:
+        work()
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"the export {folder} could not be written: {error}") from None
 
 
 @torch.no_grad()
-def _trained_logits(sharded: ShardedModel, data: EvaluationRows) -> dict[str, torch.Tensor]:
+def _trained_logits(sharded: ShardedModel, data: EvaluationRows) -> Tensors:
     """A few inputs, and the `logits` of the trained, sharded model for them. Collective."""
     rows = [data.rows[i] for i in range(min(NUM_CHECK_ROWS, len(data.rows)))]
-    rows = rows or [{"input_ids": [data.pad_token_id + 1] * 4, "labels": [data.pad_token_id + 1] * 4}]
-    batch = collate(rows, data.pad_token_id, data.decoder_start_token_id)
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "decoder_input_ids")}
+    token = data.collator.pad_token_id + 1
+    inputs = data.collator.model_inputs(rows or [{"input_ids": [token] * 4, "labels": [token] * 4}])
     on_device = {name: tensor.to(sharded.accelerator.device) for name, tensor in inputs.items()}
     with evaluation_model(sharded, unshard="never") as (model, _):
         logits_BTV = model(**on_device, use_cache=False).logits.float().cpu().contiguous()
     return {**inputs, "logits": logits_BTV}
-
-
-@torch.no_grad()
-def _compare(weights: dict[str, torch.Tensor], check: dict[str, torch.Tensor], folder: Path, trained_dtype: torch.dtype) -> None:
-    """Reload the folder as a user would and hold it against the trained model."""
-    from transformers import AutoModelForSeq2SeqLM
-
-    reloaded = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32).eval()
-    parameters = dict(reloaded.named_parameters(remove_duplicate=False))
-    for name, weight in weights.items():
-        if name not in parameters or not torch.equal(parameters[name], weight.float()):
-            raise RuntimeError(f"{folder}: {name} is not what was trained")
-    inputs = {name: tensor for name, tensor in check.items() if name != "logits"}
-    logits_BTV = reloaded(**inputs, use_cache=False).logits
-    difference = (logits_BTV - check["logits"]).abs().max() / check["logits"].abs().max().clamp(min=1e-6)
-    tolerance = LOGIT_TOLERANCE[trained_dtype]
-    if difference <= tolerance:
-        return
-    told = f"logits of the reloaded export differ by {difference:.2e} of the largest, more than {tolerance}"
-    if trained_dtype == torch.float32:
-        raise RuntimeError(f"{folder}: {told}")
-    print_rank0(f"{told}; its weights are bit for bit the trained ones, which computed in {trained_dtype}")

@@ -94,7 +94,7 @@ def _load_checkpoint(model: PreTrainedModel, folder: Path) -> None:
         error = UserError(f"model.init_from {folder} does not fit {model.name_or_path}: {' '.join(str(e).split())}")
     raise_together(error)
     absent = {name for name, _ in model.named_parameters() if f"model.{name}" not in stored}
-    if hash_parameters(model, absent) != read_manifest(folder)["identity"]["frozen_hash"]:
+    if hash_parameters(model, absent) != read_manifest(folder)["identity"]["frozen_hashes"]:
         raise UserError(
             f"the weights that the run of model.init_from {folder} had frozen are not those of {model.name_or_path}: "
             "take that run's model.name_or_path, or its exported model"

@@ -20,12 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.accelerator import peak_memory_gib, synchronize
 from toolkit.checkpoint import Identity, TrainState, prune_checkpoints, save_checkpoint
-from toolkit.config import SummarizationConfig
+from toolkit.config import RecipeConfig
 from toolkit.data.collate import Batch, load_micro_batches
 from toolkit.data.plan import BatchPlan, MicroBatch, Step
 from toolkit.distributed import rank, reduce_on_cpu, seed_all, world_size
 from toolkit.evaluation import HIGHER_IS_BETTER, EvaluationRows, evaluate, is_better
-from toolkit.losses import share_of_global_mean, summed_cross_entropy
+from toolkit.losses import share_of_global_mean, summed_loss
 from toolkit.optim import clip_gradients, learning_rate
 from toolkit.parameter_checks import SMALLEST_SHOWING_LR, UPDATES_UNTIL_MOVED, ParameterWatch
 from toolkit.sharding import ShardedModel
@@ -50,21 +50,24 @@ class Run:
     num_steps: int
 
 
-def num_steps(config: SummarizationConfig, plan: BatchPlan) -> int:
+def num_steps(config: RecipeConfig, plan: BatchPlan) -> int:
     """Optimizer updates of the whole run."""
     if config.train.max_steps is not None:
         return config.train.max_steps
     assert config.train.num_epochs is not None  # load_config sees to it
-    return config.train.num_epochs * plan.steps_per_epoch
+    return plan.num_steps(config.train.num_epochs)
 
 
-def train(config: SummarizationConfig, run: Run, state: TrainState) -> TrainState:
+def train(config: RecipeConfig, run: Run, state: TrainState) -> TrainState:
     """Train from the step after `state.step` to the end. Collective.
 
     Evaluates every `eval.every_steps` and at the end; saves every `checkpoint.every_steps`, after an evaluation with gain
     where `checkpoint.keep_best`, and at the end. Stops early after `eval.stop_after` evaluations without gain.
     """
     bar = Progress(run.num_steps, state.step, enabled=rank() == 0)
+    if run.num_steps == 0:
+        _evaluate_and_log(config, run, state, bar)
+        return state
     if state.step >= run.num_steps or _gains_no_more(config, state):
         bar.say(f"nothing left to train: the run is complete at step {state.step}")
         return state
@@ -111,7 +114,7 @@ def train(config: SummarizationConfig, run: Run, state: TrainState) -> TrainStat
 
 
 def train_step(
-    config: SummarizationConfig,
+    config: RecipeConfig,
     run: Run,
     step: Step,
     micro_batches: Iterator[tuple[MicroBatch, Batch]],
@@ -135,12 +138,10 @@ def train_step(
         if config.log_row_ids:
             _log_row_ids(run, micro_batch)
         batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-        labels_BT = batch.pop("labels")
         # FSDP reduces every micro-batch's gradients: waiting would keep them whole on each rank. DDP keeps them anyway.
         accumulates = isinstance(model, DistributedDataParallel) and not micro_batch.is_last
         with cast(DistributedDataParallel, model).no_sync() if accumulates else contextlib.nullcontext():
-            logits_BTV = model(**batch, use_cache=False).logits
-            micro_batch_sum = summed_cross_entropy(logits_BTV, labels_BT)
+            micro_batch_sum, _ = summed_loss(model, batch)
             share_of_global_mean(micro_batch_sum, step.num_label_tokens, world_size()).backward()
         loss_sum += micro_batch_sum.detach()
         if micro_batch.is_last:
@@ -205,7 +206,7 @@ class _StepLog:
         self.restart_clock()
 
 
-def _evaluate_and_log(config: SummarizationConfig, run: Run, state: TrainState, bar: Progress) -> bool:
+def _evaluate_and_log(config: RecipeConfig, run: Run, state: TrainState, bar: Progress) -> bool:
     """Evaluate, write the figures, and say whether `best_metric` gained. Collective."""
     if len(run.evaluation.rows) == 0:
         return False
@@ -213,7 +214,7 @@ def _evaluate_and_log(config: SummarizationConfig, run: Run, state: TrainState, 
     figures: dict[str, Any] = evaluate(config.eval, run.sharded, run.evaluation, predictions)
     run.metrics.write("eval", state.step, **figures)
     log_to_trackers(run.sharded.accelerator, {f"eval/{name}": value for name, value in figures.items()}, state.step)
-    shown = ("loss", "bits_per_byte", "rouge1", "rougeL", "percent_distinct", "rows_per_s")
+    shown = ("loss", "bits_per_byte", "token_accuracy", "rouge1", "rougeL", "percent_distinct", "rows_per_s")
     bar.say(f"evaluation at step {state.step}: " + ", ".join(f"{n} {figures[n]:.4g}" for n in shown if n in figures))
     state.metrics = figures
     metric = config.eval.best_metric
@@ -224,7 +225,7 @@ def _evaluate_and_log(config: SummarizationConfig, run: Run, state: TrainState, 
     return False
 
 
-def _save_and_log(config: SummarizationConfig, run: Run, state: TrainState) -> None:
+def _save_and_log(config: RecipeConfig, run: Run, state: TrainState) -> None:
     """Save a checkpoint, prune older ones, write a line about it. Collective."""
     start_s = time.perf_counter()
     folder = save_checkpoint(run.folder, run.sharded, run.optimizer, state, run.identity)
@@ -235,12 +236,11 @@ def _save_and_log(config: SummarizationConfig, run: Run, state: TrainState) -> N
     run.metrics.write("checkpoint", state.step, blocking_s=blocking_s, num_bytes=num_bytes)
 
 
-def _load_micro_batches(config: SummarizationConfig, run: Run, first_step: int) -> Iterator[tuple[MicroBatch, Batch]]:
+def _load_micro_batches(config: RecipeConfig, run: Run, first_step: int) -> Iterator[tuple[MicroBatch, Batch]]:
     return load_micro_batches(
         run.train_rows,
         run.plan.iterate(first_step, run.num_steps, rank()),
-        run.evaluation.pad_token_id,
-        run.evaluation.decoder_start_token_id,
+        run.evaluation.collator,
         num_workers=config.data.num_loader_workers,
         pin_memory=run.sharded.accelerator.device.type == "cuda",
     )
@@ -248,7 +248,7 @@ def _load_micro_batches(config: SummarizationConfig, run: Run, first_step: int) 
 
 def _log_row_ids(run: Run, micro_batch: MicroBatch) -> None:
     """Append the rows of this rank's micro-batch to `rows-<rank>.jsonl`; ranks without rows say so with an empty list."""
-    row_ids = [run.train_rows[row]["row_id"] for row in micro_batch.rows] if micro_batch.counts else []
+    row_ids = [run.train_rows[row]["row_id"] for row in micro_batch.rows]
     line = {"step": micro_batch.step, "micro_batch": micro_batch.index, "row_ids": row_ids}
     with (run.folder / f"rows-{rank():05d}.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
@@ -266,7 +266,7 @@ def _profiled(window: list[int] | None, step: int, folder: Path) -> Iterator[Non
     profiler.export_chrome_trace(str(folder / "profile" / f"step-{step:08d}-rank-{rank():05d}.json"))
 
 
-def _gains_no_more(config: SummarizationConfig, state: TrainState) -> bool:
+def _gains_no_more(config: RecipeConfig, state: TrainState) -> bool:
     return config.eval.stop_after is not None and state.num_evaluations_without_gain >= config.eval.stop_after
 
 

@@ -1,28 +1,78 @@
 """Token-exact loss: a sum over label tokens, divided by the label tokens of the whole global batch.
 
-Shapes: `B` rows, `T` target positions, `V` vocabulary, `N` label tokens of the global batch.
+Shapes: `B` rows, `T` positions, `D` hidden size, `V` vocabulary, `N` label tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 IGNORED_LABEL = -100
 """Label of a position that does not count; the value transformers uses."""
 
 
-def summed_cross_entropy(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
-    """Sum over label tokens of -log p(label), in fp32 nats; a scalar.
-
-    transformers' T5 computes the *mean* over its own micro-batch and ignores `num_items_in_batch`
-    (transformers#47688), so that its loss depends on how a batch is cut. A sum does not.
+def summed_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum over label tokens of -log p(label) in fp32 nats, and how many were the likeliest; scalars. Collective under FSDP.
 
     Args:
-        logits_BTV: float logits, any floating dtype.
-        labels_BT: int64 labels; `IGNORED_LABEL` does not count.
+        batch: what a collator made, on the device. A causal model has `label_positions` and takes its loss inside its
+            forward (`causal_loss.install`), an encoder-decoder gives its logits.
+
+    Returns:
+        The second is 0 while gradients are recorded: training does not read it.
     """
-    return F.cross_entropy(logits_BTV.float().flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+    if "label_positions" in batch:
+        return model(**batch, use_cache=False)
+    labels_BT = batch["labels"]
+    logits_BTV = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}, use_cache=False).logits
+    return summed_cross_entropy(logits_BTV, labels_BT), _num_correct(logits_BTV, labels_BT)
+
+
+def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Sum over label tokens of -log p(label), in fp32 nats; a scalar.
+
+    transformers computes the *mean* over its own micro-batch (T5 even where told the number of the whole batch,
+    transformers#47688), so that the loss depends on how a batch is cut. A sum does not.
+
+    Args:
+        logits: (…, V), any floating dtype.
+        labels: (…) int64; `IGNORED_LABEL` does not count.
+    """
+    return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+
+
+def chunked_cross_entropy(
+    hidden_ND: torch.Tensor,
+    labels_N: torch.Tensor,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    vocab_size: int,
+    max_logits: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`summed_cross_entropy` of `head(hidden_ND)`, and the number of likeliest labels, without ever holding all logits.
+
+    Chunks of tokens are forgotten after their loss and computed again in the backward, but for the last one, which comes
+    first there. So the memory is that of one chunk's logits, and the price one more product with the head's weights.
+
+    Args:
+        head: hidden states (n, D) → logits (n, V).
+        max_logits: most elements of a chunk's logits.
+    """
+    size = max(1, max_logits // vocab_size)
+    loss_sum = torch.zeros((), device=hidden_ND.device)
+    num_correct = torch.zeros((), device=hidden_ND.device, dtype=torch.int64)
+    chunks = list(zip(hidden_ND.split(size), labels_N.split(size), strict=True))
+    for place, (hidden_nD, labels_n) in enumerate(chunks):
+        if torch.is_grad_enabled() and place < len(chunks) - 1:
+            chunk_sum, chunk_correct = checkpoint(_chunk_loss, hidden_nD, labels_n, head, use_reentrant=False)
+        else:
+            chunk_sum, chunk_correct = _chunk_loss(hidden_nD, labels_n, head)
+        loss_sum, num_correct = loss_sum + chunk_sum, num_correct + chunk_correct
+    return loss_sum, num_correct
 
 
 def share_of_global_mean(loss_sum: torch.Tensor, num_label_tokens: int, world_size: int) -> torch.Tensor:
@@ -31,3 +81,17 @@ def share_of_global_mean(loss_sum: torch.Tensor, num_label_tokens: int, world_si
     DDP and FSDP divide summed gradients by the number of ranks; the factor `world_size` takes that back.
     """
     return loss_sum * (world_size / num_label_tokens)
+
+
+def _chunk_loss(
+    hidden_nD: torch.Tensor, labels_n: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_nV = head(hidden_nD)
+    return summed_cross_entropy(logits_nV, labels_n), _num_correct(logits_nV, labels_n)
+
+
+def _num_correct(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Labels that are the likeliest token; not counted while training, where nothing reads it."""
+    if torch.is_grad_enabled():
+        return torch.zeros((), device=logits.device, dtype=torch.int64)
+    return (logits.argmax(dim=-1) == labels).sum()

@@ -18,7 +18,7 @@ from typing import Any
 
 from toolkit.errors import UserError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 

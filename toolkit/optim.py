@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.config import OptimConfig
+from toolkit.config_sections import OptimConfig
 
 
 def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.AdamW:
@@ -43,6 +43,7 @@ def _decayed_parameters(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
         for name, parameter in module.named_parameters(recurse=False):
             path = f"{module_name}.{name}".lstrip(".")
             is_bias = any(part == "bias" or part.endswith("_bias") for part in path.split("."))
+            is_norm |= "lora_magnitude_vector" in path  # DoRA: the norms of the base's weights
             if not is_norm and not is_bias:
                 yield path, parameter
 

@@ -1,4 +1,4 @@
-"""What a summarization run shows at its end: before and after beside the baselines, samples, and the curves."""
+"""What a run shows at its end: before and after beside the baselines, samples, and the curves."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.distributed import rank
-from toolkit.evaluation import ROUGE_METRICS
+from toolkit.evaluation import ROUGE_METRICS, EvaluationRows
 from toolkit.tracking import load_metrics
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 NUM_SAMPLES = 3
-_COLUMNS = ("loss", "bits_per_byte", *ROUGE_METRICS, "percent_distinct")
+_COLUMNS = ("loss", "bits_per_byte", "token_accuracy", *ROUGE_METRICS, "exact_match", "percent_distinct")
 
 
-def show_results(run_folder: Path, train_rows: Dataset, eval_rows: Dataset) -> None:
-    """Print the before/after table and sample summaries, draw `curves.png`. On rank 0; does nothing without evaluations."""
-    if rank() != 0 or len(eval_rows) == 0:
+def show_results(run_folder: Path, train_rows: Dataset, evaluation: EvaluationRows) -> None:
+    """Print the before/after table and sample texts, draw `curves.png`. On rank 0; does nothing without evaluations."""
+    if rank() != 0 or len(evaluation.rows) == 0:
         return
     from toolkit.curves import draw_curves
 
@@ -27,9 +27,11 @@ def show_results(run_folder: Path, train_rows: Dataset, eval_rows: Dataset) -> N
     named = {f"step {line['step']}": line for line in (evaluations[0], evaluations[-1])}
     if evaluations[0]["step"] == 0:
         named["before training"] = named.pop("step 0")
-    table = {**_baselines(train_rows, eval_rows), **dict(sorted(named.items()))}
-    print(f"\n{len(eval_rows)} held-out rows\n{format_table(table)}\n", flush=True)
-    _print_samples(run_folder / f"predictions-{evaluations[-1]['step']}.jsonl", eval_rows)
+    prompted = evaluation.rows.select(evaluation.prompted)
+    baselines = _baselines(train_rows, prompted) if any("rougeL" in line for line in evaluations) else {}
+    table = {**baselines, **dict(sorted(named.items()))}
+    print(f"\n{len(evaluation.rows)} held-out rows\n{format_table(table)}\n", flush=True)
+    _print_samples(run_folder / f"predictions-{evaluations[-1]['step']}.jsonl", prompted)
     draw_curves(run_folder / "metrics.jsonl", run_folder / "curves.png")
 
 
@@ -70,4 +72,4 @@ def _print_samples(predictions_path: Path, eval_rows: Dataset) -> None:
         index = (2 * place + 1) * len(lines) // (2 * NUM_SAMPLES)
         body = " ".join(eval_rows[index]["lead_text"].split())
         print(f"  text:      {body[:160]}{'…' if len(body) > 160 else ''}")
-        print(f"  reference: {lines[index]['reference']}\n  summary:   {lines[index]['prediction']}\n", flush=True)
+        print(f"  reference: {lines[index]['reference']}\n  generated: {lines[index]['prediction']}\n", flush=True)

@@ -54,7 +54,7 @@ def find_blocks(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> dic
         return _large_modules(model, plugin.min_num_params or 0)
     if plugin.auto_wrap_policy is not transformer_auto_wrap_policy:
         return {}
-    existing = sorted({type(m).__name__ for m in model.modules()})
+    existing = _class_names(model)
     named = [name for name in plugin.transformer_cls_names_to_wrap or [] if name not in ("", "None")]
     for name in named:
         if name not in existing:
@@ -62,17 +62,31 @@ def find_blocks(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> dic
                 f"fsdp_transformer_layer_cls_to_wrap names {name}, which is not in {type(model).__name__}; "
                 f"classes that exist: {', '.join(existing)}"
             )
-    wanted = set(named) or set(getattr(model, "_no_split_modules", None) or []) & set(existing) or _repeated_classes(model)
-    if not wanted:
+    blocks = _outermost(model, set(named)) if named else repeated_blocks(model)
+    if not blocks:
         raise UserError(
             f"no repeated block found in {type(model).__name__}: name one in fsdp_transformer_layer_cls_to_wrap; "
             f"classes that exist: {', '.join(existing)}"
         )
+    return blocks
+
+
+def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The model's repeated layers by name: of the classes that it says not to split, else the elements of its module lists."""
+    unsplit = set(getattr(model, "_no_split_modules", None) or []) & set(_class_names(model))
+    return _outermost(model, unsplit or _repeated_classes(model))
+
+
+def _outermost(model: nn.Module, class_names: set[str]) -> dict[str, nn.Module]:
     blocks: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if type(module).__name__ in wanted and not any(name.startswith(f"{outer}.") for outer in blocks):
+        if type(module).__name__ in class_names and not any(name.startswith(f"{outer}.") for outer in blocks):
             blocks[name] = module
     return blocks
+
+
+def _class_names(model: nn.Module) -> list[str]:
+    return sorted({type(module).__name__ for module in model.modules()})
 
 
 def _repeated_classes(model: nn.Module) -> set[str]:

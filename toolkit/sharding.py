@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
+from toolkit import causal_loss
 from toolkit.accelerator import compute_dtype, free_memory_bytes, fsdp_version
 from toolkit.distributed import reduce_on_cpu, world_size
-from toolkit.shard_units import ShardUnit, build_units, check_ties, clean, find_blocks
+from toolkit.shard_units import ShardUnit, build_units, check_ties, clean, find_blocks, repeated_blocks
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -61,12 +64,11 @@ def shard_model(accelerator: Accelerator, model: PreTrainedModel) -> ShardedMode
     version = fsdp_version(accelerator)
     blocks = find_blocks(accelerator.state.fsdp_plugin, model) if version else {}
     units = build_units(model, blocks)
+    causal_loss.install(model)
+    _compile_blocks(accelerator, model)
     if version:
         check_ties(model, units)
-        if accelerator.state.fsdp_plugin.activation_checkpointing:
-            # transformers' own: non-reentrant, per block, and it keeps the dropout state (accelerate's FSDP2 path does not).
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-            accelerator.state.fsdp_plugin.activation_checkpointing = False
+        _checkpoint_activations(accelerator, model)
     if version == 2:
         wrapped: nn.Module = _fully_shard(accelerator, model, list(blocks.values()))
     elif version == 1:
@@ -174,7 +176,44 @@ def _replica(sharded: ShardedModel) -> PreTrainedModel:
     # A copy also where dtype and device are right already: FSDP1 takes its gathered memory back.
     weights = {name: whole.to(device=device, dtype=dtype, copy=True) for name, whole in whole_parameters(sharded)}
     assign_parameters(replica, weights)
+    causal_loss.install(replica)
     return replica.to(device).eval()
+
+
+def _compile_blocks(accelerator: Accelerator, model: PreTrainedModel) -> None:
+    """Compile each repeated block's forward, as the YAML's dynamo section says; hooks of FSDP stay outside.
+
+    Shapes change from batch to batch: without `dynamo_use_dynamic` torch finds out which do after the first few.
+    """
+    from accelerate.utils import DynamoBackend
+
+    plugin = accelerator.state.dynamo_plugin
+    if plugin.backend == DynamoBackend.NO:
+        return
+    options = {"backend": plugin.backend.value.lower(), "mode": None if plugin.mode == "default" else plugin.mode}
+    for block in repeated_blocks(model).values():
+        block.forward = torch.compile(block.forward, **options, fullgraph=plugin.fullgraph, dynamic=plugin.dynamic or None)
+    plugin.backend = DynamoBackend.NO  # else `prepare_model` compiles once more
+
+
+def _checkpoint_activations(accelerator: Accelerator, model: PreTrainedModel) -> None:
+    """Let each repeated block forget its activations and compute them again in the backward, with the same dropout masks.
+
+    Non-reentrant, inside the hooks of FSDP. accelerate's FSDP2 path draws other masks the second time
+    (`preserve_rng_state=False`), which makes gradients wrong.
+    """
+    plugin = accelerator.state.fsdp_plugin
+    if not plugin.activation_checkpointing:
+        return
+    for block in repeated_blocks(model).values():
+        block.forward = functools.partial(_checkpointed, block, block.forward)
+    plugin.activation_checkpointing = False  # else `prepare_model` does it once more
+
+
+def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
+    if not (block.training and torch.is_grad_enabled()):
+        return forward(*args, **inputs)
+    return checkpoint(forward, *args, use_reentrant=False, **inputs)
 
 
 def _fully_shard(accelerator: Accelerator, model: nn.Module, blocks: list[nn.Module]) -> nn.Module:
@@ -200,8 +239,6 @@ def _fully_shard(accelerator: Accelerator, model: nn.Module, blocks: list[nn.Mod
 
 def _wrap_exactly(accelerator: Accelerator, blocks: list[nn.Module]) -> None:
     """Make accelerate's FSDP1 wrap just these modules."""
-    import functools
-
     from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
     chosen = {id(block) for block in blocks}

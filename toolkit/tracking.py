@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from toolkit.config import TrackingConfig
+from toolkit.config_sections import TrackingConfig
 from toolkit.distributed import barrier
 from toolkit.errors import UserError
 

@@ -1,4 +1,4 @@
-"""A small, exact run of the T5 recipe for the invariants: fp32, dropout 0, a tiny T5 from scratch."""
+"""Small, exact runs of the recipes for the invariants: fp32, dropout 0, tiny models."""
 
 from __future__ import annotations
 
@@ -37,11 +37,23 @@ def write_inputs(folder: Path) -> None:
 
 
 def run_recipe(
-    folder: Path, name: str, *, preset: str, overrides: dict[str, Any], flags: list[str]
+    folder: Path,
+    name: str,
+    *,
+    preset: str,
+    overrides: dict[str, Any],
+    flags: list[str],
+    recipe: str = "t5",
+    max_logits: int = 2**26,
 ) -> tuple[list[dict[str, Any]], list[dict[str, np.ndarray]]]:
-    """Run `recipes/t5.py` on every rank; returns the lines of metrics.jsonl and each rank's whole first-step gradients."""
+    """Run a recipe on every rank; returns the lines of metrics.jsonl and each rank's whole first-step gradients.
+
+    Args:
+        flags: put behind those of all runs, so they win.
+        max_logits: most elements of a chunk of a causal model's logits.
+    """
     argv = [
-        "--model.name_or_path", str(folder / "model"), "--model.from_scratch", "true", "--model.dropout", "0",
+        "--model.dropout", "0",
         "--data.source", "jsonl", "--data.files", str(folder / "rows.jsonl"), "--data.cache_dir", str(folder / "cache"),
         "--data.eval_fraction", "0.1", "--train.max_steps", str(NUM_STEPS), "--train.global_batch_size_rows", "16",
         "--optim.lr", "1e-3", "--optim.weight_decay", "0.1",
@@ -49,14 +61,18 @@ def run_recipe(
         "--run.output_dir", str(folder / "runs"), "--run.name", name, *flags,
     ]  # fmt: skip
     gradients = run_on_ranks(
-        train_and_record_gradients, preset=preset, overrides={"mixed_precision": "no", **overrides}, args=(argv,), timeout_s=240
+        train_and_record_gradients,
+        preset=preset,
+        overrides={"mixed_precision": "no", **overrides},
+        args=(recipe, argv, max_logits),
+        timeout_s=240,
     )
     return read_lines(folder / "runs" / name / "metrics.jsonl"), gradients
 
 
-def train_and_record_gradients(argv: list[str]) -> dict[str, np.ndarray]:
+def train_and_record_gradients(recipe: str, argv: list[str], max_logits: int) -> dict[str, np.ndarray]:
     """On every rank: the recipe as it stands, with a look at the gradients of step 1 before they are clipped."""
-    from toolkit import loop
+    from toolkit import causal_loss, loop
 
     recorded: dict[str, np.ndarray] = {}
     clip = loop.clip_gradients
@@ -66,8 +82,12 @@ def train_and_record_gradients(argv: list[str]) -> dict[str, np.ndarray]:
             recorded.update(whole_gradients(model))
         return clip(model, max_norm)
 
-    with patch.object(loop, "clip_gradients", look_and_clip), patch.object(sys, "argv", ["t5.py", *argv]):
-        runpy.run_path(str(REPOSITORY / "recipes" / "t5.py"), run_name="__main__")
+    with (
+        patch.object(loop, "clip_gradients", look_and_clip),
+        patch.object(causal_loss, "MAX_LOGITS_AT_ONCE", max_logits),
+        patch.object(sys, "argv", [f"{recipe}.py", *argv]),
+    ):
+        runpy.run_path(str(REPOSITORY / "recipes" / f"{recipe}.py"), run_name="__main__")
     return recorded
 
 
@@ -83,8 +103,9 @@ def whole_gradients(model: Any) -> dict[str, np.ndarray]:
 
     if isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(model, with_grads=True, writeback=False):
-            return {clean(name): whole(p.grad) for name, p in model.named_parameters()}
-    return {clean(name).removeprefix("module."): whole(p.grad) for name, p in model.named_parameters()}
+            return {clean(name): whole(p.grad) for name, p in model.named_parameters() if p.requires_grad}
+    named = {clean(name).removeprefix("module."): p for name, p in model.named_parameters() if p.requires_grad}
+    return {name: whole(p.grad) for name, p in named.items()}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

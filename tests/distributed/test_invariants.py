@@ -13,6 +13,9 @@ from tests.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
 
 RELATIVE_TOLERANCE = 1e-5
 
+CHECKPOINTING = {"fsdp_config": {"fsdp_activation_checkpointing": True}}
+COMPILED = {"dynamo_config": {"dynamo_backend": "AOT_EAGER", "dynamo_use_regional_compilation": True}}
+
 # name: preset, overrides of its YAML, flags
 RUNS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "single-4": ("single", {}, ["--train.micro_batch_size_rows", "4", "--eval.batch_size_rows", "16"]),
@@ -24,6 +27,8 @@ RUNS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         ["--train.micro_batch_size_rows", "2", "--eval.batch_size_rows", "1", "--eval.unshard", "never"],
     ),
     "fsdp2-4": ("fsdp2_cpu", {}, ["--train.micro_batch_size_rows", "4", "--data.num_loader_workers", "1"]),
+    "fsdp2-checkpointing": ("fsdp2_cpu", CHECKPOINTING, ["--train.micro_batch_size_rows", "2"]),
+    "fsdp2-compiled": ("fsdp2_cpu", COMPILED, ["--train.micro_batch_size_rows", "4"]),
     "fsdp1-4": ("fsdp1_full_shard", GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"], ["--train.micro_batch_size_rows", "4"]),
     "fsdp1-2": (
         "fsdp1_full_shard", GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"],
@@ -44,7 +49,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finished(folder: Path) -> dict[str, Any]:
     """Every run once, by name."""
     return {
-        name: run_recipe(folder, name, preset=preset, overrides=overrides, flags=flags)
+        name: run_recipe(
+            folder,
+            name,
+            preset=preset,
+            overrides=overrides,
+            flags=["--model.name_or_path", str(folder / "model"), "--model.from_scratch", "true", *flags],
+        )
         for name, (preset, overrides, flags) in RUNS.items()
     }
 
@@ -132,7 +143,7 @@ def report_shards() -> dict[str, Any]:
 
     from tests.distributed.small_run import T5_CONFIG
     from toolkit.accelerator import build_accelerator
-    from toolkit.config import OptimConfig
+    from toolkit.config_sections import OptimConfig
     from toolkit.optim import build_optimizer
     from toolkit.shard_units import local_tensor
     from toolkit.sharding import shard_model, whole_parameters

@@ -116,7 +116,7 @@ EARLY = {
     ),
     "unknown metric": Case(
         flags="--eval.best_metric accuracy",
-        sentence="eval.best_metric is accuracy: choose one of loss, bits_per_byte",
+        sentence="eval.best_metric is accuracy: choose one of loss, perplexity, bits_per_byte, token_accuracy",
     ),
     "tracker not installed": Case(
         flags="--tracking.log_with ['{tracker}']",
@@ -239,7 +239,8 @@ EARLY = {
             },
         ),
         sentence="the tokenizer of {here}/other has 100 tokens, but the model only 64 embeddings: take the tokenizer that "
-        "belongs to the model",
+        "belongs to the model; the vocabulary is not resized under sharding: resize the model with transformers' "
+        "resize_token_embeddings and save it first",
     ),
 }
 

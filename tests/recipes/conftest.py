@@ -20,9 +20,11 @@ def model_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`rows.jsonl` with 60 rows, and the cache of the runs."""
+    """`rows.jsonl` with 60 rows to summarize, `prompts.jsonl` with the same as prompts and completions, the cache of the runs."""
     folder = tmp_path_factory.mktemp("data")
-    save_jsonl(folder / "rows.jsonl", make_rows(60))
+    rows = make_rows(60)
+    save_jsonl(folder / "rows.jsonl", rows)
+    save_jsonl(folder / "prompts.jsonl", [{"prompt": row["source"], "completion": " " + row["target"]} for row in rows])
     return folder
 
 
@@ -30,3 +32,9 @@ def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def workbench(tmp_path: Path, model_folders: dict[str, Path], data_folder: Path) -> Workbench:
     """Runs of one test, on the tiny T5 unless it says otherwise."""
     return Workbench(runs=tmp_path, models=model_folders, data=data_folder)
+
+
+@pytest.fixture
+def llm_workbench(tmp_path: Path, model_folders: dict[str, Path], data_folder: Path) -> Workbench:
+    """Runs of one test, on the tiny Llama unless it says otherwise."""
+    return Workbench(runs=tmp_path, models=model_folders, data=data_folder, recipe="llm", rows="prompts.jsonl")

@@ -1,4 +1,4 @@
-"""Launch `recipes/t5.py` on a tiny model and look at what it leaves behind."""
+"""Launch a recipe on a tiny model and look at what it leaves behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 from tests.launch import REPOSITORY, LaunchResult, Running, start
 
-RECIPE = REPOSITORY / "recipes" / "t5.py"
+RECIPES = REPOSITORY / "recipes"
+RECIPE = RECIPES / "t5.py"
 FP32: dict[str, Any] = {"mixed_precision": "no"}
 SMALL: dict[str, Any] = {
     "data.source": "jsonl",
@@ -32,12 +33,16 @@ class Workbench:
     runs: Path
     models: dict[str, Path]
     data: Path
+    recipe: str = "t5"
+    rows: str = "rows.jsonl"
+    """File in `data`."""
 
-    def flags(self, name: str, model: str | Path = "t5", **changes: Any) -> list[str]:
+    def flags(self, name: str, model: str | Path | None = None, **changes: Any) -> list[str]:
         """The flags of run `name`; `changes` say `train__max_steps=5` for `--train.max_steps 5`."""
+        model = model or {"t5": "t5", "llm": "llama"}[self.recipe]
         values: dict[str, Any] = {
             "model.name_or_path": self.models.get(str(model), model),
-            "data.files": self.data / "rows.jsonl",
+            "data.files": self.data / self.rows,
             "data.cache_dir": self.data / "cache",
             "run.output_dir": self.runs,
             "run.name": name,
@@ -48,7 +53,8 @@ class Workbench:
 
     def start(self, name: str, *, preset: str = "fsdp2_cpu", overrides: dict[str, Any] | None = None, **changes: Any) -> Running:
         """Start run `name` in fp32 and return at once; use it in a `with`."""
-        return start(RECIPE, self.flags(name, **changes), preset=preset, overrides=FP32 if overrides is None else overrides)
+        script = RECIPES / f"{self.recipe}.py"
+        return start(script, self.flags(name, **changes), preset=preset, overrides=FP32 if overrides is None else overrides)
 
     def attempt(self, name: str, **changes: Any) -> LaunchResult:
         """Run to the end, good or bad."""

@@ -22,6 +22,8 @@ PRESETS: dict[str, int] = {
     "ddp": 2,
     "fsdp2_full_shard": 2,
     "fsdp2_shard_grad_op": 2,
+    "fsdp2_activation_checkpointing": 2,
+    "fsdp2_compile": 2,
     "fsdp2_offload": 2,
     "fsdp1_full_shard": 2,
 }

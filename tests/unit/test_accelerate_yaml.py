@@ -61,8 +61,10 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     (DDP | {"deepspeed_config": {"zero_stage": 3}}, "deepspeed_config belongs to DEEPSPEED, which is not supported"),
     (
         DDP | {"dynamo_config": {"dynamo_backend": "INDUCTOR"}},
-        "dynamo_config belongs to torch.compile, which is not supported: leave it out",
+        "dynamo_config.dynamo_use_regional_compilation is not true: set it",
     ),
+    (DDP | {"dynamo_config": {"dynamo_backend": "INDUCTR"}}, "dynamo_config.dynamo_backend is 'INDUCTR': choose no, "),
+    (DDP | {"dynamo_config": {"dynamo_modus": "default"}}, "unknown key dynamo_config.dynamo_modus: did you mean dynamo_mode?"),
     (DDP | {"tpu_use_cluster": True}, "tpu_use_cluster is True: it serves TPUs"),
     # types and choices
     (DDP | {"num_processes": "2"}, "num_processes is '2': write a whole number"),

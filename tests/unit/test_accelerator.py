@@ -17,7 +17,7 @@ WRAP = ["--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
     [
         (["--use_fsdp", *WRAP], "fsdp_cpu_ram_efficient_loading is true in the launch, as it is unless told otherwise"),
         (["--use_fsdp", "--fsdp_cpu_ram_efficient_loading", "false"], "fsdp_auto_wrap_policy is NO_WRAP in the launch"),
-        (["--multi_gpu", "--dynamo_backend", "inductor"], "dynamo_backend is INDUCTOR in the launch"),
+        (["--multi_gpu", "--dynamo_backend", "inductor"], "dynamo_backend is INDUCTOR in the launch, without"),
         (["--multi_gpu", "--mixed_precision", "fp16"], "mixed_precision fp16 is not supported"),
     ],
 )

@@ -15,7 +15,7 @@ SETTINGS = {"optim.lr": 1e-3, "eval.best_metric": "loss", "mixed_precision": "bf
 
 
 def identity(model_config_hash: str = "m", **changes: Any) -> Identity:
-    return Identity({**SETTINGS, **changes}, model_config_hash, data_fingerprint="d", frozen_hash=None)
+    return Identity({**SETTINGS, **changes}, model_config_hash, data_fingerprint="d", frozen_hashes={})
 
 
 @pytest.mark.parametrize(("metric", "best_value", "count"), [("loss", 0.5, 2), ("rougeL", None, 0)])
@@ -33,7 +33,7 @@ def test_the_best_value_is_forgotten_where_the_metric_changes(metric: str, best_
     ],
 )
 def test_precision_and_model_config_belong_to_a_run(ours: Identity, sentence: str) -> None:
-    theirs = {"config": SETTINGS, "model_config_hash": "m", "data_fingerprint": "d", "frozen_hash": None}
+    theirs = {"config": SETTINGS, "model_config_hash": "m", "data_fingerprint": "d", "frozen_hashes": {}}
     _check_identity(Path("step-00000003"), theirs, identity())
     with pytest.raises(UserError, match=f"^{sentence}: set it back"):
         _check_identity(Path("step-00000003"), theirs, ours)

@@ -176,7 +176,7 @@ WRONG_TYPES = {
     ("optim.weight_decay", "-0.1"): "a number of 0 or more",
     ("train.seed", "-1"): "a whole number of 0 or more",
     ("train.global_batch_size_rows", "1.5"): "a whole number of 1 or more",
-    ("train.max_steps", "many"): "a whole number of 1 or more or null",
+    ("train.max_steps", "many"): "a whole number of 0 or more or null",
     ("optim.schedule", "cosin"): "linear, cosine, constant or step",
     ("eval.generate", "perhaps"): "true or false",
     ("data.eval_fraction", "1.1"): "a number from 0 to 1",

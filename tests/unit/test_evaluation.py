@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from toolkit.data.collate import SummarizationCollator
 from toolkit.errors import UserError
 from toolkit.evaluation import EvaluationRows, Score, _gather_scores, is_better
 
@@ -31,10 +32,14 @@ def test_a_nan_is_never_the_best(metric: str, new: float, old: float | None, is_
 
 
 def test_predictions_that_cannot_be_written_are_told_in_one_sentence(tmp_path: Path) -> None:
-    rows: Any = [{"row_id": 7, "target": "a b"}]
-    data = EvaluationRows(rows=rows, tokenizer=None, pad_token_id=0, decoder_start_token_id=0)  # type: ignore[arg-type]
-    scores = [Score(0, "a", (50.0, 0.0, 50.0, 50.0))]
-    assert _gather_scores(scores, data, tmp_path / "predictions.jsonl")["rouge1"] == 50.0
-    assert (tmp_path / "predictions.jsonl").read_text().count("\n") == 1
+    import datasets
+
+    rows = datasets.Dataset.from_list([{"row_id": 7, "target": "a b"}, {"row_id": 8, "target": "c"}])
+    tokenizer: Any = None
+    data = EvaluationRows(rows=rows, tokenizer=tokenizer, collator=SummarizationCollator(0, 0))
+    scores = [Score(1, " c\n", (100.0, 0.0, 100.0, 100.0)), Score(0, "a", (50.0, 0.0, 50.0, 50.0))]
+    figures = _gather_scores(scores, data, tmp_path / "predictions.jsonl")
+    assert figures["rouge1"] == 75.0 and figures["exact_match"] == 50.0 and figures["percent_distinct"] == 100.0
+    assert (tmp_path / "predictions.jsonl").read_text().count("\n") == 2
     with pytest.raises(UserError, match="predictions .* could not be written: Is a directory$"):
         _gather_scores(scores, data, tmp_path)

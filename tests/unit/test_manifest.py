@@ -72,7 +72,7 @@ def test_another_format_version_is_refused(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, 3)
     manifest = json.loads((folder / MANIFEST).read_text())
     (folder / MANIFEST).write_text(json.dumps({**manifest, "format_version": 0}))
-    assert newest_valid(tmp_path) == (None, ["step-00000003 has checkpoint format 0; this version reads 1"])
+    assert newest_valid(tmp_path) == (None, ["step-00000003 has checkpoint format 0; this version reads 2"])
 
 
 def test_a_manifest_cannot_name_files_outside(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from toolkit.config import OptimConfig
+from toolkit.config_sections import OptimConfig
 from toolkit.optim import build_optimizer, clip_gradients, learning_rate
 
 

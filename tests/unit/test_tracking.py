@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from toolkit import tracking
-from toolkit.config import TrackingConfig
+from toolkit.config_sections import TrackingConfig
 from toolkit.errors import UserError
 from toolkit.tracking import MetricsLog, Progress, check_trackers, load_metrics, log_to_trackers, start_trackers
 
@@ -187,7 +187,7 @@ REAL_ACCELERATOR = """
 import json
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, register_tracker_class
-from toolkit.config import TrackingConfig
+from toolkit.config_sections import TrackingConfig
 from toolkit.tracking import check_trackers, log_to_trackers, start_trackers
 
 class Recorder(GeneralTracker):

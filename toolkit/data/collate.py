@@ -1,12 +1,14 @@
 """Tokenized rows → padded tensors of one micro-batch, with everything the loss needs known beforehand.
 
-Shapes: `B` rows, `S` source positions, `T` target positions.
+Shapes: `B` rows of a tensor, `S` source positions, `T` target positions (of a causal model: all positions), `N` labels that
+count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +22,110 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 Batch = dict[str, torch.Tensor]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SummarizationCollator:
+    """Batches of an encoder-decoder. Rows have `input_ids` (the source) and `labels` (the target)."""
+
+    pad_token_id: int
+    decoder_start_token_id: int
+
+    def collate(self, packs: Sequence[Sequence[Row]], *, counts: bool = True) -> Batch:
+        """Inputs of `losses.summed_loss`: `model_inputs`, and `labels` BT int64. Packs hold one row each.
+
+        Args:
+            counts: False ignores every label: the rows only keep collectives in step.
+        """
+        rows = [row for pack in packs for row in pack]
+        labels_BT = _pad([row["labels"] for row in rows], IGNORED_LABEL)
+        return {
+            **self.prompts(rows),
+            "decoder_input_ids": shift_right(labels_BT, self.pad_token_id, self.decoder_start_token_id),
+            "labels": labels_BT if counts else torch.full_like(labels_BT, IGNORED_LABEL),
+        }
+
+    def model_inputs(self, rows: Sequence[Row]) -> Batch:
+        """Arguments of a plain forward that gives logits: `prompts`, and `decoder_input_ids` BT int64."""
+        batch = self.collate([[row] for row in rows])
+        return {name: tensor for name, tensor in batch.items() if name != "labels"}
+
+    def prompts(self, rows: Sequence[Row]) -> Batch:
+        """Arguments of `generate`: `input_ids` and `attention_mask`, BS int64, padded at the end."""
+        input_ids_BS = _pad([row["input_ids"] for row in rows], self.pad_token_id)
+        lengths_B = torch.tensor([len(row["input_ids"]) for row in rows])
+        return {
+            "input_ids": input_ids_BS,
+            "attention_mask": (torch.arange(input_ids_BS.shape[1]) < lengths_B[:, None]).long(),
+        }
+
+    def new_tokens(self, generated_BT: torch.Tensor, prompts: Batch) -> torch.Tensor:
+        """What `generate` has added: all that it returns."""
+        return generated_BT
+
+
+@dataclass(frozen=True)
+class CausalCollator:
+    """Batches of a causal model.
+
+    Rows have `input_ids`, `labels` of the same length (not shifted; `IGNORED_LABEL` where a token does not count, as at
+    the first place) and `prompt_length`, the tokens before what is generated.
+    """
+
+    pad_token_id: int
+
+    def collate(self, packs: Sequence[Sequence[Row]], *, counts: bool = True) -> Batch:
+        """Inputs of `losses.summed_loss`. A pack's rows stand one after another in one row of the tensors.
+
+        There is no attention mask: padding comes last, where causal attention never sees it, and only without a mask does
+        transformers tell packed rows apart, by positions that start again.
+
+        Args:
+            counts: False ignores every label: the rows only keep collectives in step.
+
+        Returns:
+            `input_ids` BT; `position_ids` BT where a pack has several rows; `label_positions` N, the places in the flattened
+            BT whose output predicts a label that counts; `labels` N. All int64 on the CPU.
+        """
+        tokens = [np.concatenate([row["input_ids"] for row in pack]) for pack in packs]
+        labels = [np.concatenate([row["labels"] for row in pack]) for pack in packs]
+        input_ids_BT = _pad(tokens, self.pad_token_id)
+        # The output at t predicts t + 1. A row's first token has no label, so no row predicts its neighbour.
+        next_labels_BT = _pad(labels, IGNORED_LABEL).roll(-1, dims=1)
+        next_labels_BT[:, -1] = IGNORED_LABEL
+        if counts:
+            label_positions_N = (next_labels_BT.flatten() != IGNORED_LABEL).nonzero().flatten()
+        else:
+            next_labels_BT.fill_(IGNORED_LABEL)
+            label_positions_N = torch.zeros(1, dtype=torch.int64)
+        batch = {
+            "input_ids": input_ids_BT,
+            "label_positions": label_positions_N,
+            "labels": next_labels_BT.flatten()[label_positions_N],
+        }
+        if any(len(pack) > 1 for pack in packs):
+            batch["position_ids"] = _positions([[len(row["input_ids"]) for row in pack] for pack in packs], input_ids_BT.shape[1])
+        return batch
+
+    def model_inputs(self, rows: Sequence[Row]) -> Batch:
+        """Arguments of a plain forward that gives logits: `input_ids` BT int64, padded at the end."""
+        return {"input_ids": _pad([row["input_ids"] for row in rows], self.pad_token_id)}
+
+    def prompts(self, rows: Sequence[Row]) -> Batch:
+        """Arguments of `generate`: `input_ids` and `attention_mask`, BS int64, padded at the start: it goes on at the end."""
+        prompts = [row["input_ids"][: row["prompt_length"]] for row in rows]
+        input_ids_BS = _pad([prompt[::-1] for prompt in prompts], self.pad_token_id).flip(1)
+        lengths_B = torch.tensor([len(prompt) for prompt in prompts])
+        places_S = torch.arange(input_ids_BS.shape[1]).flip(0)
+        return {"input_ids": input_ids_BS, "attention_mask": (places_S < lengths_B[:, None]).long()}
+
+    def new_tokens(self, generated_BT: torch.Tensor, prompts: Batch) -> torch.Tensor:
+        """What `generate` has added behind the prompts."""
+        return generated_BT[:, prompts["input_ids"].shape[1] :]
+
+
+Collator = SummarizationCollator | CausalCollator
 
 
 def shift_right(labels_BT: torch.Tensor, pad_token_id: int, decoder_start_token_id: int) -> torch.Tensor:
@@ -42,41 +148,12 @@ def check_label_shift(model: nn.Module, pad_token_id: int, decoder_start_token_i
         raise UserError(f"{type(model).__name__} makes decoder inputs in a way of its own, which is not supported")
 
 
-def collate(rows: list[dict], pad_token_id: int, decoder_start_token_id: int, *, counts: bool = True) -> Batch:
-    """Pad rows to the longest.
-
-    Args:
-        rows: each with `input_ids` and `labels`, lists of token ids.
-        counts: False ignores every label: the rows only keep collectives in step.
-
-    Returns:
-        `input_ids` BS, `attention_mask` BS, `decoder_input_ids` BT, `labels` BT; all int64 on the CPU.
-    """
-    input_ids_BS = _pad([row["input_ids"] for row in rows], pad_token_id)
-    lengths_B = torch.tensor([len(row["input_ids"]) for row in rows])
-    labels_BT = _pad([row["labels"] for row in rows], IGNORED_LABEL)
-    decoder_input_ids_BT = shift_right(labels_BT, pad_token_id, decoder_start_token_id)
-    if not counts:
-        labels_BT = torch.full_like(labels_BT, IGNORED_LABEL)
-    return {
-        "input_ids": input_ids_BS,
-        "attention_mask": (torch.arange(input_ids_BS.shape[1]) < lengths_B[:, None]).long(),
-        "decoder_input_ids": decoder_input_ids_BT,
-        "labels": labels_BT,
-    }
-
-
 def load_micro_batches(
-    rows: Dataset,
-    micro_batches: Iterable[MicroBatch],
-    pad_token_id: int,
-    decoder_start_token_id: int,
-    num_workers: int,
-    pin_memory: bool,
+    rows: Dataset, micro_batches: Iterable[MicroBatch], collator: Collator, *, num_workers: int, pin_memory: bool
 ) -> Iterator[tuple[MicroBatch, Batch]]:
     """Collate micro-batches in order, ahead of their use where `num_workers` is not 0."""
     loader = torch.utils.data.DataLoader(
-        _CollatedRows(rows.select_columns(["input_ids", "labels"]), pad_token_id, decoder_start_token_id),
+        _CollatedRows(rows.select_columns(["input_ids", "labels"]), collator),
         sampler=micro_batches,  # type: ignore[arg-type]  # any iterable of keys will do
         batch_size=None,
         num_workers=num_workers,
@@ -89,20 +166,25 @@ def load_micro_batches(
 class _CollatedRows(torch.utils.data.Dataset):
     """A map from a `MicroBatch` to its tensors; its own class because loader workers pickle it."""
 
-    def __init__(self, rows: Dataset, pad_token_id: int, decoder_start_token_id: int) -> None:
-        self.rows, self.pad_token_id, self.decoder_start_token_id = rows, pad_token_id, decoder_start_token_id
+    def __init__(self, rows: Dataset, collator: Collator) -> None:
+        self.rows, self.collator = rows, collator
 
     def __getitem__(self, micro_batch: MicroBatch) -> tuple[MicroBatch, Batch]:
-        rows = [self.rows[row] for row in micro_batch.rows]
-        batch = collate(rows, self.pad_token_id, self.decoder_start_token_id, counts=micro_batch.counts)
-        return micro_batch, batch
+        packs = [[self.rows[row] for row in pack] for pack in micro_batch.packs]
+        return micro_batch, self.collator.collate(packs, counts=micro_batch.counts)
 
 
 def _unchanged(item: tuple[MicroBatch, Batch]) -> tuple[MicroBatch, Batch]:
     return item
 
 
-def _pad(sequences: list[list[int]], value: int) -> torch.Tensor:
+def _positions(lengths: list[list[int]], width: int) -> torch.Tensor:
+    """Positions BT that start again at 0 with every row of a pack; padding counts as one more row."""
+    padded = [[*pack, width - sum(pack)] for pack in lengths]
+    return torch.from_numpy(np.stack([np.concatenate([np.arange(length) for length in pack]) for pack in padded]))
+
+
+def _pad(sequences: Sequence[Sequence[int] | np.ndarray], value: int) -> torch.Tensor:
     padded = np.full((len(sequences), max(map(len, sequences))), value, dtype=np.int64)
     for row, sequence in zip(padded, sequences, strict=True):
         row[: len(sequence)] = sequence

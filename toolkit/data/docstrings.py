@@ -16,7 +16,7 @@ import re
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,6 +44,26 @@ _SIGNATURE = re.compile(r"[\w.]+\(|.* -> ")
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
+class ParsedModule(NamedTuple):
+    """One file of Python source."""
+
+    name: str
+    """Dotted, as it is imported."""
+    text: str
+    tree: ast.Module
+
+
+class Headline(NamedTuple):
+    """What `split_headline` makes of a docstring."""
+
+    text: str
+    """The first paragraph, on one line."""
+    rest: str
+    """All that follows it, as it stands."""
+    wraps: bool
+    """Whether the first paragraph takes more than one line."""
+
+
 class _Docstring(NamedTuple):
     module: str
     name: str
@@ -54,12 +74,12 @@ class _Docstring(NamedTuple):
 
     @property
     def body_key(self) -> str:
-        return _normalize(self.body)
+        return normalize(self.body)
 
     @property
     def headline_key(self) -> tuple[str, str]:
         """Overrides and copies of one method repeat its name and headline, while their titles and bodies may differ."""
-        return self.name.lower(), _normalize(self.headline)
+        return self.name.lower(), normalize(self.headline)
 
 
 def read_docstrings(packages: Sequence[str] = PACKAGES) -> list[dict[str, str]]:
@@ -68,11 +88,10 @@ def read_docstrings(packages: Sequence[str] = PACKAGES) -> list[dict[str, str]]:
     A row has `source` (a title line, then the body on one line), `target` (the headline), `lead_text` (the body alone),
     `group` (the module) and `split` (`train` or `eval`). No body and no pair of name and headline stands in both splits.
     """
-    standard = list(_read_tree(Path(sysconfig.get_path("stdlib")), prefix=""))
-    held_out = [item for item in standard if _is_held_out(item.module)]
-    training = [item for item in standard if not _is_held_out(item.module)]
-    for package in packages:
-        training.extend(_read_package(package))
+    standard = list(_read_all(parse_standard_library()))
+    held_out = [item for item in standard if is_held_out(item.module)]
+    training = [item for item in standard if not is_held_out(item.module)]
+    training.extend(_read_all(parse_packages(packages)))
 
     # What is held out goes first, so that a training row that repeats it is the one to go.
     eval_items = [item for item in held_out if len(item.body) >= MIN_EVAL_BODY_CHARACTERS and not item.headline_wraps]
@@ -99,25 +118,51 @@ def identify_docstrings(packages: Sequence[str] = PACKAGES) -> str:
     return hashlib.sha256("\n".join(versions).encode() + Path(__file__).read_bytes()).hexdigest()
 
 
+def parse_standard_library() -> Iterator[ParsedModule]:
+    """The modules of the running interpreter's standard library, in a fixed order, without tests and applications."""
+    yield from _parse_tree(Path(sysconfig.get_path("stdlib")), prefix="")
+
+
+def parse_packages(packages: Sequence[str]) -> Iterator[ParsedModule]:
+    """Those of `packages` (import names) that are installed. Finding a top-level package does not import it."""
+    for package in packages:
+        spec = importlib.util.find_spec(package)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            yield from _parse_tree(Path(folder), prefix=f"{package}.")
+
+
+def is_held_out(module: str) -> bool:
+    """Whether a module of the standard library is for evaluation; the same on every machine, which Python's `hash` is not."""
+    return int.from_bytes(hashlib.sha256(module.encode()).digest()[:4]) % 100 < EVAL_PERCENT
+
+
+def split_headline(docstring: str) -> Headline | None:
+    """The first paragraph is the headline; None where it is no sentence (a signature, a field list, a banner, a whole text)."""
+    first_paragraph, _, rest = docstring.partition("\n\n")
+    headline = " ".join(first_paragraph.split())
+    is_sentence = headline[:1] not in ("@", ":", ">") and re.search("[a-z]", headline) and not _SIGNATURE.match(headline)
+    if len(headline) not in HEADLINE_CHARACTERS or not is_sentence:
+        return None
+    return Headline(text=headline, rest=rest, wraps="\n" in first_paragraph.strip())
+
+
+def split_words(identifier: str) -> str:
+    """`HTTPServer.handle_error2` → "http server handle error 2"."""
+    return " ".join(word.lower() for word in _IDENTIFIER_WORD.findall(identifier))
+
+
+def normalize(text: str) -> str:
+    """What two texts share that differ in punctuation, case and white space only."""
+    return re.sub(r"\W+", " ", text).lower().strip()
+
+
 def _build_row(item: _Docstring, split: str) -> dict[str, str]:
     # One-line docstrings train too, with the title alone as source: they teach how a name becomes a sentence.
     source = f"{item.title}\n{item.body}" if item.body else item.title
     return {"source": source, "target": item.headline, "lead_text": item.body, "group": item.module, "split": split}
 
 
-def _is_held_out(module: str) -> bool:
-    """The same on every machine, which Python's `hash` is not."""
-    return int.from_bytes(hashlib.sha256(module.encode()).digest()[:4]) % 100 < EVAL_PERCENT
-
-
-def _read_package(package: str) -> Iterator[_Docstring]:
-    """Nothing for a package that is not installed. Finding a top-level package does not import it."""
-    spec = importlib.util.find_spec(package)
-    for folder in (spec and spec.submodule_search_locations) or ():
-        yield from _read_tree(Path(folder), prefix=f"{package}.")
-
-
-def _read_tree(root: Path, prefix: str) -> Iterator[_Docstring]:
+def _parse_tree(root: Path, prefix: str) -> Iterator[ParsedModule]:
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         if SKIPPED_FOLDERS.intersection(relative.parts) or relative.name.startswith("test_"):
@@ -130,7 +175,12 @@ def _read_tree(root: Path, prefix: str) -> Iterator[_Docstring]:
                 tree = ast.parse(text)
         except (OSError, SyntaxError, ValueError):
             continue  # another encoding, or a file for another version of Python
-        yield from _read_node(tree, module, qualified_name=())
+        yield ParsedModule(module, text, tree)
+
+
+def _read_all(modules: Iterable[ParsedModule]) -> Iterator[_Docstring]:
+    for module in modules:
+        yield from _read_node(module.tree, module.name, qualified_name=())
 
 
 def _read_node(node: _Documented, module: str, qualified_name: tuple[str, ...]) -> Iterator[_Docstring]:
@@ -151,20 +201,17 @@ def _read_children(node: ast.AST, module: str, qualified_name: tuple[str, ...]) 
 
 
 def _split_docstring(node: _Documented, module: str, qualified_name: tuple[str, ...], docstring: str) -> _Docstring | None:
-    """The first paragraph is the headline; None where it is no sentence (a signature, a field list, a banner, a whole text)."""
-    first_paragraph, _, rest = docstring.partition("\n\n")
-    headline = " ".join(first_paragraph.split())
-    is_sentence = headline[:1] not in ("@", ":", ">") and re.search("[a-z]", headline) and not _SIGNATURE.match(headline)
-    if len(headline) not in HEADLINE_CHARACTERS or not is_sentence:
+    headline = split_headline(docstring)
+    if headline is None:
         return None
     path = qualified_name or tuple(module.split("."))
     return _Docstring(
         module=module,
         name=path[-1],
         title=_build_title(node, path),
-        headline=headline,
-        body=" ".join(rest.split()),
-        headline_wraps="\n" in first_paragraph.strip(),
+        headline=headline.text,
+        body=" ".join(headline.rest.split()),
+        headline_wraps=headline.wraps,
     )
 
 
@@ -179,15 +226,7 @@ def _build_title(node: _Documented, path: tuple[str, ...]) -> str:
         arguments = [parameter.arg for parameter in parameters if parameter.arg not in ("self", "cls")]
     # The object's own name comes first and begins with a capital letter, as the headline does: so its tokens can be copied.
     # Of the names around it only the next one follows: what lies further out seldom shows in the headline.
-    title = " ".join(filter(None, (_split_words(path[-1]).capitalize(), ":", _split_words(".".join(path[-2:-1])), kind)))
+    title = " ".join(filter(None, (split_words(path[-1]).capitalize(), ":", split_words(".".join(path[-2:-1])), kind)))
     if not arguments:
         return title
-    return f"{title} ( {' , '.join(_split_words(argument) for argument in arguments[:MAX_PARAMETERS])} )"
-
-
-def _split_words(identifier: str) -> str:
-    return " ".join(word.lower() for word in _IDENTIFIER_WORD.findall(identifier))
-
-
-def _normalize(text: str) -> str:
-    return re.sub(r"\W+", " ", text).lower().strip()
+    return f"{title} ( {' , '.join(split_words(argument) for argument in arguments[:MAX_PARAMETERS])} )"

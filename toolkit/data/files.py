@@ -7,17 +7,21 @@ and judged by whoever counts them.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
 import difflib
 import glob
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.rows import Row
 from toolkit.errors import UserError
+
+Cells = tuple[Any, ...]
+"""One row's values of the columns asked for, in their order, unchecked."""
 
 _BYTES_PER_READ = 1 << 20
 # csv's own limit of 131,072 characters a cell is below real articles. This one still fits a 32-bit C long.
@@ -85,23 +89,23 @@ def hash_file(path: Path, *, is_text: bool) -> str:
     return digest.hexdigest()
 
 
-def read_csv(path: Path, source_column: str, target_column: str) -> Iterator[Row]:
-    """Rows of a comma-separated file with a header; every cell is text.
+def read_csv(path: Path, columns: Sequence[str]) -> Iterator[Cells]:
+    """The cells of some columns of a comma-separated file with a header, row by row; every cell is text.
 
     Raises:
         UserError: a missing column, a row with too many or too few cells, broken quoting; naming the line.
     """
     records = read_csv_records(path, strict=True)
     _, header = next(records, (1, []))
-    check_columns(path, header, (source_column, target_column))
-    source, target = header.index(source_column), header.index(target_column)
+    check_columns(path, header, columns)
+    places = [header.index(column) for column in columns]
     for line, cells in records:
         if len(cells) != len(header):
             raise UserError(
                 f"{path}, line {line}: {len(cells)} cells where the header has {len(header)} ({', '.join(header)}): "
                 "put double quotes around cells that hold commas"
             )
-        yield Row(cells[source], cells[target])
+        yield tuple(cells[place] for place in places)
 
 
 def read_csv_records(path: Path, *, strict: bool) -> Iterator[tuple[int, list[str]]]:
@@ -134,14 +138,26 @@ def read_csv_records(path: Path, *, strict: bool) -> Iterator[tuple[int, list[st
             ) from None
 
 
-def read_jsonl(path: Path, source_key: str, target_key: str) -> Iterator[Row]:
-    """Rows of a file with one JSON object a line; an object without one of the keys is a row with an empty cell.
+def read_jsonl(path: Path, keys: Sequence[str]) -> Iterator[Cells]:
+    """The values of some keys in a file with one JSON object a line; None where an object lacks one.
 
     Raises:
         UserError: a line that is not JSON or not an object, or a key that no object of the first thousand has.
     """
     keys_seen: dict[str, None] = {}
     num_objects = 0
+    for row in _read_objects(path, example_key=keys[0]):
+        num_objects += 1
+        if num_objects <= _LINES_TO_FIND_KEYS_IN:
+            keys_seen.update(dict.fromkeys(row))
+        elif num_objects == _LINES_TO_FIND_KEYS_IN + 1:
+            check_columns(path, list(keys_seen), keys)
+        yield tuple(map(row.get, keys))
+    if num_objects:
+        check_columns(path, list(keys_seen), keys)
+
+
+def _read_objects(path: Path, *, example_key: str) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8-sig") as file:
         for line, text in enumerate(file, start=1):
             if not text.strip():
@@ -152,42 +168,74 @@ def read_jsonl(path: Path, source_key: str, target_key: str) -> Iterator[Row]:
                 reason = str(error).replace("line 1 column", "column")
                 raise UserError(f"{path}, line {line}: not JSON ({reason}): write one object a line") from None
             if not isinstance(row, dict):
-                raise UserError(f"{path}, line {line}: a JSON {_json_type(row)}, not an object: write {{{source_key!r}: ...}}")
-            num_objects += 1
-            if num_objects <= _LINES_TO_FIND_KEYS_IN:
-                keys_seen.update(dict.fromkeys(row))
-            elif num_objects == _LINES_TO_FIND_KEYS_IN + 1:
-                check_columns(path, list(keys_seen), (source_key, target_key))
-            yield Row(row.get(source_key), row.get(target_key))
-    if num_objects:
-        check_columns(path, list(keys_seen), (source_key, target_key))
+                raise UserError(f"{path}, line {line}: a JSON {_json_type(row)}, not an object: write {{{example_key!r}: ...}}")
+            yield row
 
 
-def read_parquet(path: Path, source_column: str, target_column: str) -> Iterator[Row]:
-    """Rows of a parquet file, one block of it in memory at a time.
+def read_parquet(path: Path, columns: Sequence[str]) -> Iterator[Cells]:
+    """The cells of some columns of a parquet file, row by row, one block of it in memory at a time.
 
     Raises:
         UserError: not parquet, truncated or damaged; a missing column; text that is not UTF-8, naming the row.
     """
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     number = 0
     try:
-        with pq.ParquetFile(path) as file:
-            check_columns(path, file.schema_arrow.names, (source_column, target_column))
-            for batch in file.iter_batches(batch_size=1000, columns=[source_column, target_column]):
-                for source, target in zip(batch[source_column], batch[target_column], strict=True):
+        with _parquet_errors(path), pq.ParquetFile(path) as file:
+            check_columns(path, file.schema_arrow.names, columns)
+            for batch in file.iter_batches(batch_size=1000, columns=list(columns)):
+                for cells in zip(*(batch[column] for column in columns), strict=True):
                     number += 1
-                    yield Row(source.as_py(), target.as_py())
+                    yield tuple(cell.as_py() for cell in cells)
     except UnicodeDecodeError as error:
         raise UserError(f"{path}, row {number}: text that is not valid UTF-8 ({error.reason}): write it as UTF-8") from None
+
+
+READERS: dict[str, Callable[[Path, Sequence[str]], Iterator[Cells]]] = {
+    "csv": read_csv,
+    "jsonl": read_jsonl,
+    "parquet": read_parquet,
+}
+
+
+def list_columns(path: Path, kind: str) -> list[str]:
+    """Names of a file's columns: of the header, of the schema, or all keys of the first thousand objects.
+
+    Args:
+        kind: one of `READERS`.
+
+    Raises:
+        UserError: the file cannot be read as such.
+    """
+    if kind == "csv":
+        return next(read_csv_records(path, strict=True), (1, []))[1]
+    if kind == "jsonl":
+        objects = islice(_read_objects(path, example_key="text"), _LINES_TO_FIND_KEYS_IN)
+        return list({key: None for row in objects for key in row})
+    import pyarrow.parquet as pq
+
+    with _parquet_errors(path), pq.ParquetFile(path) as file:
+        return list(file.schema_arrow.names)
+
+
+@contextlib.contextmanager
+def _parquet_errors(path: Path) -> Iterator[None]:
+    import pyarrow as pa
+
+    try:
+        yield
     except (pa.ArrowException, OSError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(f"{path} is not a whole parquet file ({reason.rstrip('.')}): copy or write it again") from None
 
 
-def check_columns(where: object, existing: Sequence[str], wanted: Sequence[str]) -> None:
+def check_columns(
+    where: object,
+    existing: Sequence[str],
+    wanted: Sequence[str],
+    way_out: str = "set data.source_column and data.target_column to columns that exist",
+) -> None:
     """Every wanted column must exist once.
 
     Raises:
@@ -196,10 +244,7 @@ def check_columns(where: object, existing: Sequence[str], wanted: Sequence[str])
     for column in wanted:
         if existing.count(column) != 1:
             trouble = f"no column {column!r}" if column not in existing else f"more than one column {column!r}"
-            raise UserError(
-                f"{where} has {trouble} (its columns: {', '.join(existing) or 'none'}): "
-                "set data.source_column and data.target_column to columns that exist"
-            )
+            raise UserError(f"{where} has {trouble} (its columns: {', '.join(existing) or 'none'}): {way_out}")
 
 
 def _nearest_name(path: Path) -> str:

@@ -7,12 +7,11 @@ import difflib
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.data.files import check_columns
-from toolkit.data.rows import Row
+from toolkit.data.files import Cells, check_columns
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -58,16 +57,15 @@ def load_hub_dataset(name: str, subset: str | None, split: str, *, other_sources
         raise UserError(f"data.source {name} (subset {subset}, split {split}) could not be loaded: {reason}") from None
 
 
-def read_hub_rows(dataset: Dataset, label: str, source_column: str, target_column: str) -> Iterator[Row]:
-    """Rows in the dataset's order.
+def read_hub_rows(dataset: Dataset, label: str, columns: Sequence[str]) -> Iterator[Cells]:
+    """The cells of some columns, row by row.
 
     Raises:
         UserError: a missing column.
     """
-    check_columns(label, dataset.column_names, (source_column, target_column))
-    for batch in dataset.select_columns([source_column, target_column]).iter(batch_size=1000):
-        for source, target in zip(batch[source_column], batch[target_column], strict=True):
-            yield Row(source, target)
+    check_columns(label, dataset.column_names, columns)
+    for batch in dataset.select_columns(list(columns)).iter(batch_size=1000):
+        yield from zip(*(batch[column] for column in columns), strict=True)
 
 
 def _can_reach_hub() -> bool:

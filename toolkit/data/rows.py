@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -42,14 +43,16 @@ class RowInput:
 
     label: str
     """Its name in messages."""
-    columns: tuple[str, str]
-    """Names of the source and the target column in messages."""
+    columns: tuple[str, str] | None
+    """Names of the source and the target column in messages; None: the reader has checked its cells itself."""
     digest: str
     """Hex sha256 of its contents."""
     read: Callable[[], Iterator[Row]]
     """Reads it from the start. Yields unusable rows too, so that every row has its position."""
     is_eval_file: bool = False
     """All its rows are evaluation rows."""
+    mix_entry: int = 0
+    """Inputs of one entry of a mix share `num_rows`."""
 
 
 @dataclass
@@ -87,7 +90,7 @@ def write_rows(
     Args:
         inputs: evaluation files first, so that their rows are known when the training rows come.
         eval_fraction: share of the groups held out where no input says which rows are; in [0, 1].
-        num_rows: most rows read from the inputs that are not evaluation files.
+        num_rows: most rows read of one mix entry, evaluation files not counted.
         drop_repeats: leave out rows whose source and target both occurred before.
 
     Returns:
@@ -98,10 +101,11 @@ def write_rows(
     """
     reports = [InputReport() for _ in inputs]
     splitter = _Splitter(eval_fraction, has_eval_files=any(item.is_eval_file for item in inputs), drop_repeats=drop_repeats)
-    num_training_rows_read, row_id = 0, 0
+    num_read: Counter[int] = Counter()
+    row_id = 0
     with closing(_RowFile(folder / "train.arrow")) as train, closing(_RowFile(folder / "evaluation.arrow")) as evaluation:
         for item, report in zip(inputs, reports, strict=True):
-            limit = None if item.is_eval_file or num_rows is None else num_rows - num_training_rows_read
+            limit = None if item.is_eval_file or num_rows is None else num_rows - num_read[item.mix_entry]
             if limit == 0:
                 continue
             for row in islice(item.read(), limit):
@@ -115,7 +119,7 @@ def write_rows(
                 row_id += 1
             if report.num_rows == 0:
                 raise UserError(f"{item.label} holds no rows: give a source with at least one")
-            num_training_rows_read += 0 if item.is_eval_file else report.num_rows
+            num_read[item.mix_entry] += 0 if item.is_eval_file else report.num_rows
         num_training_rows = train.num_rows
     _check_something_is_left(inputs, reports, num_training_rows)
     return reports
@@ -123,21 +127,31 @@ def write_rows(
 
 def _empty_cell(row: Row, item: RowInput, number: int) -> str | None:
     """The reason to skip a row whose source or target is missing or blank; None where both are text."""
+    if item.columns is None:
+        return None
     for kind, column, value in zip(("source", "target"), item.columns, row[:2], strict=True):
         if value is None or (isinstance(value, str) and not value.strip()):
             return f"with an empty {kind}"
-        where = f"{item.label}, row {number}, column {column}"
-        if not isinstance(value, str):
-            raise UserError(f"{where}: {value!r:.60} is of type {type(value).__name__}, not text: write it as a string")
-        if "\0" in value:
-            raise UserError(f"{where}: the text holds a NUL character: remove it")
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(
-                f"{where}: character {error.start + 1} is half a surrogate pair, which is no text: write the whole character"
-            ) from None
+        check_text(value, f"{item.label}, row {number}, column {column}")
     return None
+
+
+def check_text(value: Any, where: str) -> None:
+    """A cell must hold text that every tokenizer and file format takes.
+
+    Raises:
+        UserError: another type, a NUL character, half a surrogate pair; beginning with `where`.
+    """
+    if not isinstance(value, str):
+        raise UserError(f"{where}: {value!r:.60} is of type {type(value).__name__}, not text: write it as a string")
+    if "\0" in value:
+        raise UserError(f"{where}: the text holds a NUL character: remove it")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{where}: character {error.start + 1} is half a surrogate pair, which is no text: write the whole character"
+        ) from None
 
 
 class _Splitter:

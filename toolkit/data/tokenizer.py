@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.config import ModelConfig
+from toolkit.config_sections import ModelConfig
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,13 +27,15 @@ def has_tokenizer(config: ModelConfig) -> bool:
 
 
 def load_tokenizer(config: ModelConfig, vocab_size: int) -> PreTrainedTokenizerBase:
-    """The model's own tokenizer.
+    """The model's own tokenizer. Without a padding token, as most LLMs have it, it pads with its end token.
+
+    That is safe: which labels count is kept apart and never told from the token ids.
 
     Args:
         vocab_size: token embeddings of the model.
 
     Raises:
-        UserError: it cannot be read, has no padding token, or more tokens than the model has embeddings.
+        UserError: it cannot be read, has neither a padding nor an end token, or more tokens than the model has embeddings.
     """
     from transformers import AutoTokenizer
 
@@ -44,13 +47,17 @@ def load_tokenizer(config: ModelConfig, vocab_size: int) -> PreTrainedTokenizerB
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(f"the tokenizer of {config.name_or_path} could not be read ({first_line})") from None
     if tokenizer.pad_token_id is None:
-        raise UserError(
-            f"the tokenizer of {config.name_or_path} has no padding token: set pad_token in its tokenizer_config.json"
-        )
+        if tokenizer.eos_token_id is None:
+            raise UserError(
+                f"the tokenizer of {config.name_or_path} has neither a padding nor an end token: set pad_token or eos_token "
+                "in its tokenizer_config.json"
+            )
+        tokenizer.pad_token = tokenizer.eos_token
     if len(tokenizer) > vocab_size:
         raise UserError(
             f"the tokenizer of {config.name_or_path} has {len(tokenizer)} tokens, but the model only {vocab_size} embeddings: "
-            "take the tokenizer that belongs to the model"
+            "take the tokenizer that belongs to the model; the vocabulary is not resized under sharding: resize the model with "
+            "transformers' resize_token_embeddings and save it first"
         )
     return tokenizer
 
@@ -90,6 +97,38 @@ def train_tokenizer(rows: Dataset, vocab_size: int) -> PreTrainedTokenizerBase:
         single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
     )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+
+
+def train_byte_level_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+    """A byte-level BPE tokenizer like GPT-2's (`<pad>` 0, `<|endoftext|>` 1, which begins and ends a text).
+
+    Every text can be written with it, and the same texts in the same order give the same tokenizer. It adds no special tokens
+    by itself. Texts are read once and all of them count.
+
+    Raises:
+        UserError: `vocab_size` is too small for the 256 bytes and the special tokens.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special_tokens = ["<pad>", "<|endoftext|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    num_least = len(alphabet) + len(special_tokens)
+    if vocab_size < num_least:
+        raise UserError(
+            f"the model has {vocab_size} token embeddings, fewer than the {num_least} that a byte-level tokenizer begins with: "
+            "raise vocab_size in its config.json, or give it a tokenizer"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special_tokens, initial_alphabet=sorted(alphabet), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<|endoftext|>", bos_token="<|endoftext|>"
+    )
 
 
 def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -1,45 +1,23 @@
-"""Text rows → tokenized rows on disk, cached under a name that says everything they depend on."""
+"""Text rows of a summarization run → tokenized rows on disk."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import os
-import shutil
-import sys
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.config import DataConfig, ModelConfig
-from toolkit.data.sources import cache_folder, load_text_rows
+from toolkit.config_sections import DataConfig, ModelConfig
+from toolkit.data.row_cache import TextRows, cache_folder
+from toolkit.data.sources import load_text_rows
+from toolkit.data.token_cache import TokenizedRows, build_once_a_node, save_tokens, tokenize_rows, write_tokens
 from toolkit.data.tokenizer import has_tokenizer, hash_tokenizer, load_tokenizer, train_tokenizer
-from toolkit.distributed import gather_objects, local_rank, local_world_size, raise_together
-from toolkit.errors import UserError
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Goes into the cache's name: raise it when the columns or their meaning change."""
-
-
-@dataclass(frozen=True)
-class TokenizedRows:
-    """Rows of a run as token ids.
-
-    `train` and `evaluation` have the columns `row_id`, `input_ids`, `labels`, `source_length`, `target_length` (tokens),
-    `target_bytes` (utf-8 bytes of the text that the labels stand for), `target` and `lead_text`.
-    """
-
-    train: Dataset
-    evaluation: Dataset
-    tokenizer: PreTrainedTokenizerBase
-    fingerprint: str
-    """sha256 of source contents, settings and tokenizer: what a resume compares."""
-    remarks: list[str]
 
 
 def prepare_rows(config: DataConfig, model: ModelConfig, vocab_size: int) -> TokenizedRows:
@@ -48,35 +26,7 @@ def prepare_rows(config: DataConfig, model: ModelConfig, vocab_size: int) -> Tok
     Raises:
         UserError: whatever is wrong with the source or the tokenizer, or nodes that read different data; on every rank.
     """
-    from datasets import load_from_disk
-    from transformers import AutoTokenizer
-
-    name, error = None, None
-    if local_rank() == 0:
-        try:
-            name = _build_cache(config, model, vocab_size)
-        except UserError as e:
-            error = e
-    raise_together(error)
-    names = {name for name in gather_objects(name) if name is not None}
-    if len(names) > 1:
-        raise UserError(f"the nodes read different data or tokenizers (fingerprints {', '.join(n[:12] for n in sorted(names))})")
-    folder = cache_folder(config) / names.pop()
-    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-    # The tokenizers library trains another unigram model each time, even on the same rows: what came out counts.
-    fingerprint = hashlib.sha256(f"{folder.name} {hash_tokenizer(tokenizer)}".encode()).hexdigest()
-    if len(set(gather_objects(fingerprint))) > 1:
-        raise UserError(
-            "the nodes have trained different tokenizers on the same rows: put data.cache_dir on a file system that all "
-            "share, or a trained tokenizer into the model folder"
-        )
-    return TokenizedRows(
-        train=load_from_disk(str(folder / "train")),
-        evaluation=load_from_disk(str(folder / "evaluation")),
-        tokenizer=tokenizer,
-        fingerprint=fingerprint,
-        remarks=json.loads((folder / "about.json").read_text())["remarks"],
-    )
+    return build_once_a_node(cache_folder(config.cache_dir), partial(_build_cache, config, model, vocab_size))
 
 
 def _build_cache(config: DataConfig, model: ModelConfig, vocab_size: int) -> str:
@@ -91,69 +41,38 @@ def _build_cache(config: DataConfig, model: ModelConfig, vocab_size: int) -> str
         "max_source_length_tokens": config.max_source_length_tokens,
         "max_target_length_tokens": config.max_target_length_tokens,
     }
-    fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    folder = cache_folder(config) / fingerprint
-    if (folder / "about.json").is_file():
-        return fingerprint
-    if tokenizer is None:
-        tokenizer = train_tokenizer(rows.train, vocab_size)
-    # Written beside and renamed: a second run, or a crash, never finds half a cache.
-    unfinished = folder.with_name(f"{fingerprint}.{os.getpid()}.tmp")
-    unfinished.mkdir(parents=True)
-    try:
-        remarks = list(rows.remarks)
-        for name, dataset in (("train", rows.train), ("evaluation", rows.evaluation)):
-            tokenized = _tokenize(dataset, tokenizer, config, name, unfinished / f"{name}.arrow")
-            remarks += _tell_truncation(tokenized, config, name)
-            tokenized.remove_columns(["source_was_cut", "target_was_cut"]).save_to_disk(
-                # One shard for no rows: the library would write none, and not read that back.
-                str(unfinished / name),
-                num_shards=None if len(tokenized) else 1,
-            )
-        for scratch_file in unfinished.glob("*.arrow"):
-            scratch_file.unlink()
-        tokenizer.save_pretrained(unfinished / "tokenizer")
-        (unfinished / "about.json").write_text(json.dumps({"remarks": remarks, **identity}, indent=1))
-        with contextlib.suppress(OSError):  # another run was faster: its cache holds the same
-            unfinished.rename(folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return fingerprint
+
+    def write(folder: Path) -> list[str]:
+        return _write_tokens(rows, tokenizer or train_tokenizer(rows.train, vocab_size), config, folder)
+
+    return write_tokens(cache_folder(config.cache_dir), identity, write)
 
 
-def _tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: DataConfig, name: str, scratch_file: Path) -> Dataset:
-    """Add the token columns, with several processes and progress where there is much to do."""
-    import datasets
-
-    if not sys.stderr.isatty():  # bars are for terminals
-        datasets.disable_progress_bars()
-        print(f"tokenizing {len(dataset):,} {name} rows", flush=True)
-    if is_empty := len(dataset) == 0:
-        # `map` would leave out the new columns: they are taken from a row that goes again.
-        row = {"row_id": [0], "source": [""], "target": [""], "lead_text": [""]}
-        dataset = datasets.Dataset.from_dict(row, features=dataset.features)
-    num_workers = config.num_tokenizer_workers or min(8, (os.cpu_count() or 1) // local_world_size())
-    tokenized = dataset.map(
-        _tokenize_rows,
-        batched=True,
-        num_proc=num_workers if num_workers > 1 and len(dataset) > 10_000 else None,
-        remove_columns=["source"],
-        fn_kwargs={
-            "tokenizer": tokenizer,
-            "prefix": config.prefix,
-            "max_source_length_tokens": config.max_source_length_tokens,
-            "max_target_length_tokens": config.max_target_length_tokens,
-        },
-        # Ours is the cache; datasets' own hash of a tokenizer changes from process to process.
-        new_fingerprint=hashlib.sha256(f"{dataset._fingerprint} {hash_tokenizer(tokenizer)} {config}".encode()).hexdigest()[:16],
-        load_from_cache_file=False,
-        cache_file_name=str(scratch_file),
-        desc=f"tokenizing {name} rows",
-    )
-    return tokenized.select([]) if is_empty else tokenized
+def _write_tokens(rows: TextRows, tokenizer: PreTrainedTokenizerBase, config: DataConfig, folder: Path) -> list[str]:
+    remarks = list(rows.remarks)
+    arguments = {
+        "tokenizer": tokenizer,
+        "prefix": config.prefix,
+        "max_source_length_tokens": config.max_source_length_tokens,
+        "max_target_length_tokens": config.max_target_length_tokens,
+    }
+    for name, dataset in (("train", rows.train), ("evaluation", rows.evaluation)):
+        tokenized = tokenize_rows(
+            dataset,
+            _tokenize_batch,
+            arguments,
+            name,
+            folder,
+            num_workers=config.num_tokenizer_workers,
+            placeholder={"source": "", "target": "", "lead_text": ""},
+        )
+        remarks += _tell_truncation(tokenized, config, name)
+        save_tokens(tokenized.remove_columns(["source_was_cut", "target_was_cut"]), name, folder)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    return remarks
 
 
-def _tokenize_rows(
+def _tokenize_batch(
     rows: dict[str, list],
     tokenizer: PreTrainedTokenizerBase,
     prefix: str,
@@ -169,8 +88,8 @@ def _tokenize_rows(
     return {
         "input_ids": sources,
         "labels": labels,
-        "source_length": [len(ids) for ids in sources],
-        "target_length": [len(ids) for ids in labels],
+        "num_tokens": [len(source) + len(target) for source, target in zip(sources, labels, strict=True)],
+        "num_label_tokens": [len(ids) for ids in labels],
         "target_bytes": [len(text.encode()) for text in texts],
         "source_was_cut": sources_cut,
         "target_was_cut": targets_cut,

@@ -5,15 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from toolkit.data.collate import check_label_shift, collate, shift_right
+from toolkit.data.collate import CausalCollator, SummarizationCollator, check_label_shift, shift_right
 from toolkit.errors import UserError
 from toolkit.losses import IGNORED_LABEL
 
 ROWS = [{"input_ids": [5, 6, 7, 1], "labels": [8, 1]}, {"input_ids": [9, 1], "labels": [4, 3, 1]}]
 
 
+PACKS = [[row] for row in ROWS]
+COLLATOR = SummarizationCollator(pad_token_id=0, decoder_start_token_id=2)
+
+
 def test_rows_are_padded_to_the_longest() -> None:
-    batch = collate(ROWS, pad_token_id=0, decoder_start_token_id=2)
+    batch = COLLATOR.collate(PACKS)
     assert batch["input_ids"].tolist() == [[5, 6, 7, 1], [9, 1, 0, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
     assert batch["labels"].tolist() == [[8, 1, IGNORED_LABEL], [4, 3, 1]]
@@ -21,12 +25,12 @@ def test_rows_are_padded_to_the_longest() -> None:
 
 
 def test_a_padding_id_inside_a_source_still_counts() -> None:
-    batch = collate([{"input_ids": [0, 0, 1], "labels": [1]}], pad_token_id=0, decoder_start_token_id=0)
+    batch = COLLATOR.collate([[{"input_ids": [0, 0, 1], "labels": [1]}]])
     assert batch["attention_mask"].tolist() == [[1, 1, 1]]
 
 
 def test_rows_that_do_not_count_have_no_label() -> None:
-    batch = collate(ROWS, pad_token_id=0, decoder_start_token_id=2, counts=False)
+    batch = COLLATOR.collate(PACKS, counts=False)
     assert (batch["labels"] == IGNORED_LABEL).all()
     assert batch["decoder_input_ids"].tolist() == [[2, 8, 1], [2, 4, 3]]
 
@@ -45,3 +49,41 @@ def test_a_model_that_shifts_in_its_own_way_is_refused() -> None:
 
     with pytest.raises(UserError, match="TranslationModel makes decoder inputs in a way of its own"):
         check_label_shift(TranslationModel(), 0, 2)
+
+
+def causal_row(token_ids: list[int], prompt_length: int) -> dict:
+    labels = [IGNORED_LABEL] * prompt_length + token_ids[prompt_length:]
+    return {"input_ids": token_ids, "labels": labels, "prompt_length": prompt_length}
+
+
+CAUSAL_ROWS = [causal_row([5, 6, 7, 8], 2), causal_row([9, 4], 1), causal_row([3, 2, 1], 1)]
+
+
+def test_packed_rows_start_again_at_position_0_and_predict_no_neighbour() -> None:
+    batch = CausalCollator(0).collate([CAUSAL_ROWS[:2], CAUSAL_ROWS[2:]])
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 4], [3, 2, 1, 0, 0, 0]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1], [0, 1, 2, 0, 1, 2]]
+    assert batch["label_positions"].tolist() == [1, 2, 4, 6, 7]
+    assert batch["labels"].tolist() == [7, 8, 4, 2, 1]
+    assert "attention_mask" not in batch
+
+
+def test_unpacked_rows_have_the_same_labels_and_no_positions() -> None:
+    batch = CausalCollator(0).collate([[row] for row in CAUSAL_ROWS])
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8], [9, 4, 0, 0], [3, 2, 1, 0]]
+    assert batch["label_positions"].tolist() == [1, 2, 4, 8, 9]
+    assert batch["labels"].tolist() == [7, 8, 4, 2, 1]
+    assert "position_ids" not in batch
+
+
+def test_causal_rows_that_do_not_count_have_one_ignored_label() -> None:
+    batch = CausalCollator(0).collate([CAUSAL_ROWS], counts=False)
+    assert batch["labels"].tolist() == [IGNORED_LABEL] and batch["label_positions"].tolist() == [0]
+
+
+def test_prompts_are_padded_at_their_start() -> None:
+    collator = CausalCollator(0)
+    prompts = collator.prompts(CAUSAL_ROWS[:2])
+    assert prompts["input_ids"].tolist() == [[5, 6], [0, 9]]
+    assert prompts["attention_mask"].tolist() == [[1, 1], [0, 1]]
+    assert collator.new_tokens(torch.tensor([[5, 6, 11, 12], [0, 9, 13, 0]]), prompts).tolist() == [[11, 12], [13, 0]]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from toolkit.config import DataConfig
+from toolkit.config_sections import DataConfig
 from toolkit.data import files
 from toolkit.data.sources import load_text_rows
 from toolkit.errors import UserError

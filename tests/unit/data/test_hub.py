@@ -8,7 +8,7 @@ import urllib.request
 
 import pytest
 
-from toolkit.config import DataConfig
+from toolkit.config_sections import DataConfig
 from toolkit.data.sources import load_text_rows
 from toolkit.errors import UserError
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from toolkit.config import DataConfig
-from toolkit.data import sources
+from toolkit.config_sections import DataConfig
+from toolkit.data import row_cache
 from toolkit.data.sources import load_text_rows
 from toolkit.errors import UserError
 
@@ -127,7 +127,7 @@ def test_second_load_comes_from_the_cache(config, tmp_path, monkeypatch):
     (tmp_path / "rows.csv").write_text("source,target\na,b\nc,\n")
     config = replace(config, eval_fraction=0.0)
     first = load_text_rows(config)
-    monkeypatch.setattr(sources, "write_rows", None)  # called again, it would raise
+    monkeypatch.setattr(row_cache, "write_rows", None)  # called again, it would raise
     (tmp_path / "rows.csv").rename(tmp_path / "renamed.csv")
     second = load_text_rows(replace(config, files=str(tmp_path / "renamed.csv")))
     assert second.train[:] == first.train[:]
@@ -143,13 +143,13 @@ def test_a_failed_load_leaves_nothing_in_the_cache(config, tmp_path):
 
 def test_another_process_may_write_the_same_cache_first(config, tmp_path, monkeypatch):
     expected = load_text_rows(replace(config, cache_dir=str(tmp_path / "other")))
-    write_rows = sources.write_rows
+    write_rows = row_cache.write_rows
 
     def overtaken(*args, **kwargs):
         (tmp_path / "other" / "rows" / expected.fingerprint).rename(tmp_path / "cache" / "rows" / expected.fingerprint)
         return write_rows(*args, **kwargs)
 
-    monkeypatch.setattr(sources, "write_rows", overtaken)
+    monkeypatch.setattr(row_cache, "write_rows", overtaken)
     assert load_text_rows(config).train[:] == expected.train[:]
     assert [path.name for path in (tmp_path / "cache" / "rows").iterdir()] == [expected.fingerprint]
 

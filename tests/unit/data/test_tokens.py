@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from toolkit.config import DataConfig, ModelConfig
+from toolkit.config_sections import DataConfig, ModelConfig
 from toolkit.data.tokens import prepare_rows
 
 

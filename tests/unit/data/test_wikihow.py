@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from toolkit.config import DataConfig
+from toolkit.config_sections import DataConfig
 from toolkit.data.sources import load_text_rows
 from toolkit.data.wikihow import clean_headline, clean_text, title_group
 from toolkit.errors import UserError

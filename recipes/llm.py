@@ -1,0 +1,86 @@
+"""Fine-tune a causal language model (Llama, Qwen, Gemma, …), whole or by an adapter, sharded as the accelerate YAML says.
+
+accelerate launch --config_file accelerate_configs/fsdp2_cpu.yaml recipes/llm.py --config recipes/configs/llm_stdlib.yaml
+"""
+
+from typing import Final
+
+from toolkit.config import LLMConfig, dotted_keys, load_config
+from toolkit.errors import exit_on_user_error
+
+CAUSAL: Final = "AutoModelForCausalLM"
+
+
+def main() -> None:
+    config = load_config(LLMConfig, description=__doc__)
+
+    # These take seconds to import; a wrong flag was told before.
+    from toolkit import checkpoint, distributed, loop, models, optim, sharding, stages, tracking
+    from toolkit.data.collate import CausalCollator
+    from toolkit.data.llm_tokens import prepare_llm_rows
+    from toolkit.data.plan import BatchPlan, Mix
+    from toolkit.evaluation import EvaluationRows, stop_token_ids
+    from toolkit.model_checks import check_causal_model
+    from toolkit.run_folder import save_run_config
+    from toolkit.shard_units import describe
+
+    begun = stages.begin(config)
+    accelerator, run_folder = begun.accelerator, begun.run_folder
+
+    # The model without weights: whatever is wrong with it is told before data and weights load.
+    model_config, skeleton = stages.build_skeleton(config, accelerator, CAUSAL)
+
+    # Rows: text → tokens on disk → the plan of which rows each step takes, and the held-out ones.
+    rows = prepare_llm_rows(config.data, config.model, models.num_token_embeddings(skeleton))
+    num_tokens, num_label_tokens = (rows.train.with_format("numpy")[name][:] for name in ("num_tokens", "num_label_tokens"))
+    weights = tuple(entry.weight for entry in config.data.mix)
+    mix = Mix(rows.train.with_format("numpy")["source_index"][:], weights) if weights else None
+    plan = BatchPlan(
+        num_tokens=num_tokens,
+        num_label_tokens=num_label_tokens,
+        train=config.train,
+        world_size=distributed.world_size(),
+        bucket_by_length=not config.data.packing if config.data.bucket_by_length is None else config.data.bucket_by_length,
+        pack_length_tokens=config.data.max_length_tokens if config.data.packing else None,
+        mix=mix,
+    )
+    evaluation = EvaluationRows(
+        rows=rows.evaluation.select(range(min(config.eval.num_rows or len(rows.evaluation), len(rows.evaluation)))),
+        tokenizer=rows.tokenizer,
+        collator=CausalCollator(rows.tokenizer.pad_token_id),
+        stop_token_ids=stop_token_ids(rows.evaluation, rows.tokenizer),
+    )
+    longest = {
+        name: stages.longest(rows, evaluation, column) for name, column in (("row", "num_tokens"), ("prompt", "prompt_length"))
+    }
+    models.check_causal_positions(model_config, config.model.name_or_path, longest, config.eval)
+    num_steps = stages.check_rows(config, rows, plan, evaluation)
+
+    # Model → frozen or adapted → shards → optimizer.
+    model = stages.load_model(config, begun, CAUSAL, model_config, skeleton)
+    identity = stages.identity_of(begun, model_config, rows, model)
+    sharded = sharding.shard_model(accelerator, model)
+    optimizer = optim.build_optimizer(config.optim, sharded.model)
+    distributed.print_rank0(describe(sharded.units))
+    check_causal_model(sharded, packing=config.data.packing)
+
+    # This run's own last checkpoint.
+    metrics = tracking.MetricsLog(run_folder / "metrics.jsonl", is_writer=distributed.rank() == 0)
+    state = checkpoint.TrainState()
+    if begun.resume_from is not None:
+        state = checkpoint.load_checkpoint(begun.resume_from, sharded, optimizer, identity)
+        distributed.print_rank0(f"resuming from {begun.resume_from}, after step {state.step}")
+    # What a run has logged after its last checkpoint is done again: without one, all of it.
+    metrics.truncate_after(state.step if begun.resume_from is not None else -1)
+    save_run_config(config, run_folder)
+
+    # Train: step, evaluate, save. Then export, reload, compare, and show what came out.
+    tracking.start_trackers(accelerator, config.tracking, config.run.name, dotted_keys(config))
+    run = loop.Run(run_folder, sharded, optimizer, plan, rows.train, evaluation, identity, metrics, num_steps)
+    loop.train(config, run, state)
+    stages.finish(config, run)
+
+
+if __name__ == "__main__":
+    with exit_on_user_error():
+        main()

@@ -1,0 +1,90 @@
+"""What is done to each block of a model: its activations computed again with the same dropout, its forward compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.distributed.test_invariants import CHECKPOINTING, COMPILED
+from tests.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
+
+FSDP1 = GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"]
+
+
+@pytest.mark.parametrize("family", ["t5", "gpt2", "llama-lora"])
+@pytest.mark.parametrize(("preset", "overrides"), [("fsdp2_cpu", {}), ("fsdp1_full_shard", FSDP1)])
+def test_checkpointing_keeps_gradients_with_dropout(family: str, preset: str, overrides: dict[str, Any]) -> None:
+    merged = {"fsdp_config": {**overrides.get("fsdp_config", {}), **CHECKPOINTING["fsdp_config"]}}
+    plain = take_step(family, preset, overrides)
+    checkpointed = take_step(family, preset, {**overrides, **merged})
+    assert plain["gradients"].keys() == checkpointed["gradients"].keys() and len(plain["gradients"]) > 4
+    for name, gradient in plain["gradients"].items():
+        assert np.array_equal(gradient, checkpointed["gradients"][name]), name
+    other_seed = take_step(family, preset, overrides, seed=1)
+    assert any((other_seed["gradients"][name] != gradient).any() for name, gradient in plain["gradients"].items()), "no dropout"
+    # Each of the blocks runs a second time in the backward.
+    assert checkpointed["num_attentions"] == 2 * plain["num_attentions"] > 0
+
+
+@pytest.mark.parametrize(("preset", "overrides"), [("fsdp2_cpu", {}), ("ddp_cpu", {}), ("single", {})])
+def test_blocks_are_compiled_and_nothing_else(preset: str, overrides: dict[str, Any]) -> None:
+    assert take_step("gpt2", preset, overrides)["num_compiled_frames"] == 0
+    assert take_step("gpt2", preset, {**overrides, **COMPILED})["num_compiled_frames"] > 0
+
+
+def take_step(family: str, preset: str, overrides: dict[str, Any], seed: int = 0) -> dict[str, Any]:
+    """What rank 0 reports of a forward and backward of a tiny model with dropout 0.5."""
+    reports = run_on_ranks(
+        forward_and_backward, preset=preset, overrides={"mixed_precision": "no", **overrides}, args=(family, seed)
+    )
+    return reports[0]
+
+
+def forward_and_backward(family: str, seed: int) -> dict[str, Any]:
+    """On every rank: gradients, how often an attention ran, how many frames were compiled."""
+    import torch
+    import transformers
+
+    from tests.distributed.small_run import T5_CONFIG, whole_gradients
+    from tests.model_folders import CAUSAL_FAMILIES
+    from toolkit.accelerator import build_accelerator
+    from toolkit.adapters import add_adapter
+    from toolkit.config_sections import AdapterConfig, ModelConfig
+    from toolkit.data.collate import CausalCollator, SummarizationCollator
+    from toolkit.distributed import rank, seed_all
+    from toolkit.losses import summed_loss
+    from toolkit.sharding import shard_model
+
+    torch._dynamo.utils.counters.clear()
+    accelerator = build_accelerator([], ".")
+    torch.manual_seed(0)
+    if family == "t5":
+        model: Any = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5_CONFIG | {"dropout_rate": 0.5}))
+    elif family == "gpt2":
+        rates = {"attn_pdrop": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=256, **CAUSAL_FAMILIES["gpt2"][1], **rates))
+    else:
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, **CAUSAL_FAMILIES["llama"][1]))
+        base = ModelConfig(name_or_path="llama")
+        add_adapter(model, AdapterConfig(method="lora", dropout=0.5, target_modules=["q_proj", "v_proj", "down_proj"]), base, 0)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    attentions = [module for name, module in model.named_modules() if name.endswith(("attn", "Attention"))]
+    sharded = shard_model(accelerator, model)
+    calls: list[int] = []
+    for attention in attentions:
+        attention.register_forward_pre_hook(lambda *_: calls.append(1))
+    ids = torch.randint(3, 200, (2, 12), generator=torch.Generator().manual_seed(rank())).tolist()
+    rows = [{"input_ids": row, "labels": row[:5] if family == "t5" else [-100, *row[1:]]} for row in ids]
+    collator: Any = SummarizationCollator(0, 0) if family == "t5" else CausalCollator(0)
+    sharded.model.train()
+    seed_all("dropout", seed, rank())
+    summed_loss(sharded.model, collator.collate([[row] for row in rows]))[0].backward()
+    return {
+        "gradients": whole_gradients(sharded.model),
+        "num_attentions": len(calls),
+        "num_compiled_frames": torch._dynamo.utils.counters["frames"]["ok"],
+    }

@@ -1,0 +1,119 @@
+"""The same curve and gradients of a causal model, whole or with an adapter, however it is cut, packed, sharded and computed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.distributed.small_run import NUM_STEPS, read_lines, run_recipe
+from tests.distributed.test_invariants import CHECKPOINTING, COMPILED, RELATIVE_TOLERANCE, figures, rows_of_steps
+from tests.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
+
+FSDP1 = GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"]
+PACKED = ["--data.packing", "true"]
+LORA = ["--adapter.method", "lora", "--adapter.rank", "4"]
+
+# name: preset, overrides of its YAML, flags, most logits at once
+Runs = dict[str, tuple[str, dict[str, Any], list[str], int]]
+RUNS: Runs = {
+    "single": ("single", {}, ["--train.micro_batch_size_rows", "4"], 2**26),
+    "single-packed-chunked": ("single", {}, [*PACKED, "--train.micro_batch_size_rows", "2"], 2000),
+    "ddp-packed": ("ddp_cpu", {}, [*PACKED, "--train.micro_batch_size_rows", "1"], 2**26),
+    "fsdp2-chunked": ("fsdp2_cpu", {}, ["--train.micro_batch_size_rows", "2", "--eval.unshard", "never"], 2000),
+    "fsdp2-packed": ("fsdp2_cpu", {}, [*PACKED, "--train.micro_batch_size_rows", "4", "--data.num_loader_workers", "1"], 2**26),
+    "fsdp2-checkpointing": ("fsdp2_cpu", CHECKPOINTING, [*PACKED, "--train.micro_batch_size_rows", "1"], 2000),
+    "fsdp2-compiled": ("fsdp2_cpu", COMPILED, ["--train.micro_batch_size_rows", "4"], 2**26),
+    "fsdp2-compiled-checkpointing": ("fsdp2_cpu", COMPILED | CHECKPOINTING, PACKED, 2**26),
+    "fsdp1-packed-chunked": ("fsdp1_full_shard", FSDP1, [*PACKED, "--train.micro_batch_size_rows", "1"], 2000),
+}
+REFERENCE = "single"
+KINDS = {"full": [], "lora": LORA}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of very different lengths and a tiny Gemma 2: tied, with a cap on its logits and windows on its attention."""
+    folder = tmp_path_factory.mktemp("llm-invariants")
+    random = np.random.Generator(np.random.PCG64(0))
+    words = ["read", "write", "open", "close", "file", "path", "line", "text", "word", "count", "sort", "join"]
+    with (folder / "rows.jsonl").open("w") as file:
+        for row in range(150):
+            prompt = " ".join(random.choice(words, int(random.integers(3, 40))))
+            completion = " ".join(random.choice(words, int(random.integers(1, 10))))
+            file.write(json.dumps({"prompt": f"{row} {prompt}", "completion": completion}) + "\n")
+    run_on_ranks(build_model, preset="single", overrides={"mixed_precision": "no"}, args=(folder / "model",))
+    return folder
+
+
+def build_model(folder: Path) -> None:
+    """A Gemma 2 with random weights and a tokenizer; on one process."""
+    import torch
+    import transformers
+
+    from tests.model_folders import CAUSAL_FAMILIES, _build_tokenizer
+
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(vocab_size=256, **CAUSAL_FAMILIES["gemma2"][1], attention_dropout=0.1)
+    transformers.Gemma2ForCausalLM(config).save_pretrained(folder)
+    _build_tokenizer(("<pad>", "</s>")).save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def finished(folder: Path) -> dict[str, dict[str, Any]]:
+    """Every run once, by kind and name."""
+    return {kind: {name: run(folder, kind, name) for name in RUNS} for kind in KINDS}
+
+
+def run(folder: Path, kind: str, name: str) -> Any:
+    preset, overrides, flags, max_logits = RUNS[name]
+    always = [
+        "--model.name_or_path", str(folder / "model"), "--data.packing", "false", "--data.bucket_by_length", "false",
+        "--data.max_length_tokens", "64", *KINDS[kind],
+    ]  # fmt: skip
+    return run_recipe(
+        folder, f"{kind}-{name}", preset=preset, overrides=overrides, flags=[*always, *flags], recipe="llm", max_logits=max_logits
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [name for name in RUNS if name != REFERENCE])
+def test_curve_and_gradients_are_those_of_one_process(finished: dict[str, Any], kind: str, name: str) -> None:
+    (expected_lines, expected_gradients), (lines, gradients) = finished[kind][REFERENCE], finished[kind][name]
+    expected, actual = figures(expected_lines, "train"), figures(lines, "train")
+    assert actual["step"].tolist() == list(range(1, NUM_STEPS + 1))
+    for figure in ("loss", "grad_norm", "num_rows", "num_tokens", "num_label_tokens"):
+        np.testing.assert_allclose(actual[figure], expected[figure], rtol=RELATIVE_TOLERANCE, err_msg=figure)
+    for of_rank in gradients:
+        assert of_rank.keys() == expected_gradients[0].keys()
+        for parameter, gradient in expected_gradients[0].items():
+            difference = np.linalg.norm(of_rank[parameter] - gradient) / max(np.linalg.norm(gradient), 1e-12)
+            assert difference <= RELATIVE_TOLERANCE, f"{parameter}: {difference:.1e}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", list(RUNS))
+def test_ranks_share_the_batch_without_overlap(folder: Path, finished: dict[str, Any], kind: str, name: str) -> None:
+    expected, actual = (rows_of_steps(folder / "runs" / f"{kind}-{run}") for run in (REFERENCE, name))
+    for step in range(1, NUM_STEPS + 1):
+        assert len(actual[step]) == len(set(actual[step]))
+        assert set(actual[step]) == set(expected[step])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [name for name in RUNS if name != REFERENCE])
+def test_evaluation_is_that_of_one_process(folder: Path, finished: dict[str, Any], kind: str, name: str) -> None:
+    expected, actual = (figures(finished[kind][run][0], "eval") for run in (REFERENCE, name))
+    np.testing.assert_allclose(actual["loss"], expected["loss"], rtol=RELATIVE_TOLERANCE)
+    np.testing.assert_allclose(actual["perplexity"], np.exp(actual["loss"]))
+    assert actual["token_accuracy"][0] == expected["token_accuracy"][0]
+    predictions = [read_lines(folder / "runs" / f"{kind}-{run}" / "predictions-0.jsonl") for run in (REFERENCE, name)]
+    assert predictions[0] == predictions[1]
+
+
+def test_only_adapters_train(finished: dict[str, Any]) -> None:
+    trained = finished["lora"][REFERENCE][1][0]
+    assert trained and all(".lora_A." in name or ".lora_B." in name for name in trained)

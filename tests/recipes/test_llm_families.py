@@ -1,0 +1,104 @@
+"""Every family of causal models, whole and with an adapter, trains, generates, saves, resumes and exports under FSDP2."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.model_folders import CAUSAL_FAMILIES
+from tests.recipes.runs import Workbench
+
+LOGIT_TOLERANCE = 1e-4
+"""Largest difference of the plain model's logits from those of the sharded one, as a share of the largest."""
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"adapter__method": "lora", "adapter__rank": 2, "adapter__dropout": 0.1, "export__merge": True},
+}
+
+RELOAD = """
+import json, pathlib, sys
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+found = {}
+for run in map(pathlib.Path, sys.argv[1:]):
+    check = load_file(run / "export_check.safetensors")
+    logits = check.pop("logits")
+    about = found[run.name] = {}
+    for folder in filter(pathlib.Path.is_dir, (run / "export", run / "merged")):
+        if (folder / "adapter_config.json").exists():
+            from peft import PeftModel
+            settings = json.loads((folder / "adapter_config.json").read_text())
+            base = AutoModelForCausalLM.from_pretrained(settings["base_model_name_or_path"])
+            model = PeftModel.from_pretrained(base, folder)
+        else:
+            model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+            assert not any(loading.values()), loading
+        difference = (model.eval()(**check, use_cache=False).logits - logits).abs().max() / logits.abs().max()
+        inputs = AutoTokenizer.from_pretrained(folder)("alpha beta", return_tensors="pt").input_ids
+        assert model.generate(input_ids=inputs, max_new_tokens=3, pad_token_id=0).shape[1] > inputs.shape[1]
+        about[folder.name] = difference.item()
+assert "toolkit" not in sys.modules
+print(json.dumps(found))
+"""
+
+TrainFamily = Callable[[str, str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory, model_folders: dict[str, Path], data_folder: Path) -> Workbench:
+    """The runs of all families lie here, named like them."""
+    runs = tmp_path_factory.mktemp("llm-families")
+    return Workbench(runs=runs, models=model_folders, data=data_folder, recipe="llm", rows="prompts.jsonl")
+
+
+@pytest.fixture(scope="module")
+def train_family(bench: Workbench) -> TrainFamily:
+    """Trains a family for three steps and, by a second launch, two more; once for all tests that ask."""
+
+    @cache
+    def train(family: str, kind: str) -> dict[str, Any]:
+        name = f"{family}-{kind}"
+        bench.run(name, model=family, **KINDS[kind])
+        first_lines = bench.lines(name, "train")
+        return {"first_lines": first_lines, "printed": bench.run(name, model=family, train__max_steps=5, **KINDS[kind])}
+
+    return train
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
+def test_family_trains_generates_saves_and_resumes(bench: Workbench, train_family: TrainFamily, family: str, kind: str) -> None:
+    trained, name = train_family(family, kind), f"{family}-{kind}"
+    lines = bench.lines(name, "train")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert lines[:3] == trained["first_lines"], "steps before the checkpoint ran again: their times differ"
+    assert "step-00000003, after step 3" in trained["printed"]
+    assert bench.checkpoints(name) == ["step-00000003", "step-00000005"]
+    evaluations = bench.lines(name, "eval")
+    assert [line["step"] for line in evaluations if "rougeL" in line and "exact_match" in line] == [3, 5]
+    predictions = [json.loads(line) for line in (bench.runs / name / "predictions-5.jsonl").read_text().splitlines()]
+    assert len(predictions) == 3
+
+
+def test_plain_transformers_and_peft_read_every_export(bench: Workbench, train_family: TrainFamily, tmp_path: Path) -> None:
+    names = [f"{family}-{kind}" for family in CAUSAL_FAMILIES for kind in KINDS if train_family(family, kind)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+    folders = [str(bench.runs / name) for name in names]
+    done = subprocess.run(
+        [sys.executable, "-c", RELOAD, *folders], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {name: sorted(about) for name, about in found.items()} == {
+        name: ["export", "merged"] if name.endswith("lora") else ["export"] for name in names
+    }
+    assert all(difference <= LOGIT_TOLERANCE for about in found.values() for difference in about.values()), found

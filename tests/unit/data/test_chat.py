@@ -1,0 +1,151 @@
+"""Chat templates: which text is the assistant's, and templates that cannot say."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.chats import CHATML, CLOSING, LLAMA2, MARKED, STRIPPING, build_chat_tokenizer, say
+from toolkit.data.chat import NoMaskError, check_chat_template, find_turns, read_chat_template, render_chat
+from toolkit.errors import UserError
+
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}],
+}
+ANSWER = {"role": "tool", "content": "4"}
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_chat_tokenizer("<|im_start|>", "<|im_end|>")
+
+
+def find(tokenizer, template, messages, tools=None):
+    """(content, what ends the turn) of each turn."""
+    tokenizer.chat_template = template
+    text = render_chat(tokenizer, messages, tools)
+    turns = find_turns(tokenizer, text, messages, tools)
+    return [(text[turn.start : turn.content_end], text[turn.content_end : turn.end]) for turn in turns]
+
+
+@pytest.mark.parametrize("template", [CHATML, STRIPPING, MARKED])
+def test_every_turn_is_found_through_its_end_token_and_no_further(tokenizer, template):
+    messages = say("hello", "one", "two", " three\n", "four", "one", system="be brief")
+    expected = [("one", "<|im_end|>"), (" three\n" if template == CHATML else "three\n", "<|im_end|>"), ("one", "<|im_end|>")]
+    if template == STRIPPING:
+        with pytest.raises(NoMaskError):
+            find(tokenizer, template, messages)
+        messages[4]["content"] = "three\n"
+    assert find(tokenizer, template, messages) == expected
+
+
+def test_llama_2_prints_spaces_around_a_turn(tokenizer):
+    messages = say("hello", "one", "two", "three", system="be brief")
+    assert find(tokenizer, LLAMA2, messages) == [(" one ", "</s>"), (" three ", "</s>")]
+
+
+def test_a_template_may_close_the_text_after_the_last_turn(tokenizer):
+    messages = say("hello", "one", "two", "three")
+    assert find(tokenizer, CLOSING, messages) == [("one", "<|im_end|>"), ("three", "<|im_end|>\n</s>")]
+
+
+def test_a_template_that_ends_the_last_turn_with_another_token_gives_no_mask(tokenizer):
+    other = CLOSING.replace("{% else %}{{ eos_token }}{% endif %}", "{% endif %}").replace(
+        "'<|im_end|>\\n'", "('</s>' if loop.last and message.role == 'assistant' else '<|im_end|>')"
+    )
+    assert find(tokenizer, other, say("hello", "one")) == [("one", "</s>")]
+    with pytest.raises(NoMaskError, match="prints the first 2 messages differently when more follow"):
+        find(tokenizer, other, say("hello", "one", "two", "three"))
+
+
+def test_a_turn_may_hold_the_text_of_another_or_of_its_own_end(tokenizer):
+    messages = say("one", "one", "assistant\none", "<|im_end|> is a token", "x", "im_end|>")
+    told = [content for content, _ in find(tokenizer, CHATML, messages)]
+    assert told == ["one", "<|im_end|> is a token", "im_end|>"]
+
+
+def test_consecutive_turns_of_the_assistant_and_a_trailing_user_turn(tokenizer):
+    messages = [*say("hello", "one"), {"role": "assistant", "content": "two"}, {"role": "user", "content": "bye"}]
+    assert find(tokenizer, CHATML, messages) == [("one", "<|im_end|>"), ("two", "<|im_end|>")]
+
+
+def test_tool_calls_are_the_assistants_and_tool_answers_are_not(tokenizer):
+    messages = [*say("2 + 2?"), CALL, ANSWER, {"role": "assistant", "content": "four"}]
+    assert find(tokenizer, CHATML, messages, TOOLS) == [
+        ('<tool_call>add {"a": 2, "b": 2}</tool_call>', "<|im_end|>"),
+        ("four", "<|im_end|>"),
+    ]
+
+
+def test_an_end_mark_that_is_plain_text_to_the_tokenizer_ends_a_turn_too():
+    messages = say("hello", "end", "two", "im_end")
+    plain = build_chat_tokenizer()
+    assert find(plain, CHATML, messages) == [("end", "<|im_end|>"), ("im_end", "<|im_end|>")]
+    line_template = "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
+    prompt = "{% if add_generation_prompt %}assistant: {% endif %}"
+    assert find(plain, line_template + prompt, messages) == [("end", "\n"), ("im_end", "\n")]
+
+
+def test_a_template_that_changes_earlier_turns_gives_no_mask(tokenizer):
+    thinking = say("hello", "<think>hm</think>one", "two", "<think>hm</think>three")
+    with pytest.raises(NoMaskError, match="prints the first 2 messages differently when more follow"):
+        find(tokenizer, STRIPPING, thinking)
+    assert find(tokenizer, STRIPPING, thinking[:2]) == [("<think>hm</think>one", "<|im_end|>")]
+    assert find(tokenizer, MARKED, thinking) == [("one", "<|im_end|>"), ("three", "<|im_end|>")]
+
+
+def test_a_template_that_wants_whole_chats_gives_no_mask(tokenizer):
+    picky = "{% if messages | length != 2 %}{{ raise_exception('two, please') }}{% endif %}" + CHATML
+    with pytest.raises(NoMaskError, match=r"refuses the first 1 messages on their own \(two, please\)"):
+        find(tokenizer, picky, say("hello", "one"))
+
+
+def test_markers_must_mark_every_turn(tokenizer):
+    once = MARKED.replace("message.role == 'assistant'", "message.role == 'assistant' and loop.last")
+    with pytest.raises(NoMaskError, match="mark 1 texts for 2 assistant turns"):
+        find(tokenizer, once, say("hello", "one", "two", "three"))
+
+
+def test_markers_may_mark_a_turn_in_parts(tokenizer):
+    mark = "{% endgeneration %}{% generation %}{% endgeneration %}{% generation %}"
+    parts = MARKED.replace(" + '<|im_end|>' }}", " }}" + mark + "{{ '<|im_end|>' }}")
+    assert find(tokenizer, parts, say("hello", "one", "two", "three")) == [("one", "<|im_end|>"), ("three", "<|im_end|>")]
+
+
+def test_the_date_that_llamas_templates_print_does_not_depend_on_the_day(tokenizer):
+    tokenizer.chat_template = (
+        "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}{{ date_string }}"
+    )
+    assert render_chat(tokenizer, say("a"), None) == "26 Jul 2024"
+
+
+def test_a_template_with_a_syntax_error_is_refused_by_line(tokenizer):
+    tokenizer.chat_template = "{{ bos_token }}\n{% for message in messages %}\n{{ message.content }\n{% endfor %}"
+    with pytest.raises(UserError, match=r"chat template is broken in line 3 \(unexpected '}'\): '{{ message.content }'"):
+        check_chat_template(tokenizer)
+    tokenizer.chat_template = "{{ raise_exception('never mind') }}"
+    check_chat_template(tokenizer)
+
+
+def test_no_template_and_no_default_one_are_refused(tokenizer):
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="has no chat template, which chats need: set data.chat_template"):
+        render_chat(tokenizer, say("a"), None)
+    tokenizer.chat_template = {"rag": CHATML, "tool_use": CHATML}
+    with pytest.raises(UserError, match="chat templates rag, tool_use, but no default one"):
+        render_chat(tokenizer, say("a"), None)
+    assert "Tools:" in render_chat(tokenizer, say("a"), TOOLS)
+
+
+def test_the_setting_is_a_template_or_a_file(tmp_path):
+    assert read_chat_template(CHATML) == CHATML
+    assert read_chat_template("{{ messages }}") == "{{ messages }}"
+    (tmp_path / "chat.jinja").write_text(LLAMA2)
+    assert read_chat_template(str(tmp_path / "chat.jinja")) == LLAMA2
+    with pytest.raises(UserError, match=r"data.chat_template chatml cannot be read \(No such file or directory\)"):
+        read_chat_template("chatml")
+    (tmp_path / "chat.jinja").write_bytes(b"caf\xe9 ")
+    with pytest.raises(UserError, match="chat.jinja is not valid UTF-8"):
+        read_chat_template(str(tmp_path / "chat.jinja"))

@@ -1,0 +1,59 @@
+"""Tokens of marked places: none reaches over the start of one, and no character is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.chats import build_chat_tokenizer
+from tests.model_folders import _build_tokenizer
+from toolkit.data.spans import tokenize_texts
+
+
+@pytest.fixture(scope="module")
+def byte_level():
+    from toolkit.data.tokenizer import train_byte_level_tokenizer
+
+    return train_byte_level_tokenizer(["yes yes yes no no no"] * 9, 300)
+
+
+def test_a_token_over_a_place_is_split_there_and_tokenized_like_the_part_before(byte_level):
+    text, place = "yes no yes", 4  # " no" is one token, the place between the space and "no"
+    (plain,) = tokenize_texts(byte_level, [text], [[]])
+    assert byte_level.convert_ids_to_tokens(plain.input_ids) == ["yes", "Ġno", "Ġyes"] and plain.straddles(place)
+    (split,) = tokenize_texts(byte_level, [text], [[place]])
+    assert byte_level.convert_ids_to_tokens(split.input_ids) == ["yes", "Ġ", "no", "Ġyes"]
+    assert list(zip(split.starts, split.ends, strict=True)) == [(0, 3), (3, 4), (4, 6), (6, 10)]
+    assert split.input_ids[:2] == byte_level(text[:place])["input_ids"]
+
+
+def test_a_place_between_tokens_changes_nothing(byte_level):
+    texts = ["yes no yes", "no", "yes no"]
+    plain = tokenize_texts(byte_level, texts, [[], [], []])
+    assert tokenize_texts(byte_level, texts, [[3, 6], [0, 2], [3]]) == plain
+    assert tokenize_texts(byte_level, [], []) == []
+
+
+def test_tokens_that_leave_out_their_space_begin_where_the_last_one_ended(byte_level):
+    import copy
+
+    from tokenizers import processors
+
+    trimming = copy.deepcopy(byte_level)
+    trimming.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    assert trimming("yes no", return_offsets_mapping=True)["offset_mapping"] == [(0, 3), (4, 6)]
+    assert tokenize_texts(trimming, ["yes no yes"], [[4]]) == tokenize_texts(byte_level, ["yes no yes"], [[4]])
+
+
+def test_a_character_of_several_tokens_is_whole(byte_level):
+    (tokens,) = tokenize_texts(byte_level, ["é€no"], [[2]])
+    assert list(zip(tokens.starts, tokens.ends, strict=True)) == [(0, 1)] * 2 + [(1, 2)] * 3 + [(2, 4)]
+
+
+def test_special_tokens_are_those_in_the_text_only():
+    tokenizer = _build_tokenizer(("<s>", "<pad>", "</s>"))
+    assert tokenizer("alpha")["input_ids"][::2] == [0, 2]
+    (tokens,) = tokenize_texts(tokenizer, ["alpha beta</s>"], [[6]])
+    assert tokenizer.convert_ids_to_tokens(tokens.input_ids) == ["▁alpha", "▁", "▁beta", "</s>"]
+    chat = build_chat_tokenizer("<|im_end|>")
+    (tokens,) = tokenize_texts(chat, ["<|im_end|>a"], [[]])
+    assert tokens.starts == [0, 10]

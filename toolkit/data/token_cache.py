@@ -1,0 +1,160 @@
+"""Tokenized rows on disk: built once a node under a name that says everything they depend on, loaded by every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.data.tokenizer import hash_tokenizer
+from toolkit.distributed import gather_objects, local_rank, local_world_size, raise_together
+from toolkit.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+_ROWS_WORTH_SEVERAL_PROCESSES = 10_000
+
+
+@dataclass(frozen=True)
+class TokenizedRows:
+    """Rows of a run as token ids.
+
+    `train` and `evaluation` have the columns `row_id`, `input_ids`, `labels`, `num_tokens` (of the row, without padding),
+    `num_label_tokens` (those that count), `target_bytes` (utf-8 bytes of the text that they stand for), `target` and `lead_text`.
+
+    Rows of a causal model: `labels` is as long as `input_ids` and not shifted, -100 where a token does not count, as at the
+    first place always. They have two more columns: `prompt_length`, the tokens before what is generated (0: nothing is), and
+    `source_index`, the entry of `data.mix` (0 without one, and for rows of `data.eval_files`).
+    """
+
+    train: Dataset
+    evaluation: Dataset
+    tokenizer: PreTrainedTokenizerBase
+    fingerprint: str
+    """sha256 of source contents, settings and tokenizer: what a resume compares."""
+    remarks: list[str]
+
+
+def build_once_a_node(cache: Path, build: Callable[[], str]) -> TokenizedRows:
+    """Run `build` on each node's first process; all load what it wrote. Collective.
+
+    Args:
+        build: makes sure that tokenized rows lie in a folder of `cache` and returns its name, see `write_tokens`.
+
+    Raises:
+        UserError: of `build`; nodes that read different data; on every rank.
+    """
+    from datasets import load_from_disk
+    from transformers import AutoTokenizer
+
+    name, error = None, None
+    if local_rank() == 0:
+        try:
+            name = build()
+        except UserError as e:
+            error = e
+    raise_together(error)
+    names = {name for name in gather_objects(name) if name is not None}
+    if len(names) > 1:
+        raise UserError(f"the nodes read different data or tokenizers (fingerprints {', '.join(n[:12] for n in sorted(names))})")
+    folder = cache / names.pop()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    # The tokenizers library trains another model each time, even on the same rows: what came out counts.
+    fingerprint = hashlib.sha256(f"{folder.name} {hash_tokenizer(tokenizer)}".encode()).hexdigest()
+    if len(set(gather_objects(fingerprint))) > 1:
+        raise UserError(
+            "the nodes have trained different tokenizers on the same rows: put data.cache_dir on a file system that all "
+            "share, or a trained tokenizer into the model folder"
+        )
+    return TokenizedRows(
+        train=load_from_disk(str(folder / "train")),
+        evaluation=load_from_disk(str(folder / "evaluation")),
+        tokenizer=tokenizer,
+        fingerprint=fingerprint,
+        remarks=json.loads((folder / "about.json").read_text())["remarks"],
+    )
+
+
+def write_tokens(cache: Path, identity: dict[str, Any], write: Callable[[Path], list[str]]) -> str:
+    """Have `write` fill a folder of `cache` unless it is there; returns its name, the sha256 of `identity`.
+
+    Args:
+        identity: everything that decides what `write` writes, as JSON values.
+        write: puts `train/`, `evaluation/` and `tokenizer/` into the folder given and returns remarks.
+    """
+    fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    folder = cache / fingerprint
+    if (folder / "about.json").is_file():
+        return fingerprint
+    # Written beside and renamed: a second run, or a crash, never finds half a cache.
+    unfinished = folder.with_name(f"{fingerprint}.{os.getpid()}.tmp")
+    unfinished.mkdir(parents=True)
+    try:
+        remarks = write(unfinished)
+        (unfinished / "about.json").write_text(json.dumps({"remarks": remarks, **identity}, indent=1))
+        with contextlib.suppress(OSError):  # another run was faster: its cache holds the same
+            unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return fingerprint
+
+
+def tokenize_rows(
+    dataset: Dataset,
+    tokenize: Callable[..., dict[str, list]],
+    arguments: dict[str, Any],
+    name: str,
+    folder: Path,
+    *,
+    num_workers: int | None,
+    placeholder: dict[str, str],
+) -> Dataset:
+    """Replace the text columns by those of `tokenize`, with several processes and progress where there is much to do.
+
+    Args:
+        tokenize: called with a batch of rows as columns, and `arguments`.
+        name: `train` or `evaluation`, for messages and files.
+        folder: gets a file that goes on holding the result: remove it after use, see `save_tokens`.
+        num_workers: processes; None: the machine's cores over its ranks, at most 8.
+        placeholder: the text columns of any good row.
+    """
+    import datasets
+
+    if not sys.stderr.isatty():  # bars are for terminals
+        datasets.disable_progress_bars()
+        print(f"tokenizing {len(dataset):,} {name} rows", flush=True)
+    if is_empty := len(dataset) == 0:
+        # `map` would leave out the new columns: they are taken from a row that goes again.
+        row: dict[str, list] = {"row_id": [0], **{column: [text] for column, text in placeholder.items()}}
+        dataset = datasets.Dataset.from_dict(row, features=dataset.features)
+    num_workers = num_workers or min(8, (os.cpu_count() or 1) // local_world_size())
+    tokenized = dataset.map(
+        tokenize,
+        batched=True,
+        num_proc=num_workers if num_workers > 1 and len(dataset) > _ROWS_WORTH_SEVERAL_PROCESSES else None,
+        remove_columns=["source"],
+        fn_kwargs=arguments,
+        # Ours is the cache, and never looked into by this name; datasets' own hash of a tokenizer changes between processes.
+        new_fingerprint=hashlib.sha256(f"{dataset._fingerprint} {folder} {name}".encode()).hexdigest()[:16],
+        load_from_cache_file=False,
+        cache_file_name=str(folder / f"{name}.arrow"),
+        desc=f"tokenizing {name} rows",
+    )
+    return tokenized.select([]) if is_empty else tokenized
+
+
+def save_tokens(tokenized: Dataset, name: str, folder: Path) -> None:
+    """Write what `tokenize_rows` gave to `folder / name`, and remove the file that held it."""
+    # One shard for no rows: the library would write none, and not read that back.
+    tokenized.save_to_disk(str(folder / name), num_shards=None if len(tokenized) else 1)
+    for scratch_file in folder.glob(f"{name}*.arrow"):
+        scratch_file.unlink()

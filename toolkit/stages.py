@@ -1,0 +1,156 @@
+"""What recipes do alike between the steps that a reader looks for: checks before the data, before the weights, and the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from toolkit import adapters, checkpoint, initial_weights, loop, models, sharding, tracking
+from toolkit.accelerator import build_accelerator, frozen_dtype
+from toolkit.config import RecipeConfig, dotted_keys
+from toolkit.config_checks import check_evaluation_rows, check_num_steps
+from toolkit.data.plan import BatchPlan, check_global_batch_size
+from toolkit.data.token_cache import TokenizedRows
+from toolkit.distributed import agreed, print_rank0, world_size
+from toolkit.evaluation import HIGHER_IS_BETTER, EvaluationRows, check_metric
+from toolkit.export import export_model
+from toolkit.manifest import hash_model_config
+from toolkit.results import show_results
+from toolkit.run_folder import open_run_folder
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What is known before data and model."""
+
+    accelerator: Accelerator
+    run_folder: Path
+    settings: dict[str, Any]
+    """As in `checkpoint.Identity`."""
+    resume_from: Path | None
+    """This run's checkpoint to go on from."""
+    init_from: Path | None
+    """Another run's weights to start from, where they are needed."""
+
+
+def begin(config: RecipeConfig) -> Beginning:
+    """Check what needs no data, open the run's folder and choose the checkpoint to go on from. Collective.
+
+    Raises:
+        UserError: whatever is wrong with the two YAML files, the folder or its checkpoints; on every rank.
+    """
+    tracking.check_trackers(config.tracking)
+    check_metric(config.eval)
+    adapters.check_adapter_config(config)
+    accelerator = build_accelerator(config.tracking.log_with, config.run.output_dir)
+    check_global_batch_size(config.train, world_size())
+    run_folder = open_run_folder(config)
+    settings = {**dotted_keys(config), "mixed_precision": accelerator.mixed_precision}
+    resume_from = checkpoint.choose_checkpoint(run_folder, config.checkpoint.resume, settings)
+    # Our own checkpoint has all weights but frozen ones.
+    needs_start = resume_from is None or bool(config.model.freeze)
+    init_from = initial_weights.find_weights(config.model.init_from) if config.model.init_from and needs_start else None
+    return Beginning(accelerator, run_folder, settings, resume_from, init_from)
+
+
+def build_skeleton(
+    config: RecipeConfig, accelerator: Accelerator, auto_class: models.AutoClass
+) -> tuple[PretrainedConfig, PreTrainedModel]:
+    """The model without weights: what is wrong with its config, wrap classes, freezing or adapter is told now. Collective.
+
+    Raises:
+        UserError: on every rank.
+    """
+    model_config = agreed(lambda: models.load_model_config(config.model, auto_class))
+    skeleton = agreed(lambda: models.build_skeleton(config.model, model_config, auto_class))
+    agreed(lambda: _adapt(skeleton, config))
+    agreed(lambda: sharding.check_wrap(accelerator, skeleton))
+    return model_config, skeleton
+
+
+def check_rows(config: RecipeConfig, rows: TokenizedRows, plan: BatchPlan, evaluation: EvaluationRows) -> int:
+    """Tell what the rows are and refuse what they cannot do; returns the optimizer updates of the run.
+
+    Raises:
+        UserError: naming the setting.
+    """
+    num_steps = loop.num_steps(config, plan)
+    check_num_steps(config, num_steps)
+    check_evaluation_rows(config, len(evaluation.rows))
+    check_metric(config.eval, evaluation)
+    print_rank0(
+        *rows.remarks,
+        f"{len(rows.train):,} training rows, {len(evaluation.rows):,} held-out rows; {plan.steps_per_epoch:,} steps an epoch, "
+        f"{num_steps:,} in all; {len(plan.micro_batches(plan.step(1), 0))} micro-batches a step on each of "
+        f"{world_size()} processes",
+    )
+    return num_steps
+
+
+def longest(rows: TokenizedRows, evaluation: EvaluationRows, column: str, minus: str | None = None) -> int:
+    """The largest value of a column (less that of another) over all rows of a run; 0 without rows."""
+    found = 0
+    for part in (rows.train, evaluation.rows):
+        columns = part.with_format("numpy")
+        values = columns[column][:] - (columns[minus][:] if minus else 0)
+        found = max(found, int(values.max(initial=0)))
+    return found
+
+
+def load_model(
+    config: RecipeConfig,
+    begun: Beginning,
+    auto_class: models.AutoClass,
+    model_config: PretrainedConfig,
+    skeleton: PreTrainedModel,
+) -> PreTrainedModel:
+    """The model with its weights on the CPU, adapted and frozen as its skeleton is. Collective.
+
+    Raises:
+        UserError: on every rank.
+    """
+    has_adapter = adapters.is_wanted(config.adapter)
+    dtype = agreed(lambda: frozen_dtype(begun.accelerator, config.model.frozen_dtype, has_adapter=has_adapter))
+    loaded_dtype = dtype if has_adapter else torch.float32  # nearly all of it is frozen
+    model = agreed(lambda: models.load_model(config.model, model_config, auto_class, config.train.seed, loaded_dtype))
+    if begun.init_from is not None:
+        initial_weights.load_into(model, begun.init_from)
+    agreed(lambda: _adapt(model, config))
+    models.freeze_as(model, skeleton)
+    models.cast_frozen(model, dtype)
+    return model
+
+
+def finish(config: RecipeConfig, run: loop.Run) -> None:
+    """Export, reload and compare; show what came out. Collective."""
+    if run.num_steps > 0:
+        if config.export.weights == "best":
+            metric = config.eval.best_metric
+            best = checkpoint.best_of_run(run.folder, metric, higher_is_better=metric in HIGHER_IS_BETTER)
+            checkpoint.load_weights(best, run.sharded)
+        export_model(config, run.sharded, run.evaluation, run.folder)
+    show_results(run.folder, run.train_rows, run.evaluation)
+    if run.num_steps > 0:
+        print_rank0(f"exported to {run.folder / 'export'}")
+    run.sharded.accelerator.end_training()
+
+
+def identity_of(begun: Beginning, model_config: PretrainedConfig, rows: TokenizedRows, model: PreTrainedModel) -> Any:
+    """What a resume compares. The model must not be sharded yet."""
+    model_config_hash = hash_model_config(model_config.to_diff_dict())
+    return checkpoint.Identity(begun.settings, model_config_hash, rows.fingerprint, models.hash_frozen(model))
+
+
+def _adapt(model: PreTrainedModel, config: RecipeConfig) -> None:
+    """Add the adapter, which freezes all else, or freeze what `model.freeze` names."""
+    if adapters.is_wanted(config.adapter):
+        adapters.add_adapter(model, config.adapter, config.model, config.train.seed)
+    else:
+        models.freeze(model, config.model.freeze)
