@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.launch import GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY
-from tests.model_folders import make_rows, save_wikihow_csv
-from tests.recipes.runs import Workbench
+from tests.chats import CHATML, build_chat_tokenizer, say
+from tests.launch import GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, run_on_ranks
+from tests.model_folders import CAUSAL_FAMILIES, make_rows, save_jsonl, save_wikihow_csv
+from tests.recipes.runs import FP32, Workbench
+
+RUN_CONFIG_FOLDER = REPOSITORY / "recipes" / "configs"
 
 PRESETS: dict[str, int] = {
     "single": 1,
@@ -32,7 +35,7 @@ PRESETS: dict[str, int] = {
 RESUMED = ("ddp_cpu", "fsdp2_offload", "fsdp1_full_shard")
 """Presets whose checkpoints are read back: each has a way of its own to hold parameters and moments."""
 
-RUN_CONFIGS = ["t5_docstrings", "t5_wikihow"]
+RUN_CONFIGS = ["t5_docstrings", "t5_wikihow", "llm_stdlib", "llm_docstrings", "llm_chat_lora"]
 """Each has a test below that runs it, made small by flags."""
 
 
@@ -41,7 +44,7 @@ def test_every_preset_is_here() -> None:
 
 
 def test_every_run_config_is_here() -> None:
-    assert sorted(RUN_CONFIGS) == sorted(path.stem for path in (REPOSITORY / "recipes" / "configs").glob("*.yaml"))
+    assert sorted(RUN_CONFIGS) == sorted(path.stem for path in RUN_CONFIG_FOLDER.glob("*.yaml"))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -64,7 +67,7 @@ def test_preset_trains_evaluates_saves_and_exports(workbench: Workbench, preset:
 
 def test_docstrings_config_trains_its_model_and_a_tokenizer(workbench: Workbench) -> None:
     """On other rows: reading the docstrings of everything installed takes longer than all of this file."""
-    config = REPOSITORY / "recipes" / "configs" / "t5_docstrings.yaml"
+    config = RUN_CONFIG_FOLDER / "t5_docstrings.yaml"
     model = REPOSITORY / yaml.safe_load(config.read_text())["model"]["name_or_path"]
     workbench.run("run", config=config, model=model, optim__warmup_steps=1)
     check_whole_run(workbench)
@@ -73,7 +76,7 @@ def test_docstrings_config_trains_its_model_and_a_tokenizer(workbench: Workbench
 def test_accelerate_launch_trains_on_a_wikihow_file(workbench: Workbench, tmp_path: Path) -> None:
     """The command of the README, as a user types it, with flags that make it small."""
     file = save_wikihow_csv(tmp_path / "wikihowAll.csv", make_rows(60))
-    config = REPOSITORY / "recipes" / "configs" / "t5_wikihow.yaml"
+    config = RUN_CONFIG_FOLDER / "t5_wikihow.yaml"
     small = {"data__source": "wikihow", "data__files": file, "train__num_epochs": None, "optim__warmup_steps": 1}
     done = subprocess.run(
         [
@@ -93,12 +96,56 @@ def test_accelerate_launch_trains_on_a_wikihow_file(workbench: Workbench, tmp_pa
     check_whole_run(workbench)
 
 
-def check_whole_run(workbench: Workbench) -> None:
-    """Three steps, an evaluation with generation, a checkpoint and an export."""
+def test_stdlib_config_trains_its_model_and_a_tokenizer(llm_workbench: Workbench, tmp_path: Path) -> None:
+    config = RUN_CONFIG_FOLDER / "llm_stdlib.yaml"
+    model = REPOSITORY / yaml.safe_load(config.read_text())["model"]["name_or_path"]
+    texts = save_jsonl(tmp_path / "texts.jsonl", [{"text": row["source"]} for row in make_rows(60)])
+    llm_workbench.run("run", config=config, model=model, data__files=texts, optim__warmup_steps=1)
+    check_whole_run(llm_workbench, generates=False)
+
+
+def test_function_config_trains_an_adapter_and_the_merged_model_is_evaluated(llm_workbench: Workbench) -> None:
+    llm_workbench.run("run", config=RUN_CONFIG_FOLDER / "llm_docstrings.yaml", model="llama", optim__warmup_steps=1)
+    check_whole_run(llm_workbench, exports="adapter_model.safetensors")
+    merged = llm_workbench.runs / "run" / "merged"
+    llm_workbench.run("merged", model=merged, train__max_steps=0)
+    after, of_merged = (llm_workbench.lines(name, "eval")[-1] for name in ("run", "merged"))
+    assert of_merged["loss"] == pytest.approx(after["loss"], rel=0.01)  # merged weights are stored in bf16
+    assert not (llm_workbench.runs / "merged" / "export").exists()
+
+
+def test_chat_config_trains_an_adapter_on_chats(llm_workbench: Workbench, tmp_path: Path) -> None:
+    model = tmp_path / "chat-model"
+    run_on_ranks(build_chat_model, preset="single", overrides=FP32, args=(model,))
+    turns = [(row["source"], row["target"]) for row in make_rows(60)]
+    chats = [{"messages": say(question[:60], answer, question[:20], answer)} for question, answer in turns]
+    changes = {"optim__warmup_steps": 1, "data__max_length_tokens": 96, "train__num_epochs": None}
+    config = RUN_CONFIG_FOLDER / "llm_chat_lora.yaml"
+    llm_workbench.run(
+        "run",
+        config=config,
+        model=model,
+        data__files=save_jsonl(tmp_path / "chats.jsonl", chats),
+        checkpoint__every_steps=None,
+        **changes,
+    )
+    check_whole_run(llm_workbench, exports="adapter_model.safetensors")
+
+
+def build_chat_model(folder: Path) -> None:
+    """A tiny Llama whose tokenizer has a chat template; on one process."""
+    import transformers
+
+    tokenizer = build_chat_tokenizer("<|im_start|>", "<|im_end|>", template=CHATML)
+    config = transformers.LlamaConfig(**CAUSAL_FAMILIES["llama"][1], vocab_size=len(tokenizer))
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def check_whole_run(workbench: Workbench, *, generates: bool = True, exports: str = "model.safetensors") -> None:
+    """Three steps, an evaluation, a checkpoint and an export."""
     assert [line["step"] for line in workbench.lines("run", "train")] == [1, 2, 3]
     evaluations = workbench.lines("run", "eval")
     assert [line["step"] for line in evaluations] == [3]
-    assert evaluations[0]["num_rows"] == 3 and evaluations[0]["rougeL"] >= 0
-    assert {"config.json", "model.safetensors", "generation_config.json", "tokenizer.json"} <= {
-        path.name for path in (workbench.runs / "run" / "export").iterdir()
-    }
+    assert evaluations[0]["num_rows"] == 3 and ("rougeL" in evaluations[0]) == generates
+    assert {exports, "tokenizer.json"} <= {path.name for path in (workbench.runs / "run" / "export").iterdir()}
