@@ -1,13 +1,22 @@
-# Two commands on a fresh machine: `make t5` and `make test`. Everything is installed into $(VENV).
+# Commands on a fresh machine: `make t5`, `make llm` and `make test`. Everything is installed into $(VENV).
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs/fsdp2_cpu.yaml
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: t5 test check clean
+.PHONY: t5 llm test check clean
 
 t5: $(VENV)/.installed
-	$(BIN)/accelerate launch --config_file accelerate_configs/fsdp2_cpu.yaml recipes/t5.py --config recipes/configs/t5_docstrings.yaml
+	$(LAUNCH) recipes/t5.py --config recipes/configs/t5_docstrings.yaml
+
+# A base from scratch; an adapter on it, frozen; the two merged, evaluated on the same rows; all in one table.
+llm: $(VENV)/.installed
+	$(LAUNCH) recipes/llm.py --config recipes/configs/llm_stdlib.yaml
+	$(LAUNCH) recipes/llm.py --config recipes/configs/llm_docstrings.yaml
+	$(LAUNCH) recipes/llm.py --config recipes/configs/llm_docstrings.yaml --run.name llm_docstrings_merged \
+	  --model.name_or_path runs/llm_docstrings/merged --adapter.method none --export.merge false --train.max_steps 0 --optim.warmup_steps 0
+	$(BIN)/python -m toolkit results runs/llm_stdlib runs/llm_docstrings runs/llm_docstrings_merged
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest

@@ -33,7 +33,7 @@ from measuring import (
 
 PACKAGES = ["torch", "transformers", "accelerate", "peft", "trl"]
 PRESET, NUM_PROCESSES = "fsdp2_cpu", 2
-VOCAB_SIZE = 32_000
+VOCAB_SIZE = 16_000  # of the base under the adapters
 ADAPTERS: dict[str, dict[str, Any]] = {
     "all linear layers, rank 16": {"target_modules": "all-linear", "rank": 16},
     "q_proj and v_proj, rank 8 (peft's defaults)": {"target_modules": ["q_proj", "v_proj"], "rank": 8},
@@ -97,13 +97,14 @@ def compare_checkpoints(options: argparse.Namespace) -> str:
                 *(ratios if who == THEIRS else ["", ""]),
             ]
         )
-    base = median(runs[next(iter(sides))], "num_parameters") / 1e6
+    num_parameters = median(runs[next(iter(sides))], "num_parameters") / 1e6
     return f"""## Adapter checkpoints
 
-Llama of {base:.0f} M parameters with the larger adapter (hidden size {options.hidden_size}, {options.num_layers} layers,
-vocabulary {VOCAB_SIZE:,}, tied), base in bf16, adapter and AdamW's moments in fp32; FSDP2, {NUM_PROCESSES} processes. Blocking: the
-median of a run's saves, each until all processes go on. Ours are hashed and synchronized to the disk before they count as
-written, `save_state` returns once the system has the bytes.
+Llama of {num_parameters:.0f} M parameters with the larger adapter (hidden size {options.hidden_size}, {options.num_layers}
+layers, vocabulary {VOCAB_SIZE:,}), base in bf16, adapter and AdamW's moments in fp32; FSDP2, {NUM_PROCESSES} processes. So a
+base parameter costs `save_state` 2 bytes, and an adapter's costs both sides 12: the larger the base beside its adapter, the
+more there is to save. Blocking: the median of a run's three saves, each until all processes go on. Ours are hashed and
+synchronized to the disk before they count as written; `save_state` returns once the system has the bytes.
 
 {format_table(["", "MB", "blocking s", "bytes, times ours", "blocking, times ours"], rows)}"""
 
@@ -124,7 +125,7 @@ def write_base(folder: Path, options: argparse.Namespace) -> None:
         num_attention_heads=max(1, options.hidden_size // 64),
         vocab_size=VOCAB_SIZE,
         max_position_embeddings=128,
-        tie_word_embeddings=True,
+        tie_word_embeddings=False,  # save_state writes a tied weight twice
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.eos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -201,7 +202,7 @@ def compare_losses(options: argparse.Namespace) -> str:
     rows = [
         [
             side,
-            *(format_spread([run[key] for run in figures], digits) for key, (digits) in columns.values()),
+            *(format_spread([run[key] for run in figures], digits) for key, digits in columns.values()),
             f"{median(figures, 'loss'):.4f}",
             f"{median(figures, 'grad_norm'):.4f}",
         ]
@@ -211,8 +212,8 @@ def compare_losses(options: argparse.Namespace) -> str:
     return f"""## Memory of the loss
 
 One forward and backward of {options.num_tokens:,} label tokens with a vocabulary of {options.vocab_size:,} in one process; the
-model is small, so that the logits (once in fp32: {logits_gib:.2f} GiB) are what counts. Above the model: peak resident memory less
-that before the step, so gradients are in it. Loss and gradient norm show that all do the same.
+model is small, so that the logits (once in fp32: {logits_gib:.2f} GiB) are what counts. Above the model: peak resident memory
+less that before the step, so gradients are in it. Loss and gradient norm show that all do the same.
 
 {format_table(["", *columns, "loss", "gradient norm"], rows)}"""
 

@@ -73,7 +73,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="LLM training beside TRL's SFTTrainer.")
     parser.add_argument("--parts", nargs="+", choices=["single", "distributed"], default=["single", "distributed"])
     parser.add_argument("--repetitions", type=int, default=2)
-    parser.add_argument("--num_rows", type=int, default=320, help="training rows at most; one epoch of them is timed")
+    parser.add_argument("--num_rows", type=int, default=192, help="training rows at most; one epoch of them is timed")
     parser.add_argument("--batch_size_rows", type=int, default=16, help="documents of a step, packed or not")
     parser.add_argument("--warmup_steps", type=int, default=2)
     return parser.parse_args()
@@ -116,11 +116,11 @@ def single_process(data: Data, options: argparse.Namespace) -> tuple[list[Side],
         (our_packed, our_direct),
         (our_packed, our_grouped),
     ]
-    note = f"""One process. A step has {full} documents where nothing else is said; {packed_rows} packs of
-{MAX_LENGTH_TOKENS} tokens hold about as many, {full} packs ({budget:,} tokens) {full / packed_rows:.1f} times as many, and so
-an epoch of them has fewer steps and a higher loss. TRL's packing (`bfd`) puts all packs of a step into one row under one
-block mask; its documents do not see each other. Its `wrapped` packing cuts documents anywhere and lets them see each other:
-another job, here for the figure only. The Trainer groups by length within {group_rows} rows, we over all rows."""
+    note = f"""One process. A step has {full} documents where nothing else is said; {packed_rows} packs of {MAX_LENGTH_TOKENS}
+tokens hold about as many, {full} packs ({budget:,} tokens) {full / packed_rows:.1f} times as many. TRL's packing (`bfd`) puts
+all packs of a step into one row under one block mask; its documents do not see each other. Its `wrapped` packing cuts documents
+anywhere and lets them see each other: another job, here for the figure only. TRL computes entropy and token accuracy in every
+step, which cannot be turned off. The Trainer groups by length within {group_rows} rows, we over all rows."""
     return sides, [(ours.name, theirs.name) for ours, theirs in pairs], note
 
 
@@ -178,7 +178,8 @@ def compare(data: Data, options: argparse.Namespace, part: str, sides: list[Side
     ]
     return f"""## {part.capitalize()}
 
-{note} Loss: the mean of all steps. Memory: resident, of one process.
+{note}
+Loss: the mean of all steps; it compares sides with the same number of steps. Memory: resident, of one process.
 
 {format_table(["", "steps", "padding", *columns, "loss"], rows)}
 

@@ -15,12 +15,13 @@ def main() -> None:
     config = load_config(LLMConfig, description=__doc__)
 
     # These take seconds to import; a wrong flag was told before.
-    from toolkit import checkpoint, distributed, loop, models, optim, sharding, stages, tracking
+    from toolkit import distributed, loop, models, optim, sharding, stages, tracking
     from toolkit.data.collate import CausalCollator
     from toolkit.data.llm_tokens import prepare_llm_rows
     from toolkit.data.plan import BatchPlan, Mix
     from toolkit.evaluation import EvaluationRows, stop_token_ids
     from toolkit.model_checks import check_causal_model
+    from toolkit.model_config import check_causal_positions
     from toolkit.run_folder import save_run_config
     from toolkit.shard_units import describe
 
@@ -47,13 +48,13 @@ def main() -> None:
     evaluation = EvaluationRows(
         rows=rows.evaluation.select(range(min(config.eval.num_rows or len(rows.evaluation), len(rows.evaluation)))),
         tokenizer=rows.tokenizer,
-        collator=CausalCollator(rows.tokenizer.pad_token_id),
+        collator=CausalCollator(rows.tokenizer.pad_token_id, one_row=models.uses_flash_attention(skeleton)),
         stop_token_ids=stop_token_ids(rows.evaluation, rows.tokenizer),
     )
     longest = {
         name: stages.longest(rows, evaluation, column) for name, column in (("row", "num_tokens"), ("prompt", "prompt_length"))
     }
-    models.check_causal_positions(model_config, config.model.name_or_path, longest, config.eval)
+    check_causal_positions(model_config, config.model.name_or_path, longest, config.eval)
     num_steps = stages.check_rows(config, rows, plan, evaluation)
 
     # Model → frozen or adapted → shards → optimizer.
@@ -62,16 +63,11 @@ def main() -> None:
     sharded = sharding.shard_model(accelerator, model)
     optimizer = optim.build_optimizer(config.optim, sharded.model)
     distributed.print_rank0(describe(sharded.units))
-    check_causal_model(sharded, packing=config.data.packing)
+    check_causal_model(sharded, evaluation.collator, packing=config.data.packing)
 
-    # This run's own last checkpoint.
+    # This run's own last checkpoint, if there is one.
     metrics = tracking.MetricsLog(run_folder / "metrics.jsonl", is_writer=distributed.rank() == 0)
-    state = checkpoint.TrainState()
-    if begun.resume_from is not None:
-        state = checkpoint.load_checkpoint(begun.resume_from, sharded, optimizer, identity)
-        distributed.print_rank0(f"resuming from {begun.resume_from}, after step {state.step}")
-    # What a run has logged after its last checkpoint is done again: without one, all of it.
-    metrics.truncate_after(state.step if begun.resume_from is not None else -1)
+    state = stages.resume(begun, sharded, optimizer, identity, metrics)
     save_run_config(config, run_folder)
 
     # Train: step, evaluate, save. Then export, reload, compare, and show what came out.

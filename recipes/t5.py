@@ -15,11 +15,12 @@ def main() -> None:
     config = load_config(SummarizationConfig, description=__doc__)
 
     # These take seconds to import; a wrong flag was told before.
-    from toolkit import checkpoint, distributed, loop, models, optim, sharding, stages, tracking
+    from toolkit import distributed, loop, models, optim, sharding, stages, tracking
     from toolkit.data.collate import SummarizationCollator
     from toolkit.data.plan import BatchPlan
     from toolkit.data.tokens import prepare_rows
     from toolkit.evaluation import EvaluationRows
+    from toolkit.model_config import check_positions, special_tokens
     from toolkit.run_folder import save_run_config
     from toolkit.shard_units import describe
 
@@ -41,13 +42,13 @@ def main() -> None:
     evaluation = EvaluationRows(
         rows=rows.evaluation.select(range(min(config.eval.num_rows or len(rows.evaluation), len(rows.evaluation)))),
         tokenizer=rows.tokenizer,
-        collator=SummarizationCollator(*models.special_tokens(model_config, config.model.name_or_path)),
+        collator=SummarizationCollator(*special_tokens(model_config, config.model.name_or_path)),
     )
     longest = {
         "source": stages.longest(rows, evaluation, "num_tokens", minus="num_label_tokens"),
         "target": stages.longest(rows, evaluation, "num_label_tokens"),
     }
-    models.check_positions(model_config, config.model.name_or_path, longest, config.eval)
+    check_positions(model_config, config.model.name_or_path, longest, config.eval)
     num_steps = stages.check_rows(config, rows, plan, evaluation)
 
     # Model → frozen or adapted → shards → optimizer.
@@ -57,14 +58,9 @@ def main() -> None:
     optimizer = optim.build_optimizer(config.optim, sharded.model)
     distributed.print_rank0(describe(sharded.units))
 
-    # This run's own last checkpoint.
+    # This run's own last checkpoint, if there is one.
     metrics = tracking.MetricsLog(run_folder / "metrics.jsonl", is_writer=distributed.rank() == 0)
-    state = checkpoint.TrainState()
-    if begun.resume_from is not None:
-        state = checkpoint.load_checkpoint(begun.resume_from, sharded, optimizer, identity)
-        distributed.print_rank0(f"resuming from {begun.resume_from}, after step {state.step}")
-    # What a run has logged after its last checkpoint is done again: without one, all of it.
-    metrics.truncate_after(state.step if begun.resume_from is not None else -1)
+    state = stages.resume(begun, sharded, optimizer, identity, metrics)
     save_run_config(config, run_folder)
 
     # Train: step, evaluate, save. Then export, reload, compare, and show what came out.

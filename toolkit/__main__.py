@@ -1,6 +1,7 @@
 """`python -m toolkit`: what is done beside a run.
 
-check FILE.yaml    check an accelerate YAML strictly
+check FILE.yaml          check an accelerate YAML strictly
+results RUN_FOLDER...    one table of what several runs came to
 """
 
 from __future__ import annotations
@@ -18,10 +19,17 @@ def main() -> None:
     jobs = parser.add_subparsers(dest="job", required=True)
     check = jobs.add_parser("check", help="check an accelerate YAML: unknown keys, wrong values, keys that are ignored")
     check.add_argument("file", type=Path, help="the accelerate YAML")
+    results = jobs.add_parser("results", help="one table of the first and the last evaluation of several runs")
+    results.add_argument("run_folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="as in runs/t5_docstrings")
     arguments = parser.parse_args()
     with exit_on_user_error():
-        check_accelerate_yaml(arguments.file)
-        print(f"{arguments.file} is fine")
+        if arguments.job == "check":
+            check_accelerate_yaml(arguments.file)
+            print(f"{arguments.file} is fine")
+        else:
+            from toolkit.results import show_runs  # torch takes seconds to import
+
+            show_runs(arguments.run_folders)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from toolkit import __version__
+from toolkit.adapter_files import base_name
 from toolkit.config_sections import CheckpointConfig
 from toolkit.distributed import agreed, barrier, broadcast_object, gather_objects, print_rank0, raise_together, rank, world_size
 from toolkit.errors import UserError
@@ -198,15 +199,22 @@ def _check_identity(folder: Path, theirs: dict[str, Any], ours: Identity) -> Non
     changed = [name for name in {**frozen, **ours.frozen_hashes} if frozen.get(name) != ours.frozen_hashes.get(name)]
     if changed:
         raise UserError(
-            f"the frozen base weights are not those {folder} was trained on: {len(changed)} differ, {changed[0]} first; give "
-            f"the same base, or take another run.name"
+            f"the frozen base weights are not those {folder} was trained on: {len(changed)} differ, {base_name(changed[0])} "
+            "first; give the same base, or take another run.name"
         )
 
 
 def _check_config(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     for key, value in ours.items():
-        if not key.startswith(MAY_CHANGE_ON_RESUME) and theirs.get(key) != value:
+        if not key.startswith(MAY_CHANGE_ON_RESUME) and _without_files(theirs.get(key)) != _without_files(value):
             raise UserError(f"{key} is {value!r}, but {folder} was made with {theirs.get(key)!r}: {_ways_out()}")
+
+
+def _without_files(value: Any) -> Any:
+    """Entries of `data.mix` without their files, which are compared by content."""
+    if not isinstance(value, list):
+        return value
+    return [{k: v for k, v in item.items() if k != "files"} if isinstance(item, dict) else item for item in value]
 
 
 def _train_state(manifest: dict[str, Any], identity: Identity) -> TrainState:

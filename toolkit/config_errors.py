@@ -142,6 +142,11 @@ def suggestion(key: str, config_class: type, prefix: str = "") -> str:
     """ ": did you mean optim.lr?" for `optim.lrr`, `lr` or `optmi.lr`; where no key is near, those there are."""
     leaves, sections = known_keys(config_class)
     section, _, name = key.rpartition(".")
+    if "resize" in name:
+        return (
+            ": the vocabulary is not resized under sharding: resize the model with transformers' resize_token_embeddings, save "
+            f"it and give that as {prefix}model.name_or_path"
+        )
     siblings = [leaf for leaf in leaves if section in sections and leaf.startswith(f"{section}.")]
     namesakes = [leaf for leaf in leaves if leaf.rpartition(".")[2] == name]
     if namesakes:

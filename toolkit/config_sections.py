@@ -129,9 +129,10 @@ class LLMDataConfig:
     max_length_tokens: PositiveInt = 1024  # type: ignore[valid-type]
     """Longer rows are cut at their end (counted and told); packed rows are filled up to it."""
     packing: bool = True
-    """Put several rows of a step into one row of the tensors. They do not see each other: it never changes the result."""
+    """Put several rows of a step into one row of the tensors. They do not see each other: for the same rows the result is
+    the same."""
     bucket_by_length: bool | None = None
-    """Make batches of rows of about equal length; unset: where rows are not packed."""
+    """Make steps of rows of about equal length, instead of drawing them at random; unset: where rows are not packed."""
     num_rows: PositiveInt | None = None  # type: ignore[valid-type]
     """Use only the first so many rows of each source."""
     eval_fraction: ClosedUnitInterval = 0.05  # type: ignore[valid-type]

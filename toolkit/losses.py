@@ -56,7 +56,9 @@ def chunked_cross_entropy(
     """`summed_cross_entropy` of `head(hidden_ND)`, and the number of likeliest labels, without ever holding all logits.
 
     Chunks of tokens are forgotten after their loss and computed again in the backward, but for the last one, which comes
-    first there. So the memory is that of one chunk's logits, and the price one more product with the head's weights.
+    first there. So the memory is that of one chunk's logits, and the price one more product with the head's weights. Under
+    bf16 the head's gradient is summed over the chunks in bf16, as autograd sums over all uses of a weight that FSDP or autocast
+    has cast: with 32 chunks it is off by 0.7 % instead of 0.3 % (relative norm).
 
     Args:
         head: hidden states (n, D) → logits (n, V).

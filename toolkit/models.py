@@ -5,79 +5,19 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
-from toolkit.config_sections import EvalConfig, ModelConfig
+from toolkit.config_sections import ModelConfig
 from toolkit.data.collate import check_label_shift
-from toolkit.distributed import print_rank0, rank, seed_all
+from toolkit.distributed import rank, seed_all
 from toolkit.errors import UserError
+from toolkit.model_config import AutoClass, special_tokens
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-DROPOUT_RATES = ("dropout", "dropout_rate", "attention_dropout", "activation_dropout")
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-LAYER_DROP_RATES = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
-
-AutoClass = Literal["AutoModelForSeq2SeqLM", "AutoModelForCausalLM"]
-KINDS: dict[AutoClass, str] = {
-    "AutoModelForSeq2SeqLM": "an encoder-decoder that generates text: take one such as T5, BART or Pegasus",
-    "AutoModelForCausalLM": "a causal language model: take one such as Llama, Qwen or Gemma",
-}
-"""transformers' class that finds a model's own, and what it finds."""
-
-
-def load_model_config(config: ModelConfig, auto_class: AutoClass) -> PretrainedConfig:
-    """Read the model's `config.json`, from a folder or the hub, with `model.dropout` put in.
-
-    Raises:
-        UserError: no such model, no config, or a model of another kind.
-    """
-    import transformers
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    name = config.name_or_path
-    folder = Path(name)
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise UserError(
-            f"model.name_or_path {name} is an adapter: give its base there, and this folder as adapter.name_or_path with "
-            "adapter.method"
-        )
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise UserError(f"model.name_or_path {name} has no config.json: give a Hugging Face model folder")
-    if not folder.is_dir() and (folder.is_absolute() or name.startswith(".") or name.count("/") > 1):
-        raise UserError(f"model.name_or_path {name} is not a folder here: give an existing folder or a hub id")
-    try:
-        model_config = AutoConfig.from_pretrained(name, revision=config.revision, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, StrictDataclassError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
-        if isinstance(error, StrictDataclassError):  # which key is on the first line, what is wrong with it on the second
-            reason = "config.json: " + " ".join(str(error).split())
-        raise UserError(
-            f"model.name_or_path {name} could not be read ({reason}): give a Hugging Face model folder, or a hub id within reach"
-        ) from None
-    if not config.trust_remote_code and type(model_config) not in getattr(transformers, auto_class)._model_mapping:
-        raise UserError(f"model.name_or_path {name} is a {model_config.model_type} model, not {KINDS[auto_class]}")
-    if any((getattr(model_config, key, None) or 0) > 1 for key in EXPERT_COUNTS):
-        raise UserError(
-            f"model.name_or_path {name} is a mixture of experts: its auxiliary loss is a mean over each micro-batch, which "
-            "cannot be made exact over the global batch, so it is not supported: take a dense model"
-        )
-    if config.dropout is not None:
-        for rate in DROPOUT_RATES:
-            if hasattr(model_config, rate):
-                setattr(model_config, rate, config.dropout)
-    for rate in LAYER_DROP_RATES:
-        if getattr(model_config, rate, None):
-            # A layer that one rank draws to leave out is a collective that the others wait for (M2M100 has a rate of 0.05).
-            setattr(model_config, rate, 0.0)
-            print_rank0(f"{rate} of {name} is set to 0: every rank must run every layer")
-    return model_config
 
 
 def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, auto_class: AutoClass) -> PreTrainedModel:
@@ -212,63 +152,14 @@ def hash_parameters(model: nn.Module, names: set[str]) -> dict[str, str]:
     return hashes
 
 
+def uses_flash_attention(model: PreTrainedModel) -> bool:
+    """Whether packed rows must stand in one row of the tensors, see `CausalCollator`."""
+    return "flash" in (model.config._attn_implementation or "")
+
+
 def num_token_embeddings(model: PreTrainedModel) -> int:
     """Rows of the input embedding: the largest vocabulary that the model takes."""
     return cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
-
-
-def check_positions(model_config: PretrainedConfig, name: str, longest: dict[str, int], evaluation: EvalConfig) -> None:
-    """Refuse rows, or generated texts, longer than an encoder-decoder has positions; T5 and its like have no limit.
-
-    Args:
-        longest: tokens of the longest `source` and `target`.
-
-    Raises:
-        UserError: naming both lengths and the setting to lower.
-    """
-    both = getattr(model_config, "max_position_embeddings", None)
-    encoder = getattr(model_config, "max_encoder_position_embeddings", both)
-    decoder = getattr(model_config, "max_decoder_position_embeddings", both)
-    new = evaluation.max_new_tokens if evaluation.generate else 0
-    _check_fits(name, "the longest source has", longest["source"], encoder, "data.max_source_length_tokens")
-    _check_fits(name, "the longest target has", longest["target"], decoder, "data.max_target_length_tokens")
-    _check_fits(name, "a generated text may have", new, decoder, "eval.max_new_tokens")
-
-
-def check_causal_positions(model_config: PretrainedConfig, name: str, longest: dict[str, int], evaluation: EvalConfig) -> None:
-    """Refuse rows, or prompts with what is generated, longer than a causal model has positions.
-
-    Args:
-        longest: tokens of the longest `row` and `prompt`.
-
-    Raises:
-        UserError: naming both lengths and the setting to lower.
-    """
-    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    new = evaluation.max_new_tokens if evaluation.generate and longest["prompt"] else 0
-    _check_fits(name, "the longest row has", longest["row"], limit, "data.max_length_tokens")
-    what = f"a prompt has up to {longest['prompt']} tokens and eval.max_new_tokens is {new}, together"
-    _check_fits(name, what, longest["prompt"] + new, limit, "data.max_length_tokens plus eval.max_new_tokens")
-
-
-def _check_fits(name: str, what: str, length: int, limit: int | None, setting: str) -> None:
-    if limit is not None and length > limit:
-        raise UserError(f"{what} {length} tokens, but {name} has only {limit} positions: set {setting} to at most {limit}")
-
-
-def special_tokens(model_config: PretrainedConfig, name: str) -> tuple[int, int]:
-    """`(pad_token_id, decoder_start_token_id)` of the model.
-
-    Raises:
-        UserError: the config lacks one of them.
-    """
-    pad, start = model_config.pad_token_id, getattr(model_config, "decoder_start_token_id", None)
-    if start is None:
-        start = model_config.bos_token_id
-    for token, value in (("pad_token_id", pad), ("decoder_start_token_id", start)):
-        if value is None:
-            raise UserError(f"the config.json of {name} has no {token}: add it")
-    return int(pad), int(start)
 
 
 def _attention(config: ModelConfig) -> dict[str, Any]:

@@ -1,12 +1,14 @@
-"""What a run shows at its end: before and after beside the baselines, samples, and the curves."""
+"""What a run shows at its end: before and after beside the baselines, samples, and the curves; and runs side by side."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.distributed import rank
+from toolkit.errors import UserError
 from toolkit.evaluation import ROUGE_METRICS, EvaluationRows
 from toolkit.tracking import load_metrics
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
 NUM_SAMPLES = 3
 _COLUMNS = ("loss", "bits_per_byte", "token_accuracy", *ROUGE_METRICS, "exact_match", "percent_distinct")
+_COLUMNS_OF_RUNS = ("loss", "bits_per_byte", "token_accuracy", "rouge1", "rougeL", "rougeL_line1", "percent_distinct")
 
 
 def show_results(run_folder: Path, train_rows: Dataset, evaluation: EvaluationRows) -> None:
@@ -35,9 +38,33 @@ def show_results(run_folder: Path, train_rows: Dataset, evaluation: EvaluationRo
     draw_curves(run_folder / "metrics.jsonl", run_folder / "curves.png")
 
 
-def format_table(rows: dict[str, dict[str, float]]) -> str:
+def show_runs(run_folders: Sequence[Path]) -> None:
+    """Print one table of the first and the last evaluation of each run, in the order given.
+
+    `rougeL_line1` is ROUGE-L of each text's first line alone: a model that says the right headline but was never taught to stop
+    there is told from one that says a wrong one.
+
+    Raises:
+        UserError: a folder that holds no evaluation.
+    """
+    table = {}
+    for folder in run_folders:
+        path = folder / "metrics.jsonl"
+        if not path.is_file():
+            raise UserError(f"{folder} has no metrics.jsonl: give folders of runs, as in runs/t5_docstrings")
+        evaluations = [line for line in load_metrics(path) if line["kind"] == "eval"]
+        if not evaluations:
+            raise UserError(f"{path} holds no evaluation yet: let the run evaluate first")
+        for line in {line["step"]: line for line in (evaluations[0], evaluations[-1])}.values():
+            when = f"after step {line['step']:,}" if line["step"] else "as loaded"
+            name = f"{folder.name}, {when} ({line['num_rows']} rows)"
+            table[name] = line | _score_first_lines(folder / f"predictions-{line['step']}.jsonl")
+    print(format_table(table, _COLUMNS_OF_RUNS))
+
+
+def format_table(rows: dict[str, dict[str, float]], choice: Sequence[str] = _COLUMNS) -> str:
     """Figures by row name as aligned text; a column that no row has is left out."""
-    columns = [c for c in _COLUMNS if any(c in row for row in rows.values())]
+    columns = [c for c in choice if any(c in row for row in rows.values())]
     width = max(len(name) for name in rows)
     lines = [" " * width + "".join(f"{column.replace('percent_', '% '):>15}" for column in columns)]
     for name, row in rows.items():
@@ -61,6 +88,18 @@ def _baselines(train_rows: Dataset, eval_rows: Dataset) -> dict[str, dict[str, f
         name: Rouge().compute(predictions=texts, references=references) | {"percent_distinct": 100 * len(set(texts)) / len(texts)}
         for name, texts in predictions.items()
     }
+
+
+def _score_first_lines(predictions_path: Path) -> dict[str, float]:
+    """`rougeL_line1` in percent, or nothing where no texts were generated."""
+    if not predictions_path.exists():
+        return {}
+    from toolkit.metrics.rouge import Rouge
+
+    lines = [json.loads(line) for line in predictions_path.read_text(encoding="utf-8").splitlines()]
+    first_lines = [line["prediction"].strip().partition("\n")[0] for line in lines]
+    scores = Rouge().compute(predictions=first_lines, references=[line["reference"] for line in lines])
+    return {"rougeL_line1": scores["rougeL"]}
 
 
 def _print_samples(predictions_path: Path, eval_rows: Dataset) -> None:

@@ -192,8 +192,15 @@ def _compile_blocks(accelerator: Accelerator, model: PreTrainedModel) -> None:
         return
     options = {"backend": plugin.backend.value.lower(), "mode": None if plugin.mode == "default" else plugin.mode}
     for block in repeated_blocks(model).values():
-        block.forward = torch.compile(block.forward, **options, fullgraph=plugin.fullgraph, dynamic=plugin.dynamic or None)
+        compiled = torch.compile(block.forward, **options, fullgraph=plugin.fullgraph, dynamic=plugin.dynamic or None)
+        block.forward = functools.partial(_compiled, block, block.forward, compiled)
     plugin.backend = DynamoBackend.NO  # else `prepare_model` compiles once more
+
+
+def _compiled(block: nn.Module, forward: Callable[..., Any], compiled: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
+    """Compiled in training only: in generation the growing cache of every layer would use up the limit of recompilations, which
+    all blocks share, and training would go on uncompiled without a word."""
+    return (compiled if block.training else forward)(*args, **inputs)
 
 
 def _checkpoint_activations(accelerator: Accelerator, model: PreTrainedModel) -> None:

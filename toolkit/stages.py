@@ -18,6 +18,7 @@ from toolkit.distributed import agreed, print_rank0, world_size
 from toolkit.evaluation import HIGHER_IS_BETTER, EvaluationRows, check_metric
 from toolkit.export import export_model
 from toolkit.manifest import hash_model_config
+from toolkit.model_config import AutoClass, load_model_config
 from toolkit.results import show_results
 from toolkit.run_folder import open_run_folder
 
@@ -31,6 +32,8 @@ class Beginning:
     """What is known before data and model."""
 
     accelerator: Accelerator
+    frozen_dtype: torch.dtype
+    """What frozen parameters are stored in."""
     run_folder: Path
     settings: dict[str, Any]
     """As in `checkpoint.Identity`."""
@@ -50,25 +53,28 @@ def begin(config: RecipeConfig) -> Beginning:
     check_metric(config.eval)
     adapters.check_adapter_config(config)
     accelerator = build_accelerator(config.tracking.log_with, config.run.output_dir)
+    has_adapter = adapters.is_wanted(config.adapter)
+    dtype = agreed(lambda: frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=has_adapter))
     check_global_batch_size(config.train, world_size())
     run_folder = open_run_folder(config)
-    settings = {**dotted_keys(config), "mixed_precision": accelerator.mixed_precision}
+    resolved = {"model.frozen_dtype": str(dtype).removeprefix("torch."), "mixed_precision": accelerator.mixed_precision}
+    settings = {**dotted_keys(config), **resolved}
     resume_from = checkpoint.choose_checkpoint(run_folder, config.checkpoint.resume, settings)
     # Our own checkpoint has all weights but frozen ones.
     needs_start = resume_from is None or bool(config.model.freeze)
     init_from = initial_weights.find_weights(config.model.init_from) if config.model.init_from and needs_start else None
-    return Beginning(accelerator, run_folder, settings, resume_from, init_from)
+    return Beginning(accelerator, dtype, run_folder, settings, resume_from, init_from)
 
 
 def build_skeleton(
-    config: RecipeConfig, accelerator: Accelerator, auto_class: models.AutoClass
+    config: RecipeConfig, accelerator: Accelerator, auto_class: AutoClass
 ) -> tuple[PretrainedConfig, PreTrainedModel]:
     """The model without weights: what is wrong with its config, wrap classes, freezing or adapter is told now. Collective.
 
     Raises:
         UserError: on every rank.
     """
-    model_config = agreed(lambda: models.load_model_config(config.model, auto_class))
+    model_config = agreed(lambda: load_model_config(config.model, auto_class))
     skeleton = agreed(lambda: models.build_skeleton(config.model, model_config, auto_class))
     agreed(lambda: _adapt(skeleton, config))
     agreed(lambda: sharding.check_wrap(accelerator, skeleton))
@@ -107,7 +113,7 @@ def longest(rows: TokenizedRows, evaluation: EvaluationRows, column: str, minus:
 def load_model(
     config: RecipeConfig,
     begun: Beginning,
-    auto_class: models.AutoClass,
+    auto_class: AutoClass,
     model_config: PretrainedConfig,
     skeleton: PreTrainedModel,
 ) -> PreTrainedModel:
@@ -116,16 +122,35 @@ def load_model(
     Raises:
         UserError: on every rank.
     """
-    has_adapter = adapters.is_wanted(config.adapter)
-    dtype = agreed(lambda: frozen_dtype(begun.accelerator, config.model.frozen_dtype, has_adapter=has_adapter))
-    loaded_dtype = dtype if has_adapter else torch.float32  # nearly all of it is frozen
+    loaded_dtype = begun.frozen_dtype if adapters.is_wanted(config.adapter) else torch.float32  # nearly all of it is frozen
     model = agreed(lambda: models.load_model(config.model, model_config, auto_class, config.train.seed, loaded_dtype))
     if begun.init_from is not None:
         initial_weights.load_into(model, begun.init_from)
     agreed(lambda: _adapt(model, config))
     models.freeze_as(model, skeleton)
-    models.cast_frozen(model, dtype)
+    models.cast_frozen(model, begun.frozen_dtype)
     return model
+
+
+def resume(
+    begun: Beginning,
+    sharded: sharding.ShardedModel,
+    optimizer: torch.optim.Optimizer,
+    identity: checkpoint.Identity,
+    metrics: tracking.MetricsLog,
+) -> checkpoint.TrainState:
+    """Load the checkpoint to go on from, if there is one. What the run has logged after it will be done again. Collective.
+
+    Raises:
+        UserError: the checkpoint is of another run; on every rank.
+    """
+    if begun.resume_from is None:
+        metrics.truncate_after(-1)
+        return checkpoint.TrainState()
+    state = checkpoint.load_checkpoint(begun.resume_from, sharded, optimizer, identity)
+    print_rank0(f"resuming from {begun.resume_from}, after step {state.step}")
+    metrics.truncate_after(state.step)
+    return state
 
 
 def finish(config: RecipeConfig, run: loop.Run) -> None:

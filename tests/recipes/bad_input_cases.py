@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+
+from tests.recipes.bad_input import TOO_MANY_TOKENS, WAYS_OUT, Case, model_files, tokenizer_files
 
 NUM_ROWS = 24
 
@@ -18,30 +16,9 @@ BART = {
     "model_type": "bart", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
     "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "vocab_size": 64, "max_position_embeddings": 8,
 }  # fmt: skip
-TOO_MANY_TOKENS = {
-    "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None, "post_processor": None,
-    "pre_tokenizer": {"type": "Whitespace"}, "decoder": None,
-    "model": {"type": "WordLevel", "unk_token": "<pad>", "vocab": {"<pad>": 0} | {f"word{i}": i for i in range(1, 100)}},
-}  # fmt: skip
 ROWS = "".join(
     json.dumps({"source": f"alpha {'beta ' * (1 + i % 5)}gamma {i:b}", "target": f"beta {i:b}"}) + "\n" for i in range(NUM_ROWS)
 )
-
-Files = dict[str, str | bytes | Callable[[], bytes]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One wrong thing. `{here}` stands for the case's folder."""
-
-    flags: str = ""
-    """Put behind those of the working run; separated by blanks."""
-    sentence: str
-    """What is told, whole, where `…` stands for anything."""
-    files: Files = field(default_factory=dict)
-    """Written into the folder beside (or over) those of the working run."""
-    overrides: dict[str, Any] = field(default_factory=dict)
-    """Changes to the accelerate YAML."""
 
 
 def cut_parquet() -> bytes:
@@ -53,18 +30,8 @@ def cut_parquet() -> bytes:
     return sink.getvalue().to_pybytes()[:-20]
 
 
-def absent_tracker() -> str:
-    return next(name for name in ("swanlab", "dvclive", "aim", "clearml", "wandb") if importlib.util.find_spec(name) is None)
-
-
-def model(config: dict[str, Any] | str, **others: str) -> Files:
-    """A model folder `other`."""
-    return {"other/config.json": config if isinstance(config, str) else json.dumps(config), **others}
-
-
 OTHER_MODEL = "--model.name_or_path {here}/other"
 CSV = "--data.source csv --data.files {here}/rows.csv"
-WAYS_OUT = "set it back to resume, or take another run.name (model.init_from starts a new run from these weights)"
 
 EARLY = {
     # The run config; tests/unit/test_config.py has more of these.
@@ -188,25 +155,25 @@ EARLY = {
     ),
     "config.json that is not JSON": Case(
         flags=OTHER_MODEL,
-        files=model("{"),
+        files=model_files("{"),
         sentence="model.name_or_path {here}/other could not be read (…config.json' is not a valid JSON file): give a Hugging "
         "Face model folder, or a hub id within reach",
     ),
     "wrong type in config.json": Case(
         flags=OTHER_MODEL,
-        files=model({**T5, "d_model": "wide"}),
+        files=model_files({**T5, "d_model": "wide"}),
         sentence="model.name_or_path {here}/other could not be read (config.json: …'d_model'…wide…): give a Hugging Face model "
         "folder, or a hub id within reach",
     ),
     "encoder-only model": Case(
         flags=OTHER_MODEL,
-        files=model({"model_type": "bert", "hidden_size": 16}),
+        files=model_files({"model_type": "bert", "hidden_size": 16}),
         sentence="model.name_or_path {here}/other is a bert model, not an encoder-decoder that generates text: take one such as "
         "T5, BART or Pegasus",
     ),
     "mixture of experts": Case(
         flags=OTHER_MODEL,
-        files=model({**T5, "model_type": "switch_transformers", "num_experts": 2}),
+        files=model_files({**T5, "model_type": "switch_transformers", "num_experts": 2}),
         sentence="model.name_or_path {here}/other is a mixture of experts: …, so it is not supported: take a dense model",
     ),
     "unknown attention": Case(
@@ -231,13 +198,7 @@ EARLY = {
     ),
     "tokenizer larger than the embeddings": Case(
         flags=OTHER_MODEL,
-        files=model(
-            T5,
-            **{
-                "other/tokenizer.json": json.dumps(TOO_MANY_TOKENS),
-                "other/tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>"}',
-            },
-        ),
+        files=model_files(T5) | tokenizer_files(TOO_MANY_TOKENS, pad_token="<pad>"),
         sentence="the tokenizer of {here}/other has 100 tokens, but the model only 64 embeddings: take the tokenizer that "
         "belongs to the model; the vocabulary is not resized under sharding: resize the model with transformers' "
         "resize_token_embeddings and save it first",
@@ -297,7 +258,7 @@ DATA = {
     ),
     "rows longer than the model's positions": Case(
         flags=OTHER_MODEL,
-        files=model(BART),
+        files=model_files(BART),
         sentence="the longest source has … tokens, but {here}/other has only 8 positions: set data.max_source_length_tokens to "
         "at most 8",
     ),

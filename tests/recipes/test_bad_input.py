@@ -7,26 +7,26 @@ have no data file either: they are told before that one is looked for.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.launch import REPOSITORY, LaunchResult, launch, run_on_ranks
-from tests.recipes.bad_input_cases import AFTER_A_RUN, DATA, EARLY, NUM_ROWS, ROWS, T5, Case, Files, absent_tracker
-from toolkit.errors import EXIT_USER_ERROR, UserError
+from tests.launch import LaunchResult, launch, run_on_ranks
+from tests.recipes.bad_input import TIMEOUT_S, Case, WorkingRun, check, contents, model_files
+from tests.recipes.bad_input_cases import AFTER_A_RUN, DATA, EARLY, NUM_ROWS, ROWS, T5
+from toolkit.errors import UserError
 
-TIMEOUT_S = 60
-WORKING_RUN = (
-    "--model.name_or_path {here}/model --data.source jsonl --data.files {here}/rows.jsonl --data.cache_dir {here}/cache "
+WORKING_RUN = WorkingRun(
+    recipe="t5",
+    files=model_files(T5, "model"),
+    flags="--model.name_or_path {here}/model --data.source jsonl --data.files {here}/rows.jsonl --data.cache_dir {here}/cache "
     "--data.max_source_length_tokens 60 --data.max_target_length_tokens 30 --data.eval_fraction 0 "
     "--run.output_dir {here}/runs --train.max_steps 2 --train.global_batch_size_rows 4 --train.micro_batch_size_rows 2 "
-    "--eval.generate false"
+    "--eval.generate false",
 )
 
 
@@ -40,26 +40,26 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Launch
         {"target": "beta"},
         {"source": "alpha " * 200, "target": "beta " * 50},
     ]
-    write(here, {"rows.jsonl": ROWS + "".join(json.dumps(row) + "\n" for row in messy)})
-    return here, run(here, Case(flags="--model.from_scratch true", sentence=""))
+    WORKING_RUN.write(here, {"rows.jsonl": ROWS + "".join(json.dumps(row) + "\n" for row in messy)})
+    return here, WORKING_RUN.launch(here, Case(flags="--model.from_scratch true", sentence=""))
 
 
 @pytest.mark.parametrize("name", EARLY)
 def test_told_before_data_is_read(tmp_path: Path, name: str) -> None:
-    check(tmp_path, EARLY[name], run(tmp_path, EARLY[name]))
+    check(tmp_path, EARLY[name], WORKING_RUN.launch(tmp_path, EARLY[name]))
 
 
 @pytest.mark.parametrize("name", DATA)
 def test_told_before_weights_are_read(tmp_path: Path, name: str) -> None:
-    write(tmp_path, {"rows.jsonl": ROWS})
-    check(tmp_path, DATA[name], run(tmp_path, DATA[name]))
+    WORKING_RUN.write(tmp_path, {"rows.jsonl": ROWS})
+    check(tmp_path, DATA[name], WORKING_RUN.launch(tmp_path, DATA[name]))
 
 
 @pytest.mark.parametrize("name", AFTER_A_RUN)
 def test_a_run_that_is_refused_changes_nothing_of_the_run_before(finished_run: tuple[Path, LaunchResult], name: str) -> None:
     here, _ = finished_run
     before = contents(here / "runs")
-    check(here, AFTER_A_RUN[name], run(here, AFTER_A_RUN[name]))
+    check(here, AFTER_A_RUN[name], WORKING_RUN.launch(here, AFTER_A_RUN[name]))
     assert contents(here / "runs") == before
 
 
@@ -73,7 +73,7 @@ def test_a_damaged_checkpoint_is_not_resumed_by_name(finished_run: tuple[Path, L
         sentence="checkpoint.resume is {here}/damaged, but damaged/rng-00001.safetensors does not have the sha256 of the "
         "manifest: its content changed: give a whole checkpoint, or auto for the newest",
     )
-    check(here, case, run(here, case))
+    check(here, case, WORKING_RUN.launch(here, case))
 
 
 def test_unusable_and_long_rows_are_counted_and_told_and_the_run_goes_on(finished_run: tuple[Path, LaunchResult]) -> None:
@@ -94,10 +94,11 @@ def test_unusable_and_long_rows_are_counted_and_told_and_the_run_goes_on(finishe
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has a GPU: the preset would run")
 def test_gpu_preset_on_a_machine_without_gpu(tmp_path: Path) -> None:
     case = Case(
+        preset="fsdp2_full_shard",
         sentence="this accelerate config wants GPUs, but torch sees none here: take a CPU one "
-        "(accelerate_configs/fsdp2_cpu.yaml, ddp_cpu.yaml), or set use_cpu: true in it"
+        "(accelerate_configs/fsdp2_cpu.yaml, ddp_cpu.yaml), or set use_cpu: true in it",
     )
-    check(tmp_path, case, run(tmp_path, case, preset="fsdp2_full_shard", num_processes=2))
+    check(tmp_path, case, WORKING_RUN.launch(tmp_path, case, num_processes=2))
 
 
 def test_accumulation_as_a_flag_of_the_launcher(tmp_path: Path) -> None:
@@ -150,45 +151,3 @@ def disagree() -> str:
     except UserError as error:
         return str(error)
     return "no error"
-
-
-def write(here: Path, files: Files) -> None:
-    """Write files of a case; the model's folder is there in any case."""
-    for name, content in {"model/config.json": json.dumps(T5), **files}.items():
-        made = content() if callable(content) else content
-        path = here / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(made if isinstance(made, bytes) else made.encode())
-
-
-def run(here: Path, case: Case, *, preset: str = "fsdp2_cpu", num_processes: int | None = None) -> LaunchResult:
-    """The recipe on 2 ranks in the folder `here`, with what is wrong in `case`."""
-    write(here, case.files)
-    argv = [fill(flag, here) for flag in f"{WORKING_RUN} {case.flags}".split()]
-    return launch(
-        REPOSITORY / "recipes" / "t5.py",
-        argv,
-        preset=preset,
-        overrides=case.overrides,
-        num_processes=num_processes,
-        timeout_s=TIMEOUT_S,
-    )
-
-
-def check(here: Path, case: Case, result: LaunchResult) -> None:
-    """Every rank stopped by itself, and one of them said the sentence, nothing else."""
-    assert result.returncodes == [EXIT_USER_ERROR] * 2, result.stderr[-3000:]
-    assert "Traceback" not in result.stderr
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1, result.stderr
-    pattern = ".+".join(re.escape(fill(part, here)) for part in f"error: {case.sentence}".split("…"))
-    assert re.fullmatch(pattern, errors[0]), f"{errors[0]}\nis not\nerror: {case.sentence}"
-
-
-def fill(text: str, here: Path) -> str:
-    return text.replace("{here}", str(here)).replace("{tracker}", absent_tracker())
-
-
-def contents(folder: Path) -> dict[str, str]:
-    """Every file's hash."""
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*") if path.is_file()}

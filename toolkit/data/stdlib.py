@@ -5,7 +5,8 @@ what its headline said. Both leave out the same whole modules, so that no functi
 Sources are parsed, never imported: no code of a module runs.
 
 A function comes before its headline, as a language model has to read it first. A prompt therefore gives the function without its
-docstring, then the head once more up to the opening quotes: what follows there is a headline in all source text.
+docstring, then the head once more, the name in words behind it, up to the opening quotes: what follows there is a headline in
+all source text.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from typing import NamedTuple
 from toolkit.data import docstrings
 from toolkit.data.docstrings import PACKAGES, ParsedModule, is_held_out, normalize, split_headline, split_words
 
-MAX_ROW_CHARACTERS = 1600  # about 480 tokens of a vocabulary of 4,000
+MAX_ROW_CHARACTERS = 700  # about 220 tokens of a vocabulary of 2,048
 MAX_TABLE_CHARACTERS = 800  # longer assignments are tables: of characters, of error codes
-MAX_BODY_CHARACTERS = 240
+MAX_BODY_CHARACTERS = 80
 MAX_BODY_LINE_CHARACTERS = 100
 MAX_PARAMETERS = 8
 # Shorter bodies are alike by chance: `return self._name`.
@@ -67,6 +68,8 @@ def read_modules() -> list[dict[str, str]]:
 
     A row has `text`, `group` (the module) and `split` (`train` or `eval`). The order is fixed and mixes the modules, so that the
     first rows are a fair sample. A class that is cut goes on under its own first line. Long tables are left out.
+    Training rows are those that hold a docstring: in as much time a small model reads them twice and the prose in them, which is
+    what is asked of it later, instead of all code once.
     """
     rows = [
         {"text": text, "group": module.name, "split": "eval" if is_held_out(module.name) else "train"}
@@ -74,6 +77,7 @@ def read_modules() -> list[dict[str, str]]:
         if module.name.partition(".")[0] not in _SKIPPED_PACKAGES
         for text in _cut_module(module)
     ]
+    rows = [row for row in rows if row["split"] == "eval" or '"""' in row["text"]]
     return sorted(rows, key=lambda row: _hash(row["group"] + row["text"]))
 
 
@@ -237,13 +241,15 @@ def _read_body(node: _FunctionNode, lines: list[str]) -> str:
 def _build_row(function: _Function, split: str) -> dict[str, str]:
     head, decorated_head = function.heads
     body = textwrap.indent(function.body or "...", "    ")
-    prompt = f'{head}\n{body}\n\n{decorated_head}\n    """'
+    words = split_words(function.name).capitalize()
+    # No space behind `#`: the first word is then the token that headlines begin with, and can be copied.
+    prompt = f'{head}\n{body}\n\n{decorated_head}  #{words}\n    """'
     if function.class_name:
         prompt = f"class {function.class_name}:\n{textwrap.indent(prompt, '    ')}"
     return {
         "prompt": prompt,
         "completion": function.headline,
-        "lead_text": split_words(function.name).capitalize(),
+        "lead_text": words,
         "group": function.module,
         "split": split,
     }

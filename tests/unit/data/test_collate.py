@@ -87,3 +87,13 @@ def test_prompts_are_padded_at_their_start() -> None:
     assert prompts["input_ids"].tolist() == [[5, 6], [0, 9]]
     assert prompts["attention_mask"].tolist() == [[1, 1], [0, 1]]
     assert collator.new_tokens(torch.tensor([[5, 6, 11, 12], [0, 9, 13, 0]]), prompts).tolist() == [[11, 12], [13, 0]]
+
+
+def test_flash_attention_gets_packs_in_one_row_without_padding() -> None:
+    collator = CausalCollator(0, one_row=True)
+    batch = collator.collate([CAUSAL_ROWS[:2], CAUSAL_ROWS[2:]])
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 4, 3, 2, 1]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2]]
+    assert batch["labels"].tolist() == [7, 8, 4, 2, 1] and batch["label_positions"].tolist() == [1, 2, 4, 6, 7]
+    unpacked = [[row] for row in CAUSAL_ROWS]
+    assert collator.collate(unpacked)["input_ids"].shape == (3, 4)

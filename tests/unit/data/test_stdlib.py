@@ -76,7 +76,7 @@ def test_prompt_is_the_function_without_docstring_then_its_head_up_to_the_quotes
         "        return oar\n"
         "\n"
         "    @staticmethod\n"
-        "    def take_oar(number, from_left):\n"
+        "    def take_oar(number, from_left):  #Take oar\n"
         '        """',
         "completion": "Return the oar of that number.",
         "lead_text": "Take oar",
@@ -90,7 +90,7 @@ def test_long_bodies_are_cut_at_the_end_of_a_line(library: Path) -> None:
     (library / f"{SEEN_MODULE}.py").write_text(f'def sail():\n    """Sail to the other side."""\n{body}\n')
     (row,) = read_functions(())
     assert row["prompt"].startswith("def sail():\n    step_1 = prepare(step_0)\n")
-    assert row["prompt"].endswith(')\n\ndef sail():\n    """')
+    assert row["prompt"].endswith(')\n\ndef sail():  #Sail\n    """')
     assert len(row["prompt"]) < stdlib.MAX_BODY_CHARACTERS + 100
 
 
@@ -129,7 +129,7 @@ def test_a_small_module_is_one_row(library: Path) -> None:
 
 def test_a_long_class_goes_on_under_its_own_first_line(library: Path) -> None:
     methods = "\n".join(f"    def method_{i}(self):\n        return {i}\n" for i in range(100))
-    (library / f"{SEEN_MODULE}.py").write_text(f"class Fleet(Base):\n{methods}\n\ndef launch():\n    return Fleet()\n")
+    (library / f"{HELD_OUT_MODULE}.py").write_text(f"class Fleet(Base):\n{methods}\n\ndef launch():\n    return Fleet()\n")
     texts = sorted((row["text"] for row in read_modules()), key=lambda text: int(text.split("method_")[1].split("(")[0]))
     assert len(texts) > 1
     assert all(text.startswith("class Fleet(Base):\n") and text.count("class") == 1 for text in texts)
@@ -140,12 +140,22 @@ def test_a_long_class_goes_on_under_its_own_first_line(library: Path) -> None:
 def test_a_long_function_is_cut_and_a_long_table_left_out(library: Path) -> None:
     statements = "\n".join(f"    statement_number_{i} = {i}" for i in range(200))
     table = "TABLE = [\n" + "    0x1234,\n" * 500 + "]\n"
-    (library / f"{SEEN_MODULE}.py").write_text(f"{table}\ndef run():\n{statements}\n")
+    (library / f"{HELD_OUT_MODULE}.py").write_text(f"{table}\ndef run():\n{statements}\n")
     texts = [row["text"] for row in read_modules()]
     assert len(texts) > 2
     assert max(map(len, texts)) <= MAX_ROW_CHARACTERS + 100
     assert not any("0x1234" in text for text in texts)
     assert sum(text.count("statement_number") for text in texts) == 200
+
+
+def test_training_rows_hold_a_docstring_and_held_out_rows_need_not(library: Path) -> None:
+    steps = "\n".join(f"    step_{i} = prepare(step_{i - 1})" for i in range(1, 60))
+    text = f'def tack():\n    """Sail upwind."""\n\n\ndef jibe():\n{steps}\n'
+    for module in (HELD_OUT_MODULE, SEEN_MODULE):
+        (library / f"{module}.py").write_text(text)
+    rows = read_modules()
+    assert [row["text"].splitlines()[0] for row in rows if row["split"] == "train"] == ["def tack():"]
+    assert "".join(sorted((row["text"] for row in rows if row["split"] == "eval"), key=text.index)) == text.replace("\n\n\n", "\n")
 
 
 def test_base_and_adapter_hold_out_the_same_modules(modules: list[dict[str, str]], functions: list[dict[str, str]]) -> None:
@@ -157,7 +167,7 @@ def test_base_and_adapter_hold_out_the_same_modules(modules: list[dict[str, str]
 
 
 def test_the_real_library_gives_enough_rows(modules: list[dict[str, str]], functions: list[dict[str, str]]) -> None:
-    assert sum(len(row["text"]) for row in modules if row["split"] == "train") > 4e6
+    assert sum(len(row["text"]) for row in modules if row["split"] == "train") > 2e6
     assert max(len(row["text"]) for row in modules) < MAX_ROW_CHARACTERS + 1000
     held_out = [row for row in functions if row["split"] == "eval"]
     assert 200 < len(held_out) < 2000

@@ -1,0 +1,103 @@
+"""What the tests of bad input share: a case as data, its launch on 2 real ranks, and the one sentence that must be told."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.launch import LaunchResult, launch
+from tests.recipes.runs import RECIPES
+from toolkit.errors import EXIT_USER_ERROR
+
+TIMEOUT_S = 60
+TOO_MANY_TOKENS = {
+    "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None, "post_processor": None,
+    "pre_tokenizer": {"type": "Whitespace"}, "decoder": None,
+    "model": {"type": "WordLevel", "unk_token": "<pad>", "vocab": {"<pad>": 0} | {f"word{i}": i for i in range(1, 100)}},
+}  # fmt: skip
+WAYS_OUT = "set it back to resume, or take another run.name (model.init_from starts a new run from these weights)"
+
+Files = dict[str, str | bytes | Callable[[], bytes]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One wrong thing. `{here}` stands for the case's folder."""
+
+    flags: str = ""
+    """Put behind those of the working run; separated by blanks."""
+    sentence: str
+    """What is told, whole, where `…` stands for anything."""
+    files: Files = field(default_factory=dict)
+    """Written into the folder beside (or over) those of the working run."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Changes to the accelerate YAML."""
+    preset: str = "fsdp2_cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkingRun:
+    """What is right but for the case."""
+
+    recipe: str
+    flags: str
+    files: Files
+
+    def write(self, here: Path, files: Files) -> None:
+        """Write files of a case; those of the working run are there in any case."""
+        for name, content in {**self.files, **files}.items():
+            made = content() if callable(content) else content
+            path = here / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(made if isinstance(made, bytes) else made.encode())
+
+    def launch(self, here: Path, case: Case, *, num_processes: int | None = None) -> LaunchResult:
+        """The recipe on 2 ranks in the folder `here`, with what is wrong in `case`."""
+        self.write(here, case.files)
+        argv = [fill(flag, here) for flag in f"{self.flags} {case.flags}".split()]
+        script = RECIPES / f"{self.recipe}.py"
+        return launch(
+            script, argv, preset=case.preset, overrides=case.overrides, num_processes=num_processes, timeout_s=TIMEOUT_S
+        )
+
+
+def check(here: Path, case: Case, result: LaunchResult) -> None:
+    """Every rank stopped by itself, and one of them said the sentence, nothing else."""
+    assert result.returncodes == [EXIT_USER_ERROR] * 2, result.stderr[-3000:]
+    assert "Traceback" not in result.stderr
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1, result.stderr
+    pattern = ".+".join(re.escape(fill(part, here)) for part in f"error: {case.sentence}".split("…"))
+    assert re.fullmatch(pattern, errors[0]), f"{errors[0]}\nis not\nerror: {case.sentence}"
+
+
+def fill(text: str, here: Path) -> str:
+    """Put folder and tracker in."""
+    return text.replace("{here}", str(here)).replace("{tracker}", absent_tracker())
+
+
+def absent_tracker() -> str:
+    """One that is known but not installed here."""
+    return next(name for name in ("swanlab", "dvclive", "aim", "clearml", "wandb") if importlib.util.find_spec(name) is None)
+
+
+def model_files(config: dict[str, Any] | str, folder: str = "other", **others: str) -> Files:
+    """A model folder with a `config.json`."""
+    return {f"{folder}/config.json": config if isinstance(config, str) else json.dumps(config), **others}
+
+
+def tokenizer_files(tokenizer: dict[str, Any], folder: str = "other", **special_tokens: str) -> Files:
+    """A fast tokenizer's files."""
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", **special_tokens}
+    return {f"{folder}/tokenizer.json": json.dumps(tokenizer), f"{folder}/tokenizer_config.json": json.dumps(about)}
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Every file's hash."""
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*") if path.is_file()}

@@ -1,0 +1,140 @@
+"""Every form of rows through the LLM recipe on 2 ranks: chats with tools, plain text, a mix, other files, a budget of tokens."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chats import CHATML, build_chat_tokenizer, say
+from tests.model_folders import make_rows, save_jsonl
+from tests.recipes.llm_bad_input_cases import LLAMA
+from tests.recipes.runs import Workbench
+from tests.recipes.test_resume import rows_by_step
+
+NO_TEXTS = {"eval__generate": False}
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add numbers.", "parameters": {"type": "object"}}}]
+CALL = {"function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+
+
+def make_chats(num_chats: int) -> list[dict[str, Any]]:
+    """With a system turn, tools, a call of one and its answer, or without any of these."""
+    rows: list[dict[str, Any]] = []
+    for i in range(num_chats):
+        plain = say(f"hello there {i:b}", "it is four", "thanks", "welcome " * (1 + i % 4) + "there")
+        calling = [
+            *say(f"what is two and two {i:b}", system="be brief"),
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+            {"role": "tool", "content": "4"},
+            {"role": "assistant", "content": f"it is {i:b}"},
+        ]
+        rows.append({"messages": calling, "tools": TOOLS} if i % 2 else {"messages": plain, "tools": None})
+    return rows
+
+
+def said(messages: list[dict[str, Any]]) -> list[str]:
+    """What the assistant writes in each of its turns, as the template prints it."""
+    call = f"<tool_call>add {json.dumps(CALL['function']['arguments'])}</tool_call>"
+    return [m["content"] + (call if "tool_calls" in m else "") + "<|im_end|>" for m in messages if m["role"] == "assistant"]
+
+
+def test_chats_with_tools_and_system_turns(llm_workbench: Workbench, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    model = tmp_path / "model"
+    tokenizer = build_chat_tokenizer("<|im_start|>", "<|im_end|>")
+    tokenizer.save_pretrained(model)
+    (model / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 512}))
+    (tmp_path / "chat.jinja").write_text(CHATML)
+    rows, held_out = make_chats(24), make_chats(40)[36:]
+    printed = llm_workbench.run(
+        "chats",
+        model=model,
+        model__from_scratch=True,
+        data__files=save_jsonl(tmp_path / "chats.jsonl", rows),
+        data__eval_files=save_jsonl(tmp_path / "held_out.jsonl", held_out),
+        data__chat_template=tmp_path / "chat.jinja",
+        data__max_length_tokens=400,
+        eval__num_rows=None,
+        log_row_ids=True,
+    )
+    assert "cut " not in printed and "left out" not in printed
+    lines = llm_workbench.lines("chats", "train")
+    num_label_tokens = [sum(len(tokenizer(text).input_ids) for text in said(row["messages"])) for row in rows]
+    first_row = len(held_out)  # evaluation files come first
+    expected = {
+        step: sum(num_label_tokens[row - first_row] for row in row_ids)
+        for step, row_ids in rows_by_step(llm_workbench.runs / "chats").items()
+    }
+    assert {line["step"]: line["num_label_tokens"] for line in lines} == expected
+    predictions = (llm_workbench.runs / "chats" / "predictions-3.jsonl").read_text().splitlines()
+    assert [json.loads(line)["reference"] for line in predictions] == [row["messages"][-1]["content"] for row in held_out]
+    exported = AutoTokenizer.from_pretrained(llm_workbench.runs / "chats" / "export")
+    assert exported.apply_chat_template(say("thanks"), tokenize=False, add_generation_prompt=True) == (
+        "<|im_start|>user\nthanks<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_plain_text_counts_whole_and_nothing_is_generated(llm_workbench: Workbench, tmp_path: Path) -> None:
+    texts = save_jsonl(tmp_path / "texts.jsonl", [{"text": row["source"]} for row in make_rows(40)])
+    llm_workbench.run("texts", data__files=texts, eval__at_start=True)
+    for line in llm_workbench.lines("texts", "train"):
+        assert line["num_label_tokens"] == line["num_tokens"] - line["num_rows"]
+    evaluations = llm_workbench.lines("texts", "eval")
+    assert [line["step"] for line in evaluations] == [0, 3]
+    for line in evaluations:
+        assert line["perplexity"] == pytest.approx(math.exp(line["loss"]))
+        assert not {"rougeL", "exact_match"} & line.keys()
+    assert not list((llm_workbench.runs / "texts").glob("predictions-*"))
+
+
+def test_a_mix_takes_each_file_by_its_weight(llm_workbench: Workbench, tmp_path: Path) -> None:
+    """30 prompts of weight 1 and 10 texts of weight 3: an epoch of 40 rows has 10 of the prompts and each text three times."""
+    pairs = [{"prompt": row["source"], "completion": " " + row["target"]} for row in make_rows(30)]
+    texts = [{"text": row["source"]} for row in make_rows(10, seed=1)]
+    files = [save_jsonl(tmp_path / f"{name}.jsonl", rows) for name, rows in (("pairs", pairs), ("texts", texts))]
+    mix = [{"source": "jsonl", "files": str(file), "weight": weight} for file, weight in zip(files, (1, 3), strict=True)]
+    of_mix = {"data__source": None, "data__files": None, "data__mix": mix, "data__eval_fraction": 0}
+    printed = llm_workbench.run("mix", train__max_steps=None, train__num_epochs=1, log_row_ids=True, **of_mix)
+    assert "40 training rows, 0 held-out rows; 5 steps an epoch, 5 in all" in printed
+    taken = [row for rows in rows_by_step(llm_workbench.runs / "mix").values() for row in rows]
+    from_pairs = [row for row in taken if row < len(pairs)]
+    assert len(from_pairs) == len(set(from_pairs)) == 10
+    assert sorted(row for row in taken if row >= len(pairs)) == sorted(3 * list(range(30, 40)))
+
+
+def test_every_kind_of_file_gives_the_same_run(llm_workbench: Workbench, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [json.loads(line) for line in (llm_workbench.data / "prompts.jsonl").read_text().splitlines()]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["question", "answer"])
+        writer.writeheader()
+        writer.writerows({"question": row["prompt"], "answer": row["completion"]} for row in rows)
+    llm_workbench.run("jsonl", **NO_TEXTS)
+    llm_workbench.run("parquet", data__source="parquet", data__files=tmp_path / "rows.parquet", **NO_TEXTS)
+    columns = {"data__prompt_column": "question", "data__completion_column": "answer"}
+    llm_workbench.run("csv", data__source="csv", data__files=tmp_path / "rows.csv", **columns, **NO_TEXTS)
+    jsonl, parquet, of_csv = (
+        [line["loss"] for line in llm_workbench.lines(name, "train")] for name in ("jsonl", "parquet", "csv")
+    )
+    assert len(jsonl) == 3 and jsonl == parquet == of_csv
+
+
+def test_a_budget_of_tokens_fills_every_step(llm_workbench: Workbench) -> None:
+    budget = {"train__global_batch_size_tokens": 200, "train__max_steps": None, "train__num_epochs": 1}
+    llm_workbench.run("budget", log_row_ids=True, **budget, **NO_TEXTS)
+    lines = llm_workbench.lines("budget", "train")
+    assert max(line["num_tokens"] for line in lines) <= 200
+    assert all(line["num_tokens"] > 200 - 40 for line in lines[:-1]), "another row would have fitted"
+    assert len({line["num_rows"] for line in lines}) > 1
+    steps = rows_by_step(llm_workbench.runs / "budget")
+    assert [len(steps[line["step"]]) for line in lines] == [line["num_rows"] for line in lines]
+    taken = [row for rows in steps.values() for row in rows]
+    assert len(taken) == len(set(taken)) == sum(line["num_rows"] for line in lines) > 50

@@ -1,0 +1,176 @@
+"""Causal models, whole and with adapters: killed and resumed they are the same run, bit for bit, on the same frozen base."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch import GPU_PRESET_OVERRIDES_ON_CPU
+from tests.model_folders import make_rows, save_jsonl
+from tests.recipes.runs import FP32, Workbench
+from tests.recipes.test_resume import (
+    EXACT,
+    NUM_STEPS,
+    compare_checkpoints,
+    curves,
+    kill_after,
+    on_one_process,
+    rows_by_place,
+    rows_by_step,
+)
+
+LORA: dict[str, Any] = {"adapter__method": "lora", "adapter__rank": 4, "adapter__dropout": 0.2, "optim__lr": 1e-2}
+PACKED: dict[str, Any] = {"data__max_length_tokens": 64, "train__micro_batch_size_rows": 1}
+
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {"model": "gpt2"},  # drops embeddings, attention and residuals
+    "lora": {"preset": "fsdp2_cpu", **LORA},
+    "lora_ddp": {"preset": "ddp_cpu", "train__global_batch_size_tokens": 256, **LORA},
+    "lora_fsdp1": {
+        "preset": "fsdp1_full_shard",
+        "overrides": GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"] | FP32,
+        "data__source": None,
+        "data__files": None,
+        "data__mix": "of two files",
+        **LORA,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory, model_folders: dict[str, Path], data_folder: Path) -> Workbench:
+    """The runs of this file, with a second file of rows beside them."""
+    runs = tmp_path_factory.mktemp("llm-resume")
+    save_jsonl(runs / "more.jsonl", [{"text": row["source"]} for row in make_rows(20, seed=1)])
+    return Workbench(runs=runs, models=model_folders, data=data_folder, recipe="llm", rows="prompts.jsonl")
+
+
+def settings_of(bench: Workbench, kind: str) -> dict[str, Any]:
+    """Of the runs of a kind."""
+    settings = EXACT | PACKED | KINDS[kind]
+    if "data__mix" in settings:
+        files = {bench.data / bench.rows: 1.0, bench.runs / "more.jsonl": 2.0}
+        settings["data__mix"] = [{"source": "jsonl", "files": str(file), "weight": weight} for file, weight in files.items()]
+    return settings
+
+
+def bench_of(bench: Workbench, kind: str) -> Workbench:
+    """Runs of one kind have a folder of their own."""
+    return Workbench(runs=bench.runs / kind, models=bench.models, data=bench.data, recipe=bench.recipe, rows=bench.rows)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_run_goes_on_bit_for_bit(bench: Workbench, kind: str) -> None:
+    settings, bench = settings_of(bench, kind), bench_of(bench, kind)
+    bench.run("whole", **settings)
+    with bench.start("killed", **settings) as running:
+        kill_after(running, bench, step=7)
+    before = bench.lines("killed", "train")
+    committed = max(int(name.removeprefix("step-")) for name in bench.checkpoints("killed") if not name.endswith(".tmp"))
+    assert committed in (6, 9)
+
+    printed = bench.run("killed", **settings)
+
+    assert f"step-{committed:08d}, after step {committed}\n" in printed
+    whole, killed = (bench.lines(name, "train") for name in ("whole", "killed"))
+    assert killed[:committed] == before[:committed], "steps before the checkpoint ran again: their times differ"
+    assert [curves(line) for line in killed] == [curves(line) for line in whole]
+    assert [line["step"] for line in whole] == list(range(1, NUM_STEPS + 1))
+    assert len({line["loss"] for line in whole}) == NUM_STEPS
+    rows = rows_by_place(bench.runs / "whole")
+    assert rows_by_place(bench.runs / "killed") == rows
+    assert max(micro_batch for _, _, micro_batch in rows) > 0 and max(map(len, rows.values())) > 1, "not packed, or in one go"
+    compared = on_one_process(compare_checkpoints, bench.runs / "whole", bench.runs / "killed", NUM_STEPS)
+    assert compared["unequal"] == []
+    assert compared["num_weights"] > 0 and compared["num_moments"] >= 2 * compared["num_weights"]
+    assert compared["same_random_state"]
+
+
+def test_checkpoint_holds_the_adapter_and_its_moments_and_nothing_else(bench: Workbench) -> None:
+    bench = bench_of(bench, "sizes")
+    bench.run("run", **LORA)
+    folder = bench.runs / "run" / "checkpoints" / "step-00000003"
+    stored = on_one_process(describe_tensors, folder / "state")
+    weights = {name.removeprefix("model."): size for name, size in stored.items() if name.startswith("model.")}
+    assert weights and all(".lora_A.default" in name or ".lora_B.default" in name for name in weights)
+    moments = {f"{name}.{moment}": size for name, size in weights.items() for moment in ("exp_avg", "exp_avg_sq")}
+    steps = {f"{name}.step": 4 for name in weights}
+    in_optimizer = {f"optimizer.state.{name}": size for name, size in (moments | steps).items()}
+    assert stored == {f"model.{name}": size for name, size in weights.items()} | in_optimizer
+    # Two layers of seven projections, rank 4, fp32.
+    assert sum(weights.values()) == 4 * 4 * 2 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 64))
+    base = json.loads((folder / "manifest.json").read_text())["identity"]
+    assert base["config"]["model.name_or_path"] == str(bench.models["llama"]) and base["config"]["model.revision"] is None
+    assert len(base["frozen_hashes"]) == 21, "nine weights a layer, embeddings, head and the last norm"
+
+
+def test_resume_refuses_another_base_and_says_which_differs(bench: Workbench) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    bench = bench_of(bench, "bases")
+    mine, theirs = (shutil.copytree(bench.models["llama"], bench.runs / name) for name in ("mine", "theirs"))
+    bench.run("run", model=mine, **LORA)
+    moved = bench.attempt("run", model=theirs, train__max_steps=5, **LORA)
+    assert all(moved.returncodes) and "Traceback" not in moved.stderr
+    assert f"error: model.name_or_path is '{theirs}', but " in moved.stderr and f"was made with '{mine}': " in moved.stderr
+
+    weights = load_file(mine / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] += 2.0**-12
+    save_file(weights, mine / "model.safetensors", metadata={"format": "pt"})
+    changed = bench.attempt("run", model=mine, train__max_steps=5, **LORA)
+    assert all(changed.returncodes) and "Traceback" not in changed.stderr
+    assert "was trained on: 1 differ, model.layers.1.mlp.up_proj.weight first; give the same base, or take" in changed.stderr
+
+
+def test_resume_refuses_another_dtype_of_the_frozen_base_by_name(bench: Workbench) -> None:
+    bench = bench_of(bench, "dtypes")
+    bench.run("run", overrides={}, train__max_steps=1, eval__generate=False, **LORA)
+    fsdp1: dict[str, Any] = {"preset": "fsdp1_full_shard", "overrides": GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"]}
+    refused = bench.attempt("run", train__max_steps=2, eval__generate=False, **fsdp1, **LORA)
+    assert all(refused.returncodes) and "Traceback" not in refused.stderr
+    assert "error: model.frozen_dtype is 'float32', but " in refused.stderr and "was made with 'bfloat16': " in refused.stderr
+
+
+def test_adapter_goes_on_with_the_same_rows_on_another_number_of_processes(bench: Workbench) -> None:
+    bench = bench_of(bench, "elastic")
+    settings = EXACT | PACKED | LORA | {"model__dropout": 0, "adapter__dropout": 0, "eval__generate": False}
+    settings |= {"train__max_steps": 4, "checkpoint__every_steps": 2, "eval__every_steps": None}
+    bench.run("two", **settings)
+    shutil.copytree(bench.runs / "two", bench.runs / "one", ignore=shutil.ignore_patterns("step-00000004", "rows-*", "export"))
+    printed = bench.run("one", preset="single", **settings)
+    assert "step-00000002, after step 2\n" in printed and "on each of 1 processes" in printed
+    one, two = bench.lines("one", "train"), bench.lines("two", "train")
+    for figure in ("loss", "grad_norm"):
+        assert [line[figure] for line in one] == pytest.approx([line[figure] for line in two], rel=1e-5)
+    rows_of_two = rows_by_step(bench.runs / "two")
+    assert rows_by_step(bench.runs / "one") == {step: rows_of_two[step] for step in (3, 4)}
+
+
+def test_run_of_no_steps_only_evaluates(bench: Workbench) -> None:
+    bench = bench_of(bench, "evaluated")
+    bench.run("fresh", train__max_steps=0)
+    assert bench.lines("fresh", "train") == bench.lines("fresh", "checkpoint") == []
+    assert [line["step"] for line in bench.lines("fresh", "eval")] == [0]
+    assert not (bench.runs / "fresh" / "export").exists() and not (bench.runs / "fresh" / "checkpoints").exists()
+
+    bench.run("taught", **LORA)
+    trained = bench.lines("taught", "eval")
+    bench.run("taught", **LORA | {"train__max_steps": 0, "eval__batch_size_rows": 1})
+    at_end, again = (bench.lines("taught", "eval")[place] for place in (0, -1))
+    assert bench.lines("taught", "eval")[:-1] == trained and (at_end["step"], again["step"]) == (3, 3)
+    assert bench.checkpoints("taught") == ["step-00000003"]
+    assert again["loss"] == pytest.approx(at_end["loss"], rel=1e-6)
+    assert again["rougeL"] == at_end["rougeL"]
+    assert abs(at_end["loss"] - bench.lines("fresh", "eval")[0]["loss"]) > 1e-3
+
+
+def describe_tensors(folder: Path) -> dict[str, int]:
+    """Bytes of each tensor in a checkpoint's state, by name."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    described = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {name: about.size.numel() * about.properties.dtype.itemsize for name, about in described.items()}

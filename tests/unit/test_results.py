@@ -1,0 +1,47 @@
+"""Several runs in one table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from toolkit.errors import UserError
+from toolkit.results import show_runs
+
+
+def save_run(folder: Path, *lines: dict, predictions: dict[int, list[str]] | None = None) -> Path:
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for step, texts in (predictions or {}).items():
+        rows = [{"reference": "Return the oar.", "prediction": text} for text in texts]
+        (folder / f"predictions-{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def evaluation(step: int, **figures: float) -> dict:
+    return {"kind": "eval", "step": step, "num_rows": 2, **figures}
+
+
+def test_first_and_last_evaluation_of_each_run_in_one_table(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    base = save_run(
+        tmp_path / "base", evaluation(0, loss=9.0), {"kind": "train", "step": 1}, evaluation(5, loss=8.0), evaluation(9, loss=7.0)
+    )
+    rambling = ["Return the oar.\n\n    And more", " Return the oar.\nMore"]
+    tuned = save_run(tmp_path / "tuned", evaluation(0, loss=3.25, rougeL=50.0), predictions={0: rambling})
+    show_runs([base, tuned])
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split() == ["loss", "rougeL", "rougeL_line1"]
+    assert [row.split() for row in rows] == [
+        ["base,", "as", "loaded", "(2", "rows)", "9.00", "–", "–"],
+        ["base,", "after", "step", "9", "(2", "rows)", "7.00", "–", "–"],
+        ["tuned,", "as", "loaded", "(2", "rows)", "3.25", "50.00", "100.00"],
+    ]
+
+
+def test_a_folder_without_an_evaluation_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nothing has no metrics.jsonl"):
+        show_runs([tmp_path / "nothing"])
+    with pytest.raises(UserError, match="holds no evaluation yet"):
+        show_runs([save_run(tmp_path / "young", {"kind": "train", "step": 1})])
