@@ -23,10 +23,10 @@ TIED_NAMES = ("embed_tokens", "lm_head")
 
 
 def check_adapter_config(config: Any) -> None:
-    """Refuse sections of a recipe's config that exclude each other.
+    """Refuse sections of a recipe's config that exclude each other, and an adapter that could not train.
 
     Raises:
-        UserError: naming both fields.
+        UserError: naming the fields.
     """
     adapter, model = config.adapter, config.model
     if not is_wanted(adapter):
@@ -37,6 +37,8 @@ def check_adapter_config(config: Any) -> None:
         if config.export.merge:
             raise UserError("export.merge is true, but adapter.method is none: there is no adapter to merge")
         return
+    if adapter.dropout == 1:
+        raise UserError("adapter.dropout is 1, which leaves the adapter no input: give less")
     if model.from_scratch:
         raise UserError(
             f"adapter.method is {adapter.method} and model.from_scratch true: an adapter needs a base with trained weights, "

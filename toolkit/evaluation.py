@@ -104,12 +104,6 @@ def plan_evaluation(rows: Dataset, batch_size_rows: int, rank: int, world_size: 
     return batches[rank::world_size]
 
 
-def stop_token_ids(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """What ends a generated text: the tokenizer's end, and the special tokens that labels end with (a chat's end of turn)."""
-    last = {labels[-1] for labels in rows["labels"]} if len(rows) else set()
-    return tuple(sorted((last & set(tokenizer.all_special_ids)) | {tokenizer.eos_token_id} - {None}))
-
-
 def is_better(metric: str, new: float, old: float | None) -> bool:
     """Whether `new` gains on `old`, the best so far, if there is one; a NaN never does."""
     if old is None:
@@ -153,7 +147,7 @@ def _evaluate_loss(
     return {
         "loss": loss,
         "perplexity": math.exp(min(loss, LONGEST_LOG)),
-        "bits_per_byte": total_loss / math.log(2) / total_bytes,
+        "bits_per_byte": total_loss / math.log(2) / total_bytes if total_bytes else math.nan,  # rows of one token have none
         "token_accuracy": 100 * total_correct / total_tokens,
     }
 

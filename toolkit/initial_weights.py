@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint import CheckpointException
 
+from toolkit.adapter_files import CONFIG_FILE, base_name
 from toolkit.distributed import agreed, broadcast_object, raise_together, rank
 from toolkit.errors import UserError
 from toolkit.manifest import check_files, newest_valid, read_manifest
@@ -42,6 +43,8 @@ def load_into(model: PreTrainedModel, folder: Path) -> None:
 def _find_weights(folder: Path) -> Path:
     if _is_model_folder(folder):
         return folder
+    if (folder / CONFIG_FILE).is_file():
+        raise UserError(f"model.init_from {folder} is an adapter: give it as adapter.name_or_path, with its adapter.method")
     if (folder / "manifest.json").is_file():
         try:
             check_files(folder, read_manifest(folder))
@@ -108,6 +111,11 @@ def _stored_weights(model: PreTrainedModel, folder: Path) -> set[str]:
     except (ValueError, OSError) as error:
         raise UserError(f"model.init_from {folder} cannot be read: {' '.join(str(error).split())}") from None
     unknown = sorted(stored - {f"model.{name}" for name in model.state_dict()})
+    if unknown and base_name(unknown[0]) is None:
+        raise UserError(
+            f"model.init_from {folder} is of a run that trained an adapter: give its export as adapter.name_or_path, or its "
+            "merged model (export.merge) as model.name_or_path"
+        )
     if unknown:
         raise UserError(
             f"model.init_from {folder} does not fit {model.name_or_path}: it also has {unknown[0].removeprefix('model.')}"

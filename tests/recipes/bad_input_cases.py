@@ -7,7 +7,6 @@ import json
 from tests.recipes.bad_input import TOO_MANY_TOKENS, WAYS_OUT, Case, model_files, tokenizer_files
 
 NUM_ROWS = 24
-
 T5 = {
     "model_type": "t5", "d_model": 16, "d_ff": 32, "d_kv": 8, "num_heads": 2, "num_layers": 2, "vocab_size": 64,
     "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,

@@ -102,6 +102,15 @@ EARLY = {
         sentence="adapter.method is lora and model.init_from {here}/runs/other: the adapter would belong to weights that "
         "model.name_or_path does not have; give the exported model as model.name_or_path",
     ),
+    "an adapter's weights in the model's place": Case(
+        flags="--model.init_from {here}/adapter",
+        files=adapter(16),
+        sentence="model.init_from {here}/adapter is an adapter: give it as adapter.name_or_path, with its adapter.method",
+    ),
+    "adapter without input": Case(
+        flags=f"{LORA} --adapter.dropout 1",
+        sentence="adapter.dropout is 1, which leaves the adapter no input: give less",
+    ),
     "merging without an adapter": Case(
         flags="--export.merge true",
         sentence="export.merge is true, but adapter.method is none: there is no adapter to merge",

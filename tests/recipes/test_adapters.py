@@ -184,6 +184,13 @@ def test_an_exported_adapter_goes_on_training(bench: Workbench) -> None:
     assert start == again and abs(start - base) > 1e-2
 
 
+@pytest.mark.usefixtures("gathered")
+def test_a_run_with_an_adapter_is_no_start_for_one_without(bench: Workbench) -> None:
+    refused = bench.attempt("onto", model__init_from=bench.runs / "gathered", **NO_TEXTS)
+    assert refused.returncodes == [2, 2] and "Traceback" not in refused.stderr
+    assert "step-00000003 is of a run that trained an adapter: give its export as adapter.name_or_path, or" in refused.stderr
+
+
 def test_embeddings_and_all_but_the_last_block_are_frozen(bench: Workbench) -> None:
     from safetensors.numpy import load_file
 

@@ -103,6 +103,9 @@ def test_checkpoint_holds_the_adapter_and_its_moments_and_nothing_else(bench: Wo
     assert stored == {f"model.{name}": size for name, size in weights.items()} | in_optimizer
     # Two layers of seven projections, rank 4, fp32.
     assert sum(weights.values()) == 4 * 4 * 2 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 64))
+    # torch puts a header of 1.5 kB before each rank's slice of a tensor.
+    num_bytes = sum(path.stat().st_size for path in (folder / "state").glob("*.distcp"))
+    assert num_bytes <= sum(stored.values()) + 2 * 2048 * len(stored)
     base = json.loads((folder / "manifest.json").read_text())["identity"]
     assert base["config"]["model.name_or_path"] == str(bench.models["llama"]) and base["config"]["model.revision"] is None
     assert len(base["frozen_hashes"]) == 21, "nine weights a layer, embeddings, head and the last norm"

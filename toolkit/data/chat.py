@@ -5,12 +5,14 @@ markers. Without them the places come from what it prints of the chat's beginnin
 generation prompt, and of those up to and with it. Both must begin the text of the whole chat, or the template changes earlier
 turns when later ones come, as those do that leave out earlier thinking, and no place can be trusted.
 
-The text of a turn ends with its end-of-turn token, which is trained on: a model that never learns it never stops. What the
-template prints after that token (a line break, mostly) is not: generation ends before it.
+The text of a turn ends with its end-of-turn token, which is trained on: a model that never learns it never stops. It is the
+first special token behind what the message says. What the template prints after it is not the turn's, because generation ends
+before it: a line break, the end token of a document (Phi-3), the generation prompt though nobody asked for it (early Llama 3).
 """
 
 from __future__ import annotations
 
+import os
 import re
 from itertools import takewhile
 from pathlib import Path
@@ -107,14 +109,15 @@ def find_turns(
         if len(spans) != len(spoken):
             raise NoMaskError(f"its {{% generation %}} markers mark {len(spans)} texts for {len(spoken)} assistant turns")
         return [
-            Turn(start, start + _find_ends(text[start:end], messages[i], special_tokens).content_end, end)
+            Turn(start, start + _find_ends("", text[start:end], messages[i], special_tokens).content_end, end)
             for i, (start, end) in zip(spoken, spans, strict=True)
         ]
     turns = []
     for i in spoken:
-        start = len(_render_beginning(tokenizer, text, messages[:i], tools, special_tokens, for_generation=True))
+        prompt = _render_beginning(tokenizer, text, messages[:i], tools, special_tokens, for_generation=True)
         end = len(_render_beginning(tokenizer, text, messages[: i + 1], tools, special_tokens, for_generation=False))
-        ends = _find_ends(text[start:end], messages[i], special_tokens)
+        start = len(prompt)
+        ends = _find_ends(prompt, text[start:end], messages[i], special_tokens)
         turns.append(Turn(start, start + ends.content_end, start + ends.end))
     return turns
 
@@ -141,19 +144,44 @@ class _Ends(NamedTuple):
     end: int
 
 
-def _find_ends(turn: str, message: dict[str, Any], special_tokens: list[str]) -> _Ends:
-    """Where in the text of one turn its content ends, and where its end-of-turn token does."""
+def _find_ends(prompt: str, turn: str, message: dict[str, Any], special_tokens: list[str]) -> _Ends:
+    """Where in the text of one turn, printed behind `prompt`, its content ends, and where its end-of-turn token does.
+
+    Raises:
+        NoMaskError: the text goes on with another generation prompt, and nothing tells where.
+    """
     any_special = "|".join(map(re.escape, special_tokens)) or "(?!)"
-    closing = re.search(rf"(?:{any_special}|\s)*\Z", turn)
-    assert closing is not None, "it matches an empty text too"
-    if marks := list(re.finditer(any_special, closing[0])):
-        return _Ends(closing.start() + marks[0].start(), closing.start() + marks[-1].end())
-    # A template for another tokenizer, whose <|im_end|> is plain text to this one, or one that ends turns with a line break.
+    said = _find_content_end(turn, message)
+    if said is not None and (mark := re.compile(any_special).search(turn, said)):
+        return _Ends(mark.start(), mark.end())
+    shared = os.path.commonprefix([prompt.rstrip()[::-1], turn.rstrip()[::-1]])[::-1]
+    if said is None:
+        goes_on = any(text.strip() for text in re.split(any_special, shared)[1:])
+        closing = re.search(rf"(?:{any_special}|\s)*\Z", turn)
+        assert closing is not None, "it matches an empty text too"
+        ends = re.compile(rf"(?:{any_special})+").search(turn, closing.start())
+        found = _Ends(ends.start(), ends.end()) if ends else _Ends(len(turn.rstrip()), len(turn))
+    else:
+        # A template for another tokenizer, whose <|im_end|> is plain text to this one, or one that ends turns with a line break.
+        after = turn[said:].strip()
+        goes_on = after != "" and shared.endswith(after)
+        found = _Ends(said, len(turn.rstrip()) if after else len(turn))
+    if goes_on:
+        raise NoMaskError(
+            "it prints a generation prompt after the last turn without being asked, so the turn's end cannot be told"
+        )
+    return found
+
+
+def _find_content_end(turn: str, message: dict[str, Any]) -> int | None:
+    """End of the message's content in the text of its turn; None: it is not there once, or not all that the message says."""
     content = message["content"].strip()
-    at_start = turn.find(content, 0, len(content) + 1) if content else -1
-    place = at_start if at_start >= 0 else turn.rfind(content)
-    content_end = len(turn.rstrip()) if not content or place < 0 or message.get("tool_calls") else place + len(content)
-    return _Ends(content_end, len(turn.rstrip()) if turn[content_end:].strip() else len(turn))
+    if not content or message.get("tool_calls"):
+        return None
+    num_spaces = len(turn) - len(turn.lstrip())
+    if turn.startswith(content, num_spaces):
+        return num_spaces + len(content)
+    return turn.index(content) + len(content) if turn.count(content) == 1 else None
 
 
 def _render_beginning(

@@ -8,26 +8,18 @@ import json
 import re
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from toolkit.config_sections import LLMDataConfig, ModelConfig
-from toolkit.data.chat import (
-    TEMPLATE_ERRORS,
-    NoMaskError,
-    Turn,
-    check_chat_template,
-    find_turns,
-    list_special_tokens,
-    read_chat_template,
-    render_chat,
-)
+from toolkit.data.chat import check_chat_template, list_special_tokens, read_chat_template
 from toolkit.data.examples import list_texts
 from toolkit.data.llm_sources import load_llm_rows
+from toolkit.data.prepared import Prepared, prepare_chat, prepare_text
 from toolkit.data.row_cache import TextRows, cache_folder
-from toolkit.data.spans import TokenizedText, tokenize_texts
-from toolkit.data.token_cache import TokenizedRows, build_once_a_node, save_tokens, tokenize_rows, write_tokens
+from toolkit.data.spans import TokenizedText, adds_space, tokenize_texts
+from toolkit.data.token_cache import About, TokenizedRows, build_once_a_node, save_tokens, tokenize_rows, write_tokens
 from toolkit.data.tokenizer import has_tokenizer, hash_tokenizer, load_tokenizer, train_byte_level_tokenizer
 from toolkit.errors import UserError
 from toolkit.losses import IGNORED_LABEL
@@ -36,7 +28,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Goes into the cache's name: raise it when the columns or their meaning change."""
 
 
@@ -47,8 +39,8 @@ def prepare_llm_rows(config: LLMDataConfig, model: ModelConfig, vocab_size: int)
     both begin with what the tokenizer puts before any text (Llama's `<s>`). Rows longer than `data.max_length_tokens` are cut.
 
     Raises:
-        UserError: whatever is wrong with the source, the tokenizer or the chat template, no row with a label left after the cut,
-            or nodes that read different data; on every rank.
+        UserError: whatever is wrong with the source, the tokenizer or the chat template, no training row with a label left after
+            the cut, of all or of one entry of `data.mix`, or nodes that read different data; on every rank.
     """
     return build_once_a_node(cache_folder(config.cache_dir), partial(_build_cache, config, model, vocab_size))
 
@@ -69,7 +61,7 @@ def _build_cache(config: LLMDataConfig, model: ModelConfig, vocab_size: int) -> 
         "max_length_tokens": config.max_length_tokens,
     }
 
-    def write(folder: Path) -> list[str]:
+    def write(folder: Path) -> About:
         if tokenizer is not None:
             return _write_tokens(rows, tokenizer, config, folder)
         texts = (text for row in rows.train for text in list_texts(json.loads(row["source"])))
@@ -95,8 +87,9 @@ def _set_up(tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
     check_chat_template(tokenizer)
 
 
-def _write_tokens(rows: TextRows, tokenizer: PreTrainedTokenizerBase, config: LLMDataConfig, folder: Path) -> list[str]:
+def _write_tokens(rows: TextRows, tokenizer: PreTrainedTokenizerBase, config: LLMDataConfig, folder: Path) -> About:
     remarks = list(rows.remarks)
+    stop_token_ids = {int(tokenizer.eos_token_id)}
     arguments = {
         "tokenizer": tokenizer,
         "loss_on": config.loss_on,
@@ -115,44 +108,46 @@ def _write_tokens(rows: TextRows, tokenizer: PreTrainedTokenizerBase, config: LL
         )
         kept, told = _drop_lost_rows(tokenized, config, name)
         remarks += told
-        save_tokens(kept.remove_columns(["was_cut", "is_endless"]), name, folder)
+        if name == "train":
+            _check_mix(kept, config)
+        stop_token_ids.update(*kept["stop_token_ids"])
+        save_tokens(kept.remove_columns(["was_cut", "is_chat", "is_endless", "stop_token_ids"]), name, folder)
     tokenizer.save_pretrained(folder / "tokenizer")
-    return remarks
+    return About(remarks, sorted(stop_token_ids))
+
+
+def _check_mix(train: Dataset, config: LLMDataConfig) -> None:
+    left = set(train.with_format("numpy")["source_index"][:].tolist())
+    for number, entry in enumerate(config.mix):
+        if number not in left:
+            raise UserError(
+                f"data.mix[{number}] ({entry.source}) has no training row left (all its rows are held out, skipped or cut off): "
+                "leave it out, or change data.eval_fraction or data.max_length_tokens"
+            )
 
 
 def _drop_lost_rows(tokenized: Dataset, config: LLMDataConfig, name: str) -> tuple[Dataset, list[str]]:
     """The rows with a label that counts, and remarks on what the cut and the template did to them."""
-    numbers = tokenized.select_columns(["num_label_tokens", "was_cut", "is_endless"]).with_format("numpy")[:]
+    numbers = tokenized.select_columns(["num_label_tokens", "was_cut", "is_chat", "is_endless"]).with_format("numpy")[:]
     is_kept = numbers["num_label_tokens"] > 0
     limit = f"data.max_length_tokens = {config.max_length_tokens}"
+    what = "conversations" if numbers["is_chat"].all() else "rows"
     num_rows, num_lost = len(tokenized), int((~is_kept).sum())
-    if num_lost and num_lost == num_rows:
-        raise UserError(f"all {num_rows} {name} conversations lost their whole completion to {limit}: raise it")
+    if name == "train" and num_lost == num_rows:
+        raise UserError(f"all {num_rows} {name} {what} lost their whole completion to {limit}: raise it")
     told = []
     if num_cut := int(numbers["was_cut"].sum()):
         told.append(f"cut {num_cut} of {num_rows} {name} rows to {limit}")
     if num_lost:
-        told.append(
-            f"{num_lost} of {num_rows} conversations lost their whole completion to {limit} and were left out ({name} rows)"
-        )
+        told.append(f"{num_lost} of {num_rows} {what} lost their whole completion to {limit} and were left out ({name} rows)")
+    if num_lost and num_lost == num_rows:
+        told.append("no held-out row is left to evaluate on")
     if num_endless := int(numbers["is_endless"].sum()):
         told.append(
             f"the chat template ends the turns of {num_endless} of {num_rows} {name} rows with no special token, so nothing "
             "tells generation to stop: end assistant turns with eos_token in data.chat_template"
         )
     return tokenized.select(np.flatnonzero(is_kept)) if num_lost else tokenized, told
-
-
-class _Prepared(NamedTuple):
-    """An example as text, with the places of what the model is to write."""
-
-    text: str
-    turns: list[Turn]
-    """Those to train on: of a prompt with its completion, the completion."""
-    lead_texts: list[str]
-    """What the lead baseline reads, for each turn."""
-    counts_whole: bool
-    is_chat: bool
 
 
 def _tokenize_batch(
@@ -162,12 +157,14 @@ def _tokenize_batch(
     max_length_tokens: int,
     origins: list[tuple[str, int]],
 ) -> dict[str, list]:
-    """The columns of `TokenizedRows`, and `was_cut` and `is_endless` (a turn ends with no special token)."""
+    """The columns of `TokenizedRows`, and `was_cut`, `is_chat`, `is_endless` (a turn ends with no special token) and
+    `stop_token_ids` (those that its turns end with, and the tokenizer's end: no list is empty, which would have no type)."""
     examples = [json.loads(source) for source in rows["source"]]
+    takes_space = adds_space(tokenizer)
     prepared = [
-        _prepare_chat(tokenizer, example, loss_on, _locate(row_id, origins))
+        prepare_chat(tokenizer, example, loss_on, _locate(row_id, origins))
         if "messages" in example
-        else _prepare_text(example, loss_on, lead_text)
+        else prepare_text(example, loss_on, lead_text, adds_space=takes_space)
         for row_id, example, lead_text in zip(rows["row_id"], examples, rows["lead_text"], strict=True)
     ]
     tokenized = tokenize_texts(
@@ -184,7 +181,8 @@ def _tokenize_batch(
                 [0] * len(prefix) + tokens.starts + [length],
                 [0] * len(prefix) + tokens.ends + [length],
             )
-        all_columns.append(_mask(item, tokens, max_length_tokens, special_tokens) | {"source_index": example["mix_entry"]})
+        columns = _mask(item, tokens, max_length_tokens, special_tokens) | _find_stops(item, tokenizer, special_tokens)
+        all_columns.append({**columns, "source_index": example["mix_entry"]})
     return {name: [columns[name] for columns in all_columns] for name in all_columns[0]}
 
 
@@ -197,50 +195,6 @@ def _locate(row_id: int, origins: list[tuple[str, int]]) -> str:
     raise AssertionError("row ids count through the inputs")
 
 
-def _prepare_text(example: dict[str, Any], loss_on: str, lead_text: str) -> _Prepared:
-    if "text" in example:
-        return _Prepared(example["text"], [], [], counts_whole=True, is_chat=False)
-    text = example["prompt"] + example["completion"]
-    # One character more, for the end token.
-    turn = Turn(len(example["prompt"]), len(text), len(text) + 1)
-    return _Prepared(text, [turn], [lead_text], counts_whole=loss_on == "all", is_chat=False)
-
-
-def _prepare_chat(tokenizer: PreTrainedTokenizerBase, example: dict[str, Any], loss_on: str, where: str) -> _Prepared:
-    """A chat as its template prints it.
-
-    Raises:
-        UserError: the template refuses it, prints nothing of a turn, or does not tell which text is the assistant's.
-    """
-    messages, tools = example["messages"], example["tools"]
-    try:
-        text = render_chat(tokenizer, messages, tools)
-        turns = find_turns(tokenizer, text, messages, tools)
-    except NoMaskError as error:
-        if loss_on == "completions":
-            raise UserError(
-                f"{where}: the chat template does not tell which tokens are the assistant's: {error}; give "
-                "data.chat_template with {% generation %} ... {% endgeneration %} around the assistant's text, or set "
-                "data.loss_on all"
-            ) from None
-        return _Prepared(text, [], [], counts_whole=True, is_chat=True)
-    except UserError:
-        raise
-    except TEMPLATE_ERRORS as error:
-        raise UserError(
-            f"{where}: the chat template refuses this conversation ({str(error) or type(error).__name__}): change the row, or "
-            "set data.chat_template to a template that takes it"
-        ) from None
-    spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    for i, turn in zip(spoken, turns, strict=True):
-        if not text[turn.start : turn.content_end].strip():
-            has_calls = " (it has tool_calls, which the template may not know)" if messages[i].get("tool_calls") else ""
-            raise UserError(f"{where}: the chat template prints nothing of message {i + 1}{has_calls}: set data.chat_template")
-    trained = [(i, turn) for i, turn in zip(spoken, turns, strict=True) if i >= example["first_trained"]]
-    lead_texts = [next(m["content"] for m in reversed(messages[:i]) if m["role"] == "user") for i, _ in trained]
-    return _Prepared(text, [turn for _, turn in trained], lead_texts, counts_whole=loss_on == "all", is_chat=True)
-
-
 def _get_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The special tokens that the tokenizer puts before any text."""
     encoded = tokenizer("a", return_special_tokens_mask=True)
@@ -248,13 +202,14 @@ def _get_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return encoded["input_ids"][:num_special]
 
 
-def _mask(item: _Prepared, tokens: TokenizedText, max_length_tokens: int, special_tokens: re.Pattern) -> dict[str, Any]:
+def _mask(item: Prepared, tokens: TokenizedText, max_length_tokens: int, special_tokens: re.Pattern) -> dict[str, Any]:
     """The columns of one example."""
     input_ids = tokens.input_ids[:max_length_tokens]
     was_cut = len(tokens.input_ids) > len(input_ids)
     end_place = tokens.ends[len(input_ids) - 1] if was_cut else len(item.text)
     labels = list(input_ids) if item.counts_whole else [IGNORED_LABEL] * len(input_ids)
-    pieces = [item.text[:end_place]] if item.counts_whole else []
+    # Nothing predicts the first token: its text is not counted either.
+    pieces = [item.text[max(tokens.ends[:1], default=0) : end_place]] if item.counts_whole else []
     prompt_length, target, lead_text = 0, "", ""
     for turn, turn_lead_text in zip(item.turns, item.lead_texts, strict=True):
         first, last = (min(bisect.bisect_left(tokens.starts, place), len(input_ids)) for place in (turn.start, turn.end))
@@ -265,7 +220,6 @@ def _mask(item: _Prepared, tokens: TokenizedText, max_length_tokens: int, specia
             labels[first:last] = input_ids[first:last]
             pieces.append(said)
         prompt_length, target, lead_text = first, said, turn_lead_text
-    # Nothing predicts the first token.
     labels[:1] = [IGNORED_LABEL] * len(labels[:1])
     if item.is_chat:  # elsewhere what looks like a special token is the row's own text
         pieces, target = [special_tokens.sub("", piece) for piece in pieces], special_tokens.sub("", target)
@@ -279,5 +233,16 @@ def _mask(item: _Prepared, tokens: TokenizedText, max_length_tokens: int, specia
         "target": target.strip(),
         "lead_text": lead_text,
         "was_cut": was_cut,
-        "is_endless": item.is_chat and any(not special_tokens.search(item.text[t.content_end : t.end]) for t in item.turns),
+    }
+
+
+def _find_stops(item: Prepared, tokenizer: PreTrainedTokenizerBase, special_tokens: re.Pattern) -> dict[str, Any]:
+    """The columns that say how the turns of one example end."""
+    ends = [special_tokens.findall(item.text[turn.content_end : turn.end]) for turn in item.turns] if item.is_chat else []
+    stop_tokens = [str(tokenizer.eos_token), *(tokens[-1] for tokens in ends if tokens)]
+    stop_token_ids: Any = tokenizer.convert_tokens_to_ids(stop_tokens)
+    return {
+        "is_chat": item.is_chat,
+        "is_endless": any(not tokens for tokens in ends),
+        "stop_token_ids": sorted(set(stop_token_ids)),
     }

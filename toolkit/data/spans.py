@@ -2,7 +2,8 @@
 
 A text is tokenized whole, because that is how a model sees it; tokens are then told apart by their characters. Where a token
 reaches over the start of a marked place (the last space of a prompt and the first word of its completion are one token), the
-text is tokenized in two parts there: at inference the model gets the part before alone, too.
+text is tokenized in two parts there: at inference the model gets the part before alone, too. The second part gets no space of
+its own from a tokenizer that puts one before every text (`adds_space`): it is not the beginning of a text.
 """
 
 from __future__ import annotations
@@ -46,14 +47,33 @@ def tokenize_texts(
             cuts |= found
             bounds = [0, *sorted(cuts), len(text)]
             parts = [text[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
-            encoded = _encode(tokenizer, parts)
+            encoded = _encode(tokenizer, parts[:1]) + _encode_behind(tokenizer, parts[1:])
             tokenized[i] = _join([(bound, *part) for bound, part in zip(bounds, encoded, strict=False)])
     return tokenized
+
+
+def adds_space(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether it puts a space before every text, as Llama 2's and Mistral's do."""
+    return any(token.startswith(("▁", "Ġ")) for token in tokenizer.tokenize("a")[:1])
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
     encoded = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     return list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
+
+
+def _encode_behind(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+    """`_encode` of parts that follow others."""
+    alone = _encode(tokenizer, parts)
+    if not adds_space(tokenizer):
+        return alone
+    # The space goes before a line break, which is a token of its own and left out again.
+    behind = []
+    for part, (input_ids, offsets) in zip(alone, _encode(tokenizer, [f"\n{text}" for text in parts]), strict=True):
+        first = sum(end <= 1 for _, end in offsets)
+        is_apart = all(start >= 1 for start, _ in offsets[first:])
+        behind.append((input_ids[first:], [(start - 1, end - 1) for start, end in offsets[first:]]) if is_apart else part)
+    return behind
 
 
 def _join(parts: list[tuple[int, list[int], list[tuple[int, int]]]]) -> TokenizedText:

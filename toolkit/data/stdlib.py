@@ -4,15 +4,17 @@ A base learns from the standard library's own source text; an adapter then learn
 what its headline said. Both leave out the same whole modules, so that no function of the evaluation was ever seen by the base.
 Sources are parsed, never imported: no code of a module runs.
 
-A function comes before its headline, as a language model has to read it first. A prompt therefore gives the function without its
-docstring, then the head once more, the name in words behind it, up to the opening quotes: what follows there is a headline in
-all source text.
+A function comes before its headline, as a language model has to read it first. A prompt therefore gives the function, its name in
+words in place of the docstring, then the head once more up to the opening quotes: what follows there is a headline in all source
+text.
 """
 
 from __future__ import annotations
 
 import ast
+import bisect
 import hashlib
+import itertools
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +26,8 @@ from toolkit.data.docstrings import PACKAGES, ParsedModule, is_held_out, normali
 
 MAX_ROW_CHARACTERS = 700  # about 220 tokens of a vocabulary of 2,048
 MAX_TABLE_CHARACTERS = 800  # longer assignments are tables: of characters, of error codes
-MAX_BODY_CHARACTERS = 80
+MAX_BODY_CHARACTERS = 240  # by which copies are recognized
+MAX_PROMPT_BODY_CHARACTERS = 80  # shorter prompts, more of them in as much time
 MAX_BODY_LINE_CHARACTERS = 100
 MAX_PARAMETERS = 8
 # Shorter bodies are alike by chance: `return self._name`.
@@ -68,8 +71,8 @@ def read_modules() -> list[dict[str, str]]:
 
     A row has `text`, `group` (the module) and `split` (`train` or `eval`). The order is fixed and mixes the modules, so that the
     first rows are a fair sample. A class that is cut goes on under its own first line. Long tables are left out.
-    Training rows are those that hold a docstring: in as much time a small model reads them twice and the prose in them, which is
-    what is asked of it later, instead of all code once.
+    Training rows are those that hold a docstring: with the same steps a small model reads these, and the prose that is asked of
+    it later, two or three times instead of all code about once.
     """
     rows = [
         {"text": text, "group": module.name, "split": "eval" if is_held_out(module.name) else "train"}
@@ -229,21 +232,23 @@ def _read_body(node: _FunctionNode, lines: list[str]) -> str:
     """The first lines behind the docstring, comments included, blank lines and the indentation taken away."""
     docstring_end = node.body[0].end_lineno or node.lineno
     body = [line.rstrip() for line in lines[docstring_end : node.end_lineno] if line.strip()]
-    kept, num_characters = list[str](), 0
-    for line in textwrap.dedent("\n".join(body)).splitlines():
-        num_characters += len(line)
-        if num_characters > MAX_BODY_CHARACTERS and kept:
-            break
-        kept.append(line[:MAX_BODY_LINE_CHARACTERS])
-    return "\n".join(kept)
+    return _take_lines(
+        [line[:MAX_BODY_LINE_CHARACTERS] for line in textwrap.dedent("\n".join(body)).splitlines()], MAX_BODY_CHARACTERS
+    )
+
+
+def _take_lines(lines: list[str], max_characters: int) -> str:
+    """As many of the first lines as have at most so many characters together; the first in any case."""
+    num_characters = list(itertools.accumulate(map(len, lines)))
+    return "\n".join(lines[: max(1, bisect.bisect_right(num_characters, max_characters))])
 
 
 def _build_row(function: _Function, split: str) -> dict[str, str]:
     head, decorated_head = function.heads
-    body = textwrap.indent(function.body or "...", "    ")
+    body = textwrap.indent(_take_lines(function.body.splitlines(), MAX_PROMPT_BODY_CHARACTERS) or "...", "    ")
     words = split_words(function.name).capitalize()
-    # No space behind `#`: the first word is then the token that headlines begin with, and can be copied.
-    prompt = f'{head}\n{body}\n\n{decorated_head}  #{words}\n    """'
+    # The name in words stands where a docstring does: natural to the base, and in the very tokens that a headline begins with.
+    prompt = f'{head}\n    """{words}"""\n{body}\n\n{decorated_head}\n    """'
     if function.class_name:
         prompt = f"class {function.class_name}:\n{textwrap.indent(prompt, '    ')}"
     return {

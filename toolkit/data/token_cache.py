@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toolkit.data.tokenizer import hash_tokenizer
 from toolkit.distributed import gather_objects, local_rank, local_world_size, raise_together
@@ -42,6 +41,16 @@ class TokenizedRows:
     fingerprint: str
     """sha256 of source contents, settings and tokenizer: what a resume compares."""
     remarks: list[str]
+    stop_token_ids: tuple[int, ...]
+    """Tokens that end a generated text: the tokenizer's end, and the special tokens that end the turns of chats. Empty for an
+    encoder-decoder, whose generation config says it."""
+
+
+class About(NamedTuple):
+    """What is told of tokenized rows beside their columns, see `TokenizedRows`."""
+
+    remarks: list[str]
+    stop_token_ids: list[int] | tuple[()] = ()
 
 
 def build_once_a_node(cache: Path, build: Callable[[], str]) -> TokenizedRows:
@@ -75,36 +84,48 @@ def build_once_a_node(cache: Path, build: Callable[[], str]) -> TokenizedRows:
             "the nodes have trained different tokenizers on the same rows: put data.cache_dir on a file system that all "
             "share, or a trained tokenizer into the model folder"
         )
+    about = json.loads((folder / "about.json").read_text())
     return TokenizedRows(
         train=load_from_disk(str(folder / "train")),
         evaluation=load_from_disk(str(folder / "evaluation")),
         tokenizer=tokenizer,
         fingerprint=fingerprint,
-        remarks=json.loads((folder / "about.json").read_text())["remarks"],
+        remarks=about["remarks"],
+        stop_token_ids=tuple(about["stop_token_ids"]),
     )
 
 
-def write_tokens(cache: Path, identity: dict[str, Any], write: Callable[[Path], list[str]]) -> str:
+def write_tokens(cache: Path, identity: dict[str, Any], write: Callable[[Path], About]) -> str:
     """Have `write` fill a folder of `cache` unless it is there; returns its name, the sha256 of `identity`.
 
     Args:
         identity: everything that decides what `write` writes, as JSON values.
-        write: puts `train/`, `evaluation/` and `tokenizer/` into the folder given and returns remarks.
+        write: puts `train/`, `evaluation/` and `tokenizer/` into the folder given.
+
+    Raises:
+        UserError: the cache cannot be written; those of `write`.
     """
     fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     folder = cache / fingerprint
     if (folder / "about.json").is_file():
         return fingerprint
-    # Written beside and renamed: a second run, or a crash, never finds half a cache.
-    unfinished = folder.with_name(f"{fingerprint}.{os.getpid()}.tmp")
-    unfinished.mkdir(parents=True)
+    # Written beside and renamed: a second run, or a crash, never finds half a cache. Processes of other machines may share the
+    # folder and have the same pid.
     try:
-        remarks = write(unfinished)
-        (unfinished / "about.json").write_text(json.dumps({"remarks": remarks, **identity}, indent=1))
-        with contextlib.suppress(OSError):  # another run was faster: its cache holds the same
+        cache.mkdir(parents=True, exist_ok=True)
+        beside = tempfile.TemporaryDirectory(dir=cache, prefix="unfinished-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise UserError(f"the cache folder {cache} cannot be written ({error.strerror}): set data.cache_dir") from None
+    with beside:
+        unfinished = Path(beside.name) / "tokens"
+        unfinished.mkdir()
+        about = write(unfinished)
+        (unfinished / "about.json").write_text(json.dumps({**about._asdict(), **identity}, indent=1))
+        try:
             unfinished.rename(folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        except OSError:  # another run was faster: its cache holds the same
+            if not (folder / "about.json").is_file():
+                raise
     return fingerprint
 
 

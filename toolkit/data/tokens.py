@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from toolkit.config_sections import DataConfig, ModelConfig
 from toolkit.data.row_cache import TextRows, cache_folder
 from toolkit.data.sources import load_text_rows
-from toolkit.data.token_cache import TokenizedRows, build_once_a_node, save_tokens, tokenize_rows, write_tokens
+from toolkit.data.token_cache import About, TokenizedRows, build_once_a_node, save_tokens, tokenize_rows, write_tokens
 from toolkit.data.tokenizer import has_tokenizer, hash_tokenizer, load_tokenizer, train_tokenizer
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Goes into the cache's name: raise it when the columns or their meaning change."""
 
 
@@ -42,13 +42,13 @@ def _build_cache(config: DataConfig, model: ModelConfig, vocab_size: int) -> str
         "max_target_length_tokens": config.max_target_length_tokens,
     }
 
-    def write(folder: Path) -> list[str]:
+    def write(folder: Path) -> About:
         return _write_tokens(rows, tokenizer or train_tokenizer(rows.train, vocab_size), config, folder)
 
     return write_tokens(cache_folder(config.cache_dir), identity, write)
 
 
-def _write_tokens(rows: TextRows, tokenizer: PreTrainedTokenizerBase, config: DataConfig, folder: Path) -> list[str]:
+def _write_tokens(rows: TextRows, tokenizer: PreTrainedTokenizerBase, config: DataConfig, folder: Path) -> About:
     remarks = list(rows.remarks)
     arguments = {
         "tokenizer": tokenizer,
@@ -69,7 +69,7 @@ def _write_tokens(rows: TextRows, tokenizer: PreTrainedTokenizerBase, config: Da
         remarks += _tell_truncation(tokenized, config, name)
         save_tokens(tokenized.remove_columns(["source_was_cut", "target_was_cut"]), name, folder)
     tokenizer.save_pretrained(folder / "tokenizer")
-    return remarks
+    return About(remarks)
 
 
 def _tokenize_batch(

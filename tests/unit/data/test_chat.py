@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.chats import CHATML, CLOSING, LLAMA2, MARKED, STRIPPING, build_chat_tokenizer, say
+from tests.chats import CHATML, CLOSING, LLAMA2, MARKED, PROMPTING, STRIPPING, build_chat_tokenizer, say
 from toolkit.data.chat import NoMaskError, check_chat_template, find_turns, read_chat_template, render_chat
 from toolkit.errors import UserError
 
@@ -48,7 +50,34 @@ def test_llama_2_prints_spaces_around_a_turn(tokenizer):
 
 def test_a_template_may_close_the_text_after_the_last_turn(tokenizer):
     messages = say("hello", "one", "two", "three")
-    assert find(tokenizer, CLOSING, messages) == [("one", "<|im_end|>"), ("three", "<|im_end|>\n</s>")]
+    assert find(tokenizer, CLOSING, messages) == [("one", "<|im_end|>"), ("three", "<|im_end|>")]
+    without_line_break = CLOSING.replace("'<|im_end|>\\n'", "'<|im_end|>'")
+    assert find(tokenizer, without_line_break, messages) == [("one", "<|im_end|>"), ("three", "<|im_end|>")]
+
+
+def test_a_template_may_print_the_generation_prompt_after_the_last_turn():
+    tokenizer = build_chat_tokenizer("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+    for content in ("one", "assistant", "<|eot_id|> is a token"):
+        assert find(tokenizer, PROMPTING, say("hello", content)) == [(content, "<|eot_id|>")]
+    with pytest.raises(NoMaskError, match="prints the first 2 messages differently when more follow"):
+        find(tokenizer, PROMPTING, say("hello", "one", "two", "three"))
+    # The text of a call is the template's own: where it ends is not known from the message.
+    with pytest.raises(NoMaskError, match="prints a generation prompt after the last turn without being asked"):
+        find(tokenizer, PROMPTING, [*say("hello"), CALL])
+    in_words = "{% for m in messages %}{{ '### ' + m.role + ':\n' + m.content + '\n' }}{% endfor %}{{ '### assistant:\n' }}"
+    with pytest.raises(NoMaskError, match="prints a generation prompt after the last turn without being asked"):
+        find(tokenizer, in_words, say("hello", "one"))
+
+
+def test_a_turn_that_the_template_words_anew_ends_where_its_text_does(tokenizer):
+    loud = CHATML.replace("message.content }}", "(message.content | upper) }}")
+    assert find(tokenizer, loud, say("hello", "one")) == [("ONE", "<|im_end|>")]
+    # "think" is in what the template prints before the content, too.
+    thinking = CHATML.replace(
+        "message.role + '\\n'", "message.role + '\\n' + ('' if message.role == 'user' else '<think></think>')"
+    )
+    assert find(tokenizer, thinking, say("hello", "think")) == [("<think></think>think", "<|im_end|>")]
+    assert find(tokenizer, thinking, say("hello", "one")) == [("<think></think>one", "<|im_end|>")]
 
 
 def test_a_template_that_ends_the_last_turn_with_another_token_gives_no_mask(tokenizer):
@@ -112,6 +141,29 @@ def test_markers_may_mark_a_turn_in_parts(tokenizer):
     mark = "{% endgeneration %}{% generation %}{% endgeneration %}{% generation %}"
     parts = MARKED.replace(" + '<|im_end|>' }}", " }}" + mark + "{{ '<|im_end|>' }}")
     assert find(tokenizer, parts, say("hello", "one", "two", "three")) == [("one", "<|im_end|>"), ("three", "<|im_end|>")]
+
+
+def test_the_marked_chatml_template_prints_as_qwen_does_and_marks_every_turn(tokenizer):
+    template = (Path(__file__).parents[3] / "recipes/chat_templates/chatml_generation.jinja").read_text()
+    calls = {"role": "assistant", "content": "wait", "tool_calls": CALL["tool_calls"] * 2}
+    last = {"role": "assistant", "content": "it is four", "reasoning_content": "hm"}
+    messages = [*say("hello", " one\n", "<think>a</think>b", "<think>a</think>b", "2 + 2?", system="be brief"), CALL, ANSWER]
+    messages += [calls, ANSWER, ANSWER, last]
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
+    assert find(tokenizer, template, messages, TOOLS) == [
+        (text, "<|im_end|>")
+        for text in (" one\n", "<think>a</think>b", call, f"wait\n{call}\n{call}", "<think>\nhm\n</think>\n\nit is four")
+    ]
+    text = render_chat(tokenizer, messages, TOOLS)
+    assert text.startswith("<|im_start|>system\nbe brief\n\n# Tools\n\nYou may call one or more functions to assist")
+    assert '<tools>\n{"type": "function", "function": {"name": "add"}}\n</tools>\n\nFor each function call' in text
+    answer = "\n<tool_response>\n4\n</tool_response>"
+    assert f"{call}<|im_end|>\n<|im_start|>user{answer}{answer}<|im_end|>\n<|im_start|>assistant\n<think>" in text
+    assert render_chat(tokenizer, say("a", "b", "c", system="d"), None, for_generation=True) == (
+        "<|im_start|>system\nd<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+        "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert render_chat(tokenizer, say("a"), TOOLS).startswith("<|im_start|>system\n# Tools\n\nYou may call")
 
 
 def test_the_date_that_llamas_templates_print_does_not_depend_on_the_day(tokenizer):

@@ -8,7 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.chats import CHATML, LLAMA2, MARKED, STRIPPING, build_chat_tokenizer, say
+from tests.chats import (
+    CHATML,
+    CLOSING,
+    LLAMA2,
+    MARKED,
+    SPACE_ADDING,
+    STRIPPING,
+    build_chat_tokenizer,
+    build_space_adding_tokenizer,
+    say,
+)
 from toolkit.config_sections import LLMDataConfig, MixEntry, ModelConfig
 from toolkit.data import llm_tokens
 from toolkit.data.llm_tokens import prepare_llm_rows
@@ -125,7 +135,8 @@ def test_a_template_that_tells_no_masks_is_refused_with_the_way_out(prepare, tmp
     assert sentence.startswith(
         f"{tmp_path / 'rows.jsonl'}, row 2: the chat template does not tell which tokens are the assistant's"
     )
-    assert "{% generation %}" in sentence and "data.loss_on all" in sentence and "earlier thinking" in sentence
+    assert "{% generation %}" in sentence and "recipes/chat_templates/chatml_generation.jinja" in sentence
+    assert "data.loss_on all" in sentence and "earlier thinking" in sentence
     rows = prepare(chats(CHATS[1], thinking), chat_template=STRIPPING, loss_on="all")
     assert rows.train["prompt_length"][1] == 0 and rows.train["target"][1] == ""
     assert rows.train[1]["labels"][1:] == rows.train[1]["input_ids"][1:]
@@ -170,7 +181,28 @@ def test_a_prompt_is_followed_by_its_completion_and_the_end_token(prepare):
     assert rows.train["target"][:] == ["two", "there"] and rows.train["target_bytes"][:] == [5, 6]
     assert rows.train["lead_text"][:] == ["what is ", "hello"]
     everything = prepare([{"prompt": "what is ", "completion": "é"}], loss_on="all").train[0]
-    assert (everything["num_label_tokens"], everything["target_bytes"]) == (everything["num_tokens"] - 1, 10)
+    assert (everything["num_label_tokens"], everything["target_bytes"]) == (everything["num_tokens"] - 1, 6)
+    assert everything["input_ids"][0] == rows.tokenizer.convert_tokens_to_ids("what")  # no label, so no bytes either
+
+
+@pytest.mark.parametrize("way", SPACE_ADDING)
+def test_the_space_between_prompt_and_completion_is_the_completions_where_it_is_in_its_token(prepare, tmp_path, way):
+    build_space_adding_tokenizer(way).save_pretrained(tmp_path / way)
+    pairs = [("so: ", "it is"), ("so:", " it is"), ("so:  ", "it is"), ("so: ", " it is")]
+    rows = prepare(
+        [{"prompt": prompt, "completion": completion} for prompt, completion in pairs],
+        model=ModelConfig(name_or_path=str(tmp_path / way)),
+    )
+    for place, (prompt, completion) in enumerate(pairs):
+        row = rows.train[place]
+        assert rows.tokenizer.decode(row["input_ids"], skip_special_tokens=True) == prompt + completion
+        assert row["target"] == "it is"
+    expected = ["<s>", "▁so", ":", "▁it", "▁is", "</s>"]
+    for place in (0, 1):
+        assert rows.tokenizer.convert_ids_to_tokens(rows.train[place]["input_ids"]) == expected
+        assert prompt_of(rows, place) == rows.tokenizer("so:")["input_ids"]
+        assert rows.train[place]["target_bytes"] == len(" it is")
+    assert prompt_of(rows, 2) == rows.tokenizer("so: ")["input_ids"]
 
 
 def test_text_counts_whole_and_a_tokenizer_with_a_first_token_keeps_it(prepare, tmp_path):
@@ -179,14 +211,16 @@ def test_text_counts_whole_and_a_tokenizer_with_a_first_token_keeps_it(prepare, 
     rows = prepare([{"text": "hello there é"}])
     assert counted(rows) == [rows.tokenizer.decode(rows.train[0]["input_ids"][1:])]
     assert rows.tokenizer.decode(rows.train[0]["input_ids"]) == "hello there é</s>"
-    assert (rows.train[0]["target_bytes"], rows.train[0]["prompt_length"], rows.train[0]["target"]) == (14, 0, "")
+    # "hello" is the first token, which nothing predicts.
+    assert (rows.train[0]["target_bytes"], rows.train[0]["prompt_length"], rows.train[0]["target"]) == (9, 0, "")
     tokenizer = build_chat_tokenizer()
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
     )
     tokenizer.save_pretrained(tmp_path / "first")
     model = ModelConfig(name_or_path=str(tmp_path / "first"))
-    assert counted(prepare([{"text": "hello"}], model=model)) == ["hello</s>"]
+    hello = prepare([{"text": "hello"}], model=model)
+    assert counted(hello) == ["hello</s>"] and hello.train[0]["target_bytes"] == 5
     pair = prepare([{"prompt": "hello", "completion": " there"}], model=model)
     assert pair.tokenizer.decode(prompt_of(pair)) == "<s>hello" and counted(pair) == [" there</s>"]
 
@@ -218,6 +252,57 @@ def test_chats_that_lose_their_completion_are_left_out_and_counted(prepare):
     ]
     with pytest.raises(UserError, match="all 1 train conversations lost their whole completion to data.max_length_tokens = 80"):
         prepare(chats(long), max_length_tokens=80)
+
+
+def test_rows_that_are_no_chats_lose_their_completion_as_rows(prepare):
+    pairs = [{"prompt": "hello there " * 50, "completion": "it is"}, {"prompt": "hello", "completion": " there"}]
+    rows = prepare(pairs, max_length_tokens=80)
+    assert rows.remarks[1].startswith("1 of 2 rows lost their whole completion to data.max_length_tokens = 80")
+    with pytest.raises(UserError, match="all 1 train rows lost their whole completion to data.max_length_tokens = 80: raise it"):
+        prepare(pairs[:1], max_length_tokens=80)
+
+
+def test_a_run_goes_on_if_only_the_held_out_rows_are_lost(prepare, tmp_path):
+    (tmp_path / "held_out.jsonl").write_text(json.dumps({"messages": say("hello there " * 50, "it is four")}) + "\n")
+    rows = prepare(chats(*CHATS), max_length_tokens=80, eval_files=str(tmp_path / "held_out.jsonl"))
+    assert (len(rows.train), len(rows.evaluation)) == (2, 0)
+    assert rows.remarks[-2:] == [
+        "1 of 1 conversations lost their whole completion to data.max_length_tokens = 80 and were left out (evaluation rows)",
+        "no held-out row is left to evaluate on",
+    ]
+
+
+def test_an_entry_of_a_mix_without_training_rows_is_refused(prepare, tmp_path):
+    (tmp_path / "short.jsonl").write_text(json.dumps({"text": "hello there"}) + "\n")
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "hello there " * 50, "completion": "it is four"}) + "\n")
+    mix = [MixEntry(source="jsonl", files=str(tmp_path / f"{name}.jsonl")) for name in ("short", "long")]
+    for _ in range(2):  # nothing half done is cached
+        with pytest.raises(
+            UserError,
+            match=r"data.mix\[1\] \(jsonl\) has no training row left \(all its rows are held out, skipped or cut off\): ",
+        ):
+            prepare(mix=mix, max_length_tokens=80)
+    assert prepare(mix=mix).train["source_index"][:] == [0, 1]
+    with pytest.raises(UserError, match=r"data.mix\[0\] \(jsonl\) has no training row left"):
+        prepare(mix=mix, eval_files=str(tmp_path / "short.jsonl"))
+
+
+@pytest.mark.parametrize("template", [CHATML, CLOSING, MARKED.replace("+ '<|im_end|>' }}", "+ '<|im_end|>\\n' }}")])
+@pytest.mark.parametrize("loss_on", ["completions", "all"])
+def test_what_ends_a_turn_stops_generation(prepare, tmp_path, template, loss_on):
+    from tokenizers import AddedToken
+
+    tokenizer = build_chat_tokenizer()
+    # Special as Llama 3's <|eot_id|> is: in no list of named special tokens.
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>")], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path / "added")
+    model = ModelConfig(name_or_path=str(tmp_path / "added"))
+    for _ in range(2):  # built, and from the cache
+        rows = prepare(chats(*CHATS), model=model, chat_template=template, loss_on=loss_on)
+        assert "<|im_end|>" not in rows.tokenizer.all_special_tokens
+        assert set(rows.tokenizer.convert_ids_to_tokens(rows.stop_token_ids)) == {"<|im_end|>", "</s>"}
+    text = prepare([{"text": "hello <|im_end|>"}, {"text": "hello"}], model=model)
+    assert text.stop_token_ids == (rows.tokenizer.eos_token_id,)
 
 
 def test_a_conversational_pair_trains_on_its_completion_only(prepare):

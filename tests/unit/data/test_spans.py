@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.chats import build_chat_tokenizer
+from tests.chats import SPACE_ADDING, build_chat_tokenizer, build_space_adding_tokenizer
 from tests.model_folders import _build_tokenizer
-from toolkit.data.spans import tokenize_texts
+from toolkit.data.spans import adds_space, tokenize_texts
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +49,36 @@ def test_a_character_of_several_tokens_is_whole(byte_level):
     assert list(zip(tokens.starts, tokens.ends, strict=True)) == [(0, 1)] * 2 + [(1, 2)] * 3 + [(2, 4)]
 
 
+@pytest.mark.parametrize("way", SPACE_ADDING)
+@pytest.mark.parametrize(
+    ("text", "place", "expected"),
+    [
+        ("so: it is", 4, ["▁so", ":", "▁", "it", "▁is"]),
+        ("so  it is", 4, ["▁so", "▁", "▁", "it", "▁is"]),
+        ("so it is", 1, ["▁s", "o", "▁it", "▁is"]),
+        ("so: it is", 3, ["▁so", ":", "▁it", "▁is"]),
+    ],
+)
+def test_what_follows_a_place_gets_no_space_of_its_own(way, text, place, expected):
+    tokenizer = build_space_adding_tokenizer(way)
+    (tokens,) = tokenize_texts(tokenizer, [text], [[place]])
+    assert tokenizer.convert_ids_to_tokens(tokens.input_ids) == expected
+    assert tokenizer.decode(tokens.input_ids) == text and not tokens.straddles(place)
+    first = tokens.starts.index(place)
+    assert tokens.input_ids[:first] == tokenizer(text[:place], add_special_tokens=False)["input_ids"]
+    assert tokens.ends[-1] == len(text)
+
+
+def test_which_tokenizers_put_a_space_before_a_text(byte_level):
+    assert [adds_space(build_space_adding_tokenizer(way)) for way in SPACE_ADDING] == [True] * len(SPACE_ADDING)
+    assert not adds_space(byte_level)
+
+
 def test_special_tokens_are_those_in_the_text_only():
     tokenizer = _build_tokenizer(("<s>", "<pad>", "</s>"))
     assert tokenizer("alpha")["input_ids"][::2] == [0, 2]
     (tokens,) = tokenize_texts(tokenizer, ["alpha beta</s>"], [[6]])
-    assert tokenizer.convert_ids_to_tokens(tokens.input_ids) == ["▁alpha", "▁", "▁beta", "</s>"]
+    assert tokenizer.convert_ids_to_tokens(tokens.input_ids) == ["▁alpha", "▁", "beta", "</s>"]
     chat = build_chat_tokenizer("<|im_end|>")
     (tokens,) = tokenize_texts(chat, ["<|im_end|>a"], [[]])
     assert tokens.starts == [0, 10]

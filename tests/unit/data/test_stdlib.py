@@ -66,17 +66,18 @@ def modules() -> list[dict[str, str]]:
     return read_modules()
 
 
-def test_prompt_is_the_function_without_docstring_then_its_head_up_to_the_quotes(library: Path) -> None:
+def test_prompt_is_the_function_with_its_name_as_docstring_then_its_head_up_to_the_quotes(library: Path) -> None:
     (library / f"{HELD_OUT_MODULE}.py").write_text(BOATS)
     (row,) = read_functions(())
     assert row == {
         "prompt": "class OarLocker:\n"
         "    def take_oar(number, from_left):\n"
+        '        """Take oar"""\n'
         "        oar = OARS[number]  # may be missing\n"
         "        return oar\n"
         "\n"
         "    @staticmethod\n"
-        "    def take_oar(number, from_left):  #Take oar\n"
+        "    def take_oar(number, from_left):\n"
         '        """',
         "completion": "Return the oar of that number.",
         "lead_text": "Take oar",
@@ -89,9 +90,9 @@ def test_long_bodies_are_cut_at_the_end_of_a_line(library: Path) -> None:
     body = "\n".join(f"    step_{i} = prepare(step_{i - 1})" for i in range(1, 100))
     (library / f"{SEEN_MODULE}.py").write_text(f'def sail():\n    """Sail to the other side."""\n{body}\n')
     (row,) = read_functions(())
-    assert row["prompt"].startswith("def sail():\n    step_1 = prepare(step_0)\n")
-    assert row["prompt"].endswith(')\n\ndef sail():  #Sail\n    """')
-    assert len(row["prompt"]) < stdlib.MAX_BODY_CHARACTERS + 100
+    assert row["prompt"].startswith('def sail():\n    """Sail"""\n    step_1 = prepare(step_0)\n')
+    assert row["prompt"].endswith(')\n\ndef sail():\n    """')
+    assert len(row["prompt"]) < stdlib.MAX_PROMPT_BODY_CHARACTERS + 100
 
 
 def test_abstract_functions_train_but_are_not_evaluated(library: Path) -> None:
@@ -155,7 +156,8 @@ def test_training_rows_hold_a_docstring_and_held_out_rows_need_not(library: Path
         (library / f"{module}.py").write_text(text)
     rows = read_modules()
     assert [row["text"].splitlines()[0] for row in rows if row["split"] == "train"] == ["def tack():"]
-    assert "".join(sorted((row["text"] for row in rows if row["split"] == "eval"), key=text.index)) == text.replace("\n\n\n", "\n")
+    held_out = sorted((row["text"] for row in rows if row["split"] == "eval"), key=text.index)
+    assert len(held_out) > 1 and "".join(held_out) == text.replace("\n\n\n", "\n")
 
 
 def test_base_and_adapter_hold_out_the_same_modules(modules: list[dict[str, str]], functions: list[dict[str, str]]) -> None:
