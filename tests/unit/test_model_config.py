@@ -10,7 +10,7 @@ import transformers
 
 from toolkit.config_sections import ModelConfig
 from toolkit.errors import UserError
-from toolkit.model_config import AutoClass, load_model_config
+from toolkit.model_config import AutoClass, _has_experts, load_model_config
 
 DROPOUT_RATES: dict[str, tuple[AutoClass, list[str]]] = {
     "T5Config": ("AutoModelForSeq2SeqLM", ["dropout_rate"]),
@@ -57,3 +57,17 @@ def test_a_model_with_an_encoder_is_no_causal_one(tmp_path: Path, name: str) -> 
             load_model_config(model, "AutoModelForCausalLM")
     else:
         assert load_model_config(model, "AutoModelForCausalLM").model_type
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_experts"),
+    [
+        ({"num_experts": 8}, True),
+        ({"num_local_experts": 1, "text_config": {"hidden_size": 4}}, False),
+        ({"text_config": {"num_local_experts": 16}}, True),
+        ({"ffn_config": {"moe_num_experts": 4}}, True),
+        ({"num_experts": None, "n_routed_experts": 0}, False),
+    ],
+)
+def test_experts_are_found_in_nested_configs_too(settings: dict[str, Any], has_experts: bool) -> None:
+    assert _has_experts(settings) is has_experts
