@@ -43,3 +43,21 @@ def test_random_state_that_cannot_be_written_is_told_in_one_sentence(tmp_path: P
     assert _together(lambda: save_random_state(tmp_path), tmp_path) == "rng-00000.safetensors"
     with pytest.raises(UserError, match="could not be written: .*No such file"):
         _together(lambda: save_random_state(tmp_path / "absent"), tmp_path)
+
+
+def test_files_of_a_mix_may_move_but_its_weights_may_not_change() -> None:
+    ours, moved, reweighted = (
+        identity(**{"data.mix": [{"source": "jsonl", "weight": weight, "files": files}]})
+        for weight, files in ((2.0, "a.jsonl"), (2.0, "elsewhere/a.jsonl"), (1.0, "a.jsonl"))
+    )
+    theirs = {"config": ours.config, "model_config_hash": "m", "data_fingerprint": "d", "frozen_hashes": {}}
+    _check_identity(Path("step-00000003"), theirs, moved)
+    with pytest.raises(UserError, match="^data.mix is "):
+        _check_identity(Path("step-00000003"), theirs, reweighted)
+
+
+def test_a_changed_base_is_named_by_its_first_tensor() -> None:
+    theirs = {"config": SETTINGS, "model_config_hash": "m", "data_fingerprint": "d", "frozen_hashes": {"a": "1", "b": "2"}}
+    ours = Identity(SETTINGS, "m", data_fingerprint="d", frozen_hashes={"a": "1", "b": "3"})
+    with pytest.raises(UserError, match="1 differ, b first"):
+        _check_identity(Path("step-00000003"), theirs, ours)

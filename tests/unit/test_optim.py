@@ -73,3 +73,14 @@ def test_a_rank_without_a_part_of_the_gradient_clips_nothing(holds: str) -> None
     if holds == "an empty one":
         model.weight.grad = torch.zeros_like(model.weight)
     torch.testing.assert_close(clip_gradients(model, 1.0), torch.tensor(0.0))
+
+
+def test_norms_of_dora_are_not_decayed() -> None:
+    model = nn.Module()
+    model.lora_magnitude_vector = nn.ModuleDict({"default": nn.Linear(4, 1, bias=False)})
+    model.lora_A = nn.ModuleDict({"default": nn.Linear(4, 2, bias=False)})
+    decays = {
+        group["weight_decay"]: len(group["params"])
+        for group in build_optimizer(OptimConfig(weight_decay=0.1), model).param_groups
+    }
+    assert decays == {0.1: 1, 0.0: 1}
