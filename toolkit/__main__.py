@@ -1,7 +1,8 @@
 """`python -m toolkit`: what is done beside a run.
 
-check FILE.yaml          check an accelerate YAML strictly
-results RUN_FOLDER...    one table of what several runs came to
+check FILE.yaml           check an accelerate YAML strictly
+checkpoints RUN_FOLDER    one table of a run's checkpoints and whether each is whole; exits 1 where one is not
+results RUN_FOLDER...     one table of what several runs came to
 """
 
 from __future__ import annotations
@@ -10,7 +11,11 @@ import argparse
 from pathlib import Path
 
 from toolkit.accelerate_yaml import check_accelerate_yaml
+from toolkit.checkpoint_table import show_checkpoints
 from toolkit.errors import exit_on_user_error
+
+EXIT_NOT_VALID = 1
+"""What `checkpoints` exits with where a folder named like a checkpoint is not valid."""
 
 
 def main() -> None:
@@ -19,6 +24,10 @@ def main() -> None:
     jobs = parser.add_subparsers(dest="job", required=True)
     check = jobs.add_parser("check", help="check an accelerate YAML: unknown keys, wrong values, keys that are ignored")
     check.add_argument("file", type=Path, help="the accelerate YAML")
+    checkpoints = jobs.add_parser("checkpoints", help="one table of a run's checkpoints; exits 1 where one is not valid")
+    checkpoints.add_argument("run_folder", type=Path, metavar="RUN_FOLDER", help="as in runs/t5_docstrings")
+    checkpoints.add_argument("--verify", action="store_true", help="hash every file again, not only compare its size")
+    checkpoints.add_argument("--json", action="store_true", help="print a JSON list instead of the table")
     results = jobs.add_parser("results", help="one table of the first and the last evaluation of several runs")
     results.add_argument("run_folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="as in runs/t5_docstrings")
     arguments = parser.parse_args()
@@ -26,6 +35,9 @@ def main() -> None:
         if arguments.job == "check":
             check_accelerate_yaml(arguments.file)
             print(f"{arguments.file} is fine")
+        elif arguments.job == "checkpoints":
+            if not show_checkpoints(arguments.run_folder, arguments.verify, arguments.json):
+                raise SystemExit(EXIT_NOT_VALID)
         else:
             from toolkit.results import show_runs  # torch takes seconds to import
 

@@ -7,6 +7,7 @@ This is the only module with branches for the device.
 
 from __future__ import annotations
 
+import datetime
 import os
 import resource
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ import torch
 
 from toolkit.accelerate_yaml import check_accelerate_yaml, find_accelerate_yaml
 from toolkit.errors import UserError
+from toolkit.process_group import rendezvous_arguments
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -22,8 +24,11 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 
-def build_accelerator(log_with: list[str], project_dir: str) -> Accelerator:
+def build_accelerator(log_with: list[str], project_dir: str, timeout_s: float = 1800) -> Accelerator:
     """Check the accelerate YAML this process was launched with and build the `Accelerator` it asks for. Collective.
+
+    Args:
+        timeout_s: after which `watchdog.Watchdog` names a rank that hangs; torch's own timeout, which names none, comes later.
 
     Raises:
         UserError: an unknown or useless key in the YAML, bf16 on hardware without it, a GPU preset without a GPU.
@@ -34,11 +39,13 @@ def build_accelerator(log_with: list[str], project_dir: str) -> Accelerator:
     _check_environment()
     _check_hardware()
 
-    from accelerate import Accelerator
+    from accelerate import Accelerator, PartialState
     from accelerate.utils import DataLoaderConfiguration
 
-    _put_cpu_in_an_accelerators_place()
     on_cpu = _asked_for_cpu()
+    # It chooses the backend and connects the ranks; the `Accelerator` then takes it over.
+    PartialState(cpu=on_cpu, timeout=datetime.timedelta(seconds=2 * timeout_s), **rendezvous_arguments())
+    _put_cpu_in_an_accelerators_place()
     accelerator = Accelerator(
         cpu=on_cpu,
         log_with=log_with or None,
@@ -174,7 +181,7 @@ def _put_cpu_in_an_accelerators_place() -> None:
     """Let accelerate choose FSDP on the CPU.
 
     `PartialState` demotes any distributed type on a CPU to MULTI_CPU, and the `Accelerator` turns FSDP on only for
-    accelerators. Setting the type back before it is built makes it read the YAML's FSDP section as on a GPU. Needed as
+    accelerators. Setting the type back between the two makes it read the YAML's FSDP section as on a GPU. Needed as
     long as accelerate/state.py lists device types for FSDP without the CPU.
     """
     if not _asked_for_cpu() or os.environ.get("ACCELERATE_USE_FSDP", "false") != "true":
@@ -182,7 +189,6 @@ def _put_cpu_in_an_accelerators_place() -> None:
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
-    PartialState(cpu=True)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     PartialState._shared_state["device"] = torch.device("cpu")
 

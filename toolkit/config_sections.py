@@ -19,6 +19,9 @@ class RunConfig:
     """Folder that holds run folders."""
     name: str = "run"
     """Name of the run; its folder is `output_dir/name`."""
+    timeout_s: PositiveInt = 1800  # type: ignore[valid-type]
+    """Seconds without progress in training, evaluation or saving after which every rank shows where it stands and exits; more
+    than the longest step, evaluation batch or save takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +213,13 @@ class OptimConfig:
     """`step` schedule: steps between decays; unset: one epoch."""
     max_grad_norm: PositiveFloat | None = 1.0  # type: ignore[valid-type]
     """Gradients are scaled down to this global norm; null: never."""
+    max_skipped_steps: PositiveInt = 5  # type: ignore[valid-type]
+    """An update whose loss or gradient is not finite is skipped on all ranks; so many in a row stop the run."""
+    skip_beyond_sigmas: PositiveFloat | None = None  # type: ignore[valid-type]
+    """Skip also an update whose gradient norm is so many standard deviations above the mean of the last `skip_window_steps`;
+    unset: never."""
+    skip_window_steps: PositiveInt = 100  # type: ignore[valid-type]
+    """Steps whose gradient norms `skip_beyond_sigmas` looks back on; it acts once there are so many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +256,8 @@ class CheckpointConfig:
 
     every_steps: PositiveInt | None = None  # type: ignore[valid-type]
     """Steps between checkpoints; unset: one at the end."""
+    async_save: bool = True
+    """Train on while a checkpoint is written; costs host memory for a copy of each rank's shards. False: wait for it."""
     keep_last: PositiveInt = 2  # type: ignore[valid-type]
     """Newest checkpoints kept."""
     keep_best: NonNegativeInt = 0  # type: ignore[valid-type]

@@ -53,9 +53,19 @@ def control_group() -> dist.ProcessGroup | None:
     return dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
 
 
-def gather_objects(value: T) -> list[T]:
-    """`value` of every rank, in rank order, on every rank. Collective."""
-    group = control_group()
+@functools.lru_cache(maxsize=1)
+def save_group() -> dist.ProcessGroup | None:
+    """A gloo group for the thread that writes checkpoints: collectives of two threads must not meet in one group. Collective on
+    first use; None for one process."""
+    control_group()
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """`value` of every rank, in rank order, on every rank. By the control group, unless another is given. Collective."""
+    group = group or control_group()
     if group is None:
         return [value]
     gathered: list[Any] = [None] * world_size()

@@ -18,6 +18,17 @@ class UserError(ValueError):
 
 
 EXIT_USER_ERROR = 2
+EXIT_STOPPED = 75
+"""A signal asked for the end; there is a checkpoint, and the same command goes on (EX_TEMPFAIL of sysexits.h)."""
+EXIT_HANG = 124
+"""No progress for `run.timeout_s` (as `timeout` of coreutils exits)."""
+
+
+class Stopped(SystemExit):
+    """The end of a run that a signal asked for, on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__(EXIT_STOPPED)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import functools
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,10 +68,15 @@ class Score:
     rouge: tuple[float, ...]
 
 
-def evaluate(config: EvalConfig, sharded: ShardedModel, data: EvaluationRows, predictions_path: Path) -> dict[str, float]:
+def evaluate(
+    config: EvalConfig, sharded: ShardedModel, data: EvaluationRows, predictions_path: Path, between_batches: Callable[[], None]
+) -> dict[str, float]:
     """Evaluate on the held-out rows; every rank returns the same figures, but for its own clock's `rows_per_s`. Collective.
 
     Writes `predictions_path` (one JSON line a row, in row order) on rank 0 where `config.generate`.
+
+    Args:
+        between_batches: called by every rank equally often; may raise on all of them to end the evaluation.
 
     Returns:
         `loss` (nats a label token), `perplexity` (its exponential), `bits_per_byte` (of the targets' utf-8 text),
@@ -81,9 +87,9 @@ def evaluate(config: EvalConfig, sharded: ShardedModel, data: EvaluationRows, pr
     start_s = time.perf_counter()
     batches = plan_evaluation(data.rows, config.batch_size_rows, rank(), world_size())
     with torch.no_grad(), evaluation_model(sharded, config.unshard) as (model, in_step):
-        figures = _evaluate_loss(model, sharded, data, batches, in_step)
+        figures = _evaluate_loss(model, sharded, data, batches, in_step, between_batches)
         if config.generate and data.prompted:
-            scores = _generate(config, model, sharded, data, batches, in_step)
+            scores = _generate(config, model, sharded, data, batches, in_step, between_batches)
             figures |= _gather_scores(scores, data, predictions_path)
     seconds = time.perf_counter() - start_s
     return {**figures, "num_rows": len(data.rows), "rows_per_s": len(data.rows) / seconds}
@@ -125,13 +131,19 @@ def check_metric(config: EvalConfig, data: EvaluationRows | None = None) -> None
 
 
 def _evaluate_loss(
-    model: PreTrainedModel, sharded: ShardedModel, data: EvaluationRows, batches: list[list[int]], in_step: bool
+    model: PreTrainedModel,
+    sharded: ShardedModel,
+    data: EvaluationRows,
+    batches: list[list[int]],
+    in_step: bool,
+    between_batches: Callable[[], None],
 ) -> dict[str, float]:
     """Token-weighted loss over all ranks. Collective."""
     loss_sum = torch.zeros((), dtype=torch.float64, device=sharded.accelerator.device)
     num_correct = torch.zeros((), dtype=torch.int64, device=sharded.accelerator.device)
     num_tokens = num_bytes = 0
     for indices in batches:
+        between_batches()
         if not indices and not in_step:
             continue
         # Without rows one whose labels do not count, to stay in step with the other ranks.
@@ -159,6 +171,7 @@ def _generate(
     data: EvaluationRows,
     batches: list[list[int]],
     in_step: bool,
+    between_batches: Callable[[], None],
 ) -> list[Score]:
     """Texts of this rank's rows, scored. Collective where `in_step`."""
     from toolkit.metrics.rouge import rouge_scores
@@ -168,6 +181,7 @@ def _generate(
     stop_token_ids = _stop_token_ids(model, data)
     with generation_ready(sharded, model):
         for batch_indices in batches:
+            between_batches()
             indices = [i for i in batch_indices if i in prompted]
             if not indices and not in_step:
                 continue

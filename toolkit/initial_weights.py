@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint import CheckpointException
 
 from toolkit.adapter_files import CONFIG_FILE, base_name
 from toolkit.distributed import agreed, broadcast_object, raise_together, rank
 from toolkit.errors import UserError
 from toolkit.manifest import check_files, newest_valid, read_manifest
+from toolkit.model_config import check_weight_files
 from toolkit.models import hash_parameters
 from toolkit.tensor_files import load_tensors, stored_names
 
@@ -42,6 +42,7 @@ def load_into(model: PreTrainedModel, folder: Path) -> None:
 
 def _find_weights(folder: Path) -> Path:
     if _is_model_folder(folder):
+        check_weight_files(folder, f"model.init_from {folder}")
         return folder
     if (folder / CONFIG_FILE).is_file():
         raise UserError(f"model.init_from {folder} is an adapter: give it as adapter.name_or_path, with its adapter.method")
@@ -93,7 +94,7 @@ def _load_checkpoint(model: PreTrainedModel, folder: Path) -> None:
     error = None
     try:
         load_tensors({name: state[name] for name in sorted(stored)}, folder / "state")
-    except (ValueError, OSError, CheckpointException) as e:
+    except (ValueError, OSError) as e:
         error = UserError(f"model.init_from {folder} does not fit {model.name_or_path}: {' '.join(str(e).split())}")
     raise_together(error)
     absent = {name for name, _ in model.named_parameters() if f"model.{name}" not in stored}

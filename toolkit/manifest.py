@@ -1,4 +1,4 @@
-"""Which checkpoints of a run exist, whole. Files only: no tensor is read here.
+"""Which checkpoints of a run exist, whole, and which are kept. Files only: no tensor is read here.
 
 A checkpoint is a folder `checkpoints/step-00000120/`. It is written beside as `step-00000120.tmp/`, gets its
 `manifest.json` (size and sha256 of every other file, and all a resume must compare) last, and is then renamed. So a folder
@@ -10,73 +10,60 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from toolkit.checkpoint_folders import (
+    REMOVING,
+    REPLACED,
+    checkpoints_folder,
+    fsync_folder,
+    list_checkpoints,
+    list_leftovers,
+    put_in_place,
+    remove_folder,
+    step_folder,
+)
 from toolkit.errors import UserError
-
-FORMAT_VERSION = 2
-MANIFEST = "manifest.json"
-_STEP_FOLDER = re.compile(r"step-(\d{8,})")
+from toolkit.manifest_format import FORMAT_VERSION, MANIFEST, read_manifest
 
 
-def checkpoints_folder(run_folder: Path) -> Path:
-    """Where a run's checkpoints lie."""
-    return run_folder / "checkpoints"
+def check_files(folder: Path, manifest: dict[str, Any], hashes: bool = True) -> None:
+    """Compare size and sha256 of every file of a checkpoint with its manifest; without `hashes`, presence and size alone.
 
-
-def step_folder(run_folder: Path, step: int) -> Path:
-    """Folder of the checkpoint after `step` updates."""
-    return checkpoints_folder(run_folder) / f"step-{step:08d}"
-
-
-def list_checkpoints(run_folder: Path) -> list[tuple[int, Path]]:
-    """`(step, folder)` of every folder named like a checkpoint, oldest first, whole or not."""
-    found = []
-    for folder in checkpoints_folder(run_folder).glob("step-*"):
-        if (match := _STEP_FOLDER.fullmatch(folder.name)) and folder.is_dir():
-            found.append((int(match[1]), folder))
-    return sorted(found)
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint.
+    Files that the manifest does not name are let be, as nothing reads them; but for shards and what every checkpoint has, which
+    would be read unchecked.
 
     Raises:
-        ValueError: it is missing, is not JSON or has another format version; the sentence says which.
+        ValueError: naming the first file that is outside the folder, missing, unreadable, or has another size or hash.
+    """
+    read = ["state/.metadata", *(f"rng-{rank:05d}.safetensors" for rank in range(manifest["world_size"]))]
+    read += sorted(f"state/{path.name}" for path in (folder / "state").glob("__*.distcp"))
+    if unnamed := [name for name in read if name not in manifest["files"]]:
+        raise ValueError(f"{folder.name}/{MANIFEST} does not name {unnamed[0]}")
+    for name, expected in manifest["files"].items():
+        check_file(folder, name, expected, hashes)
+
+
+def check_file(folder: Path, name: str, expected: dict[str, Any], hashes: bool) -> None:
+    """Compare one file with what the manifest says of it.
+
+    Raises:
+        ValueError: as `check_files`.
     """
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{folder.name} has no {MANIFEST}: it was never finished") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder.name}/{MANIFEST} cannot be read ({error})") from None
-    if manifest.get("format_version") != FORMAT_VERSION:
-        raise ValueError(
-            f"{folder.name} has checkpoint format {manifest.get('format_version')}; this version reads {FORMAT_VERSION}"
-        )
-    return manifest
-
-
-def check_files(folder: Path, manifest: dict[str, Any]) -> None:
-    """Compare size and sha256 of every file of a checkpoint with its manifest.
-
-    Raises:
-        ValueError: naming the first file that is missing, has another size or another hash.
-    """
-    for name, expected in manifest["files"].items():
-        path = folder / name
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise ValueError(f"{folder.name}/{MANIFEST} names {name}, which is outside the checkpoint")
-        if not path.is_file():
+        path = _inside(folder, name)
+        if not path.exists():
             raise ValueError(f"{folder.name} lacks {name}")
-        if path.stat().st_size != expected["bytes"]:
-            raise ValueError(f"{folder.name}/{name} has {path.stat().st_size} bytes instead of {expected['bytes']}")
-        if hash_file(path) != expected["sha256"]:
+        if not path.is_file():
+            raise ValueError(f"{folder.name}/{name} is not a file")
+        if (num_bytes := path.stat().st_size) != expected["bytes"]:
+            raise ValueError(f"{folder.name}/{name} has {num_bytes} bytes instead of {expected['bytes']}")
+        if hashes and hash_file(path) != expected["sha256"]:
             raise ValueError(f"{folder.name}/{name} does not have the sha256 of the manifest: its content changed")
+    except OSError as error:  # a disk that fails is found here, and an older checkpoint may lie on a good part of it
+        raise ValueError(f"{folder.name}/{name} cannot be read ({error.strerror})") from None
 
 
 def newest_valid(run_folder: Path) -> tuple[Path | None, list[str]]:
@@ -95,10 +82,13 @@ def newest_valid(run_folder: Path) -> tuple[Path | None, list[str]]:
 def find_checkpoint(run_folder: Path, resume: str) -> tuple[Path | None, list[str]]:
     """What `checkpoint.resume` names, if anything, and a sentence for each newer checkpoint that is not valid.
 
+    First puts back what a crash left half replaced, so only one process may call it.
+
     Raises:
         UserError: there are checkpoints but none is valid; a named one is not valid or the run has gone on from it; `never`
             in a folder that holds checkpoints.
     """
+    told = restore_replaced(run_folder)
     if resume == "auto":
         found, refused = newest_valid(run_folder)
         if found is None and refused:
@@ -106,14 +96,14 @@ def find_checkpoint(run_folder: Path, resume: str) -> tuple[Path | None, list[st
                 f"no checkpoint in {checkpoints_folder(run_folder)} is valid ({'; '.join(refused)}): remove them to start "
                 "from the first step, or take another run.name"
             )
-        return found, refused
+        return found, told + refused
     if resume == "never":
         if existing := list_checkpoints(run_folder):
             raise UserError(
                 f"checkpoint.resume is never, but {checkpoints_folder(run_folder)} holds checkpoints up to step "
                 f"{existing[-1][0]}: take another run.name, or remove them"
             )
-        return None, []
+        return None, told
     folder = Path(resume)
     if not folder.is_dir():
         raise UserError(
@@ -131,7 +121,7 @@ def find_checkpoint(run_folder: Path, resume: str) -> tuple[Path | None, list[st
             f"checkpoint.resume is {resume}, but {checkpoints_folder(run_folder)} has later ones: remove or move "
             f"{', '.join(later)} first"
         )
-    return folder, []
+    return folder, told
 
 
 def hash_file(path: Path) -> str:
@@ -158,35 +148,76 @@ def hash_model_config(settings: dict[str, Any]) -> str:
 
 
 def commit(unfinished: Path, folder: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest, make it durable and rename the folder into place: from then on the checkpoint exists."""
+    """Write the manifest, make it durable and rename the folder into place: from then on the checkpoint exists.
+
+    Where a folder of that step exists, it is removed once the new one stands.
+    """
     path = unfinished / MANIFEST
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         json.dump({"format_version": FORMAT_VERSION, **manifest}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     for subfolder in {p.parent for p in unfinished.rglob("*")} | {unfinished}:
-        _fsync_folder(subfolder)
-    if folder.exists():  # a broken checkpoint of this step, or one of a run that was resumed before it
-        shutil.rmtree(folder)
-    unfinished.rename(folder)
-    _fsync_folder(folder.parent)
+        fsync_folder(subfolder)
+    put_in_place(unfinished, folder)
 
 
-def prune(run_folder: Path, keep_last: int, keep_best: int, metric: str, higher_is_better: bool) -> list[Path]:
-    """Remove checkpoints but the newest `keep_last` and the `keep_best` best by `metric`; returns what was removed.
+def restore_replaced(run_folder: Path) -> list[str]:
+    """Put back each `.old` whose replacement never came into place, and remove those whose replacement is valid.
 
-    The one written last is always kept, which is not the newest by step where a resume has gone back past damaged ones.
-    Folders without a readable manifest are left for the user to look at.
+    Returns:
+        A sentence for each that was put back, and for each that the file system refused to move or remove.
     """
-    finished = _finished_checkpoints(run_folder)
-    kept = {folder for _, folder, _ in finished[-keep_last:]}
-    kept.update(sorted((folder for _, folder, _ in finished), key=_written_at)[-1:])
-    kept.update(_best_first(finished, metric, higher_is_better)[:keep_best])
-    removed = [folder for _, folder, _ in finished if folder not in kept]
-    for folder in removed:
-        (folder / MANIFEST).unlink()  # first, so that a half removed folder is no checkpoint
-        shutil.rmtree(folder)
-    return removed
+    told = []
+    for replaced in list_leftovers(run_folder):
+        if replaced.suffix != REPLACED:
+            continue
+        folder = replaced.with_suffix("")
+        try:
+            if not os.path.lexists(folder):
+                os.rename(replaced, folder)
+                fsync_folder(folder.parent)
+                told.append(f"{replaced.name} is {folder.name} again: the save that was to replace it never came to its end")
+            elif _is_valid(folder):
+                remove_folder(replaced)
+        except OSError as error:
+            told.append(f"{replaced} could not be tidied up ({error.strerror}): a later save or resume tries again")
+    return told
+
+
+def prune(
+    run_folder: Path, keep_last: int, keep_best: int, metric: str, higher_is_better: bool, just_written: Path
+) -> tuple[list[Path], list[str]]:
+    """Remove checkpoints but the newest `keep_last` and the `keep_best` best by `metric`, and what crashes left behind.
+
+    `just_written` is always kept, and nothing is removed unless it is whole (presence and sizes; its hashes are as old as it
+    is). Folders that are not whole are left for the user to look at, and so are later ones: a resume went back past them, so
+    they were not valid. No save may be under way.
+
+    Returns:
+        The checkpoints removed, and a sentence for each that could not be; those are tried again by the next call.
+    """
+    try:
+        step = _read_whole(just_written)["step"]
+    except ValueError as error:
+        return [], [f"no checkpoint was removed, as the one just written is not whole: {error}"]
+    told = restore_replaced(run_folder)
+    finished = [(s, folder, metrics) for s, folder, metrics in _finished_checkpoints(run_folder) if s <= step]
+    kept = {folder.name for _, folder, _ in finished[-keep_last:]}  # the one just written is the newest of these
+    kept |= {folder.name for folder in _best_first(finished, metric, higher_is_better)[:keep_best]}
+    going = [folder for _, folder, _ in finished if folder.name not in kept]
+    # An `.old` that restore_replaced left stands beside a broken replacement, and goes before that: else it would come back.
+    leftovers = [path for path in list_leftovers(run_folder) if path.suffix != REPLACED or path.with_suffix("") in going]
+    leftovers.sort(key=lambda path: path.suffix != REMOVING)  # the others take this name on their way out
+    removed = []
+    for folder in [*leftovers, *going]:
+        try:
+            remove_folder(folder)
+        except OSError as error:
+            told.append(f"{folder} could not be removed ({error.strerror}): the next save tries again")
+        else:
+            removed.append(folder)
+    return [folder for folder in removed if folder in going], told
 
 
 def best_checkpoint(run_folder: Path, metric: str, higher_is_better: bool) -> Path | None:
@@ -196,19 +227,29 @@ def best_checkpoint(run_folder: Path, metric: str, higher_is_better: bool) -> Pa
 
 
 def _finished_checkpoints(run_folder: Path) -> list[tuple[int, Path, dict[str, float]]]:
-    """`(step, folder, metrics)` of every checkpoint with a manifest, oldest first."""
+    """`(step, folder, metrics)` of every checkpoint that is whole by presence and size of its files, oldest first."""
     finished = []
     for step, folder in list_checkpoints(run_folder):
         try:
-            finished.append((step, folder, read_manifest(folder).get("metrics", {})))
+            finished.append((step, folder, _read_whole(folder)["metrics"]))
         except ValueError:
             continue
     return finished
 
 
-def _written_at(folder: Path) -> tuple[int, str]:
-    """When a checkpoint was committed, in ns; by step within one tick of the file system's clock."""
-    return (folder / MANIFEST).stat().st_mtime_ns, folder.name
+def _read_whole(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint whose files are there in full length."""
+    manifest = read_manifest(folder)
+    check_files(folder, manifest, hashes=False)
+    return manifest
+
+
+def _is_valid(folder: Path) -> bool:
+    try:
+        check_files(folder, read_manifest(folder))
+    except ValueError:
+        return False
+    return True
 
 
 def _best_first(finished: list[tuple[int, Path, dict[str, float]]], metric: str, higher_is_better: bool) -> list[Path]:
@@ -218,9 +259,13 @@ def _best_first(finished: list[tuple[int, Path, dict[str, float]]], metric: str,
     return [folder for _, _, folder in ranked]
 
 
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _inside(folder: Path, name: str) -> Path:
+    """Path of a file that a manifest names, which may not lead out of the folder, by links neither."""
+    parts = Path(name).parts
+    if not parts or ".." in parts or Path(name).is_absolute() or not name.isprintable():
+        raise ValueError(f"{folder.name}/{MANIFEST} names {name!r}, which is outside the checkpoint or no name at all")
+    for place in range(1, len(parts) + 1):
+        if (part := folder.joinpath(*parts[:place])).is_symlink():
+            link = part.relative_to(folder)
+            raise ValueError(f"{folder.name}/{MANIFEST} names {name}, which is outside the checkpoint: {link} is a link")
+    return folder / name

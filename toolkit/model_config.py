@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import contextlib
+import json
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
 from toolkit.config_sections import EvalConfig, ModelConfig
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+WEIGHTS_INDEX = "model.safetensors.index.json"
+WEIGHTS_FILES = ("model.safetensors", WEIGHTS_INDEX)
 LAYER_DROP_RATES = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 AutoClass = Literal["AutoModelForSeq2SeqLM", "AutoModelForCausalLM"]
@@ -27,7 +31,7 @@ def load_model_config(config: ModelConfig, auto_class: AutoClass) -> PretrainedC
     """Read the model's `config.json`, from a folder or the hub, with `model.dropout` put in.
 
     Raises:
-        UserError: no such model, no config, or a model of another kind.
+        UserError: no such model, no config, a model of another kind, or weights that are not safetensors files of its own.
     """
     import transformers
     from huggingface_hub.errors import StrictDataclassError
@@ -44,8 +48,11 @@ def load_model_config(config: ModelConfig, auto_class: AutoClass) -> PretrainedC
         raise UserError(f"model.name_or_path {name} has no config.json: give a Hugging Face model folder")
     if not folder.is_dir() and (folder.is_absolute() or name.startswith(".") or name.count("/") > 1):
         raise UserError(f"model.name_or_path {name} is not a folder here: give an existing folder or a hub id")
+    if folder.is_dir() and not config.from_scratch:
+        check_weight_files(folder, f"model.name_or_path {name}")
     try:
         model_config = AutoConfig.from_pretrained(name, revision=config.revision, trust_remote_code=config.trust_remote_code)
+        index = None if folder.is_dir() or config.from_scratch else _download_index(name, model_config)
     except (OSError, ValueError, StrictDataclassError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
         if isinstance(error, StrictDataclassError):  # which key is on the first line, what is wrong with it on the second
@@ -53,6 +60,19 @@ def load_model_config(config: ModelConfig, auto_class: AutoClass) -> PretrainedC
         raise UserError(
             f"model.name_or_path {name} could not be read ({reason}): give a Hugging Face model folder, or a hub id within reach"
         ) from None
+    if index is not None:
+        _check_index(index, f"model.name_or_path {name}")
+    if (file := getattr(model_config, "transformers_weights", None)) not in (None, *WEIGHTS_FILES) and not config.from_scratch:
+        raise UserError(
+            f"the config.json of {name} names {file!r} as its weights (transformers_weights), and only "
+            f"{' or '.join(WEIGHTS_FILES)} is read: take that line out"
+        )
+    attention = model_config._attn_implementation or ""
+    if "/" in attention and not (config.attn_implementation or config.trust_remote_code):
+        raise UserError(
+            f"the config.json of {name} names the attention {attention}, which is code of the hub: set model.attn_implementation "
+            "sdpa or eager, or model.trust_remote_code true"
+        )
     is_known = config.trust_remote_code or type(model_config) in getattr(transformers, auto_class)._model_mapping
     if not is_known or (auto_class == "AutoModelForCausalLM" and _has_encoder(model_config)):
         raise UserError(f"model.name_or_path {name} is a {model_config.model_type} model, not {KINDS[auto_class]}")
@@ -70,6 +90,24 @@ def load_model_config(config: ModelConfig, auto_class: AutoClass) -> PretrainedC
             setattr(model_config, rate, 0.0)
             print_rank0(f"{rate} of {name} is set to 0: every rank must run every layer")
     return model_config
+
+
+def check_weight_files(folder: Path, what: str) -> None:
+    """Refuse a folder whose weights transformers would look for elsewhere, or unpickle, before it does.
+
+    Args:
+        what: names the folder in an error, by its setting.
+
+    Raises:
+        UserError: naming the file and the entry.
+    """
+    if (folder / "adapter_config.json").is_file():  # its adapter would be loaded too, from a pickle if need be
+        raise UserError(
+            f"{what} has an adapter_config.json beside its config.json: give a folder with the model alone, and the adapter's as "
+            "adapter.name_or_path"
+        )
+    if (folder / WEIGHTS_INDEX).is_file():
+        _check_index(folder / WEIGHTS_INDEX, what)
 
 
 def check_positions(model_config: PretrainedConfig, name: str, longest: dict[str, int], evaluation: EvalConfig) -> None:
@@ -119,6 +157,32 @@ def special_tokens(model_config: PretrainedConfig, name: str) -> tuple[int, int]
         if value is None:
             raise UserError(f"the config.json of {name} has no {token}: add it")
     return int(pad), int(start)
+
+
+def _check_index(index: Path, what: str) -> None:
+    """Refuse shards that are no safetensors files beside their index."""
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted(set(weight_map.values()))
+        foreign = [file for file in files if PurePath(file).name != file or not file.endswith(".safetensors")]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"the {WEIGHTS_INDEX} of {what} cannot be read ({reason}): save the model again") from None
+    if foreign:
+        raise UserError(
+            f"the {WEIGHTS_INDEX} of {what} names {foreign[0]!r} in its weight_map, and only safetensors files of the same "
+            "folder are read: save the model again with transformers' save_pretrained"
+        )
+
+
+def _download_index(name: str, model_config: PretrainedConfig) -> Path | None:
+    """The index of a hub model's shards, where it has one; it would be downloaded with the weights in any case."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    with contextlib.suppress(EntryNotFoundError):
+        return Path(hf_hub_download(name, WEIGHTS_INDEX, revision=getattr(model_config, "_commit_hash", None)))
+    return None
 
 
 def _check_fits(name: str, what: str, length: int, limit: int | None, setting: str) -> None:

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
-from toolkit.distributed import rank, world_size
+from toolkit.distributed import agreed, rank, world_size
+from toolkit.errors import UserError
 
 
-def save_random_state(folder: Path) -> str:
-    """This rank's random state of Python, NumPy and torch (every device), as tensors; returns the file's name."""
+def capture_random_state() -> dict[str, torch.Tensor]:
+    """This rank's random state of Python, NumPy and torch (every device) as it is now, as tensors on the CPU."""
     import numpy as np
-    from safetensors.torch import save_file
 
     _, python_state, _ = random.getstate()
     numpy_state: Sequence[Any] = np.random.get_state(legacy=True)  # type: ignore[assignment]
@@ -26,22 +27,41 @@ def save_random_state(folder: Path) -> str:
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def save_random_state(state: dict[str, torch.Tensor], folder: Path) -> str:
+    """Write what `capture_random_state` gave; returns the file's name."""
+    from safetensors.torch import save_file
+
     name = f"rng-{rank():05d}.safetensors"
     save_file(state, folder / name)
     return name
 
 
 def load_random_state(folder: Path, saved_world_size: int) -> None:
-    """Restore this rank's random state; on another number of ranks there is none to restore, and training reseeds itself."""
+    """Restore this rank's random state; on another number of ranks there is none to restore, and training reseeds itself.
+    Collective.
+
+    Raises:
+        UserError: a rank's file is missing or is not what `save_random_state` wrote; on every rank.
+    """
+    if saved_world_size == world_size():
+        agreed(lambda: _restore(folder / f"rng-{rank():05d}.safetensors"))
+
+
+def _restore(path: Path) -> None:
     import numpy as np
     from safetensors.torch import load_file
 
-    if saved_world_size != world_size():
-        return
-    state = load_file(folder / f"rng-{rank():05d}.safetensors")
-    random.setstate((3, tuple(state["python"].tolist()), None))
-    *keys, position = state["numpy"].tolist()
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, 0, 0.0))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    try:
+        state = load_file(path)
+        random.setstate((3, tuple(state["python"].tolist()), None))
+        *keys, position = state["numpy"].tolist()
+        np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, 0, 0.0))
+        torch.set_rng_state(state["torch"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"the random state {path} cannot be restored ({reason}): resume from another checkpoint") from None

@@ -1,48 +1,46 @@
-"""The folder of a run: `output_dir/name`, with the resolved config in it."""
+"""The folder of a run: `output_dir/name`, on a file system that all nodes share, with the resolved config in it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import secrets
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
-from toolkit.config import save_config
-from toolkit.distributed import agreed, barrier, rank
+from toolkit.config import dotted_keys, save_config
+from toolkit.distributed import agreed, broadcast_object, rank
 from toolkit.errors import UserError
+
+PROBE_TIMEOUT_S = 5.0
+"""How long a rank waits for what rank 0 wrote to show: a network file system answers from a cache for a while."""
+_PROBE_RETRY_S = 0.1
+_SECRET_IN_URL = re.compile(r"https?://[^/\s@]+@|://[^/\s@:]*:[^/\s@]+@")
+"""A token before the host, or a password after a user name; the `@` of abfs://container@host is neither."""
 
 
 def open_run_folder(config: Any) -> Path:
     """Create the run's folder, or find it; returns it. Nothing in it is changed yet: the run may still be refused. Collective.
 
     Raises:
-        UserError: it cannot be written, or another node does not see it; on every rank.
+        UserError: `run.name` leads out of `run.output_dir`, a URL in the config holds a secret, the folder cannot be written,
+            or a node does not see what the first one writes there; on every rank.
     """
-    folder = Path(config.run.output_dir) / config.run.name
-
-    def create() -> None:
-        if rank() != 0:
-            return
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if not os.access(folder, os.W_OK | os.X_OK):
-                raise PermissionError(13, "no permission to write", str(folder))
-        except OSError as error:
-            raise UserError(
-                f"run.output_dir {config.run.output_dir}: {folder} cannot be written ({error.strerror}): "
-                "name a folder that you can write to"
-            ) from None
-
-    def find() -> None:
-        if not folder.is_dir():
-            raise UserError(
-                f"run.output_dir {config.run.output_dir}: {folder} of the first node is not there on {socket.gethostname()}: "
-                "name a folder on a file system that all nodes share"
-            )
-
-    agreed(create)
-    barrier()
-    agreed(find)
+    agreed(lambda: _check_secrets(config))
+    folder = agreed(lambda: _find_folder(config.run.output_dir, config.run.name))
+    # Unguessable, so that what a rank reads can only be what rank 0 has just written.
+    probe, content = broadcast_object((f".probe-{secrets.token_hex(16)}", secrets.token_hex(16)))
+    try:
+        agreed(lambda: _write_probe(folder, probe, content, config.run.output_dir) if rank() == 0 else None)
+        first_node = broadcast_object(socket.gethostname())
+        agreed(lambda: _read_probe(folder, probe, content, config.run.output_dir, first_node))
+    finally:
+        if rank() == 0:
+            with contextlib.suppress(OSError):  # never written, and why is on its way up
+                (folder / probe).unlink()
     return folder
 
 
@@ -50,3 +48,62 @@ def save_run_config(config: Any, folder: Path) -> None:
     """Write the resolved config into the run's folder, once nothing speaks against the run. On rank 0."""
     if rank() == 0:
         save_config(config, folder / "config.yaml")
+
+
+def _check_secrets(config: Any) -> None:
+    """Refuse a secret before the config is shown to trackers, or written into the run folder and every checkpoint."""
+    for key, value in dotted_keys(config).items():
+        if _SECRET_IN_URL.search(str(value)):  # lists and their entries too; the value itself is not told
+            raise UserError(
+                f"{key} holds a URL with a password or token, which would be written into the run folder: take it out of the "
+                "URL, and give it by the environment (HF_TOKEN) or ~/.netrc"
+            )
+
+
+def _find_folder(output_dir: str, name: str) -> Path:
+    """`output_dir/name`, if that is a place inside `output_dir` once links are followed."""
+    folder = Path(output_dir, name)
+    try:
+        parent, resolved = Path(output_dir).resolve(), folder.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a link to itself, a NUL character
+        raise UserError(
+            f"run.output_dir {output_dir!r} with run.name {name!r} is no folder ({error}): take other names"
+        ) from None
+    if parent not in resolved.parents:
+        raise UserError(
+            f"run.name {name} leads to {resolved}, out of run.output_dir {output_dir}: give that place as run.output_dir, or "
+            "take another run.name"
+        )
+    return folder
+
+
+def _write_probe(folder: Path, probe: str, content: str, output_dir: str) -> None:
+    """Create the folder and a file in it: permissions alone do not tell a read-only or a full file system."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / probe).open("x", encoding="ascii") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise UserError(
+            f"run.output_dir {output_dir}: {folder} cannot be written ({error.strerror}): name a folder that you can write to"
+        ) from None
+
+
+def _read_probe(folder: Path, probe: str, content: str, output_dir: str, first_node: str) -> None:
+    deadline = time.monotonic() + PROBE_TIMEOUT_S
+    while not _holds(folder / probe, content):
+        if time.monotonic() >= deadline:
+            raise UserError(
+                f"run.output_dir {output_dir}: what {first_node} writes into {folder} is not there in {folder.absolute()} on "
+                f"{socket.gethostname()}: name a folder on a file system that all nodes share"
+            )
+        time.sleep(_PROBE_RETRY_S)
+
+
+def _holds(path: Path, content: str) -> bool:
+    try:
+        return path.read_text(encoding="ascii", errors="replace") == content
+    except OSError:  # not there yet, or a stale handle of a network file system
+        return False

@@ -21,6 +21,7 @@ from toolkit.manifest import hash_model_config
 from toolkit.model_config import AutoClass, load_model_config
 from toolkit.results import show_results
 from toolkit.run_folder import open_run_folder
+from toolkit.train_state import Identity, TrainState
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -36,7 +37,7 @@ class Beginning:
     """What frozen parameters are stored in."""
     run_folder: Path
     settings: dict[str, Any]
-    """As in `checkpoint.Identity`."""
+    """As in `train_state.Identity`."""
     resume_from: Path | None
     """This run's checkpoint to go on from."""
     init_from: Path | None
@@ -52,7 +53,7 @@ def begin(config: RecipeConfig) -> Beginning:
     tracking.check_trackers(config.tracking)
     check_metric(config.eval)
     adapters.check_adapter_config(config)
-    accelerator = build_accelerator(config.tracking.log_with, config.run.output_dir)
+    accelerator = build_accelerator(config.tracking.log_with, config.run.output_dir, config.run.timeout_s)
     has_adapter = adapters.is_wanted(config.adapter)
     dtype = agreed(lambda: frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=has_adapter))
     check_global_batch_size(config.train, world_size())
@@ -136,9 +137,9 @@ def resume(
     begun: Beginning,
     sharded: sharding.ShardedModel,
     optimizer: torch.optim.Optimizer,
-    identity: checkpoint.Identity,
+    identity: Identity,
     metrics: tracking.MetricsLog,
-) -> checkpoint.TrainState:
+) -> TrainState:
     """Load the checkpoint to go on from, if there is one. What the run has logged after it will be done again. Collective.
 
     Raises:
@@ -146,7 +147,7 @@ def resume(
     """
     if begun.resume_from is None:
         metrics.truncate_after(-1)
-        return checkpoint.TrainState()
+        return TrainState()
     state = checkpoint.load_checkpoint(begun.resume_from, sharded, optimizer, identity)
     print_rank0(f"resuming from {begun.resume_from}, after step {state.step}")
     metrics.truncate_after(state.step)
@@ -170,7 +171,7 @@ def finish(config: RecipeConfig, run: loop.Run) -> None:
 def identity_of(begun: Beginning, model_config: PretrainedConfig, rows: TokenizedRows, model: PreTrainedModel) -> Any:
     """What a resume compares. The model must not be sharded yet."""
     model_config_hash = hash_model_config(model_config.to_diff_dict())
-    return checkpoint.Identity(begun.settings, model_config_hash, rows.fingerprint, models.hash_frozen(model))
+    return Identity(begun.settings, model_config_hash, rows.fingerprint, models.hash_frozen(model))
 
 
 def _adapt(model: PreTrainedModel, config: RecipeConfig) -> None:

@@ -6,6 +6,7 @@ names carry their units. Everything else here is a view of it. Only the rank tha
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -30,18 +31,22 @@ _RUN_NAME_OPTION = {
 
 
 class MetricsLog:
-    """`metrics.jsonl`, open for appending. A line is on its way to the disk when `write` returns."""
+    """`metrics.jsonl`, open for appending. A line is on its way to the disk when `write` returns.
+
+    Only one rank writes, so a disk that refuses does not raise there: `error` is to be agreed on by all.
+    """
 
     def __init__(self, path: Path, is_writer: bool):
         self.path = path
+        self.error: UserError | None = None
         self._file = None
         if is_writer:
             _keep_lines(path, lambda line: True)
-            self._file = path.open("a", encoding="utf-8", buffering=1)
+            self._file = path.open("ab", buffering=0)
 
     def write(self, kind: str, step: int, **figures: Any) -> None:
         """Append one line. JSON knows no NaN: such a figure is null, and `<name>_is` says "nan", "inf" or "-inf"."""
-        if self._file is None:
+        if self._file is None or self.error is not None:
             return
         line: dict[str, Any] = {"kind": kind, "step": step}
         for name, value in figures.items():
@@ -49,7 +54,12 @@ class MetricsLog:
                 line |= {name: None, f"{name}_is": str(value)}
             else:
                 line[name] = value
-        self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+        text = (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        try:
+            if self._file.write(text) < len(text):  # the last bytes of a disk; the torn line is dropped by the next run
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self.error = UserError(f"{self.path} cannot be written ({error.strerror}): mend that, and run the same command again")
 
     def truncate_after(self, step: int) -> None:
         """Drop the lines of later steps, here and in every rank's `rows-<rank>.jsonl`: the run goes on after `step` and writes
@@ -59,7 +69,7 @@ class MetricsLog:
             self._file.close()
             for path in (self.path, *self.path.parent.glob("rows-*.jsonl")):
                 _keep_lines(path, lambda line: line["step"] <= step)
-            self._file = self.path.open("a", encoding="utf-8", buffering=1)
+            self._file = self.path.open("ab", buffering=0)
         barrier()
 
     def close(self) -> None:

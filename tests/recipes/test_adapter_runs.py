@@ -233,7 +233,9 @@ def save_slices(base: Path, folder: Path) -> dict[str, np.ndarray]:
     """On every rank: save an adapter and its moments with values that occur nowhere else; this rank's slices, by name."""
     import torch
 
-    from toolkit.checkpoint import TrainState, save_checkpoint
+    from toolkit.checkpoint_writer import CheckpointWriter
+    from toolkit.config_sections import CheckpointConfig
+    from toolkit.train_state import TrainState
 
     sharded, optimizer = build_adapted(base)
     next_value = 10_000_000 * int(os.environ["RANK"])  # fp32 has all whole numbers up to 2^24
@@ -244,7 +246,8 @@ def save_slices(base: Path, folder: Path) -> dict[str, np.ndarray]:
         next_value += local.numel()
         slices[name] = local.clone().numpy()
     assert next_value % 10_000_000 < 6_000_000
-    save_checkpoint(folder, sharded, optimizer, TrainState(step=1), identity())
+    with CheckpointWriter(folder, sharded, optimizer, identity(), CheckpointConfig(), "loss", False) as writer:
+        writer.save(TrainState(step=1), wait=True)
     return slices
 
 
@@ -291,6 +294,6 @@ def tensors_by_name(sharded: Any, optimizer: Any) -> dict[str, Any]:
 
 def identity() -> Any:
     """Of no particular run."""
-    from toolkit.checkpoint import Identity
+    from toolkit.train_state import Identity
 
     return Identity({"eval.best_metric": "loss"}, model_config_hash="m", data_fingerprint="d", frozen_hashes={})

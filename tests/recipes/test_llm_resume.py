@@ -71,7 +71,7 @@ def test_killed_run_goes_on_bit_for_bit(bench: Workbench, kind: str) -> None:
         kill_after(running, bench, step=7)
     before = bench.lines("killed", "train")
     committed = max(int(name.removeprefix("step-")) for name in bench.checkpoints("killed") if not name.endswith(".tmp"))
-    assert committed in (6, 9)
+    assert committed in (3, 6, 9)
 
     printed = bench.run("killed", **settings)
 

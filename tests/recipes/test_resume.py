@@ -48,7 +48,7 @@ def test_killed_run_goes_on_bit_for_bit(uninterrupted: Workbench) -> None:
         kill_after(running, bench, step=7)
     before = bench.lines("killed", "train")
     committed = [int(name.removeprefix("step-")) for name in bench.checkpoints("killed") if not name.endswith(".tmp")]
-    assert max(committed) in (6, 9) and max(committed) < NUM_STEPS
+    assert max(committed) in (3, 6, 9), "3: that of step 6 was still being written"
 
     printed = bench.run("killed", **EXACT)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from toolkit.checkpoint import Identity, TrainState, _check_identity, _together, _train_state
+from toolkit.checkpoint import _check_identity, _train_state
 from toolkit.errors import UserError
-from toolkit.random_state import save_random_state
+from toolkit.train_state import Identity, TrainState
 
 SETTINGS = {"optim.lr": 1e-3, "eval.best_metric": "loss", "mixed_precision": "bf16"}
 
@@ -22,7 +22,8 @@ def identity(model_config_hash: str = "m", **changes: Any) -> Identity:
 def test_the_best_value_is_forgotten_where_the_metric_changes(metric: str, best_value: float | None, count: int) -> None:
     state = {"best_value": 0.5, "num_evaluations_without_gain": 2}
     manifest = {"step": 7, "metrics": {"loss": 0.6}, "state": state, "identity": {"config": SETTINGS}}
-    assert _train_state(manifest, identity(**{"eval.best_metric": metric})) == TrainState(7, best_value, count, {"loss": 0.6})
+    expected = TrainState(7, best_value, count, metrics={"loss": 0.6})
+    assert _train_state(manifest, identity(**{"eval.best_metric": metric})) == expected
 
 
 @pytest.mark.parametrize(
@@ -37,12 +38,6 @@ def test_precision_and_model_config_belong_to_a_run(ours: Identity, sentence: st
     _check_identity(Path("step-00000003"), theirs, identity())
     with pytest.raises(UserError, match=f"^{sentence}: set it back"):
         _check_identity(Path("step-00000003"), theirs, ours)
-
-
-def test_random_state_that_cannot_be_written_is_told_in_one_sentence(tmp_path: Path) -> None:
-    assert _together(lambda: save_random_state(tmp_path), tmp_path) == "rng-00000.safetensors"
-    with pytest.raises(UserError, match="could not be written: .*No such file"):
-        _together(lambda: save_random_state(tmp_path / "absent"), tmp_path)
 
 
 def test_files_of_a_mix_may_move_but_its_weights_may_not_change() -> None:

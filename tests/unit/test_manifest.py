@@ -1,40 +1,21 @@
-"""Which checkpoints exist, whole."""
+"""Which checkpoints exist, whole, and which are kept."""
 
 from __future__ import annotations
 
-import json
+import errno
 import os
 import re
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.checkpoint_files import change_manifest, make_checkpoint, names, prune_to
+from toolkit.checkpoint_folders import list_checkpoints, step_folder
 from toolkit.errors import UserError
-from toolkit.manifest import (
-    MANIFEST,
-    best_checkpoint,
-    check_files,
-    commit,
-    describe_files,
-    find_checkpoint,
-    hash_model_config,
-    list_checkpoints,
-    newest_valid,
-    prune,
-    read_manifest,
-    step_folder,
-)
-
-
-def make_checkpoint(run: Path, step: int, loss: float | None = None) -> Path:
-    folder = step_folder(run, step)
-    unfinished = folder.with_name(f"{folder.name}.tmp")
-    (unfinished / "state").mkdir(parents=True)
-    (unfinished / "state" / "shard").write_bytes(bytes([step] * 100))
-    (unfinished / "rng").write_bytes(b"state of chance")
-    manifest = {"step": step, "metrics": {} if loss is None else {"loss": loss}}
-    commit(unfinished, folder, {**manifest, "files": describe_files(unfinished, ["state/shard", "rng"])})
-    return folder
+from toolkit.manifest import best_checkpoint, check_files, describe_files, find_checkpoint, hash_model_config, newest_valid
+from toolkit.manifest_format import MANIFEST, read_manifest
 
 
 def test_a_committed_checkpoint_is_the_newest_valid_one(tmp_path: Path) -> None:
@@ -54,9 +35,14 @@ def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
     [
         (lambda f: (f / MANIFEST).unlink(), "step-00000012 has no manifest.json: it was never finished"),
         (lambda f: (f / MANIFEST).write_text("{"), "step-00000012/manifest.json cannot be read"),
-        (lambda f: (f / "rng").unlink(), "step-00000012 lacks rng"),
-        (lambda f: (f / "state" / "shard").write_bytes(b"\x0c" * 99), "state/shard has 99 bytes instead of 100"),
-        (lambda f: (f / "state" / "shard").write_bytes(b"\x0c" * 99 + b"\x0d"), "state/shard does not have the sha256"),
+        (lambda f: (f / "rng-00000.safetensors").unlink(), "step-00000012 lacks rng-00000.safetensors"),
+        (
+            lambda f: ((f / "rng-00000.safetensors").unlink(), (f / "rng-00000.safetensors").mkdir()),
+            "step-00000012/rng-00000.safetensors is not a file",
+        ),
+        (lambda f: (f / "state" / ".metadata").write_bytes(b"\x0c" * 99), "state/.metadata has 99 bytes instead of 130"),
+        (lambda f: (f / "state" / ".metadata").write_bytes(b"\x0c" * 130), "state/.metadata does not have the sha256"),
+        (lambda f: f.rename(f.with_name("step-00000013")), "is of step 12, which is not what the folder is named after"),
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path: Path, damage, sentence: str) -> None:
@@ -68,48 +54,104 @@ def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path: Path, damage, sente
     assert sentence in refused[0]
 
 
-def test_another_format_version_is_refused(tmp_path: Path) -> None:
+def test_sizes_alone_do_not_tell_a_changed_byte(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, 3)
-    manifest = json.loads((folder / MANIFEST).read_text())
-    (folder / MANIFEST).write_text(json.dumps({**manifest, "format_version": 0}))
-    assert newest_valid(tmp_path) == (None, ["step-00000003 has checkpoint format 0; this version reads 2"])
+    (folder / "rng-00000.safetensors").write_bytes(b"state of chancE")
+    check_files(folder, read_manifest(folder), hashes=False)
+    with pytest.raises(ValueError, match="rng-00000.safetensors does not have the sha256"):
+        check_files(folder, read_manifest(folder))
+    (folder / "rng-00000.safetensors").write_bytes(b"state")
+    with pytest.raises(ValueError, match="rng-00000.safetensors has 5 bytes instead of 15"):
+        check_files(folder, read_manifest(folder), hashes=False)
 
 
-def test_a_manifest_cannot_name_files_outside(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["../../secret", "state/../../../secret", "{outside}/secret", "", ".", "a\0b", "a\nb"])
+def test_a_manifest_cannot_name_files_outside(tmp_path: Path, name: str) -> None:
     folder = make_checkpoint(tmp_path, 3)
-    secret = tmp_path / "secret"
-    secret.write_bytes(b"x")
-    manifest = read_manifest(folder)
-    manifest["files"]["../../secret"] = describe_files(tmp_path, ["secret"])["secret"]
+    (tmp_path / "secret").write_bytes(b"x")
+    about = describe_files(tmp_path, ["secret"])["secret"]
+    change_manifest(folder, lambda manifest: manifest["files"].update({name.format(outside=tmp_path): about}))
     with pytest.raises(ValueError, match="outside the checkpoint"):
-        check_files(folder, manifest)
+        check_files(folder, read_manifest(folder))
+
+
+@pytest.mark.parametrize("name", ["rng-00000.safetensors", "state"])
+def test_links_do_not_lead_out_of_a_checkpoint(tmp_path: Path, name: str) -> None:
+    folder = make_checkpoint(tmp_path, 3)
+    (folder / name).rename(tmp_path / "elsewhere")
+    (folder / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=f"which is outside the checkpoint: {name} is a link"):
+        check_files(folder, read_manifest(folder))
+
+
+def test_a_file_that_the_disk_does_not_give_back_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path, 3)
+
+    def fail(path: Path) -> str:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr("toolkit.manifest.hash_file", fail)
+    assert newest_valid(tmp_path) == (None, ["step-00000003/state/.metadata cannot be read (Input/output error)"])
+
+
+def test_files_that_no_manifest_names_do_not_matter(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, 3)
+    (folder / "state" / ".nfs000001").write_bytes(b"x")
+    assert newest_valid(tmp_path) == (folder, [])
 
 
 def test_pruning_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     for step, loss in ((1, 0.9), (2, 0.3), (3, 0.5), (4, None), (5, 0.8), (6, 0.7)):
-        make_checkpoint(tmp_path, step, loss)
-    unfinished = step_folder(tmp_path, 7)
-    unfinished.mkdir()
-    prune(tmp_path, keep_last=2, keep_best=2, metric="loss", higher_is_better=False)
-    assert [step for step, _ in list_checkpoints(tmp_path)] == [2, 3, 5, 6, 7]
+        last = make_checkpoint(tmp_path, step, loss)
+    assert prune_to(tmp_path, last, keep_last=2, keep_best=2) == ([step_folder(tmp_path, 1), step_folder(tmp_path, 4)], [])
+    assert names(tmp_path) == [f"step-0000000{step}" for step in (2, 3, 5, 6)]
     assert best_checkpoint(tmp_path, "loss", higher_is_better=False) == step_folder(tmp_path, 2)
     assert best_checkpoint(tmp_path, "loss", higher_is_better=True) == step_folder(tmp_path, 5)
     assert best_checkpoint(tmp_path, "rougeL", higher_is_better=True) is None
 
 
-def test_committing_again_replaces_the_checkpoint_of_that_step(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, 3, loss=1.0)
-    make_checkpoint(tmp_path, 3, loss=2.0)
-    assert read_manifest(step_folder(tmp_path, 3))["metrics"] == {"loss": 2.0}
-    assert newest_valid(tmp_path)[0] == step_folder(tmp_path, 3)
+def test_what_is_not_whole_is_neither_counted_nor_removed_nor_best(tmp_path: Path) -> None:
+    whole, truncated, bare = (make_checkpoint(tmp_path, step, loss=1 / step) for step in (1, 2, 3))
+    (truncated / "rng-00000.safetensors").write_bytes(b"")
+    (bare / MANIFEST).unlink()
+    last = make_checkpoint(tmp_path, 4, loss=2.0)
+    assert prune_to(tmp_path, last, keep_last=2) == ([], [])
+    assert best_checkpoint(tmp_path, "loss", higher_is_better=False) == whole
 
 
 def test_pruning_keeps_what_was_just_written_beside_later_damaged_ones(tmp_path: Path) -> None:
-    damaged, old, just_written = (make_checkpoint(tmp_path, step) for step in (12, 3, 4))
-    os.utime(damaged / MANIFEST, ns=(1, 1))
-    os.utime(old / MANIFEST, ns=(2, 2))
-    prune(tmp_path, keep_last=1, keep_best=0, metric="loss", higher_is_better=False)
-    assert [folder for _, folder in list_checkpoints(tmp_path)] == [just_written, damaged]
+    old, damaged, also_damaged = (make_checkpoint(tmp_path, step) for step in (3, 12, 15))
+    just_written = make_checkpoint(tmp_path, 4)
+    assert prune_to(tmp_path, just_written) == ([old], [])
+    assert [folder for _, folder in list_checkpoints(tmp_path)] == [just_written, damaged, also_damaged]
+
+
+def test_nothing_is_removed_where_the_one_just_written_is_not_whole(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        last = make_checkpoint(tmp_path, step)
+    (last / "rng-00000.safetensors").unlink()
+    sentence = "no checkpoint was removed, as the one just written is not whole: step-00000003 lacks rng-00000.safetensors"
+    assert prune_to(tmp_path, last) == ([], [sentence])
+    assert len(list_checkpoints(tmp_path)) == 3
+
+
+def test_pruning_goes_on_where_one_cannot_be_removed_and_tries_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, last = (make_checkpoint(tmp_path, step) for step in (1, 2, 3))
+    (step_folder(tmp_path, 9).with_name("step-00000009.tmp")).mkdir()
+    real = shutil.rmtree
+
+    def rmtree(path: Path, *args: Any, **kwargs: Any) -> None:
+        if path.name == "step-00000001.removing":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        real(path, *args, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    sentence = f"{first} could not be removed (Permission denied): the next save tries again"
+    assert prune_to(tmp_path, last) == ([second], [sentence])
+    assert names(tmp_path) == ["step-00000001.removing", "step-00000003"]
+    monkeypatch.undo()
+    assert prune_to(tmp_path, last) == ([], [])
+    assert names(tmp_path) == ["step-00000003"]
 
 
 def test_a_named_checkpoint_is_refused_while_there_are_later_ones(tmp_path: Path) -> None:
@@ -126,8 +168,10 @@ def test_auto_starts_anew_only_where_there_is_no_checkpoint(tmp_path: Path) -> N
     assert find_checkpoint(tmp_path, "auto") == (None, [])
     only = make_checkpoint(tmp_path, 3)
     assert find_checkpoint(tmp_path, "auto") == (only, [])
-    (only / "rng").unlink()
-    with pytest.raises(UserError, match=r"is valid \(step-00000003 lacks rng\): remove them to start from the first step"):
+    (only / "rng-00000.safetensors").unlink()
+    with pytest.raises(
+        UserError, match=r"is valid \(step-00000003 lacks rng-00000.safetensors\): remove them to start from the first step"
+    ):
         find_checkpoint(tmp_path, "auto")
 
 
@@ -136,3 +180,13 @@ def test_a_model_config_is_told_by_what_it_says() -> None:
     assert hash_model_config(config) == hash_model_config({**config, "transformers_version": "5.1.0"})
     assert hash_model_config(config) != hash_model_config({**config, "d_model": 32})
     assert hash_model_config(config) != hash_model_config({**config, "scale": 2.0})
+
+
+@pytest.mark.parametrize("name", ["state/.metadata", "rng-00000.safetensors", "state/__0_0.distcp"])
+def test_what_would_be_read_unchecked_is_named(tmp_path: Path, name: str) -> None:
+    folder = make_checkpoint(tmp_path, 3)
+    (folder / "state" / "__0_0.distcp").write_bytes(b"a shard")
+    change_manifest(folder, lambda m: m["files"].update(describe_files(folder, ["state/__0_0.distcp"])))
+    change_manifest(folder, lambda m: m["files"].pop(name))
+    with pytest.raises(ValueError, match=f"step-00000003/manifest.json does not name {name}"):
+        check_files(folder, read_manifest(folder))

@@ -3,19 +3,73 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from toolkit import run_folder
+from toolkit.config import SummarizationConfig
+from toolkit.config_sections import DataConfig, ModelConfig, RunConfig
 from toolkit.errors import UserError
 from toolkit.run_folder import open_run_folder
 
 
-def test_a_folder_that_another_node_does_not_see_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = SimpleNamespace(run=SimpleNamespace(output_dir=str(tmp_path), name="run"))
-    monkeypatch.setattr(run_folder, "rank", lambda: 1)  # whose disk is another: rank 0 made the folder on its own
-    with pytest.raises(UserError, match=f"^run.output_dir {tmp_path}: {tmp_path}/run of the first node is not there on .+: name"):
-        open_run_folder(config)
-    monkeypatch.undo()
-    assert open_run_folder(config) == tmp_path / "run"
+def config(output_dir: Path | str, name: str = "run", files: str | list[str] | None = None) -> SummarizationConfig:
+    run = RunConfig(output_dir=str(output_dir), name=name)
+    return SummarizationConfig(model=ModelConfig(name_or_path="model"), data=DataConfig(source="jsonl", files=files), run=run)
+
+
+def test_the_folder_is_made_and_left_empty(tmp_path: Path) -> None:
+    assert open_run_folder(config(tmp_path / "runs")) == tmp_path / "runs/run"
+    assert list((tmp_path / "runs/run").iterdir()) == []
+
+
+def test_what_another_wrote_under_the_name_of_the_probe_does_not_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = run_folder._write_probe
+    monkeypatch.setattr(run_folder, "PROBE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(run_folder, "_write_probe", lambda folder, probe, _, *rest: write(folder, probe, "old", *rest))
+    with pytest.raises(UserError, match=f"into {tmp_path}/run is not there in .+: name a folder on a file system that all nodes"):
+        open_run_folder(config(tmp_path))
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/../../b", "/x", "linked", "linked/x"])
+def test_a_name_that_leads_out_is_refused_and_nothing_written(tmp_path: Path, name: str) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/linked").symlink_to(tmp_path)
+    with pytest.raises(UserError, match=f"^run.name {name} leads to /.*, out of run.output_dir {tmp_path}/runs: give that"):
+        open_run_folder(config(tmp_path / "runs", name))
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["linked", "runs"]
+
+
+def test_links_that_stay_inside_or_are_above_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "disk/old").mkdir(parents=True)
+    (tmp_path / "disk/run").symlink_to("old")
+    (tmp_path / "runs").symlink_to("disk")
+    assert open_run_folder(config(tmp_path / "runs")) == tmp_path / "runs/run"
+
+
+@pytest.mark.parametrize(("output_dir", "name"), [("runs", "a\0b"), ("ru\0ns", "run")])
+def test_a_nul_is_told(output_dir: str, name: str) -> None:
+    with pytest.raises(
+        UserError, match=r"^run.output_dir .* with run.name .* is no folder \(embedded null byte\): take other names$"
+    ):
+        open_run_folder(config(output_dir, name))
+
+
+@pytest.mark.parametrize(
+    ("files", "is_secret"),
+    [
+        ("https://me:secret@host/rows.jsonl", True),
+        (["rows.jsonl", "s3://key:secret@bucket/rows.jsonl"], True),
+        ("https://secret@host/rows.jsonl", True),
+        ("https://host/me@secret:1", False),
+        ("abfs://container@account.host/rows.jsonl", False),
+    ],
+)
+def test_a_secret_in_a_url_is_refused_without_telling_it(tmp_path: Path, files: str | list[str], is_secret: bool) -> None:
+    if not is_secret:
+        assert open_run_folder(config(tmp_path, files=files))
+        return
+    with pytest.raises(UserError, match="^data.files holds a URL with a password or token") as caught:
+        open_run_folder(config(tmp_path, files=files))
+    assert "secret" not in str(caught.value) and list(tmp_path.iterdir()) == []

@@ -1,0 +1,189 @@
+"""What may be due after a step: an evaluation, a checkpoint, or the end, by plan or by a signal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from toolkit.checkpoint_writer import CheckpointWriter, Save
+from toolkit.config import RecipeConfig
+from toolkit.data.plan import BatchPlan
+from toolkit.distributed import raise_together
+from toolkit.errors import Stopped
+from toolkit.evaluation import EvaluationRows, evaluate, is_better
+from toolkit.sharding import ShardedModel
+from toolkit.signals import StopRequests
+from toolkit.skip_guard import SkipGuard
+from toolkit.step_log import StepLog
+from toolkit.tracking import MetricsLog, Progress, log_to_trackers
+from toolkit.train_state import Identity, TrainState
+from toolkit.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run is made of."""
+
+    folder: Path
+    sharded: ShardedModel
+    optimizer: torch.optim.Optimizer
+    plan: BatchPlan
+    train_rows: Dataset
+    evaluation: EvaluationRows
+    identity: Identity
+    metrics: MetricsLog
+    num_steps: int
+
+
+@dataclass(frozen=True)
+class Session:
+    """What lives as long as one call of `loop.train`."""
+
+    config: RecipeConfig
+    run: Run
+    state: TrainState
+    bar: Progress
+    log: StepLog
+    guard: SkipGuard
+    stops: StopRequests
+    watchdog: Watchdog
+    writer: CheckpointWriter
+
+
+def after_step(session: Session) -> bool:
+    """Evaluate and save where it is due after `state.step`; whether training is over. Collective.
+
+    Raises:
+        Stopped: on every rank, once there is a checkpoint.
+    """
+    config, run, state = session.config, session.run, session.state
+    if signal_name := _agree(session):
+        _stop(session, signal_name)
+    gained = False
+    if state.evaluation_due:
+        gained = _evaluate_and_log(session)
+    if run.num_steps == 0:
+        return True
+    over = state.step == run.num_steps or gains_no_more(config, state)
+    keeps = gained and config.checkpoint.keep_best > 0
+    if state.step > 0 and (over or keeps or is_due(state.step, config.checkpoint.every_steps)):
+        _save(session, wait=over)
+    if over and state.step < run.num_steps:
+        session.bar.say(
+            f"stopping at step {state.step}: {config.eval.stop_after} evaluations without gain in {config.eval.best_metric}"
+        )
+    return over
+
+
+def _agree(session: Session) -> str | None:
+    """The signal that has asked for the end, if all ranks know of one. Tells about saves that are done. Collective.
+
+    Raises:
+        UserError: a rank could not write its checkpoint or its figures; on every rank.
+    """
+    writer, metrics = session.writer, session.run.metrics
+    agreement = session.stops.agree(write_failed=writer.has_failed or metrics.error is not None)
+    if agreement.write_failed:
+        finish_writing(session)
+    _log_save(session, writer.take_finished())
+    return agreement.signal_name
+
+
+def finish_writing(session: Session) -> None:
+    """Wait for a save under way. Collective.
+
+    Raises:
+        UserError: a rank could not write its checkpoint or its figures; on every rank.
+    """
+    session.watchdog.at("saving", session.state.step)
+    _log_save(session, session.writer.finish())
+    raise_together(session.run.metrics.error)
+
+
+def _evaluate_and_log(session: Session) -> bool:
+    """Evaluate, write the figures, and say whether `best_metric` gained. Collective.
+
+    Raises:
+        Stopped: a signal came meanwhile; the evaluation is done again by the run that goes on.
+    """
+    config, run, state, bar = session.config, session.run, session.state, session.bar
+    if len(run.evaluation.rows) == 0:
+        state.evaluation_due = False
+        return False
+
+    def between_batches() -> None:
+        session.watchdog.at("evaluation", state.step)
+        if signal_name := _agree(session):
+            raise _SignalInEvaluation(signal_name)
+
+    session.watchdog.at("evaluation", state.step)
+    predictions = run.folder / f"predictions-{state.step}.jsonl"
+    try:
+        figures: dict[str, Any] = evaluate(config.eval, run.sharded, run.evaluation, predictions, between_batches)
+    except _SignalInEvaluation as stop:
+        _stop(session, str(stop))
+    run.metrics.write("eval", state.step, **figures)
+    log_to_trackers(run.sharded.accelerator, {f"eval/{name}": value for name, value in figures.items()}, state.step)
+    shown = ("loss", "bits_per_byte", "token_accuracy", "rouge1", "rougeL", "percent_distinct", "rows_per_s")
+    bar.say(f"evaluation at step {state.step}: " + ", ".join(f"{n} {figures[n]:.4g}" for n in shown if n in figures))
+    state.metrics, state.evaluation_due = figures, False
+    session.log.restart_clock()
+    metric = config.eval.best_metric
+    if is_better(metric, figures[metric], state.best_value):
+        state.best_value, state.num_evaluations_without_gain = figures[metric], 0
+        return True
+    state.num_evaluations_without_gain += 1
+    return False
+
+
+class _SignalInEvaluation(Exception):
+    """All ranks have agreed to end, between two batches of an evaluation."""
+
+
+def _stop(session: Session, signal_name: str) -> NoReturn:
+    """Save the last step done and end. Collective."""
+    state = session.state
+    place = "before the first step"
+    if state.step > 0:
+        _save(session, wait=True)
+        place = f"after step {state.step}, with a checkpoint: the same command goes on from there"
+    session.bar.close()
+    session.bar.say(f"stopped by {signal_name} {place}")
+    session.run.sharded.accelerator.end_training()
+    raise Stopped
+
+
+def _save(session: Session, *, wait: bool) -> None:
+    """Save a checkpoint; with `wait` it stands when this returns. Collective."""
+    session.watchdog.at("saving", session.state.step)
+    session.log.flush()
+    session.guard.remember(session.state.skips)
+    _log_save(session, session.writer.save(session.state, wait=wait))
+    _log_save(session, session.writer.take_finished())
+    session.log.restart_clock()
+
+
+def _log_save(session: Session, save: Save | None) -> None:
+    """Write a line about a checkpoint that stands."""
+    if save is not None:
+        for remark in save.remarks:
+            session.bar.say(remark)
+        session.run.metrics.write(
+            "checkpoint", save.step, blocking_s=save.blocking_s, write_s=save.write_s, num_bytes=save.num_bytes
+        )
+
+
+def gains_no_more(config: RecipeConfig, state: TrainState) -> bool:
+    """Whether `eval.stop_after` ends the run here."""
+    return config.eval.stop_after is not None and state.num_evaluations_without_gain >= config.eval.stop_after
+
+
+def is_due(step: int, every_steps: int | None) -> bool:
+    """Whether what is done every so many steps is done after this one."""
+    return every_steps is not None and step % every_steps == 0

@@ -1,0 +1,220 @@
+"""Saves that training hardly waits for: a copy in host memory, and a thread that writes it.
+
+    training   step 20 | copy | step 21 | step 22 | …
+    thread                    | write, hash, fsync | gather | manifest, rename | prune |
+
+At most one save is under way. The thread's collectives run on a gloo group of their own. A failure reaches every rank's
+training at the next step, by `StopRequests.agree`, or by `finish`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch.distributed.checkpoint import CheckpointException
+
+from toolkit import __version__
+from toolkit.config_sections import CheckpointConfig
+from toolkit.distributed import gather_objects, raise_together, rank, save_group, world_size
+from toolkit.errors import Stopped, UserError
+from toolkit.host_copy import HostCopier
+from toolkit.manifest import commit, describe_files, prune, step_folder
+from toolkit.random_state import capture_random_state, save_random_state
+from toolkit.sharding import ShardedModel
+from toolkit.tensor_files import Tensors, save_tensors
+from toolkit.train_state import Identity, TrainState, state_tensors
+
+
+@dataclass
+class Save:
+    """One checkpoint on its way to the disk, and how that went."""
+
+    step: int
+    blocking_s: float = 0.0
+    """Time that training has waited for it."""
+    write_s: float = 0.0
+    num_bytes: int = 0
+    """Of all ranks."""
+    remarks: list[str] = field(default_factory=list)
+    """Old checkpoints that could not be removed, on rank 0."""
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """This rank's part of a checkpoint, which later steps no longer change."""
+
+    tensors: Tensors
+    random_state: dict[str, torch.Tensor]
+    manifest: dict[str, Any]
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run. Collective: build it, and call every method, on every rank."""
+
+    def __init__(
+        self,
+        run_folder: Path,
+        sharded: ShardedModel,
+        optimizer: torch.optim.Optimizer,
+        identity: Identity,
+        config: CheckpointConfig,
+        metric: str,
+        higher_is_better: bool,
+    ) -> None:
+        """`metric` is what `config.keep_best` goes by."""
+        self.run_folder, self.sharded, self.optimizer = run_folder, sharded, optimizer
+        self.identity, self.config = identity, config
+        self.metric, self.higher_is_better = metric, higher_is_better
+        self.copier = HostCopier(sharded.accelerator.device)
+        self.group = save_group()
+        self.under_way: Save | None = None
+        self.thread: threading.Thread | None = None
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Let a save that is under way come to its end where all ranks leave together; elsewhere a peer may be gone."""
+        if self.thread is not None and isinstance(error, UserError | Stopped):
+            self.thread.join()
+        self.copier.close()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the save under way is known on this rank to have failed. Not a collective."""
+        return self.under_way is not None and self.under_way.error is not None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank's thread is at work. Not a collective."""
+        return self.thread is not None and self.thread.is_alive()
+
+    def save(self, state: TrainState, *, wait: bool = False) -> Save | None:
+        """Save the run as it is after `state.step`; returns the save before, if it had not been taken yet.
+
+        Training may go on at once, but for `wait` or without `checkpoint.async_save`: then the checkpoint stands.
+
+        Raises:
+            UserError: on every rank: this save or the one before could not be written (disk full, folder read-only).
+        """
+        start_s = time.perf_counter()
+        before = self.finish()
+        tensors = state_tensors(self.sharded, self.optimizer)
+        behind = self.config.async_save and not wait
+        if behind:
+            tensors = self.copier.copy(tensors)
+        snapshot = _Snapshot(tensors, capture_random_state(), self._manifest(state))
+        self.under_way = Save(state.step)
+        if behind:
+            self.thread = threading.Thread(target=self._write, args=(snapshot, self.under_way), name="checkpoint", daemon=True)
+            self.thread.start()
+        else:
+            self._write(snapshot, self.under_way)
+        self.under_way.blocking_s = time.perf_counter() - start_s
+        return before
+
+    def take_finished(self) -> Save | None:
+        """The save that was under way, if this rank's thread is done with it and it went well. Not a collective."""
+        if self.under_way is None or self.is_writing or self.under_way.error is not None:
+            return None
+        done, self.under_way, self.thread = self.under_way, None, None
+        return done
+
+    def finish(self) -> Save | None:
+        """Wait for the save under way; returns it, if `take_finished` has not yet.
+
+        Raises:
+            UserError: it could not be written; on every rank.
+        """
+        if self.thread is not None:
+            self.thread.join()
+        error = self.under_way.error if self.under_way else None
+        if error is not None and not isinstance(error, UserError):
+            raise error
+        raise_together(error)
+        return self.take_finished()
+
+    def _write(self, snapshot: _Snapshot, save: Save) -> None:
+        """Body of the thread: whatever goes wrong is kept for the training thread."""
+        start_s = time.perf_counter()
+        try:
+            self._write_and_commit(snapshot, save)
+        except BaseException as error:
+            save.error = error
+        save.write_s = time.perf_counter() - start_s
+
+    def _write_and_commit(self, snapshot: _Snapshot, save: Save) -> None:
+        folder = step_folder(self.run_folder, save.step)
+        unfinished = folder.with_name(f"{folder.name}.tmp")
+
+        def start() -> None:
+            if rank() == 0:
+                shutil.rmtree(unfinished, ignore_errors=True)  # left behind by a crash
+                (unfinished / "state").mkdir(parents=True)
+
+        def write() -> dict[str, dict[str, Any]]:
+            names = [f"state/{name}" for name in save_tensors(snapshot.tensors, unfinished / "state", self.group)]
+            names.append(save_random_state(snapshot.random_state, unfinished))
+            return describe_files(unfinished, names)
+
+        def finish() -> None:
+            if rank() == 0:
+                commit(unfinished, folder, {**snapshot.manifest, "files": files})
+
+        def remove() -> list[str]:
+            if rank() != 0:
+                return []
+            config = self.config
+            return prune(self.run_folder, config.keep_last, config.keep_best, self.metric, self.higher_is_better, folder)[1]
+
+        try:
+            self._together(start, folder)
+            files = {name: about for part in self._together(write, folder) for name, about in part.items()}
+            self._together(finish, folder)
+        except (UserError, RuntimeError):
+            if rank() == 0:
+                shutil.rmtree(unfinished, ignore_errors=True)  # a full disk has room again
+            raise
+        save.num_bytes = sum(about["bytes"] for about in files.values())
+        save.remarks = self._together(remove, folder)[0]
+
+    def _together(self, work: Callable[[], Any], folder: Path) -> list[Any]:
+        """`work` of every rank; where it fails on any, all fail with the first one's sentence.
+
+        Raises:
+            UserError: a file system refuses.
+            RuntimeError: anything else.
+        """
+        result, failure, error = None, None, None
+        try:
+            result = work()
+        except Exception as e:  # whatever it is: a rank that left here would let the others wait
+            error = e
+            refuses = isinstance(e, OSError | SafetensorError | CheckpointException)
+            failure = (UserError if refuses else RuntimeError, " ".join(str(e).split())[:300] or type(e).__name__)
+        gathered = gather_objects((result, failure), self.group)
+        if first := next((failure for _, failure in gathered if failure is not None), None):
+            kind, sentence = first
+            raise kind(f"checkpoint {folder} could not be written: {sentence}") from error
+        return [result for result, _ in gathered]
+
+    def _manifest(self, state: TrainState) -> dict[str, Any]:
+        """All of it but the files."""
+        return {
+            "step": state.step,
+            "world_size": world_size(),
+            "versions": {"toolkit": __version__, "torch": torch.__version__},
+            "identity": asdict(self.identity),
+            "state": state.in_manifest(),
+            "metrics": dict(state.metrics),
+        }
