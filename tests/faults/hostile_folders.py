@@ -1,0 +1,144 @@
+"""Model and adapter folders that somebody has put code, pickles or foreign names into."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from tests.faults.hostile_checkpoints import Attack
+
+
+def set_keys(file: Path, **values: Any) -> None:
+    settings = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(settings | values))
+
+
+def write_code(folder: Path, canary: Path) -> str:
+    """A module that makes the canary when it is imported; returns its name."""
+    source = f"import os\nos.mkdir({str(canary)!r})\n"
+    classes = "Config", "Model", "Tokenizer"
+    (folder / "hostile.py").write_text(source + "".join(f"class {name}:\n    pass\n" for name in classes))
+    return "hostile"
+
+
+def split_weights(folder: Path, shard: str) -> None:
+    """An index in place of `model.safetensors`, whose one shard has the name given and exists if it is relative."""
+    weights = folder / "model.safetensors"
+    with safe_open(weights, "pt") as file:
+        names = list(file.keys())
+    weights.rename(folder / shard)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, shard)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def with_shard_above(folder: Path, canary: Path) -> None:
+    split_weights(folder, "../shard.safetensors")
+
+
+def with_absolute_shard(folder: Path, canary: Path) -> None:
+    split_weights(folder, str(folder.parent / "shard.safetensors"))
+
+
+def with_pickled_shard(folder: Path, canary: Path) -> None:
+    split_weights(folder, "shard.bin")
+    (folder / "shard.bin").write_bytes(pickle.dumps(Attack(canary)))
+
+
+def with_pickle_alone(folder: Path, canary: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Attack(canary)))
+
+
+def with_named_pickle(folder: Path, canary: Path) -> None:
+    with_pickle_alone(folder, canary)
+    (folder / "pytorch_model.bin").rename(folder / "adapter_model.bin")
+    set_keys(folder / "config.json", transformers_weights="adapter_model.bin")
+
+
+def with_adapter(folder: Path, canary: Path) -> None:
+    set_keys(folder / "adapter_config.json", peft_type="LORA", base_model_name_or_path="elsewhere")
+    (folder / "adapter_model.bin").write_bytes(pickle.dumps(Attack(canary)))
+
+
+def as_pickled_adapter(folder: Path, canary: Path) -> None:
+    (folder / "config.json").unlink()
+    with_adapter(folder, canary)
+
+
+def with_hub_attention(folder: Path, canary: Path) -> None:
+    set_keys(folder / "config.json", attn_implementation="hostile/kernel")
+
+
+def with_unknown_model_code(folder: Path, canary: Path) -> None:
+    module = write_code(folder, canary)
+    auto_map = {"AutoConfig": f"{module}.Config", "AutoModelForSeq2SeqLM": f"{module}.Model"}
+    set_keys(folder / "config.json", model_type="hostile", auto_map=auto_map, trust_remote_code=True)
+
+
+def fill_with_code(folder: Path, canary: Path) -> None:
+    """Everything that some loader of transformers knows to run, beside a model that it knows itself."""
+    module = write_code(folder, canary)
+    model = {"AutoConfig": f"{module}.Config", "AutoModelForSeq2SeqLM": f"{module}.Model"}
+    set_keys(folder / "config.json", auto_map=model, trust_remote_code=True)
+    tokenizer = {"AutoTokenizer": [None, f"{module}.Tokenizer"]}
+    set_keys(folder / "tokenizer_config.json", auto_map=tokenizer, trust_remote_code=True)
+    set_keys(folder / "generation_config.json", trust_remote_code=True, custom_generate=str(folder))
+    (folder / "custom_generate").mkdir()
+    shutil.copy(folder / "hostile.py", folder / "custom_generate/generate.py")
+    for name in ("training_args.bin", "pytorch_model.bin", "adapter_model.bin", "optimizer.pt", "tokenizer.pkl", "vocab.pkl"):
+        (folder / name).write_bytes(pickle.dumps(Attack(canary)))
+
+
+MODEL, START = "--model.name_or_path {other}", "--model.from_scratch true --model.init_from {other}"
+INDEX = "the model.safetensors.index.json of "
+NOT_BESIDE = "in its weight_map, and only safetensors files of the same folder are read: save the model again …"
+NO_WEIGHTS = "model {other} has no loadable safetensors weights (…): give a folder with them, or model.from_scratch true …"
+ADAPTER = "--model.from_scratch false --adapter.method lora --adapter.name_or_path {other}"
+FOLDERS: dict[str, tuple[Callable[[Path, Path], None], str, str]] = {
+    "shard above": (with_shard_above, MODEL, INDEX + f"model.name_or_path {{other}} names '../shard.safetensors' {NOT_BESIDE}"),
+    "absolute shard": (
+        with_absolute_shard,
+        MODEL,
+        INDEX + f"model.name_or_path {{other}} names '/…/shard.safetensors' {NOT_BESIDE}",
+    ),
+    "pickled shard": (with_pickled_shard, MODEL, INDEX + f"model.name_or_path {{other}} names 'shard.bin' {NOT_BESIDE}"),
+    "shard above, to start from": (
+        with_shard_above,
+        START,
+        INDEX + f"model.init_from {{other}} names '../shard.safetensors' {NOT_BESIDE}",
+    ),
+    "pickle alone": (with_pickle_alone, MODEL, NO_WEIGHTS),
+    "pickle alone, to start from": (
+        with_pickle_alone,
+        START,
+        "model.init_from {other} has no loadable safetensors weights (…)",
+    ),
+    "pickle that the config names": (
+        with_named_pickle,
+        MODEL,
+        "the config.json of {other} names 'adapter_model.bin' as its weights (transformers_weights), and only …",
+    ),
+    "adapter in the model's folder": (
+        with_adapter,
+        MODEL,
+        "model.name_or_path {other} has an adapter_config.json beside its config.json: give a folder with the model alone, …",
+    ),
+    "pickled adapter": (
+        as_pickled_adapter,
+        ADAPTER,
+        "adapter.name_or_path {other} has no adapter_model.safetensors (pickled .bin weights are not loaded): give the folder …",
+    ),
+    "attention of the hub": (
+        with_hub_attention,
+        MODEL,
+        "the config.json of {other} names the attention hostile/kernel, which is code of the hub: set …",
+    ),
+    "model of unknown code": (with_unknown_model_code, MODEL, "model.name_or_path {other} could not be read (…): give …"),
+}
+"""What is done to a copy `{other}` of an exported model, given the canary too, the flags and the sentence."""

@@ -1,0 +1,188 @@
+"""A run that hangs ends: every rank shows its stacks and exits with code 124, and the one that did not arrive is named."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.small_run import write_inputs
+from tests.faults.hanging_ranks import WAYS
+from tests.faults.sleepy_recipe import PLACES, STEP
+from tests.launch import REPOSITORY, LaunchResult, Running, start
+from toolkit.errors import EXIT_HANG
+from toolkit.watchdog import hang_file
+
+SCRIPT = REPOSITORY / "tests" / "faults" / "hanging_ranks.py"
+TIMEOUT_S = 2
+"""Of the watchdog."""
+END_S = 60.0
+"""Until when a run must have ended."""
+
+
+def hang(way: str, folder: Path, *, preset: str = "fsdp2_cpu") -> Running:
+    """Start ranks that hang."""
+    return start(SCRIPT, [way, str(folder), str(TIMEOUT_S)], preset=preset)
+
+
+def told(stderr: str) -> list[str]:
+    """The sentences of all ranks."""
+    return [line for line in stderr.splitlines() if line.startswith("error: ")]
+
+
+def check_hang(result: LaunchResult, folder: Path, sentence: str, timeout_s: float = TIMEOUT_S) -> None:
+    """Both ranks said the sentence (`…` stands for anything) and left their stacks."""
+    assert result.returncodes == [EXIT_HANG] * 2, result.stderr[-3000:]
+    start, end = f"error: no progress for {timeout_s} s (run.timeout_s): ", f". Stacks are in {folder}/hang-rank-*.txt."
+    pattern = ".+".join(re.escape(part) for part in f"{start}{sentence}{end}".split("…"))
+    sentences = told(result.stderr)
+    assert len(sentences) == 2 and sentences[0] == sentences[1]
+    assert re.fullmatch(pattern, sentences[0]), f"{sentences[0]}\nis not\n{start}{sentence}{end}"
+    for rank in range(2):
+        text = hang_file(folder, rank).read_text()
+        assert sentences[0] in text and "most recent call first" in text
+
+
+@pytest.mark.parametrize(
+    ("way", "sentence", "sleeper"),
+    [
+        (
+            "sleep_in_compute",
+            "rank 1 did not arrive: in step 4, forward and backward, for … s, at hanging_ranks.py:… in sleepy_compute",
+            1,
+        ),
+        (
+            "sleep_before_new_group",
+            "rank 1 did not arrive: in step 1, start, for … s, at hanging_ranks.py:… in sleepy_compute",
+            1,
+        ),
+        (
+            "sleep_in_fsdp_forward",
+            "rank 0 did not arrive: in step 3, forward and backward, for … s, at hanging_ranks.py:… in sleepy_compute",
+            0,
+        ),
+        (
+            "wait_for_each_other",
+            "ranks 0 and 1 stopped moving, none behind the others: in step 7, evaluation, for … s, at …",
+            None,
+        ),
+    ],
+    ids=["sleep_in_compute", "sleep_before_new_group", "sleep_in_fsdp_forward", "wait_for_each_other"],
+)
+def test_a_rank_that_does_not_arrive(way: str, sentence: str, sleeper: int | None, tmp_path: Path) -> None:
+    with hang(way, tmp_path) as running:
+        result = running.wait(END_S)
+    check_hang(result, tmp_path, sentence)
+    for rank in range(2):  # the stacks of both, in the files and on stderr: who sleeps and who waits
+        assert ("in sleepy_compute" in hang_file(tmp_path, rank).read_text().split("\n", 2)[2]) == (rank == sleeper)
+    assert result.stderr.count("in _end") == 2
+
+
+@pytest.mark.parametrize(
+    ("stopped", "sentence"),
+    [
+        (1, "rank 1 did not arrive: no answer, last heard of in step 2, saving"),
+        # Without torch elastic, rank 0 is the store's host: nobody can be asked.
+        (0, "rank 1 stopped moving: in step 2, saving, for"),
+    ],
+    ids=["rank_1", "rank_0"],
+)
+def test_a_stopped_rank(stopped: int, sentence: str, tmp_path: Path) -> None:
+    other = 1 - stopped
+    with hang(f"stop_rank_{stopped}", tmp_path) as running:
+        wait_until(lambda: not is_alive(running.pids[other]), running)
+        os.kill(running.pids[stopped], signal.SIGKILL)
+        result = running.wait(END_S)
+    assert result.returncodes[other] == EXIT_HANG and result.returncodes[stopped] == -signal.SIGKILL
+    (told_once,) = told(result.stderr)
+    assert sentence in told_once
+    assert ("cannot be asked" in told_once) == (stopped == 0)
+    assert hang_file(tmp_path, other).exists() and not hang_file(tmp_path, stopped).exists()
+
+
+def test_one_process_hangs_alone(tmp_path: Path) -> None:
+    with hang("hang_alone", tmp_path, preset="single") as running:
+        result = running.wait(END_S)
+    assert result.returncodes == [EXIT_HANG]
+    assert "rank 0 stopped moving: in step 5, update, for" in told(result.stderr)[0]
+    assert "sleepy_compute" in hang_file(tmp_path, 0).read_text()
+
+
+@pytest.mark.parametrize(
+    ("way", "preset"), [("be_slow", "fsdp2_cpu"), ("leave_while_peer_is_busy", "fsdp2_cpu"), ("be_suspended", "single")]
+)
+def test_no_hang(way: str, preset: str, tmp_path: Path) -> None:
+    """A rank that others wait for but that moves; ranks that leave one by one; a job that is suspended and goes on."""
+    with hang(way, tmp_path, preset=preset) as running:
+        result = running.wait(END_S)
+    assert not any(result.returncodes), result.stderr[-3000:]
+    assert result.stdout.count("came to the end") == len(result.returncodes)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_rank_shows_its_stacks_under_the_real_launcher(tmp_path: Path) -> None:
+    """It ends the other ranks a tenth of a second after one has ended."""
+    preset = REPOSITORY / "accelerate_configs" / "ddp_cpu.yaml"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(preset), str(SCRIPT)]
+    command += ["sleep_in_compute", str(tmp_path), str(TIMEOUT_S)]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=100)
+    assert done.returncode != 0
+    assert f"exitcode  : {EXIT_HANG}" in done.stderr, done.stderr[-3000:]
+    assert len([line for line in told(done.stderr) if "rank 1 did not arrive: in step 4" in line]) == 2, done.stderr[-3000:]
+    assert all("most recent call first" in hang_file(tmp_path, rank).read_text() for rank in range(2))
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's config and rows."""
+    folder = tmp_path_factory.mktemp("hangs")
+    write_inputs(folder)
+    return folder
+
+
+@pytest.mark.parametrize("phase", list(PLACES))
+def test_a_recipe_whose_rank_sleeps(phase: str, inputs: Path) -> None:
+    name = phase.replace(" ", "_")
+    flags = [
+        "--model.name_or_path", str(inputs / "model"), "--model.from_scratch", "true",
+        "--data.source", "jsonl", "--data.files", str(inputs / "rows.jsonl"), "--data.cache_dir", str(inputs / "cache"),
+        "--data.eval_fraction", "0.1", "--train.max_steps", "5", "--train.global_batch_size_rows", "16",
+        "--eval.at_start", "false", "--eval.every_steps", "3", "--eval.max_new_tokens", "4", "--checkpoint.every_steps", "3",
+        "--run.output_dir", str(inputs / "runs"), "--run.name", name, "--run.timeout_s", "5",
+    ]  # fmt: skip
+    script = REPOSITORY / "tests" / "faults" / "sleepy_recipe.py"
+    with start(script, [phase, "t5", *flags], preset="fsdp2_cpu", overrides={"mixed_precision": "no"}) as running:
+        result = running.wait(2 * END_S)
+    # The thread that writes a checkpoint sleeps while training goes on, up to the save at the end.
+    step = 5 if phase == "saving" else STEP
+    check_hang(result, inputs / "runs" / name, f"rank 1 did not arrive: in step {step}, {phase}, for … s, at …", timeout_s=5)
+    assert "sleepy_recipe.py" in hang_file(inputs / "runs" / name, 1).read_text()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs or is stopped; not where it has ended and nobody has asked how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], running: Running) -> None:
+    """Wait for it; AssertionError after `END_S`."""
+    deadline = time.monotonic() + END_S
+    while not condition():
+        assert time.monotonic() < deadline, running.last_words()
+        time.sleep(0.1)
+
+
+def test_every_way_to_hang_is_tested() -> None:
+    """The ways of hanging_ranks.py are those of this file."""
+    text = Path(__file__).read_text()
+    assert [way for way in WAYS if f'"{way}"' not in text and not way.startswith("stop_rank_")] == []

@@ -1,0 +1,150 @@
+"""What a run reads is data, not code; names stay in their folders; secrets stay out of what a run writes.
+
+Each case is a run of 2 real ranks that finds something hostile. The good outcome: one sentence, exit code 2 on every rank, and
+the canary, a folder that the hostile code would make, is not there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from transformers import T5Config
+
+from tests.faults.hostile_checkpoints import CHECKPOINTS, make_the_manifest_match, run_by_manifest
+from tests.faults.hostile_folders import FOLDERS, fill_with_code, with_unknown_model_code
+from tests.launch import LaunchResult, launch
+from tests.recipes.bad_input import TIMEOUT_S, Case, check, contents
+from tests.recipes.bad_input_cases import ROWS
+from tests.recipes.runs import RECIPE
+from tests.recipes.test_bad_input import WORKING_RUN
+from toolkit.config_sections import ModelConfig
+from toolkit.errors import UserError
+from toolkit.model_config import WEIGHTS_INDEX, load_model_config
+
+SECRETS = {
+    name: f"planted-{name.lower().replace('_', '-')}-4711"
+    for name in (
+        "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "COMET_API_KEY", "CLEARML_API_SECRET_KEY",
+        "MLFLOW_TRACKING_PASSWORD", "SWANLAB_API_KEY", "AWS_SECRET_ACCESS_KEY",
+    )
+}  # fmt: skip
+STEP = Path("checkpoints/step-00000002")
+FROM_SCRATCH = "--model.from_scratch true"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LaunchResult]:
+    """A folder with a run of two steps that had secrets in its environment; and how it went."""
+    here = tmp_path_factory.mktemp("secure")
+    WORKING_RUN.write(here, {"rows.jsonl": ROWS})
+    with patch.dict(os.environ, SECRETS):
+        result = WORKING_RUN.launch(here, Case(flags=f"{FROM_SCRATCH} --log_row_ids true", sentence=""))
+    assert result.returncodes == [0, 0], result.stderr[-3000:]
+    return here, result
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_hostile_checkpoint_is_refused(finished: tuple[Path, LaunchResult], tmp_path: Path, name: str) -> None:
+    here, canary = finished[0], tmp_path / "canary"
+    run = shutil.copytree(here / "runs/run", here / "runs" / name.replace(" ", "_"))
+    tamper, sentence = CHECKPOINTS[name]
+    tamper(run / STEP, canary)
+    if tamper is not run_by_manifest:
+        make_the_manifest_match(run / STEP)
+    flags = f"{FROM_SCRATCH} --train.max_steps 3 --run.name {run.name}"
+    result = WORKING_RUN.launch(here, Case(flags=flags, sentence=""))
+    assert not canary.exists()
+    check(here, Case(sentence=sentence.replace("{run}", str(run))), result)
+    assert not list((run / "checkpoints").glob("step-00000003*"))
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_hostile_model_folder_is_refused(finished: tuple[Path, LaunchResult], tmp_path: Path, name: str) -> None:
+    here, canary = finished[0], tmp_path / "canary"
+    other = shutil.copytree(here / "runs/run/export", tmp_path / "other")
+    prepare, flags, sentence = FOLDERS[name]
+    prepare(other, canary)
+    result = WORKING_RUN.launch(here, Case(flags=f"--run.name refused {flags.replace('{other}', str(other))}", sentence=""))
+    assert not canary.exists()
+    check(here, Case(sentence=sentence.replace("{other}", str(other))), result)
+
+
+def test_the_index_of_a_hub_model_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would find a shard `../x` from the hub's cache, if there is such a file."""
+    index = tmp_path / WEIGHTS_INDEX
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {"shared.weight": "../x.safetensors"}}))
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *_, **__: T5Config())
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda name, file, revision: str(tmp_path / file))
+    with pytest.raises(UserError, match="of model.name_or_path someone/t5 names '../x.safetensors' in its weight_map"):
+        load_model_config(ModelConfig(name_or_path="someone/t5"), "AutoModelForSeq2SeqLM")
+
+
+def test_code_and_pickles_beside_a_model_that_needs_none_are_not_run(finished: tuple[Path, LaunchResult], tmp_path: Path) -> None:
+    here, canary = finished[0], tmp_path / "canary"
+    other = shutil.copytree(here / "runs/run/export", tmp_path / "other")
+    fill_with_code(other, canary)
+    result = WORKING_RUN.launch(here, Case(flags=f"--run.name harmless --model.name_or_path {other}", sentence=""))
+    assert result.returncodes == [0, 0], result.stderr[-3000:]
+    assert not canary.exists()
+
+
+def test_the_code_would_run_where_it_is_trusted(finished: tuple[Path, LaunchResult], tmp_path: Path) -> None:
+    """Or the other tests would prove nothing."""
+    here, canary = finished[0], tmp_path / "canary"
+    other = shutil.copytree(here / "runs/run/export", tmp_path / "other")
+    with_unknown_model_code(other, canary)
+    flags = f"--run.name trusted --model.name_or_path {other} --model.trust_remote_code true"
+    with patch.dict(os.environ, {"HF_MODULES_CACHE": str(tmp_path / "modules")}):
+        result = WORKING_RUN.launch(here, Case(flags=flags, sentence=""))
+    assert any(result.returncodes) and canary.is_dir(), result.stderr[-3000:]
+
+
+@pytest.mark.parametrize("name", ["../x", "{here}/x", "a/../../b", "..", "linked"])
+def test_a_run_name_stays_in_its_folder(finished: tuple[Path, LaunchResult], tmp_path: Path, name: str) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "runs/linked").symlink_to(tmp_path / "elsewhere")
+    result = WORKING_RUN.launch(tmp_path, Case(flags=f"{FROM_SCRATCH} --run.name {name}", sentence=""))
+    sentence = f"run.name '{name}' is not a plain folder name: take one without slashes"
+    if name == "linked":
+        sentence = "run.name linked leads to {here}/elsewhere, out of run.output_dir {here}/runs: give that place as …"
+    check(tmp_path, Case(sentence=sentence), result)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.json", "elsewhere", "linked", "model", "runs"]
+
+
+def test_yaml_makes_no_objects(tmp_path: Path) -> None:
+    canary, config = tmp_path / "canary", tmp_path / "run.yaml"
+    config.write_text(f"model:\n  name_or_path: !!python/object/apply:os.mkdir ['{canary}']\ndata:\n  source: docstrings\n")
+    result = launch(RECIPE, ["--config", str(config)], preset="fsdp2_cpu", timeout_s=TIMEOUT_S)
+    assert not canary.exists()
+    sentence = "Problems parsing config: could not determine a constructor for the tag 'tag:yaml.org,2002:python/object/…"
+    check(tmp_path, Case(sentence=sentence), result)
+
+
+def test_secrets_of_the_environment_are_not_written_or_told(finished: tuple[Path, LaunchResult]) -> None:
+    here, result = finished
+    with patch.dict(os.environ, SECRETS):
+        refused = WORKING_RUN.launch(here, Case(flags=f"{FROM_SCRATCH} --optim.lr 0.5", sentence=""))
+        (here / "runs/crashed/metrics.jsonl").mkdir(parents=True)
+        crashed = WORKING_RUN.launch(here, Case(flags=f"{FROM_SCRATCH} --run.name crashed", sentence=""))
+    assert refused.returncodes == [2, 2] and all(crashed.returncodes)
+    told = "".join(r.stdout + r.stderr for r in (result, refused, crashed)).encode()
+    written = {path: path.read_bytes() for path in (here / "runs/run").rglob("*") if path.is_file()}
+    written |= {path: path.read_bytes() for path in (here / "cache").rglob("*") if path.is_file()}
+    assert len(written) > 20 and any(b"t5" in content for content in written.values())
+    for secret in SECRETS.values():
+        assert secret.encode() not in told
+        assert [path for path, content in written.items() if secret.encode() in content] == []
+
+
+@pytest.mark.parametrize("url", ["https://me:hunter2@host/rows.jsonl", "https://hunter2@host/rows.jsonl"])
+def test_a_secret_in_the_config_is_refused_and_not_told(tmp_path: Path, url: str) -> None:
+    result = WORKING_RUN.launch(tmp_path, Case(flags=f"{FROM_SCRATCH} --data.files {url}", sentence=""))
+    check(tmp_path, Case(sentence="data.files holds a URL with a password or token, which would be written …"), result)
+    assert "hunter2" not in result.stdout + result.stderr
+    assert list(contents(tmp_path)) == [str(tmp_path / "model/config.json")]
