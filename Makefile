@@ -1,11 +1,11 @@
-# Commands on a fresh machine: `make t5`, `make llm` and `make test`. Everything is installed into $(VENV).
+# Commands on a fresh machine: `make t5`, `make llm`, `make test` and `make test-faults`. Everything is installed into $(VENV).
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs/fsdp2_cpu.yaml
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: t5 llm test check clean
+.PHONY: t5 llm test test-faults soak check clean
 
 t5: $(VENV)/.installed
 	$(LAUNCH) recipes/t5.py --config recipes/configs/t5_docstrings.yaml
@@ -19,7 +19,15 @@ llm: $(VENV)/.installed
 	$(BIN)/python -m toolkit results runs/llm_stdlib runs/llm_docstrings runs/llm_docstrings_merged
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --ignore=tests/faults
+
+# Kills, damaged files, full disks, signals, bad numbers, hangs, other process counts: 2 real processes each.
+test-faults: $(VENV)/.installed-test
+	$(BIN)/python -m pytest tests/faults
+
+# 100 kills at random moments of one run, which must come out as if there had been none. Not in CI.
+soak: $(VENV)/.installed-test
+	$(BIN)/python -m tests.faults.soak
 
 check: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -150,7 +150,7 @@ def resume(
         return TrainState()
     state = checkpoint.load_checkpoint(begun.resume_from, sharded, optimizer, identity)
     print_rank0(f"resuming from {begun.resume_from}, after step {state.step}")
-    metrics.truncate_after(state.step)
+    metrics.truncate_after(state.step, evaluation_due=state.evaluation_due)
     return state
 
 

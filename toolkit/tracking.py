@@ -61,14 +61,21 @@ class MetricsLog:
         except OSError as error:
             self.error = UserError(f"{self.path} cannot be written ({error.strerror}): mend that, and run the same command again")
 
-    def truncate_after(self, step: int) -> None:
+    def truncate_after(self, step: int, *, evaluation_due: bool = False) -> None:
         """Drop the lines of later steps, here and in every rank's `rows-<rank>.jsonl`: the run goes on after `step` and writes
         them again. Each file whole or not at all. Collective: no rank goes on before.
+
+        Args:
+            evaluation_due: the run goes on with the evaluation at `step`; a line of it, from a run between, goes too.
         """
+
+        def stays(line: dict[str, Any]) -> bool:
+            return line["step"] < step or (line["step"] == step and not (evaluation_due and line.get("kind") == "eval"))
+
         if self._file is not None:
             self._file.close()
             for path in (self.path, *self.path.parent.glob("rows-*.jsonl")):
-                _keep_lines(path, lambda line: line["step"] <= step)
+                _keep_lines(path, stays)
             self._file = self.path.open("ab", buffering=0)
         barrier()
 

@@ -232,3 +232,27 @@ def test_a_run_is_named_where_the_tracker_has_a_name_for_it():
     assert calls == []
     start_trackers(RecordingAccelerator(), TrackingConfig(log_with=["wandb", "tensorboard"]), "run", {})
     assert calls == [("toolkit", {}, {"wandb": {"name": "run"}})]
+
+
+def test_an_evaluation_that_is_still_due_has_one_line(tmp_path):
+    """Stopped in the evaluation at step 2, it was done by a run that was killed before its next checkpoint."""
+    log = MetricsLog(tmp_path / "metrics.jsonl", is_writer=True)
+    for kind, step in (("eval", 1), ("train", 2), ("eval", 2), ("train", 3)):
+        log.write(kind, step)
+    log.truncate_after(2, evaluation_due=True)
+    assert [(line["kind"], line["step"]) for line in load_metrics(log.path)] == [("eval", 1), ("train", 2)]
+
+
+def test_a_full_disk_is_remembered_and_nothing_torn_is_read(tmp_path, monkeypatch):
+    log = MetricsLog(tmp_path / "metrics.jsonl", is_writer=True)
+    log.write("train", 1)
+
+    class AlmostFull:
+        def write(self, text: bytes) -> int:
+            return (tmp_path / "metrics.jsonl").open("ab").write(text[:7])
+
+    monkeypatch.setattr(log, "_file", AlmostFull())
+    log.write("train", 2)
+    log.write("train", 3)
+    assert "metrics.jsonl cannot be written (No space left on device)" in str(log.error)
+    assert [line["step"] for line in load_metrics(log.path)] == [1]
