@@ -33,6 +33,9 @@ from toolkit.sharding import ShardedModel
 from toolkit.tensor_files import Tensors, save_tensors
 from toolkit.train_state import Identity, TrainState, state_tensors
 
+PATIENCE_S = 10.0
+"""How long a rank that fails alone waits for its save under way; gloo notices a dead peer at once."""
+
 
 @dataclass
 class Save:
@@ -84,9 +87,12 @@ class CheckpointWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Let a save that is under way come to its end where all ranks leave together; elsewhere a peer may be gone."""
-        if self.thread is not None and isinstance(error, UserError | Stopped):
-            self.thread.join()
+        """Let a save that is under way come to its end: without limit where all ranks leave together, elsewhere a peer may be gone.
+
+        A thread that still runs at the interpreter's end would abort the process, and the root cause be told as SIGABRT.
+        """
+        if self.thread is not None:
+            self.thread.join(None if isinstance(error, UserError | Stopped) else PATIENCE_S)
         self.copier.close()
 
     @property
