@@ -87,7 +87,7 @@ class CheckpointWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Let a save that is under way come to its end: without limit where all ranks leave together, elsewhere a peer may be gone.
+        """Let a save under way come to its end: without limit where all ranks leave together, else a peer may be gone.
 
         A thread that still runs at the interpreter's end would abort the process, and the root cause be told as SIGABRT.
         """
