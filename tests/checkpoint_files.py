@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit.checkpoint_folders import checkpoints_folder, step_folder
 from toolkit.manifest import commit, describe_files, prune
-from toolkit.manifest_format import MANIFEST
+from toolkit.manifest_format import MANIFEST, seal
 
 
 def make_checkpoint(run: Path, step: int, loss: float | None = None) -> Path:
@@ -43,7 +43,7 @@ def manifest_of(step: int, loss: float | None, unfinished: Path) -> dict[str, An
 def change_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     manifest = json.loads((folder / MANIFEST).read_text())
     change(manifest)
-    (folder / MANIFEST).write_text(json.dumps(manifest))
+    (folder / MANIFEST).write_text(json.dumps(seal(manifest)))
 
 
 def prune_to(run: Path, just_written: Path, keep_last: int = 1, keep_best: int = 0) -> tuple[list[Path], list[str]]:

@@ -148,11 +148,24 @@ class _SignalInEvaluation(Exception):
 
 def _stop(session: Session, signal_name: str) -> NoReturn:
     """Save the last step done and end. Collective."""
-    state = session.state
-    place = "before the first step"
-    if state.step > 0:
+    if session.state.step > 0:
         _save(session, wait=True)
-        place = f"after step {state.step}, with a checkpoint: the same command goes on from there"
+    _end(session, signal_name)
+
+
+def stop_after_end(session: Session) -> None:
+    """End before the export where a signal came too late for a step boundary. Collective.
+
+    Raises:
+        Stopped: on every rank.
+    """
+    if signal_name := session.stops.agree_now().signal_name:
+        _end(session, signal_name)
+
+
+def _end(session: Session, signal_name: str) -> NoReturn:
+    step = session.state.step
+    place = f"after step {step}, with a checkpoint: the same command goes on from there" if step else "before the first step"
     session.bar.close()
     session.bar.say(f"stopped by {signal_name} {place}")
     session.run.sharded.accelerator.end_training()

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch.distributed.checkpoint import CheckpointException
 
 from toolkit import __version__
 from toolkit.config_sections import CheckpointConfig
@@ -126,6 +125,7 @@ class CheckpointWriter:
             self.thread.start()
         else:
             self._write(snapshot, self.under_way)
+            self._raise_failure()
         self.under_way.blocking_s = time.perf_counter() - start_s
         return before
 
@@ -144,11 +144,14 @@ class CheckpointWriter:
         """
         if self.thread is not None:
             self.thread.join()
+        self._raise_failure()
+        return self.take_finished()
+
+    def _raise_failure(self) -> None:
         error = self.under_way.error if self.under_way else None
         if error is not None and not isinstance(error, UserError):
             raise error
         raise_together(error)
-        return self.take_finished()
 
     def _write(self, snapshot: _Snapshot, save: Save) -> None:
         """Body of the thread: whatever goes wrong is kept for the training thread."""
@@ -204,10 +207,11 @@ class CheckpointWriter:
         result, failure, error = None, None, None
         try:
             result = work()
-        except Exception as e:  # whatever it is: a rank that left here would let the others wait
+        except BaseException as e:  # whatever it is: a rank that left here would let the others wait
             error = e
-            refuses = isinstance(e, OSError | SafetensorError | CheckpointException)
-            failure = (UserError if refuses else RuntimeError, " ".join(str(e).split())[:300] or type(e).__name__)
+            text = " ".join(str(e).split())[:300]
+            refuses = isinstance(e, OSError | SafetensorError)
+            failure = (UserError, text) if refuses else (RuntimeError, f"{type(e).__name__}: {text}")
         gathered = gather_objects((result, failure), self.group)
         if first := next((failure for _, failure in gathered if failure is not None), None):
             kind, sentence = first

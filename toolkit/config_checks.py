@@ -31,6 +31,8 @@ def check_config(config: Any) -> None:
         raise UserError(f"eval.best_metric {evaluation.best_metric} needs eval.generate true")
     if config.export.weights == "best" and config.checkpoint.keep_best == 0:
         raise UserError("export.weights best needs checkpoint.keep_best of 1 or more")
+    if config.optim.skip_beyond_sigmas is not None and config.optim.skip_window_steps < 2:
+        raise UserError("optim.skip_window_steps is 1, and one step has no standard deviation: give 2 or more, as in 100")
     if Path(config.run.name).name != config.run.name or config.run.name in ("", ".", ".."):
         raise UserError(f"run.name {config.run.name!r} is not a plain folder name: take one without slashes")
 

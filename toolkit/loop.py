@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from toolkit.after_step import Run, Session, after_step, finish_writing, gains_no_more, is_due
+from toolkit.after_step import Run, Session, after_step, finish_writing, gains_no_more, is_due, stop_after_end
 from toolkit.checkpoint_writer import CheckpointWriter
 from toolkit.config import RecipeConfig
 from toolkit.data.collate import Batch, load_micro_batches
@@ -70,6 +70,7 @@ def train(config: RecipeConfig, run: Run, state: TrainState) -> TrainState:
         if not (state.evaluation_due and after_step(session)):
             _train_steps(session)
         finish_writing(session)
+        stop_after_end(session)
     bar.close()
     return state
 

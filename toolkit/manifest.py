@@ -26,7 +26,7 @@ from toolkit.checkpoint_folders import (
     step_folder,
 )
 from toolkit.errors import UserError
-from toolkit.manifest_format import FORMAT_VERSION, MANIFEST, read_manifest
+from toolkit.manifest_format import FORMAT_VERSION, MANIFEST, read_manifest, seal
 
 
 def check_files(folder: Path, manifest: dict[str, Any], hashes: bool = True) -> None:
@@ -154,7 +154,7 @@ def commit(unfinished: Path, folder: Path, manifest: dict[str, Any]) -> None:
     """
     path = unfinished / MANIFEST
     with path.open("w", encoding="utf-8") as file:
-        json.dump({"format_version": FORMAT_VERSION, **manifest}, file, indent=1)
+        json.dump(seal({"format_version": FORMAT_VERSION, **manifest}), file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     for subfolder in {p.parent for p in unfinished.rglob("*")} | {unfinished}:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{where} cannot be read ({error})") from None
     _check_kind(manifest, dict, f"{where} is")
     _check_version(manifest.get("format_version"), folder)
+    if manifest["format_version"] >= 3 and manifest.get("sha256") != seal(manifest)["sha256"]:
+        raise ValueError(f"{where} does not have the sha256 that it names: its content changed")
     fields = {"step": int, "world_size": int, "identity": dict, "state": dict, "metrics": dict, "files": dict}
     _check_fields(manifest, fields, f"{where}: ")
     _check_fields(manifest["identity"], {"config": dict, "data_fingerprint": str, "frozen_hashes": dict}, f"{where}: identity.")
@@ -45,6 +48,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if step_of_name(folder.name) is not None and folder.name != step_folder(Path(), manifest["step"]).name:
         raise ValueError(f"{where} is of step {manifest['step']}, which is not what the folder is named after")
     return manifest
+
+
+def seal(manifest: dict[str, Any]) -> dict[str, Any]:
+    """A manifest with the sha256 of all else that it says: a changed byte would be taken for the run's own words."""
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
+    return {**content, "sha256": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
 
 
 def _check_version(version: Any, folder: Path) -> None:

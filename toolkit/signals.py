@@ -11,13 +11,14 @@ from __future__ import annotations
 import signal
 import threading
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from toolkit.distributed import control_group
+from toolkit.errors import Stopped
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -45,9 +46,12 @@ class StopRequests:
             self.handlers = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, Stopped):
+            self._read()  # every rank has begun this exchange; left under way, it would abort the interpreter's end
         for number, handler in self.handlers.items():
-            signal.signal(number, handler)
+            # On the way out after a stop there is nothing left to save: one more signal would only spoil the exit code.
+            signal.signal(number, signal.SIG_IGN if isinstance(error, Stopped) else handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.noted = number  # a second signal changes nothing but the name
@@ -60,6 +64,12 @@ class StopRequests:
         work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group, async_op=True) if group else None
         self.pending = (work, values)
         return before
+
+    def agree_now(self) -> Agreement:
+        """What ranks have noted up to now, and the end of the exchange: nothing is left under way. Collective."""
+        self.agree()
+        last, self.pending = self._read(), None
+        return last
 
     def _read(self) -> Agreement:
         if self.pending is None:

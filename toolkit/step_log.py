@@ -71,7 +71,7 @@ class StepLog:
         synchronize(device)
         seconds = time.perf_counter() - self.start_s
         tokens_per_s = sum(f.step.num_tokens for f in self.pending) / seconds
-        too_many = False
+        too_many: UserError | None = None
         for f, (loss_sum, grad_norm, skipped) in zip(self.pending, read, strict=True):
             loss = loss_sum / f.step.num_label_tokens
             figures = {
@@ -88,12 +88,13 @@ class StepLog:
             }
             self.metrics.write("train", f.step.step, **figures)
             log_to_trackers(self.sharded.accelerator, {f"train/{name}": value for name, value in figures.items()}, f.step.step)
-            too_many |= self._count(f, loss, grad_norm, bool(skipped))
+            if self._count(f, loss, grad_norm, bool(skipped)) and too_many is None:
+                too_many = self._too_many()  # now: a later step may have been taken, and the count begun again
         self.bar.update(f.step.step, loss=loss, learning_rate=f.lr, tokens_per_s=tokens_per_s)
         self.pending.clear()
         self.restart_clock()
-        if too_many:
-            raise self._too_many()
+        if too_many is not None:
+            raise too_many
 
     def _count(self, f: StepFigures, loss: float, grad_norm: float, skipped: bool) -> bool:
         """Take a step into the history of skips; whether there were too many in a row. Collective where it was skipped."""

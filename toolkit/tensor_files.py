@@ -50,7 +50,10 @@ def save_tensors(tensors: Tensors, folder: Path, group: dist.ProcessGroup | None
         group: a gloo group over all ranks that no other thread uses meanwhile; None for one process.
     """
     writer = dcp.FileSystemWriter(folder, sync_files=True)
-    dcp.save(tensors, storage_writer=writer, process_group=group)
+    try:
+        dcp.save(tensors, storage_writer=writer, process_group=group)
+    except CheckpointException as error:  # a BaseException, whose text holds the tracebacks of all ranks
+        raise next(failure for failure, _ in error.failures.values()) from None
     names = [path.name for path in folder.glob(f"__{rank()}_*.distcp")]
     return [*names, ".metadata"] if rank() == 0 else names
 

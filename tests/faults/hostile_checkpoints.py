@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from toolkit.manifest_format import seal
+
 
 class Attack:
     """Whoever unpickles it makes a folder."""
@@ -80,7 +82,7 @@ def link_outside_unnamed(checkpoint: Path, canary: Path) -> None:
     link_outside(checkpoint, canary)
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     del manifest["files"]["state/__0_0.distcp"]
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    (checkpoint / "manifest.json").write_text(json.dumps(seal(manifest)))
 
 
 def put(checkpoint: Path, name: str, content: bytes, part: int = 0) -> None:
@@ -104,7 +106,7 @@ def make_the_manifest_match(checkpoint: Path) -> None:
     for name, about in manifest["files"].items():
         content = (checkpoint / name).read_bytes()
         about |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    (checkpoint / "manifest.json").write_text(json.dumps(seal(manifest)))
 
 
 LOADING = "checkpoint {run}/checkpoints/step-00000002 cannot be loaded: "

@@ -263,6 +263,10 @@ def test_missing_keys_are_named() -> None:
         (["--eval.best_metric=rougeL", "--eval.generate=false"], "eval.best_metric rougeL needs eval.generate true"),
         (["--eval.stop_after=2"], "eval.stop_after is 2, but only the end is evaluated: set eval.every_steps too"),
         (["--export.weights=best"], "export.weights best needs checkpoint.keep_best of 1 or more"),
+        (
+            ["--optim.skip_beyond_sigmas=6", "--optim.skip_window_steps=1"],
+            "optim.skip_window_steps is 1, and one step has no standard deviation: give 2 or more, as in 100",
+        ),
         (["--run.name=a/b"], "run.name 'a/b' is not a plain folder name: take one without slashes"),
         (["--run.name=.."], "run.name '..' is not a plain folder name: take one without slashes"),
     ],

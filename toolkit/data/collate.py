@@ -6,6 +6,7 @@ count.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -162,6 +163,7 @@ def load_micro_batches(
         sampler=micro_batches,  # type: ignore[arg-type]  # any iterable of keys will do
         batch_size=None,
         num_workers=num_workers,
+        worker_init_fn=_leave_signals_to_the_rank,
         pin_memory=pin_memory,
         collate_fn=_unchanged,  # type: ignore[arg-type]  # items are collated where they are read
     )
@@ -177,6 +179,12 @@ class _CollatedRows(torch.utils.data.Dataset):
     def __getitem__(self, micro_batch: MicroBatch) -> tuple[MicroBatch, Batch]:
         packs = [[self.rows[row] for row in pack] for pack in micro_batch.packs]
         return micro_batch, self.collator.collate(packs, counts=micro_batch.counts)
+
+
+def _leave_signals_to_the_rank(worker: int) -> None:
+    """A terminal signals the whole process group: workers have to live until their rank has come to a step boundary."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _unchanged(item: tuple[MicroBatch, Batch]) -> tuple[MicroBatch, Batch]:

@@ -1,0 +1,167 @@
+"""NaN, Inf and spikes on any rank: all ranks leave the update out, say so, and stop after too many in a row."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.faults.injected_runs import Fault, attempt_with, check_same, new_bench, read_manifest, run_with
+from tests.launch import GPU_PRESET_OVERRIDES_ON_CPU
+from tests.recipes.runs import FP32, Workbench
+from tests.recipes.test_resume import rows_by_place
+from toolkit.errors import EXIT_STOPPED, EXIT_USER_ERROR
+
+NUM_STEPS = 6
+CHANGES: dict[str, Any] = {
+    "model__dropout": 0.1,
+    "train__max_steps": NUM_STEPS,
+    "train__micro_batch_size_rows": 2,
+    "checkpoint__every_steps": 2,
+    "checkpoint__keep_last": 9,
+    "eval__generate": False,
+    "log_row_ids": True,
+    "optim__weight_decay": 0.1,
+}
+"""Two micro-batches a step on each of two processes."""
+FSDP1 = {"preset": "fsdp1_full_shard", "overrides": GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"] | FP32}
+BF16 = {"overrides": {"mixed_precision": "bf16"}}
+
+
+def bad_loss(value: str, *at: tuple[int, int, int]) -> Fault:
+    """At these (step, rank, micro-batch)."""
+    return "bad_loss", {"value": value, "at": at}
+
+
+def bad_gradient(value: str, *steps: int, rank: int) -> Fault:
+    return "bad_gradient", {"value": value, "steps": steps, "rank": rank}
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
+    return new_bench(tmp_path_factory, "bad-numbers")
+
+
+# Name: fault, skipped steps, preset.
+CASES: dict[str, tuple[Fault, list[int], dict[str, Any]]] = {
+    "fsdp2, loss": (bad_loss("nan", (3, 1, 0)), [3], {}),
+    "fsdp2, loss in the first step": (bad_loss("inf", (1, 0, 1)), [1], {}),
+    "fsdp2, gradient": (bad_gradient("nan", 1, 4, rank=1), [1, 4], {}),
+    "fsdp2, bf16, loss": (bad_loss("nan", (2, 0, 1)), [2], BF16),
+    "ddp, loss": (bad_loss("nan", (3, 1, 1)), [3], {"preset": "ddp_cpu"}),
+    "ddp, gradient of one replica": (bad_gradient("inf", 1, 2, rank=1), [1, 2], {"preset": "ddp_cpu"}),
+    "ddp, bf16, loss": (bad_loss("inf", (1, 1, 0)), [1], {"preset": "ddp_cpu", **BF16}),
+    "fsdp1, loss": (bad_loss("-inf", (3, 0, 0)), [3], FSDP1),
+    "fsdp1, gradient": (bad_gradient("nan", 1, rank=0), [1], FSDP1),
+    "single, loss": (bad_loss("nan", (1, 0, 1), (5, 0, 0)), [1, 5], {"preset": "single"}),
+    "single, gradient": (bad_gradient("inf", 3, rank=0), [3], {"preset": "single"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_update_is_left_out_on_all_ranks(bench: Workbench, case: str) -> None:
+    fault, skipped, settings = CASES[case]
+    name = case.replace(" ", "-").replace(",", "")
+    watch = ("watch_updates", {"file": str(bench.runs / f"{name}-updates")})
+    printed = run_with(bench, name, fault, watch, **CHANGES, **settings)
+    assert printed.count("update skipped on all ranks") == len(skipped), "told by one rank, once a step"
+
+    num_ranks = 1 if settings.get("preset") == "single" else 2
+    for rank in range(num_ranks):
+        updates = [json.loads(line) for line in (bench.runs / f"{name}-updates-{rank}.jsonl").read_text().splitlines()]
+        assert [update["step"] for update in updates] == list(range(1, NUM_STEPS + 1))
+        for update in updates:
+            taken = update["step"] - sum(step <= update["step"] for step in skipped)
+            assert update["counts"] == [taken], f"Adam's step count on rank {rank} after step {update['step']}"
+            if update["step"] in skipped:
+                assert update["changed"] == 0, f"step {update['step']} changed weights or moments of rank {rank}"
+            else:
+                assert update["changed"] > 0.9 * update["of"] > 0, "not watched"
+
+    lines = bench.lines(name, "skip")
+    assert [line["step"] for line in lines] == skipped
+    rows = rows_by_place(bench.runs / name)
+    for line in lines:
+        of_step = {key: ids for key, ids in rows.items() if key[1] == line["step"]}
+        if "loss" in case:
+            assert line["loss"] is None and line["loss_is"] in ("nan", "inf", "-inf")
+            at = [bad for bad in fault[1]["at"] if bad[0] == line["step"]]
+            bad_rows = [row for step, rank, micro_batch in at for row in of_step[f"rows-{rank:05d}", step, micro_batch]]
+        else:
+            assert line["loss"] is not None
+            bad_rows = [row for ids in of_step.values() for row in ids]
+        assert line["row_ids"] == sorted(bad_rows) != []
+    assert read_manifest(bench, name, NUM_STEPS)["state"]["skips"]["num_skipped"] == len(skipped)
+    rates = [line["learning_rate"] for line in bench.lines(name, "train")]
+    assert rates == pytest.approx([1e-3 * (NUM_STEPS - done) / NUM_STEPS for done in range(NUM_STEPS)])
+
+
+def stop_in(step: int) -> Fault:
+    """The run then ends after the step behind it."""
+    return "signal_in_phase", {"phase": "loading rows", "step": step, "ranks": [1], "signals": ["SIGTERM"]}
+
+
+# Name: faults, settings, steps that are skipped.
+GUARDED: dict[str, Any] = {"optim__skip_beyond_sigmas": 50, "optim__skip_window_steps": 2}
+SPIKE: Fault = ("spike", {"steps": [6], "factor": 1e6})
+RESUMED: dict[str, tuple[list[Fault], dict[str, Any], list[int]]] = {
+    "skips on both sides": ([bad_loss("nan", (3, 1, 0), (5, 0, 1))], {"log_every_steps": 4}, [3, 5]),
+    "skip in the last step": ([bad_loss("inf", (4, 0, 0))], {"preset": "ddp_cpu"}, [4]),
+    "spike after a window with a NaN in it": ([SPIKE, bad_loss("nan", (2, 1, 0))], GUARDED | {"log_every_steps": 2}, [2, 6]),
+    "spikes let through": ([SPIKE], {}, []),
+}
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_resume_behind_a_skip_is_exact(bench: Workbench, case: str) -> None:
+    """Weights, moments, curves, lines of skips, and what the guard remembers."""
+    faults, settings, skipped = RESUMED[case]
+    whole, stopped = f"{case.replace(' ', '-')}-whole", f"{case.replace(' ', '-')}-stopped"
+    changes = CHANGES | settings | {"train__max_steps": 8, "checkpoint__every_steps": 20}
+    run_with(bench, whole, *faults, **changes)
+    assert [line["step"] for line in bench.lines(whole, "skip")] == skipped
+    assert attempt_with(bench, stopped, *faults, stop_in(3), **changes).returncodes == [EXIT_STOPPED] * 2
+    assert bench.checkpoints(stopped) == ["step-00000004"]
+    assert "after step 4\n" in run_with(bench, stopped, *faults, **changes)
+    check_same(bench, stopped, whole, 8)
+    state = read_manifest(bench, stopped, 8)["state"]["skips"]
+    assert state["num_skipped"] == len(skipped)
+    assert state["num_grad_norms"] == (7 if "optim__skip_beyond_sigmas" in settings else 0)
+    assert all(isinstance(norm, float) for norm in state["grad_norms"]), "NaN has entered the window"
+
+
+TOO_MANY = {"optim__max_skipped_steps": 3}
+BAD_STEPS = bad_loss("nan", (2, 1, 0), (3, 0, 0), (4, 1, 1), (5, 0, 0), (6, 0, 0))
+
+
+@pytest.mark.parametrize("log_every_steps", [1, 4])
+def test_too_many_in_a_row_stop_the_run(bench: Workbench, log_every_steps: int) -> None:
+    name = f"too-many-{log_every_steps}"
+    result = attempt_with(bench, name, BAD_STEPS, **CHANGES, **TOO_MANY, log_every_steps=log_every_steps)
+    check_too_many(bench, name, result.returncodes, result.stderr, "up to step 4 ", [2, 3, 4])
+
+
+def test_too_many_in_a_row_stop_the_run_though_the_next_one_is_good(bench: Workbench) -> None:
+    fault = bad_loss("nan", (4, 1, 0), (5, 0, 0), (6, 1, 1))
+    rarely = {"train__max_steps": 8, "log_every_steps": 8, "checkpoint__every_steps": 8}  # read at step 3, and at the end
+    result = attempt_with(bench, "good-again", fault, **CHANGES | TOO_MANY | rarely)
+    check_too_many(bench, "good-again", result.returncodes, result.stderr, "up to step 6 ", [4, 5, 6])
+
+
+def test_too_many_in_a_row_are_counted_across_a_resume(bench: Workbench) -> None:
+    stopped = attempt_with(bench, "count", BAD_STEPS, stop_in(2), **CHANGES, **TOO_MANY)
+    assert stopped.returncodes == [EXIT_STOPPED] * 2
+    assert read_manifest(bench, "count", 3)["state"]["skips"]["num_in_a_row"] == 2
+    result = attempt_with(bench, "count", BAD_STEPS, **CHANGES, **TOO_MANY)
+    check_too_many(bench, "count", result.returncodes, result.stderr, "up to step 4 ", [4])
+
+
+def check_too_many(bench: Workbench, name: str, returncodes: list[int], stderr: str, where: str, steps: list[int]) -> None:
+    """Both ranks end as by a user's error, and one says in one sentence which steps, and which rows of them."""
+    assert returncodes == [EXIT_USER_ERROR] * 2, stderr[-6000:]
+    assert "Traceback" not in stderr, stderr[-6000:]
+    (sentence,) = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    assert sentence.startswith(f"error: 3 updates in a row were skipped, {where}(optim.max_skipped_steps)"), sentence
+    rows = sorted(row for line in bench.lines(name, "skip") if line["step"] in steps for row in line["row_ids"])
+    assert rows and f"{', '.join(map(str, steps))}: rows {', '.join(map(str, rows))}; " in sentence, (sentence, rows)

@@ -1,0 +1,158 @@
+"""What may change between a stop and the resume, and what is refused by its name."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.injected_runs import attempt_with, check_same, new_bench, run_with
+from tests.launch import LaunchResult
+from tests.model_folders import make_rows, save_jsonl
+from tests.recipes.runs import Workbench
+from tests.recipes.test_resume import curves, rows_by_step
+from toolkit.errors import EXIT_USER_ERROR
+
+CHANGES: dict[str, Any] = {
+    "model__dropout": 0.1,
+    "train__max_steps": 4,
+    "train__micro_batch_size_rows": 2,
+    "checkpoint__every_steps": 2,
+    "checkpoint__keep_last": 9,
+    "eval__generate": False,
+    "log_row_ids": True,
+    "optim__schedule": "constant",
+}
+LONGER = {"train__max_steps": 6}
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "learning rate": ({"optim__lr": 0.002}, "optim.lr is 0.002, but {checkpoint} was made with 0.001"),
+    "seed": ({"train__seed": 7}, "train.seed is 7, but {checkpoint} was made with 0"),
+    "global batch": (
+        {"train__global_batch_size_rows": 4},
+        "train.global_batch_size_rows is 4, but {checkpoint} was made with 8",
+    ),
+    "dropout": ({"model__dropout": 0.2}, "model.dropout is 0.2, but {checkpoint} was made with 0.1"),
+    "schedule": ({"optim__schedule": "linear"}, "optim.schedule is 'linear', but {checkpoint} was made with 'constant'"),
+    "guard": (
+        {"optim__skip_beyond_sigmas": 6},
+        "optim.skip_beyond_sigmas is 6.0, but {checkpoint} was made with None",
+    ),
+    "frozen": ({"model__freeze": ["encoder.*"]}, "model.freeze is ['encoder.*'], but {checkpoint} was made with []"),
+    "held-out rows": ({"data__eval_fraction": 0.2}, "data.eval_fraction is 0.2, but {checkpoint} was made with 0.1"),
+    "precision": (
+        {"overrides": {"mixed_precision": "bf16"}},
+        "mixed_precision is 'bf16', but {checkpoint} was made with 'no'",
+    ),
+    "data": ({"data__files": "other.jsonl"}, "the data is not what {checkpoint} was trained on"),
+    "one row of the data": ({"data__files": "edited.jsonl"}, "the data is not what {checkpoint} was trained on"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
+    """The runs of this file: `four` of 4 steps and `six` of 6, both finished."""
+    bench = new_bench(tmp_path_factory, "changed")
+    run_with(bench, "four", **CHANGES)
+    run_with(bench, "six", **CHANGES | LONGER)
+    save_jsonl(bench.runs / "other.jsonl", make_rows(60, seed=1))
+    rows = make_rows(60)
+    rows[17]["target"] += " alpha"
+    save_jsonl(bench.runs / "edited.jsonl", rows)
+    shutil.copy(bench.data / bench.rows, bench.runs / "moved.jsonl")
+    return bench
+
+
+def refused(bench: Workbench, name: str, **changes: Any) -> LaunchResult:
+    """A resume that must be refused; nothing of the run may have changed by it."""
+    before = snapshot(bench.runs / name)
+    result = attempt_with(bench, name, **changes)
+    assert set(result.returncodes) == {EXIT_USER_ERROR}, result.stderr[-6000:]
+    assert "Traceback" not in result.stderr
+    assert snapshot(bench.runs / name) == before
+    return result
+
+
+def snapshot(run: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(run)): path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_change_is_refused_by_name(bench: Workbench, what: str) -> None:
+    changes, sentence = REFUSED[what]
+    if file := changes.get("data__files"):
+        changes = {"data__files": bench.runs / file}
+    preset = "single" if what in ("seed", "dropout", "schedule", "guard", "frozen") else "fsdp2_cpu"  # a process is quicker
+    result = refused(bench, "four", preset=preset, **CHANGES | LONGER | changes)
+    checkpoint = bench.runs / "four" / "checkpoints" / "step-00000004"
+    (told,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert told.startswith(f"error: {sentence.format(checkpoint=checkpoint)}: set it back to resume"), told
+
+
+def test_steps_raised_after_the_end_go_on_from_the_last_checkpoint(bench: Workbench) -> None:
+    """The curve is that of a run which was to be so long from the start, as the schedule does not depend on it."""
+    shutil.copytree(bench.runs / "four", bench.runs / "raised")
+    printed = run_with(bench, "raised", **CHANGES | LONGER)
+    assert "step-00000004, after step 4\n" in printed
+    assert [curves(line) for line in bench.lines("raised", "train")] == [curves(line) for line in bench.lines("six", "train")]
+    assert rows_by_step(bench.runs / "raised") == rows_by_step(bench.runs / "six")
+    assert [line["step"] for line in bench.lines("raised", "eval")] == [4, 6]
+    assert bench.checkpoints("raised") == ["step-00000002", "step-00000004", "step-00000006"]
+    expected = {path.name: path.read_bytes() for path in (bench.runs / "six" / "checkpoints").glob("step-00000006/*/*.distcp")}
+    actual = {path.name: path.read_bytes() for path in (bench.runs / "raised" / "checkpoints").glob("step-00000006/*/*.distcp")}
+    assert actual == expected != {}
+
+
+def test_steps_lowered_below_the_last_checkpoint_leave_nothing_to_train(bench: Workbench) -> None:
+    before = (bench.runs / "four" / "metrics.jsonl").read_bytes()
+    printed = run_with(bench, "four", **CHANGES | {"train__max_steps": 3})
+    assert "nothing left to train: the run is complete at step 4\n" in printed
+    assert (bench.runs / "four" / "metrics.jsonl").read_bytes() == before
+    assert bench.checkpoints("four") == ["step-00000002", "step-00000004"]
+
+
+def test_what_is_no_part_of_the_training_may_change(bench: Workbench) -> None:
+    """All of it at once; the run is the same, bit for bit, in its last steps."""
+    shutil.copytree(bench.runs / "six", bench.runs / "free", ignore=shutil.ignore_patterns("step-00000004", "step-00000006"))
+    free = {
+        "data__files": bench.runs / "moved.jsonl",
+        "data__num_loader_workers": 2,
+        "data__cache_dir": bench.runs / "cache",
+        "log_every_steps": 2,
+        "eval__every_steps": 5,
+        "eval__batch_size_rows": 1,
+        "checkpoint__every_steps": 3,
+        "checkpoint__keep_last": 5,
+        "checkpoint__async_save": False,
+        "optim__max_skipped_steps": 9,
+        "run__timeout_s": 1000,
+    }
+    assert "step-00000002, after step 2\n" in run_with(bench, "free", **CHANGES | LONGER | free)
+    assert [curves(line) for line in bench.lines("free", "train")] == [curves(line) for line in bench.lines("six", "train")]
+    assert rows_by_step(bench.runs / "free") == rows_by_step(bench.runs / "six")
+    assert [line["step"] for line in bench.lines("free", "eval")] == [5, 6]
+    assert bench.checkpoints("free") == ["step-00000002", "step-00000003", "step-00000006"]
+    expected = {path.name: path.read_bytes() for path in (bench.runs / "six" / "checkpoints").glob("step-00000006/*/*.distcp")}
+    actual = {path.name: path.read_bytes() for path in (bench.runs / "free" / "checkpoints").glob("step-00000006/*/*.distcp")}
+    assert actual == expected != {}
+
+
+# Stopped in the middle of the first epoch, between two micro-batches, and resumed with other loader workers.
+WORKERS = [(0, 0), (2, 2), (0, 2), (2, 0)]
+
+
+@pytest.mark.parametrize(("before", "after"), WORKERS)
+def test_stopped_in_mid_epoch(bench: Workbench, before: int, after: int) -> None:
+    name = f"workers-{before}-{after}"
+    stop = ("signal_in_phase", {"phase": "forward and backward", "step": 2, "ranks": [0], "signals": ["SIGTERM"], "nth": 2})
+    changes = CHANGES | LONGER | {"checkpoint__every_steps": 20}
+    whole = "whole-20"
+    if not (bench.runs / whole).exists():
+        run_with(bench, whole, **changes)
+    stopped = attempt_with(bench, name, stop, **changes, data__num_loader_workers=before)
+    assert stopped.returncodes == [75, 75], stopped.stderr[-6000:]
+    assert bench.checkpoints(name) == ["step-00000003"]
+    assert "after step 3\n" in run_with(bench, name, **changes, data__num_loader_workers=after)
+    check_same(bench, name, whole, 6)

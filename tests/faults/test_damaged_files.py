@@ -1,0 +1,215 @@
+"""A checkpoint that is not what was saved: the resume names file and reason, and goes on from the one before it.
+
+A damaged checkpoint is that of step 4, the newest of a run that was killed after it; the one before is that of step 2.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.harness import (
+    NUM_STEPS,
+    SAVED,
+    attempt_with,
+    check_like_whole,
+    check_one_sentence,
+    read_manifest,
+    resume,
+    step_name,
+    stopped_after,
+    write_manifest,
+)
+from tests.recipes.runs import Workbench
+
+SHARDS = ("state/__0_0.distcp", "state/__1_0.distcp")
+NEWEST = step_name(4)
+
+Damage = Callable[[Path], None]
+"""Called with the checkpoint's folder."""
+
+
+def cut(name: str, folder: Path) -> None:
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: len(content) // 2])
+
+
+def flip(name: str, folder: Path, behind: bytes = b"") -> None:
+    """One bit of one byte: in the middle, or the first byte behind some text."""
+    content = bytearray((folder / name).read_bytes())
+    place = content.index(behind) + len(behind) if behind else len(content) // 2
+    content[place] ^= 1
+    (folder / name).write_bytes(content)
+
+
+def remove(name: str, folder: Path) -> None:
+    (folder / name).unlink()
+
+
+def drop_a_moment(folder: Path) -> None:
+    """The index no longer names one of Adam's moments, and the manifest is that of a checkpoint which never had it."""
+    metadata = pickle.loads((folder / "state/.metadata").read_bytes())
+    name = next(name for name in metadata.state_dict_metadata if name.endswith(".exp_avg"))
+    del metadata.state_dict_metadata[name]
+    for index in [index for index in metadata.storage_data if index.fqn == name]:
+        del metadata.storage_data[index]
+    (folder / "state/.metadata").write_bytes(pickle.dumps(metadata))
+    make_the_manifest_match(folder)
+
+
+def drop_a_random_state(folder: Path) -> None:
+    remove("rng-00001.safetensors", folder)
+    make_the_manifest_match(folder)
+
+
+def make_the_manifest_match(folder: Path) -> None:
+    """Let it say of the files what they are now, and nothing of those that are not there."""
+    contents = {name: (folder / name).read_bytes() for name in read_manifest(folder)["files"] if (folder / name).exists()}
+    files = {name: {"bytes": len(c), "sha256": hashlib.sha256(c).hexdigest()} for name, c in contents.items()}
+    write_manifest(folder, read_manifest(folder) | {"files": files})
+
+
+SHORT = r" has \d+ bytes instead of \d+"
+CHANGED = r" does not have the sha256 of the manifest: its content changed"
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "truncated shard of rank 0": (partial(cut, SHARDS[0]), f"{NEWEST}/{SHARDS[0]}{SHORT}"),
+    "truncated shard of rank 1": (partial(cut, SHARDS[1]), f"{NEWEST}/{SHARDS[1]}{SHORT}"),
+    "flipped byte in a shard": (partial(flip, SHARDS[1]), f"{NEWEST}/{SHARDS[1]}{CHANGED}"),
+    "flipped byte in the index": (partial(flip, "state/.metadata"), f"{NEWEST}/state/.metadata{CHANGED}"),
+    "flipped byte in a random state": (
+        partial(flip, "rng-00000.safetensors"),
+        f"{NEWEST}/rng-00000.safetensors{CHANGED}",
+    ),
+    "flipped byte in a hash in the manifest": (partial(flip, "manifest.json", behind=b'"sha256": "'), f"{NEWEST}/.*"),
+    "flipped byte in the manifest's state": (
+        partial(flip, "manifest.json", behind=b'"num_evaluations_without_gain": '),
+        f"{NEWEST}/manifest.json .*",
+    ),
+    "flipped byte in the manifest's config": (
+        partial(flip, "manifest.json", behind=b'"train.seed": '),
+        f"{NEWEST}/manifest.json .*",
+    ),
+    "half a manifest": (partial(cut, "manifest.json"), rf"{NEWEST}/manifest.json cannot be read \(.+\)"),
+    "missing shard": (partial(remove, SHARDS[1]), f"{NEWEST} lacks {SHARDS[1]}"),
+    "missing random state": (partial(remove, "rng-00001.safetensors"), f"{NEWEST} lacks rng-00001.safetensors"),
+    "missing random state that the manifest does not name": (
+        drop_a_random_state,
+        f"{NEWEST}/manifest.json does not name rng-00001.safetensors",
+    ),
+    "missing manifest": (partial(remove, "manifest.json"), f"{NEWEST} has no manifest.json: it was never finished"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_the_one_before_is_taken(faulty_bench: Workbench, name: str) -> None:
+    damage, reason = DAMAGES[name]
+    run = stopped_after(faulty_bench, name, step=4)
+    damage(run / "checkpoints" / NEWEST)
+    printed = resume(faulty_bench, name, from_step=2)
+    assert re.search(f"^{reason}$", printed, re.MULTILINE), printed
+    check_like_whole(faulty_bench, name, SAVED)
+
+
+@pytest.mark.parametrize("name", ["truncated shard of rank 1", "flipped byte in a random state", "half a manifest"])
+def test_without_a_valid_one_nothing_is_done(faulty_bench: Workbench, name: str) -> None:
+    damage, reason = DAMAGES[name]
+    run = stopped_after(faulty_bench, f"only {name}", step=4)
+    for step in (2, 4):
+        damage(run / "checkpoints" / step_name(step))
+    before = contents(run)
+    outcome = attempt_with(faulty_bench, run.name)
+    both = rf"{reason}; {reason.replace(NEWEST, step_name(2))}"
+    check_one_sentence(outcome, rf"no checkpoint in {run}/checkpoints is valid \({both}\): remove them to start from .*")
+    assert contents(run) == before
+
+
+def test_a_moment_that_no_file_lacks_is_missed_at_loading(faulty_bench: Workbench) -> None:
+    """The manifest and the index say that all is well."""
+    run = stopped_after(faulty_bench, "no moment", step=4)
+    folder = run / "checkpoints" / NEWEST
+    drop_a_moment(folder)
+    before = contents(run)
+    sentence = rf"checkpoint {folder} cannot be loaded: {folder}/state holds no optimizer\.state\..*\.exp_avg"
+    check_one_sentence(attempt_with(faulty_bench, run.name), sentence)
+    assert contents(run) == before, "a run that goes on from another checkpoint would miss it"
+
+
+def test_leftovers_do_not_count_and_go(faulty_bench: Workbench) -> None:
+    """Each looks whole but for its name; they are of the step that is saved next, and of one that is not."""
+    run = stopped_after(faulty_bench, "leftovers", step=4)
+    for step, suffix in ((6, "tmp"), (5, "tmp"), (5, "removing"), (2, "removing")):
+        folder = shutil.copytree(run / "checkpoints" / NEWEST, run / "checkpoints" / f"{step_name(step)}.{suffix}")
+        write_manifest(folder, read_manifest(folder) | {"step": step})
+        (folder / "state" / "another file").touch()
+    resume(faulty_bench, run.name, from_step=4)
+    check_like_whole(faulty_bench, run.name, SAVED)
+    assert not (run / "checkpoints" / step_name(6) / "state" / "another file").exists()
+
+
+@pytest.mark.parametrize("step", [5, 6])
+def test_a_part_of_a_checkpoint_does_not_count(faulty_bench: Workbench, step: int) -> None:
+    """As a copy that was broken off leaves it; that of a step which is not saved again stays for its owner to look at."""
+    run = stopped_after(faulty_bench, f"part of {step}", step=4)
+    part = shutil.copytree(run / "checkpoints" / NEWEST, run / "checkpoints" / step_name(step))
+    remove("manifest.json", part)
+    printed = resume(faulty_bench, run.name, from_step=4)
+    assert f"{part.name} has no manifest.json: it was never finished\n" in printed
+    check_like_whole(faulty_bench, run.name, SAVED, others=(part.name,) if step not in SAVED else ())
+
+
+# --- Other versions of the format.
+
+NEW_IN_3 = (
+    "run.timeout_s",
+    "checkpoint.async_save",
+    "optim.max_skipped_steps",
+    "optim.skip_beyond_sigmas",
+    "optim.skip_window_steps",
+)
+
+
+def as_version_2(manifest: dict[str, Any]) -> dict[str, Any]:
+    """What the toolkit wrote before there were asynchronous saves, skipped updates and time limits."""
+    config = {key: value for key, value in manifest["identity"]["config"].items() if key not in NEW_IN_3}
+    assert len(config) == len(manifest["identity"]["config"]) - len(NEW_IN_3)
+    state = {key: manifest["state"][key] for key in ("best_value", "num_evaluations_without_gain")}
+    fields = ("step", "world_size", "versions", "identity", "metrics", "files")
+    kept = {key: manifest[key] for key in fields}
+    return {"format_version": 2, **kept, "identity": manifest["identity"] | {"config": config}, "state": state}
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_an_older_format_is_resumed_exactly(faulty_bench: Workbench, step: int) -> None:
+    """After step 4 there was an evaluation already, after step 2 none."""
+    run = stopped_after(faulty_bench, f"version 2 of step {step}", step)
+    folder = run / "checkpoints" / step_name(step)
+    write_manifest(folder, as_version_2(read_manifest(folder)))
+    resume(faulty_bench, run.name, from_step=step, checkpoint__keep_last=1)
+    check_like_whole(faulty_bench, run.name, (NUM_STEPS,))
+
+
+VERSIONS = {
+    1: "has checkpoint format 1; this version reads 2 and 3: export it with the version that wrote it, and give .*",
+    99: "has checkpoint format 99; this version reads 2 and 3: update the toolkit",
+}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_other_formats_are_refused(faulty_bench: Workbench, version: int) -> None:
+    run = stopped_after(faulty_bench, f"version {version}", step=2)
+    folder = run / "checkpoints" / step_name(2)
+    write_manifest(folder, read_manifest(folder) | {"format_version": version})
+    sentence = rf"no checkpoint in {run}/checkpoints is valid \({folder.name} {VERSIONS[version]}\): remove them .*"
+    check_one_sentence(attempt_with(faulty_bench, run.name), sentence)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

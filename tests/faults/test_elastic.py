@@ -1,0 +1,151 @@
+"""From one checkpoint on other processes and other sharding: the same rows, weights and moments exact, the curve goes on.
+
+The runs are uneven on purpose: an epoch ends with a batch of one row, of which all ranks but one get none, and there is one
+held-out row, of which all ranks but one get none either.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.injected_runs import new_bench, run_with
+from tests.launch import GPU_PRESET_OVERRIDES_ON_CPU
+from tests.recipes.runs import FP32, Workbench
+from tests.recipes.test_resume import load_whole, on_one_process, rows_by_place, rows_by_step
+
+RELATIVE_TOLERANCE = 1e-5
+NUM_STEPS, SAVED_STEP = 6, 2
+CHANGES: dict[str, Any] = {
+    "model__dropout": 0,
+    "train__max_steps": NUM_STEPS,
+    "train__global_batch_size_rows": 17,  # 52 rows: three batches, and a fourth of one row
+    "train__micro_batch_size_rows": 4,
+    "checkpoint__every_steps": SAVED_STEP,
+    "checkpoint__keep_last": 9,
+    "eval__every_steps": 3,
+    "eval__num_rows": 1,
+    "log_row_ids": True,
+    "optim__weight_decay": 0.1,
+}
+WHERE: dict[str, dict[str, Any]] = {
+    "single": {"preset": "single"},
+    "ddp-2": {"preset": "ddp_cpu"},
+    "fsdp2-2": {"preset": "fsdp2_cpu"},
+    "fsdp2-3": {"preset": "fsdp2_cpu", "num_processes": 3},
+    "fsdp1-2": {"preset": "fsdp1_full_shard", "overrides": GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"] | FP32},
+}
+# Kind of run: recipe, settings.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tied": ("t5", {}),
+    "frozen": ("t5", {"model__freeze": [r"encoder\..*"], "eval__unshard": "never"}),
+    "lora": ("llm", {"adapter__method": "lora", "adapter__rank": 4, "optim__lr": 1e-2, "data__max_length_tokens": 64}),
+}
+# Kind, from where, to where, whether with the export.
+CHANGED: list[tuple[str, str, str, bool]] = [
+    ("tied", "fsdp2-2", "single", True),
+    ("tied", "fsdp2-2", "fsdp2-3", True),
+    ("tied", "fsdp2-2", "ddp-2", False),
+    ("tied", "fsdp2-2", "fsdp1-2", True),
+    ("tied", "single", "fsdp2-2", True),
+    ("tied", "ddp-2", "fsdp2-2", False),
+    ("tied", "fsdp1-2", "fsdp2-3", False),
+    ("tied", "fsdp1-2", "single", False),
+    ("frozen", "fsdp2-2", "single", True),
+    ("frozen", "single", "fsdp2-3", True),
+    ("lora", "fsdp2-2", "single", True),
+    ("lora", "single", "fsdp2-3", True),
+]
+
+
+@pytest.fixture(scope="module")
+def benches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Workbench]:
+    """Runs of each kind, in a folder of their own."""
+    of_recipe = {recipe: new_bench(tmp_path_factory, f"elastic-{recipe}", recipe) for recipe in ("t5", "llm")}
+    return {kind: replace(of_recipe[recipe], runs=of_recipe[recipe].runs / kind) for kind, (recipe, _) in KINDS.items()}
+
+
+def changes_of(kind: str) -> dict[str, Any]:
+    return CHANGES | KINDS[kind][1]
+
+
+def whole_run(bench: Workbench, kind: str, where: str) -> Path:
+    """A finished run that nothing interrupted; made where it is asked for first."""
+    if not (bench.runs / where).exists():
+        run_with(bench, where, **changes_of(kind), **WHERE[where])
+    return bench.runs / where
+
+
+@pytest.mark.parametrize(("kind", "source", "target", "exports"), CHANGED)
+def test_resume_elsewhere(benches: dict[str, Workbench], kind: str, source: str, target: str, exports: bool) -> None:
+    bench, name = benches[kind], f"{source}-to-{target}"
+    whole = whole_run(bench, kind, source)
+    later = [f"step-{step:08d}" for step in range(SAVED_STEP + 1, NUM_STEPS + 1)]
+    shutil.copytree(whole, bench.runs / name, ignore=shutil.ignore_patterns(*later, "rows-*"))
+    check = ("check_loaded", {"file": str(bench.runs / f"{name}-loaded")})
+    printed = run_with(bench, name, check, exports=exports, **changes_of(kind), **WHERE[target])
+
+    num_ranks = int(target[-1]) if target[-1].isdigit() else 1
+    assert f"after step {SAVED_STEP}\n" in printed and f"on each of {num_ranks} processes" in printed
+    for rank in range(num_ranks):
+        loaded = json.loads((bench.runs / f"{name}-loaded-{rank}.json").read_text())
+        assert loaded["unequal"] == loaded["missing"] == []
+        assert loaded["num_moments"] == 3 * loaded["num_weights"] > 0, "two moments and a step count each"
+
+    lines = {run: bench.lines(run, "train") for run in (source, name)}
+    assert [line["step"] for line in lines[name]] == list(range(1, NUM_STEPS + 1))
+    for figure in ("loss", "grad_norm"):
+        expected = [line[figure] for line in lines[source]]
+        assert [line[figure] for line in lines[name]] == pytest.approx(expected, rel=RELATIVE_TOLERANCE)
+    assert [line["learning_rate"] for line in lines[name]] == [line["learning_rate"] for line in lines[source]]
+    evaluations = [[line["loss"] for line in bench.lines(run, "eval")] for run in (source, name)]
+    assert evaluations[1] == pytest.approx(evaluations[0], rel=RELATIVE_TOLERANCE)
+    assert len(evaluations[0]) == 2
+    check_rows(bench, source, name, num_ranks)
+    if exports:
+        exported = bench.runs / name / "export"
+        last = bench.runs / name / "checkpoints" / f"step-{NUM_STEPS:08d}" / "state"
+        looked = on_one_process(look_at_lora if kind == "lora" else look_at_t5, exported, last)
+        assert looked["unequal"] == [] and looked["num_compared"] > 0
+
+
+def check_rows(bench: Workbench, source: str, name: str, num_ranks: int) -> None:
+    """The same global batches, none of whose rows was taken twice, the one of a single row among them."""
+    expected = {step: rows for step, rows in rows_by_step(bench.runs / source).items() if step > SAVED_STEP}
+    assert rows_by_step(bench.runs / name) == expected
+    assert [len(rows) for rows in expected.values()] == [17, 1, 17, 17]
+    assert all(len(rows) == len(set(rows)) for rows in expected.values())
+    of_uneven_step = [rows for (_, step, _), rows in rows_by_place(bench.runs / name).items() if step == 4]
+    assert sorted(map(len, of_uneven_step)) == [0] * (num_ranks - 1) + [1], "no rank was without rows"
+
+
+def look_at_t5(exported: Path, last: Path) -> dict[str, Any]:
+    """Load an export and compare it with the checkpoint it came from, and its tied weights with each other."""
+    import torch
+    from transformers import AutoModelForSeq2SeqLM
+
+    model, about = AutoModelForSeq2SeqLM.from_pretrained(exported, output_loading_info=True)
+    assert not any(about.values()), about
+    tied = [model.shared.weight, model.encoder.embed_tokens.weight, model.decoder.embed_tokens.weight, model.lm_head.weight]
+    assert len({weight.data_ptr() for weight in tied}) == 1, "no longer tied"
+    theirs = {name.removeprefix("model."): t for name, t in load_whole(last).items() if name.startswith("model.")}
+    ours = model.state_dict()
+    return {"unequal": [name for name, t in theirs.items() if not torch.equal(ours[name], t)], "num_compared": len(theirs)}
+
+
+def look_at_lora(exported: Path, last: Path) -> dict[str, Any]:
+    """The same for an adapter's file."""
+    import torch
+    from safetensors.torch import load_file
+
+    theirs = {name.removeprefix("model."): t for name, t in load_whole(last).items() if name.startswith("model.")}
+    ours = load_file(exported / "adapter_model.safetensors")
+    names = {name: name.replace(".default", "") for name in theirs}
+    by_end = {name: next((t for full, t in ours.items() if full.endswith(end)), None) for name, end in names.items()}
+    unequal = [name for name, t in by_end.items() if t is None or not torch.equal(t, theirs[name])]
+    return {"unequal": unequal, "num_compared": len(ours)}

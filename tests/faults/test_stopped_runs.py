@@ -1,0 +1,238 @@
+"""Signals at any moment of a run: all ranks end with code 75 and one checkpoint, and the run goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.faults.injected_runs import (
+    SCRIPT,
+    Fault,
+    arguments,
+    attempt_with,
+    check_same,
+    new_bench,
+    read_manifest,
+    run_with,
+    start_with,
+)
+from tests.launch import REPOSITORY, LaunchResult
+from tests.recipes.runs import FP32, Workbench
+from toolkit.errors import EXIT_STOPPED
+from toolkit.manifest import newest_valid
+
+NUM_STEPS = 6
+GRACE_S = 30
+"""After SIGTERM torch elastic gives a rank so long."""
+CHANGES: dict[str, Any] = {
+    "model__dropout": 0.1,
+    "train__max_steps": NUM_STEPS,
+    "train__micro_batch_size_rows": 2,
+    "checkpoint__every_steps": 2,
+    "checkpoint__keep_last": 1,
+    "checkpoint__keep_best": 2,
+    "eval__every_steps": 3,
+    "eval__num_rows": 6,
+    "eval__batch_size_rows": 1,
+    "log_row_ids": True,
+}
+"""Two micro-batches a step on each of two processes, and three batches an evaluation for the loss and three for the texts.
+Evaluated after the steps 3 and 6, whose checkpoints are kept as the best two; saved after every second step."""
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
+    """The runs of this file, with a finished run `whole` among them."""
+    bench = new_bench(tmp_path_factory, "signals")
+    run_with(bench, "whole", **CHANGES)
+    assert bench.checkpoints("whole") == ["step-00000003", "step-00000006"]
+    return bench
+
+
+def phase(phase: str, step: int, ranks: list[int], *signals: str, **more: Any) -> Fault:
+    return "signal_in_phase", {"phase": phase, "step": step, "ranks": ranks, "signals": signals, **more}
+
+
+def in_generation(call: int, ranks: list[int], *signals: str) -> Fault:
+    """Each rank generates three times an evaluation."""
+    return "signal_in_generation", {"call": call, "ranks": ranks, "signals": signals}
+
+
+def in_save(step: int, ranks: list[int], *signals: str) -> Fault:
+    return "signal_in_save", {"step": step, "ranks": ranks, "signals": signals}
+
+
+# Name: fault, steps it may end after, whether it then owes an evaluation.
+MOMENTS: dict[str, tuple[Fault, set[int], bool]] = {
+    "loading rows": (phase("loading rows", 1, [1], "SIGTERM"), {2}, False),
+    "forward and backward": (phase("forward and backward", 4, [0], "SIGUSR1"), {5}, False),
+    "between two micro-batches": (phase("forward and backward", 1, [1], "SIGINT", nth=2), {2}, False),
+    "update": (phase("update", 2, [0, 1], "SIGTERM"), {3}, True),
+    "just before an evaluation": (phase("update", 3, [0], "SIGTERM"), {3}, True),
+    "evaluation, loss": (phase("evaluation", 3, [1], "SIGTERM", nth=2), {3}, True),
+    "evaluation, texts": (in_generation(1, [0], "SIGINT"), {3}, True),
+    "evaluation, last batch": (in_generation(3, [0, 1], "SIGUSR1"), {5}, False),
+    "before a save": (phase("saving", 2, [1], "SIGTERM"), {3}, True),
+    "save under way": (in_save(4, [1], "SIGTERM"), {5, 6}, False),
+    "last step": (phase("loading rows", 6, [0], "SIGTERM"), {6}, True),
+    "last evaluation, last batch": (in_generation(6, [1], "SIGINT"), {6}, False),
+    "last save": (in_save(6, [0], "SIGTERM"), {6}, False),
+    "other signals behind it": (phase("forward and backward", 1, [0, 1], "SIGTERM", "SIGINT", "SIGUSR1", "SIGTERM"), {2}, False),
+    "signals until the end": (("signals_until_the_end", {"signals": ["SIGTERM", "SIGINT"], "every_s": 0.01}), {0, 1, 2}, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_stopped_run_goes_on_bit_for_bit(bench: Workbench, moment: str) -> None:
+    fault, steps, evaluation_due = MOMENTS[moment]
+    name = moment.replace(" ", "-").replace(",", "")
+    step = check_stopped(bench, name, attempt_with(bench, name, fault, timeout_s=2 * GRACE_S, **CHANGES))
+    assert step in steps
+    if step:
+        assert read_manifest(bench, name, step)["state"]["evaluation_due"] == (evaluation_due or step == NUM_STEPS > min(steps))
+    run_with(bench, name, **CHANGES)
+    check_same(bench, name, "whole", NUM_STEPS)
+    assert bench.checkpoints(name) == bench.checkpoints("whole")
+    for best in (3, 6):
+        assert read_manifest(bench, name, best)["metrics"]["loss"] == read_manifest(bench, "whole", best)["metrics"]["loss"]
+
+
+def check_stopped(bench: Workbench, name: str, result: LaunchResult) -> int:
+    """All ranks ended as asked, said so once, and left one checkpoint of the same step; returns that step, 0 without one."""
+    assert set(result.returncodes) == {EXIT_STOPPED}, f"{result.returncodes}\n{result.stdout[-3000:]}\n{result.stderr[-6000:]}"
+    for trace in ("Traceback", "KeyboardInterrupt", "Error"):
+        assert trace not in result.stderr, result.stderr[-6000:]
+    told = [line for line in result.stdout.splitlines() if line.startswith("stopped by SIG")]
+    assert len(told) == 1, result.stdout[-3000:]
+    if told[0].endswith(" before the first step"):
+        assert not (bench.runs / name / "checkpoints").exists()
+        return 0
+    newest, refused = newest_valid(bench.runs / name)
+    assert newest is not None and refused == []
+    step = int(newest.name.removeprefix("step-"))
+    assert f" after step {step}, with a checkpoint" in told[0]
+    assert all(entry.startswith("step-") and "." not in entry for entry in bench.checkpoints(name)), bench.checkpoints(name)
+    assert len({path.name for path in newest.glob("rng-*")}) == len(result.returncodes)
+    return step
+
+
+# The same alone, and with loader workers, who get the signal of a terminal too.
+VARIANTS: dict[str, tuple[Fault, dict[str, Any]]] = {
+    "single, step": (phase("forward and backward", 1, [0], "SIGINT", nth=2), {"preset": "single"}),
+    "single, evaluation": (phase("evaluation", 3, [0], "SIGTERM", nth=2), {"preset": "single"}),
+    "single, save": (in_save(2, [0], "SIGUSR1"), {"preset": "single"}),
+    "loader workers": (
+        phase("forward and backward", 2, [0, 1], "SIGINT", "SIGINT", to_group=True),
+        {"data__num_loader_workers": 2},
+    ),
+    "loader workers, TERM": (
+        phase("forward and backward", 2, [1], "SIGTERM", to_group=True),
+        {"data__num_loader_workers": 2},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_alone_and_with_loader_workers(bench: Workbench, variant: str) -> None:
+    fault, settings = VARIANTS[variant]
+    name = variant.replace(" ", "-").replace(",", "")
+    whole = "whole"
+    if "preset" in settings:
+        whole = f"whole-{settings['preset']}"
+        if not (bench.runs / whole).exists():
+            run_with(bench, whole, **CHANGES, **settings)
+    check_stopped(bench, name, attempt_with(bench, name, fault, timeout_s=2 * GRACE_S, **CHANGES, **settings))
+    run_with(bench, name, **CHANGES, **settings)
+    check_same(bench, name, whole, NUM_STEPS)
+
+
+def test_evaluation_done_after_a_stop_is_logged_once_though_the_run_dies_after_it(bench: Workbench) -> None:
+    """The checkpoint that owes it is still the newest when the run is resumed again."""
+    changes = CHANGES | {"checkpoint__keep_best": 0}
+    check_stopped(bench, "died", attempt_with(bench, "died", phase("evaluation", 3, [0], "SIGTERM", nth=2), **changes))
+    died = attempt_with(bench, "died", phase("forward and backward", 4, [0, 1], "SIGKILL"), **changes)
+    assert died.returncodes == [-signal.SIGKILL] * 2
+    assert [line["step"] for line in bench.lines("died", "eval")] == [3], "not evaluated by the run that went on"
+    assert "after step 3\n" in run_with(bench, "died", **changes)
+    assert [line["step"] for line in bench.lines("died", "eval")] == [3, 6]
+
+
+@pytest.mark.parametrize(("where", "dead"), [("forward and backward", 0), ("forward and backward", 1), ("evaluation", 1)])
+def test_rank_that_is_ended_as_its_peer_died_saves_nothing(bench: Workbench, where: str, dead: int) -> None:
+    """As torch elastic does it: the peer has gone, then comes the signal. Rank 0 would begin a checkpoint."""
+    name = f"orphan-{where.split()[0]}-{dead}"
+    changes = CHANGES | {"checkpoint__async_save": False}  # none is under way when it happens
+    faults: list[Fault] = [phase(where, 3, [dead], "SIGSTOP", nth=2), ("tell_saves", {})]
+    with start_with(bench, name, *faults, **changes) as running:
+        running.wait_for_output("got SIGSTOP")
+        before = bench.checkpoints(name)
+        start_s = time.monotonic()
+        os.kill(running.pids[dead], signal.SIGKILL)
+        os.kill(running.pids[1 - dead], signal.SIGTERM)
+        result = running.wait()
+        seconds = time.monotonic() - start_s
+    assert result.returncodes[dead] == -signal.SIGKILL
+    assert result.returncodes[1 - dead] not in (0, EXIT_STOPPED), result.returncodes
+    assert seconds < 5, "waited for a rank that has gone"
+    assert "stopped by" not in result.stdout
+    assert result.stdout.count("saving step ") == result.stdout.count("saving step 2\n") == 2, "tried to save"
+    assert bench.checkpoints(name) == before == ["step-00000002"]
+
+
+def test_signal_to_the_launcher_comes_to_every_rank(bench: Workbench, tmp_path: Path) -> None:
+    """`accelerate launch` passes SIGTERM on and would kill after 30 s; the same command goes on."""
+    launcher = launch(bench, tmp_path, ("wait_for_signal", {"step": 4, "file": str(tmp_path / "waits")}))
+    give_up_at = time.monotonic() + 90
+    while len(list(tmp_path.glob("waits-*"))) < 2:
+        assert launcher.poll() is None and time.monotonic() < give_up_at, finish(launcher)
+        time.sleep(0.05)
+    start_s = time.monotonic()
+    launcher.send_signal(signal.SIGTERM)
+    printed = finish(launcher)
+    assert launcher.returncode != 0
+    assert time.monotonic() - start_s < GRACE_S and "terminate called" not in printed, "killed, not ended"
+    assert printed.count("stopped by SIGTERM after step 5, with a checkpoint: the same command goes on from there\n") == 1, (
+        printed
+    )
+    newest, refused = newest_valid(bench.runs / "launched")
+    assert (newest, refused) == (bench.runs / "launched" / "checkpoints" / "step-00000005", [])
+
+    launcher = launch(bench, tmp_path)
+    printed = finish(launcher)
+    assert launcher.returncode == 0 and "after step 5\n" in printed, printed
+    check_same(bench, "launched", "whole", NUM_STEPS)
+
+
+def launch(bench: Workbench, folder: Path, *faults: Fault) -> subprocess.Popen[str]:
+    """Run `launched` by `accelerate launch` in fp32."""
+    preset = yaml.safe_load((REPOSITORY / "accelerate_configs" / "fsdp2_cpu.yaml").read_text())
+    accelerate_yaml = folder / "accelerate.yaml"
+    accelerate_yaml.write_text(yaml.safe_dump({**preset, **FP32}))
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(accelerate_yaml)),
+            *(str(SCRIPT), *arguments(bench, "launched", *faults, **CHANGES)),
+        ],
+        cwd=REPOSITORY,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(launcher: subprocess.Popen[str]) -> str:
+    """What the launcher and its ranks have printed when they end; one that hangs is told to end."""
+    try:
+        return launcher.communicate(timeout=120)[0]
+    except subprocess.TimeoutExpired:
+        launcher.send_signal(signal.SIGTERM)
+        return "HANGS\n" + launcher.communicate()[0]
