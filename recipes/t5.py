@@ -59,7 +59,7 @@ def main() -> None:
     distributed.print_rank0(describe(sharded.units))
 
     # This run's own last checkpoint, if there is one.
-    metrics = tracking.MetricsLog(run_folder / "metrics.jsonl", is_writer=distributed.rank() == 0)
+    metrics = stages.open_metrics(run_folder)
     state = stages.resume(begun, sharded, optimizer, identity, metrics)
     save_run_config(config, run_folder)
 

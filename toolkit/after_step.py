@@ -148,7 +148,7 @@ class _SignalInEvaluation(Exception):
 
 def _stop(session: Session, signal_name: str) -> NoReturn:
     """Save the last step done and end. Collective."""
-    if session.state.step > 0:
+    if session.state.step > 0 and session.run.num_steps > 0:
         _save(session, wait=True)
     _end(session, signal_name)
 
@@ -165,7 +165,8 @@ def stop_after_end(session: Session) -> None:
 
 def _end(session: Session, signal_name: str) -> NoReturn:
     step = session.state.step
-    place = f"after step {step}, with a checkpoint: the same command goes on from there" if step else "before the first step"
+    way_on = "the same command" + ("" if session.config.checkpoint.resume == "auto" else " with checkpoint.resume auto")
+    place = f"after step {step}, with a checkpoint: {way_on} goes on from there" if step else "before the first step"
     session.bar.close()
     session.bar.say(f"stopped by {signal_name} {place}")
     session.run.sharded.accelerator.end_training()
@@ -176,6 +177,9 @@ def _save(session: Session, *, wait: bool) -> None:
     """Save a checkpoint; with `wait` it stands when this returns. Collective."""
     session.watchdog.at("saving", session.state.step)
     session.log.flush()
+    metrics = session.run.metrics
+    metrics.sync()
+    raise_together(metrics.error)  # a checkpoint must not be newer than the lines that a resume leaves before it
     session.guard.remember(session.state.skips)
     _log_save(session, session.writer.save(session.state, wait=wait))
     _log_save(session, session.writer.take_finished())

@@ -38,6 +38,18 @@ MAY_CHANGE_ON_RESUME = (
 )  # fmt: skip
 """Config keys (or sections) that a resumed run may set differently. Data files are compared by content, not by path."""
 
+ADDED_SINCE_FORMAT_2 = {"optim.skip_window_steps": 100}
+"""Config keys that checkpoints of format 2 do not have, with what they were made as by; others as by None."""
+MEASURED_BY = (
+    "eval.best_metric",
+    "eval.num_rows",
+    "eval.max_new_tokens",
+    "eval.num_beams",
+    "eval.no_repeat_ngram_size",
+    "data.eval_files",
+)
+"""Config keys that say what the best value is a value of."""
+
 
 def choose_checkpoint(run_folder: Path, resume: str, config: dict[str, Any]) -> Path | None:
     """The checkpoint to go on from; tells about newer ones that are not valid. Rank 0 chooses. Collective.
@@ -121,6 +133,10 @@ def _read_manifest(folder: Path, identity: Identity) -> dict[str, Any]:
     except ValueError as error:  # it was valid when it was chosen
         raise UserError(f"checkpoint {folder} cannot be loaded: {error}") from None
     _check_identity(folder, manifest["identity"], identity)
+    try:
+        TrainState.from_manifest(manifest)
+    except TypeError as error:
+        raise UserError(f"checkpoint {folder} cannot be loaded: its state is none of this version's ({error})") from None
     return manifest
 
 
@@ -142,10 +158,9 @@ def _check_identity(folder: Path, theirs: dict[str, Any], ours: Identity) -> Non
 
 def _check_config(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     for key, value in ours.items():
-        if key not in theirs:  # newer than that checkpoint, which was made as by its default
-            continue
-        if not key.startswith(MAY_CHANGE_ON_RESUME) and _without_files(theirs[key]) != _without_files(value):
-            raise UserError(f"{key} is {value!r}, but {folder} was made with {theirs[key]!r}: {_ways_out()}")
+        before = theirs.get(key, ADDED_SINCE_FORMAT_2.get(key))
+        if not key.startswith(MAY_CHANGE_ON_RESUME) and _without_files(before) != _without_files(value):
+            raise UserError(f"{key} is {value!r}, but {folder} was made with {before!r}: {_ways_out()}")
 
 
 def _without_files(value: Any) -> Any:
@@ -156,9 +171,10 @@ def _without_files(value: Any) -> Any:
 
 
 def _train_state(manifest: dict[str, Any], identity: Identity) -> TrainState:
-    """The state of a checkpoint; the best value is forgotten where this run goes by another metric."""
+    """The state of a checkpoint; the best value is forgotten where this run measures another one."""
     state = TrainState.from_manifest(manifest)
-    if manifest["identity"]["config"]["eval.best_metric"] != identity.config["eval.best_metric"]:
+    theirs, ours = manifest["identity"]["config"], identity.config
+    if any(theirs.get(key) != ours.get(key) for key in MEASURED_BY):
         state.best_value, state.num_evaluations_without_gain = None, 0
     return state
 

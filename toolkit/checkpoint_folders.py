@@ -65,6 +65,7 @@ def put_in_place(unfinished: Path, folder: Path) -> None:
         os.rename(folder, replaced)
     os.rename(unfinished, folder)
     fsync_folder(folder.parent)
+    fsync_folder(folder.parent.parent)  # which lists the folder of checkpoints, new at the first of them
     if os.path.lexists(replaced):
         with suppress(OSError):  # the new one stands, and the next prune tries again
             remove_folder(replaced)

@@ -4,7 +4,7 @@
     thread                    | write, hash, fsync | gather | manifest, rename | prune |
 
 At most one save is under way. The thread's collectives run on a gloo group of their own. A failure reaches every rank's
-training at the next step, by `StopRequests.agree`, or by `finish`.
+training at the second step boundary after it, by `StopRequests.agree`, or by `finish`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from toolkit.tensor_files import Tensors
 
 
 class HostCopier:
-    """Takes host memory, pinned beside a CUDA device, for this rank's shards at its first copy, and uses it for the next ones."""
+    """Takes host memory, pinned beside a CUDA device, for this rank's shards at its first copy, and uses it for the next ones;
+    but for FSDP1, see `copy`."""
 
     def __init__(self, device: torch.device) -> None:
         on_cuda = device.type == "cuda"

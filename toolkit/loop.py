@@ -163,8 +163,12 @@ def _log_row_ids(run: Run, micro_batch: MicroBatch) -> None:
     """Append the rows of this rank's micro-batch to `rows-<rank>.jsonl`; ranks without rows say so with an empty list."""
     row_ids = [run.train_rows[row]["row_id"] for row in micro_batch.rows]
     line = {"step": micro_batch.step, "micro_batch": micro_batch.index, "row_ids": row_ids}
-    with (run.folder / f"rows-{rank():05d}.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    path = run.folder / f"rows-{rank():05d}.jsonl"
+    try:
+        with path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    except OSError as error:
+        run.metrics.note_failure(path, error)
 
 
 @contextlib.contextmanager

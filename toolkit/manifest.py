@@ -38,6 +38,10 @@ def check_files(folder: Path, manifest: dict[str, Any], hashes: bool = True) -> 
     Raises:
         ValueError: naming the first file that is outside the folder, missing, unreadable, or has another size or hash.
     """
+    if not 1 <= manifest["world_size"] <= len(manifest["files"]):
+        raise ValueError(
+            f"{folder.name}/{MANIFEST} has world_size {manifest['world_size']}, but names {len(manifest['files'])} files"
+        )
     read = ["state/.metadata", *(f"rng-{rank:05d}.safetensors" for rank in range(manifest["world_size"]))]
     read += sorted(f"state/{path.name}" for path in (folder / "state").glob("__*.distcp"))
     if unnamed := [name for name in read if name not in manifest["files"]]:

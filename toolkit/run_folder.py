@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import secrets
 import socket
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from toolkit.config import dotted_keys, save_config
 from toolkit.distributed import agreed, broadcast_object, rank
@@ -17,7 +18,10 @@ from toolkit.errors import UserError
 
 PROBE_TIMEOUT_S = 5.0
 """How long a rank waits for what rank 0 wrote to show: a network file system answers from a cache for a while."""
+LOCK_TIMEOUT_S = 10.0
+"""How long ranks of an earlier run may take to end."""
 _PROBE_RETRY_S = 0.1
+_held_locks: list[IO[str]] = []
 _SECRET_IN_URL = re.compile(r"https?://[^/\s@]+@|://[^/\s@:]*:[^/\s@]+@")
 """A token before the host, or a password after a user name; the `@` of abfs://container@host is neither."""
 
@@ -44,10 +48,50 @@ def open_run_folder(config: Any) -> Path:
     return folder
 
 
+def lock_run_folder(folder: Path) -> None:
+    """Keep other runs out of the folder as long as this process lives. For rank 0.
+
+    A record lock: children do not hold on to it, a kill releases it. Ranks of a run that was just killed may need some seconds
+    to end, so it is waited for.
+
+    Raises:
+        UserError: another run is writing into the folder.
+    """
+    file = (folder / ".lock").open("a+", encoding="utf-8")
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() >= deadline:
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+                raise UserError(f"{folder} is in use by a run of {holder}: wait for its end, or take another run.name") from None
+            time.sleep(_PROBE_RETRY_S)
+        except OSError:  # a file system without locks
+            break
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    _held_locks.append(file)
+
+
 def save_run_config(config: Any, folder: Path) -> None:
-    """Write the resolved config into the run's folder, once nothing speaks against the run. On rank 0."""
-    if rank() == 0:
-        save_config(config, folder / "config.yaml")
+    """Write the resolved config into the run's folder, once nothing speaks against the run. Collective.
+
+    Raises:
+        UserError: it cannot be written; on every rank.
+    """
+
+    def save() -> None:
+        try:
+            if rank() == 0:
+                save_config(config, folder / "config.yaml")
+        except OSError as error:
+            raise UserError(f"{folder / 'config.yaml'} cannot be written ({error.strerror}): mend that first") from None
+
+    agreed(save)
 
 
 def _check_secrets(config: Any) -> None:

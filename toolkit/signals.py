@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.distributed import control_group
-from toolkit.errors import Stopped
+from toolkit.errors import Stopped, UserError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -47,8 +47,8 @@ class StopRequests:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, Stopped):
-            self._read()  # every rank has begun this exchange; left under way, it would abort the interpreter's end
+        if isinstance(error, Stopped | UserError):
+            self._read()  # all ranks leave here, and have begun this exchange; left under way, it may abort the interpreter's end
         for number, handler in self.handlers.items():
             # On the way out after a stop there is nothing left to save: one more signal would only spoil the exit code.
             signal.signal(number, signal.SIG_IGN if isinstance(error, Stopped) else handler)

@@ -14,13 +14,13 @@ from toolkit.config import RecipeConfig, dotted_keys
 from toolkit.config_checks import check_evaluation_rows, check_num_steps
 from toolkit.data.plan import BatchPlan, check_global_batch_size
 from toolkit.data.token_cache import TokenizedRows
-from toolkit.distributed import agreed, print_rank0, world_size
+from toolkit.distributed import agreed, print_rank0, rank, world_size
 from toolkit.evaluation import HIGHER_IS_BETTER, EvaluationRows, check_metric
 from toolkit.export import export_model
 from toolkit.manifest import hash_model_config
 from toolkit.model_config import AutoClass, load_model_config
 from toolkit.results import show_results
-from toolkit.run_folder import open_run_folder
+from toolkit.run_folder import lock_run_folder, open_run_folder
 from toolkit.train_state import Identity, TrainState
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def begin(config: RecipeConfig) -> Beginning:
     dtype = agreed(lambda: frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=has_adapter))
     check_global_batch_size(config.train, world_size())
     run_folder = open_run_folder(config)
+    agreed(lambda: lock_run_folder(run_folder) if rank() == 0 else None)
     resolved = {"model.frozen_dtype": str(dtype).removeprefix("torch."), "mixed_precision": accelerator.mixed_precision}
     settings = {**dotted_keys(config), **resolved}
     resume_from = checkpoint.choose_checkpoint(run_folder, config.checkpoint.resume, settings)
@@ -131,6 +132,15 @@ def load_model(
     models.freeze_as(model, skeleton)
     models.cast_frozen(model, begun.frozen_dtype)
     return model
+
+
+def open_metrics(run_folder: Path) -> tracking.MetricsLog:
+    """The run's record, which rank 0 writes. Collective.
+
+    Raises:
+        UserError: it cannot be read or written, or is broken; on every rank.
+    """
+    return agreed(lambda: tracking.MetricsLog(run_folder / "metrics.jsonl", is_writer=rank() == 0))
 
 
 def resume(

@@ -6,18 +6,19 @@ names carry their units. Everything else here is a view of it. Only the rank tha
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from toolkit.config_sections import TrackingConfig
-from toolkit.distributed import barrier
+from toolkit.distributed import agreed
 from toolkit.errors import UserError
 
 # Where each tracker of accelerate takes the name of a run; the others know a project only.
@@ -41,8 +42,9 @@ class MetricsLog:
         self.error: UserError | None = None
         self._file = None
         if is_writer:
-            _keep_lines(path, lambda line: True)
-            self._file = path.open("ab", buffering=0)
+            with _told_as_user_error(path):
+                _keep_lines(path, lambda line: True)
+                self._file = path.open("ab", buffering=0)
 
     def write(self, kind: str, step: int, **figures: Any) -> None:
         """Append one line. JSON knows no NaN: such a figure is null, and `<name>_is` says "nan", "inf" or "-inf"."""
@@ -59,7 +61,21 @@ class MetricsLog:
             if self._file.write(text) < len(text):  # the last bytes of a disk; the torn line is dropped by the next run
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            self.error = UserError(f"{self.path} cannot be written ({error.strerror}): mend that, and run the same command again")
+            self.note_failure(self.path, error)
+
+    def note_failure(self, path: Path, error: OSError) -> None:
+        """Remember that a file of figures cannot be written, on whichever rank; the first one counts."""
+        if self.error is None:
+            reason = error.strerror or str(error)
+            self.error = UserError(f"{path} cannot be written ({reason}): mend that, and run the same command again")
+
+    def sync(self) -> None:
+        """See to it that all lines so far outlive a power cut, as a checkpoint does."""
+        if self._file is not None and self.error is None:
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                self.note_failure(self.path, error)
 
     def truncate_after(self, step: int, *, evaluation_due: bool = False) -> None:
         """Drop the lines of later steps, here and in every rank's `rows-<rank>.jsonl`: the run goes on after `step` and writes
@@ -67,22 +83,38 @@ class MetricsLog:
 
         Args:
             evaluation_due: the run goes on with the evaluation at `step`; a line of it, from a run between, goes too.
+
+        Raises:
+            UserError: a file cannot be read or written, or a line of it is broken; on every rank.
         """
 
         def stays(line: dict[str, Any]) -> bool:
             return line["step"] < step or (line["step"] == step and not (evaluation_due and line.get("kind") == "eval"))
 
-        if self._file is not None:
-            self._file.close()
-            for path in (self.path, *self.path.parent.glob("rows-*.jsonl")):
-                _keep_lines(path, stays)
-            self._file = self.path.open("ab", buffering=0)
-        barrier()
+        def truncate() -> None:
+            if self._file is not None:
+                self._file.close()
+                for path in (self.path, *self.path.parent.glob("rows-*.jsonl")):
+                    with _told_as_user_error(path):
+                        _keep_lines(path, stays)
+                self._file = self.path.open("ab", buffering=0)
+
+        agreed(truncate)
 
     def close(self) -> None:
         """Close the file; nothing can be written after it."""
         if self._file is not None:
             self._file.close()
+
+
+@contextlib.contextmanager
+def _told_as_user_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be used ({error.strerror}): mend that, and run the same command again") from None
+    except ValueError as error:  # says file and line
+        raise UserError(f"{error}: mend or remove the line, and run the same command again") from None
 
 
 def load_metrics(path: Path) -> list[dict[str, Any]]:

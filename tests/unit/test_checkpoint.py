@@ -56,3 +56,20 @@ def test_a_changed_base_is_named_by_its_first_tensor() -> None:
     ours = Identity(SETTINGS, "m", data_fingerprint="d", frozen_hashes={"a": "1", "b": "3"})
     with pytest.raises(UserError, match="1 differ, b first"):
         _check_identity(Path("step-00000003"), theirs, ours)
+
+
+@pytest.mark.parametrize(
+    ("key", "as_before", "other"), [("optim.skip_beyond_sigmas", None, 4.0), ("optim.skip_window_steps", 100, 50)]
+)
+def test_a_key_newer_than_the_checkpoint_may_not_change_the_run(key: str, as_before: Any, other: Any) -> None:
+    theirs = {"config": SETTINGS, "model_config_hash": "m", "data_fingerprint": "d", "frozen_hashes": {}}
+    _check_identity(Path("step-00000003"), theirs, identity(**{key: as_before}))
+    with pytest.raises(UserError, match=f"^{key} is {other}, but step-00000003 was made with {as_before}"):
+        _check_identity(Path("step-00000003"), theirs, identity(**{key: other}))
+
+
+def test_the_best_value_is_forgotten_where_other_rows_are_evaluated() -> None:
+    state = {"best_value": 0.5, "num_evaluations_without_gain": 2}
+    manifest = {"step": 7, "metrics": {}, "state": state, "identity": {"config": {**SETTINGS, "eval.num_rows": 10}}}
+    assert _train_state(manifest, identity(**{"eval.num_rows": 10})).best_value == 0.5
+    assert _train_state(manifest, identity(**{"eval.num_rows": 20})).best_value is None

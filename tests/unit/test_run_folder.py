@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from toolkit import run_folder
 from toolkit.config import SummarizationConfig
 from toolkit.config_sections import DataConfig, ModelConfig, RunConfig
 from toolkit.errors import UserError
-from toolkit.run_folder import open_run_folder
+from toolkit.run_folder import lock_run_folder, open_run_folder
 
 
 def config(output_dir: Path | str, name: str = "run", files: str | list[str] | None = None) -> SummarizationConfig:
@@ -73,3 +75,20 @@ def test_a_secret_in_a_url_is_refused_without_telling_it(tmp_path: Path, files: 
     with pytest.raises(UserError, match="^data.files holds a URL with a password or token") as caught:
         open_run_folder(config(tmp_path, files=files))
     assert "secret" not in str(caught.value) and list(tmp_path.iterdir()) == []
+
+
+def test_a_second_run_is_kept_out_until_the_first_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "LOCK_TIMEOUT_S", 0.3)
+    code = "import pathlib, sys, toolkit.run_folder as f; f.lock_run_folder(pathlib.Path(sys.argv[1]))"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", f"{code}; print('held', flush=True); sys.stdin.read()", str(tmp_path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=f"{tmp_path} is in use by a run of process {holder.pid} on .+: wait for its end"):
+            lock_run_folder(tmp_path)
+    finally:
+        holder.kill()
+        holder.wait()
+    lock_run_folder(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import subprocess
@@ -94,10 +95,10 @@ def test_a_crash_while_truncating_leaves_the_old_file(tmp_path, monkeypatch):
     before = path.read_bytes()
 
     def crash(*_paths):
-        raise OSError("no space")
+        raise OSError(errno.ENOSPC, "no space")
 
     monkeypatch.setattr(tracking.os, "replace", crash)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(UserError, match=f"^{path} cannot be used \\(no space\\): mend that"):
         log.truncate_after(1)
     assert path.read_bytes() == before
 
