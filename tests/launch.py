@@ -34,6 +34,8 @@ from tests.rank import SERVER_ENVIRONMENT, World, run_rank
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 _ON_CPU: dict[str, Any] = {"use_cpu": True, "num_processes": 2}
+_ON_ONE_MACHINE: dict[str, Any] = {"num_machines": 1, "main_process_ip": None, "main_process_port": 0, "same_network": True}
+_TWO_BY_TWO = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
 GPU_PRESET_OVERRIDES_ON_CPU: dict[str, dict[str, Any]] = {
     "ddp": _ON_CPU,
     "fsdp2_full_shard": _ON_CPU,
@@ -42,6 +44,7 @@ GPU_PRESET_OVERRIDES_ON_CPU: dict[str, dict[str, Any]] = {
     # Inductor would compile with a C++ compiler, for minutes; what is traced and sharded is the same.
     "fsdp2_compile": {**_ON_CPU, "dynamo_config": {"dynamo_backend": "AOT_EAGER"}},
     "fsdp2_offload": _ON_CPU,  # pinned memory has no key in the YAML; `toolkit.accelerator` turns it off on CPU
+    "fsdp2_hsdp": {**_ON_CPU, **_ON_ONE_MACHINE, "num_processes": 4, "parallelism_config": _TWO_BY_TWO},
     # FSDP1 broadcasts module states through an accelerator only ("no available devices found").
     "fsdp1_full_shard": {**_ON_CPU, "fsdp_config": {"fsdp_sync_module_states": False}},
 }

@@ -45,6 +45,32 @@ def check_rules(mapping: dict[str, Any], sections: dict[str, dict[str, Any]]) ->
         )
 
 
+def check_mesh(sizes: dict[str, Any], num_processes: int | None) -> None:
+    """Refuse a mesh that these processes cannot form, or with dimensions that do not work.
+
+    Args:
+        sizes: `tp_size` and the like; what is absent is 1.
+        num_processes: None where it is not known yet.
+
+    Raises:
+        UserError: naming the size.
+    """
+    reasons = {
+        "tp": "accelerate imports a part of transformers (ReplicateParallel) that the installed version no longer has",
+        "cp": "every rank takes rows of its own in this version",
+        "sp": "it needs DeepSpeed, which is not supported",
+    }
+    for name, reason in reasons.items():
+        if (size := sizes.get(f"{name}_size", 1)) > 1:
+            raise UserError(f"parallelism_config_{name}_size is {size}: set it to 1, {reason}")
+    replicate, shard = (sizes.get(f"dp_{name}_size", 1) for name in ("replicate", "shard"))
+    if replicate < 1 or shard < 2 or replicate * shard != (num_processes or replicate * shard):
+        raise UserError(
+            f"parallelism_config has dp_replicate_size {replicate} and dp_shard_size {shard}: their product must be "
+            f"num_processes ({num_processes or 'which is not given'}), and dp_shard_size 2 or more"
+        )
+
+
 def check_accumulation(mapping: dict[str, Any]) -> None:
     """Refuse `gradient_accumulation_steps` wherever it stands; before the keys are checked, so that it gets this sentence."""
     for where, value in _nested_items(mapping):
@@ -61,8 +87,20 @@ def _check_machines(mapping: dict[str, Any]) -> None:
     for key, least in (("num_processes", 1), ("num_machines", 1), ("machine_rank", 0), ("main_process_port", 0)):
         if mapping.get(key) is not None and mapping[key] < least:
             raise UserError(f"{key} is {mapping[key]}: it must be at least {least}")
-    if mapping.get("num_machines", 1) > 1 and mapping.get("main_process_port") == 0:
+    machines = mapping.get("num_machines", 1)
+    if mapping.get("machine_rank", 0) >= machines:
+        raise UserError(f"machine_rank is {mapping['machine_rank']}, but num_machines is {machines}: the first machine is 0")
+    if machines == 1:
+        return
+    if mapping.get("main_process_port") == 0:
         raise UserError("main_process_port is 0 (any free port), but num_machines is above 1: name one port for all machines")
+    if not mapping.get("main_process_ip"):
+        raise UserError(f"num_machines is {machines}, but main_process_ip is absent: give the address of the machine of rank 0")
+    if mapping.get("num_processes", machines) % machines:
+        raise UserError(
+            f"num_processes is {mapping['num_processes']}, the sum over all machines, and cannot be shared equally by "
+            f"num_machines ({machines}): make it a multiple"
+        )
 
 
 def _check_distributed_type(mapping: dict[str, Any]) -> None:
@@ -137,23 +175,9 @@ def _check_fsdp1(fsdp: dict[str, Any], *, use_cpu: bool) -> None:
 
 
 def _check_parallelism(sizes: dict[str, Any], fsdp: dict[str, Any], mapping: dict[str, Any]) -> None:
-    reasons = {
-        "tp": "accelerate imports a part of transformers (ReplicateParallel) that the installed version no longer has",
-        "cp": "every rank takes rows of its own in this version",
-        "sp": "it needs DeepSpeed, which is not supported",
-    }
-    for name, reason in reasons.items():
-        if (size := sizes.get(f"parallelism_config_{name}_size", 1)) > 1:
-            raise UserError(f"parallelism_config_{name}_size is {size}: set it to 1, {reason}")
     if mapping["distributed_type"] != "FSDP" or fsdp.get("fsdp_version", 1) != 2:
         raise UserError("parallelism_config works with distributed_type FSDP and fsdp_version 2 only: leave it out")
-    replicate, shard = (sizes.get(f"parallelism_config_dp_{name}_size", 1) for name in ("replicate", "shard"))
-    processes = mapping.get("num_processes", replicate * shard)
-    if shard < 2 or replicate * shard != processes:
-        raise UserError(
-            f"parallelism_config has dp_replicate_size {replicate} and dp_shard_size {shard}: their product must be "
-            f"num_processes ({processes}), and dp_shard_size 2 or more"
-        )
+    check_mesh({key.removeprefix("parallelism_config_"): size for key, size in sizes.items()}, mapping.get("num_processes"))
 
 
 def _nested_items(mapping: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from toolkit.accelerate_rules import check_mesh
 from toolkit.accelerate_yaml import check_accelerate_yaml, find_accelerate_yaml
 from toolkit.errors import UserError
 from toolkit.process_group import rendezvous_arguments
@@ -140,6 +141,10 @@ def _check_environment() -> None:
             f"dynamo_backend is {backend} in the launch, without dynamo_use_regional_compilation: set that too, blocks are "
             "compiled one by one"
         )
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false") == "true":
+        names = [f"{dimension}_size" for dimension in ("dp_replicate", "dp_shard", "tp", "cp", "sp")]
+        sizes = {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")) for name in names}
+        check_mesh(sizes, int(os.environ.get("WORLD_SIZE", "1")))
     if os.environ.get("ACCELERATE_USE_FSDP", "false") == "true":
         _check_fsdp_environment()
 

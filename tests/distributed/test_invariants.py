@@ -29,6 +29,10 @@ RUNS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "fsdp2-4": ("fsdp2_cpu", {}, ["--train.micro_batch_size_rows", "4", "--data.num_loader_workers", "1"]),
     "fsdp2-checkpointing": ("fsdp2_cpu", CHECKPOINTING, ["--train.micro_batch_size_rows", "2"]),
     "fsdp2-compiled": ("fsdp2_cpu", COMPILED, ["--train.micro_batch_size_rows", "4"]),
+    "hsdp-2": (
+        "fsdp2_hsdp", GPU_PRESET_OVERRIDES_ON_CPU["fsdp2_hsdp"],
+        ["--train.micro_batch_size_rows", "2", "--eval.unshard", "never"],
+    ),
     "fsdp1-4": ("fsdp1_full_shard", GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"], ["--train.micro_batch_size_rows", "4"]),
     "fsdp1-2": (
         "fsdp1_full_shard", GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"],
@@ -123,6 +127,20 @@ def test_parameters_are_sharded() -> None:
         assert report["local_bytes"] == pytest.approx(report["whole_bytes"] / 2, rel=0.02)
         assert report["gradient_bytes"] == pytest.approx(report["whole_bytes"] / 2, rel=0.02)
         assert report["moment_bytes"] == pytest.approx(report["whole_bytes"], rel=0.02)  # two moments, half of each
+        assert report["whole_gathered_bytes"] == report["whole_bytes"]
+
+
+def test_a_mesh_shards_over_one_dimension_and_replicates_over_the_other() -> None:
+    """4 processes, 2 x 2: each holds half of every parameter, gradient and moment, and so does its replica."""
+    overrides = {"mixed_precision": "no", **GPU_PRESET_OVERRIDES_ON_CPU["fsdp2_hsdp"]}
+    reports = run_on_ranks(report_shards, preset="fsdp2_hsdp", overrides=overrides)
+    assert len(reports) == 4
+    for report in reports:
+        assert report["types"] == {"DTensor"}
+        assert report["placements"] == {"(Replicate(), Shard(dim=0))"}
+        assert report["local_bytes"] == pytest.approx(report["whole_bytes"] / 2, rel=0.02)
+        assert report["gradient_bytes"] == pytest.approx(report["whole_bytes"] / 2, rel=0.02)
+        assert report["moment_bytes"] == pytest.approx(report["whole_bytes"], rel=0.02)
         assert report["whole_gathered_bytes"] == report["whole_bytes"]
 
 

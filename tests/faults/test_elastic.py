@@ -38,6 +38,7 @@ WHERE: dict[str, dict[str, Any]] = {
     "ddp-2": {"preset": "ddp_cpu"},
     "fsdp2-2": {"preset": "fsdp2_cpu"},
     "fsdp2-3": {"preset": "fsdp2_cpu", "num_processes": 3},
+    "hsdp-4": {"preset": "fsdp2_hsdp", "overrides": GPU_PRESET_OVERRIDES_ON_CPU["fsdp2_hsdp"] | FP32},
     "fsdp1-2": {"preset": "fsdp1_full_shard", "overrides": GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"] | FP32},
 }
 # Kind of run: recipe, settings.
@@ -52,6 +53,8 @@ CHANGED: list[tuple[str, str, str, bool]] = [
     ("tied", "fsdp2-2", "fsdp2-3", True),
     ("tied", "fsdp2-2", "ddp-2", False),
     ("tied", "fsdp2-2", "fsdp1-2", True),
+    ("tied", "fsdp2-2", "hsdp-4", True),
+    ("tied", "hsdp-4", "fsdp2-2", True),
     ("tied", "single", "fsdp2-2", True),
     ("tied", "ddp-2", "fsdp2-2", False),
     ("tied", "fsdp1-2", "fsdp2-3", False),

@@ -28,11 +28,12 @@ PRESETS: dict[str, int] = {
     "fsdp2_activation_checkpointing": 2,
     "fsdp2_compile": 2,
     "fsdp2_offload": 2,
+    "fsdp2_hsdp": 4,
     "fsdp1_full_shard": 2,
 }
 """Processes on CPU, by preset; each runs in its own precision."""
 
-RESUMED = ("ddp_cpu", "fsdp2_offload", "fsdp1_full_shard")
+RESUMED = ("ddp_cpu", "fsdp2_offload", "fsdp2_hsdp", "fsdp1_full_shard")
 """Presets whose checkpoints are read back: each has a way of its own to hold parameters and moments."""
 
 RUN_CONFIGS = ["t5_docstrings", "t5_wikihow", "llm_stdlib", "llm_docstrings", "llm_chat_lora"]

@@ -165,6 +165,12 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"distributed_type": "NO", "num_processes": 2}, "num_processes is 2, but distributed_type NO starts 1"),
     (DDP | {"compute_environment": "AMAZON_SAGEMAKER"}, "only LOCAL_MACHINE is supported"),
     (DDP | {"num_machines": 2, "main_process_port": 0}, "name one port for all machines"),
+    (DDP | {"num_machines": 2, "main_process_port": 29500}, "num_machines is 2, but main_process_ip is absent: give the address"),
+    (
+        DDP | {"num_machines": 2, "main_process_ip": "10.0.0.1", "num_processes": 3},
+        "num_processes is 3, the sum over all machines, and cannot be shared equally by num_machines (2)",
+    ),
+    (DDP | {"machine_rank": 1}, "machine_rank is 1, but num_machines is 1: the first machine is 0"),
     (
         fsdp(FSDP2, parallelism_config={SIZES + "tp_size": 2}),
         "tp_size is 2: set it to 1, accelerate imports a part of transformers",
@@ -174,6 +180,14 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     (
         fsdp(FSDP2, parallelism_config={SIZES + "dp_replicate_size": 2, SIZES + "dp_shard_size": 2}),
         "their product must be num_processes (2)",
+    ),
+    (
+        fsdp(FSDP2, num_processes=4, parallelism_config={SIZES + "dp_replicate_size": 4}),
+        "dp_replicate_size 4 and dp_shard_size 1: their product must be num_processes (4), and dp_shard_size 2 or more",
+    ),
+    (
+        fsdp(FSDP2, num_processes=4, parallelism_config={SIZES + "dp_replicate_size": -2, SIZES + "dp_shard_size": -2}),
+        "dp_replicate_size -2 and dp_shard_size -2: their product must be",
     ),
     (fsdp(FSDP1, parallelism_config={SIZES + "dp_shard_size": 2}), "works with distributed_type FSDP and fsdp_version 2 only"),
     (DDP | {"parallelism_config": {SIZES + "dp_replicate_size": 2}}, "works with distributed_type FSDP and fsdp_version 2 only"),

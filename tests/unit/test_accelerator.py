@@ -10,6 +10,7 @@ from toolkit.accelerator import build_accelerator
 from toolkit.errors import UserError
 
 WRAP = ["--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
+MESH = ["--use_fsdp", *WRAP, "--use_parallelism_config", "--fsdp_version", "2", "--parallelism_config_dp_shard_size", "2"]
 
 
 @pytest.mark.parametrize(
@@ -18,13 +19,15 @@ WRAP = ["--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
         (["--use_fsdp", *WRAP], "fsdp_cpu_ram_efficient_loading is true in the launch, as it is unless told otherwise"),
         (["--use_fsdp", "--fsdp_cpu_ram_efficient_loading", "false"], "fsdp_auto_wrap_policy is NO_WRAP in the launch"),
         (["--multi_gpu", "--dynamo_backend", "inductor"], "dynamo_backend is INDUCTOR in the launch, without"),
+        ([*MESH, "--parallelism_config_dp_replicate_size", "2"], r"their product must be num_processes \(2\), and dp_shard_size"),
+        ([*MESH, "--parallelism_config_tp_size", "2"], "parallelism_config_tp_size is 2: set it to 1, accelerate imports a part"),
         (["--multi_gpu", "--mixed_precision", "fp16"], "mixed_precision fp16 is not supported"),
     ],
 )
 def test_what_flags_of_the_launcher_ask_for_is_refused(monkeypatch: pytest.MonkeyPatch, flags: list[str], sentence: str) -> None:
     command = ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", *flags, "t5.py"]
     monkeypatch.setattr("toolkit.accelerator.find_accelerate_yaml", lambda: None)
-    for name, value in launched_environment(command).items():
+    for name, value in {**launched_environment(command), "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=sentence) as raised:
         build_accelerator([], ".")
