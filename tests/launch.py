@@ -36,6 +36,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 _ON_CPU: dict[str, Any] = {"use_cpu": True, "num_processes": 2}
 _ON_ONE_MACHINE: dict[str, Any] = {"num_machines": 1, "main_process_ip": None, "main_process_port": 0, "same_network": True}
 _TWO_BY_TWO = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
+# FSDP1 broadcasts module states through an accelerator only ("no available devices found").
+_FSDP1: dict[str, Any] = {"fsdp_config": {"fsdp_sync_module_states": False}}
 GPU_PRESET_OVERRIDES_ON_CPU: dict[str, dict[str, Any]] = {
     "ddp": _ON_CPU,
     "fsdp2_full_shard": _ON_CPU,
@@ -44,11 +46,14 @@ GPU_PRESET_OVERRIDES_ON_CPU: dict[str, dict[str, Any]] = {
     # Inductor would compile with a C++ compiler, for minutes; what is traced and sharded is the same.
     "fsdp2_compile": {**_ON_CPU, "dynamo_config": {"dynamo_backend": "AOT_EAGER"}},
     "fsdp2_offload": _ON_CPU,  # pinned memory has no key in the YAML; `toolkit.accelerator` turns it off on CPU
+    "fsdp2_multi_node": {**_ON_CPU, **_ON_ONE_MACHINE},
     "fsdp2_hsdp": {**_ON_CPU, **_ON_ONE_MACHINE, "num_processes": 4, "parallelism_config": _TWO_BY_TWO},
-    # FSDP1 broadcasts module states through an accelerator only ("no available devices found").
-    "fsdp1_full_shard": {**_ON_CPU, "fsdp_config": {"fsdp_sync_module_states": False}},
+    "fsdp1_full_shard": {**_ON_CPU, **_FSDP1},
+    "fsdp1_shard_grad_op": {**_ON_CPU, **_FSDP1},
 }
 """Per GPU preset: all that changes when a test runs it on CPU."""
+GPU_CHECKS = {"fsdp1_hybrid_shard": "tests/gpu/test_hybrid_shard.py"}
+"""Presets that nothing can run on CPU, and the check that runs them on GPUs."""
 
 PRELOADED = [
     "torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict",

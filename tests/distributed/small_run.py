@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -45,12 +46,14 @@ def run_recipe(
     flags: list[str],
     recipe: str = "t5",
     max_logits: int = 2**26,
+    function: Callable[..., dict[str, np.ndarray]] | None = None,
 ) -> tuple[list[dict[str, Any]], list[dict[str, np.ndarray]]]:
     """Run a recipe on every rank; returns the lines of metrics.jsonl and each rank's whole first-step gradients.
 
     Args:
         flags: put behind those of all runs, so they win.
         max_logits: most elements of a chunk of a causal model's logits.
+        function: what ranks call instead of `train_and_record_gradients`.
     """
     argv = [
         "--model.dropout", "0",
@@ -61,7 +64,7 @@ def run_recipe(
         "--run.output_dir", str(folder / "runs"), "--run.name", name, *flags,
     ]  # fmt: skip
     gradients = run_on_ranks(
-        train_and_record_gradients,
+        function or train_and_record_gradients,
         preset=preset,
         overrides={"mixed_precision": "no", **overrides},
         args=(recipe, argv, max_logits),
@@ -99,7 +102,7 @@ def whole_gradients(model: Any) -> dict[str, np.ndarray]:
     from toolkit.shard_units import clean
 
     def whole(gradient: Any) -> np.ndarray:
-        return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).detach().clone().numpy()
+        return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).detach().cpu().clone().numpy()
 
     if isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(model, with_grads=True, writeback=False):

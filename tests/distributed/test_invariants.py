@@ -34,8 +34,8 @@ RUNS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         ["--train.micro_batch_size_rows", "2", "--eval.unshard", "never"],
     ),
     "fsdp1-4": ("fsdp1_full_shard", GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"], ["--train.micro_batch_size_rows", "4"]),
-    "fsdp1-2": (
-        "fsdp1_full_shard", GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"],
+    "fsdp1-grad-op": (
+        "fsdp1_shard_grad_op", GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_shard_grad_op"],
         ["--train.micro_batch_size_rows", "2", "--eval.unshard", "never"],
     ),
 }  # fmt: skip

@@ -12,9 +12,10 @@ import pytest
 import yaml
 
 from tests.chats import CHATML, build_chat_tokenizer, say
-from tests.launch import GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, run_on_ranks
+from tests.launch import GPU_CHECKS, GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, run_on_ranks
 from tests.model_folders import CAUSAL_FAMILIES, make_rows, save_jsonl, save_wikihow_csv
 from tests.recipes.runs import FP32, Workbench
+from toolkit.accelerate_yaml import preset_header
 
 RUN_CONFIG_FOLDER = REPOSITORY / "recipes" / "configs"
 
@@ -29,7 +30,9 @@ PRESETS: dict[str, int] = {
     "fsdp2_compile": 2,
     "fsdp2_offload": 2,
     "fsdp2_hsdp": 4,
+    "fsdp2_multi_node": 2,
     "fsdp1_full_shard": 2,
+    "fsdp1_shard_grad_op": 2,
 }
 """Processes on CPU, by preset; each runs in its own precision."""
 
@@ -40,8 +43,12 @@ RUN_CONFIGS = ["t5_docstrings", "t5_wikihow", "llm_stdlib", "llm_docstrings", "l
 """Each has a test below that runs it, made small by flags."""
 
 
-def test_every_preset_is_here() -> None:
-    assert sorted(PRESETS) == sorted(path.stem for path in (REPOSITORY / "accelerate_configs").glob("*.yaml"))
+def test_every_preset_is_here_or_has_a_check_on_gpus_that_says_so() -> None:
+    files = sorted(path.stem for path in (REPOSITORY / "accelerate_configs").glob("*.yaml"))
+    assert sorted([*PRESETS, *GPU_CHECKS]) == files
+    for preset, check in GPU_CHECKS.items():
+        assert f'"{preset}"' in (REPOSITORY / check).read_text()
+        assert "GPUs only" in preset_header(REPOSITORY / "accelerate_configs" / f"{preset}.yaml")["Needs"]
 
 
 def test_every_run_config_is_here() -> None:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests import launch as launcher
-from tests.launch import GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, launch, run_on_ranks, start
+from tests.launch import GPU_CHECKS, GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, launch, run_on_ranks, start
 from toolkit.accelerate_yaml import check_accelerate_yaml
 
 PRESETS = sorted((REPOSITORY / "accelerate_configs").glob("*.yaml"))
@@ -184,7 +184,7 @@ def test_ranks_do_not_share_numpys_global_generator() -> None:
 
 def test_every_gpu_preset_has_its_overrides_for_cpu() -> None:
     gpu = [path.stem for path in PRESETS if path.stem != "single" and not yaml.safe_load(path.read_text())["use_cpu"]]
-    assert sorted(GPU_PRESET_OVERRIDES_ON_CPU) == gpu
+    assert sorted([*GPU_PRESET_OVERRIDES_ON_CPU, *GPU_CHECKS]) == gpu
 
 
 @pytest.mark.parametrize("preset", sorted(GPU_PRESET_OVERRIDES_ON_CPU))
