@@ -141,6 +141,8 @@ def _check_fsdp(fsdp: dict[str, Any], *, use_cpu: bool) -> None:
     for key, owner in owners.items():
         if fsdp.get(key) is not None and policy != owner:
             raise UserError(f"fsdp_config.{key} has no effect with fsdp_auto_wrap_policy {policy}: it serves {owner}")
+    if policy == "SIZE_BASED_WRAP" and (least := fsdp.get("fsdp_min_num_params")) is not None and least < 1:
+        raise UserError(f"fsdp_config.fsdp_min_num_params is {least}: it must be at least 1, a block of the model is a good size")
     if policy == "NO_WRAP":
         given = "is NO_WRAP" if "fsdp_auto_wrap_policy" in fsdp else "is absent, which accelerate takes for NO_WRAP"
         raise UserError(

@@ -99,15 +99,28 @@ def _repeated_classes(model: nn.Module) -> set[str]:
 
 
 def _large_modules(model: nn.Module, min_num_parameters: int) -> dict[str, nn.Module]:
-    """Size-based wrap, bottom up: a module with at least so many parameters that no child of it took already."""
-    blocks: dict[str, nn.Module] = {}
+    """Size-based wrap, bottom up: a module with at least so many parameters that no child of it took already.
 
-    def visit(name: str, module: nn.Module) -> int:
-        left = sum(p.numel() for p in module.parameters(recurse=False))
-        left += sum(visit(f"{name}.{child_name}".lstrip("."), child) for child_name, child in module.named_children())
-        if name and left >= min_num_parameters and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            blocks[name] = module
-            return 0
+    Left out are modules that are never called, as lists of modules are: FSDP gathers when a module is called. So are those
+    that hold a tied weight of which another name lies outside them: it goes up to the first module that holds all of them.
+    And the output head: the loss calls it once for each chunk of its rows, of which ranks have different numbers.
+    """
+    blocks: dict[str, nn.Module] = {}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
+
+    def visit(path: str, module: nn.Module) -> dict[int, int]:
+        """Sizes of the parameters under `module` that no unit has, by id: tied ones count once."""
+        left = {id(p): p.numel() for p in module.parameters(recurse=False)}
+        for child_name, child in module.named_children():
+            left |= visit(f"{path}.{child_name}".lstrip("."), child)
+        is_called_once = type(module).forward is not nn.Module.forward and module is not head
+        holds_all = all(name.startswith(f"{path}.") for parameter in left for name in names_of[parameter])
+        if path and is_called_once and holds_all and sum(left.values()) >= max(1, min_num_parameters):
+            blocks[path] = module
+            return {}
         return left
 
     visit("", model)

@@ -128,6 +128,10 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         fsdp(FSDP2 | {"fsdp_transformer_layer_cls_to_wrap": "T5Block", "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}),
         "it serves TRANSFORMER_BASED_WRAP",
     ),
+    (
+        fsdp(FSDP2 | {"fsdp_min_num_params": 0, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}),
+        "fsdp_min_num_params is 0: it must be at least 1",
+    ),
     (DDP | {"fsdp_config": FSDP2}, "fsdp_config is ignored under distributed_type MULTI_GPU"),
     # FSDP1 on CPU, and what training needs of it
     (fsdp(FSDP1, use_cpu=True), "fsdp_sync_module_states must be false with use_cpu"),

@@ -58,6 +58,36 @@ def test_size_based_wrap_takes_no_module_list_and_counts_no_parameter_twice() ->
         assert unit.num_parameters >= 1500
 
 
+@pytest.mark.parametrize("min_num_params", [1, 500, 1000, 2000, 5000])
+def test_size_based_wrap_keeps_tied_weights_in_the_root(min_num_params: int) -> None:
+    """The embedding alone has 1024 parameters, and the encoder with it more than any size here."""
+    model = tiny_t5()
+    blocks = find_blocks(fsdp_plugin(size_based_auto_wrap_policy, min_num_params=min_num_params), model)
+    assert not {"shared", "lm_head", "encoder", "decoder", "encoder.embed_tokens", "decoder.embed_tokens"} & set(blocks)
+    units = build_units(model, blocks)
+    check_ties(model, units)
+    assert "shared.weight" in units[-1].parameter_names
+    assert all(unit.num_parameters >= min_num_params for unit in units[:-1])
+    assert bool(blocks) == (min_num_params < 5000)
+
+
+def test_size_based_wrap_leaves_the_output_head_in_the_root() -> None:
+    """The chunked loss calls it a number of times that differs from rank to rank, and each call of a unit is a gather."""
+    model = tiny_t5()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    blocks = find_blocks(fsdp_plugin(size_based_auto_wrap_policy, min_num_params=1000), model)
+    assert model.lm_head.weight.numel() >= 1000 and blocks and "lm_head" not in blocks
+
+
+def test_size_based_wrap_goes_up_to_the_module_that_holds_all_of_a_tied_weight() -> None:
+    inner = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    inner[0].weight = inner[1].weight
+    model = nn.Sequential(inner, nn.Linear(8, 8, bias=False), nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]))
+    blocks = find_blocks(fsdp_plugin(size_based_auto_wrap_policy, min_num_params=40), model)
+    assert list(blocks) == ["0", "1"], "the pair of tied layers, once 64; the layer of 64; neither the list of 40 nor its layers"
+    check_ties(model, build_units(model, blocks))
+
+
 def test_tied_weights_lie_in_the_root_and_count_once() -> None:
     model = tiny_t5()
     blocks = find_blocks(fsdp_plugin(transformer_auto_wrap_policy), model)
