@@ -20,6 +20,7 @@ PATH_VARIABLE = "TOOLKIT_ACCELERATE_YAML"
 """Names the file where no launching command line can be read: another launcher, or another PID namespace."""
 
 HEADER_FIELDS = ("What it shards", "When to pick it", "Cost", "Needs")
+TABLE_BEGIN, TABLE_END = "<!-- begin: made from the headers of the presets -->\n", "<!-- end -->"
 
 SECTIONS = {
     "fsdp_config": "fsdp_",
@@ -108,6 +109,27 @@ def preset_table(folder: Path) -> str:
         header = preset_header(path)
         rows.append((f"[{path.stem}]({path.name})", *(header[name] for name in HEADER_FIELDS)))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def update_preset_table(folder: Path, *, write: bool) -> None:
+    """Put the table between its two marks in the folder's README.md, or see that it stands there.
+
+    Raises:
+        UserError: no marks, a preset without its header, or, unless it is to be written, another table.
+    """
+    path = folder / "README.md"
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    before, begin, rest = text.partition(TABLE_BEGIN)
+    _, end, after = rest.partition(TABLE_END)
+    if not end:
+        raise UserError(f"{path}: has no lines {TABLE_BEGIN.strip()} and {TABLE_END}, between which the table of presets stands")
+    updated = before + begin + preset_table(folder) + end + after
+    if write:
+        path.write_text(updated, encoding="utf-8")
+    elif updated != text:
+        raise UserError(
+            f"{path}: its table is not that of the presets' headers; run `python -m toolkit presets --write {folder}`"
+        )
 
 
 def _launch_arguments(command: list[str]) -> list[str] | None:

@@ -10,12 +10,15 @@ import yaml
 
 from toolkit.accelerate_yaml import (
     PATH_VARIABLE,
+    TABLE_BEGIN,
+    TABLE_END,
     _config_file,
     _launch_arguments,
     check_accelerate_yaml,
     find_accelerate_yaml,
     preset_header,
     preset_table,
+    update_preset_table,
 )
 from toolkit.errors import UserError
 
@@ -264,7 +267,21 @@ def test_a_preset_without_a_header_field_is_refused(tmp_path: Path) -> None:
 
 def test_the_readme_holds_the_presets_table() -> None:
     assert len(PRESETS) >= 8
-    assert f"\n{preset_table(PRESET_FOLDER)}<!-- end -->" in (PRESET_FOLDER / "README.md").read_text()
+    update_preset_table(PRESET_FOLDER, write=False)
+
+
+def test_the_table_is_written_between_its_marks_and_an_old_one_is_told(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    with pytest.raises(UserError, match="README.md: has no lines <!-- begin"):
+        update_preset_table(tmp_path, write=True)
+    (tmp_path / "ddp.yaml").write_text((PRESET_FOLDER / "ddp.yaml").read_text())
+    readme.write_text(f"above\n{TABLE_BEGIN}old\n{TABLE_END}\nbelow\n")
+    with pytest.raises(UserError, match="its table is not that of the presets' headers; run `python -m toolkit presets --write"):
+        update_preset_table(tmp_path, write=False)
+    update_preset_table(tmp_path, write=True)
+    assert readme.read_text() == f"above\n{TABLE_BEGIN}{preset_table(tmp_path)}{TABLE_END}\nbelow\n"
+    assert "| [ddp](ddp.yaml) | nothing;" in readme.read_text()
+    update_preset_table(tmp_path, write=False)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,116 @@
+"""Two machines: network namespaces joined by a cable of their own, in each an `accelerate launch` of the same run.
+
+Nothing but that cable joins them: neither sees the other's loopback device, and there is no name service.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.faults.injected_runs import new_bench
+from tests.launch import REPOSITORY
+from tests.recipes.runs import FP32, RECIPE, Workbench
+
+ADDRESSES = ("10.213.0.1", "10.213.0.2")
+PORT = 29500  # of a namespace, where nobody else is
+TIMEOUT_S = 120
+CHANGES: dict[str, Any] = {"model__dropout": 0, "checkpoint__every_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[list[str]]:
+    """Names of two namespaces, each with one end of a veth pair called `eth0` and its loopback device up."""
+    names = [f"machine{number}-{os.getpid()}" for number in (0, 1)]
+    try:
+        for name in names:
+            _ip("netns", "add", name)
+        _ip("-n", names[0], "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", names[1])
+        for name, address in zip(names, ADDRESSES, strict=True):
+            _ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                _ip("-n", name, "link", "set", device, "up")
+    except (OSError, subprocess.CalledProcessError) as error:
+        _remove(names)
+        reason = getattr(error, "stderr", None) or str(error)
+        pytest.skip(f"network namespaces cannot be made here: {reason.strip()}")
+    yield names
+    _remove(names)
+
+
+def _remove(names: list[str]) -> None:
+    if shutil.which("ip"):
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def test_a_run_on_two_machines_is_that_of_one(tmp_path_factory: pytest.TempPathFactory, machines: list[str]) -> None:
+    bench = new_bench(tmp_path_factory, "two-machines")
+    whole = bench.run("whole", **CHANGES)
+    assert "on each of 2 processes" in whole
+    printed = run_on_machines(bench, machines, "run")
+    assert "on each of 2 processes" in printed[0]
+    check_curve(bench)
+    # They meet again, read the checkpoint that each wrote its part of, and go on.
+    shutil.rmtree(bench.runs / "run" / "checkpoints" / "step-00000003")
+    printed = run_on_machines(bench, machines, "run")
+    assert "after step 2\n" in printed[0]
+    check_curve(bench)
+    exported = [(bench.runs / name / "export" / "model.safetensors").read_bytes() for name in ("whole", "run")]
+    assert len(exported[0]) == len(exported[1])
+
+
+def run_on_machines(bench: Workbench, machines: list[str], name: str) -> list[str]:
+    """Start a run on both machines and wait for its good end; returns what each machine printed."""
+    launchers = [_launch(bench, machine, number, name) for number, machine in enumerate(machines)]
+    try:
+        printed = [launcher.communicate(timeout=TIMEOUT_S)[0] for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            launcher.terminate()  # which the launcher passes on to its ranks; nothing where it has ended
+            launcher.wait()
+    assert [launcher.returncode for launcher in launchers] == [0, 0], "\n\n".join(text[-4000:] for text in printed)
+    return printed
+
+
+def check_curve(bench: Workbench) -> None:
+    """As over the same number of processes on one machine."""
+    whole, run = (bench.lines(name, "train") for name in ("whole", "run"))
+    assert [line["step"] for line in run] == [1, 2, 3]
+    for figure in ("loss", "grad_norm"):
+        assert [line[figure] for line in run] == pytest.approx([line[figure] for line in whole], rel=1e-6)
+    evaluations = [[(line["loss"], line["rougeL"]) for line in bench.lines(name, "eval")] for name in ("whole", "run")]
+    assert evaluations[1][-1] == pytest.approx(evaluations[0][-1], rel=1e-6)
+
+
+def _launch(bench: Workbench, machine: str, number: int, name: str) -> subprocess.Popen[str]:
+    """The preset for several machines with one CPU process on each."""
+    preset = yaml.safe_load((REPOSITORY / "accelerate_configs" / "fsdp2_multi_node.yaml").read_text())
+    where = {"use_cpu": True, "num_processes": 2, "main_process_ip": ADDRESSES[0], "main_process_port": PORT}
+    path: Path = bench.runs / f"machine{number}.yaml"
+    path.write_text(yaml.safe_dump({**preset, **FP32, **where, "machine_rank": number}))
+    return subprocess.Popen(
+        [
+            *("ip", "netns", "exec", machine, sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path)),
+            *(str(RECIPE), *bench.flags(name, **CHANGES)),
+        ],
+        cwd=REPOSITORY,
+        # gloo takes the address of the host's name, which here is the loopback's, unless it is told of a device.
+        env=os.environ
+        | {"GLOO_SOCKET_IFNAME": "eth0", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
