@@ -13,8 +13,8 @@ from toolkit.errors import UserError
 
 SUPPORTED_TYPES = ("NO", "MULTI_GPU", "FSDP")
 IGNORED_BY_FSDP2 = {
-    "fsdp_forward_prefetch": "FSDP2 prefetches on its own",
-    "fsdp_backward_prefetch": "FSDP2 prefetches on its own",
+    "fsdp_forward_prefetch": "each block gathers the next one ahead anyway",
+    "fsdp_backward_prefetch": "each block gathers the next one ahead anyway",
     "fsdp_use_orig_params": "FSDP2 always keeps the original parameters",
     "fsdp_sync_module_states": "FSDP2 has no such step",
     "fsdp_sharding_strategy": "its fsdp_reshard_after_forward is true for full shard, false for shard grad op",

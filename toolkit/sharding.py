@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -240,8 +241,30 @@ def _fully_shard(accelerator: Accelerator, model: nn.Module, blocks: list[nn.Mod
         fully_shard(block, reshard_after_forward=plugin.reshard_after_forward, **policies)
     # torch keeps the root gathered between forward and backward: it is needed at the end of one and the start of the other.
     fully_shard(model, **policies)
+    _prefetch_by_block(model, blocks)
     register_fsdp_forward_method(model, "generate")
     return model
+
+
+def _prefetch_by_block(root: Any, blocks: list[nn.Module]) -> None:
+    """Let each block gather the next one while it computes, in the order they are called: an encoder comes before its decoder.
+
+    FSDP2 by itself starts the next gather of a forward only when the CPU gets there. Blocks within blocks are left to that: with
+    activation checkpointing their forward runs again in the backward, where the block after is done already.
+    """
+    inside = {id(module) for block in blocks for module in block.modules() if module is not block}
+    if any(id(block) in inside for block in blocks):
+        return
+    order = [module for module in root.modules() if any(module is block for block in blocks)]
+    # A decoder may be registered before its encoder.
+    encoder = root.get_encoder() if getattr(getattr(root, "config", None), "is_encoder_decoder", False) else None
+    of_encoder = {id(module) for module in encoder.modules()} if encoder is not None else set()
+    chain: list[Any] = [root, *sorted(order, key=lambda block: id(block) not in of_encoder)]
+    for here, following in itertools.pairwise(chain):
+        here.set_modules_to_forward_prefetch([following])
+        if here is not root:
+            following.set_modules_to_backward_prefetch([here])
+    root.set_modules_to_backward_prefetch(chain[1:][-1:])
 
 
 def _wrap_exactly(accelerator: Accelerator, blocks: list[nn.Module]) -> None:

@@ -95,3 +95,35 @@ def forward_and_backward(family: str, seed: int) -> dict[str, Any]:
         "frames_in_generation": frames_in_generation,
         "num_compiled_frames": torch._dynamo.utils.counters["frames"]["ok"],
     }
+
+
+@pytest.mark.parametrize("decoder_first", [False, True])
+def test_each_block_gathers_the_next_one_encoder_first(decoder_first: bool) -> None:
+    forward, backward = run_on_ranks(
+        report_prefetch, preset="fsdp2_cpu", overrides={"mixed_precision": "no"}, args=(decoder_first,)
+    )[0]
+    chain = ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"]
+    assert forward == dict(zip(["", *chain], [*([name] for name in chain), []], strict=True))
+    assert backward == {"": ["decoder.block.1"], **dict(zip(chain, [[], *([name] for name in chain)], strict=False))}
+
+
+def report_prefetch(decoder_first: bool) -> list[dict[str, list[str]]]:
+    """On every rank: names of what each unit of a T5 gathers ahead, in the forward and in the backward."""
+    import transformers
+    from torch.distributed.fsdp import FSDPModule
+
+    from tests.distributed.small_run import T5_CONFIG
+    from toolkit.accelerator import build_accelerator
+    from toolkit.sharding import shard_model
+
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5_CONFIG))
+    if decoder_first:
+        model._modules["encoder"] = model._modules.pop("encoder")
+    shard_model(build_accelerator([], "."), model)
+    units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    names = {id(module._get_fsdp_state()): name for name, module in units.items()}
+    ahead = ("_states_to_forward_prefetch", "_states_to_backward_prefetch")
+    return [
+        {name: [names[id(state)] for state in getattr(module._get_fsdp_state(), of)] for name, module in units.items()}
+        for of in ahead
+    ]

@@ -105,7 +105,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     # keys that the chosen version or policy ignores
     (
         fsdp(FSDP2 | {"fsdp_forward_prefetch": False}),
-        "fsdp_forward_prefetch has no effect under FSDP2 (FSDP2 prefetches on its own)",
+        "fsdp_forward_prefetch has no effect under FSDP2 (each block gathers the next one ahead anyway)",
     ),
     (fsdp(FSDP2 | {"backward_prefetch": "BACKWARD_PRE"}), "fsdp_backward_prefetch has no effect under FSDP2"),
     (fsdp(FSDP2 | {"fsdp_use_orig_params": True}), "fsdp_use_orig_params has no effect under FSDP2"),
