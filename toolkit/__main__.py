@@ -2,6 +2,7 @@
 
 check FILE.yaml           check an accelerate YAML strictly
 checkpoints RUN_FOLDER    one table of a run's checkpoints and whether each is whole; exits 1 where one is not
+plan --model M …          what each rank of a run would need, and whether it fits; exits 1 where it does not
 presets [--write] FOLDER  check the table of presets in the folder's README.md against their headers, or write it
 results RUN_FOLDER...     one table of what several runs came to
 """
@@ -10,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from toolkit.accelerate_yaml import check_accelerate_yaml, update_preset_table
 from toolkit.checkpoint_table import show_checkpoints
 from toolkit.errors import exit_on_user_error
 
 EXIT_NOT_VALID = 1
-"""What `checkpoints` exits with where a folder named like a checkpoint is not valid."""
+"""What `checkpoints` exits with where a folder named like a checkpoint is not valid, and `plan` where a run does not fit."""
 
 
 def main() -> None:
@@ -29,12 +31,15 @@ def main() -> None:
     checkpoints.add_argument("run_folder", type=Path, metavar="RUN_FOLDER", help="as in runs/t5_docstrings")
     checkpoints.add_argument("--verify", action="store_true", help="hash every file again, not only compare its size")
     checkpoints.add_argument("--json", action="store_true", help="print a JSON list instead of the table")
+    _add_plan(jobs)
     presets = jobs.add_parser("presets", help="see that the table in a folder's README.md is that of its presets' headers")
     presets.add_argument("folder", type=Path, metavar="FOLDER", help="as in accelerate_configs")
     presets.add_argument("--write", action="store_true", help="write the table")
     results = jobs.add_parser("results", help="one table of the first and the last evaluation of several runs")
     results.add_argument("run_folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="as in runs/t5_docstrings")
-    arguments = parser.parse_args()
+    arguments, run_arguments = parser.parse_known_args()
+    if run_arguments and arguments.job != "plan":
+        parser.error(f"unrecognized arguments: {' '.join(run_arguments)}")
     with exit_on_user_error():
         if arguments.job == "check":
             check_accelerate_yaml(arguments.file)
@@ -44,10 +49,37 @@ def main() -> None:
         elif arguments.job == "checkpoints":
             if not show_checkpoints(arguments.run_folder, arguments.verify, arguments.json):
                 raise SystemExit(EXIT_NOT_VALID)
+        elif arguments.job == "plan":
+            from toolkit.planning_report import show_plan  # torch takes seconds to import
+
+            fits = show_plan(
+                arguments.model,
+                arguments.accelerate_config,
+                arguments.num_processes,
+                ([f"--config={arguments.config}"] if arguments.config else []) + run_arguments,
+                recipe=arguments.recipe,
+                gpu_memory_gib=arguments.gpu_memory_gib,
+                as_json=arguments.json,
+            )
+            if not fits:
+                raise SystemExit(EXIT_NOT_VALID)
         else:
-            from toolkit.results import show_runs  # torch takes seconds to import
+            from toolkit.results import show_runs
 
             show_runs(arguments.run_folders)
+
+
+def _add_plan(jobs: Any) -> None:
+    plan = jobs.add_parser(
+        "plan", allow_abbrev=False, help="memory of each rank before there is a GPU; dotted flags as of a recipe"
+    )
+    plan.add_argument("--model", required=True, metavar="FOLDER_OR_ID", help="its config.json is enough")
+    plan.add_argument("--accelerate-config", type=Path, required=True, metavar="PRESET.yaml", help="as for accelerate launch")
+    plan.add_argument("--num-processes", type=int, required=True, help="ranks, one a GPU")
+    plan.add_argument("--config", metavar="RUN.yaml", help="run YAML; unset: one row of 1,024 tokens")
+    plan.add_argument("--recipe", choices=["llm", "t5"], help="unset: by the model")
+    plan.add_argument("--gpu-memory-gib", type=float, default=80.0, help="of one GPU (80)")
+    plan.add_argument("--json", action="store_true", help="print all of it as JSON")
 
 
 if __name__ == "__main__":

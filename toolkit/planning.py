@@ -1,0 +1,214 @@
+"""What a run would need of each rank, before there is a GPU: the run's own code on tensors without data.
+
+FSDP2 is traced (`planning_trace`). One process and DDP are traced as the plain model under autocast, DDP's buckets added by
+arithmetic; FSDP1 is taken from FSDP2's trace over the same units. Optimizer state, host memory and traffic are arithmetic.
+
+Whole models are traced for the plan. Other micro-batches and presets are tried on two models of few blocks, from which every
+phase of a micro-batch grows evenly with the number of blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from toolkit import planning_trace
+from toolkit.planning_peak import MOMENT_BYTES, OPTIMIZER, estimate_peak, trace_rank
+from toolkit.planning_strategy import Strategy, load_strategy
+from toolkit.planning_subject import Subject, build_subject, num_micro_batches, row_tokens
+from toolkit.planning_trace import Bytes, Trace
+from toolkit.shard_units import ShardUnit, local_tensor
+
+USABLE_SHARE = 0.92
+"""Of a GPU's memory; the CUDA context, nccl's buffers and what the allocator cannot join take the rest. Not measured."""
+MOST_ROWS = 4096
+"""Where the search for the largest micro-batch ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What each rank needs, in bytes."""
+
+    model: str
+    preset: str
+    strategy: Strategy
+    micro_batch_size_rows: int
+    num_micro_batches: int
+    """Of one step and rank; at most so many where rows are packed."""
+    row_tokens: dict[str, int]
+    """Longest row: `row`, or `source` and `target`."""
+    device: Bytes
+    """Of one rank at the moment of most."""
+    host: Bytes
+    checkpoint: Bytes
+    moved: Bytes
+    """Received by each rank in one step."""
+    units: list[ShardUnit]
+    largest_gather_bytes: int
+    tied: list[list[str]]
+    """Names of each weight that has several."""
+    usable_bytes: int
+    largest_micro_batch_rows: int
+    """0: none fits."""
+    change: str | None
+    """The cheapest change of the preset that makes it fit; None where it fits, or no change does."""
+    notes: list[str]
+
+    @property
+    def total(self) -> int:
+        """Bytes of one rank's device."""
+        return sum(self.device.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits the usable part of the GPU."""
+        return self.total <= self.usable_bytes
+
+
+def build_plan(
+    model: str, preset: Path, num_processes: int, run_arguments: list[str], recipe: str | None, gpu_memory_gib: float
+) -> Plan:
+    """Plan a run; nothing is downloaded but the model's config.
+
+    Args:
+        run_arguments: `--config FILE` and dotted flags, as a recipe takes them; may be empty.
+        recipe: `llm` or `t5`; None: by the model.
+
+    Raises:
+        UserError: as the run itself would, or a mesh that does not have so many ranks.
+    """
+    strategy = load_strategy(preset, num_processes)
+    subject = build_subject(model, strategy, run_arguments, recipe)
+    usable = int(gpu_memory_gib * 2**30 * USABLE_SHARE)
+    rows = subject.config.train.micro_batch_size_rows
+    with planning_trace.fake_ranks(num_processes):
+        trace, sharded = trace_rank(subject, strategy, subject.skeleton, rows)
+        largest = _largest_micro_batch(subject, strategy, usable)
+        fits = sum(trace.peak.values()) <= usable
+        change = None if fits else _find_change(subject, strategy, usable)
+    return Plan(
+        model=model,
+        preset=str(preset),
+        strategy=strategy,
+        micro_batch_size_rows=rows,
+        num_micro_batches=num_micro_batches(subject.config, strategy, rows),
+        row_tokens=row_tokens(subject.config),
+        device=trace.peak,
+        host=_host_bytes(subject, strategy, sharded.model),
+        checkpoint=_checkpoint_bytes(subject.skeleton),
+        moved=_moved_bytes(subject, strategy, trace, rows),
+        units=sharded.units,
+        largest_gather_bytes=trace.largest_gather_bytes,
+        tied=_tied_names(subject.skeleton),
+        usable_bytes=usable,
+        largest_micro_batch_rows=largest,
+        change=change,
+        notes=_notes(subject, strategy),
+    )
+
+
+def _largest_micro_batch(subject: Subject, strategy: Strategy, usable: int) -> int:
+    """Most rows of a micro-batch that fit, found by where the line through the last two tries meets what is usable."""
+    fits, fails, rows = 0, MOST_ROWS + 1, 1
+    before = (0, 0)
+    while fails - fits > 1:
+        needed = estimate_peak(subject, strategy, rows)
+        fits, fails = (rows, fails) if needed <= usable else (fits, rows)
+        slope = max(1.0, (needed - before[1]) / (rows - before[0])) if before[0] else float("inf")
+        guess = rows + int((usable - needed) // slope) if before[0] else 2
+        before = rows, needed
+        rows = min(max(guess, fits + 1), fails - 1)
+    return fits
+
+
+def _find_change(subject: Subject, strategy: Strategy, usable: int) -> str | None:
+    """The first of the changes, alone or on top of those before it, with which the micro-batch fits."""
+    changes = list(_changes(strategy))
+    tried: list[tuple[str, dict[str, Any]]] = changes[:]
+    for end in range(2, len(changes) + 1):
+        together = {key: value for _, change in changes[:end] for key, value in change.items()}
+        tried.append((" and ".join(text for text, _ in changes[:end]), together))
+    for text, change in tried:
+        changed = dataclasses.replace(strategy, **change)
+        if estimate_peak(subject, changed, subject.config.train.micro_batch_size_rows) <= usable:
+            return text
+    return None
+
+
+def _changes(strategy: Strategy) -> Iterable[tuple[str, dict[str, Any]]]:
+    """What a preset can change to save memory, the cheapest in time first."""
+    whole: dict[str, Any] = {"num_shards": strategy.num_processes, "num_replicas": 1}
+    if strategy.kind == "ddp" and strategy.num_processes > 1:
+        yield "accelerate_configs/fsdp2_shard_grad_op.yaml", {**whole, "kind": "fsdp2", "reshard_after_forward": False}
+        yield "accelerate_configs/fsdp2_full_shard.yaml", {**whole, "kind": "fsdp2", "reshard_after_forward": True}
+        yield "fsdp_activation_checkpointing: true", {**whole, "kind": "fsdp2", "activation_checkpointing": True}
+        yield "fsdp_offload_params: true", {**whole, "kind": "fsdp2", "offload": True}
+    if not strategy.is_fsdp:
+        return
+    if not strategy.reshard_after_forward:
+        key = "fsdp_reshard_after_forward: true" if strategy.kind == "fsdp2" else "fsdp_sharding_strategy: FULL_SHARD"
+        yield key, {"reshard_after_forward": True}
+    if strategy.num_replicas > 1:
+        yield "no parallelism_config (full shard over all ranks)", whole
+    if not strategy.activation_checkpointing:
+        yield "fsdp_activation_checkpointing: true", {"activation_checkpointing": True}
+    if not strategy.offload:
+        yield "fsdp_offload_params: true", {"offload": True}
+
+
+def _host_bytes(subject: Subject, strategy: Strategy, model: nn.Module) -> Bytes:
+    """Of one rank: a whole model while it loads; what is offloaded; a checkpoint's copy of the shards."""
+    trainable = sum(local_tensor(p).numel() for p in model.parameters() if p.requires_grad)
+    loaded = sum(p.numel() * p.element_size() for p in subject.skeleton.parameters())
+    shards = sum(local_tensor(p).nbytes for p in model.parameters())
+    return {
+        "while loading": loaded,
+        "offloaded shards": shards + trainable * (4 + MOMENT_BYTES) if strategy.offload else 0,
+        "copy for an asynchronous save": trainable * (4 + MOMENT_BYTES) if subject.config.checkpoint.async_save else 0,
+    }
+
+
+def _checkpoint_bytes(skeleton: nn.Module) -> Bytes:
+    """Of all ranks together: frozen weights are left out."""
+    num_trainable = sum(p.numel() for p in skeleton.parameters() if p.requires_grad)
+    return {"trainable parameters": num_trainable * 4, OPTIMIZER: num_trainable * MOMENT_BYTES}
+
+
+def _moved_bytes(subject: Subject, strategy: Strategy, trace: Trace, rows: int) -> Bytes:
+    """Received by each rank in a step, by ring algorithms."""
+    num, shards, replicas = num_micro_batches(subject.config, strategy, rows), strategy.num_shards, strategy.num_replicas
+    trainable_bytes = 4 * sum(p.numel() for p in subject.skeleton.parameters() if p.requires_grad)
+    reduced = trace.reduced_bytes * num if strategy.is_fsdp else trainable_bytes
+    return {
+        "all-gather": trace.gathered_bytes * num * (shards - 1) // shards,
+        "reduce-scatter": reduced * (shards - 1) // shards,
+        "all-reduce": 2 * reduced // shards * (replicas - 1) // replicas,
+    }
+
+
+def _notes(subject: Subject, strategy: Strategy) -> list[str]:
+    """What of the plan is not traced as it would run."""
+    notes = []
+    if strategy.kind == "fsdp1":
+        notes.append("FSDP1: derived from a trace of FSDP2 over the same units, not traced itself")
+    if not strategy.is_fsdp:
+        kind = "DDP: derived, buckets added by arithmetic to" if strategy.kind == "ddp" else "one process:"
+        notes.append(f"{kind} a trace of the plain model under autocast as the CPU has it; casts of weights count as activations")
+    if subject.is_flash:
+        notes.append("flash attention: planned as sdpa without a mask, whose kernels keep the same")
+    if strategy.is_compiled:
+        notes.append("torch.compile: not planned; compiled blocks usually keep less")
+    notes.append("largest micro-batch and changes: extrapolated from models of few blocks")
+    return notes
+
+
+def _tied_names(model: nn.Module) -> list[list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]

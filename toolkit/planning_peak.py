@@ -1,0 +1,91 @@
+"""The most memory of one rank in one micro-batch: traced on the whole model, or estimated from models of few blocks."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, cast
+from unittest import mock
+
+import torch
+from torch import nn
+
+from toolkit import planning_trace, sharding
+from toolkit.losses import summed_loss
+from toolkit.planning_strategy import Strategy, planned_accelerator
+from toolkit.planning_subject import Subject, build_batch, even_stack_length, find_stacks, num_micro_batches, shortened
+from toolkit.planning_trace import GATHERED, GRADIENTS, SHARDED_PARAMETERS, UNSHARDED_GRADIENTS, Trace
+from toolkit.shard_units import ShardUnit, local_tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+OPTIMIZER = "optimizer state"
+MOMENT_BYTES = 8
+"""Of AdamW, for each trainable parameter: two in fp32."""
+FEW_BLOCKS = (3, 5)
+"""Lengths of the stacks that are extrapolated from; with fewer, first and last block prefetch each other."""
+
+
+def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, rows: int) -> tuple[Trace, sharding.ShardedModel]:
+    """One micro-batch of so many rows, `optimizer state` among its kinds, and the model it ran on; within `fake_ranks`.
+
+    Raises:
+        UserError: a wrap class that is not in the model, or a tie between shard units.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    accelerator = planned_accelerator(strategy)
+    batch = build_batch(subject, rows)
+    off_device = frozenset({SHARDED_PARAMETERS, GRADIENTS}) if strategy.offload else frozenset()
+    vocab_size = subject.model_config.get_text_config().vocab_size
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        is_autocast = not strategy.is_fsdp and strategy.compute_dtype == torch.bfloat16
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_autocast):
+            return summed_loss(model, batch)[0]
+
+    # Positions without data look like packed rows to transformers; those that are packed get their mask below.
+    unpacked = mock.patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None)
+    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), unpacked:
+        # A copy asks for it, and nothing reads it.
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        sharded = sharding.shard_model(accelerator, cast("PreTrainedModel", planning_trace.fake_copy(skeleton)))
+        if num_micro_batches(subject.config, strategy, rows) > 1:
+            for parameter in sharded.model.parameters():
+                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        fake_batch = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in batch.items()}
+        if "position_ids" in fake_batch:  # transformers reads them to make this mask, which it cannot without data
+            num_rows, length = fake_batch["position_ids"].shape
+            fake_batch["attention_mask"] = torch.zeros((num_rows, 1, length, length), dtype=torch.bool)
+        stacks = find_stacks(sharded.plain)
+        trace = planning_trace.trace_micro_batch(sharded.model, stacks, fake_batch, loss, vocab_size, off_device)
+        num_trainable = sum(local_tensor(p).numel() for p in sharded.model.parameters() if p.requires_grad)
+    if strategy.kind == "fsdp1":
+        _add_flat_gradients(trace, sharded.units, strategy)
+    for peak in trace.peaks:
+        peak[OPTIMIZER] = 0 if strategy.offload else num_trainable * MOMENT_BYTES
+        if strategy.kind == "ddp" and strategy.num_processes > 1:
+            peak[GATHERED] += num_trainable * 4  # DDP's buckets, there from the start
+    return trace, sharded
+
+
+def estimate_peak(subject: Subject, strategy: Strategy, rows: int) -> int:
+    """Bytes of one rank at the moment of most, from models of few blocks; within `fake_ranks`."""
+    num_blocks = even_stack_length(subject.skeleton)
+    if num_blocks is None or num_blocks <= FEW_BLOCKS[1]:
+        return sum(trace_rank(subject, strategy, subject.skeleton, rows)[0].peak.values())
+    totals = []
+    for length in FEW_BLOCKS:
+        trace, _ = trace_rank(subject, strategy, shortened(subject.skeleton, length), rows)
+        totals.append([sum(peak.values()) for peak in trace.peaks])
+    few, more = FEW_BLOCKS
+    steps = (num_blocks - few) / (more - few)
+    return int(max(low + (high - low) * steps for low, high in zip(*totals, strict=True)))
+
+
+def _add_flat_gradients(trace: Trace, units: list[ShardUnit], strategy: Strategy) -> None:
+    """FSDP1 has one gradient for all of a unit, frozen parameters too: whole in the compute dtype, then its shard in fp32."""
+    frozen = [unit.num_parameters - unit.num_trainable for unit in units if unit.num_trainable]
+    for peak in trace.peaks[trace.first_backward_phase :]:
+        peak[UNSHARDED_GRADIENTS] += max(frozen, default=0) * strategy.compute_dtype.itemsize
+        peak[GRADIENTS] += 0 if strategy.offload else sum(frozen) * 4 // strategy.num_shards

@@ -1,0 +1,165 @@
+"""How a model would be wrapped: the accelerate YAML as the planner needs it, without a launcher, ranks or a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+
+from toolkit.accelerate_yaml import check_accelerate_yaml
+from toolkit.accelerator import frozen_dtype
+from toolkit.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """What is held where."""
+
+    kind: Literal["single", "ddp", "fsdp1", "fsdp2"]
+    num_shards: int
+    """Ranks that one copy of the model is spread over."""
+    num_replicas: int
+    num_machines: int
+    compute_dtype: torch.dtype
+    wrap_classes: tuple[str, ...] = ()
+    """Empty: the model's repeated blocks."""
+    min_num_parameters: int | None = None
+    """Of size-based wrap; None: by class."""
+    reshard_after_forward: bool = True
+    activation_checkpointing: bool = False
+    offload: bool = False
+    is_compiled: bool = False
+
+    @property
+    def num_processes(self) -> int:
+        """All ranks."""
+        return self.num_shards * self.num_replicas
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether parameters are sharded."""
+        return self.kind in ("fsdp1", "fsdp2")
+
+
+def load_strategy(path: Path, num_processes: int) -> Strategy:
+    """Read an accelerate YAML as for so many processes.
+
+    Raises:
+        UserError: the file is not valid, or its mesh does not have so many ranks.
+    """
+    if num_processes < 1:
+        raise UserError(f"--num-processes is {num_processes}: it must be at least 1")
+    mapping = check_accelerate_yaml(path)
+    num_machines = mapping.get("num_machines", 1)
+    if num_processes % num_machines:
+        raise UserError(
+            f"--num-processes is {num_processes}, which {path} cannot spread evenly over its num_machines {num_machines}: give a "
+            f"multiple of {num_machines}"
+        )
+    common: dict[str, Any] = {
+        "num_machines": num_machines,
+        "compute_dtype": torch.bfloat16 if mapping.get("mixed_precision") == "bf16" else torch.float32,
+        "is_compiled": bool(mapping.get("dynamo_config")),
+    }
+    if mapping["distributed_type"] == "NO":
+        if num_processes > 1:
+            raise UserError(f"--num-processes is {num_processes}, but {path} has distributed_type NO, which starts 1: give 1")
+        return Strategy(kind="single", num_shards=1, num_replicas=1, **common)
+    if mapping["distributed_type"] == "MULTI_GPU":
+        return Strategy(kind="ddp", num_shards=1, num_replicas=num_processes, **common)
+    # The launcher takes keys of this section with their prefix and without.
+    fsdp = {str(key).removeprefix("fsdp_"): value for key, value in mapping["fsdp_config"].items()}
+    strategy_name = str(fsdp.get("sharding_strategy", "FULL_SHARD")).upper()
+    is_fsdp1 = fsdp.get("version", 1) == 1
+    if is_fsdp1 and strategy_name == "NO_SHARD":
+        return Strategy(kind="ddp", num_shards=1, num_replicas=num_processes, **common)
+    num_replicas = _num_replicas(path, mapping, num_processes, is_hybrid=is_fsdp1 and strategy_name.startswith("HYBRID"))
+    classes = str(fsdp.get("transformer_layer_cls_to_wrap") or "").split(",")
+    is_size_based = str(fsdp.get("auto_wrap_policy")).upper() == "SIZE_BASED_WRAP"
+    reshard = strategy_name in ("FULL_SHARD", "HYBRID_SHARD") if is_fsdp1 else bool(fsdp.get("reshard_after_forward", True))
+    return Strategy(
+        kind="fsdp1" if is_fsdp1 else "fsdp2",
+        num_shards=num_processes // num_replicas,
+        num_replicas=num_replicas,
+        wrap_classes=tuple(name.strip() for name in classes if name.strip()),
+        min_num_parameters=int(fsdp.get("min_num_params") or 0) if is_size_based else None,
+        reshard_after_forward=reshard,
+        activation_checkpointing=bool(fsdp.get("activation_checkpointing")),
+        offload=bool(fsdp.get("offload_params")),
+        **common,
+    )
+
+
+def _num_replicas(path: Path, mapping: dict[str, Any], num_processes: int, *, is_hybrid: bool) -> int:
+    """FSDP2's by the YAML's mesh; FSDP1's hybrid shards hold one copy a machine."""
+    if is_hybrid:
+        return mapping.get("num_machines", 1)
+    prefix = "parallelism_config_"
+    sizes = {str(key).removeprefix(prefix): size for key, size in (mapping.get("parallelism_config") or {}).items()}
+    if not sizes:
+        return 1
+    replicate, shard = sizes.get("dp_replicate_size", 1), sizes.get("dp_shard_size", 1)
+    if replicate * shard != num_processes:
+        raise UserError(
+            f"--num-processes is {num_processes}, but the mesh of {path} has dp_replicate_size {replicate} x dp_shard_size "
+            f"{shard} = {replicate * shard} ranks: give that number, or change the mesh"
+        )
+    return replicate
+
+
+def planned_accelerator(strategy: Strategy) -> Any:
+    """What `sharding.shard_model` reads of an `Accelerator`, with a mesh of fake ranks; outside of a `FakeTensorMode`.
+
+    FSDP1 flattens parameters in a way that fake tensors cannot follow: it is wrapped as FSDP2, in the same units. Offloaded
+    shards stay where they are; the tracer does not count them.
+    """
+    from accelerate.utils import DynamoBackend
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+    mesh, names = None, ["dp_replicate", "dp_shard"]
+    if strategy.is_fsdp and strategy.num_replicas > 1:
+        mesh = init_device_mesh("cpu", (strategy.num_replicas, strategy.num_shards), mesh_dim_names=tuple(names))
+    elif strategy.is_fsdp:
+        names = ["dp_shard"]
+        mesh = init_device_mesh("cpu", (strategy.num_shards,), mesh_dim_names=tuple(names))
+    is_by_class = strategy.min_num_parameters is None
+    plugin = SimpleNamespace(
+        fsdp_version=2,
+        auto_wrap_policy=transformer_auto_wrap_policy if is_by_class else size_based_auto_wrap_policy,
+        transformer_cls_names_to_wrap=list(strategy.wrap_classes),
+        min_num_params=strategy.min_num_parameters,
+        activation_checkpointing=strategy.activation_checkpointing,
+        reshard_after_forward=strategy.reshard_after_forward,
+        mixed_precision_policy=MixedPrecisionPolicy(param_dtype=strategy.compute_dtype, reduce_dtype=torch.float32),
+        cpu_offload=OffloadPolicy(),
+    )
+    dynamo = SimpleNamespace(backend=DynamoBackend.NO)
+    return SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin, dynamo_plugin=dynamo),
+        distributed_type=SimpleNamespace(value="FSDP" if strategy.is_fsdp else "MULTI_GPU"),
+        mixed_precision="bf16" if strategy.compute_dtype == torch.bfloat16 else "no",
+        torch_device_mesh=mesh,
+        parallelism_config=SimpleNamespace(fsdp_dim_names=names),
+        device=torch.device("cpu"),
+        prepare_model=lambda model: model,
+    )
+
+
+def planned_frozen_dtype(strategy: Strategy, setting: str, *, has_adapter: bool) -> torch.dtype:
+    """What a run would store frozen parameters in, as `model.frozen_dtype` says.
+
+    Raises:
+        UserError: as `accelerator.frozen_dtype`.
+    """
+    state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1 if strategy.kind == "fsdp1" else 2))
+    launched: Any = SimpleNamespace(
+        state=state,
+        distributed_type=SimpleNamespace(value="FSDP" if strategy.is_fsdp else "MULTI_GPU"),
+        mixed_precision="bf16" if strategy.compute_dtype == torch.bfloat16 else "no",
+    )
+    return frozen_dtype(launched, setting, has_adapter=has_adapter)

@@ -1,0 +1,136 @@
+"""The model and the rows that a run would have, without weights and data: built by the run's own code."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from toolkit import adapters, models
+from toolkit.config import LLMConfig, RecipeConfig, SummarizationConfig, load_config
+from toolkit.data.collate import CausalCollator, SummarizationCollator
+from toolkit.model_config import AutoClass, check_causal_positions, check_positions, load_model_config, special_tokens
+from toolkit.planning_strategy import Strategy, planned_frozen_dtype
+from toolkit.shard_units import repeated_blocks
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """The model and rows that are planned for."""
+
+    config: RecipeConfig
+    model_config: PretrainedConfig
+    skeleton: PreTrainedModel
+    """Adapted, frozen and in the dtypes that a run would have; no weights."""
+    is_flash: bool
+
+
+def build_subject(model: str, strategy: Strategy, run_arguments: list[str], recipe: str | None) -> Subject:
+    """The run's config and the model as a run would have it before it is sharded, without weights.
+
+    Raises:
+        UserError: as a run would.
+    """
+    is_t5 = _is_encoder_decoder(model) if recipe is None else recipe == "t5"
+    if not any(argument.partition("=")[0] == "--config" for argument in run_arguments):
+        defaults = ["--data.source=docstrings", "--train.num_epochs=1", "--train.micro_batch_size_rows=1"]
+        run_arguments = [*defaults, f"--train.global_batch_size_rows={strategy.num_processes}", *run_arguments]
+    config_class: Any = SummarizationConfig if is_t5 else LLMConfig
+    config: RecipeConfig = load_config(config_class, [*run_arguments, f"--model.name_or_path={model}"])
+    adapters.check_adapter_config(config)
+    auto_class: AutoClass = "AutoModelForSeq2SeqLM" if is_t5 else "AutoModelForCausalLM"
+    # Of the weights nothing is needed, not even their index.
+    weightless = dataclasses.replace(config.model, from_scratch=True)
+    is_flash = "flash" in (config.model.attn_implementation or "")
+    if is_flash:  # its package may be missing here; sdpa's kernels keep the same
+        weightless = dataclasses.replace(weightless, attn_implementation="sdpa")
+    model_config = load_model_config(weightless, auto_class)
+    lengths = row_tokens(config)
+    no_generation = dataclasses.replace(config.eval, generate=False)
+    if is_t5:
+        check_positions(model_config, model, lengths, no_generation)
+    else:
+        check_causal_positions(model_config, model, {**lengths, "prompt": 0}, no_generation)
+    skeleton = models.build_skeleton(weightless, model_config, auto_class)
+    if adapters.is_wanted(config.adapter):
+        adapters.add_adapter(skeleton, config.adapter, config.model, config.train.seed)
+    else:
+        models.freeze(skeleton, config.model.freeze)
+    dtype = planned_frozen_dtype(strategy, config.model.frozen_dtype, has_adapter=adapters.is_wanted(config.adapter))
+    models.cast_frozen(skeleton, dtype)
+    return Subject(config=config, model_config=model_config, skeleton=skeleton.train(), is_flash=is_flash)
+
+
+def build_batch(subject: Subject, rows: int) -> dict[str, torch.Tensor]:
+    """A micro-batch of the longest rows, every token a label; as the run's collator makes it."""
+    lengths = row_tokens(subject.config)
+    if "source" in lengths:
+        tokens = special_tokens(subject.model_config, subject.config.model.name_or_path)
+        row = {"input_ids": [0] * lengths["source"], "labels": [0] * lengths["target"]}
+        return SummarizationCollator(*tokens).collate([[row]] * rows)
+    assert isinstance(subject.config, LLMConfig)
+    # Two texts a pack: what tells them apart is a mask of T x T, but with flash attention.
+    is_masked = subject.config.data.packing and not subject.is_flash and lengths["row"] > 1
+    first = lengths["row"] // 2 if is_masked else lengths["row"]
+    texts = [first, lengths["row"] - first] if is_masked else [first]
+    pack = [{"input_ids": [0] * length, "labels": [-100] + [0] * (length - 1)} for length in texts]
+    return CausalCollator(pad_token_id=0).collate([pack] * rows)
+
+
+def num_micro_batches(config: RecipeConfig, strategy: Strategy, rows: int) -> int:
+    """Of one step on each rank; where rows are packed, at most so many."""
+    train = config.train
+    if train.global_batch_size_tokens:
+        per_row = sum(row_tokens(config).values())
+        return max(1, -(-train.global_batch_size_tokens // (per_row * rows * strategy.num_processes)))
+    return max(1, -(-train.global_batch_size_rows // (rows * strategy.num_processes)))
+
+
+def row_tokens(config: RecipeConfig) -> dict[str, int]:
+    data = config.data
+    if isinstance(config, LLMConfig):
+        return {"row": config.data.max_length_tokens}
+    return {"source": data.max_source_length_tokens, "target": data.max_target_length_tokens}  # type: ignore[union-attr]
+
+
+def find_stacks(model: PreTrainedModel) -> list[list[nn.Module]]:
+    """The model's repeated blocks by the list that holds them."""
+    blocks = {id(block) for block in repeated_blocks(model).values()}
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return [blocks_of for blocks_of in lists if blocks_of and all(id(block) in blocks for block in blocks_of)]
+
+
+def even_stack_length(model: PreTrainedModel) -> int | None:
+    """Blocks of each stack where all stacks have equally many, alike from the second on; else None."""
+    stacks = find_stacks(model)
+    sizes = [{(p.shape, p.dtype, p.requires_grad) for p in block.parameters()} for stack in stacks for block in stack[1:]]
+    lengths = {len(stack) for stack in stacks}
+    each = len(sizes) // max(1, len(stacks))
+    is_even = len(lengths) == 1 and all(size == sizes[place // each * each] for place, size in enumerate(sizes))
+    return lengths.pop() if is_even else None
+
+
+def shortened(model: PreTrainedModel, length: int) -> PreTrainedModel:
+    """A weightless copy with so many blocks in each stack."""
+    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    chosen = [s for s in stacks if any(list(s) == stack for stack in find_stacks(model))]
+    memo: dict[int, Any] = {id(stack): nn.ModuleList(copy.deepcopy(block) for block in stack[:length]) for stack in chosen}
+    return copy.deepcopy(model, memo)
+
+
+def _is_encoder_decoder(name: str) -> bool:
+    """Of a model that cannot be read False: `load_model_config` tells what is wrong with it."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        return bool(AutoConfig.from_pretrained(name, trust_remote_code=False).is_encoder_decoder)
+    except (OSError, ValueError, StrictDataclassError):
+        return False

@@ -1,0 +1,299 @@
+"""One micro-batch's forward and backward without weights or a device, and the memory that is alive at its highest.
+
+Real code runs: the model's forward, `shard_model`, FSDP2's gathers and reductions, on fake tensors that have shapes and no data
+and in a process group that has ranks and no peers. Python's order of allocations is what `torch.cuda.max_memory_allocated`
+counts too. Tensors lie on the CPU, so what CUDA keeps differently is put in its place: the fused attention kernels, which keep
+no scores, and dropout, whose masks are boolean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+SHARDED_PARAMETERS, GRADIENTS, UNSHARDED = "sharded parameters", "gradients", "unsharded block"
+UNSHARDED_GRADIENTS, ACTIVATIONS, LOGITS = "unsharded gradients", "activations", "logits and loss"
+TEMPORARIES, GATHERED, INPUTS = "temporaries", "gather and reduce buffers", "inputs and buffers"
+TRACED_KINDS = (
+    SHARDED_PARAMETERS, GRADIENTS, UNSHARDED, UNSHARDED_GRADIENTS, ACTIVATIONS, LOGITS, TEMPORARIES, GATHERED, INPUTS,
+)  # fmt: skip
+Bytes = dict[str, int]
+"""Of each kind."""
+ALLOCATED_MULTIPLE_BYTES = 512
+"""CUDA's caching allocator rounds every tensor up to it."""
+MASK_MULTIPLE = 16
+"""Columns that the memory-efficient kernel pads an attention bias to."""
+
+
+@dataclass
+class Trace:
+    """What one micro-batch needs on one rank's device."""
+
+    peaks: list[Bytes]
+    """Bytes alive by kind, at the moment of most in each phase. Phases end where a stack of blocks begins or ends its forward or
+    its backward: in models that differ only in the number of blocks, each of them grows evenly with that number."""
+    first_backward_phase: int = 0
+    gathered_bytes: int = 0
+    """Outputs of all all-gathers."""
+    reduced_bytes: int = 0
+    """Inputs of all reduce-scatters."""
+    largest_gather_bytes: int = 0
+
+    @property
+    def peak(self) -> Bytes:
+        """Bytes by kind at the moment of most."""
+        return max(self.peaks, key=lambda by_kind: sum(by_kind.values()))
+
+
+@contextlib.contextmanager
+def fake_ranks(num_processes: int) -> Iterator[None]:
+    """A process group of so many ranks, of which this process is the first and the others do not exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    assert not dist.is_initialized()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_processes)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def fake_copy(model: nn.Module) -> nn.Module:
+    """The model with fake tensors on the CPU in place of its weightless parameters and buffers; within a `FakeTensorMode`."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+        memo[id(parameter)] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+    return copy.deepcopy(model, memo)
+
+
+def trace_micro_batch(
+    model: nn.Module,
+    stacks: list[list[nn.Module]],
+    batch: dict[str, torch.Tensor],
+    loss: Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor],
+    vocab_size: int,
+    off_device: frozenset[str] = frozenset(),
+) -> Trace:
+    """Run one micro-batch of a model made of fake tensors; within its `FakeTensorMode`.
+
+    Args:
+        stacks: the model's repeated blocks, in the order of each stack's forward.
+        loss: takes model and batch, gives the scalar to go backward from.
+        vocab_size: tensors whose last dimension is this are logits.
+        off_device: kinds that lie in the host's memory and do not count (`GRADIENTS` under CPU offload).
+    """
+    tracker = _Tracker(vocab_size, off_device)
+    for parameter in model.parameters():
+        tracker.tag(_local(parameter), SHARDED_PARAMETERS)
+        if parameter.grad is not None:
+            tracker.tag(_local(parameter.grad), GRADIENTS)
+        if parameter.requires_grad and not isinstance(parameter, DTensor):
+            parameter.register_post_accumulate_grad_hook(lambda p: tracker.tag(p.grad, GRADIENTS))
+    for tensor in (*model.buffers(), *batch.values()):
+        tracker.tag(tensor, INPUTS)
+    for block in {id(block): block for stack in stacks for block in (stack[min(1, len(stack) - 1)], stack[-1])}.values():
+        block.register_forward_pre_hook(functools.partial(_end_phases, tracker), with_kwargs=True)
+    with _watched(tracker), tracker:
+        loss_sum = loss(model, batch)
+        tracker.end_phase()
+        tracker.trace.first_backward_phase = len(tracker.trace.peaks) - 1
+        loss_sum.backward()
+        tracker.end_phase()  # what is left for the optimizer
+    return tracker.trace
+
+
+def _end_phases(tracker: _Tracker, block: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
+    """A phase ends before this block's forward, and after its backward."""
+    tracker.end_phase()
+    hidden = next((x for x in (*args, *inputs.values()) if isinstance(x, torch.Tensor) and x.requires_grad), None)
+    if hidden is not None:
+        hidden.register_hook(lambda _: tracker.end_phase())
+
+
+class _Tracker(TorchDispatchMode):
+    """Counts storages from their first tensor to their end."""
+
+    def __init__(self, vocab_size: int, off_device: frozenset[str]) -> None:
+        super().__init__()
+        self.vocab_size, self.off_device = vocab_size, off_device
+        self.alive: dict[int, tuple[str, int]] = {}
+        self.references: dict[int, weakref.ref] = {}
+        self.now = dict.fromkeys(TRACED_KINDS, 0)
+        self.total = self.highest = 0
+        self.trace = Trace([dict(self.now)])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # it comes again with the local tensors
+        if func is torch.ops.aten.add.Tensor and _sums_gradients(args):
+            return args[0]
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.c10d._allgather_base_.default:
+            self.tag(args[0], GATHERED)
+            self.trace.gathered_bytes += args[0].nbytes
+            self.trace.largest_gather_bytes = max(self.trace.largest_gather_bytes, args[0].nbytes)
+        elif func is torch.ops.c10d._reduce_scatter_base_.default:
+            self.tag(args[1], GATHERED)
+            self.tag(args[0], GRADIENTS)
+            self.trace.reduced_bytes += args[1].nbytes
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and leaf.device.type != "meta":
+                self._see(leaf)
+        return result
+
+    def tag(self, tensor: torch.Tensor, kind: str) -> None:
+        """Count the tensor's storage, seen before or not, under `kind`."""
+        storage = tensor.untyped_storage()
+        self._forget(storage._cdata)
+        self._count(storage, kind)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a known storage by its new size."""
+        if storage._cdata in self.alive:
+            kind = self.alive[storage._cdata][0]
+            self._forget(storage._cdata)
+            self._count(storage, kind)
+
+    def end_phase(self) -> None:
+        """Look for the highest moment anew."""
+        self.highest = self.total
+        self.trace.peaks.append(self._on_device())
+
+    def _on_device(self) -> Bytes:
+        return {kind: 0 if kind in self.off_device else num_bytes for kind, num_bytes in self.now.items()}
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self.alive:
+            return
+        is_logits = tensor.ndim > 1 and tensor.shape[-1] == self.vocab_size
+        self._count(storage, LOGITS if is_logits else TEMPORARIES if _in_backward() else ACTIVATIONS)
+
+    def _count(self, storage: torch.UntypedStorage, kind: str) -> None:
+        key = storage._cdata
+        num_bytes = -(-storage.nbytes() // ALLOCATED_MULTIPLE_BYTES) * ALLOCATED_MULTIPLE_BYTES
+        self.alive[key] = kind, num_bytes
+        self.references[key] = weakref.ref(storage, lambda _: self._forget(key))
+        self.now[kind] += num_bytes
+        if kind not in self.off_device:
+            self.total += num_bytes
+            if self.total >= self.highest:  # equal: the last tensor has got another kind
+                self.highest = self.total
+                self.trace.peaks[-1] = self._on_device()
+
+    def _forget(self, key: int) -> None:
+        if key in self.alive:
+            kind, num_bytes = self.alive.pop(key)
+            del self.references[key]
+            self.now[kind] -= num_bytes
+            self.total -= 0 if kind in self.off_device else num_bytes
+
+
+def _fused_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, *rest: Any, **_: Any
+) -> torch.Tensor:
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros(attn_mask.shape, dtype=query.dtype, device=query.device)
+    return _Attention.apply(query, key, value, attn_mask)
+
+
+def _fused_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
+
+
+class _Attention(torch.autograd.Function):
+    """What the flash and the memory-efficient kernels keep: inputs, output and the log of the sum of each row of scores."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any, bias: Any) -> torch.Tensor:
+        output = torch.empty_like(query[..., :1]).expand(*query.shape[:-1], value.shape[-1]).contiguous()
+        log_sums = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
+        ctx.save_for_backward(query, key, value, bias, output, log_sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        query, key, value, bias, _, _ = ctx.saved_tensors
+        bias_grad = None
+        if ctx.needs_input_grad[3]:
+            columns = -(-bias.shape[-1] // MASK_MULTIPLE) * MASK_MULTIPLE
+            whole = bias.new_empty(*query.shape[:-1], columns)[..., : bias.shape[-1]]
+            bias_grad = whole.sum_to_size(bias.shape)
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), bias_grad
+
+
+@contextlib.contextmanager
+def _watched(tracker: _Tracker) -> Iterator[None]:
+    """Kernels as CUDA has them, and FSDP2's buffers told to the tracker by what they are.
+
+    FSDP2 frees and allocates what it gathers by resizing storages, which no dispatch mode sees.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    resize, allocate = torch.UntypedStorage.resize_, DefaultAllocMixin.allocate
+    unshard, initialize = FSDPParam.alloc_all_gather_outputs, FSDPParam.init_unsharded_param
+
+    def seen_resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        tracker.resized(storage)
+        return result
+
+    def seen_allocate(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        buffer = allocate(self, *args, **kwargs)
+        tracker.tag(buffer, GATHERED)
+        return buffer
+
+    def seen_unshard(self: FSDPParam) -> None:
+        unshard(self)
+        for tensor in self.all_gather_outputs:
+            tracker.tag(tensor, UNSHARDED)
+
+    def seen_initialize(self: FSDPParam) -> None:
+        is_first = not hasattr(self, "_unsharded_param")
+        initialize(self)
+        if is_first and self._unsharded_param.requires_grad:
+            self._unsharded_param.register_post_accumulate_grad_hook(lambda p: tracker.tag(p.grad, UNSHARDED_GRADIENTS))
+
+    with (
+        mock.patch.object(torch.UntypedStorage, "resize_", seen_resize),
+        mock.patch.object(DefaultAllocMixin, "allocate", seen_allocate),
+        mock.patch.object(FSDPParam, "alloc_all_gather_outputs", seen_unshard),
+        mock.patch.object(FSDPParam, "init_unsharded_param", seen_initialize),
+        mock.patch.object(F, "scaled_dot_product_attention", _fused_attention),
+        mock.patch.object(F, "dropout", _fused_dropout),
+    ):
+        yield
+
+
+def _in_backward() -> bool:
+    """A backward runs without gradients being recorded; a checkpointed block's second forward within it records them."""
+    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+
+
+def _sums_gradients(args: Any) -> bool:
+    """Autograd adds up the gradients of a tensor's several uses in place, but not those of fake tensors."""
+    first, second = args
+    both = isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)
+    return both and _in_backward() and (first.shape, first.dtype) == (second.shape, second.dtype)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
