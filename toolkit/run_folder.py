@@ -21,7 +21,7 @@ PROBE_TIMEOUT_S = 5.0
 LOCK_TIMEOUT_S = 10.0
 """How long ranks of an earlier run may take to end."""
 _PROBE_RETRY_S = 0.1
-_held_locks: list[IO[str]] = []
+_held_locks: list[IO[bytes]] = []
 _SECRET_IN_URL = re.compile(r"https?://[^/\s@]+@|://[^/\s@:]*:[^/\s@]+@")
 """A token before the host, or a password after a user name; the `@` of abfs://container@host is neither."""
 
@@ -57,7 +57,7 @@ def lock_run_folder(folder: Path) -> None:
     Raises:
         UserError: another run is writing into the folder.
     """
-    file = (folder / ".lock").open("a+", encoding="utf-8")
+    file = (folder / ".lock").open("ab")  # stays empty: a run that is refused changes nothing of the run before
     deadline = time.monotonic() + LOCK_TIMEOUT_S
     while True:
         try:
@@ -65,15 +65,10 @@ def lock_run_folder(folder: Path) -> None:
             break
         except (BlockingIOError, PermissionError):
             if time.monotonic() >= deadline:
-                file.seek(0)
-                holder = file.read().strip() or "another process"
-                raise UserError(f"{folder} is in use by a run of {holder}: wait for its end, or take another run.name") from None
+                raise UserError(f"another run is writing into {folder}: wait for its end, or take another run.name") from None
             time.sleep(_PROBE_RETRY_S)
         except OSError:  # a file system without locks
             break
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}")
-    file.flush()
     _held_locks.append(file)
 
 

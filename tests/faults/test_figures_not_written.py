@@ -97,7 +97,7 @@ def test_another_run_in_the_folder_is_kept_out(faulty_bench: Workbench) -> None:
     """Not the same process: a record lock knows no threads."""
     run = stopped_after(faulty_bench, "in use", step=2)
     outcome = attempt_with(faulty_bench, run.name, partial(hold, str(run / ".lock")))
-    check_one_sentence(outcome, rf"{run} is in use by a run of .*: wait for its end, or take another run\.name")
+    check_one_sentence(outcome, rf"another run is writing into {run}: wait for its end, or take another run\.name")
     resume(faulty_bench, run.name, from_step=2)
     check_like_whole(faulty_bench, run.name, SAVED)
 
