@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,10 @@ from toolkit.errors import UserError
 
 PRESET_FOLDER = Path(__file__).resolve().parents[1] / "accelerate_configs"
 """Of this checkout: where a preset is looked for that is given by its name alone."""
+
+
+EXCEPTION = re.compile(r"(\[rank\d+\]: ?)?(?P<all>(?P<kind>[\w.]+(Error|Exception)): .*)")
+"""The last line of a traceback; torch puts the rank before each line."""
 
 
 def find_preset(name: str) -> Path:
@@ -94,5 +99,6 @@ def reason_of_failure(log_path: Path) -> str:
     if told := [line for line in lines if line.startswith("error: ")]:
         return told[-1].removeprefix("error: ")
     of_launcher = ("ChildFailedError", "CalledProcessError")
-    errors = [line for line in lines if "Error" in (name := line.split(":")[0]) and not name.endswith(of_launcher)]
+    ends = [match for line in lines if (match := EXCEPTION.fullmatch(line)) and not match["kind"].endswith(of_launcher)]
+    errors = [match["all"] for match in ends]
     return (errors or lines or ["it printed nothing"])[-1]
