@@ -50,7 +50,7 @@ def main() -> None:
             if not show_checkpoints(arguments.run_folder, arguments.verify, arguments.json):
                 raise SystemExit(EXIT_NOT_VALID)
         elif arguments.job == "plan":
-            from toolkit.planning_report import show_plan  # torch takes seconds to import
+            from toolkit.planning.report import show_plan  # torch takes seconds to import
 
             fits = show_plan(
                 arguments.model,

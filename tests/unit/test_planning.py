@@ -13,12 +13,12 @@ import torch
 from toolkit import causal_loss, models
 from toolkit.errors import UserError
 from toolkit.losses import summed_loss
-from toolkit.planning import Plan, build_plan
-from toolkit.planning_peak import OPTIMIZER, estimate_peak, trace_rank
-from toolkit.planning_report import plan_as_dict, plan_as_text
-from toolkit.planning_strategy import Strategy, load_strategy
-from toolkit.planning_subject import build_batch, build_subject
-from toolkit.planning_trace import (
+from toolkit.planning.peak import OPTIMIZER, estimate_peak, trace_rank
+from toolkit.planning.plan import Plan, build_plan
+from toolkit.planning.report import plan_as_dict, plan_as_text
+from toolkit.planning.strategy import Strategy, load_strategy
+from toolkit.planning.subject import build_batch, build_subject
+from toolkit.planning.trace import (
     ACTIVATIONS,
     GATHERED,
     GRADIENTS,

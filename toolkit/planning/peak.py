@@ -9,11 +9,12 @@ from unittest import mock
 import torch
 from torch import nn
 
-from toolkit import planning_trace, sharding
+from toolkit import sharding
 from toolkit.losses import summed_loss
-from toolkit.planning_strategy import Strategy, planned_accelerator
-from toolkit.planning_subject import Subject, build_batch, even_stack_length, find_stacks, num_micro_batches, shortened
-from toolkit.planning_trace import GATHERED, GRADIENTS, SHARDED_PARAMETERS, UNSHARDED_GRADIENTS, Trace
+from toolkit.planning import trace as tracing
+from toolkit.planning.strategy import Strategy, planned_accelerator
+from toolkit.planning.subject import Subject, build_batch, even_stack_length, find_stacks, num_micro_batches, shortened
+from toolkit.planning.trace import GATHERED, GRADIENTS, SHARDED_PARAMETERS, UNSHARDED_GRADIENTS, Trace
 from toolkit.shard_units import ShardUnit, local_tensor
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, 
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), unpacked:
         # A copy asks for it, and nothing reads it.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        sharded = sharding.shard_model(accelerator, cast("PreTrainedModel", planning_trace.fake_copy(skeleton)))
+        sharded = sharding.shard_model(accelerator, cast("PreTrainedModel", tracing.fake_copy(skeleton)))
         if num_micro_batches(subject.config, strategy, rows) > 1:
             for parameter in sharded.model.parameters():
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
@@ -58,7 +59,7 @@ def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, 
             num_rows, length = fake_batch["position_ids"].shape
             fake_batch["attention_mask"] = torch.zeros((num_rows, 1, length, length), dtype=torch.bool)
         stacks = find_stacks(sharded.plain)
-        trace = planning_trace.trace_micro_batch(sharded.model, stacks, fake_batch, loss, vocab_size, off_device)
+        trace = tracing.trace_micro_batch(sharded.model, stacks, fake_batch, loss, vocab_size, off_device)
         num_trainable = sum(local_tensor(p).numel() for p in sharded.model.parameters() if p.requires_grad)
     if strategy.kind == "fsdp1":
         _add_flat_gradients(trace, sharded.units, strategy)

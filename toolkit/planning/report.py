@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from toolkit.planning import USABLE_SHARE, Plan, build_plan
-from toolkit.planning_trace import Bytes
+from toolkit.planning.plan import USABLE_SHARE, Plan, build_plan
+from toolkit.planning.trace import Bytes
 from toolkit.shard_units import ShardUnit
 
 GIB = 2**30
@@ -23,10 +23,10 @@ def show_plan(
     gpu_memory_gib: float = 80.0,
     as_json: bool = False,
 ) -> bool:
-    """Plan a run, print the plan and return whether it fits; arguments as of `planning.build_plan`.
+    """Plan a run, print the plan and return whether it fits; arguments as of `plan.build_plan`.
 
     Raises:
-        UserError: as `planning.build_plan`.
+        UserError: as `plan.build_plan`.
     """
     plan = build_plan(model, preset, num_processes, run_arguments, recipe, gpu_memory_gib)
     print(json.dumps(plan_as_dict(plan), indent=2) if as_json else plan_as_text(plan))

@@ -1,6 +1,6 @@
 """What a run would need of each rank, before there is a GPU: the run's own code on tensors without data.
 
-FSDP2 is traced (`planning_trace`). One process and DDP are traced as the plain model under autocast, DDP's buckets added by
+FSDP2 is traced (`trace`). One process and DDP are traced as the plain model under autocast, DDP's buckets added by
 arithmetic; FSDP1 is taken from FSDP2's trace over the same units. Optimizer state, host memory and traffic are arithmetic.
 
 Whole models are traced for the plan. Other micro-batches and presets are tried on two models of few blocks, from which every
@@ -17,11 +17,11 @@ from typing import Any
 
 from torch import nn
 
-from toolkit import planning_trace
-from toolkit.planning_peak import MOMENT_BYTES, OPTIMIZER, estimate_peak, trace_rank
-from toolkit.planning_strategy import Strategy, load_strategy
-from toolkit.planning_subject import Subject, build_subject, num_micro_batches, row_tokens
-from toolkit.planning_trace import Bytes, Trace
+from toolkit.planning import trace as tracing
+from toolkit.planning.peak import MOMENT_BYTES, OPTIMIZER, estimate_peak, trace_rank
+from toolkit.planning.strategy import Strategy, load_strategy
+from toolkit.planning.subject import Subject, build_subject, num_micro_batches, row_tokens
+from toolkit.planning.trace import Bytes, Trace
 from toolkit.shard_units import ShardUnit, local_tensor
 
 USABLE_SHARE = 0.92
@@ -86,7 +86,7 @@ def build_plan(
     subject = build_subject(model, strategy, run_arguments, recipe)
     usable = int(gpu_memory_gib * 2**30 * USABLE_SHARE)
     rows = subject.config.train.micro_batch_size_rows
-    with planning_trace.fake_ranks(num_processes):
+    with tracing.fake_ranks(num_processes):
         trace, sharded = trace_rank(subject, strategy, subject.skeleton, rows)
         largest = _largest_micro_batch(subject, strategy, usable)
         fits = sum(trace.peak.values()) <= usable

@@ -14,7 +14,7 @@ from toolkit import adapters, models
 from toolkit.config import LLMConfig, RecipeConfig, SummarizationConfig, load_config
 from toolkit.data.collate import CausalCollator, SummarizationCollator
 from toolkit.model_config import AutoClass, check_causal_positions, check_positions, load_model_config, special_tokens
-from toolkit.planning_strategy import Strategy, planned_frozen_dtype
+from toolkit.planning.strategy import Strategy, planned_frozen_dtype
 from toolkit.shard_units import repeated_blocks
 
 if TYPE_CHECKING:
