@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 def install(model: PreTrainedModel) -> None:
     """Make `model(input_ids=…, label_positions=…, labels=…)` return `(loss_sum, num_correct)`, in place.
 
-    Without `label_positions` the forward is transformers' own, as `generate` needs it. Encoder-decoders are left alone.
+    Without `label_positions` the forward is transformers' own, as `generate` needs it. Encoder-decoders are left alone, and so
+    is what is no transformers model.
     """
-    if model.config.is_encoder_decoder:
+    if not hasattr(model, "config") or model.config.is_encoder_decoder:
         return
     forward = model.forward
 

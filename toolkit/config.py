@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -85,8 +86,17 @@ RecipeConfig = SummarizationConfig | LLMConfig
 """What every recipe's config has: all sections but `data` are the same."""
 
 
-def load_config(config_class: type[ConfigT], argv: list[str] | None = None, *, description: str | None = None) -> ConfigT:
+def load_config(
+    config_class: type[ConfigT],
+    argv: list[str] | None = None,
+    *,
+    description: str | None = None,
+    check: Callable[[Any], None] = check_config,
+) -> ConfigT:
     """Read `--config FILE` and dotted flags (flags win, wherever they stand) into `config_class`.
+
+    Args:
+        check: what refuses fields that exclude or need each other.
 
     Raises:
         UserError: an unknown key (the nearest one is suggested), a wrong type, a missing or broken file.
@@ -112,7 +122,7 @@ def load_config(config_class: type[ConfigT], argv: list[str] | None = None, *, d
     except ArgumentError as error:
         raise UserError(sentence(str(error), config_class, flags, {})) from None
     built = _with_plain_numbers(config_class(**{name: config[name] for name in field_names(config_class)}))
-    check_config(built)
+    check(built)
     return built
 
 

@@ -17,9 +17,7 @@ def check_config(config: Any) -> None:
         UserError: naming both fields.
     """
     train, profile, data, evaluation = config.train, config.profile, config.data, config.eval
-    if (train.max_steps is None) == (train.num_epochs is None):
-        given = "both are given" if train.max_steps is not None else "neither is given"
-        raise UserError(f"give train.max_steps or train.num_epochs, one of them: {given}")
+    check_length_and_name(config)
     if profile.steps is not None and (len(profile.steps) != 2 or profile.steps[0] > profile.steps[1]):
         raise UserError(f"profile.steps is {profile.steps}: give the first and the last step, as in [10, 12]")
     if train.max_steps is not None:
@@ -33,8 +31,20 @@ def check_config(config: Any) -> None:
         raise UserError("export.weights best needs checkpoint.keep_best of 1 or more")
     if config.optim.skip_beyond_sigmas is not None and config.optim.skip_window_steps < 2:
         raise UserError("optim.skip_window_steps is 1, and one step has no standard deviation: give 2 or more, as in 100")
-    if Path(config.run.name).name != config.run.name or config.run.name in ("", ".", ".."):
-        raise UserError(f"run.name {config.run.name!r} is not a plain folder name: take one without slashes")
+
+
+def check_length_and_name(config: Any) -> None:
+    """What every run needs: a length, given in one way, and the name of its folder.
+
+    Raises:
+        UserError: naming the fields.
+    """
+    train, name = config.train, config.run.name
+    if (train.max_steps is None) == (train.num_epochs is None):
+        given = "both are given" if train.max_steps is not None else "neither is given"
+        raise UserError(f"give train.max_steps or train.num_epochs, one of them: {given}")
+    if Path(name).name != name or name in ("", ".", ".."):
+        raise UserError(f"run.name {name!r} is not a plain folder name: take one without slashes")
 
 
 def _check_sources(data: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from toolkit.tracking import load_metrics
+from toolkit.tracking import load_metrics, speed_unit
 
 _INK, _ACCENT, _FAINT = "#1f5a91", "#d1602b", "#b9cbdd"
 _ROUGE_LINES = {
@@ -18,7 +18,7 @@ _ROUGE_LINES = {
 
 
 def draw_curves(metrics_path: Path, picture_path: Path) -> None:
-    """Draw a `metrics.jsonl` as a PNG, a panel each for loss, ROUGE, learning rate, gradient norm and speed.
+    """Draw a `metrics.jsonl` as a PNG, a panel each for loss, ROUGE, accuracy, learning rate, gradient norm and speed.
 
     Panels without data are left out; without any, no picture is written.
     """
@@ -62,6 +62,11 @@ def _draw_rouge(axes: Any, lines: list[dict[str, Any]]) -> None:
     axes.legend(frameon=False, fontsize=8, ncols=2)
 
 
+def _draw_accuracy(axes: Any, lines: list[dict[str, Any]]) -> None:
+    axes.plot(*_series(lines, "eval", "accuracy"), color=_ACCENT, marker="o", markersize=4)
+    axes.set(title="Accuracy on held-out images", ylabel="%")
+
+
 def _draw_learning_rate(axes: Any, lines: list[dict[str, Any]]) -> None:
     axes.plot(*_series(lines, "train", "learning_rate"), color=_INK)
     axes.set(title="Learning rate", ylabel="learning rate")
@@ -78,7 +83,7 @@ def _draw_grad_norm(axes: Any, lines: list[dict[str, Any]]) -> None:
 
 def _draw_speed(axes: Any, lines: list[dict[str, Any]]) -> None:
     _draw_smoothed(axes, *_series(lines, "train", "tokens_per_s"))
-    axes.set(title="Speed", ylabel="tokens/s, without padding")
+    axes.set(title="Speed", ylabel=f"{speed_unit(lines)}, without padding")
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter("{x:,.0f}")
 
@@ -87,6 +92,7 @@ def _draw_speed(axes: Any, lines: list[dict[str, Any]]) -> None:
 _PANELS: list[tuple[Callable[[Any, list[dict[str, Any]]], None], str, list[str]]] = [
     (_draw_loss, "train", ["loss"]),
     (_draw_rouge, "eval", list(_ROUGE_LINES)),
+    (_draw_accuracy, "eval", ["accuracy"]),
     (_draw_learning_rate, "train", ["learning_rate"]),
     (_draw_grad_norm, "train", ["grad_norm"]),
     (_draw_speed, "train", ["tokens_per_s"]),

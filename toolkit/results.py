@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 NUM_SAMPLES = 3
-_COLUMNS = ("loss", "bits_per_byte", "token_accuracy", *ROUGE_METRICS, "exact_match", "percent_distinct")
-_COLUMNS_OF_RUNS = ("loss", "bits_per_byte", "token_accuracy", "rouge1", "rougeL", "rougeL_line1", "percent_distinct")
+_COLUMNS = ("loss", "bits_per_byte", "token_accuracy", "accuracy", *ROUGE_METRICS, "exact_match", "percent_distinct")
+_COLUMNS_OF_RUNS = ("loss", "bits_per_byte", "token_accuracy", "accuracy", "rouge1", "rougeL", "rougeL_line1", "percent_distinct")
 
 
 def show_results(run_folder: Path, train_rows: Dataset, evaluation: EvaluationRows) -> None:

@@ -242,7 +242,8 @@ def _fully_shard(accelerator: Accelerator, model: nn.Module, blocks: list[nn.Mod
     # torch keeps the root gathered between forward and backward: it is needed at the end of one and the start of the other.
     fully_shard(model, **policies)
     _prefetch_by_block(model, blocks)
-    register_fsdp_forward_method(model, "generate")
+    if hasattr(model, "generate"):
+        register_fsdp_forward_method(model, "generate")
     return model
 
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from toolkit.accelerator import peak_memory_gib, synchronize
 from toolkit.data.plan import MicroBatch, Step
-from toolkit.distributed import gather_objects
+from toolkit.distributed import gather_objects, reduce_on_cpu
 from toolkit.errors import UserError
 from toolkit.sharding import ShardedModel
 from toolkit.tracking import MetricsLog, Progress, log_to_trackers
@@ -70,6 +71,7 @@ class StepLog:
         read = torch.stack([torch.stack([f.loss_sum, f.grad_norm, f.skipped]) for f in self.pending]).cpu().double().tolist()
         synchronize(device)
         seconds = time.perf_counter() - self.start_s
+        peak_gib = reduce_on_cpu(torch.tensor(peak_memory_gib(device), dtype=torch.float64), dist.ReduceOp.MAX).item()
         tokens_per_s = sum(f.step.num_tokens for f in self.pending) / seconds
         too_many: UserError | None = None
         for f, (loss_sum, grad_norm, skipped) in zip(self.pending, read, strict=True):
@@ -81,7 +83,7 @@ class StepLog:
                 "grad_norm": grad_norm,
                 "tokens_per_s": tokens_per_s,
                 "step_time_s": seconds / len(self.pending),
-                "peak_memory_gib": peak_memory_gib(device),
+                "peak_memory_gib": peak_gib,  # of the rank with most
                 "num_rows": len(f.step.rows),
                 "num_tokens": f.step.num_tokens,
                 "num_label_tokens": f.step.num_label_tokens,

@@ -126,6 +126,12 @@ def load_metrics(path: Path) -> list[dict[str, Any]]:
     return [figures for _, figures in _whole_lines(path)]
 
 
+def speed_unit(lines: list[dict[str, Any]]) -> str:
+    """What `tokens_per_s` counts: rows where every row is one token, as images are."""
+    steps = [line for line in lines if line["kind"] == "train"]
+    return "rows/s" if all("num_rows" in line and line["num_rows"] == line["num_tokens"] for line in steps) else "tokens/s"
+
+
 def _whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     """Each line as it stands in the file, line break included, beside what it says."""
     lines = path.read_bytes().splitlines(keepends=True)

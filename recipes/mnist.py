@@ -1,0 +1,143 @@
+"""Train a small convnet on images of digits, the job of PyTorch's FSDP tutorial, sharded as the accelerate YAML says.
+
+accelerate launch --config_file accelerate_configs/ddp_cpu.yaml recipes/mnist.py --config recipes/configs/mnist_digits.yaml
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+from toolkit.config import load_config
+from toolkit.config_images import ConvNetConfig, MnistConfig, check_mnist_config
+from toolkit.errors import exit_on_user_error
+
+if TYPE_CHECKING:
+    import torch
+
+    from toolkit.data.images import ImageSets
+    from toolkit.data.plan import BatchPlan, Step
+    from toolkit.sharding import ShardedModel
+    from toolkit.step_log import StepFigures
+
+SMALLEST_SIDE = 6
+"""Pixels that two 3 x 3 convolutions and a pooling leave something of."""
+
+
+def main() -> None:
+    config = load_config(MnistConfig, description=__doc__, check=check_mnist_config)
+
+    # These take seconds to import; a wrong flag was told before.
+    import numpy as np
+    import torch
+
+    from toolkit import sharding, stages
+    from toolkit.accelerator import build_accelerator
+    from toolkit.accuracy import evaluate_accuracy
+    from toolkit.curves import draw_curves
+    from toolkit.data.images import load_images
+    from toolkit.data.plan import BatchPlan, check_global_batch_size
+    from toolkit.distributed import agreed, print_rank0, rank, seed_all, world_size
+    from toolkit.run_folder import lock_run_folder, open_run_folder, save_run_config
+    from toolkit.shard_units import describe
+    from toolkit.step_log import StepLog
+    from toolkit.tracking import Progress
+    from toolkit.train_state import SkipHistory
+    from toolkit.watchdog import Watchdog
+    from toolkit.whole_state import save_whole_state
+
+    accelerator = build_accelerator([], config.run.output_dir, config.run.timeout_s)
+    check_global_batch_size(config.train, world_size())
+    run_folder = open_run_folder(config)
+    agreed(lambda: lock_run_folder(run_folder) if rank() == 0 else None)
+
+    # Images → the plan of which of them each step takes. To the plan an image is a row of one token with one label.
+    images = agreed(lambda: load_images(config.data, SMALLEST_SIDE))
+    ones = np.ones(len(images.train), dtype=np.int64)
+    plan = BatchPlan(ones, ones, config.train, world_size(), bucket_by_length=False)
+    num_steps = plan.num_steps(config.train.num_epochs) if config.train.num_epochs else config.train.max_steps or 0
+    print_rank0(f"{len(images.train):,} training images, {len(images.evaluation):,} held-out ones; {num_steps:,} steps")
+
+    # Model → shards → optimizer and its schedule, both torch's own.
+    seed_all("weights", config.train.seed)
+    model: Any = build_convnet(config.model, images)
+    agreed(lambda: sharding.check_wrap(accelerator, model))
+    sharded = sharding.shard_model(accelerator, model)
+    optimizer = torch.optim.Adadelta(sharded.model.parameters(), lr=config.optim.lr)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=config.optim.gamma)
+    print_rank0(describe(sharded.units))
+
+    # Train: step; after every epoch evaluate and lower the learning rate. There is no resume: it starts afresh.
+    metrics = stages.open_metrics(run_folder)
+    metrics.truncate_after(-1)
+    save_run_config(config, run_folder)
+    bar = Progress(num_steps, 0, enabled=rank() == 0)
+    with Watchdog(config.run.timeout_s, run_folder) as watchdog:
+        log = StepLog(metrics, sharded, bar, [], SkipHistory(), max_skipped_steps=1)
+        for number in range(num_steps + 1):
+            watchdog.at("step", number)
+            epoch_ends = number > 0 and number == plan.num_steps(plan.step(number).epoch + 1)
+            if number > 0:
+                log.add(train_step(config.train.seed, sharded, optimizer, images, plan, plan.step(number)))
+            if epoch_ends or number == num_steps or number % config.log_every_steps == 0:
+                log.flush()
+            if epoch_ends or number in (0, num_steps):
+                figures = evaluate_accuracy(sharded, images, config.eval_batch_size_rows)
+                metrics.write("eval", number, **figures)
+                bar.say(f"evaluation at step {number}: loss {figures['loss']:.4f}, accuracy {figures['accuracy']:.2f} %")
+                log.restart_clock()
+            if epoch_ends:
+                schedule.step()
+        metrics.write("checkpoint", num_steps, **save_whole_state(sharded, run_folder / "model.safetensors"))
+    bar.close()
+    if rank() == 0:
+        draw_curves(metrics.path, run_folder / "curves.png")
+    accelerator.end_training()
+
+
+def build_convnet(config: ConvNetConfig, images: ImageSets) -> torch.nn.Module:
+    """Two convolutions, a pooling, two linear layers: images B1HW → logits (B, number of classes)."""
+    from torch import nn
+
+    height, width = ((side - 4) // 2 for side in images.train.pixels_NHW.shape[1:])
+    layers = {
+        "conv1": nn.Conv2d(1, 32, 3), "relu1": nn.ReLU(), "conv2": nn.Conv2d(32, 64, 3), "relu2": nn.ReLU(),
+        "pool": nn.MaxPool2d(2), "dropout1": nn.Dropout(config.conv_dropout), "flatten": nn.Flatten(),
+        "fc1": nn.Linear(64 * height * width, config.hidden_size), "relu3": nn.ReLU(),
+        "dropout2": nn.Dropout(config.linear_dropout), "fc2": nn.Linear(config.hidden_size, images.num_classes),
+    }  # fmt: skip
+    return nn.Sequential(OrderedDict(layers))
+
+
+def train_step(
+    seed: int, sharded: ShardedModel, optimizer: torch.optim.Optimizer, images: ImageSets, plan: BatchPlan, step: Step
+) -> StepFigures:
+    """One update over one global batch, the same on any number of processes. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    from toolkit.distributed import rank, seed_all, world_size
+    from toolkit.losses import share_of_global_mean, summed_cross_entropy
+    from toolkit.optim import clip_gradients
+    from toolkit.step_log import StepFigures
+
+    device, lr = sharded.accelerator.device, optimizer.param_groups[0]["lr"]
+    loss_sum = torch.zeros((), device=device)
+    for micro_batch in plan.micro_batches(step, rank()):
+        seed_all("step", seed, step.step, rank(), micro_batch.index)
+        rows = [row for (row,) in micro_batch.packs]
+        pixels_B1HW, labels_B = images.collate(images.train, rows, device, counts=micro_batch.counts)
+        batch_sum = summed_cross_entropy(sharded.model(pixels_B1HW), labels_B)
+        share_of_global_mean(batch_sum, step.num_label_tokens, world_size()).backward()
+        loss_sum += batch_sum.detach()
+    grad_norm = clip_gradients(sharded.model, max_norm=None)
+    optimizer.step()
+    optimizer.zero_grad()
+    if world_size() > 1:
+        dist.all_reduce(loss_sum)
+    return StepFigures(step, lr, loss_sum, grad_norm, skipped=torch.zeros_like(loss_sum))
+
+
+if __name__ == "__main__":
+    with exit_on_user_error():
+        main()
