@@ -46,6 +46,7 @@ GPU_PRESET_OVERRIDES_ON_CPU: dict[str, dict[str, Any]] = {
     # Inductor would compile with a C++ compiler, for minutes; what is traced and sharded is the same.
     "fsdp2_compile": {**_ON_CPU, "dynamo_config": {"dynamo_backend": "AOT_EAGER"}},
     "fsdp2_offload": _ON_CPU,  # pinned memory has no key in the YAML; `toolkit.accelerator` turns it off on CPU
+    "fsdp2_size_wrap": _ON_CPU,
     "fsdp2_multi_node": {**_ON_CPU, **_ON_ONE_MACHINE},
     "fsdp2_hsdp": {**_ON_CPU, **_ON_ONE_MACHINE, "num_processes": 4, "parallelism_config": _TWO_BY_TWO},
     "fsdp1_full_shard": {**_ON_CPU, **_FSDP1},

@@ -2,6 +2,7 @@
 
 check FILE.yaml           check an accelerate YAML strictly
 checkpoints RUN_FOLDER    one table of a run's checkpoints and whether each is whole; exits 1 where one is not
+compare --presets A,B -- RECIPE …  one recipe under several presets: time, memory, loss, saving; exits 1 where one fails
 plan --model M …          what each rank of a run would need, and whether it fits; exits 1 where it does not
 presets [--write] FOLDER  check the table of presets in the folder's README.md against their headers, or write it
 results RUN_FOLDER...     one table of what several runs came to
@@ -10,15 +11,18 @@ results RUN_FOLDER...     one table of what several runs came to
 from __future__ import annotations
 
 import argparse
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from toolkit.accelerate_yaml import check_accelerate_yaml, update_preset_table
 from toolkit.checkpoint_table import show_checkpoints
-from toolkit.errors import exit_on_user_error
+from toolkit.errors import UserError, exit_on_user_error
 
 EXIT_NOT_VALID = 1
-"""What `checkpoints` exits with where a folder named like a checkpoint is not valid, and `plan` where a run does not fit."""
+"""What `checkpoints` exits with where a folder named like a checkpoint is not valid, `plan` where a run does not fit, and
+`compare` where a preset fails."""
 
 
 def main() -> None:
@@ -31,13 +35,17 @@ def main() -> None:
     checkpoints.add_argument("run_folder", type=Path, metavar="RUN_FOLDER", help="as in runs/t5_docstrings")
     checkpoints.add_argument("--verify", action="store_true", help="hash every file again, not only compare its size")
     checkpoints.add_argument("--json", action="store_true", help="print a JSON list instead of the table")
+    _add_compare(jobs)
     _add_plan(jobs)
     presets = jobs.add_parser("presets", help="see that the table in a folder's README.md is that of its presets' headers")
     presets.add_argument("folder", type=Path, metavar="FOLDER", help="as in accelerate_configs")
     presets.add_argument("--write", action="store_true", help="write the table")
     results = jobs.add_parser("results", help="one table of the first and the last evaluation of several runs")
     results.add_argument("run_folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="as in runs/t5_docstrings")
-    arguments, run_arguments = parser.parse_known_args()
+    own_arguments, command = _split_at_recipe(sys.argv[1:])
+    arguments, run_arguments = parser.parse_known_args(own_arguments)
+    if run_arguments and arguments.job == "compare":
+        parser.error(f"unrecognized arguments: {' '.join(run_arguments)}: the recipe and its flags stand after --")
     if run_arguments and arguments.job != "plan":
         parser.error(f"unrecognized arguments: {' '.join(run_arguments)}")
     with exit_on_user_error():
@@ -48,6 +56,9 @@ def main() -> None:
             update_preset_table(arguments.folder, write=arguments.write)
         elif arguments.job == "checkpoints":
             if not show_checkpoints(arguments.run_folder, arguments.verify, arguments.json):
+                raise SystemExit(EXIT_NOT_VALID)
+        elif arguments.job == "compare":
+            if not _compare(arguments, command):
                 raise SystemExit(EXIT_NOT_VALID)
         elif arguments.job == "plan":
             from toolkit.planning.report import show_plan  # torch takes seconds to import
@@ -67,6 +78,53 @@ def main() -> None:
             from toolkit.results import show_runs
 
             show_runs(arguments.run_folders)
+
+
+def _add_compare(jobs: Any) -> None:
+    compare = jobs.add_parser(
+        "compare",
+        allow_abbrev=False,
+        help="one recipe under several presets, one after the other: a table and a picture",
+        usage="%(prog)s --presets A,B,C [options] -- RECIPE.py --config RUN.yaml …",
+        description="The recipe's run folder, length and log_every_steps are set for it; all else stands after --.",
+    )
+    compare.add_argument(
+        "--presets",
+        required=True,
+        metavar="A,B,C",
+        help="names in accelerate_configs/ or files, each with changes if need be: fsdp2_size_wrap:fsdp_min_num_params=50000",
+    )
+    compare.add_argument("--num-processes", type=int, metavar="N", help="unset: as each preset says, or the GPUs there are")
+    compare.add_argument("--use-cpu", action="store_true", help="run presets for GPUs on CPU processes too")
+    compare.add_argument("--mixed-precision", choices=["no", "bf16"], help="for all of them; unset: as each preset says")
+    compare.add_argument("--steps", type=int, default=20, metavar="N", help="optimizer updates of each run (20)")
+    compare.add_argument("--warmup-steps", type=int, default=5, metavar="N", help="of them, first ones that are not timed (5)")
+    compare.add_argument("--output", type=Path, metavar="FOLDER", help="a new folder; unset: runs/compare-DATE-TIME")
+
+
+def _split_at_recipe(argv: list[str]) -> tuple[list[str], list[str]]:
+    """What stands before and after the first `--`, which argparse would take for one of its own."""
+    if argv[:1] != ["compare"] or "--" not in argv:
+        return argv, []
+    place = argv.index("--")
+    return argv[:place], argv[place + 1 :]
+
+
+def _compare(arguments: argparse.Namespace, command: list[str]) -> bool:
+    from toolkit.comparison import Conditions, compare
+
+    if not command:
+        raise UserError("compare needs a recipe after its own options: add -- recipes/t5.py --config RUN.yaml")
+    conditions = Conditions(
+        command=command,
+        num_steps=arguments.steps,
+        warmup_steps=arguments.warmup_steps,
+        num_processes=arguments.num_processes,
+        use_cpu=arguments.use_cpu,
+        mixed_precision=arguments.mixed_precision,
+    )
+    presets = [preset for preset in arguments.presets.split(",") if preset]
+    return compare(presets, conditions, arguments.output or Path("runs", f"compare-{time.strftime('%Y%m%d-%H%M%S')}"))
 
 
 def _add_plan(jobs: Any) -> None:

@@ -1,7 +1,8 @@
-"""Every preset and every run YAML of the repository trains a tiny T5 to its export."""
+"""Every preset of the repository trains a tiny T5 to its export, every run YAML its own kind of model."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -12,9 +13,9 @@ import pytest
 import yaml
 
 from tests.chats import CHATML, build_chat_tokenizer, say
-from tests.launch import GPU_CHECKS, GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, run_on_ranks
+from tests.launch import GPU_CHECKS, GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, launch, run_on_ranks
 from tests.model_folders import CAUSAL_FAMILIES, make_rows, save_jsonl, save_wikihow_csv
-from tests.recipes.runs import FP32, Workbench
+from tests.recipes.runs import FP32, RECIPES, Workbench
 from toolkit.accelerate_yaml import preset_header
 
 RUN_CONFIG_FOLDER = REPOSITORY / "recipes" / "configs"
@@ -29,6 +30,7 @@ PRESETS: dict[str, int] = {
     "fsdp2_activation_checkpointing": 2,
     "fsdp2_compile": 2,
     "fsdp2_offload": 2,
+    "fsdp2_size_wrap": 2,
     "fsdp2_hsdp": 4,
     "fsdp2_multi_node": 2,
     "fsdp1_full_shard": 2,
@@ -39,7 +41,7 @@ PRESETS: dict[str, int] = {
 RESUMED = ("ddp_cpu", "fsdp2_offload", "fsdp2_hsdp", "fsdp1_full_shard")
 """Presets whose checkpoints are read back: each has a way of its own to hold parameters and moments."""
 
-RUN_CONFIGS = ["t5_docstrings", "t5_wikihow", "llm_stdlib", "llm_docstrings", "llm_chat_lora"]
+RUN_CONFIGS = ["t5_docstrings", "t5_wikihow", "llm_stdlib", "llm_docstrings", "llm_chat_lora", "mnist_digits"]
 """Each has a test below that runs it, made small by flags."""
 
 
@@ -138,6 +140,23 @@ def test_chat_config_trains_an_adapter_on_chats(llm_workbench: Workbench, tmp_pa
         **changes,
     )
     check_whole_run(llm_workbench, exports="adapter_model.safetensors")
+
+
+def test_digits_config_trains_the_convnet_and_saves_it_whole(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    config, size_wrap = RUN_CONFIG_FOLDER / "mnist_digits.yaml", "fsdp2_size_wrap"
+    flags = [f"--config={config}", f"--run.output_dir={tmp_path}", "--train.num_epochs=1"]
+    done = launch(RECIPES / "mnist.py", flags, preset=size_wrap, overrides=GPU_PRESET_OVERRIDES_ON_CPU[size_wrap])
+    assert done.returncodes == [0, 0], done.stderr[-3000:]
+    assert "Linear fc1 " in done.stdout, "the large layer is a shard unit of its own"
+    folder = tmp_path / "mnist_digits"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    before, after = (line for line in lines if line["kind"] == "eval")
+    assert before["accuracy"] < 30 < 50 < after["accuracy"]
+    shapes = {name: weight.shape for name, weight in load_file(folder / "model.safetensors").items()}
+    assert len(shapes) == 8 and shapes["fc1.weight"] == (128, 256)
+    assert {"config.yaml", "curves.png"} <= {path.name for path in folder.iterdir()}
 
 
 def build_chat_model(folder: Path) -> None:

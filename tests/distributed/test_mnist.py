@@ -1,0 +1,124 @@
+"""The convnet on images: one curve and one accuracy on any number of processes, under any strategy, for any micro-batch size."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from tests.distributed.small_run import read_lines
+from tests.distributed.test_invariants import RELATIVE_TOLERANCE
+from tests.launch import GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, run_on_ranks
+
+NUM_STEPS = 8
+ROWS = ["--data.num_rows", "300", "--train.global_batch_size_rows", "50", "--train.seed", "3"]  # an epoch has 6 steps
+WITHOUT_DROPOUT = ["--model.conv_dropout", "0", "--model.linear_dropout", "0"]
+ON_CPU = GPU_PRESET_OVERRIDES_ON_CPU["fsdp2_size_wrap"]
+FSDP1 = GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"]["fsdp_config"]
+BY_SIZE = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 20000}
+RUNS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "single": ("single", {}, []),
+    "ddp": ("ddp_cpu", {}, []),
+    "ddp, small micro-batches": ("ddp_cpu", {}, ["--train.micro_batch_size_rows", "7"]),
+    "fsdp2, one unit": ("fsdp2_size_wrap", ON_CPU | {"fsdp_config": {"fsdp_min_num_params": 10**9}}, []),
+    "fsdp2, by size": ("fsdp2_size_wrap", ON_CPU, ["--train.micro_batch_size_rows", "12"]),
+    "fsdp2, offload": ("fsdp2_size_wrap", ON_CPU | {"fsdp_config": {"fsdp_offload_params": True}}, []),
+    "fsdp1, by size": ("fsdp1_full_shard", {"use_cpu": True, "num_processes": 2, "fsdp_config": FSDP1 | BY_SIZE}, []),
+}
+"""Run: preset, overrides, flags."""
+
+
+def run(folder: Path, name: str, *flags: str) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    """Lines of the metrics, and the weights that were saved."""
+    from safetensors.numpy import load_file
+
+    preset, overrides, own_flags = RUNS[name]
+    always = ["--train.max_steps", str(NUM_STEPS), "--run.output_dir", str(folder), "--run.name", name, "--log_every_steps", "3"]
+    argv = [*always, "--eval_batch_size_rows", "33", "--train.micro_batch_size_rows", "25", *ROWS, *own_flags, *flags]
+    overrides = {"mixed_precision": "no", **overrides}
+    run_on_ranks(run_recipe, preset=preset, overrides=overrides, args=(argv,))
+    return read_lines(folder / name / "metrics.jsonl"), load_file(folder / name / "model.safetensors")
+
+
+def run_recipe(argv: list[str]) -> None:
+    with patch.object(sys, "argv", ["mnist.py", *argv]):
+        runpy.run_path(str(REPOSITORY / "recipes" / "mnist.py"), run_name="__main__")
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    return run(tmp_path_factory.mktemp("expected"), "single", *WITHOUT_DROPOUT)
+
+
+def test_one_process_trains_as_the_tutorial_does(expected: tuple[list[dict[str, Any]], dict[str, np.ndarray]]) -> None:
+    """Against a plain loop of torch: mean loss, Adadelta, StepLR after each epoch of 6 steps."""
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+
+    from toolkit.config_images import ImageDataConfig
+    from toolkit.config_sections import TrainConfig
+    from toolkit.data.images import load_images
+    from toolkit.data.plan import BatchPlan
+    from toolkit.distributed import seed_all
+
+    images = load_images(ImageDataConfig(num_rows=300), 6)
+    seed_all("weights", 3)
+    model = nn.Sequential(
+        nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(256, 128),
+        nn.ReLU(), nn.Linear(128, 10),
+    )  # fmt: skip
+    optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
+    ones = np.ones(300, dtype=np.int64)
+    plan = BatchPlan(ones, ones, TrainConfig(global_batch_size_rows=50, seed=3), 1, bucket_by_length=False)
+    lines = [line for line in expected[0] if line["kind"] == "train"]
+    for line in lines:
+        pixels, labels = images.collate(images.train, plan.step(line["step"]).rows, torch.device("cpu"), counts=True)
+        loss = F.cross_entropy(model(pixels), labels)
+        assert line["loss"] == pytest.approx(loss.item(), rel=RELATIVE_TOLERANCE)
+        assert line["learning_rate"] == pytest.approx(1.0 if line["step"] <= 6 else 0.7)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if line["step"] == 6:
+            schedule.step()
+    with torch.no_grad():
+        pixels, labels = images.collate(images.evaluation, range(len(images.evaluation)), torch.device("cpu"), counts=True)
+        accuracy = 100 * (model(pixels).argmax(-1) == labels).double().mean().item()
+    last = [line for line in expected[0] if line["kind"] == "eval"][-1]
+    assert last["accuracy"] == pytest.approx(accuracy) and last["num_rows"] == len(labels)
+    assert [line["step"] for line in expected[0] if line["kind"] == "eval"] == [0, 6, 8]
+    for mine, saved in zip(model.parameters(), [expected[1][name] for name in in_order()], strict=True):
+        np.testing.assert_allclose(saved, mine.detach().numpy(), atol=1e-5)
+
+
+def in_order() -> list[str]:
+    return [f"{layer}.{kind}" for layer in ("conv1", "conv2", "fc1", "fc2") for kind in ("weight", "bias")]
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "single"])
+def test_curve_accuracy_and_weights_are_those_of_one_process(
+    tmp_path: Path, expected: tuple[list[dict[str, Any]], dict[str, np.ndarray]], name: str
+) -> None:
+    lines, weights = run(tmp_path, name, *WITHOUT_DROPOUT)
+    for kind, figures in (("train", ("step", "epoch", "loss", "grad_norm", "learning_rate")), ("eval", ("step", "loss"))):
+        for figure in figures:
+            actual, wanted = ([line[figure] for line in part if line["kind"] == kind] for part in (lines, expected[0]))
+            np.testing.assert_allclose(actual, wanted, rtol=RELATIVE_TOLERANCE, err_msg=f"{kind} {figure}")
+    accuracies = [[line["accuracy"] for line in part if line["kind"] == "eval"] for part in (lines, expected[0])]
+    assert accuracies[0] == accuracies[1]
+    assert weights.keys() == expected[1].keys()
+    for parameter, weight in expected[1].items():
+        np.testing.assert_allclose(weights[parameter], weight, atol=1e-5, err_msg=parameter)
+
+
+def test_sharded_runs_draw_the_dropout_of_ddp(tmp_path: Path) -> None:
+    ddp, sharded = (run(tmp_path, name)[0] for name in ("ddp", "fsdp2, one unit"))
+    losses = [[line["loss"] for line in lines if line["kind"] == "train"] for lines in (ddp, sharded)]
+    np.testing.assert_allclose(*losses, rtol=RELATIVE_TOLERANCE)
