@@ -70,8 +70,6 @@ def load_preset(preset: str) -> dict[str, Any]:
     Raises:
         UserError: there is none, a change is not `key=value`, or what comes out is not valid.
     """
-    import yaml
-
     name, _, changes = preset.partition(":")
     mapping = check_accelerate_yaml(find_preset(name))
     for change in filter(None, changes.split("+")):
@@ -79,7 +77,8 @@ def load_preset(preset: str) -> dict[str, Any]:
         if not equals:
             raise UserError(f"--presets {preset}: {change} is no change: write key=value, as in fsdp_offload_params=true")
         section = next((section for section, prefix in SECTIONS.items() if key.startswith(prefix)), None)
-        parsed = yaml.safe_load(value)
+        # Not as YAML, which reads `no` as false.
+        parsed: Any = int(value) if value.isdecimal() else {"true": True, "false": False}.get(value, value)
         mapping = mapping | ({section: {**(mapping.get(section) or {}), key: parsed}} if section else {key: parsed})
     if changes:
         with tempfile.TemporaryDirectory() as folder:

@@ -17,7 +17,7 @@ class ImageDataConfig:
     """Which images."""
 
     source: str = "digits"
-    """`digits` (8 x 8, comes with scikit-learn), `idx` (the files of MNIST), or the id of a hub dataset, as in `ylecun/mnist`."""
+    """`digits` of scikit-learn, 8 x 8 pixels; `idx`, the files of MNIST; or the id of a hub dataset, as in `ylecun/mnist`."""
     folder: str | None = None
     """Folder of `idx`: train-images-idx3-ubyte, train-labels-idx1-ubyte and the two t10k- files, each as it is or as .gz."""
     hub_subset: str | None = None
