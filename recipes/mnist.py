@@ -82,12 +82,14 @@ def main() -> None:
             if epoch_ends or number == num_steps or number % config.log_every_steps == 0:
                 log.flush()
             if epoch_ends or number in (0, num_steps):
+                watchdog.at("evaluation", number)
                 figures = evaluate_accuracy(sharded, images, config.eval_batch_size_rows)
                 metrics.write("eval", number, **figures)
                 bar.say(f"evaluation at step {number}: loss {figures['loss']:.4f}, accuracy {figures['accuracy']:.2f} %")
                 log.restart_clock()
             if epoch_ends:
                 schedule.step()
+        watchdog.at("saving", num_steps)
         metrics.write("checkpoint", num_steps, **save_whole_state(sharded, run_folder / "model.safetensors"))
     bar.close()
     if rank() == 0:

@@ -48,10 +48,14 @@ def compare(presets: Sequence[str], conditions: Conditions, output: Path) -> boo
 
     Raises:
         UserError: before anything runs: an unknown preset, or one given twice, a change that is no key of it, no such recipe,
-            nothing to time, a folder that is not empty.
+            nothing to time, a folder that is not empty or cannot be made.
     """
     _check(presets, conditions, output)
     mappings = {preset: load_preset(preset) for preset in presets}
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {output} cannot be made ({error.strerror}): name a folder that you can write to") from None
     outcomes: list[Outcome] = []
     for place, (preset, mapping) in enumerate(mappings.items(), start=1):
         start_s = time.perf_counter()
@@ -192,7 +196,6 @@ def _report(outcomes: list[Outcome], conditions: Conditions, output: Path) -> No
         remarks.append(f"changed in all presets: {', '.join(changes)}")
     heading_with_remarks = "; ".join([heading, *remarks])
     table = format_comparison(outcomes)
-    output.mkdir(parents=True, exist_ok=True)
     command = shlex.join(conditions.command)
     (output / "comparison.md").write_text(f"`{command}`\n\n{heading_with_remarks}.\n\n{table}\n", encoding="utf-8")
     about = {"command": conditions.command, "num_steps": conditions.num_steps, "warmup_steps": conditions.warmup_steps}
