@@ -44,10 +44,9 @@ def main() -> None:
     results.add_argument("run_folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="as in runs/t5_docstrings")
     own_arguments, command = _split_at_recipe(sys.argv[1:])
     arguments, run_arguments = parser.parse_known_args(own_arguments)
-    if run_arguments and arguments.job == "compare":
-        parser.error(f"unrecognized arguments: {' '.join(run_arguments)}: the recipe and its flags stand after --")
     if run_arguments and arguments.job != "plan":
-        parser.error(f"unrecognized arguments: {' '.join(run_arguments)}")
+        hint = ": the recipe and its flags stand after --" if arguments.job == "compare" else ""
+        parser.error(f"unrecognized arguments: {' '.join(run_arguments)}{hint}")
     with exit_on_user_error():
         if arguments.job == "check":
             check_accelerate_yaml(arguments.file)
@@ -58,8 +57,7 @@ def main() -> None:
             if not show_checkpoints(arguments.run_folder, arguments.verify, arguments.json):
                 raise SystemExit(EXIT_NOT_VALID)
         elif arguments.job == "compare":
-            if not _compare(arguments, command):
-                raise SystemExit(EXIT_NOT_VALID)
+            _compare(arguments, command)
         elif arguments.job == "plan":
             from toolkit.planning.report import show_plan  # torch takes seconds to import
 
@@ -110,7 +108,7 @@ def _split_at_recipe(argv: list[str]) -> tuple[list[str], list[str]]:
     return argv[:place], argv[place + 1 :]
 
 
-def _compare(arguments: argparse.Namespace, command: list[str]) -> bool:
+def _compare(arguments: argparse.Namespace, command: list[str]) -> None:
     from toolkit.comparison import Conditions, compare
 
     if not command:
@@ -124,7 +122,9 @@ def _compare(arguments: argparse.Namespace, command: list[str]) -> bool:
         mixed_precision=arguments.mixed_precision,
     )
     presets = [preset for preset in arguments.presets.split(",") if preset]
-    return compare(presets, conditions, arguments.output or Path("runs", f"compare-{time.strftime('%Y%m%d-%H%M%S')}"))
+    output = arguments.output or Path("runs", f"compare-{time.strftime('%Y%m%d-%H%M%S')}")
+    if not compare(presets, conditions, output):
+        raise SystemExit(EXIT_NOT_VALID)
 
 
 def _add_plan(jobs: Any) -> None:
