@@ -57,10 +57,10 @@ def main() -> None:
     check_causal_positions(model_config, config.model.name_or_path, longest, config.eval)
     num_steps = stages.check_rows(config, rows, plan, evaluation)
 
-    # Model → frozen or adapted → shards → optimizer.
-    model = stages.load_model(config, begun, CAUSAL, model_config, skeleton)
-    identity = stages.identity_of(begun, model_config, rows, model)
-    sharded = sharding.shard_model(accelerator, model)
+    # Model → frozen or adapted → shards → optimizer. Under FSDP2 `sources` say where each rank reads its shards.
+    model, sources = stages.load_model(config, begun, CAUSAL, model_config, skeleton)
+    identity = stages.identity_of(begun, model_config, rows, model, sources)
+    sharded = sharding.shard_model(accelerator, model, sources)
     optimizer = optim.build_optimizer(config.optim, sharded.model)
     distributed.print_rank0(describe(sharded.units))
     check_causal_model(sharded, evaluation.collator, packing=config.data.packing)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +12,7 @@ from torch import nn
 
 from toolkit.adapter_files import base_name, check_base, find_adapter, hash_base, load_adapter_weights, read_lora_config
 from toolkit.config_sections import AdapterConfig, ModelConfig
-from toolkit.distributed import seed_all
+from toolkit.distributed import derive_seed
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ALL_LINEAR = "all-linear"
+LORA_NAME = re.compile(r"\.lora_(embedding_)?[AB]\.default")
 TIED_NAMES = ("embed_tokens", "lm_head")
 """peft keeps tied modules together that it knows by these names."""
 
@@ -81,7 +84,6 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     if folder and not is_meta:
         check_base(folder, base.name_or_path, hash_base(model), what)
-    seed_all("adapter", seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # GPT-2's Conv1D, ties that `_check_ties` tells better, …
         try:
@@ -98,6 +100,31 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
     _reset_magnitudes(model)
     if folder:
         load_adapter_weights(model, folder, base.name_or_path, what)
+    elif not is_meta:
+        for name, parameter in model.named_parameters():
+            if LORA_NAME.search(name):
+                parameter.data.copy_(draw_new(name, parameter.shape, seed))
+
+
+def draw_new(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
+    """A tensor of a new LoRA in fp32, drawn as peft does, but each from a seed of its own: the same however the base is loaded.
+
+    Args:
+        name: the parameter's in the adapted model.
+    """
+    values = torch.zeros(shape)
+    generator = torch.Generator().manual_seed(derive_seed("adapter", seed, name))
+    if ".lora_A." in name:
+        nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+    elif ".lora_embedding_B." in name:
+        nn.init.normal_(values, generator=generator)
+    return values
+
+
+def magnitudes(layer: nn.Module, weight: torch.Tensor) -> torch.Tensor:
+    """DoRA's first magnitudes of a base layer's weight (or of whole outputs of it): its outputs' norms, in fp32."""
+    # Conv1D and embeddings have their outputs last.
+    return torch.linalg.vector_norm(weight.float(), dim=1 if isinstance(layer, nn.Linear) else 0)
 
 
 def _new_lora(model: PreTrainedModel, config: AdapterConfig) -> LoraConfig:
@@ -210,11 +237,9 @@ def _owner(model: nn.Module, parameter_name: str) -> type[nn.Module]:
 
 
 def _reset_magnitudes(model: nn.Module) -> None:
-    """DoRA's magnitudes, the norms of the base's weights, in fp32: peft takes them in the base's dtype."""
+    """peft takes DoRA's magnitudes in the base's dtype."""
     for module in model.modules():
-        magnitudes = getattr(module, "lora_magnitude_vector", None)
-        if magnitudes:
+        vectors: Any = getattr(module, "lora_magnitude_vector", None)
+        if vectors:
             base: Any = module.base_layer
-            # Conv1D and embeddings have their outputs last.
-            norms = torch.linalg.vector_norm(base.weight.data.float(), dim=1 if isinstance(base, nn.Linear) else 0)
-            magnitudes["default"].weight.data = norms  # type: ignore[operator, union-attr]
+            vectors["default"].weight.data = magnitudes(base, base.weight.data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import re
 import sys
@@ -47,6 +48,27 @@ def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, auto_cla
     return model
 
 
+def build_weightless(
+    config: ModelConfig, model_config: PretrainedConfig, auto_class: AutoClass, dtype: torch.dtype
+) -> PreTrainedModel:
+    """What `load_model` would load in `dtype`, with its parameters on the meta device; buffers are real, on the CPU."""
+    import transformers
+    from accelerate import init_empty_weights
+    from transformers.initialization import no_init_weights
+
+    model_config = copy.deepcopy(model_config)
+    model_config.name_or_path = config.name_or_path
+    with no_init_weights(), init_empty_weights(include_buffers=False):
+        model = getattr(transformers, auto_class).from_config(model_config, dtype=dtype, **_attention(config))
+    model.tie_weights()
+    # As `from_pretrained` ends: what the model's generation_config.json says.
+    hub = {"cache_dir": None, "force_download": False, "proxies": None, "local_files_only": False, "token": None, "subfolder": ""}
+    model.adjust_generation_fn(
+        None, True, False, config.name_or_path, **hub, revision=config.revision, trust_remote_code=config.trust_remote_code
+    )
+    return model.eval()
+
+
 def load_model(
     config: ModelConfig, model_config: PretrainedConfig, auto_class: AutoClass, seed: int, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
@@ -84,11 +106,16 @@ def load_model(
                 "give a folder with them, or model.from_scratch true for random ones"
             ) from None
         if missing := sorted(report["missing_keys"]):
-            raise UserError(
-                f"the weights of model.name_or_path {config.name_or_path} lack {len(missing)} of the model's parameters "
-                f"({', '.join(missing[:3])}, …), which would stay random: give whole weights, or model.from_scratch true"
-            )
+            raise missing_weights(config.name_or_path, missing)
     return model
+
+
+def missing_weights(name_or_path: str, missing: list[str]) -> UserError:
+    """The error of weights that are not whole."""
+    return UserError(
+        f"the weights of model.name_or_path {name_or_path} lack {len(missing)} of the model's parameters "
+        f"({', '.join(missing[:3])}, …), which would stay random: give whole weights, or model.from_scratch true"
+    )
 
 
 def freeze(model: nn.Module, patterns: list[str]) -> None:
@@ -146,10 +173,15 @@ def hash_parameters(model: nn.Module, names: set[str]) -> dict[str, str]:
     hashes = {}
     for name, parameter in sorted(model.named_parameters()):
         if name in names:
-            digest = hashlib.sha256(f"{parameter.dtype} {tuple(parameter.shape)}".encode())
+            digest = hashlib.sha256(hash_header(parameter).encode())
             digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().data)
             hashes[name] = digest.hexdigest()
     return hashes
+
+
+def hash_header(parameter: torch.Tensor) -> str:
+    """What a parameter's hash begins with."""
+    return f"{parameter.dtype} {tuple(parameter.shape)}"
 
 
 def uses_flash_attention(model: PreTrainedModel) -> bool:

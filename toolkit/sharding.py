@@ -22,6 +22,7 @@ from toolkit import causal_loss
 from toolkit.accelerator import compute_dtype, free_memory_bytes, fsdp_version
 from toolkit.distributed import reduce_on_cpu, world_size
 from toolkit.shard_units import ShardUnit, build_units, check_ties, clean, find_blocks, repeated_blocks
+from toolkit.weight_sources import Sources, fill_shards
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -55,8 +56,10 @@ def check_wrap(accelerator: Accelerator, skeleton: nn.Module) -> None:
         find_blocks(accelerator.state.fsdp_plugin, skeleton)
 
 
-def shard_model(accelerator: Accelerator, model: PreTrainedModel) -> ShardedModel:
+def shard_model(accelerator: Accelerator, model: PreTrainedModel, sources: Sources | None = None) -> ShardedModel:
     """Wrap the model as the accelerate YAML says: FSDP2, FSDP1, DDP or not at all. Collective.
+
+    With `sources` (FSDP2 only) the model's parameters are on the meta device, and each rank reads its part of them.
 
     FSDP2 is applied here and not by `accelerator.prepare`: that puts tied embeddings into a unit of their own (T5 then
     fails, as its encoder and decoder hold them too), and checkpoints activations without the dropout state.
@@ -70,8 +73,11 @@ def shard_model(accelerator: Accelerator, model: PreTrainedModel) -> ShardedMode
     if version:
         check_ties(model, units)
         _checkpoint_activations(accelerator, model)
+    assert version == 2 or sources is None
     if version == 2:
         wrapped: nn.Module = _fully_shard(accelerator, model, list(blocks.values()))
+        if sources is not None:
+            _read_shards(accelerator, wrapped, sources)
     elif version == 1:
         _wrap_exactly(accelerator, list(blocks.values()))
         wrapped = accelerator.prepare_model(model)
@@ -245,6 +251,20 @@ def _fully_shard(accelerator: Accelerator, model: nn.Module, blocks: list[nn.Mod
     if hasattr(model, "generate"):
         register_fsdp_forward_method(model, "generate")
     return model
+
+
+def _read_shards(accelerator: Accelerator, model: nn.Module, sources: Sources) -> None:
+    """Give this rank's shards memory, where FSDP2 wants them, and their values."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    offloads = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
+    device = torch.device("cpu") if offloads else accelerator.device
+    num_parameters = len(list(model.parameters()))
+    # Not `to_empty`, which would also empty the buffers. FSDP2's own `_apply` pads and pins the new shards.
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    fill_shards(model, sources)
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert num_parameters == len(list(model.parameters())), "tied weights came apart"
 
 
 def _prefetch_by_block(root: Any, blocks: list[nn.Module]) -> None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toolkit import adapters, checkpoint, initial_weights, loop, models, sharding, tracking
-from toolkit.accelerator import build_accelerator, frozen_dtype
+from toolkit import adapters, checkpoint, initial_weights, loop, models, sharded_loading, sharding, tracking
+from toolkit.accelerator import build_accelerator, frozen_dtype, fsdp_version
 from toolkit.config import RecipeConfig, dotted_keys
 from toolkit.config_checks import check_evaluation_rows, check_num_steps
 from toolkit.data.plan import BatchPlan, check_global_batch_size
@@ -22,6 +22,8 @@ from toolkit.model_config import AutoClass, load_model_config
 from toolkit.results import show_results
 from toolkit.run_folder import lock_run_folder, open_run_folder
 from toolkit.train_state import Identity, TrainState
+from toolkit.weight_files import WholeOnly
+from toolkit.weight_sources import Sources
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -118,20 +120,34 @@ def load_model(
     auto_class: AutoClass,
     model_config: PretrainedConfig,
     skeleton: PreTrainedModel,
-) -> PreTrainedModel:
-    """The model with its weights on the CPU, adapted and frozen as its skeleton is. Collective.
+) -> tuple[PreTrainedModel, Sources | None]:
+    """The model, adapted and frozen as its skeleton is, and where `shard_model` finds its weights. Collective.
+
+    Under FSDP2 it has no weights yet where each rank can read its part of them from the files; else they are on the CPU, and
+    the second is None.
 
     Raises:
         UserError: on every rank.
     """
     loaded_dtype = begun.frozen_dtype if adapters.is_wanted(config.adapter) else torch.float32  # nearly all of it is frozen
-    model = agreed(lambda: models.load_model(config.model, model_config, auto_class, config.train.seed, loaded_dtype))
-    if begun.init_from is not None:
-        initial_weights.load_into(model, begun.init_from)
+    opened = None
+    if fsdp_version(begun.accelerator) == 2 and not config.model.from_scratch:
+        try:
+            opened = sharded_loading.open_weights(config.model, model_config, auto_class, skeleton, loaded_dtype, begun.init_from)
+        except WholeOnly as reason:
+            print_rank0(f"every rank loads all of {config.model.name_or_path} before it is sharded: {reason}")
+    if opened is not None:
+        model, weights = opened
+    else:
+        model = agreed(lambda: models.load_model(config.model, model_config, auto_class, config.train.seed, loaded_dtype))
+        if begun.init_from is not None:
+            initial_weights.load_into(model, begun.init_from)
     agreed(lambda: _adapt(model, config))
     models.freeze_as(model, skeleton)
     models.cast_frozen(model, begun.frozen_dtype)
-    return model
+    if opened is None:
+        return model, None
+    return model, sharded_loading.complete_sources(model, weights, config.adapter, config.model, config.train.seed)
 
 
 def open_metrics(run_folder: Path) -> tracking.MetricsLog:
@@ -178,10 +194,12 @@ def finish(config: RecipeConfig, run: loop.Run) -> None:
     run.sharded.accelerator.end_training()
 
 
-def identity_of(begun: Beginning, model_config: PretrainedConfig, rows: TokenizedRows, model: PreTrainedModel) -> Any:
-    """What a resume compares. The model must not be sharded yet."""
-    model_config_hash = hash_model_config(model_config.to_diff_dict())
-    return Identity(begun.settings, model_config_hash, rows.fingerprint, models.hash_frozen(model))
+def identity_of(
+    begun: Beginning, model_config: PretrainedConfig, rows: TokenizedRows, model: PreTrainedModel, sources: Sources | None
+) -> Identity:
+    """What a resume compares; model and sources as `load_model` gives them, so not sharded yet. Collective."""
+    frozen_hashes = models.hash_frozen(model) if sources is None else sharded_loading.hash_frozen(model, sources)
+    return Identity(begun.settings, hash_model_config(model_config.to_diff_dict()), rows.fingerprint, frozen_hashes)
 
 
 def _adapt(model: PreTrainedModel, config: RecipeConfig) -> None:

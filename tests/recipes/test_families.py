@@ -80,6 +80,7 @@ def test_family_trains_generates_saves_and_resumes(bench: Workbench, train_famil
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert lines[:3] == trained["first_lines"], "steps before the checkpoint ran again: their times differ"
     assert "step-00000003, after step 3" in trained["printed"]
+    assert "every rank loads all of" not in trained["printed"]
     assert bench.checkpoints(family) == ["step-00000003", "step-00000005"]
     assert [line["step"] for line in bench.lines(family, "eval") if "rougeL" in line] == [3, 5]
     assert len((bench.runs / family / "predictions-5.jsonl").read_text().splitlines()) == 3

@@ -1,0 +1,279 @@
+"""Under FSDP2 no rank loads the whole model, and what its ranks load is what transformers would load, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
+from tests.model_folders import build_model_folders
+
+SMALL_PIECE_BYTES = 1024
+"""So that tensors of these models are read in several pieces."""
+LORA: dict[str, Any] = {"adapter.method": "lora", "adapter.rank": 2}
+DORA = LORA | {"adapter.method": "dora"}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in ("t5", "bart", "pegasus", "gemma3", "gpt2", "phi3")},
+    "several-files-in-bf16": ("several_files", {}),
+    "names-without-prefix": ("without_prefix", {}),
+    "tied-weight-stored-twice": ("tied_twice", {}),
+    "frozen-part": ("t5", {"model.freeze": [r"encoder\..*", r".*norm.*"], "model.frozen_dtype": "bfloat16"}),
+    "other-weights": ("t5", {"model.init_from": "{other_t5}"}),
+    "t5-lora": ("t5", LORA),
+    "gpt2-lora": ("gpt2", LORA | {"adapter.modules_to_save": ["lm_head"]}),
+    "several-files-rslora": ("several_files", LORA | {"adapter.method": "rslora", "adapter.target_modules": ["embed_tokens"]}),
+    "llama-dora": ("several_files", DORA),
+    "gpt2-dora": ("gpt2", DORA),
+    "existing-adapter": ("llama_tied", LORA | {"adapter.name_or_path": "{adapter}"}),
+}
+"""Model folder and flags."""
+COMPARED = ("parameters", "buffers", "placed", "aliases", "frozen_hashes", "others")
+HAVE_FROZEN = ("pegasus", "frozen-part", "existing-adapter")
+"""Beside LoRA and DoRA."""
+HYBRID_CASES = ("t5", "several-files-in-bf16", "gpt2-lora")
+LEFT_WHOLE: dict[str, tuple[str, dict[str, Any], str]] = {
+    "ties-differ": ("tied_differing", {}, "model.embed_tokens.weight and lm_head.weight are tied, but differ in the files"),
+    "computed": ("without_bias", {}, "final_logits_bias is in no file, but computed"),
+}
+"""Model folder, flags, and why every rank loads all of it."""
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "missing": (
+        "without_tensor", {}, "the weights of model.name_or_path {folder} lack 1 of the model's parameters (model.norm.weight, …)"
+    ),
+    "shape": (
+        "other_shape", {},
+        "the weights of model.name_or_path {folder} have model.norm.weight of shape (31,), but its config.json makes it (32,)",
+    ),
+    "not-safetensors": ("torn", {}, "model.safetensors of model.name_or_path {folder} cannot be read as safetensors ("),
+    "init-from-another-model": (
+        "llama_tied", {"model.init_from": "{without_tensor}"}, "model.init_from {without_tensor} does not fit {folder}: it lacks"
+    ),
+    "other-base": (
+        "several_files", LORA | {"adapter.name_or_path": "{adapter}"},
+        "was trained on another base than model.name_or_path {folder}",
+    ),
+}  # fmt: skip
+"""Model folder, flags, and the beginning or a part of the sentence."""
+PLACES = ("{other_t5}", "{adapter}", "{without_tensor}")
+"""Values of flags that are model folders."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    parent = tmp_path_factory.mktemp("models")
+    return run_on_ranks(build_folders, preset="single", overrides={"mixed_precision": "no"}, args=(parent,))[0]
+
+
+def build_folders(parent: Path) -> dict[str, Path]:
+    """The families' models, and some whose files are made in other ways; on one process."""
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    from tests.adapter_models import adapted, export_adapter, randomize
+
+    folders = build_model_folders(parent)
+
+    def change(name: str, base: str, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+        folders[name] = shutil.copytree(folders[base], parent / name)
+        tensors = load_file(folders[name] / "model.safetensors")
+        edit(tensors)
+        save_file(tensors, folders[name] / "model.safetensors", metadata={"format": "pt"})
+
+    def tie_to(tensors: dict[str, torch.Tensor], difference: float) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + difference
+
+    change("tied_twice", "llama_tied", lambda tensors: tie_to(tensors, 0))
+    change("tied_differing", "llama_tied", lambda tensors: tie_to(tensors, 1))
+    change("without_bias", "bart", lambda tensors: tensors.pop("final_logits_bias"))
+    change("without_tensor", "llama_tied", lambda tensors: tensors.pop("model.norm.weight"))
+    change("other_shape", "llama_tied", lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}))
+    change("other_t5", "t5", lambda tensors: [tensor.mul_(2) for tensor in tensors.values()])
+    folders["torn"] = shutil.copytree(folders["llama_tied"], parent / "torn")
+    (folders["torn"] / "model.safetensors").write_bytes(b"\0" * 20)
+    llama = transformers.AutoModelForCausalLM.from_pretrained(folders["llama"], dtype=torch.bfloat16)
+    folders["several_files"] = shutil.copytree(folders["llama"], parent / "several_files")
+    (folders["several_files"] / "model.safetensors").unlink()
+    llama.save_pretrained(folders["several_files"], max_shard_size="20kB")
+    assert len(list(folders["several_files"].glob("*.safetensors"))) > 2
+    gpt2 = transformers.AutoModelForCausalLM.from_pretrained(folders["gpt2"])
+    folders["without_prefix"] = parent / "without_prefix"
+    gpt2.transformer.save_pretrained(folders["without_prefix"])
+    with patch.dict("tests.adapter_models.BASES", {"llama_tied": (transformers.LlamaForCausalLM, None)}):
+        model = adapted(folders["llama_tied"], "llama_tied", rank=2)
+    randomize(model)
+    folders["adapter"] = export_adapter(parent / "adapter", model)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def found(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    """What each rank finds in each case."""
+    runs = tmp_path_factory.mktemp("runs")
+    return run_on_ranks(load_all, preset="fsdp2_cpu", num_processes=3, args=(folders, runs), timeout_s=240)
+
+
+def load_all(folders: dict[str, Path], run: Path) -> dict[str, dict[str, Any]]:
+    """Every case; what can be loaded sharded also whole."""
+    from accelerate import Accelerator
+
+    from toolkit.errors import UserError
+
+    found = load_both_ways(folders, run, tuple(CASES))
+    accelerator = Accelerator()
+    for case, (name, flags, _) in LEFT_WHOLE.items():
+        found[case] = load(accelerator, folders, name, flags)
+    for case, (name, flags, _) in REFUSED.items():
+        try:
+            load(accelerator, folders, name, flags)
+        except UserError as error:
+            found[case] = {"refused": str(error)}
+    return found
+
+
+def load_both_ways(folders: dict[str, Path], run: Path, cases: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """What was read by the sharded way, and what differs from the whole one."""
+    from toolkit import sharded_loading, weight_sources
+    from toolkit.accelerator import build_accelerator
+    from toolkit.weight_files import WholeOnly
+
+    accelerator = build_accelerator([], str(run))
+    whole_only = patch.object(sharded_loading, "open_weights", side_effect=WholeOnly("a test asks for it"))
+    found: dict[str, dict[str, Any]] = {}
+    for case in cases:
+        name, flags = CASES[case]
+        with patch.object(weight_sources, "PIECE_BYTES", SMALL_PIECE_BYTES):
+            sharded = load(accelerator, folders, name, flags)
+        with whole_only:
+            whole = load(accelerator, folders, name, flags)
+        found[case] = {what: sharded[what] for what in ("printed", "reads", "num_parameters")}
+        found[case]["differing"] = {what: differing(sharded[what], whole[what]) for what in COMPARED}
+        found[case]["num_compared"] = {what: len(whole[what]) for what in COMPARED}
+    return found
+
+
+def load(accelerator: Any, folders: dict[str, Path], name: str, flags: dict[str, Any]) -> dict[str, Any]:
+    """Load as a recipe does; returns what a run can see of the model, whole, and what was read to make its shards."""
+    from toolkit import sharding, stages
+    from toolkit.accelerator import frozen_dtype
+    from toolkit.config import LLMConfig, SummarizationConfig, load_config
+    from toolkit.initial_weights import find_weights
+
+    is_seq2seq = json.loads((folders[name] / "config.json").read_text()).get("is_encoder_decoder", False)
+    always = {
+        "model.name_or_path": folders[name], "data.source": "docstrings", "train.num_epochs": 1,
+        "train.global_batch_size_rows": 3, "train.micro_batch_size_rows": 1,
+    }  # fmt: skip
+    values = {key: value.format(**folders) if value in PLACES else value for key, value in (always | flags).items()}
+    config: Any = load_config(
+        SummarizationConfig if is_seq2seq else LLMConfig,
+        [f"--{key}={value if isinstance(value, str | Path) else json.dumps(value)}" for key, value in values.items()],
+    )
+    auto_class: Any = "AutoModelForSeq2SeqLM" if is_seq2seq else "AutoModelForCausalLM"
+    dtype = frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=config.adapter.method != "none")
+    init_from = find_weights(config.model.init_from) if config.model.init_from else None
+    begun = stages.Beginning(accelerator, dtype, Path(), {}, None, init_from)
+    model_config, skeleton = stages.build_skeleton(config, accelerator, auto_class)
+    printed: list[str] = []
+    with patch.object(stages, "print_rank0", printed.append):
+        model, sources = stages.load_model(config, begun, auto_class, model_config, skeleton)
+    identity = stages.identity_of(begun, model_config, SimpleNamespace(fingerprint=""), model, sources)
+    assert sources is None or all(parameter.is_meta for parameter in model.parameters())
+    reads: list[int] = []
+    sharded = sharding.shard_model(accelerator, model, sources and counted(sources, reads))
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return {
+        "parameters": {name: whole.clone() for name, whole in sharding.whole_parameters(sharded)},
+        "buffers": {name: buffer.clone() for name, buffer in model.named_buffers()},
+        "placed": {name: (str(p.placements), p.requires_grad, str(p.device)) for name, p in named.items()},
+        "aliases": {name: sorted(other for other, q in named.items() if q is p) for name, p in named.items()},
+        "frozen_hashes": identity.frozen_hashes,
+        "others": {
+            "config": model.config.to_dict(),
+            "model_config_hash": identity.model_config_hash,
+            "generation_config": model.generation_config.to_dict(),
+            "name": model.name_or_path,
+            "training": model.training,
+        },
+        "printed": printed,
+        "reads": reads,
+        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+    }
+
+
+def counted(sources: dict[str, Any], reads: list[int]) -> dict[str, Any]:
+    """Sources that note how many elements they are asked for."""
+
+    def read(source: Any, box: tuple[slice, ...]) -> torch.Tensor:
+        part = source.read(box)
+        reads.append(part.numel())
+        return part
+
+    return {name: dataclasses.replace(source, read=partial(read, source)) for name, source in sources.items()}
+
+
+def differing(one: dict[str, Any], two: dict[str, Any]) -> list[str]:
+    """Keys that only one has, or whose values are not the same bit for bit."""
+    return sorted(key for key in one.keys() | two.keys() if key not in one or key not in two or not same(one[key], two[key]))
+
+
+def same(one: Any, two: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == two.dtype and torch.equal(one, two)
+    return bool(one == two)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_shards_are_what_transformers_loads(found: list[dict[str, Any]], case: str) -> None:
+    for of_rank in found:
+        about = of_rank[case]
+        assert about["printed"] == []
+        assert about["differing"] == dict.fromkeys(COMPARED, [])
+        assert about["num_compared"]["parameters"] > 10
+        assert bool(about["num_compared"]["frozen_hashes"]) == ("lora" in case or "dora" in case or case in HAVE_FROZEN)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_rank_reads_more_than_its_shards_in_small_pieces(found: list[dict[str, Any]], case: str) -> None:
+    reads = [of_rank[case]["reads"] for of_rank in found]
+    num_parameters = found[0][case]["num_parameters"]
+    assert sum(map(sum, reads)) == num_parameters
+    assert max(map(sum, reads)) < 0.45 * num_parameters, "of three ranks one has much more than its third"
+    assert max(map(max, reads)) <= SMALL_PIECE_BYTES // 4
+
+
+def test_replicas_read_the_same_shards(folders: dict[str, Path], tmp_path: Path) -> None:
+    overrides = GPU_PRESET_OVERRIDES_ON_CPU["fsdp2_hsdp"]
+    found = run_on_ranks(load_both_ways, preset="fsdp2_hsdp", overrides=overrides, args=(folders, tmp_path, HYBRID_CASES))
+    for case in HYBRID_CASES:
+        num_read = [sum(of_rank[case]["reads"]) for of_rank in found]
+        assert num_read[:2] == num_read[2:] and sum(num_read[:2]) == found[0][case]["num_parameters"]
+        assert all(of_rank[case]["differing"] == dict.fromkeys(COMPARED, []) for of_rank in found)
+
+
+@pytest.mark.parametrize("case", LEFT_WHOLE)
+def test_what_cannot_be_read_in_parts_is_loaded_whole_and_says_why(
+    found: list[dict[str, Any]], folders: dict[str, Path], case: str
+) -> None:
+    name, _, reason = LEFT_WHOLE[case]
+    for of_rank in found:
+        assert of_rank[case]["printed"] == [f"every rank loads all of {folders[name]} before it is sharded: {reason}"]
+        assert of_rank[case]["reads"] == [] and len(of_rank[case]["parameters"]) > 10
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_weights_of_another_model_are_refused_on_every_rank(
+    found: list[dict[str, Any]], folders: dict[str, Path], case: str
+) -> None:
+    name, _, sentence = REFUSED[case]
+    told = {of_rank[case]["refused"] for of_rank in found}
+    assert len(told) == 1 and sentence.format(folder=folders[name], **folders) in told.pop()
