@@ -49,6 +49,7 @@ GPU_PRESET_OVERRIDES_ON_CPU: dict[str, dict[str, Any]] = {
     "fsdp2_size_wrap": _ON_CPU,
     "fsdp2_multi_node": {**_ON_CPU, **_ON_ONE_MACHINE},
     "fsdp2_hsdp": {**_ON_CPU, **_ON_ONE_MACHINE, "num_processes": 4, "parallelism_config": _TWO_BY_TWO},
+    "fsdp2_100b": {**_ON_CPU, **_ON_ONE_MACHINE, "num_processes": 4, "parallelism_config": _TWO_BY_TWO},
     "fsdp1_full_shard": {**_ON_CPU, **_FSDP1},
     "fsdp1_shard_grad_op": {**_ON_CPU, **_FSDP1},
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import re
 from collections.abc import Iterable
@@ -213,14 +214,18 @@ def _read_header(file: BinaryIO) -> dict[str, _Stored]:
 
 def _read_part(stored: _Stored, box: Box) -> torch.Tensor:
     """Rows of a tensor, read whole, then cut in the other dimensions."""
-    num_row_elements = math.prod(stored.shape[1:])
     first, end = (box[0].start, box[0].stop) if box else (0, 1)
-    part = torch.empty(end - first, *stored.shape[1:], dtype=stored.dtype)
-    unread = part.view(-1).view(torch.uint8).numpy().data
-    place = stored.begin + first * num_row_elements * part.itemsize
+    num_row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
+    num_bytes = (end - first) * num_row_bytes
+    if not num_bytes:
+        return torch.empty(end - first, *stored.shape[1:], dtype=stored.dtype)
+    # Memory that goes back to the system: malloc keeps what it gave for parts of tensors, for every thread of its own.
+    buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    unread, place = memoryview(buffer), stored.begin + first * num_row_bytes
     while unread:
         num_read = os.preadv(stored.file.fileno(), [unread], place)
         if num_read == 0:
             raise OSError(f"{stored.file.name} has become shorter while it was read")
         unread, place = unread[num_read:], place + num_read
+    part = torch.frombuffer(buffer, dtype=stored.dtype).view(end - first, *stored.shape[1:])
     return part[(slice(None), *box[1:])] if box else part[0]

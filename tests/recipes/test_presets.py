@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -33,6 +34,7 @@ PRESETS: dict[str, int] = {
     "fsdp2_size_wrap": 2,
     "fsdp2_hsdp": 4,
     "fsdp2_multi_node": 2,
+    "fsdp2_100b": 4,
     "fsdp1_full_shard": 2,
     "fsdp1_shard_grad_op": 2,
 }
@@ -41,7 +43,7 @@ PRESETS: dict[str, int] = {
 RESUMED = ("ddp_cpu", "fsdp2_offload", "fsdp2_hsdp", "fsdp1_full_shard")
 """Presets whose checkpoints are read back: each has a way of its own to hold parameters and moments."""
 
-RUN_CONFIGS = ["t5_docstrings", "t5_wikihow", "llm_stdlib", "llm_docstrings", "llm_chat_lora", "mnist_digits"]
+RUN_CONFIGS = ["t5_docstrings", "t5_wikihow", "llm_stdlib", "llm_docstrings", "llm_chat_lora", "llm_100b", "mnist_digits"]
 """Each has a test below that runs it, made small by flags."""
 
 
@@ -125,21 +127,34 @@ def test_function_config_trains_an_adapter_and_the_merged_model_is_evaluated(llm
 
 
 def test_chat_config_trains_an_adapter_on_chats(llm_workbench: Workbench, tmp_path: Path) -> None:
-    model = tmp_path / "chat-model"
+    run_on_chats(llm_workbench, tmp_path, "llm_chat_lora", train__num_epochs=None)
+    check_whole_run(llm_workbench, exports="adapter_model.safetensors")
+
+
+def test_config_for_100b_trains_under_its_preset(llm_workbench: Workbench, tmp_path: Path) -> None:
+    preset = {"preset": "fsdp2_100b", "overrides": GPU_PRESET_OVERRIDES_ON_CPU["fsdp2_100b"]}
+    by_rows = {"train__global_batch_size_tokens": None, "train__num_epochs": None}
+    printed = run_on_chats(llm_workbench, tmp_path, "llm_100b", **by_rows, **preset)
+    assert "every rank loads all of" not in printed and "on each of 4 processes" in printed
+    check_whole_run(llm_workbench, generates=False)
+
+
+def run_on_chats(workbench: Workbench, folder: Path, config: str, **changes: Any) -> str:
+    """A run of a config on chats and a model that knows them; returns what it printed."""
+    model = folder / "chat-model"
     run_on_ranks(build_chat_model, preset="single", overrides=FP32, args=(model,))
     turns = [(row["source"], row["target"]) for row in make_rows(60)]
     chats = [{"messages": say(question[:60], answer, question[:20], answer)} for question, answer in turns]
-    changes = {"optim__warmup_steps": 1, "data__max_length_tokens": 96, "train__num_epochs": None}
-    config = RUN_CONFIG_FOLDER / "llm_chat_lora.yaml"
-    llm_workbench.run(
+    return workbench.run(
         "run",
-        config=config,
+        config=RUN_CONFIG_FOLDER / f"{config}.yaml",
         model=model,
-        data__files=save_jsonl(tmp_path / "chats.jsonl", chats),
+        data__files=save_jsonl(folder / "chats.jsonl", chats),
         checkpoint__every_steps=None,
+        optim__warmup_steps=1,
+        data__max_length_tokens=96,
         **changes,
     )
-    check_whole_run(llm_workbench, exports="adapter_model.safetensors")
 
 
 def test_digits_config_trains_the_convnet_and_saves_it_whole(tmp_path: Path) -> None:
