@@ -6,6 +6,7 @@ compare --presets A,B -- RECIPE …  one recipe under several presets: time, mem
 plan --model M …          what each rank of a run would need, and whether it fits; exits 1 where it does not
 presets [--write] FOLDER  check the table of presets in the folder's README.md against their headers, or write it
 results RUN_FOLDER...     one table of what several runs came to
+verify --model M …        prove on this box, by short runs, what a run relies on; exits 1 where something is not as it must be
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from toolkit.checkpoint_table import show_checkpoints
 from toolkit.errors import UserError, exit_on_user_error
 
 EXIT_NOT_VALID = 1
-"""What `checkpoints` exits with where a folder named like a checkpoint is not valid, `plan` where a run does not fit, and
-`compare` where a preset fails."""
+"""What `checkpoints` exits with where a folder named like a checkpoint is not valid, `plan` where a run does not fit, `compare`
+where a preset fails, and `verify` where a check fails."""
 
 
 def main() -> None:
@@ -42,9 +43,10 @@ def main() -> None:
     presets.add_argument("--write", action="store_true", help="write the table")
     results = jobs.add_parser("results", help="one table of the first and the last evaluation of several runs")
     results.add_argument("run_folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="as in runs/t5_docstrings")
+    _add_verify(jobs)
     own_arguments, command = _split_at_recipe(sys.argv[1:])
     arguments, run_arguments = parser.parse_known_args(own_arguments)
-    if run_arguments and arguments.job != "plan":
+    if run_arguments and arguments.job not in ("plan", "verify"):
         hint = ": the recipe and its flags stand after --" if arguments.job == "compare" else ""
         parser.error(f"unrecognized arguments: {' '.join(run_arguments)}{hint}")
     with exit_on_user_error():
@@ -71,6 +73,12 @@ def main() -> None:
                 as_json=arguments.json,
             )
             if not fits:
+                raise SystemExit(EXIT_NOT_VALID)
+        elif arguments.job == "verify":
+            from toolkit.verification.verify import verify
+
+            chosen = {name: value for name, value in vars(arguments).items() if name != "job"}
+            if not verify(run_arguments, **chosen):
                 raise SystemExit(EXIT_NOT_VALID)
         else:
             from toolkit.results import show_runs
@@ -138,6 +146,22 @@ def _add_plan(jobs: Any) -> None:
     plan.add_argument("--recipe", choices=["llm", "t5"], help="unset: by the model")
     plan.add_argument("--gpu-memory-gib", type=float, default=80.0, help="of one GPU (80)")
     plan.add_argument("--json", action="store_true", help="print all of it as JSON")
+
+
+def _add_verify(jobs: Any) -> None:
+    verify = jobs.add_parser(
+        "verify", allow_abbrev=False, help="prove on this box what a run relies on; dotted flags as of a recipe"
+    )
+    verify.add_argument("--model", metavar="FOLDER_OR_ID", help="unset: that of --config, else a small T5")
+    verify.add_argument("--config", metavar="RUN.yaml", help="run YAML; unset: rows of docstrings")
+    verify.add_argument("--recipe", choices=["llm", "t5"], help="unset: by the model")
+    verify.add_argument(
+        "--presets", type=lambda names: names.split(","), metavar="A,B", help="names or paths (fsdp2_full_shard), beside DDP"
+    )
+    verify.add_argument("--num-processes", type=int, help="unset: the GPUs of this box, else 2")
+    verify.add_argument("--use-cpu", action="store_true", help="on the CPU, GPUs or not")
+    verify.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference of losses, gradients (1e-5)")
+    verify.add_argument("--output", type=Path, default=Path("runs/verify"), metavar="FOLDER", help="of the table (runs/verify)")
 
 
 if __name__ == "__main__":

@@ -92,6 +92,17 @@ def load_model_config(config: ModelConfig, auto_class: AutoClass) -> PretrainedC
     return model_config
 
 
+def is_encoder_decoder(name_or_path: str) -> bool:
+    """Whether it is a T5's kind; False of a model that cannot be read: `load_model_config` tells what is wrong with it."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        return bool(AutoConfig.from_pretrained(name_or_path, trust_remote_code=False).is_encoder_decoder)
+    except (OSError, ValueError, StrictDataclassError):
+        return False
+
+
 def check_weight_files(folder: Path, what: str) -> None:
     """Refuse a folder whose weights transformers would look for elsewhere, or unpickle, before it does.
 

@@ -1,0 +1,189 @@
+"""The few short runs of a recipe that everything is proven with: where each runs, with which flags, and what it is for."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.accelerate_yaml import check_accelerate_yaml
+from toolkit.config import RecipeConfig
+from toolkit.errors import UserError
+from toolkit.launching import adapt_preset, find_preset, reason_of_failure, save_preset
+from toolkit.verification import EXPORT, LEAVE
+
+NUM_STEPS = 4
+"""Of every run: the recipe itself checks after three updates that all trainables have moved."""
+SAVED_STEP = 2
+DROPOUT = 0.1
+"""Of the runs that a resume is proven with; any other run has none, as masks differ from rank to rank."""
+LARGEST_LR = 1e-4
+"""Where a gradient is zero but for rounding, Adam makes a step of the learning rate of it."""
+
+Launch = Callable[[Path, list[str], Path], int]
+"""As `launching.launch`: preset, command and log → exit status."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """Where and with what is verified."""
+
+    recipe: Path
+    arguments: list[str]
+    """Of the recipe, as the user would give them."""
+    config: RecipeConfig
+    """What the arguments say."""
+    presets: list[str]
+    num_processes: int
+    use_cpu: bool
+    output: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """One launch."""
+
+    name: str
+    """Of its folder."""
+    title: str
+    """In the table."""
+    mapping: dict[str, Any]
+    """Its accelerate YAML."""
+    flags: dict[str, Any]
+    exports: bool = False
+    after: str | None = None
+    """The run whose checkpoint it loads."""
+
+    @property
+    def num_shards(self) -> int | None:
+        """Over how many ranks a parameter is sharded; None without FSDP."""
+        if self.mapping["distributed_type"] != "FSDP":
+            return None
+        mesh = self.mapping.get("parallelism_config") or {}
+        return mesh.get("parallelism_config_dp_shard_size", self.mapping["num_processes"])
+
+
+@dataclass(frozen=True)
+class WatchedRun:
+    """A run that has ended, well or not."""
+
+    plan: PlannedRun
+    folder: Path
+    """The recipe's run folder."""
+    records: Path
+    """What `watched_run` has written."""
+    failure: str | None
+    """The sentence that it ended with."""
+
+    @property
+    def title(self) -> str:
+        """In the table."""
+        return self.plan.title
+
+
+def plan_runs(box: Box) -> dict[str, PlannedRun]:
+    """All runs, in order, by what they are for: `preset-0`, … are the user's. The first that is FSDP is resumed and exported.
+
+    Raises:
+        UserError: a preset that does not exist, is wrong, or does not fit the number of processes.
+    """
+    processes, rows = box.num_processes, 4 * box.num_processes
+    chosen = [(name, _adapted(box, name, processes)) for name in box.presets]
+    is_sharded = [mapping["distributed_type"] == "FSDP" for _, mapping in chosen]
+    main = is_sharded.index(True) if any(is_sharded) else 0
+    chosen = [chosen[main], *chosen[:main], *chosen[main + 1 :]]
+    single, ddp = _adapted(box, "single", None), _adapted(box, "ddp", processes)
+    (main_name, main_mapping), dropout = chosen[0], _flags(box, rows=rows, micro=1, dropout=DROPOUT)
+
+    def planned(name: str, where: str, mapping: dict[str, Any], flags: dict[str, Any], after: str | None = None) -> PlannedRun:
+        checkpoint = box.output / "runs" / after / "checkpoints" / f"step-{SAVED_STEP:08d}" if after else "never"
+        flags = {**flags, "checkpoint.resume": checkpoint, "run.name": name}
+        return PlannedRun(name=name, title=where, mapping=mapping, flags=flags, exports=name == "preset-0", after=after)
+
+    def title(name: str) -> str:
+        return f"{Path(name).stem} x {processes}"
+
+    runs = [planned("reference", "single", single, _flags(box, rows=rows, micro=rows))]
+    if not any(mapping["distributed_type"] == "MULTI_GPU" for _, mapping in chosen):
+        runs.append(planned("ddp", title("ddp"), ddp, _flags(box, rows=rows, micro=2)))
+    for place, (name, mapping) in enumerate(chosen):
+        runs.append(planned(f"preset-{place}", title(name), mapping, _flags(box, rows=rows, micro=1 + place % 2)))
+    moved = _flags(box, rows=rows, micro=4)
+    runs += [
+        planned("resharded", f"{title(main_name)}, resumed as single", single, moved, after="preset-0"),
+        planned("dropout", f"{title(main_name)}, dropout {DROPOUT}", main_mapping, dropout),
+        planned("resumed", f"{title(main_name)}, resumed", main_mapping, dropout, after="dropout"),
+    ]
+    return {run.name: run for run in runs}
+
+
+def launch_all(box: Box, plans: dict[str, PlannedRun], launch: Launch) -> Iterator[WatchedRun]:
+    """Launch one after the other, and say how long each took.
+
+    Raises:
+        UserError: what the first run refuses: nothing of the toolkit is on trial yet.
+    """
+    width = max(len(plan.title) for plan in plans.values())
+    failures: dict[str, str | None] = {}
+    for number, plan in enumerate(plans.values(), start=1):
+        records, log = box.output / "records" / plan.name, box.output / "logs" / f"{plan.name}.txt"
+        preset = save_preset(plan.mapping, box.output / "presets" / f"{plan.name}.yaml")
+        flags = [f"--{key}={value if isinstance(value, str | Path) else json.dumps(value)}" for key, value in plan.flags.items()]
+        end = EXPORT if plan.exports else LEAVE
+        command = ["-m", "toolkit.verification.watched_run", str(box.recipe), str(records), end, *box.arguments, *flags]
+        print(f"run {number} of {len(plans)}: {plan.title:<{width}}", end="  ", flush=True)
+        start_s = time.perf_counter()
+        if plan.after and (reason := failures[plan.after]):
+            failure: str | None = reason
+            print("not started")
+        else:
+            failure = reason_of_failure(log) if launch(preset, command, log) else None
+            print(f"{time.perf_counter() - start_s:5.1f} s" + ("  failed" if failure else ""), flush=True)
+        failures[plan.name] = failure
+        if failure and number == 1 and f"error: {failure}" in log.read_text(encoding="utf-8", errors="replace").splitlines():
+            raise UserError(failure)
+        yield WatchedRun(plan, box.output / "runs" / plan.name, records, failure)
+
+
+def _adapted(box: Box, name: str, num_processes: int | None) -> dict[str, Any]:
+    """A preset in fp32 on this box."""
+    mapping = check_accelerate_yaml(find_preset(name))
+    return adapt_preset(mapping, num_processes=num_processes, use_cpu=box.use_cpu) | {"mixed_precision": "no"}
+
+
+def _flags(box: Box, *, rows: int, micro: int, dropout: float = 0.0) -> dict[str, Any]:
+    """What a run overrides of the user's config: few steps and rows, no generation, everything logged and saved."""
+    config = box.config
+    has_adapter = config.adapter.method != "none"
+    return {
+        "model.dropout": dropout,
+        "model.frozen_dtype": "float32",
+        **({"adapter.dropout": dropout, "export.merge": True} if has_adapter else {}),
+        "train.max_steps": NUM_STEPS,
+        "train.num_epochs": None,
+        "train.global_batch_size_rows": rows,
+        "train.global_batch_size_tokens": None,
+        "train.micro_batch_size_rows": micro,
+        "optim.lr": min(float(config.optim.lr), LARGEST_LR),
+        "optim.warmup_steps": 0,
+        "optim.skip_beyond_sigmas": None,
+        "eval.every_steps": None,
+        "eval.at_start": False,
+        "eval.num_rows": 8,
+        "eval.batch_size_rows": micro,
+        "eval.generate": False,
+        "eval.best_metric": "loss",
+        "eval.stop_after": None,
+        "checkpoint.every_steps": SAVED_STEP,
+        "checkpoint.keep_last": NUM_STEPS,
+        "checkpoint.keep_best": 0,
+        "export.weights": "last",
+        "tracking.log_with": [],
+        "profile.steps": None,
+        "log_every_steps": 1,
+        "log_row_ids": True,
+        "run.output_dir": box.output / "runs",
+    }

@@ -1,0 +1,168 @@
+"""`python -m toolkit verify`: short runs of the recipe with the user's model on this box, and a table of what they prove."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any, Final
+
+from toolkit.config import LLMConfig, SummarizationConfig, load_config
+from toolkit.errors import UserError
+from toolkit.launching import PRESET_FOLDER, launch
+from toolkit.model_config import AutoClass, is_encoder_decoder
+from toolkit.verification.checks import Proof, check_all
+from toolkit.verification.runs import Box, Launch, launch_all, plan_runs
+
+RECIPE_FOLDER = PRESET_FOLDER.parent / "recipes"
+DEFAULT_PRESETS = ("fsdp2_full_shard",)
+DEFAULT_TOLERANCE = 1e-5
+SMALL_ROWS: Final = {
+    "t5": {"data.source": "docstrings", "data.max_source_length_tokens": 64, "data.max_target_length_tokens": 32},
+    "llm": {"data.source": "docstrings", "data.max_length_tokens": 128},
+}
+"""What is trained on where no run YAML says what: docstrings of this Python."""
+TITLES = ("check", "compared with one process, or as said", "difference", "tolerance", "")
+
+
+def verify(
+    run_arguments: list[str],
+    *,
+    model: str | None = None,
+    config: str | None = None,
+    recipe: str | None = None,
+    presets: list[str] | None = None,
+    num_processes: int | None = None,
+    use_cpu: bool = False,
+    output: Path = Path("runs/verify"),
+    tolerance: float = DEFAULT_TOLERANCE,
+    launch: Launch = launch,
+) -> bool:
+    """Launch, compare, print; returns whether everything that was to be proven is. The table is also in `output`.
+
+    Args:
+        run_arguments: dotted flags of the recipe.
+        model: folder or hub id; unset: that of `config`, else the small T5 of the recipes.
+        config: run YAML; its rows are trained on. Unset: docstrings.
+        recipe: `t5` or `llm`; unset: by the model.
+        presets: names or paths of accelerate YAMLs to prove beside one process and DDP.
+        num_processes: unset: the GPUs of this box, else 2.
+        tolerance: largest relative difference of losses and gradients in fp32.
+
+    Raises:
+        UserError: settings that no run would take, or more processes than GPUs.
+    """
+    use_cpu, num_processes = _processes(num_processes, use_cpu)
+    if model is None and config is None:
+        model = str(RECIPE_FOLDER / "models" / "t5_docstrings")
+        run_arguments = ["--model.from_scratch=true", *run_arguments]
+    is_t5 = is_encoder_decoder(model or _model_of(config)) if recipe is None else recipe == "t5"
+    recipe = "t5" if is_t5 else "llm"
+    given = [f"--config={config}"] if config else [f"--{name}={value}" for name, value in SMALL_ROWS[recipe].items()]
+    arguments = [*given, *([f"--model.name_or_path={model}"] if model else []), *run_arguments]
+    config_class: Any = SummarizationConfig if is_t5 else LLMConfig
+    # A length, which every run needs, is no business of the user's here.
+    parsed = load_config(config_class, arguments if config else ["--train.max_steps=1", *arguments])
+    box = Box(
+        recipe=RECIPE_FOLDER / f"{recipe}.py",
+        arguments=arguments,
+        config=parsed,
+        presets=list(presets or DEFAULT_PRESETS),
+        num_processes=num_processes,
+        use_cpu=use_cpu,
+        output=output.absolute(),
+    )
+    plans = plan_runs(box)
+    _clear(output)
+    device = "the CPU" if use_cpu else "GPUs"
+    print(f"{parsed.model.name_or_path} by recipes/{recipe}.py on {num_processes} processes on {device}, fp32: {len(plans)} runs")
+    runs = {run.plan.name: run for run in launch_all(box, plans, launch)}
+    from toolkit.verification.exports import check_exports  # transformers and torch take seconds to import
+
+    auto_class: AutoClass = "AutoModelForSeq2SeqLM" if is_t5 else "AutoModelForCausalLM"
+    proofs = [*check_all(runs, tolerance), *check_exports(runs["preset-0"], parsed, auto_class)]
+    passed = all(proof.passed for proof in proofs)
+    _tell(proofs, output, passed)
+    return passed
+
+
+def _processes(num_processes: int | None, use_cpu: bool) -> tuple[bool, int]:
+    """Whether on the CPU, and how many."""
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    on_cpu = use_cpu or num_gpus == 0
+    chosen = num_processes or (2 if on_cpu else num_gpus)
+    if chosen < 2:
+        raise UserError(
+            f"{chosen} process proves nothing about several: give --num-processes 2 or more, with --use-cpu if need be"
+        )
+    if not on_cpu and chosen > num_gpus:
+        raise UserError(f"--num-processes is {chosen}, but there are {num_gpus} GPUs here: give fewer, or --use-cpu")
+    return on_cpu, chosen
+
+
+def _model_of(config: str | None) -> str:
+    """`model.name_or_path` of a run YAML; empty where it has none, which `load_config` tells better."""
+    import yaml
+
+    try:
+        name = yaml.safe_load(Path(config or "").read_text(encoding="utf-8"))["model"]["name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return ""
+    return name if isinstance(name, str) else ""
+
+
+def _clear(output: Path) -> None:
+    """Make the folder, or remove what an earlier `verify` has left in it.
+
+    Raises:
+        UserError: it holds anything else.
+    """
+    if output.exists() and (not output.is_dir() or (any(output.iterdir()) and not (output / "verify.json").exists())):
+        raise UserError(f"--output {output} is there and not of an earlier verify: take another folder")
+    for name in ("runs", "records", "logs", "presets"):
+        shutil.rmtree(output / name, ignore_errors=True)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "verify.md").unlink(missing_ok=True)
+    (output / "verify.json").write_text('{"passed": null}\n', encoding="utf-8")
+
+
+def _tell(proofs: list[Proof], output: Path, passed: bool) -> None:
+    """Print the table and write it. Runs whose proofs all passed are removed: they take as much room as their checkpoints."""
+    rows = [TITLES, *(_cells(proof) for proof in proofs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(TITLES))]
+    failed = [proof for proof in proofs if not proof.passed]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    causes: dict[str, list[Proof]] = {}
+    for proof in failed:
+        causes.setdefault(proof.detail, []).append(proof)
+    told = [f"FAILED {', '.join(dict.fromkeys(p.check for p in of))} ({of[0].compared}): {why}" for why, of in causes.items()]
+    names = ", ".join(dict.fromkeys(proof.check for proof in failed))
+    verdict = f"proven: {len(proofs)} of {len(proofs)}" if passed else f"{len(failed)} of {len(proofs)} FAILED: {names}"
+    text = "\n".join([*lines, "", *told, verdict])
+    print(f"\n{text}")
+    (output / "verify.md").write_text(f"```\n{text}\n```\n", encoding="utf-8")
+    about = {"passed": passed, "proofs": [_plain(dataclasses.asdict(proof)) for proof in proofs]}
+    (output / "verify.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    if passed:
+        shutil.rmtree(output / "runs")
+        shutil.rmtree(output / "records")
+    else:
+        print(f"what the runs printed and wrote is in {output}")
+
+
+def _cells(proof: Proof) -> tuple[str, ...]:
+    def number(value: float) -> str:
+        return f"{value:.1%}" if proof.check == "sharding" else f"{value:.1e}"
+
+    difference = "-" if proof.difference is None else ("0" if proof.difference == 0 else number(proof.difference))
+    tolerance = "exact" if proof.tolerance == 0 else number(proof.tolerance)
+    return proof.check, proof.compared, difference, tolerance, "passed" if proof.passed else "FAILED"
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity."""
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}

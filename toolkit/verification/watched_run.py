@@ -1,0 +1,193 @@
+"""What a rank of `python -m toolkit verify` runs: the recipe as it stands, watched from outside.
+
+    accelerate launch --config_file PRESET.yaml -m toolkit.verification.watched_run RECIPE.py FOLDER export|leave FLAG...
+
+Five calls of the recipe's run are wrapped; what they see goes into FOLDER, written by rank 0:
+
+    loaded.*        after the checkpoint is loaded, or before the first step
+    gradients.*     in the first step, before they are clipped
+    saved-<step>.*  whenever a checkpoint is saved
+    trained.*       after the last step; then the run exports, or leaves
+
+`*.safetensors` holds whole tensors, `*.json` what the ranks hold of them. They are gathered by torch's own full state dict and
+not by the functions of the toolkit that are on trial. Rank 0 takes all of it into host memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from toolkit import loop, stages
+from toolkit.checkpoint_writer import CheckpointWriter, Save
+from toolkit.config import RecipeConfig
+from toolkit.distributed import gather_objects, rank, world_size
+from toolkit.shard_units import clean, local_tensor
+from toolkit.sharding import ShardedModel
+from toolkit.tracking import MetricsLog
+from toolkit.train_state import Identity, TrainState
+from toolkit.verification import EXPORT
+
+
+def main() -> None:
+    """Run a recipe with all its flags, watched."""
+    recipe, folder, end, *flags = sys.argv[1:]
+    if torch.cuda.is_available():  # equal bit for bit on a GPU only by kernels that add in a fixed order
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    watch(Path(folder), exports=end == EXPORT)
+    sys.argv = [recipe, *flags]
+    runpy.run_path(recipe, run_name="__main__")
+
+
+def watch(folder: Path, *, exports: bool) -> None:
+    """Wrap the calls that are looked at, in this process, for good.
+
+    Args:
+        exports: whether the recipe's export is made; it takes as long as a run of a few steps.
+    """
+    resume, clip, save, finish = stages.resume, loop.clip_gradients, CheckpointWriter.save, stages.finish
+    seen: set[str] = set()
+
+    def resume_and_look(
+        begun: stages.Beginning, sharded: ShardedModel, optimizer: torch.optim.Optimizer, identity: Identity, metrics: MetricsLog
+    ) -> TrainState:
+        state = resume(begun, sharded, optimizer, identity, metrics)
+        _record(folder / "loaded", sharded, optimizer)
+        return state
+
+    def look_and_clip(model: Any, max_norm: float | None) -> torch.Tensor:
+        if "gradients" not in seen:
+            seen.add("gradients")
+            _save(folder / "gradients", _whole_gradients(model))
+        return clip(model, max_norm)
+
+    def look_and_save(writer: CheckpointWriter, state: TrainState, *, wait: bool = False) -> Save | None:
+        _record(folder / f"saved-{state.step}", writer.sharded, writer.optimizer)
+        return save(writer, state, wait=wait)
+
+    def look_and_finish(config: RecipeConfig, run: loop.Run) -> None:
+        _record(folder / "trained", run.sharded, run.optimizer)
+        if exports:
+            finish(config, run)
+        else:
+            run.sharded.accelerator.end_training()
+
+    stages.resume, stages.finish = resume_and_look, look_and_finish
+    loop.clip_gradients = look_and_clip
+    CheckpointWriter.save = look_and_save  # type: ignore[method-assign,assignment]
+
+
+def _record(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
+    """Write parameters and moments whole (of frozen parameters a hash), and what each rank holds of them. Collective."""
+    named = dict(sharded.skeleton.named_parameters())
+    weights = _on_rank_0(get_model_state_dict(sharded.model, options=_whole(sharded.model)))
+    moments = {}
+    if optimizer.state:  # else torch would take a step to make them
+        options = _whole(sharded.model, flatten_optimizer_state_dict=True)
+        state: dict[str, Any] = get_optimizer_state_dict(sharded.model, optimizer, options=options)
+        moments = _on_rank_0({name: t for name, t in state.items() if name.startswith("state.")})
+    local = {
+        "parameter_bytes": sum(_num_bytes(local_tensor(p)) for p in sharded.model.parameters()),
+        "moment_bytes": sum(
+            _num_bytes(local_tensor(t))
+            for state in optimizer.state.values()
+            for t in state.values()
+            if isinstance(t, torch.Tensor) and t.dim()
+        ),
+    }
+    about = {
+        "ranks": gather_objects(local),
+        "placements": sorted({str(p.placements) for p in sharded.model.parameters() if isinstance(p, DTensor)}),
+        "parameters": {
+            name: {"shape": list(p.shape), "itemsize": p.element_size(), "is_trainable": p.requires_grad}
+            for name, p in named.items()
+        },
+        "ties": _ties(sharded),
+        "frozen": {name: hash_tensor(t) for name, t in weights.items() if name in named and not named[name].requires_grad},
+    }
+    trained = {f"model.{name}": t for name, t in weights.items() if name in named and named[name].requires_grad}
+    _save(path, trained | {f"optimizer.{name}": t for name, t in moments.items()}, about)
+
+
+def _whole(model: torch.nn.Module, *, flatten_optimizer_state_dict: bool = False) -> StateDictOptions:
+    """For rank 0 alone, on its CPU; FSDP1 on a CPU, whose offload to the CPU ends in a segmentation fault, gives it to all."""
+    gathers = world_size() > 1
+    offloads = gathers and not (isinstance(model, FullyShardedDataParallel) and next(model.parameters()).device.type == "cpu")
+    return StateDictOptions(
+        full_state_dict=gathers, cpu_offload=offloads, flatten_optimizer_state_dict=flatten_optimizer_state_dict
+    )
+
+
+def _on_rank_0(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    if rank() != 0:
+        return {}
+    return {clean(name): t.detach().to("cpu", copy=True).contiguous() for name, t in state.items()}
+
+
+def _whole_gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Gradients of trainables by clean name. Collective."""
+
+    def whole(gradient: torch.Tensor) -> torch.Tensor:
+        return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).detach().to("cpu", copy=True).contiguous()
+
+    def of_parameters() -> dict[str, torch.Tensor]:
+        named = {clean(name).removeprefix("module."): p for name, p in model.named_parameters()}
+        return {name: whole(p.grad) for name, p in named.items() if p.requires_grad and p.grad is not None}
+
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True, writeback=False):
+            return of_parameters()
+    return of_parameters()
+
+
+def _ties(sharded: ShardedModel) -> dict[str, list[list[str]]]:
+    """Names that are one weight in the model as transformers builds it, and those of them that are no longer here."""
+    with torch.device("meta"):
+        plain: Any = type(sharded.skeleton)(sharded.skeleton.config)  # type: ignore[arg-type]
+    here = {}
+    for name, parameter in sharded.plain.named_parameters(remove_duplicate=False):
+        name = clean(name)
+        if ".original_module." not in name:
+            here[name.replace(".modules_to_save.default.", ".").replace(".base_layer.", ".")] = id(parameter)
+    groups: dict[int, list[str]] = {}
+    for name, parameter in plain.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    tied = [names for names in groups.values() if len(names) > 1]
+    return {"tied": tied, "broken": [names for names in tied if len({here.get(name, name) for name in names}) > 1]}
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def hash_tensor(tensor: torch.Tensor) -> str:
+    """sha256 of dtype, shape and bytes of a tensor on the CPU."""
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _save(path: Path, tensors: dict[str, torch.Tensor], about: dict[str, Any] | None = None) -> None:
+    """On rank 0; the JSON comes last, so that with it the record is whole."""
+    if rank() != 0:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path.with_suffix(".safetensors"))
+    if about is not None:
+        path.with_suffix(".json").write_text(json.dumps(about), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
