@@ -3,6 +3,7 @@
 verify.py        in the user's process: launches a few short runs of the recipe, compares, prints the table
 runs.py          which runs, and what each of them is for
 watched_run.py   in every rank: the recipe as it stands, watched from outside
+records.py       what a watched run has left
 checks.py        what is compared and with which tolerance
 exports.py       exports, loaded by plain transformers and peft
 """

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from toolkit.tracking import load_metrics
+from toolkit.verification.records import NotReached, Tensors, load_about, load_lines, load_rows_of_steps, load_tensors
 from toolkit.verification.runs import NUM_STEPS, SAVED_STEP, WatchedRun
 
 GRADIENT_FLOOR = 0.01
 """A gradient that is zero but for rounding (of an attention key's bias) is compared with this share of the model's mean one."""
 SHARD_SLACK = 0.01
 """Padding that FSDP may add to a rank's share."""
-
-Tensors = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +29,10 @@ class Proof:
     tolerance: float
     """0: equal bit for bit."""
     passed: bool
+    is_reached: bool = True
+    """False: a run has ended before; why is in a row of its own."""
     detail: str = ""
-    """Which tensor or step, or why it could not be compared."""
-
-
-class NotReached(Exception):
-    """A run has ended before it left what a check needs."""
+    """Which tensor or step is wrong."""
 
 
 def check_all(runs: dict[str, WatchedRun], tolerance: float) -> list[Proof]:
@@ -59,19 +53,29 @@ def check_all(runs: dict[str, WatchedRun], tolerance: float) -> list[Proof]:
     proofs.append(_prove("save", resharded, lambda run: compare_loaded(main, run)))
     proofs.append(_prove("save", resumed, lambda run: compare_loaded(dropout, run)))
     proofs.append(_prove("resume", resumed, lambda run: compare_resumed(dropout, run)))
-    return [proof for proof in proofs if proof is not None]
+    ended_early = [
+        failed(run.failed_check, run.title, run.failure or "") for run in runs.values() if run.failed_check is not None
+    ]
+    return [*(proof for proof in proofs if proof is not None), *ended_early]
 
 
-def not_reached(check: str, run: WatchedRun, reason: str) -> Proof:
-    """The row of a check that a run did not live to see."""
-    return Proof(check=check, compared=run.title, difference=None, tolerance=0.0, passed=False, detail=reason)
+def not_reached(check: str, run: WatchedRun) -> Proof:
+    """The row of a check that a run, or the one whose checkpoint it needs, did not live to see."""
+    return Proof(check=check, compared=run.title, difference=None, tolerance=0.0, passed=False, is_reached=False)
+
+
+def failed(check: str, compared: str, detail: str) -> Proof:
+    """The row of what cannot be measured, but is wrong."""
+    return Proof(check=check, compared=compared, difference=None, tolerance=0.0, passed=False, detail=detail)
 
 
 def _prove(check: str, run: WatchedRun, work: Callable[[WatchedRun], Proof | None]) -> Proof | None:
     try:
         return work(run)
-    except NotReached as reason:
-        return not_reached(check, run, str(reason))
+    except NotReached as missing:
+        if missing.run.failure:
+            return not_reached(check, run)
+        return failed(check, run.title, f"{missing.run.title} ended well, but has not left what is compared")
 
 
 # --- Equal over processes, micro-batches and presets.
@@ -79,7 +83,7 @@ def _prove(check: str, run: WatchedRun, work: Callable[[WatchedRun], Proof | Non
 
 def compare_rows(reference: WatchedRun, run: WatchedRun) -> Proof:
     """Every step takes the same rows, none of them twice."""
-    expected, actual = _rows_of_steps(reference), _rows_of_steps(run)
+    expected, actual = load_rows_of_steps(reference), load_rows_of_steps(run)
     wrong = [step for step, rows in actual.items() if sorted(rows) != sorted(expected.get(step, []))]
     detail = f"step {wrong[0]} takes other rows, or some twice" if wrong else ""
     return _exact("rows", f"{run.title}: rows of {len(actual)} steps", len(wrong), detail)
@@ -87,44 +91,45 @@ def compare_rows(reference: WatchedRun, run: WatchedRun) -> Proof:
 
 def compare_losses(reference: WatchedRun, run: WatchedRun, tolerance: float) -> Proof:
     """The loss of every step."""
-    expected = {line["step"]: line["loss"] for line in _lines(reference, "train")}
-    lines = _lines(run, "train")
+    expected = {line["step"]: line["loss"] for line in load_lines(reference, "train")}
+    lines = load_lines(run, "train")
     worst = max((_relative(line["loss"], expected[line["step"]]), line["step"]) for line in lines)
-    return _within("loss", f"{run.title}: {len(lines)} steps", *worst, tolerance, "step {}")
+    return _within("loss", f"{run.title}: {len(lines)} steps", *worst, tolerance, "that of step {}")
 
 
 def compare_gradients(reference: WatchedRun, run: WatchedRun, tolerance: float) -> Proof:
     """Whole gradients of step 1 before clipping, each by its norm; and the global norm of every step."""
-    expected, actual = _tensors(reference, "gradients"), _tensors(run, "gradients")
+    expected, actual = load_tensors(reference, "gradients"), load_tensors(run, "gradients")
     if expected.keys() != actual.keys():
         names = sorted(expected.keys() ^ actual.keys())
-        detail = f"{names[0]} has a gradient on one side only"
-        return Proof(check="gradients", compared=run.title, difference=None, tolerance=tolerance, passed=False, detail=detail)
+        return failed("gradients", run.title, f"{names[0]} has a gradient on one side only")
     squares = sum(float(np.square(g, dtype=np.float64).sum()) for g in expected.values())
     mean = math.sqrt(squares / max(1, sum(g.size for g in expected.values())))
 
     def difference(name: str) -> float:
         floor = GRADIENT_FLOOR * mean * math.sqrt(expected[name].size)
+        if actual[name].shape != expected[name].shape:
+            return math.inf
         whole = max(float(np.linalg.norm(expected[name])), floor, 1e-30)
         return _number(float(np.linalg.norm(actual[name] - expected[name])) / whole)
 
     worst = max((difference(name), name) for name in expected)
-    norms = {line["step"]: line["grad_norm"] for line in _lines(reference, "train")}
-    for line in _lines(run, "train"):
+    norms = {line["step"]: line["grad_norm"] for line in load_lines(reference, "train")}
+    for line in load_lines(run, "train"):
         worst = max(worst, (_relative(line["grad_norm"], norms[line["step"]]), f"the norm of step {line['step']}"))
-    return _within("gradients", f"{run.title}: {len(expected)} tensors, {NUM_STEPS} norms", *worst, tolerance, "{}")
+    return _within("gradients", f"{run.title}: {len(expected)} tensors, {NUM_STEPS} norms", *worst, tolerance, "largest in {}")
 
 
 def compare_evaluations(reference: WatchedRun, run: WatchedRun, tolerance: float) -> Proof | None:
     """The held-out loss after the last step; None where there are no held-out rows."""
-    expected, actual = _lines(reference, "eval", needed=False), _lines(run, "eval", needed=False)
+    expected, actual = load_lines(reference, "eval", needed=False), load_lines(run, "eval", needed=False)
     if not expected:
         return None
     if not actual:
-        raise NotReached(_why(run))
+        raise NotReached(run)
     difference = _relative(actual[-1]["loss"], expected[-1]["loss"])
     title = f"{run.title}: {expected[-1]['num_rows']} held-out rows"
-    return _within("evaluation", title, difference, "", tolerance, "held-out loss{}")
+    return _within("evaluation", title, difference, "", tolerance, "the held-out loss differs{}")
 
 
 # --- What each rank holds.
@@ -135,7 +140,7 @@ def check_shards(run: WatchedRun) -> Proof:
 
     FSDP1 cuts trainable and frozen parameters as one, so that a rank alone may hold most of the trainable ones.
     """
-    about, num_shards = _about(run, f"saved-{SAVED_STEP}"), run.plan.num_shards or 1
+    about, num_shards = load_about(run, f"saved-{SAVED_STEP}"), run.plan.num_shards or 1
     whole = fair = trainable = 0
     for parameter in about["parameters"].values():
         first, *rest = parameter["shape"] or [1]
@@ -155,17 +160,18 @@ def check_shards(run: WatchedRun) -> Proof:
 
 def check_ties(run: WatchedRun) -> Proof | None:
     """Names that are one weight in transformers' own model are one in the wrapped one; None where nothing is tied."""
-    ties = _about(run, "loaded")["ties"]
+    ties = load_about(run, "loaded")["ties"]
     if not ties["tied"]:
         return None
     broken = [" = ".join(names) for names in ties["broken"]]
     num_names = sum(map(len, ties["tied"]))
-    return _exact("ties", f"{run.title}: {num_names} names of {len(ties['tied'])} weights", len(broken), "; ".join(broken))
+    title = f"{run.title}: {num_names} names in {len(ties['tied'])} group(s)"
+    return _exact("ties", title, len(broken), f"no longer one weight: {'; '.join(broken)}" if broken else "")
 
 
 def check_moved(run: WatchedRun) -> Proof:
     """Every trainable parameter differs from the start."""
-    before, after = _tensors(run, "loaded"), _tensors(run, "trained")
+    before, after = load_tensors(run, "loaded"), load_tensors(run, "trained")
     names = [name for name in before if name.startswith("model.")]
     still = [name for name in names if before[name].tobytes() == after[name].tobytes()]
     return _exact("moved", f"{run.title}: {len(names)} trainable tensors", len(still), named(still, "has not moved"))
@@ -173,7 +179,7 @@ def check_moved(run: WatchedRun) -> Proof:
 
 def check_frozen(run: WatchedRun) -> Proof | None:
     """Every frozen parameter is bit for bit what it was at the start; None where nothing is frozen."""
-    before, after = _about(run, "loaded")["frozen"], _about(run, "trained")["frozen"]
+    before, after = load_about(run, "loaded")["frozen"], load_about(run, "trained")["frozen"]
     if not before:
         return None
     changed = [name for name in before if after.get(name) != before[name]]
@@ -186,34 +192,32 @@ def check_frozen(run: WatchedRun) -> Proof | None:
 def compare_loaded(of: WatchedRun, run: WatchedRun) -> Proof:
     """What a run has after loading a checkpoint is what the run that saved it had: weights and moments, bit for bit."""
     title = f"{of.title}, loaded by {run.plan.mapping['num_processes']}"
-    return _same_tensors("save", title, _tensors(of, f"saved-{SAVED_STEP}"), _tensors(run, "loaded"))
+    return _same_tensors("save", title, load_tensors(of, f"saved-{SAVED_STEP}"), load_tensors(run, "loaded"))
 
 
 def compare_resumed(whole: WatchedRun, resumed: WatchedRun) -> Proof:
     """With dropout on: rows, losses, gradient norms, learning rates, and at the end weights and moments are bit for bit those of
     the run that was not stopped."""
-    after = [line for line in _lines(whole, "train") if line["step"] > SAVED_STEP]
-    lines = _lines(resumed, "train")
+    after = [line for line in load_lines(whole, "train") if line["step"] > SAVED_STEP]
+    lines = load_lines(resumed, "train")
     title = f"{resumed.title} after step {SAVED_STEP}: curves, weights, moments"
+    if len(lines) != len(after):
+        return failed("resume", title, f"steps {[line['step'] for line in lines]} were logged")
     for expected, line in zip(after, lines, strict=True):
         for figure in ("step", "loss", "grad_norm", "learning_rate", "num_tokens"):
             if line[figure] != expected[figure]:
                 difference = _relative(line[figure], expected[figure])
                 return _exact("resume", title, difference, f"{figure} of step {expected['step']} differs")
-    rows = _rows_of_steps(whole)
-    if wrong := [step for step, of_step in _rows_of_steps(resumed).items() if of_step != rows[step]]:
+    rows = load_rows_of_steps(whole)
+    if wrong := [step for step, of_step in load_rows_of_steps(resumed).items() if of_step != rows[step]]:
         return _exact("resume", title, 1.0, f"step {wrong[0]} takes other rows")
-    return _same_tensors("resume", title, _tensors(whole, f"saved-{NUM_STEPS}"), _tensors(resumed, f"saved-{NUM_STEPS}"))
+    return _same_tensors("resume", title, load_tensors(whole, f"saved-{NUM_STEPS}"), load_tensors(resumed, f"saved-{NUM_STEPS}"))
 
 
 def _same_tensors(check: str, title: str, expected: Tensors, actual: Tensors) -> Proof:
     if expected.keys() != actual.keys():
         return _exact(check, title, math.inf, f"{sorted(expected.keys() ^ actual.keys())[0]} is on one side only")
-    unequal = {
-        name: _number(float(np.abs(actual[name] - expected[name]).max()))
-        for name in expected
-        if expected[name].tobytes() != actual[name].tobytes()
-    }
+    unequal = {name: _largest(actual[name], t) for name, t in expected.items() if t.tobytes() != actual[name].tobytes()}
     compared = f"{title}, {len(expected)} tensors" if check == "save" else title
     return _exact(check, compared, max(unequal.values(), default=0.0), named(sorted(unequal), "differs"))
 
@@ -236,6 +240,10 @@ def _relative(actual: float, expected: float) -> float:
     return _number(abs(actual - expected) / max(abs(expected), 1e-30))
 
 
+def _largest(actual: np.ndarray, expected: np.ndarray) -> float:
+    return _number(float(np.abs(actual - expected).max())) if actual.shape == expected.shape else math.inf
+
+
 def _number(difference: float) -> float:
     """NaN is the largest difference of all."""
     return math.inf if math.isnan(difference) else difference
@@ -244,50 +252,3 @@ def _number(difference: float) -> float:
 def named(names: list[str], what: str) -> str:
     """The first of the names, with what is said of it, and how many more there are."""
     return f"{names[0]} {what}" + (f", and {len(names) - 1} more" if len(names) > 1 else "") if names else ""
-
-
-# --- What runs have left.
-
-
-def _why(run: WatchedRun) -> str:
-    return run.failure or f"{run.title} has not left what is compared"
-
-
-def _lines(run: WatchedRun, kind: str, *, needed: bool = True) -> list[dict[str, Any]]:
-    path = run.folder / "metrics.jsonl"
-    lines = [line for line in load_metrics(path) if line["kind"] == kind] if path.exists() else []
-    if needed and (not lines or lines[-1]["step"] != NUM_STEPS):
-        raise NotReached(_why(run))
-    return lines
-
-
-def _rows_of_steps(run: WatchedRun) -> dict[int, list[int]]:
-    """Row ids by step: of all ranks and micro-batches, rank 0's first."""
-    steps: dict[int, list[int]] = {}
-    for path in sorted(run.folder.glob("rows-*.jsonl")):
-        for line in _json_lines(path):
-            steps.setdefault(line["step"], []).extend(line["row_ids"])
-    if NUM_STEPS not in steps:
-        raise NotReached(_why(run))
-    return steps
-
-
-def _json_lines(path: Path) -> Iterable[dict[str, Any]]:
-    return map(json.loads, path.read_text(encoding="utf-8").splitlines())
-
-
-def _tensors(run: WatchedRun, name: str) -> Tensors:
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
-    try:
-        return load_file(run.records / f"{name}.safetensors")
-    except (OSError, SafetensorError):
-        raise NotReached(_why(run)) from None
-
-
-def _about(run: WatchedRun, name: str) -> dict[str, Any]:
-    path = run.records / f"{name}.json"
-    if not path.is_file():
-        raise NotReached(_why(run))
-    return json.loads(path.read_text(encoding="utf-8"))

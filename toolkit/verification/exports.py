@@ -14,7 +14,7 @@ from torch import nn
 from toolkit.config import RecipeConfig
 from toolkit.export_check import LOGIT_TOLERANCE
 from toolkit.model_config import AutoClass
-from toolkit.verification.checks import Proof, named, not_reached
+from toolkit.verification.checks import Proof, failed, named, not_reached
 from toolkit.verification.runs import WatchedRun
 from toolkit.verification.watched_run import hash_tensor
 
@@ -25,7 +25,7 @@ def check_exports(run: WatchedRun, config: RecipeConfig, auto_class: AutoClass) 
     """Rows for `export/`, its weights and its logits, and for an adapter those of `merged/`."""
     check_file = run.folder / "export_check.safetensors"
     if not check_file.is_file():
-        return [not_reached("export", run, run.failure or "nothing was exported")]
+        return [not_reached("export", run) if run.failure else failed("export", run.title, "nothing was exported")]
     check = load_file(check_file)
     trained = {name: t for name, t in load_file(run.records / "trained.safetensors").items() if name.startswith("model.")}
     trained = {name.removeprefix("model."): t for name, t in trained.items()}
@@ -42,7 +42,7 @@ def check_exports(run: WatchedRun, config: RecipeConfig, auto_class: AutoClass) 
         merged = _load(config, auto_class, run.folder / "merged")
         return [weights, _compare_logits(run, "adapter", adapted, check), _compare_logits(run, "merged model", merged, check)]
     except (OSError, ValueError, RuntimeError) as error:  # what transformers and peft raise at a folder they cannot load
-        return [not_reached("export", run, " ".join(str(error).split()))]
+        return [failed("export", run.title, " ".join(str(error).split()))]
 
 
 def _load(config: RecipeConfig, auto_class: AutoClass, name_or_path: str | Path) -> nn.Module:

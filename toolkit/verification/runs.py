@@ -76,7 +76,9 @@ class WatchedRun:
     records: Path
     """What `watched_run` has written."""
     failure: str | None
-    """The sentence that it ended with."""
+    """The sentence that it ended with, or the run whose checkpoint it needs."""
+    failed_check: str | None
+    """Which check that sentence speaks for; None also where another run has failed."""
 
     @property
     def title(self) -> str:
@@ -92,6 +94,8 @@ def plan_runs(box: Box) -> dict[str, PlannedRun]:
     """
     processes, rows = box.num_processes, 4 * box.num_processes
     chosen = [(name, _adapted(box, name, processes)) for name in box.presets]
+    if alone := [name for name, mapping in chosen if mapping["distributed_type"] == "NO"]:
+        raise UserError(f"--presets names {alone[0]}, which has one process: leave it out, all others are compared with one")
     is_sharded = [mapping["distributed_type"] == "FSDP" for _, mapping in chosen]
     main = is_sharded.index(True) if any(is_sharded) else 0
     chosen = [chosen[main], *chosen[:main], *chosen[main + 1 :]]
@@ -136,22 +140,36 @@ def launch_all(box: Box, plans: dict[str, PlannedRun], launch: Launch) -> Iterat
         command = ["-m", "toolkit.verification.watched_run", str(box.recipe), str(records), end, *box.arguments, *flags]
         print(f"run {number} of {len(plans)}: {plan.title:<{width}}", end="  ", flush=True)
         start_s = time.perf_counter()
+        failure, check = None, None
         if plan.after and (reason := failures[plan.after]):
-            failure: str | None = reason
-            print("not started")
+            failure = reason
+            print("not started", flush=True)
         else:
-            failure = reason_of_failure(log) if launch(preset, command, log) else None
-            print(f"{time.perf_counter() - start_s:5.1f} s" + ("  failed" if failure else ""), flush=True)
-        failures[plan.name] = failure
+            if launch(preset, command, log):
+                failure, check = _failure(records, log)
+            print(f"{time.perf_counter() - start_s:5.1f} s{'  failed' if failure else ''}", flush=True)
         if failure and number == 1 and f"error: {failure}" in log.read_text(encoding="utf-8", errors="replace").splitlines():
             raise UserError(failure)
-        yield WatchedRun(plan, box.output / "runs" / plan.name, records, failure)
+        failures[plan.name] = failure
+        yield WatchedRun(plan, box.output / "runs" / plan.name, records, failure, check)
+
+
+def _failure(records: Path, log: Path) -> tuple[str, str]:
+    """The sentence that a run ended with and the check it speaks for: those of the rank that failed first."""
+    told = [json.loads(path.read_text(encoding="utf-8")) for path in records.glob("failed-*.json")]
+    if not told:
+        return reason_of_failure(log), "run"
+    first = min(told, key=lambda about: about["time_s"])
+    return first["reason"], first["check"]
 
 
 def _adapted(box: Box, name: str, num_processes: int | None) -> dict[str, Any]:
     """A preset in fp32 on this box."""
     mapping = check_accelerate_yaml(find_preset(name))
-    return adapt_preset(mapping, num_processes=num_processes, use_cpu=box.use_cpu) | {"mixed_precision": "no"}
+    return adapt_preset(mapping, num_processes=num_processes, use_cpu=box.use_cpu) | {
+        "mixed_precision": "no",
+        "use_cpu": box.use_cpu,  # as all the runs that it is compared with, whatever the preset says
+    }
 
 
 def _flags(box: Box, *, rows: int, micro: int, dropout: float = 0.0) -> dict[str, Any]:

@@ -65,6 +65,8 @@ def verify(
     config_class: Any = SummarizationConfig if is_t5 else LLMConfig
     # A length, which every run needs, is no business of the user's here.
     parsed = load_config(config_class, arguments if config else ["--train.max_steps=1", *arguments])
+    if not RECIPE_FOLDER.is_dir():
+        raise UserError(f"{RECIPE_FOLDER} is not there: install the toolkit with `pip install -e` from its checkout")
     box = Box(
         recipe=RECIPE_FOLDER / f"{recipe}.py",
         arguments=arguments,
@@ -134,15 +136,19 @@ def _tell(proofs: list[Proof], output: Path, passed: bool) -> None:
     """Print the table and write it. Runs whose proofs all passed are removed: they take as much room as their checkpoints."""
     rows = [TITLES, *(_cells(proof) for proof in proofs)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(TITLES))]
-    failed = [proof for proof in proofs if not proof.passed]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    causes: dict[str, list[Proof]] = {}
+    failed = [proof for proof in proofs if proof.is_reached and not proof.passed]
+    causes: dict[tuple[str, str], list[str]] = {}
     for proof in failed:
-        causes.setdefault(proof.detail, []).append(proof)
-    told = [f"FAILED {', '.join(dict.fromkeys(p.check for p in of))} ({of[0].compared}): {why}" for why, of in causes.items()]
-    names = ", ".join(dict.fromkeys(proof.check for proof in failed))
-    verdict = f"proven: {len(proofs)} of {len(proofs)}" if passed else f"{len(failed)} of {len(proofs)} FAILED: {names}"
-    text = "\n".join([*lines, "", *told, verdict])
+        causes.setdefault((proof.check, proof.detail), []).append(proof.compared)
+    lines += ["", *(f"FAILED {check} ({'; '.join(where)}): {detail}" for (check, detail), where in causes.items())]
+    open_checks = dict.fromkeys(proof.check for proof in proofs if not proof.is_reached)
+    if passed:
+        lines.append(f"all {len(proofs)} proven")
+    else:
+        names = ", ".join(dict.fromkeys(proof.check for proof in failed))
+        lines.append(f"FAILED: {names}" + (f"; not reached: {', '.join(open_checks)}" if open_checks else ""))
+    text = "\n".join(lines)
     print(f"\n{text}")
     (output / "verify.md").write_text(f"```\n{text}\n```\n", encoding="utf-8")
     about = {"passed": passed, "proofs": [_plain(dataclasses.asdict(proof)) for proof in proofs]}
@@ -156,11 +162,16 @@ def _tell(proofs: list[Proof], output: Path, passed: bool) -> None:
 
 def _cells(proof: Proof) -> tuple[str, ...]:
     def number(value: float) -> str:
-        return f"{value:.1%}" if proof.check == "sharding" else f"{value:.1e}"
+        if proof.check == "sharding":
+            return f"{value:.1%}"
+        is_count = proof.check in ("rows", "ties", "moved", "frozen")
+        return f"{value:.0f}" if is_count or value == 0 else f"{value:.1e}"
 
-    difference = "-" if proof.difference is None else ("0" if proof.difference == 0 else number(proof.difference))
+    state = "passed" if proof.passed else ("FAILED" if proof.is_reached else "not reached")
+    if proof.difference is None:
+        return proof.check, proof.compared, "-", "-", state
     tolerance = "exact" if proof.tolerance == 0 else number(proof.tolerance)
-    return proof.check, proof.compared, difference, tolerance, "passed" if proof.passed else "FAILED"
+    return proof.check, proof.compared, number(proof.difference), tolerance, state
 
 
 def _plain(row: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ Five calls of the recipe's run are wrapped; what they see goes into FOLDER, writ
     gradients.*     in the first step, before they are clipped
     saved-<step>.*  whenever a checkpoint is saved
     trained.*       after the last step; then the run exports, or leaves
+    failed-<rank>.json   the error that the rank ended with, and the check that it speaks for
 
 `*.safetensors` holds whole tensors, `*.json` what the ranks hold of them. They are gathered by torch's own full state dict and
 not by the functions of the toolkit that are on trial. Rank 0 takes all of it into host memory.
@@ -20,6 +21,8 @@ import json
 import os
 import runpy
 import sys
+import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +36,26 @@ from toolkit import loop, stages
 from toolkit.checkpoint_writer import CheckpointWriter, Save
 from toolkit.config import RecipeConfig
 from toolkit.distributed import gather_objects, rank, world_size
+from toolkit.errors import UserError
 from toolkit.shard_units import clean, local_tensor
 from toolkit.sharding import ShardedModel
 from toolkit.tracking import MetricsLog
 from toolkit.train_state import Identity, TrainState
 from toolkit.verification import EXPORT
+
+CHECK_OF_FUNCTION = {
+    ("toolkit.checkpoint", "load_checkpoint"): "save",
+    ("toolkit.parameter_checks", "check_gradients"): "gradients",
+    ("toolkit.parameter_checks", "check_moments"): "moved",
+    ("toolkit.parameter_checks", "check_moved"): "moved",
+    ("toolkit.parameter_checks", "check_frozen"): "frozen",
+}
+CHECK_OF_MODULE = {
+    "toolkit.checkpoint_writer": "save",
+    "toolkit.evaluation": "evaluation",
+    "toolkit.export": "export",
+}
+"""A run checks itself: which check of ours an error speaks for that comes from there."""
 
 
 def main() -> None:
@@ -48,7 +66,12 @@ def main() -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
     watch(Path(folder), exports=end == EXPORT)
     sys.argv = [recipe, *flags]
-    runpy.run_path(recipe, run_name="__main__")
+    try:
+        runpy.run_path(recipe, run_name="__main__")
+    except BaseException as error:  # it goes on its way; a `UserError` is a SystemExit by now
+        if not isinstance(error, SystemExit) or error.code:
+            _note_failure(Path(folder), error)
+        raise
 
 
 def watch(folder: Path, *, exports: bool) -> None:
@@ -87,6 +110,18 @@ def watch(folder: Path, *, exports: bool) -> None:
     stages.resume, stages.finish = resume_and_look, look_and_finish
     loop.clip_gradients = look_and_clip
     CheckpointWriter.save = look_and_save  # type: ignore[method-assign,assignment]
+
+
+def _note_failure(folder: Path, error: BaseException) -> None:
+    """Write what the rank ended with. A peer may end of it too, later, with an error that says nothing."""
+    cause = error.__context__ if isinstance(error, SystemExit) and error.__context__ else error
+    frames = [(str(frame.f_globals.get("__name__")), frame.f_code.co_name) for frame, _ in traceback.walk_tb(cause.__traceback__)]
+    checks = (CHECK_OF_FUNCTION.get(frame) or CHECK_OF_MODULE.get(frame[0]) for frame in frames)
+    text = " ".join(str(cause).split())
+    told = text if isinstance(cause, UserError) else f"{type(cause).__name__}: {text}"
+    about = {"check": next(filter(None, checks), "run"), "reason": told, "time_s": time.time()}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"failed-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(about), encoding="utf-8")
 
 
 def _record(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
