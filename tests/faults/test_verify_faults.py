@@ -1,0 +1,74 @@
+"""`verify` names the check that a fault breaks, and no other; and the command as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults.injected_runs import new_bench
+from tests.launch import REPOSITORY
+from tests.recipes.runs import Workbench
+from tests.verify_runs import run_verify
+
+# Recipe, fault, the checks that fail of it, and what is said.
+FAULTS: list[tuple[str, str, set[str], str]] = [
+    ("t5", "missing_gradient_average", {"gradients"}, "largest in "),
+    ("t5", "wrong_loss_divisor", {"gradients", "loss", "evaluation"}, "largest in "),
+    ("t5", "untied_weight", {"ties"}, "no longer one weight: shared.weight = "),
+    ("t5", "dropped_slice", {"save"}, "could not be written"),
+    ("t5", "lost_slice", {"save", "resume"}, "optimizer.state.shared.weight.exp_avg differs"),
+    ("t5", "random_state_not_restored", {"resume"}, "loss of step 3 differs"),
+    ("t5", "silent_ddp", {"sharding"}, "a rank holds 100% of the parameters"),
+    ("llm", "missing_gradient_average", {"gradients"}, "largest in "),
+    ("llm", "random_state_not_restored", {"resume"}, "loss of step 3 differs"),
+]
+
+
+@pytest.fixture(scope="module")
+def benches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Workbench]:
+    return {recipe: new_bench(tmp_path_factory, f"verify-{recipe}", recipe) for recipe in ("t5", "llm")}
+
+
+def flags_of(bench: Workbench) -> list[str]:
+    flags = [f"--data.files={bench.data / bench.rows}", f"--data.cache_dir={bench.data / 'cache'}"]
+    flags += ["--data.source=jsonl", "--data.eval_fraction=0.1"]
+    lora = ["--adapter.method=lora", "--adapter.rank=4", "--data.max_length_tokens=64"]
+    return flags + (lora if bench.recipe == "llm" else [])
+
+
+def model_of(bench: Workbench) -> str:
+    return str(bench.models[{"t5": "t5", "llm": "llama"}[bench.recipe]])
+
+
+@pytest.mark.parametrize(("recipe", "fault", "expected", "detail"), FAULTS, ids=[f"{case[0]}-{case[1]}" for case in FAULTS])
+def test_fault_is_named(
+    benches: dict[str, Workbench], tmp_path: Path, recipe: str, fault: str, expected: set[str], detail: str
+) -> None:
+    bench = benches[recipe]
+    assert not run_verify(tmp_path / "verify", flags_of(bench), fault, model=model_of(bench))
+    told = json.loads((tmp_path / "verify" / "verify.json").read_text())
+    failed = [proof for proof in told["proofs"] if proof["is_reached"] and not proof["passed"]]
+    assert {proof["check"] for proof in failed} == expected
+    assert any(detail in proof["detail"] for proof in failed)
+
+
+def test_command(benches: dict[str, Workbench], tmp_path: Path) -> None:
+    """Through `accelerate launch`, from another folder."""
+    bench, output = benches["t5"], tmp_path / "verify"
+    command = [sys.executable, "-m", "toolkit", "verify", "--use-cpu", "--output", str(output), "--model", model_of(bench)]
+    run = subprocess.run(
+        [*command, *flags_of(bench)], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=280
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "\nall 23 proven\n" in run.stdout
+    refused = subprocess.run([*command, "--optim.lrr", "1"], cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert (refused.returncode, refused.stderr.startswith("error: "), "Traceback" in refused.stderr) == (2, True, False)
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(REPOSITORY)}

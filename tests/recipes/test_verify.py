@@ -1,0 +1,43 @@
+"""`verify` proves a T5 and a LoRA on a Llama, by real runs; `tests/faults/test_verify_faults.py` has the faults."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.runs import Workbench
+from tests.verify_runs import run_verify
+
+CHECKS = {"rows", "loss", "gradients", "evaluation", "sharding", "ties", "moved", "frozen", "save", "resume", "export"}
+
+
+def test_t5_passes(workbench: Workbench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = [f"--data.{name}={value}" for name, value in data_flags(workbench).items()]
+    assert run_verify(tmp_path / "verify", data, model=str(workbench.models["t5"]))
+    printed = capsys.readouterr().out
+    assert "run 6 of 6: fsdp2_full_shard x 2, resumed" in printed and "\nall 23 proven\n" in printed
+    check_output(tmp_path / "verify", CHECKS - {"frozen"})
+
+
+def test_lora_of_a_llama_passes(llm_workbench: Workbench, tmp_path: Path) -> None:
+    flags = [f"--data.{name}={value}" for name, value in data_flags(llm_workbench).items()]
+    flags += ["--data.max_length_tokens=64", "--adapter.method=lora", "--adapter.rank=4"]
+    assert run_verify(tmp_path / "verify", flags, model=str(llm_workbench.models["llama"]))
+    check_output(tmp_path / "verify", CHECKS - {"ties"})
+
+
+def data_flags(bench: Workbench) -> dict[str, object]:
+    return {"source": "jsonl", "files": bench.data / bench.rows, "cache_dir": bench.data / "cache", "eval_fraction": 0.1}
+
+
+def check_output(folder: Path, expected: set[str]) -> None:
+    """The table is there, whole, and what it takes to make it is not."""
+    told = json.loads((folder / "verify.json").read_text())
+    assert told["passed"] and {proof["check"] for proof in told["proofs"]} == expected
+    assert all(proof["passed"] for proof in told["proofs"])
+    differences = {proof["check"]: proof["difference"] for proof in told["proofs"]}
+    assert 0 < differences["gradients"] < 1e-5, "several processes add up in another order"
+    assert "all" in (folder / "verify.md").read_text()
+    assert sorted(path.name for path in folder.iterdir()) == ["logs", "presets", "verify.json", "verify.md"]

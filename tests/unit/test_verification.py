@@ -1,0 +1,180 @@
+"""What `verify` makes of what runs have left, on records written by hand; and what it refuses before any run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from toolkit.errors import UserError
+from toolkit.verification import checks
+from toolkit.verification.runs import PlannedRun, WatchedRun
+from toolkit.verification.verify import verify
+
+FSDP = {"distributed_type": "FSDP", "num_processes": 2}
+WEIGHTS = {"a": np.arange(1.0, 5.0), "b": np.array([1e-9])}
+
+
+def watched(folder: Path, name: str, mapping: dict[str, Any] = FSDP, **about: Any) -> WatchedRun:
+    """A run of four steps with losses 4, 3, 2, 1 that has left everything."""
+    run = WatchedRun(PlannedRun(name=name, title=name, mapping=mapping, flags={}), folder / name, folder / name, None, None)
+    run.folder.mkdir(parents=True)
+    same = {"kind": "train", "grad_norm": 1.0, "learning_rate": 0.1, "num_tokens": 7}
+    lines = [same | {"step": 5 - loss, "loss": loss} for loss in (4, 3, 2, 1)]
+    write_lines(run, [*lines, {"kind": "eval", "step": 4, "loss": 0.5, "num_rows": 3}])
+    rows = [{"step": step, "micro_batch": 0, "row_ids": [step, step + 10]} for step in (1, 2, 3, 4)]
+    (run.folder / "rows-00000.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rows))
+    save_file(WEIGHTS, run.records / "gradients.safetensors")
+    for record in ("loaded", "saved-2", "saved-4", "trained"):
+        save_file({f"model.{name}": weight for name, weight in WEIGHTS.items()}, run.records / f"{record}.safetensors")
+        parameters = {name: {"shape": [3, 2], "itemsize": 4, "is_trainable": True} for name in ("a", "b")}
+        held = {"parameter_bytes": 32, "moment_bytes": 48}
+        ties = {"tied": [["a", "c"]], "broken": []}
+        known = {"ranks": [held, held], "placements": [], "parameters": parameters, "ties": ties, "frozen": {"d": "0"}}
+        (run.records / f"{record}.json").write_text(json.dumps(known | about))
+    return run
+
+
+def write_lines(run: WatchedRun, lines: list[dict[str, Any]]) -> None:
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def change_line(run: WatchedRun, step: int, **figures: Any) -> None:
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    write_lines(run, [line | figures if line["kind"] == "train" and line["step"] == step else line for line in lines])
+
+
+def test_equal_runs_pass(tmp_path: Path) -> None:
+    one, two = watched(tmp_path, "one"), watched(tmp_path, "two")
+    proofs = [
+        checks.compare_rows(one, two),
+        checks.compare_losses(one, two, 1e-5),
+        checks.compare_gradients(one, two, 1e-5),
+        checks.compare_evaluations(one, two, 1e-5),
+        checks.check_ties(two),
+        checks.check_frozen(two),
+        checks.compare_loaded(one, two),
+    ]
+    assert [(proof.passed, proof.difference) for proof in proofs if proof] == [(True, 0.0)] * 7
+
+
+@pytest.mark.parametrize(("loss", "passed"), [(3.0 + 2e-5, True), (3.0 + 4e-5, False), (float("nan"), False)])
+def test_a_loss_may_differ_by_the_tolerance(tmp_path: Path, loss: float, passed: bool) -> None:
+    one, two = watched(tmp_path, "one"), watched(tmp_path, "two")
+    change_line(two, 2, loss=loss)
+    proof = checks.compare_losses(one, two, 1e-5)
+    assert (proof.passed, proof.detail) == (passed, "" if passed else "that of step 2")
+
+
+def test_a_gradient_of_rounding_errors_is_compared_with_the_others(tmp_path: Path) -> None:
+    one, two = watched(tmp_path, "one"), watched(tmp_path, "two")
+    save_file(WEIGHTS | {"b": np.array([-3e-9])}, two.records / "gradients.safetensors")
+    assert checks.compare_gradients(one, two, 1e-5).passed
+    save_file(WEIGHTS | {"b": np.array([1e-5])}, two.records / "gradients.safetensors")
+    proof = checks.compare_gradients(one, two, 1e-5)
+    assert not proof.passed and proof.detail == "largest in b"
+
+
+def test_gradients_that_are_only_scaled_fail(tmp_path: Path) -> None:
+    one, two = watched(tmp_path, "one"), watched(tmp_path, "two")
+    save_file({name: 2 * gradient for name, gradient in WEIGHTS.items()}, two.records / "gradients.safetensors")
+    assert checks.compare_gradients(one, two, 1e-5).difference == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("held", "detail"),
+    [
+        ({"parameter_bytes": 32, "moment_bytes": 48}, ""),  # two of three rows of each of two tensors
+        ({"parameter_bytes": 48, "moment_bytes": 48}, "a rank holds 100% of the parameters"),
+        ({"parameter_bytes": 32, "moment_bytes": 96}, "a rank holds 100% of the moments"),
+    ],
+)
+def test_a_rank_holds_its_shard_only(tmp_path: Path, held: dict[str, int], detail: str) -> None:
+    run = watched(tmp_path, "run", ranks=[{"parameter_bytes": 16, "moment_bytes": held["moment_bytes"]}, held])
+    proof = checks.check_shards(run)
+    assert (proof.passed, proof.detail) == (not detail, detail)
+
+
+def test_replicas_hold_a_shard_each(tmp_path: Path) -> None:
+    mesh = {"parallelism_config": {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}}
+    run = watched(tmp_path, "run", FSDP | {"num_processes": 4} | mesh)
+    assert run.plan.num_shards == 2
+    assert replace(run.plan, mapping={"distributed_type": "MULTI_GPU", "num_processes": 2}).num_shards is None
+
+
+def test_what_did_not_move_or_changed_or_came_apart_is_named(tmp_path: Path) -> None:
+    run = watched(tmp_path, "run", ties={"tied": [["a", "c"]], "broken": [["a", "c"]]})
+    assert checks.check_moved(run).detail == "model.a has not moved, and 1 more"
+    ties = checks.check_ties(run)
+    assert ties is not None and ties.detail == "no longer one weight: a = c"
+    trained = json.loads((run.records / "trained.json").read_text())
+    (run.records / "trained.json").write_text(json.dumps(trained | {"frozen": {"d": "1"}}))
+    frozen = checks.check_frozen(run)
+    assert frozen is not None and frozen.detail == "d has changed"
+
+
+def test_a_resume_is_exact_to_the_last_bit(tmp_path: Path) -> None:
+    whole, resumed = watched(tmp_path, "whole"), watched(tmp_path, "resumed")
+    assert checks.compare_resumed(whole, resumed).detail == "steps [1, 2, 3, 4] were logged"
+    lines = [json.loads(line) for line in (whole.folder / "metrics.jsonl").read_text().splitlines()]
+    write_lines(resumed, [line for line in lines if line["step"] > 2])
+    assert checks.compare_resumed(whole, resumed).passed
+    nearly = {f"model.{name}": np.nextafter(weight, 9) for name, weight in WEIGHTS.items()}
+    save_file(nearly, resumed.records / "saved-4.safetensors")
+    assert checks.compare_resumed(whole, resumed).detail == "model.a differs, and 1 more"
+    change_line(resumed, 4, loss=float(np.nextafter(1.0, 2)))
+    assert checks.compare_resumed(whole, resumed).detail == "loss of step 4 differs"
+
+
+def test_a_run_that_ended_early_fails_its_check_and_the_rest_is_not_reached(tmp_path: Path) -> None:
+    names = ("reference", "ddp", "preset-0", "resharded", "dropout", "resumed")
+    runs = {name: watched(tmp_path, name) for name in names}
+    runs["preset-0"] = replace(runs["preset-0"], failure="disk full", failed_check="save")
+    runs["resharded"] = replace(runs["resharded"], failure="disk full")
+    for left in ("trained.json", "trained.safetensors", "saved-4.json", "saved-4.safetensors"):
+        (runs["preset-0"].records / left).unlink()
+    for left in runs["resharded"].folder.iterdir():
+        left.unlink()
+    proofs = checks.check_all(runs, 1e-5)
+    of_preset = {proof.check: proof for proof in proofs if proof.compared == "preset-0"}
+    assert (of_preset["save"].is_reached, of_preset["save"].detail) == (True, "disk full")
+    assert not of_preset["moved"].is_reached and not of_preset["frozen"].is_reached
+    assert {proof.check for proof in proofs if proof.compared == "resharded"} == {"rows", "loss", "evaluation", "save"}
+    assert not any(proof.passed for proof in proofs if proof.compared in ("preset-0", "resharded"))
+
+
+def test_a_run_that_ended_well_but_left_nothing_fails(tmp_path: Path) -> None:
+    names = ("reference", "ddp", "preset-0", "resharded", "dropout", "resumed")
+    runs = {name: watched(tmp_path, name) for name in names}
+    (runs["preset-0"].records / "gradients.safetensors").unlink()
+    gradients = {proof.compared: proof for proof in checks.check_all(runs, 1e-5) if proof.check == "gradients"}
+    assert gradients["preset-0"].is_reached and not gradients["preset-0"].passed
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "sentence"),
+    [
+        ({"num_processes": 1}, [], "1 process proves nothing"),
+        ({"presets": ["nosuch"]}, [], "preset nosuch is no file"),
+        ({"presets": ["single"]}, [], "--presets names single, which has one process"),
+        ({"presets": ["fsdp2_hsdp"]}, [], "4 or more, not 2"),
+        ({}, ["--optim.lrr", "1"], "optim.lrr"),
+        ({"config": "nosuch.yaml"}, [], "nosuch.yaml"),
+        ({"output": "taken"}, [], "not of an earlier verify"),
+    ],
+)
+def test_mistakes_are_told_before_any_run(tmp_path: Path, settings: dict[str, Any], arguments: list[str], sentence: str) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "thesis.tex").touch()
+    settings = {"num_processes": 2, **settings, "output": tmp_path / settings.get("output", "output")}
+
+    def launch(*_: Any) -> int:
+        raise AssertionError("it was launched")
+
+    with pytest.raises(UserError, match=sentence):
+        verify(arguments, use_cpu=True, launch=launch, **settings)
