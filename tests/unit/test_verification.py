@@ -57,7 +57,7 @@ def test_equal_runs_pass(tmp_path: Path) -> None:
         checks.compare_gradients(one, two, 1e-5),
         checks.compare_evaluations(one, two, 1e-5),
         checks.check_ties(two),
-        checks.check_frozen(two),
+        checks.check_frozen(two, True),
         checks.compare_loaded(one, two),
     ]
     assert [(proof.passed, proof.difference) for proof in proofs if proof] == [(True, 0.0)] * 7
@@ -114,8 +114,15 @@ def test_what_did_not_move_or_changed_or_came_apart_is_named(tmp_path: Path) -> 
     assert ties is not None and ties.detail == "no longer one weight: a = c"
     trained = json.loads((run.records / "trained.json").read_text())
     (run.records / "trained.json").write_text(json.dumps(trained | {"frozen": {"d": "1"}}))
-    frozen = checks.check_frozen(run)
+    frozen = checks.check_frozen(run, True)
     assert frozen is not None and frozen.detail == "d has changed"
+
+
+def test_a_base_that_should_be_frozen_and_is_not_fails(tmp_path: Path) -> None:
+    run = watched(tmp_path, "run", frozen={})
+    assert checks.check_frozen(run, False) is None
+    frozen = checks.check_frozen(run, True)
+    assert frozen is not None and not frozen.passed
 
 
 def test_a_resume_is_exact_to_the_last_bit(tmp_path: Path) -> None:
@@ -140,7 +147,7 @@ def test_a_run_that_ended_early_fails_its_check_and_the_rest_is_not_reached(tmp_
         (runs["preset-0"].records / left).unlink()
     for left in runs["resharded"].folder.iterdir():
         left.unlink()
-    proofs = checks.check_all(runs, 1e-5)
+    proofs = checks.check_all(runs, 1e-5, expects_frozen=True)
     of_preset = {proof.check: proof for proof in proofs if proof.compared == "preset-0"}
     assert (of_preset["save"].is_reached, of_preset["save"].detail) == (True, "disk full")
     assert not of_preset["moved"].is_reached and not of_preset["frozen"].is_reached
@@ -152,7 +159,9 @@ def test_a_run_that_ended_well_but_left_nothing_fails(tmp_path: Path) -> None:
     names = ("reference", "ddp", "preset-0", "resharded", "dropout", "resumed")
     runs = {name: watched(tmp_path, name) for name in names}
     (runs["preset-0"].records / "gradients.safetensors").unlink()
-    gradients = {proof.compared: proof for proof in checks.check_all(runs, 1e-5) if proof.check == "gradients"}
+    gradients = {
+        proof.compared: proof for proof in checks.check_all(runs, 1e-5, expects_frozen=True) if proof.check == "gradients"
+    }
     assert gradients["preset-0"].is_reached and not gradients["preset-0"].passed
 
 

@@ -35,8 +35,14 @@ class Proof:
     """Which tensor or step is wrong."""
 
 
-def check_all(runs: dict[str, WatchedRun], tolerance: float) -> list[Proof]:
-    """Every check but the exports', in the order of a run. A run that is not there, or ended early, fails what needs it."""
+def check_all(runs: dict[str, WatchedRun], tolerance: float, *, expects_frozen: bool) -> list[Proof]:
+    """Every check but the exports'; a run that ended early fails one of them, and leaves others open.
+
+    Args:
+        runs: by name, as `runs.plan_runs` gives them.
+        tolerance: largest relative difference of losses and gradients.
+        expects_frozen: whether the config freezes anything.
+    """
     reference, main = runs["reference"], runs["preset-0"]
     strategies = [run for name, run in runs.items() if name in ("reference", "ddp") or name.startswith("preset-")]
     resharded, dropout, resumed = runs["resharded"], runs["dropout"], runs["resumed"]
@@ -49,7 +55,7 @@ def check_all(runs: dict[str, WatchedRun], tolerance: float) -> list[Proof]:
     proofs += [_prove("sharding", run, check_shards) for run in others if run.plan.num_shards]
     proofs += [_prove("ties", run, check_ties) for run in strategies]
     proofs += [_prove("moved", run, check_moved) for run in strategies]
-    proofs += [_prove("frozen", run, check_frozen) for run in strategies]
+    proofs += [_prove("frozen", run, lambda run: check_frozen(run, expects_frozen)) for run in strategies]
     proofs.append(_prove("save", resharded, lambda run: compare_loaded(main, run)))
     proofs.append(_prove("save", resumed, lambda run: compare_loaded(dropout, run)))
     proofs.append(_prove("resume", resumed, lambda run: compare_resumed(dropout, run)))
@@ -177,11 +183,11 @@ def check_moved(run: WatchedRun) -> Proof:
     return _exact("moved", f"{run.title}: {len(names)} trainable tensors", len(still), named(still, "has not moved"))
 
 
-def check_frozen(run: WatchedRun) -> Proof | None:
-    """Every frozen parameter is bit for bit what it was at the start; None where nothing is frozen."""
+def check_frozen(run: WatchedRun, expects_frozen: bool) -> Proof | None:
+    """Every frozen parameter is bit for bit what it was at the start; None where nothing is frozen, nor should be."""
     before, after = load_about(run, "loaded")["frozen"], load_about(run, "trained")["frozen"]
     if not before:
-        return None
+        return failed("frozen", run.title, "nothing is frozen") if expects_frozen else None
     changed = [name for name in before if after.get(name) != before[name]]
     return _exact("frozen", f"{run.title}: {len(before)} frozen tensors", len(changed), named(changed, "has changed"))
 

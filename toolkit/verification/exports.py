@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
@@ -41,7 +42,12 @@ def check_exports(run: WatchedRun, config: RecipeConfig, auto_class: AutoClass) 
         weights = _compare_weights(run, "adapter and base", adapted, named, frozen)
         merged = _load(config, auto_class, run.folder / "merged")
         return [weights, _compare_logits(run, "adapter", adapted, check), _compare_logits(run, "merged model", merged, check)]
-    except (OSError, ValueError, RuntimeError) as error:  # what transformers and peft raise at a folder they cannot load
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:  # what transformers and peft raise at a folder they cannot load
         return [failed("export", run.title, " ".join(str(error).split()))]
 
 
@@ -53,6 +59,7 @@ def _load(config: RecipeConfig, auto_class: AutoClass, name_or_path: str | Path)
         options["attn_implementation"] = config.model.attn_implementation
     if str(name_or_path) == config.model.name_or_path:
         options["revision"] = config.model.revision or "main"
+    transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return (
         getattr(transformers, auto_class)

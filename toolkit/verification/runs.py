@@ -76,7 +76,7 @@ class WatchedRun:
     records: Path
     """What `watched_run` has written."""
     failure: str | None
-    """The sentence that it ended with, or the run whose checkpoint it needs."""
+    """The sentence that it ended with, or that the run ended with whose checkpoint it needs."""
     failed_check: str | None
     """Which check that sentence speaks for; None also where another run has failed."""
 
@@ -110,12 +110,12 @@ def plan_runs(box: Box) -> dict[str, PlannedRun]:
     def title(name: str) -> str:
         return f"{Path(name).stem} x {processes}"
 
-    runs = [planned("reference", "single", single, _flags(box, rows=rows, micro=rows))]
+    runs = [planned("reference", "single", single, _flags(box, rows=rows, micro=4))]
     if not any(mapping["distributed_type"] == "MULTI_GPU" for _, mapping in chosen):
         runs.append(planned("ddp", title("ddp"), ddp, _flags(box, rows=rows, micro=2)))
     for place, (name, mapping) in enumerate(chosen):
         runs.append(planned(f"preset-{place}", title(name), mapping, _flags(box, rows=rows, micro=1 + place % 2)))
-    moved = _flags(box, rows=rows, micro=4)
+    moved = _flags(box, rows=rows, micro=2)
     runs += [
         planned("resharded", f"{title(main_name)}, resumed as single", single, moved, after="preset-0"),
         planned("dropout", f"{title(main_name)}, dropout {DROPOUT}", main_mapping, dropout),
@@ -173,8 +173,14 @@ def _adapted(box: Box, name: str, num_processes: int | None) -> dict[str, Any]:
 
 
 def _flags(box: Box, *, rows: int, micro: int, dropout: float = 0.0) -> dict[str, Any]:
-    """What a run overrides of the user's config: few steps and rows, no generation, everything logged and saved."""
+    """What a run overrides of the user's config: few steps and rows, no generation, everything logged and saved.
+
+    Args:
+        rows: of a step.
+        micro: most rows of a micro-batch; no more than the user's, for which there is memory.
+    """
     config = box.config
+    micro = min(micro, config.train.micro_batch_size_rows)
     has_adapter = config.adapter.method != "none"
     return {
         "model.dropout": dropout,

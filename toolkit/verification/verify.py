@@ -54,40 +54,60 @@ def verify(
     Raises:
         UserError: settings that no run would take, or more processes than GPUs.
     """
-    use_cpu, num_processes = _processes(num_processes, use_cpu)
+    box = build_box(run_arguments, model, config, recipe, presets or list(DEFAULT_PRESETS), num_processes, use_cpu, output)
+    plans = plan_runs(box)
+    _clear(output)
+    where = f"{box.num_processes} processes on {'the CPU' if box.use_cpu else 'GPUs'}"
+    print(f"{box.config.model.name_or_path} by recipes/{box.recipe.name}, {where}, fp32: {len(plans)} runs", flush=True)
+    runs = {run.plan.name: run for run in launch_all(box, plans, launch)}
+    from toolkit.verification.exports import check_exports  # transformers and torch take seconds to import
+
+    expects_frozen = box.config.adapter.method != "none" or bool(box.config.model.freeze)
+    auto_class: AutoClass = "AutoModelForCausalLM" if isinstance(box.config, LLMConfig) else "AutoModelForSeq2SeqLM"
+    proofs = check_all(runs, tolerance, expects_frozen=expects_frozen)
+    proofs += check_exports(runs["preset-0"], box.config, auto_class)
+    passed = all(proof.passed for proof in proofs)
+    _tell(proofs, output, passed)
+    return passed
+
+
+def build_box(
+    run_arguments: list[str],
+    model: str | None,
+    config: str | None,
+    recipe: str | None,
+    presets: list[str],
+    num_processes: int | None,
+    use_cpu: bool,
+    output: Path,
+) -> Box:
+    """What is to be verified, with what `verify` is not told filled in.
+
+    Raises:
+        UserError: as `verify`.
+    """
+    if not RECIPE_FOLDER.is_dir():
+        raise UserError(f"{RECIPE_FOLDER} is not there: install the toolkit with `pip install -e` from its checkout")
     if model is None and config is None:
         model = str(RECIPE_FOLDER / "models" / "t5_docstrings")
         run_arguments = ["--model.from_scratch=true", *run_arguments]
     is_t5 = is_encoder_decoder(model or _model_of(config)) if recipe is None else recipe == "t5"
-    recipe = "t5" if is_t5 else "llm"
-    given = [f"--config={config}"] if config else [f"--{name}={value}" for name, value in SMALL_ROWS[recipe].items()]
+    name = "t5" if is_t5 else "llm"
+    given = [f"--config={config}"] if config else [f"--{key}={value}" for key, value in SMALL_ROWS[name].items()]
     arguments = [*given, *([f"--model.name_or_path={model}"] if model else []), *run_arguments]
     config_class: Any = SummarizationConfig if is_t5 else LLMConfig
-    # A length, which every run needs, is no business of the user's here.
+    # Every run needs a length, and here it is no business of the user's.
     parsed = load_config(config_class, arguments if config else ["--train.max_steps=1", *arguments])
-    if not RECIPE_FOLDER.is_dir():
-        raise UserError(f"{RECIPE_FOLDER} is not there: install the toolkit with `pip install -e` from its checkout")
-    box = Box(
-        recipe=RECIPE_FOLDER / f"{recipe}.py",
+    on_cpu, chosen = _processes(num_processes, use_cpu)
+    return Box(
+        recipe=RECIPE_FOLDER / f"{name}.py",
         arguments=arguments,
         config=parsed,
-        presets=list(presets or DEFAULT_PRESETS),
-        num_processes=num_processes,
-        use_cpu=use_cpu,
+        presets=presets,
+        num_processes=chosen,
+        use_cpu=on_cpu,
         output=output.absolute(),
     )
-    plans = plan_runs(box)
-    _clear(output)
-    device = "the CPU" if use_cpu else "GPUs"
-    print(f"{parsed.model.name_or_path} by recipes/{recipe}.py on {num_processes} processes on {device}, fp32: {len(plans)} runs")
-    runs = {run.plan.name: run for run in launch_all(box, plans, launch)}
-    from toolkit.verification.exports import check_exports  # transformers and torch take seconds to import
-
-    auto_class: AutoClass = "AutoModelForSeq2SeqLM" if is_t5 else "AutoModelForCausalLM"
-    proofs = [*check_all(runs, tolerance), *check_exports(runs["preset-0"], parsed, auto_class)]
-    passed = all(proof.passed for proof in proofs)
-    _tell(proofs, output, passed)
-    return passed
 
 
 def _processes(num_processes: int | None, use_cpu: bool) -> tuple[bool, int]:
