@@ -54,7 +54,7 @@ GPU_PRESET_OVERRIDES_ON_CPU: dict[str, dict[str, Any]] = {
     "fsdp1_shard_grad_op": {**_ON_CPU, **_FSDP1},
 }
 """Per GPU preset: all that changes when a test runs it on CPU."""
-GPU_CHECKS = {"fsdp1_hybrid_shard": "tests/gpu/test_hybrid_shard.py"}
+GPU_CHECKS = {"fsdp1_hybrid_shard": "tests/gpu/test_hybrid_shard.py", "fsdp2_fp8": "tests/gpu/test_fp8.py"}
 """Presets that nothing can run on CPU, and the check that runs them on GPUs."""
 
 PRELOADED = [

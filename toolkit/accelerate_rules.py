@@ -19,6 +19,7 @@ IGNORED_BY_FSDP2 = {
     "fsdp_sync_module_states": "FSDP2 has no such step",
     "fsdp_sharding_strategy": "its fsdp_reshard_after_forward is true for full shard, false for shard grad op",
 }
+HONOURED_BY_TORCHAO = ("fp8_backend", "fp8_enable_fsdp_float8_all_gather", "fp8_pad_inner_dim")
 
 
 def check_rules(mapping: dict[str, Any], sections: dict[str, dict[str, Any]]) -> None:
@@ -32,7 +33,11 @@ def check_rules(mapping: dict[str, Any], sections: dict[str, dict[str, Any]]) ->
     fsdp, parallelism = sections["fsdp_config"], sections["parallelism_config"]
     _check_machines(mapping)
     _check_distributed_type(mapping)
-    _check_precision(mapping.get("mixed_precision", "no"), sections["fp8_config"])
+    _check_precision(mapping.get("mixed_precision", "no"))
+    if mapping.get("mixed_precision") == "fp8":
+        _check_float8(mapping, sections["fp8_config"], fsdp)
+    elif sections["fp8_config"]:
+        raise UserError("fp8_config has no effect without mixed_precision: fp8: write that, or leave it out")
     if mapping["distributed_type"] == "FSDP":
         _check_fsdp(fsdp, use_cpu=mapping.get("use_cpu", False))
     if parallelism:
@@ -119,15 +124,32 @@ def _check_distributed_type(mapping: dict[str, Any]) -> None:
         raise UserError(f"fsdp_config is ignored under distributed_type {kind}: write distributed_type: FSDP, or leave it out")
 
 
-def _check_precision(precision: Any, fp8: dict[str, Any]) -> None:
+def _check_precision(precision: Any) -> None:
     if precision is False:
         raise UserError("mixed_precision is false: write 'no' in quotes, else YAML reads a boolean")
     if precision == "fp16":
         raise UserError("mixed_precision is fp16, which is not supported: use bf16, which needs no loss scaling")
-    if precision == "fp8" or fp8:
-        raise UserError("fp8 is not supported by this version yet: write mixed_precision: bf16, without fp8_config")
-    if precision not in (None, "no", "bf16"):
-        raise UserError(f"mixed_precision is {precision!r}: write bf16, or 'no' for fp32")
+    if precision not in (None, "no", "bf16", "fp8"):
+        raise UserError(f"mixed_precision is {precision!r}: write bf16, or 'no' for fp32, or fp8 with an fp8_config")
+
+
+def _check_float8(mapping: dict[str, Any], fp8: dict[str, Any], fsdp: dict[str, Any]) -> None:
+    """Float8 is done by torchao, on weights that FSDP2 shards."""
+    if str(fp8.get("fp8_backend", "")).upper() != "AO":
+        given = f"is {fp8['fp8_backend']}" if "fp8_backend" in fp8 else "is absent, with which accelerate takes what is installed"
+        raise UserError(f"fp8_config.backend {given}: write AO, which is torchao; others are not supported")
+    for key in fp8:
+        if key not in HONOURED_BY_TORCHAO:
+            raise UserError(f"fp8_config.{key.removeprefix('fp8_')} has no effect with backend AO: leave it out")
+    if mapping["distributed_type"] != "FSDP" or fsdp.get("fsdp_version", 1) != 2:
+        raise UserError("mixed_precision is fp8, which works with distributed_type FSDP and fsdp_version 2 only: write bf16")
+    if mapping.get("use_cpu"):
+        raise UserError("mixed_precision is fp8 with use_cpu: CPUs do not multiply float8, write bf16")
+    if fsdp.get("fsdp_offload_params"):
+        raise UserError(
+            "fsdp_config.fsdp_offload_params is true with mixed_precision fp8: the scales of the weights are taken on the GPU, "
+            "set it to false, or write bf16"
+        )
 
 
 def _check_fsdp(fsdp: dict[str, Any], *, use_cpu: bool) -> None:

@@ -17,6 +17,7 @@ import torch
 from toolkit.accelerate_rules import check_mesh
 from toolkit.accelerate_yaml import check_accelerate_yaml, find_accelerate_yaml
 from toolkit.errors import UserError
+from toolkit.float8 import check_capability, check_torchao
 from toolkit.process_group import rendezvous_arguments
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def build_accelerator(log_with: list[str], project_dir: str, timeout_s: float = 
         timeout_s: after which `watchdog.Watchdog` names a rank that hangs; torch's own timeout, which names none, comes later.
 
     Raises:
-        UserError: an unknown or useless key in the YAML, bf16 on hardware without it, a GPU preset without a GPU.
+        UserError: an unknown or useless key in the YAML, bf16 or fp8 on hardware without it, a GPU preset without a GPU.
     """
     if (path := find_accelerate_yaml()) and check_accelerate_yaml(path).get("use_cpu"):
         # The launcher hands `use_cpu` to a single process only; several would take the GPUs of a machine that has them.
@@ -96,8 +97,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def compute_dtype(accelerator: Accelerator) -> torch.dtype:
-    """Dtype of forward and backward."""
-    return torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
+    """Dtype of forward and backward; with fp8 that of all but the products inside converted Linears."""
+    return torch.bfloat16 if accelerator.mixed_precision in ("bf16", "fp8") else torch.float32
 
 
 def frozen_dtype(accelerator: Accelerator, setting: str, *, has_adapter: bool) -> torch.dtype:
@@ -133,8 +134,10 @@ def _check_environment() -> None:
             "train.global_batch_size_rows and train.micro_batch_size_rows, so leave it out"
         )
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if precision not in ("no", "bf16"):
+    if precision not in ("no", "bf16", "fp8"):
         raise UserError(f"mixed_precision {precision} is not supported: use bf16, or no for fp32")
+    if precision == "fp8":
+        _check_float8_environment()
     backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO")
     if backend.upper() != "NO" and os.environ.get("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "False") != "True":
         raise UserError(
@@ -147,6 +150,19 @@ def _check_environment() -> None:
         check_mesh(sizes, int(os.environ.get("WORLD_SIZE", "1")))
     if os.environ.get("ACCELERATE_USE_FSDP", "false") == "true":
         _check_fsdp_environment()
+
+
+def _check_float8_environment() -> None:
+    """Float8 asked for by flags; the YAML's rules are the same."""
+    backend = os.environ.get("ACCELERATE_FP8_BACKEND", "NO").upper()
+    on_fsdp2 = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" and os.environ.get("FSDP_VERSION") == "2"
+    if backend != "AO" or not on_fsdp2:
+        raise UserError(
+            f"mixed_precision is fp8 in the launch with fp8_backend {backend.lower()}: it works by torchao (ao) under FSDP2 "
+            "only, launch with accelerate_configs/fsdp2_fp8.yaml, or take bf16"
+        )
+    check_torchao()
+    os.environ["ACCELERATE_FP8_BACKEND"] = backend  # accelerate knows its own choice `ao` in capitals only
 
 
 def _check_fsdp_environment() -> None:
@@ -165,7 +181,9 @@ def _check_fsdp_environment() -> None:
 
 
 def _check_hardware() -> None:
-    """Refuse bf16 and GPU presets where the hardware cannot do them."""
+    """Refuse bf16, fp8 and GPU presets where the hardware cannot do them."""
+    if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "fp8":
+        check_capability()
     has_accelerator = torch.accelerator.is_available()
     wants_many = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" or int(os.environ.get("WORLD_SIZE", "1")) > 1
     if not _asked_for_cpu() and wants_many and not has_accelerator:

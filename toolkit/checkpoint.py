@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from toolkit.adapter_files import base_name
 from toolkit.distributed import agreed, broadcast_object, print_rank0, raise_together, rank
 from toolkit.errors import UserError
+from toolkit.float8 import refresh_scales
 from toolkit.manifest import best_checkpoint, check_files, find_checkpoint, read_manifest
 from toolkit.random_state import load_random_state
 from toolkit.sharding import ShardedModel
@@ -187,6 +188,7 @@ def _put_back(sharded: ShardedModel, tensors: Tensors) -> None:
     """Loaded tensors are views of the parameters but under FSDP1; aliases and frozen ones are not among them. Collective."""
     state: dict[str, Any] = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
     set_model_state_dict(sharded.model, state, options=StateDictOptions(strict=False))
+    refresh_scales(sharded.model)
 
 
 def _load(tensors: Tensors, folder: Path) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from toolkit import float8
 from toolkit.config_sections import OptimConfig
 
 
@@ -27,13 +28,16 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.AdamW:
         if parameter.requires_grad:
             (decayed if name in decayed_names else plain).append(parameter)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
         fused=True,
     )
+    if float8.is_sharded_with_cast(model):
+        optimizer.register_step_post_hook(lambda *_: float8.refresh_scales(model))
+    return optimizer
 
 
 def _decayed_parameters(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:

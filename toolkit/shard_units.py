@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from toolkit import float8
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -193,5 +194,5 @@ def clean(name: str) -> str:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This rank's part of a tensor, its plain values."""
+    return float8.plain(tensor.to_local() if isinstance(tensor, DTensor) else tensor)

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from toolkit import causal_loss
+from toolkit import causal_loss, float8
 from toolkit.accelerator import compute_dtype, free_memory_bytes, fsdp_version
 from toolkit.distributed import reduce_on_cpu, world_size
 from toolkit.shard_units import ShardUnit, build_units, check_ties, clean, find_blocks, repeated_blocks
@@ -53,7 +53,10 @@ def check_wrap(accelerator: Accelerator, skeleton: nn.Module) -> None:
         UserError: a class that is not in the model (those that exist are listed).
     """
     if fsdp_version(accelerator) is not None:
-        find_blocks(accelerator.state.fsdp_plugin, skeleton)
+        blocks = find_blocks(accelerator.state.fsdp_plugin, skeleton)
+        check_ties(skeleton, build_units(skeleton, blocks))
+        if accelerator.mixed_precision == "fp8":
+            float8.choose_linears(skeleton, blocks, _num_shards(accelerator))
 
 
 def shard_model(accelerator: Accelerator, model: PreTrainedModel, sources: Sources | None = None) -> ShardedModel:
@@ -67,6 +70,10 @@ def shard_model(accelerator: Accelerator, model: PreTrainedModel, sources: Sourc
     skeleton = weightless_copy(model)
     version = fsdp_version(accelerator)
     blocks = find_blocks(accelerator.state.fsdp_plugin, model) if version else {}
+    if accelerator.mixed_precision == "fp8":
+        linears = float8.choose_linears(model, blocks, _num_shards(accelerator))
+        float8.convert(model, linears, accelerator.ao_recipe_handler.config)
+        blocks = {name: model.get_submodule(name) for name in blocks}  # one that was a Linear is another module now
     units = build_units(model, blocks)
     causal_loss.install(model)
     _compile_blocks(accelerator, model)
@@ -105,7 +112,8 @@ def whole_parameters(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]
                         yield clean(f"{prefix}.{name}").lstrip("."), parameter.detach()
         return
     for name, parameter in sharded.plain.named_parameters():
-        yield clean(name), parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+        shard = float8.plain(parameter)
+        yield clean(name), shard.full_tensor() if isinstance(shard, DTensor) else shard.detach()
 
 
 def fits_whole(sharded: ShardedModel) -> bool:
@@ -228,6 +236,12 @@ def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **i
     if not (block.training and torch.is_grad_enabled()):
         return forward(*args, **inputs)
     return checkpoint(forward, *args, use_reentrant=False, **inputs)
+
+
+def _num_shards(accelerator: Accelerator) -> int:
+    """Ranks that a parameter is cut over under FSDP2."""
+    parallelism = accelerator.parallelism_config
+    return parallelism.dp_shard_size if parallelism is not None else world_size()
 
 
 def _fully_shard(accelerator: Accelerator, model: nn.Module, blocks: list[nn.Module]) -> nn.Module:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
+from toolkit import float8
 from toolkit.shard_units import clean
 from toolkit.sharding import ShardedModel
 from toolkit.tensor_files import Tensors
@@ -73,7 +74,7 @@ def model_tensors(sharded: ShardedModel) -> Tensors:
     wanted = {clean(name) for name, p in sharded.plain.named_parameters() if p.requires_grad}
     wanted |= {clean(name) for name, _ in sharded.plain.named_buffers()}
     state: dict[str, Any] = get_model_state_dict(sharded.model, options=StateDictOptions())
-    return {f"model.{name}": tensor for name, tensor in state.items() if name in wanted}
+    return {f"model.{name}": float8.plain(tensor) for name, tensor in state.items() if name in wanted}
 
 
 def state_tensors(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> Tensors:

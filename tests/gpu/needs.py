@@ -9,8 +9,14 @@ import pytest
 import torch
 
 
-def needs_gpus(number: int) -> Callable[[Any], Any]:
-    """Decorator: mark a test `gpu`, and skip it where torch sees fewer CUDA GPUs."""
+def needs_gpus(number: int, capability: tuple[int, int] = (8, 0)) -> Callable[[Any], Any]:
+    """Decorator: mark a test `gpu`, and skip it where torch sees fewer CUDA GPUs, or older ones; 8.0 is the first with bf16."""
     seen = torch.cuda.device_count()
-    skip = pytest.mark.skipif(seen < number, reason=f"needs {number} CUDA GPUs, torch sees {seen}")
+    if seen < number:
+        reason = f"needs {number} CUDA GPUs, torch sees {seen}"
+    elif torch.cuda.get_device_capability() < capability:
+        reason = f"needs compute capability {capability}, {torch.cuda.get_device_name()} has {torch.cuda.get_device_capability()}"
+    else:
+        reason = ""
+    skip = pytest.mark.skipif(bool(reason), reason=reason or "the GPUs are here")
     return lambda test: pytest.mark.gpu(skip(test))

@@ -30,6 +30,7 @@ WRAPPED = {"fsdp_cpu_ram_efficient_loading": False, "fsdp_auto_wrap_policy": "TR
 FSDP1 = {"fsdp_version": 1, **WRAPPED}
 FSDP2 = {"fsdp_version": 2, **WRAPPED}
 SIZES = "parallelism_config_"
+FP8 = {"mixed_precision": "fp8", "fp8_config": {"backend": "AO"}}
 
 
 def fsdp(section: dict[str, Any], **top_level: Any) -> dict[str, Any]:
@@ -155,8 +156,22 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     (DDP | {"deepspeed_config": {"gradient_accumulation_steps": "auto"}}, "and train.micro_batch_size_rows"),
     # precision
     (DDP | {"mixed_precision": "fp16"}, "mixed_precision is fp16, which is not supported: use bf16"),
-    (DDP | {"mixed_precision": "fp8"}, "fp8 is not supported by this version yet"),
-    (DDP | {"fp8_config": {"backend": "te"}}, "fp8 is not supported by this version yet"),
+    (DDP | {"fp8_config": {"backend": "AO"}}, "fp8_config has no effect without mixed_precision: fp8"),
+    (fsdp(FSDP2, mixed_precision="fp8"), "fp8_config.backend is absent, with which accelerate takes what is installed: write AO"),
+    (fsdp(FSDP2, mixed_precision="fp8", fp8_config={"backend": "TE"}), "fp8_config.backend is TE: write AO, which is torchao"),
+    (fsdp(FSDP2, mixed_precision="fp8", fp8_config={"backend": "A0"}), "fp8_config.backend is 'A0': choose ao, te, msamp"),
+    (
+        fsdp(FSDP2, mixed_precision="fp8", fp8_config={"backend": "AO", "margin": 0}),
+        "fp8_config.margin has no effect with backend AO",
+    ),
+    (
+        fsdp(FSDP2, mixed_precision="fp8", fp8_config={"backend": "AO", "pad_inner_dim": "yes"}),
+        "fp8_config.pad_inner_dim is 'yes': write true or false",
+    ),
+    (DDP | FP8, "fp8, which works with distributed_type FSDP and fsdp_version 2 only"),
+    (fsdp(FSDP1, **FP8), "fp8, which works with distributed_type FSDP and fsdp_version 2 only"),
+    (fsdp(FSDP2, use_cpu=True, **FP8), "mixed_precision is fp8 with use_cpu: CPUs do not multiply float8"),
+    (fsdp(FSDP2 | {"fsdp_offload_params": True}, **FP8), "fsdp_offload_params is true with mixed_precision fp8"),
     (DDP | {"mixed_precision": False}, "mixed_precision is false: write 'no' in quotes"),
     (DDP | {"mixed_precision": "bfloat16"}, "mixed_precision is 'bfloat16': write bf16"),
     # distributed types, machines, meshes
@@ -242,6 +257,7 @@ def test_a_file_that_is_no_mapping_sees_its_sentence(tmp_path: Path, content: by
         # as `accelerate config` writes them
         DDP | {"downcast_bf16": "no", "tpu_env": [], "tpu_use_cluster": False, "tpu_use_sudo": False, "fsdp_config": None},
         fsdp(FSDP1 | {"fsdp_reshard_after_forward": "FULL_SHARD", "fsdp_backward_prefetch": "backward_pre"}),
+        fsdp(FSDP2, mixed_precision="fp8", fp8_config={"fp8_backend": "ao", "enable_fsdp_float8_all_gather": False}),
         fsdp({"version": 2, "cpu_ram_efficient_loading": False, "min_num_params": 1000, "auto_wrap_policy": "SIZE_BASED_WRAP"}),
         fsdp(FSDP2 | {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": None}),
         fsdp(FSDP2, num_processes=4, parallelism_config={SIZES + "dp_replicate_size": 2, SIZES + "dp_shard_size": 2}),

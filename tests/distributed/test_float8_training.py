@@ -1,0 +1,171 @@
+"""Float8 training on 2 and 4 CPU processes: torchao emulates the products, all else is what GPUs run.
+
+A CPU multiplies no float8 and the preset is refused there, so these tests switch the refusals off by name and ask torchao for
+its emulation, which rounds to float8 and multiplies in fp32. What GPUs add is `tests/gpu/test_fp8.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from tests.distributed.small_run import NUM_STEPS, run_recipe, train_and_record_gradients, write_inputs
+from tests.distributed.test_invariants import CHECKPOINTING, COMPILED, figures
+from tests.launch import run_on_ranks
+from tests.recipes.test_resume import load_whole, on_one_process
+
+PRESET = "fsdp2_fp8"
+ON_CPU: dict[str, Any] = {"use_cpu": True, "num_processes": 2, "dynamo_config": {"dynamo_backend": "NO"}}
+BF16: dict[str, Any] = {"mixed_precision": "bf16", "fp8_config": None}
+FOUR = {"num_processes": 4, "parallelism_config": {f"parallelism_config_dp_{name}_size": 2 for name in ("replicate", "shard")}}
+SAVED_STEP = 6
+FLOAT8_TOLERANCE = 0.4
+"""Relative distance of a gradient from that in bf16: e4m3 keeps 3 bits behind the leading one, the gradient of an output 2."""
+
+
+def emulated(function: Callable[..., Any], *args: Any) -> Any:
+    """On every rank: `function`, with the products emulated and nothing refused for the missing GPU."""
+    from toolkit import float8
+
+    convert = float8.convert
+
+    def convert_emulated(model: Any, linears: Any, config: Any) -> None:
+        convert(model, linears, dataclasses.replace(config, emulate=True))
+
+    with (
+        patch("toolkit.accelerator.check_capability", lambda: None),
+        patch("toolkit.accelerate_rules._check_float8", lambda *_: None),
+        patch.object(float8, "convert", convert_emulated),
+    ):
+        return function(*args)
+
+
+def train_emulated(*args: Any) -> dict[str, np.ndarray]:
+    gradients: dict[str, np.ndarray] = emulated(train_and_record_gradients, *args)
+    return gradients
+
+
+def take_step_emulated(family: str) -> dict[str, Any]:
+    report: dict[str, Any] = emulated(take_step, family)
+    return report
+
+
+def take_step(family: str) -> dict[str, Any]:
+    """On every rank: a step of a tiny model, the dtypes of weights while they are gathered, what each rank holds."""
+    import torch
+    import transformers
+    from torch.distributed.tensor import DTensor
+
+    from tests.distributed.small_run import T5_CONFIG, whole_gradients
+    from tests.model_folders import CAUSAL_FAMILIES
+    from toolkit.accelerator import build_accelerator
+    from toolkit.config_sections import OptimConfig
+    from toolkit.data.collate import CausalCollator, SummarizationCollator
+    from toolkit.distributed import rank
+    from toolkit.losses import summed_loss
+    from toolkit.optim import build_optimizer
+    from toolkit.sharding import shard_model
+
+    accelerator = build_accelerator([], ".")
+    torch.manual_seed(0)
+    if family == "t5":
+        model: Any = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5_CONFIG | {"dropout_rate": 0.0}))
+    else:
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, **CAUSAL_FAMILIES["llama"][1]))
+    names = list(dict(model.named_parameters()))
+    sharded = shard_model(accelerator, model)
+    optimizer = build_optimizer(OptimConfig(lr=1e-2), sharded.model)
+    gathered: dict[str, str] = {}
+    for name, module in sharded.plain.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda module, _, name=name: gathered.update({name: type(module.weight).__name__}))
+    ids = torch.randint(3, 200, (2, 12), generator=torch.Generator().manual_seed(rank() % 2)).tolist()
+    rows = [{"input_ids": row, "labels": row[:5] if family == "t5" else [-100, *row[1:]]} for row in ids]
+    collator: Any = SummarizationCollator(0, 0) if family == "t5" else CausalCollator(0)
+    before = {name: p.full_tensor() for name, p in sharded.plain.named_parameters()}
+    batch = {name: tensor.to(accelerator.device) for name, tensor in collator.collate([[row] for row in rows]).items()}
+    summed_loss(sharded.model, batch)[0].backward()
+    gradients = whole_gradients(sharded.model)
+    optimizer.step()
+    parameters = dict(sharded.plain.named_parameters())
+    return {
+        "names": [names, list(parameters)],
+        "gathered": gathered,
+        "gradients": gradients,
+        "dtypes": sorted({str(p.dtype) for p in parameters.values()}),
+        "moved": [name for name, p in parameters.items() if not torch.equal(p.full_tensor(), before[name])],
+        "scaled": [name for name, p in parameters.items() if getattr(p._local_tensor, "_precomputed_scale", None) is not None],
+        "are_shards": all(isinstance(p, DTensor) for p in parameters.values()),
+    }
+
+
+@pytest.mark.parametrize(("family", "overrides"), [("t5", {}), ("llama", FOUR), ("llama", CHECKPOINTING), ("llama", COMPILED)])
+def test_linears_of_blocks_compute_in_float8_and_masters_stay_fp32(family: str, overrides: dict[str, Any]) -> None:
+    float8 = run_on_ranks(take_step_emulated, preset=PRESET, overrides={**ON_CPU, **overrides}, args=(family,))[0]
+    bf16 = run_on_ranks(take_step, preset=PRESET, overrides={**ON_CPU, **overrides, **BF16}, args=(family,))[0]
+    check_step(float8, bf16)
+
+
+def check_step(float8: dict[str, Any], bf16: dict[str, Any]) -> None:
+    """What `take_step` told with float8 and without."""
+    assert float8["names"][0] == float8["names"][1] and float8["are_shards"] and float8["dtypes"] == ["torch.float32"]
+    assert "Float8TrainingTensor" not in bf16["gathered"].values()
+    in_float8 = {name for name, kind in float8["gathered"].items() if kind == "Float8TrainingTensor"}
+    left = set(float8["gathered"]) - in_float8
+    assert len(in_float8) > 10 and len(left) == 2 and "lm_head" in left, left  # the first one and the head
+    assert {name.removesuffix(".weight") for name in float8["scaled"]} == in_float8, "scales of the next step"
+    assert sorted(float8["moved"]) == sorted(float8["names"][0])
+    distances = {
+        name: float(np.linalg.norm(float8["gradients"][name] - gradient) / np.linalg.norm(gradient))
+        for name, gradient in bf16["gradients"].items()
+    }
+    assert max(distances.values()) < FLOAT8_TOLERANCE, distances
+    assert sum(distance > 1e-3 for distance in distances.values()) > 10
+
+
+def test_a_run_learns_as_in_bf16_resumes_exactly_and_exports_plain_weights(tmp_path: Path) -> None:
+    check_run(tmp_path, train_emulated, ON_CPU, resume_tolerance=0)
+
+
+def check_run(folder: Path, train: Callable[..., dict[str, np.ndarray]], where: dict[str, Any], resume_tolerance: float) -> None:
+    """A recipe in bf16, in float8, and in float8 from the checkpoint in the middle; `where` are overrides of the preset."""
+    write_inputs(folder)
+    flags = [
+        *("--model.name_or_path", str(folder / "model"), "--model.from_scratch", "true", "--model.dropout", "0.1"),
+        *("--train.micro_batch_size_rows", "4", "--checkpoint.every_steps", str(SAVED_STEP), "--eval.generate", "false"),
+    ]
+    of_bf16 = run_recipe(folder, "bf16", preset=PRESET, overrides={**where, **BF16}, flags=flags)[0]
+    how: dict[str, Any] = {"preset": PRESET, "overrides": {**where, "mixed_precision": "fp8"}, "flags": flags, "function": train}
+    whole = run_recipe(folder, "whole", **how)[0]
+    runs = folder / "runs"
+    later = shutil.ignore_patterns(f"step-{NUM_STEPS:08d}", "export")
+    shutil.copytree(runs / "whole", runs / "resumed", ignore=later)
+    resumed = run_recipe(folder, "resumed", **how)[0]
+
+    curves = [figures(lines, "train") for lines in (of_bf16, whole, resumed)]
+    assert curves[1]["loss"][-1] < curves[1]["loss"][0] - 0.5
+    np.testing.assert_allclose(curves[1]["loss"], curves[0]["loss"], rtol=0.01)
+    assert (curves[1]["loss"] != curves[0]["loss"]).all()
+    for figure in ("loss", "grad_norm"):
+        np.testing.assert_allclose(curves[2][figure], curves[1][figure], rtol=resume_tolerance, err_msg=figure)
+    assert (curves[2]["step_time_s"][SAVED_STEP:] != curves[1]["step_time_s"][SAVED_STEP:]).all(), "not resumed"
+    last = runs / "resumed" / "checkpoints" / f"step-{NUM_STEPS:08d}" / "state"
+    assert on_one_process(compare_export, runs / "resumed" / "export", last) == {"unequal": [], "dtypes": ["torch.float32"]}
+
+
+def compare_export(exported: Path, last: Path) -> dict[str, Any]:
+    """On one process, without torchao: the exported model against the last checkpoint."""
+    import torch
+    from safetensors.torch import load_file
+
+    ours = load_file(exported / "model.safetensors")
+    theirs = {name.removeprefix("model."): t for name, t in load_whole(last).items() if name.startswith("model.")}
+    unequal = [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
+    return {"unequal": unequal, "dtypes": sorted({str(tensor.dtype) for tensor in theirs.values()})}

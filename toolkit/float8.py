@@ -1,0 +1,122 @@
+"""Float8 training of a model's blocks by torchao: which Linears it takes, and what its wrapped weights are underneath.
+
+A converted Linear casts its input, its weight and the gradient of its output to float8, each with one scale taken from its
+largest element, and multiplies these; everything around it computes in bf16. The weight itself stays the fp32 parameter. With
+the float8 all-gather FSDP2 casts each shard before it is gathered: half the bytes of bf16. For that torchao puts the shard into
+a tensor of a class of its own, with the fp32 tensor inside: checkpoints and checks take it out again (`plain`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from toolkit.errors import UserError
+
+LEAST_CAPABILITY = (8, 9)
+"""CUDA compute capability from which GPUs multiply float8: Ada, Hopper and newer."""
+MULTIPLE_OF = 16
+"""Both sizes of a weight that the float8 kernels take."""
+
+
+def check_torchao() -> None:
+    """Raises UserError where torchao is not installed."""
+    if importlib.util.find_spec("torchao") is None:
+        raise UserError("mixed_precision is fp8, but torchao is not installed: run pip install 'torchao>=0.18', or write bf16")
+
+
+def check_capability() -> None:
+    """Raises UserError where this process has no GPU that multiplies float8."""
+    wanted = ".".join(map(str, LEAST_CAPABILITY))
+    needed = f"mixed_precision is fp8, which needs a CUDA GPU of compute capability {wanted} (Ada, Hopper) or newer"
+    if not torch.cuda.is_available():
+        raise UserError(f"{needed}; torch sees none: write bf16, or take such a machine")
+    if (capability := torch.cuda.get_device_capability()) < LEAST_CAPABILITY:
+        has = f"{torch.cuda.get_device_name()} has {'.'.join(map(str, capability))}"
+        raise UserError(f"{needed}; {has}: write bf16, or take such a machine")
+
+
+def choose_linears(model: nn.Module, blocks: dict[str, nn.Module], num_shards: int) -> dict[str, nn.Linear]:
+    """The Linears that train in float8, by name: trainable ones in blocks, but for the model's first, as accelerate leaves it.
+
+    Left in bf16 are also those whose sizes the kernels do not take, or whose rows cannot be shared equally by the ranks of a
+    shard group, which FSDP2 asks of weights that it gathers in another dtype. The output head lies in no block.
+
+    Raises:
+        UserError: no Linear is left, or the model has an adapter.
+    """
+    if any(".lora_A." in name for name, _ in model.named_parameters()):
+        raise UserError(
+            "mixed_precision is fp8 with an adapter: float8 multiplies weights that train, and an adapter's base is frozen; "
+            "write mixed_precision: bf16, or adapter.method none"
+        )
+    in_blocks = {id(module) for block in blocks.values() for module in block.modules()}
+    linears = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
+    chosen = {
+        name: linear
+        for name, linear in linears[1:]
+        if id(linear) in in_blocks and linear.weight.requires_grad and _fits(linear, num_shards)
+    }
+    if not chosen:
+        raise UserError(
+            f"mixed_precision is fp8, but none of the {len(linears)} Linears of {type(model).__name__} can be converted: they "
+            f"must be trainable, in a block, of sizes that {MULTIPLE_OF} divides, with rows that {num_shards} ranks share "
+            "equally; write mixed_precision: bf16"
+        )
+    return chosen
+
+
+def convert(model: nn.Module, linears: dict[str, nn.Linear], config: Any) -> None:
+    """Put torchao's Linear in place of each, in place; names and values of parameters stay.
+
+    Args:
+        config: a `torchao.float8.Float8LinearConfig`.
+    """
+    from torchao.float8 import convert_to_float8_training
+
+    convert_to_float8_training(model, module_filter_fn=lambda _, name: name in linears, config=config)
+
+
+def is_sharded_with_cast(model: nn.Module) -> bool:
+    """Whether the model has weights that FSDP2 casts to float8 before it gathers them."""
+    return any(isinstance(p, DTensor) and _is_wrapper(p._local_tensor) for p in model.parameters())
+
+
+def refresh_scales(model: nn.Module) -> None:
+    """After the weights of a sharded model have changed: all their scales, by one all-reduce. Nothing without float8. Collective.
+
+    Without it each weight would be reduced by itself when it is gathered. No host waits.
+    """
+    if is_sharded_with_cast(model):
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+        precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without torchao's class around its values, sharing their memory; any other one is given back as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor._tensor if _is_wrapper(tensor) else tensor  # type: ignore[attr-defined]
+    if not _is_wrapper(tensor._local_tensor):
+        return tensor
+    local, spec = tensor._local_tensor, tensor._spec
+    inside: torch.Tensor = local._tensor  # type: ignore[attr-defined]
+    return DTensor.from_local(
+        inside.detach(), spec.mesh, spec.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def _fits(linear: nn.Linear, num_shards: int) -> bool:
+    sizes = (linear.in_features, linear.out_features)
+    return all(size % MULTIPLE_OF == 0 for size in sizes) and linear.out_features % num_shards == 0
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether torchao's class is around it; where torchao is not imported nothing can be."""
+    module = sys.modules.get("torchao.float8.fsdp_utils")
+    return module is not None and isinstance(tensor, module.WeightWithDynamicFloat8CastTensor)
