@@ -240,12 +240,13 @@ def _build_world(
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))
     accelerate_yaml = folder / path.name
     accelerate_yaml.write_text(yaml.safe_dump(mapping), encoding="utf-8")
+    is_distributed = mapping["distributed_type"] in ("MULTI_GPU", "FSDP")
     return World(
         folder=folder,
         accelerate_yaml=accelerate_yaml,
         # accelerate starts one process for every other type, MULTI_CPU included
-        num_processes=mapping["num_processes"] if mapping["distributed_type"] in ("MULTI_GPU", "FSDP") else 1,
-        master_port=_free_port(),
+        num_processes=mapping["num_processes"] if is_distributed else 1,
+        master_port=_free_port() if is_distributed else None,
         # There is no launcher above a rank whose command line would name the file.
         environment={**os.environ, **SERVER_ENVIRONMENT, "TOOLKIT_ACCELERATE_YAML": str(accelerate_yaml), **(env or {})},
         **what,

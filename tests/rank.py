@@ -29,7 +29,8 @@ class World:
     folder: Path
     accelerate_yaml: Path
     num_processes: int
-    master_port: int
+    master_port: int | None
+    """None where one process meets nobody."""
     environment: dict[str, str]
     script: Path | None = None
     argv: list[str] = field(default_factory=list)
@@ -109,16 +110,13 @@ def _set_environment(world: World, rank: int) -> None:
 
 
 def _accelerate_environment(world: World, rank: int) -> dict[str, str]:
-    """What `accelerate launch` sets, by its own functions, and the rank variables that torch elastic adds."""
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+    """What `accelerate launch` sets, and the rank variables that torch elastic adds."""
+    from toolkit.launch_environment import launched_environment
 
-    script = str(world.script or __file__)
-    args = launch_command_parser().parse_args(["--config_file", str(world.accelerate_yaml), script, *world.argv])
-    args = _validate_launch_command(args)[0]
-    if not (args.use_fsdp or args.multi_gpu):
-        return prepare_simple_launcher_cmd_env(args)[1]
-    return prepare_multi_gpu_env(args) | {
+    environment = launched_environment(world.accelerate_yaml, world.num_processes)
+    if world.master_port is None:
+        return environment
+    return environment | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world.num_processes),

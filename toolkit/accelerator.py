@@ -18,7 +18,8 @@ from toolkit.accelerate_rules import check_mesh
 from toolkit.accelerate_yaml import check_accelerate_yaml, find_accelerate_yaml
 from toolkit.errors import UserError
 from toolkit.float8 import check_capability, check_torchao
-from toolkit.process_group import rendezvous_arguments
+from toolkit.launch_environment import is_launched, join_launch
+from toolkit.process_group import connecting, rendezvous_arguments
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -30,14 +31,22 @@ def build_accelerator(log_with: list[str], project_dir: str, timeout_s: float = 
     """Check the accelerate YAML this process was launched with and build the `Accelerator` it asks for. Collective.
 
     Args:
-        timeout_s: after which `watchdog.Watchdog` names a rank that hangs; torch's own timeout, which names none, comes later.
+        timeout_s: until when all ranks must have come; after which `watchdog.Watchdog` names a rank that hangs. Torch's own
+            timeout, which names none, comes later.
 
     Raises:
-        UserError: an unknown or useless key in the YAML, bf16 or fp8 on hardware without it, a GPU preset without a GPU.
+        UserError: an unknown or useless key in the YAML, bf16 or fp8 on hardware without it, a GPU preset without a GPU, ranks
+            that do not find each other.
     """
-    if (path := find_accelerate_yaml()) and check_accelerate_yaml(path).get("use_cpu"):
-        # The launcher hands `use_cpu` to a single process only; several would take the GPUs of a machine that has them.
-        os.environ["ACCELERATE_USE_CPU"] = "true"
+    if path := find_accelerate_yaml():
+        mapping = check_accelerate_yaml(path)
+        if not is_launched():
+            if mapping.get("mixed_precision") == "fp8":
+                check_torchao()
+            join_launch(path, mapping)
+        if mapping.get("use_cpu"):
+            # The launcher hands `use_cpu` to a single process only; several would take the GPUs of a machine that has them.
+            os.environ["ACCELERATE_USE_CPU"] = "true"
     _check_environment()
     _check_hardware()
 
@@ -46,7 +55,9 @@ def build_accelerator(log_with: list[str], project_dir: str, timeout_s: float = 
 
     on_cpu = _asked_for_cpu()
     # It chooses the backend and connects the ranks; the `Accelerator` then takes it over.
-    PartialState(cpu=on_cpu, timeout=datetime.timedelta(seconds=2 * timeout_s), **rendezvous_arguments())
+    meeting = rendezvous_arguments(timeout_s)
+    with connecting():
+        PartialState(cpu=on_cpu, timeout=datetime.timedelta(seconds=2 * timeout_s), **meeting)
     _put_cpu_in_an_accelerators_place()
     accelerator = Accelerator(
         cpu=on_cpu,

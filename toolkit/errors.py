@@ -44,9 +44,11 @@ def exit_on_user_error() -> Iterator[None]:
 
 
 def _speaks_for_this_error(error: UserError) -> bool:
-    """One printer a job where all ranks agreed on the error, one a node where they could not agree yet."""
+    """One printer a job where all ranks agreed on the error, one a node where they could not agree yet; each that met nobody."""
     agreed = getattr(error, "agreed_by_all_ranks", False)
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not error_file and getattr(error, "told_by_every_rank", False):
+        return True
     if not error_file:
         return os.environ.get("RANK" if agreed else "LOCAL_RANK", "0") == "0"
     if agreed and os.environ.get("GROUP_RANK", "0") != "0":

@@ -1,0 +1,209 @@
+"""Ranks that no launcher has started: they meet at `env://`, `tcp://` and `file://`, or each ends with one sentence in time."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.small_run import read_lines, write_inputs
+from tests.launch import REPOSITORY, LaunchResult, _free_port, launch, start
+from toolkit.errors import EXIT_USER_ERROR
+
+TIMEOUT_S = 3
+SLACK_S = 12.0
+"""Beyond the timeout: imports of processes on a busy machine, and a rank that waits for another one's word."""
+
+WITHOUT_LAUNCHER = """
+import json, os, runpy, sys, time
+
+rank, changes = os.environ["RANK"], json.loads(sys.argv[1])
+for name in list(os.environ):
+    if name.split("_")[0] in ("ACCELERATE", "FSDP", "MASTER", "LOCAL"):
+        del os.environ[name]
+os.environ.update(changes["all"] | changes.get(rank, {}))
+if "ABSENT" in os.environ:
+    sys.exit(0)
+if len(sys.argv) > 2:
+    sys.argv = sys.argv[2:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.exit(0)
+from toolkit.errors import exit_on_user_error
+begin = time.monotonic()
+try:
+    with exit_on_user_error():
+        from toolkit.accelerator import build_accelerator
+        build_accelerator([], ".", timeout_s=float(os.environ["TIMEOUT_S"]))
+    import torch, torch.distributed as dist
+    total = torch.ones(())
+    dist.all_reduce(total)
+    print(f"{int(total)} ranks are connected, local rank {os.environ['LOCAL_RANK']}")
+finally:
+    print(f"after {time.monotonic() - begin} s")
+"""
+"""First argument: environment variables for all ranks and for single ones. Then: a recipe and its flags, else they only meet."""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("meeting") / "without_launcher.py"
+    path.write_text(WITHOUT_LAUNCHER)
+    return path
+
+
+def at_env() -> dict[str, str]:
+    return {"MASTER_ADDR": "localhost", "MASTER_PORT": str(_free_port())}
+
+
+def meet(script: Path, variables: dict[str, str], *, num_processes: int = 2, **of_ranks: dict[str, str]) -> LaunchResult:
+    """How ranks end that meet where `variables` say; `of_ranks` differ, as in `rank1={"WORLD_SIZE": "3"}`."""
+    changes = {"all": {"TIMEOUT_S": str(TIMEOUT_S), **variables}, **{name[4:]: more for name, more in of_ranks.items()}}
+    with start(script, [json.dumps(changes)], preset="fsdp2_cpu", num_processes=num_processes) as running:
+        return running.wait(60)
+
+
+def check_refused(result: LaunchResult, *sentences: str, absent: tuple[int, ...] = ()) -> None:
+    """Each rank that came told its sentence in time, and nothing else."""
+    assert "Traceback" not in result.stderr
+    told = [line.removeprefix("error: ") for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(told) == len(sentences), result.stderr
+    for line, sentence in zip(told, sentences, strict=True):
+        assert sentence in line, line
+    codes = [0 if rank in absent else EXIT_USER_ERROR for rank in range(len(result.returncodes))]
+    assert result.returncodes == codes, result.stderr
+    waits = [float(line.split()[1]) for line in result.stdout.splitlines() if line.startswith("after ")]
+    assert len(waits) == len(sentences) and max(waits) < TIMEOUT_S + SLACK_S
+
+
+def test_they_meet_at_master_addr_and_port(script: Path) -> None:
+    result = meet(script, at_env())
+    assert result.returncodes == [0, 0], result.stderr
+    assert "2 ranks are connected, local rank 0" in result.stdout and "2 ranks are connected, local rank 1" in result.stdout
+
+
+def test_they_meet_at_tcp(script: Path) -> None:
+    result = meet(script, {"TOOLKIT_INIT_METHOD": f"tcp://127.0.0.1:{_free_port()}"}, num_processes=3)
+    assert result.returncodes == [0, 0, 0], result.stderr
+    assert result.stdout.count("3 ranks are connected") == 3
+
+
+def test_they_meet_at_a_file_also_at_one_that_a_crash_has_left(script: Path, tmp_path: Path) -> None:
+    where = {"TOOLKIT_INIT_METHOD": f"file://{tmp_path}/meeting"}
+    check_refused(meet(script, where, rank1={"ABSENT": "1"}), "only 1 of 2 ranks came to file://", absent=(1,))
+    assert (tmp_path / "meeting").stat().st_size > 0
+    for _ in range(2):
+        result = meet(script, where)
+        assert result.returncodes == [0, 0], result.stderr
+        assert result.stdout.count("2 ranks are connected") == 2
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "file"])
+def test_a_missing_peer_is_named_by_all_who_came(script: Path, tmp_path: Path, scheme: str) -> None:
+    where = f"tcp://127.0.0.1:{_free_port()}" if scheme == "tcp" else f"file://{tmp_path}/meeting"
+    result = meet(script, {"TOOLKIT_INIT_METHOD": where}, num_processes=3, rank2={"ABSENT": "1"})
+    sentence = f"only 2 of 3 ranks came to {where} within 3 s (run.timeout_s), missing: 2; check that each was started with"
+    check_refused(result, sentence, sentence, absent=(2,))
+
+
+def test_without_rank_0_nobody_listens(script: Path, tmp_path: Path) -> None:
+    result = meet(script, at_env(), rank0={"ABSENT": "1"})
+    check_refused(result, "rank 1 of 2 found nobody at tcp://localhost:", absent=(0,))
+    assert "Connection refused; check that this is the address of rank 0's machine" in result.stderr
+    result = meet(script, {"TOOLKIT_INIT_METHOD": f"file://{tmp_path}/meeting"}, rank0={"ABSENT": "1"})
+    check_refused(result, "rank 0 did not answer rank 1 of 2 at file://", absent=(0,))
+
+
+def test_a_wrong_address_is_told_by_both_sides(script: Path) -> None:
+    port = _free_port()
+    result = meet(script, at_env() | {"MASTER_PORT": str(port)}, rank1={"MASTER_ADDR": "no-such-host.invalid"})
+    missing = f"only 1 of 2 ranks came to tcp://localhost:{port} within 3 s (run.timeout_s), missing: 1"
+    check_refused(result, missing, f"rank 1 of 2 found nobody at tcp://no-such-host.invalid:{port} within 3 s")
+
+
+def test_another_world_size_is_told_at_once(script: Path) -> None:
+    result = meet(
+        script,
+        at_env() | {"TIMEOUT_S": "40", "TOOLKIT_ACCELERATE_YAML": "", "ACCELERATE_USE_CPU": "true"},
+        rank1={"WORLD_SIZE": "3"},
+    )
+    check_refused(result, *["rank 1 was started with WORLD_SIZE 3, rank 0 with 2: give all the same"] * 2)
+
+
+def test_a_port_in_use_is_told_by_rank_0_and_no_answer_by_the_other(script: Path) -> None:
+    """The port of a service that takes the connection and says nothing."""
+    with socket.create_server(("", 0)) as service:
+        where = {"TOOLKIT_INIT_METHOD": f"tcp://127.0.0.1:{service.getsockname()[1]}"}
+        result = meet(script, where)
+    in_use = "rank 0 cannot listen on port"
+    check_refused(result, in_use, f"rank 1 of 2 got no answer at {where['TOOLKIT_INIT_METHOD']} within 3 s (run.timeout_s)")
+    assert "Address already in use" in result.stderr and "two of its processes have RANK 0" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({}, "MASTER_ADDR is not set: give the address and a free port of rank 0's machine"),
+        (
+            {"MASTER_ADDR": "localhost", "MASTER_PORT": "many"},
+            "the ranks cannot meet at tcp://localhost:many: write tcp://host:port",
+        ),
+        ({"TOOLKIT_INIT_METHOD": "tcp://localhost"}, "the ranks cannot meet at tcp://localhost: write tcp://host:port"),
+        ({"TOOLKIT_INIT_METHOD": "mpi://"}, "the ranks cannot meet at mpi://: write tcp://host:port, file:///path or env://"),
+        ({"TOOLKIT_INIT_METHOD": "file://here"}, "TOOLKIT_INIT_METHOD is file://here: write file:///folder/name, in a folder"),
+        ({"TOOLKIT_INIT_METHOD": "file:///no/such/folder/name"}, "in a folder that exists on every machine"),
+        ({"RANK": "2"}, "RANK is 2, but WORLD_SIZE is 2: ranks go from 0 to 1"),
+        ({"RANK": "one"}, "RANK is 'one': every rank needs RANK (from 0) and WORLD_SIZE"),
+        ({"WORLD_SIZE": "4"}, "fsdp2_cpu.yaml: num_processes is 2, but WORLD_SIZE is 4: start so many, each with its RANK"),
+    ],
+)
+def test_wrong_variables_are_told_before_anybody_waits(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], sentence: str
+) -> None:
+    from toolkit.accelerator import build_accelerator
+    from toolkit.errors import UserError
+
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    for name in [name for name in os.environ if name.split("_")[0] in ("ACCELERATE", "FSDP", "MASTER", "LOCAL")]:
+        del os.environ[name]
+    preset = REPOSITORY / "accelerate_configs" / "fsdp2_cpu.yaml"
+    os.environ.update({"RANK": "1", "WORLD_SIZE": "2", "TOOLKIT_ACCELERATE_YAML": str(preset), **variables})
+    begin = time.monotonic()
+    with pytest.raises(UserError) as raised:
+        build_accelerator([], ".", timeout_s=60)
+    assert sentence in str(raised.value) and "\n" not in str(raised.value)
+    assert time.monotonic() - begin < 30
+
+
+def test_under_a_launcher_another_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from toolkit.errors import UserError
+    from toolkit.process_group import rendezvous_arguments
+
+    given = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True", "TOOLKIT_INIT_METHOD": "tcp://a:1"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="TOOLKIT_INIT_METHOD is tcp://a:1, but these ranks meet in the store of their launcher"):
+        rendezvous_arguments(5)
+
+
+def test_a_recipe_without_a_launcher_runs_as_with_one(script: Path, tmp_path: Path) -> None:
+    """As `srun python recipes/t5.py` would start it."""
+    write_inputs(tmp_path)
+    flags = [
+        *("--model.name_or_path", str(tmp_path / "model"), "--model.from_scratch", "true", "--train.max_steps", "3"),
+        *("--data.source", "jsonl", "--data.files", str(tmp_path / "rows.jsonl"), "--data.cache_dir", str(tmp_path / "cache")),
+        *("--data.eval_fraction", "0.1", "--eval.at_start", "false", "--eval.generate", "false"),
+        *("--run.output_dir", str(tmp_path / "runs"), "--train.global_batch_size_rows", "16"),
+    ]
+    recipe = REPOSITORY / "recipes" / "t5.py"
+    figures = {}
+    for name, what in (("launched", (recipe, [])), ("by_hand", (script, [json.dumps({"all": at_env()}), str(recipe)]))):
+        result = launch(what[0], [*what[1], *flags, "--run.name", name], preset="fsdp2_cpu", overrides={"mixed_precision": "no"})
+        assert not any(result.returncodes), result.stderr[-4000:]
+        lines = read_lines(tmp_path / "runs" / name / "metrics.jsonl")
+        figures[name] = [(line["loss"], line["grad_norm"]) for line in lines if line["kind"] == "train"]
+        assert "on each of 2 processes" in result.stdout
+    assert figures["launched"] == figures["by_hand"] and len(figures["by_hand"]) == 3

@@ -1,0 +1,58 @@
+"""The environment that `accelerate launch` makes from an accelerate YAML, for ranks that something else has started.
+
+`srun python recipes/t5.py`, torchrun or a shell give a process its RANK and WORLD_SIZE but know nothing of the YAML. Where
+`TOOLKIT_ACCELERATE_YAML` names one, its values are put into the environment by accelerate's own functions, as the launcher does.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import UserError
+
+
+def is_launched() -> bool:
+    """Whether `accelerate launch` has set the environment of this process, or `join_launch` has."""
+    return "ACCELERATE_MIXED_PRECISION" in os.environ
+
+
+def join_launch(path: Path, mapping: dict[str, Any]) -> None:
+    """Become one of the processes that `accelerate launch --config_file` would start from this YAML, which has been checked.
+
+    Args:
+        mapping: what the file holds.
+
+    Raises:
+        UserError: the number of processes that were started is another than the file's.
+    """
+    given = os.environ.get("WORLD_SIZE", "1")
+    num_processes = mapping.get("num_processes", 1 if mapping["distributed_type"] == "NO" else given)
+    if str(num_processes) != given:
+        how = f"WORLD_SIZE is {given}" if "WORLD_SIZE" in os.environ else "no launcher has set WORLD_SIZE and RANK"
+        raise UserError(
+            f"{path}: num_processes is {num_processes}, but {how}: start so many, each with its RANK, or use accelerate launch"
+        )
+    num_local = int(given) // mapping.get("num_machines", 1)
+    rank = os.environ.get("RANK", "0")
+    os.environ.update(launched_environment(path, int(given)))
+    if mapping["distributed_type"] != "NO":
+        os.environ.setdefault("RANK", rank)
+        os.environ.setdefault("WORLD_SIZE", given)
+        # Ranks are given machine by machine, as all launchers do unless told otherwise.
+        os.environ.setdefault("LOCAL_RANK", str(int(rank) % num_local) if rank.isdecimal() else "0")
+        os.environ.setdefault("LOCAL_WORLD_SIZE", str(num_local))
+
+
+def launched_environment(path: Path, num_processes: int) -> dict[str, str]:
+    """This environment with what `accelerate launch --config_file` sets for every process; ranks and addresses come elsewhere."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+
+    words = ["--config_file", str(path), "--num_processes", str(num_processes), "script.py"]
+    args = _validate_launch_command(launch_command_parser().parse_args(words))[0]
+    if not (args.use_fsdp or args.multi_gpu):
+        return prepare_simple_launcher_cmd_env(args)[1]
+    args.main_process_port = 0  # no launcher listens: else it would look whether the port is free
+    return prepare_multi_gpu_env(args)

@@ -1,0 +1,194 @@
+"""Where the ranks of a run meet: the store that they share, and a sentence where one of them does not get there.
+
+Under `accelerate launch` and torchrun it is that of the launcher's agent. Without a launcher it is where `TOOLKIT_INIT_METHOD`
+says: `env://` (a TCP store of rank 0 at MASTER_ADDR and MASTER_PORT, the default), `tcp://host:port` (the same, in one
+variable) or `file:///path` (a file on a disk that all machines share).
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+
+from toolkit.errors import UserError
+
+INIT_METHOD_VARIABLE = "TOOLKIT_INIT_METHOD"
+POLL_S = 0.02
+LINGER_S = 1.0
+"""How long rank 0, which may host the store, stays after it has written why the run cannot begin; others wait as much longer."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Who comes where, until when."""
+
+    address: str
+    """As a user writes it: tcp://host:port or file:///path; for an agent's store where that is."""
+    of_agent: bool
+    rank: int
+    world_size: int
+    timeout_s: float
+    give_up_at: float
+    """On `time.monotonic`."""
+
+    def over(self, grace_s: float = 0) -> bool:
+        return time.monotonic() > self.give_up_at + grace_s
+
+    def within(self) -> str:
+        return f"{self.address} within {self.timeout_s:g} s (run.timeout_s)"
+
+
+def find_meeting(timeout_s: float) -> Meeting | None:
+    """From the environment; None for one process."""
+    if os.environ.get("WORLD_SIZE") is None and os.environ.get("RANK") is None:
+        return None
+    world_size, rank = _number_from_environment("WORLD_SIZE", least=1), _number_from_environment("RANK")
+    if rank >= world_size:
+        raise refusal(f"RANK is {rank}, but WORLD_SIZE is {world_size}: ranks go from 0 to {world_size - 1}")
+    if world_size == 1:
+        return None
+    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    method = os.environ.get(INIT_METHOD_VARIABLE, "env://")
+    if of_agent and method != "env://":
+        raise refusal(f"{INIT_METHOD_VARIABLE} is {method}, but these ranks meet in the store of their launcher: leave it out")
+    if method == "env://":
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if not os.environ.get(name):
+                raise refusal(
+                    f"{name} is not set: give the address and a free port of rank 0's machine in MASTER_ADDR and MASTER_PORT, or "
+                    f"{INIT_METHOD_VARIABLE}=file:///path/on/a/shared/disk"
+                )
+        host = os.environ["MASTER_ADDR"]
+        method = f"tcp://{f'[{host}]' if ':' in host else host}:{os.environ['MASTER_PORT']}"
+    return Meeting(method, of_agent, rank, world_size, timeout_s, time.monotonic() + timeout_s)
+
+
+def _number_from_environment(name: str, least: int = 0) -> int:
+    """A whole number that a launcher, or whoever starts ranks without one, has put there.
+
+    Raises:
+        UserError: it is absent or none.
+    """
+    text = os.environ.get(name)
+    if text is None or not text.isdecimal() or int(text) < least:
+        given = "is not set" if text is None else f"is {text!r}"
+        raise refusal(f"{name} {given}: every rank needs RANK (from 0) and WORLD_SIZE, as a launcher sets them")
+    return int(text)
+
+
+def open_store(meeting: Meeting) -> dist.Store:
+    """Connected; that of rank 0 is the server, where it is no file's and no agent's.
+
+    In a thread, as torch may never come back: from a port of another service, from a file on a disk that hangs.
+
+    Raises:
+        UserError: nobody is there, within `meeting.timeout_s` and a few seconds.
+    """
+    results: list[dist.Store] = []
+    errors: list[RuntimeError | ValueError] = []
+
+    def run() -> None:
+        try:
+            results.append(_open_store(meeting))
+        except (RuntimeError, ValueError) as error:  # of torch, and UserError
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(meeting.timeout_s + LINGER_S)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise refusal(
+            f"rank {meeting.rank} of {meeting.world_size} got no answer at {meeting.within()}: check that nothing but rank 0 of "
+            "this run listens there, or that the disk of the file answers"
+        )
+    return results[0]
+
+
+def refusal(sentence: str) -> UserError:
+    """One that each rank tells, as it cannot know which others are there to tell it."""
+    error = UserError(sentence)
+    error.told_by_every_rank = True  # type: ignore[attr-defined]
+    return error
+
+
+def _open_store(meeting: Meeting) -> dist.Store:
+    if meeting.of_agent:
+        return next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=meeting.timeout_s)))[0]
+    if meeting.address.startswith("file://"):
+        return _open_file_store(meeting.address)
+    host, port = _host_and_port(meeting.address)
+    listener = _listen(port) if meeting.rank == 0 else None
+    _reach(host, port, meeting)
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=listener is not None,
+        timeout=datetime.timedelta(seconds=meeting.timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach() if listener is not None else None,
+    )
+
+
+def _open_file_store(address: str) -> dist.Store:
+    path = Path(address.removeprefix("file://"))
+    if not path.is_absolute() or not path.parent.is_dir() or path.is_dir():
+        raise refusal(f"{INIT_METHOD_VARIABLE} is {address}: write file:///folder/name, in a folder that exists on every machine")
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise refusal(f"{INIT_METHOD_VARIABLE} is {address}, which cannot be written ({error.strerror})") from None
+    store = dist.FileStore(str(path), -1)  # told a number of ranks, it counts those of a crash before, and refuses
+    store.check(["anything"])  # reads the file
+    return store
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    try:
+        parts = urlsplit(address)
+        host, port = parts.hostname, parts.port
+    except ValueError:  # no port between 0 and 65535
+        host, port = None, None
+    if not host or not port or not address.startswith("tcp://"):
+        raise refusal(
+            f"the ranks cannot meet at {address}: write tcp://host:port, file:///path or env:// (MASTER_ADDR, MASTER_PORT)"
+        )
+    return host, port
+
+
+def _listen(port: int) -> socket.socket:
+    """Rank 0's server, on all devices of its machine."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=socket.SOMAXCONN)
+    except OSError as error:
+        raise refusal(
+            f"rank 0 cannot listen on port {port} ({error.strerror}): take another one, or end the run that holds it; "
+            "if it is this one, two of its processes have RANK 0"
+        ) from None
+
+
+def _reach(host: str, port: int, meeting: Meeting) -> None:
+    """Wait until somebody listens there, more quietly than torch does."""
+    reason = "no answer"
+    while not meeting.over():
+        try:
+            socket.create_connection((host, port), timeout=min(5.0, meeting.timeout_s)).close()
+            return
+        except OSError as error:
+            reason = error.strerror or str(error)
+        time.sleep(POLL_S * 10)
+    raise refusal(
+        f"rank {meeting.rank} of {meeting.world_size} found nobody at {meeting.within()}: {reason}; check that this is the "
+        "address of rank 0's machine, that rank 0 was started, and that no firewall closes the port"
+    )
