@@ -19,6 +19,8 @@ IGNORED_BY_FSDP2 = {
     "fsdp_sync_module_states": "FSDP2 has no such step",
     "fsdp_sharding_strategy": "its fsdp_reshard_after_forward is true for full shard, false for shard grad op",
 }
+FLAGS_ONLY = {"rdzv_backend": "static", "enable_cpu_affinity": False}
+"""Keys that `accelerate launch` takes from its command line alone, whatever the file says, with what they then are."""
 HONOURED_BY_TORCHAO = ("fp8_backend", "fp8_enable_fsdp_float8_all_gather", "fp8_pad_inner_dim")
 
 
@@ -89,6 +91,12 @@ def check_accumulation(mapping: dict[str, Any]) -> None:
 def _check_machines(mapping: dict[str, Any]) -> None:
     if mapping.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         raise UserError(f"compute_environment is {mapping['compute_environment']}: only LOCAL_MACHINE is supported")
+    for key, default in FLAGS_ONLY.items():
+        if mapping.get(key, default) not in (default, None):
+            flag = f"--{key}" if default is False else f"--{key} {mapping[key]}"
+            raise UserError(
+                f"{key} is {mapping[key]}, which accelerate launch does not read from the file: give it {flag} instead"
+            )
     for key, least in (("num_processes", 1), ("num_machines", 1), ("machine_rank", 0), ("main_process_port", 0)):
         if mapping.get(key) is not None and mapping[key] < least:
             raise UserError(f"{key} is {mapping[key]}: it must be at least {least}")

@@ -177,7 +177,7 @@ def _check_top_level(mapping: dict[str, Any]) -> None:
     kinds = _top_level_kinds()
     for key, value in mapping.items():
         if key not in kinds:
-            raise UserError(f"unknown key {key}{_suggestion(str(key), list(kinds))}")
+            raise UserError(_unknown(str(key), list(kinds)))
         if key.startswith("tpu_") or key in TPU_KEYS:
             if value and value != "no":
                 raise UserError(f"{key} is {value!r}: it serves TPUs, which are not supported; leave it out")
@@ -185,6 +185,16 @@ def _check_top_level(mapping: dict[str, Any]) -> None:
             _check_value(key, value, kinds[key])
         if key in REFUSED_SECTIONS and value:
             raise UserError(f"{key} belongs to {REFUSED_SECTIONS[key]}, which is not supported: leave it out")
+
+
+def _unknown(key: str, known: list[str]) -> str:
+    """A misspelt key, one that stands outside its section, or a flag of the launcher, which has no key."""
+    for section, prefix in SECTIONS.items():
+        if key in _section_kinds(prefix):
+            return f"unknown key {key}: indent it under {section}"
+    if key in _launcher_flags():
+        return f"unknown key {key}: it is a flag of accelerate launch, write --{key} there"
+    return f"unknown key {key}{_suggestion(key, known)}"
 
 
 def _check_section(name: str, section: dict[str, Any]) -> dict[str, Any]:
@@ -210,6 +220,12 @@ def _top_level_kinds() -> dict[str, tuple[Any, ...]]:
     from accelerate.commands.config.config_args import ClusterConfig
 
     return {key: get_args(hint) or (hint,) for key, hint in get_type_hints(ClusterConfig).items()}
+
+
+def _launcher_flags() -> set[str]:
+    from accelerate.commands.launch import launch_command_parser
+
+    return {action.dest for action in launch_command_parser()._actions if action.option_strings}
 
 
 def _section_kinds(prefix: str) -> dict[str, Any]:

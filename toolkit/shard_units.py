@@ -8,7 +8,7 @@ stay in the root, T5's four tied modules do, whatever they are called.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -69,6 +69,7 @@ def find_blocks(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> dic
             f"no repeated block found in {type(model).__name__}: name one in fsdp_transformer_layer_cls_to_wrap; "
             f"classes that exist: {', '.join(existing)}"
         )
+    _check_called_alike(model, blocks)
     return blocks
 
 
@@ -76,6 +77,25 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The model's repeated layers by name: of the classes that it says not to split, else the elements of its module lists."""
     unsplit = set(getattr(model, "_no_split_modules", None) or []) & set(_class_names(model))
     return _outermost(model, unsplit or _repeated_classes(model))
+
+
+def _check_called_alike(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
+    """Refuse units that ranks would gather a different number of times, each waiting for the others, and the whole model as one.
+
+    A causal model's loss calls whatever comes after its backbone once for each chunk of a rank's rows (`causal_loss`).
+    """
+    backbone: Any = getattr(model, str(getattr(model, "base_model_prefix", "")), None)
+    is_causal = backbone is not None and not getattr(model.config, "is_encoder_decoder", False)
+    inside = {id(module) for module in backbone.modules()} if is_causal else set()
+    for name, block in blocks.items():
+        what = f"fsdp_transformer_layer_cls_to_wrap names {type(block).__name__}"
+        if not name:
+            raise UserError(f"{what}, which is the whole model: name the class of its repeated layers")
+        if is_causal and id(block) not in inside:
+            raise UserError(
+                f"{what}, which makes {name} a shard unit of its own, but the loss calls it once for each chunk of a rank's "
+                "rows, and ranks have different numbers of chunks: name the class of the repeated layers only"
+            )
 
 
 def _outermost(model: nn.Module, class_names: set[str]) -> dict[str, nn.Module]:

@@ -50,6 +50,12 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         fsdp(FSDP2, parallelism_config={"dp_shard_size": 2}),
         "unknown key parallelism_config.dp_shard_size: did you mean " + SIZES + "dp_shard_size?",
     ),
+    (DDP | {"max_restarts": 3}, "unknown key max_restarts: it is a flag of accelerate launch, write --max_restarts there"),
+    (DDP | {"monitor_interval": 1}, "unknown key monitor_interval: it is a flag of accelerate launch"),
+    (DDP | {"rdzv_conf": "join_timeout=600"}, "unknown key rdzv_conf: it is a flag of accelerate launch"),
+    (DDP | {"fsdp_version": 2}, "unknown key fsdp_version: indent it under fsdp_config"),
+    (DDP | {"rdzv_backend": "c10d"}, "does not read from the file: give it --rdzv_backend c10d instead"),
+    (DDP | {"enable_cpu_affinity": True}, "does not read from the file: give it --enable_cpu_affinity instead"),
     (DDP | {"fp8_config": {"formatt": "E4M3"}}, "unknown key fp8_config.formatt: did you mean fp8_format?"),
     # keys that cannot work
     (fsdp(FSDP1 | {"limit_all_gathers": True}), "fsdp_config.limit_all_gathers cannot be set: accelerate has no key for it"),

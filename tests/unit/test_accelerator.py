@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
+import torch
+import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 
+from tests.launch import REPOSITORY
 from toolkit.accelerator import build_accelerator
 from toolkit.errors import UserError
 
@@ -38,3 +44,20 @@ def launched_environment(command: list[str]) -> dict[str, str]:
     """What `accelerate launch` sets, by its own functions."""
     arguments = _validate_launch_command(launch_command_parser().parse_args(command))[0]
     return prepare_multi_gpu_env(arguments)
+
+
+GPU_PRESETS = sorted(path for path in (REPOSITORY / "accelerate_configs").glob("*.yaml") if "_cpu" not in path.stem)
+
+
+@pytest.mark.parametrize("path", [path for path in GPU_PRESETS if path.stem != "single"], ids=lambda path: path.stem)
+def test_a_gpu_preset_without_a_gpu_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    num_processes = yaml.safe_load(path.read_text())["num_processes"]
+    os.environ.update({"TOOLKIT_ACCELERATE_YAML": str(path), "RANK": "0", "WORLD_SIZE": str(num_processes)})
+    with pytest.raises(UserError) as raised:
+        build_accelerator([], ".")
+    fp8 = "needs a CUDA GPU of compute capability 8.9 (Ada, Hopper) or newer; torch sees none: write bf16"
+    others = "this accelerate config wants GPUs, but torch sees none here: take a CPU one"
+    assert (fp8 if path.stem == "fsdp2_fp8" else others) in str(raised.value)

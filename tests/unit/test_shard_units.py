@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
-from transformers import PegasusConfig, PegasusForConditionalGeneration, T5Config, T5ForConditionalGeneration
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PegasusConfig,
+    PegasusForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)  # fmt: skip
 
 from toolkit.errors import UserError
 from toolkit.shard_units import build_units, check_ties, find_blocks
@@ -24,6 +31,11 @@ def tiny_t5() -> T5ForConditionalGeneration:
         vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0, tie_word_embeddings=True
     )
     return T5ForConditionalGeneration(config)
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+    return LlamaForCausalLM(LlamaConfig(**sizes))
 
 
 def test_blocks_come_from_the_model_where_the_yaml_names_none() -> None:
@@ -45,6 +57,27 @@ def test_blocks_are_inferred_where_the_model_names_none_either() -> None:
 def test_an_unknown_wrap_class_is_refused_with_those_that_exist() -> None:
     with pytest.raises(UserError, match=r"names T6Block, which is not in T5ForConditionalGeneration; .* T5Block"):
         find_blocks(fsdp_plugin(transformer_auto_wrap_policy, ["T6Block"]), tiny_t5())
+
+
+@pytest.mark.parametrize(
+    ("class_name", "sentence"),
+    [
+        ("Linear", "names Linear, which makes lm_head a shard unit of its own, but the loss calls it once for each chunk"),
+        ("LlamaForCausalLM", "names LlamaForCausalLM, which is the whole model"),
+    ],
+)
+def test_a_class_whose_units_ranks_would_wait_for_is_refused(class_name: str, sentence: str) -> None:
+    model = tiny_llama()
+    with pytest.raises(UserError, match=sentence):
+        find_blocks(fsdp_plugin(transformer_auto_wrap_policy, ["LlamaDecoderLayer", class_name]), model)
+    blocks = find_blocks(fsdp_plugin(transformer_auto_wrap_policy, ["LlamaAttention", "LlamaMLP", "Embedding"]), model)
+    assert len(blocks) == 5, "what lies in the backbone is called alike on every rank"
+
+
+def test_encoder_decoders_call_their_head_once() -> None:
+    config = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=2, tie_word_embeddings=False)
+    model = T5ForConditionalGeneration(config)
+    assert "lm_head" in find_blocks(fsdp_plugin(transformer_auto_wrap_policy, ["T5Block", "Linear"]), model)
 
 
 def test_size_based_wrap_takes_no_module_list_and_counts_no_parameter_twice() -> None:

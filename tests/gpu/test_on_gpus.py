@@ -1,0 +1,100 @@
+"""What only a GPU shows: pinned host copies, updates left out by the fused kernel on the device, nccl beside gloo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.needs import needs_gpus
+from tests.launch import run_on_ranks
+from toolkit.host_copy import HostCopier
+
+
+@needs_gpus(1)
+def test_a_host_copy_is_pinned_and_keeps_its_values() -> None:
+    copied = check_host_copy(torch.device("cuda", 0))
+    assert all(tensor.is_pinned() for tensor in copied.values())
+
+
+def check_host_copy(device: torch.device) -> dict[str, torch.Tensor]:
+    """Copy, change what was copied, look; twice, as the memory is used again."""
+    copier = HostCopier(device)
+    tensors = {"weight": torch.arange(1_000_000, dtype=torch.float32, device=device), "step": torch.ones((), device=device)}
+    for change in (0.0, 1.0):
+        expected = {name: (tensor + change).cpu() for name, tensor in tensors.items()}
+        for tensor in tensors.values():
+            tensor.add_(change)
+        copied = copier.copy(tensors)
+        for tensor in tensors.values():
+            tensor.mul_(-3)
+        assert all(torch.equal(copied[name], value) for name, value in expected.items())
+        assert {tensor.device.type for tensor in copied.values()} == {"cpu"}
+        for name, tensor in tensors.items():
+            tensor.copy_(expected[name])
+    return copied
+
+
+@needs_gpus(1)
+def test_an_update_is_left_out_on_the_gpu() -> None:
+    check_update_left_out(torch.device("cuda", 0))
+
+
+def check_update_left_out(device: torch.device) -> None:
+    """`found_inf` of 1 changes no weight, moment or step count; of 0 it changes all; the host waits for none of it."""
+    from toolkit.config_sections import OptimConfig
+    from toolkit.optim import build_optimizer
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8).to(device)
+    optimizer: Any = build_optimizer(OptimConfig(lr=0.1), model)
+
+    def state_after(found_inf: float, gradient: float) -> list[torch.Tensor]:
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
+        optimizer.found_inf = torch.full((), found_inf, device=device)
+        optimizer.step()
+        tensors = [*model.parameters(), *(t for state in optimizer.state.values() for t in state.values())]
+        return [tensor.detach().clone() for tensor in tensors]
+
+    taken = state_after(0.0, 1.0)
+    left_out = state_after(1.0, float("nan"))
+    assert len(taken) == 8 and all(torch.equal(before, after) for before, after in zip(taken, left_out, strict=True))
+    again = state_after(0.0, 1.0)
+    assert not any(torch.equal(before, after) for before, after in zip(left_out, again, strict=True))
+
+
+@needs_gpus(2)
+@pytest.mark.parametrize("preset", ["ddp", "fsdp2_full_shard", "fsdp2_offload"])
+def test_gradients_go_over_nccl_and_decisions_over_gloo(preset: str) -> None:
+    reports = run_on_ranks(report_backends, preset=preset, overrides={"num_processes": 2, "main_process_port": 0})
+    for rank, report in enumerate(reports):
+        assert "nccl" in report["backend"] and report["control"] == report["save"] == "gloo"
+        assert report["device"] == f"cuda:{rank}" and report["sum"] == 3.0
+        assert report["are_pinned"] == (preset == "fsdp2_offload")
+
+
+def report_backends() -> dict[str, Any]:
+    """On every rank: backends of its groups, its device, a sum over it, and whether its parameters lie in pinned host memory."""
+    import torch.distributed as dist
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    from tests.distributed.small_run import T5_CONFIG
+    from toolkit.accelerator import build_accelerator
+    from toolkit.distributed import control_group, rank, save_group
+    from toolkit.shard_units import local_tensor
+    from toolkit.sharding import shard_model
+
+    accelerator = build_accelerator([], ".")
+    total = torch.full((), rank() + 1.0, device=accelerator.device)
+    dist.all_reduce(total)
+    sharded = shard_model(accelerator, T5ForConditionalGeneration(T5Config(**T5_CONFIG)))
+    return {
+        "backend": dist.get_backend_config(),
+        "control": dist.get_backend(control_group()),
+        "save": dist.get_backend(save_group()),
+        "device": str(accelerator.device),
+        "sum": float(total),
+        "are_pinned": all(local_tensor(parameter).is_pinned() for parameter in sharded.plain.parameters()),
+    }

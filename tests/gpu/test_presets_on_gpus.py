@@ -1,0 +1,91 @@
+"""Every GPU preset by the real launcher on the GPUs that there are: three steps, then a resume from the first.
+
+`tests/recipes/test_presets.py` runs the same presets on CPUs. `fsdp1_hybrid_shard` and `fsdp2_fp8` have files of their own here.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from tests.faults.injected_runs import new_bench
+from tests.gpu.needs import needs_gpus
+from tests.launch import GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, _merge
+from tests.recipes.runs import Workbench
+
+NUM_GPUS = torch.cuda.device_count()
+ON_ONE_MACHINE: dict[str, Any] = {"num_machines": 1, "main_process_ip": None, "main_process_port": 0}
+AS_MANY_AS_THERE_ARE: dict[str, Any] = {**ON_ONE_MACHINE, "num_processes": NUM_GPUS}
+TWO_BY_TWO: dict[str, Any] = {
+    **ON_ONE_MACHINE,
+    **{key: GPU_PRESET_OVERRIDES_ON_CPU["fsdp2_hsdp"][key] for key in ("num_processes", "parallelism_config")},
+}
+RELATIVE_TOLERANCE = 2e-2
+"""Of a loss in bf16, whose kernels add in no fixed order."""
+TIMEOUT_S = 280
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
+    return new_bench(tmp_path_factory, "presets-on-gpus")
+
+
+@needs_gpus(1)
+def test_single_trains_and_resumes(bench: Workbench) -> None:
+    train_and_resume(bench, "single", {})
+
+
+@needs_gpus(2)
+@pytest.mark.parametrize("preset", sorted({*GPU_PRESET_OVERRIDES_ON_CPU} - {"fsdp2_hsdp"}))
+def test_preset_trains_and_resumes(bench: Workbench, preset: str) -> None:
+    train_and_resume(bench, preset, AS_MANY_AS_THERE_ARE)
+
+
+@needs_gpus(4)
+def test_hsdp_trains_and_resumes(bench: Workbench) -> None:
+    train_and_resume(bench, "fsdp2_hsdp", TWO_BY_TWO)
+
+
+def train_and_resume(bench: Workbench, preset: str, overrides: dict[str, Any]) -> None:
+    """By `accelerate launch` on the preset with `overrides`."""
+    mapping = _merge(yaml.safe_load((REPOSITORY / "accelerate_configs" / f"{preset}.yaml").read_text()), overrides)
+    path = bench.runs / f"{preset}.yaml"
+    path.write_text(yaml.safe_dump(mapping))
+    changes: dict[str, Any] = {"checkpoint__every_steps": 1, "checkpoint__keep_last": 9, "train__micro_batch_size_rows": 2}
+    printed = accelerate_launch(path, bench, preset, **changes)
+    assert f"on each of {mapping['num_processes']} processes" in printed
+    resumed = f"{preset}-resumed"
+    later = shutil.ignore_patterns("step-00000002", "step-00000003", "export")
+    shutil.copytree(bench.runs / preset, bench.runs / resumed, ignore=later)
+    assert "after step 1\n" in accelerate_launch(path, bench, resumed, **changes)
+    whole, again = (bench.lines(name, "train") for name in (preset, resumed))
+    assert [line["step"] for line in again] == [line["step"] for line in whole] == [1, 2, 3]
+    assert [line["loss"] for line in again] == pytest.approx([line["loss"] for line in whole], rel=RELATIVE_TOLERANCE)
+    assert again[1]["step_time_s"] != whole[1]["step_time_s"], "step 2 did not run again"
+    assert (bench.runs / resumed / "export" / "model.safetensors").is_file()
+
+
+def accelerate_launch(accelerate_yaml: Path, bench: Workbench, name: str, **changes: Any) -> str:
+    """Run `name` to its good end; returns what was printed."""
+    recipe = REPOSITORY / "recipes" / f"{bench.recipe}.py"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(accelerate_yaml)),
+            *(str(recipe), *bench.flags(name, **changes)),
+        ],
+        cwd=REPOSITORY,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S / 2,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
