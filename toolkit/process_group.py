@@ -38,7 +38,7 @@ def rendezvous_arguments(timeout_s: float) -> dict[str, Any]:
     except dist.DistError as error:
         first_line = str(error).splitlines()[0]
         raise refusal(
-            f"rank {meeting.rank} of {meeting.world_size} lost the others at {meeting.address} before all had come "
+            f"rank {meeting.rank} of {meeting.world_size} lost the others at {meeting.address} before all were connected "
             f"({first_line}): see what rank 0 said"
         ) from None
     return {"store": dist.PrefixStore(attempt, store), "rank": meeting.rank, "world_size": meeting.world_size}
@@ -54,9 +54,10 @@ def connecting() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        text = str(error).splitlines()[0]
-        if not isinstance(error, dist.DistError) and "gloo" not in text:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
+        text = str(error).splitlines()[0]
+        time.sleep(LINGER_S)  # others may still be on their way from the store of rank 0
         raise refusal(
             f"the ranks have met, but cannot connect to each other ({text}): name the network device between the machines in "
             "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, and open its ports"

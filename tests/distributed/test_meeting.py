@@ -143,6 +143,12 @@ def test_a_port_in_use_is_told_by_rank_0_and_no_answer_by_the_other(script: Path
     assert "Address already in use" in result.stderr and "two of its processes have RANK 0" in result.stderr
 
 
+def test_ranks_that_met_but_have_no_way_to_each_other(script: Path) -> None:
+    result = meet(script, at_env() | {"GLOO_SOCKET_IFNAME": "no-such-device"})
+    check_refused(result, *["the ranks have met, but cannot connect to each other ("] * 2)
+    assert result.stderr.count("no-such-device): name the network device between the machines in GLOO_SOCKET_IFNAME") == 2
+
+
 @pytest.mark.parametrize(
     ("variables", "sentence"),
     [
