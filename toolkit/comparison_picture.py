@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,11 @@ def draw_comparison(outcomes: Sequence[Outcome], title: str, picture_path: Path)
     figure.suptitle(title, fontsize=12, fontweight="bold")
     panels = figure.subplots(2, 3, squeeze=False)
     first = reference.figures
-    _draw_bars(panels[0, 0], ran, f"Time of {first.num_timed_steps} steps, s", [lambda f: f.loop_s], ".3g")
-    _draw_bars(panels[0, 1], ran, f"Speed, {first.unit}", [lambda f: f.speed], ",.0f")
-    _draw_bars(panels[0, 2], ran, "Peak memory of a rank, GiB", [lambda f: f.peak_memory_gib], ".2f")
-    _draw_bars(
-        panels[1, 0], ran, "Saving, s (dark: training waits)", [lambda f: f.save_stands_s, lambda f: f.save_waits_s], ".3g"
-    )
+    _draw_bars(panels[0, 0], ran, f"Time of {first.num_timed_steps} steps, s", ".3g", lambda f: f.loop_s)
+    _draw_bars(panels[0, 1], ran, f"Speed, {first.unit}", ",.0f", lambda f: f.speed)
+    _draw_bars(panels[0, 2], ran, "Peak memory of a rank, GiB", ".2f", lambda f: f.peak_memory_gib)
+    save = "Saving, s (dark: training waits)"
+    _draw_bars(panels[1, 0], ran, save, ".3g", lambda f: f.save_stands_s or 0.0, lambda f: f.save_waits_s or 0.0)
     _draw_differences(panels[1, 1], ran, reference.preset)
     _draw_losses(panels[1, 2], ran)
     for axes in panels.flat:
@@ -45,18 +44,26 @@ def draw_comparison(outcomes: Sequence[Outcome], title: str, picture_path: Path)
     FigureCanvasAgg(figure).print_png(picture_path)
 
 
-def _draw_bars(axes: Any, ran: dict[str, Figures], title: str, values_of: Sequence[Any], form: str) -> None:
-    """A bar a preset; of several values the first is drawn light, the others over it."""
-    for light, value_of in zip((len(values_of) > 1, False), values_of, strict=False):
-        values = [value_of(figures) or 0.0 for figures in ran.values()]
-        axes.barh(range(len(ran)), values, color=_colors(ran), height=0.62, alpha=0.35 if light else 1.0)
-        if value_of is values_of[0]:
-            for place, value in enumerate(values):
-                axes.annotate(
-                    format(value, form), (value, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8
-                )
+def _draw_bars(
+    axes: Any,
+    ran: dict[str, Figures],
+    title: str,
+    form: str,
+    value_of: Callable[[Figures], float],
+    part_of: Callable[[Figures], float] | None = None,
+) -> None:
+    """A bar a preset with its value in `form`; with `part_of` it is light but for that part."""
+    from matplotlib.ticker import MaxNLocator
+
+    places, values = range(len(ran)), [value_of(figures) for figures in ran.values()]
+    axes.barh(places, values, color=_colors(ran), height=0.62, alpha=0.35 if part_of else 1.0)
+    if part_of:
+        axes.barh(places, [part_of(figures) for figures in ran.values()], color=_colors(ran), height=0.62)
+    for place, value in zip(places, values, strict=True):
+        axes.annotate(format(value, form), (value, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
     axes.set_title(title)
-    axes.set_xlim(0, 1.22 * max(value_of(f) or 0.0 for value_of in values_of for f in ran.values()) or 1)
+    axes.xaxis.set_major_locator(MaxNLocator(5))  # small times have long labels
+    axes.set_xlim(0, 1.22 * max(values) or 1)
     _as_rows(axes, ran)
 
 
@@ -81,7 +88,7 @@ def _draw_losses(axes: Any, ran: dict[str, Figures]) -> None:
     """Curves on top of each other, the later ones thinner, so that equal ones can all be seen."""
     for place, figures in enumerate(ran.values()):
         points = sorted((step, loss) for step, loss in figures.losses.items() if loss is not None)
-        width = 1.5 + 2.0 * (len(ran) - 1 - place)
+        width = 1.2 + 1.4 * (len(ran) - 1 - place)
         axes.plot([step for step, _ in points], [loss for _, loss in points], color=_colors(ran)[place], linewidth=width)
     axes.set_title("Training loss by step")
 

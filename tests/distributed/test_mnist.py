@@ -16,7 +16,10 @@ from tests.distributed.test_invariants import RELATIVE_TOLERANCE
 from tests.launch import GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, run_on_ranks
 
 NUM_STEPS = 8
-ROWS = ["--data.num_rows", "300", "--train.global_batch_size_rows", "50", "--train.seed", "3"]  # an epoch has 6 steps
+# An epoch has 7 steps, the last of 1 row; the last evaluation batch has 1 of the 283 rows: a rank of 2 goes without.
+NUM_ROWS, STEPS_OF_EPOCH, NUM_HELD_OUT = 301, 7, 283
+ROWS = ["--data.num_rows", str(NUM_ROWS), "--data.eval_fraction", "0.15", "--eval_batch_size_rows", "47"]
+BATCHES = ["--train.global_batch_size_rows", "50", "--train.micro_batch_size_rows", "25", "--train.seed", "3"]
 WITHOUT_DROPOUT = ["--model.conv_dropout", "0", "--model.linear_dropout", "0"]
 ON_CPU = GPU_PRESET_OVERRIDES_ON_CPU["fsdp2_size_wrap"]
 FSDP1 = GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"]["fsdp_config"]
@@ -39,7 +42,7 @@ def run(folder: Path, name: str, *flags: str) -> tuple[list[dict[str, Any]], dic
 
     preset, overrides, own_flags = RUNS[name]
     always = ["--train.max_steps", str(NUM_STEPS), "--run.output_dir", str(folder), "--run.name", name, "--log_every_steps", "3"]
-    argv = [*always, "--eval_batch_size_rows", "33", "--train.micro_batch_size_rows", "25", *ROWS, *own_flags, *flags]
+    argv = [*always, *ROWS, *BATCHES, *own_flags, *flags]
     overrides = {"mixed_precision": "no", **overrides}
     run_on_ranks(run_recipe, preset=preset, overrides=overrides, args=(argv,))
     return read_lines(folder / name / "metrics.jsonl"), load_file(folder / name / "model.safetensors")
@@ -56,7 +59,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, A
 
 
 def test_one_process_trains_as_the_tutorial_does(expected: tuple[list[dict[str, Any]], dict[str, np.ndarray]]) -> None:
-    """Against a plain loop of torch: mean loss, Adadelta, StepLR after each epoch of 6 steps."""
+    """Against a plain loop of torch: mean loss, Adadelta, StepLR after each epoch."""
     import torch
     import torch.nn.functional as F
     from torch import nn
@@ -67,7 +70,7 @@ def test_one_process_trains_as_the_tutorial_does(expected: tuple[list[dict[str, 
     from toolkit.data.plan import BatchPlan
     from toolkit.distributed import seed_all
 
-    images = load_images(ImageDataConfig(num_rows=300), 6)
+    images = load_images(ImageDataConfig(num_rows=NUM_ROWS, eval_fraction=0.15), 6)
     seed_all("weights", 3)
     model = nn.Sequential(
         nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(256, 128),
@@ -75,25 +78,25 @@ def test_one_process_trains_as_the_tutorial_does(expected: tuple[list[dict[str, 
     )  # fmt: skip
     optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
-    ones = np.ones(300, dtype=np.int64)
+    ones = np.ones(NUM_ROWS, dtype=np.int64)
     plan = BatchPlan(ones, ones, TrainConfig(global_batch_size_rows=50, seed=3), 1, bucket_by_length=False)
     lines = [line for line in expected[0] if line["kind"] == "train"]
     for line in lines:
         pixels, labels = images.collate(images.train, plan.step(line["step"]).rows, torch.device("cpu"), counts=True)
         loss = F.cross_entropy(model(pixels), labels)
         assert line["loss"] == pytest.approx(loss.item(), rel=RELATIVE_TOLERANCE)
-        assert line["learning_rate"] == pytest.approx(1.0 if line["step"] <= 6 else 0.7)
+        assert line["learning_rate"] == pytest.approx(1.0 if line["step"] <= STEPS_OF_EPOCH else 0.7)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if line["step"] == 6:
+        if line["step"] == STEPS_OF_EPOCH:
             schedule.step()
     with torch.no_grad():
         pixels, labels = images.collate(images.evaluation, range(len(images.evaluation)), torch.device("cpu"), counts=True)
         accuracy = 100 * (model(pixels).argmax(-1) == labels).double().mean().item()
     last = [line for line in expected[0] if line["kind"] == "eval"][-1]
-    assert last["accuracy"] == pytest.approx(accuracy) and last["num_rows"] == len(labels)
-    assert [line["step"] for line in expected[0] if line["kind"] == "eval"] == [0, 6, 8]
+    assert last["accuracy"] == pytest.approx(accuracy) and last["num_rows"] == len(labels) == NUM_HELD_OUT
+    assert [line["step"] for line in expected[0] if line["kind"] == "eval"] == [0, STEPS_OF_EPOCH, NUM_STEPS]
     for mine, saved in zip(model.parameters(), [expected[1][name] for name in in_order()], strict=True):
         np.testing.assert_allclose(saved, mine.detach().numpy(), atol=1e-5)
 
