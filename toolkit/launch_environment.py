@@ -43,6 +43,11 @@ def join_launch(path: Path, mapping: dict[str, Any]) -> None:
         # Ranks are given machine by machine, as all launchers do unless told otherwise.
         os.environ.setdefault("LOCAL_RANK", str(int(rank) % num_local) if rank.isdecimal() else "0")
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(num_local))
+        if given == "1":  # torch wants a place even for one process
+            from accelerate.utils.other import get_free_port
+
+            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+            os.environ.setdefault("MASTER_PORT", str(get_free_port()))
 
 
 def launched_environment(path: Path, num_processes: int) -> dict[str, str]:

@@ -50,11 +50,12 @@ def find_meeting(timeout_s: float) -> Meeting | None:
     """From the environment; None for one process."""
     if os.environ.get("WORLD_SIZE") is None and os.environ.get("RANK") is None:
         return None
-    world_size, rank = _number_from_environment("WORLD_SIZE", least=1), _number_from_environment("RANK")
-    if rank >= world_size:
-        raise refusal(f"RANK is {rank}, but WORLD_SIZE is {world_size}: ranks go from 0 to {world_size - 1}")
+    world_size = _number_from_environment("WORLD_SIZE", least=1)
     if world_size == 1:
         return None
+    rank = _number_from_environment("RANK")
+    if rank >= world_size:
+        raise refusal(f"RANK is {rank}, but WORLD_SIZE is {world_size}: ranks go from 0 to {world_size - 1}")
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     method = os.environ.get(INIT_METHOD_VARIABLE, "env://")
     if of_agent and method != "env://":
@@ -187,6 +188,8 @@ def _reach(host: str, port: int, meeting: Meeting) -> None:
             return
         except OSError as error:
             reason = error.strerror or str(error)
+        except UnicodeError:
+            raise refusal(f"the ranks cannot meet at {meeting.address}: that is no name of a host") from None
         time.sleep(POLL_S * 10)
     raise refusal(
         f"rank {meeting.rank} of {meeting.world_size} found nobody at {meeting.within()}: {reason}; check that this is the "

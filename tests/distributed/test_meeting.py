@@ -85,6 +85,11 @@ def test_they_meet_at_master_addr_and_port(script: Path) -> None:
     assert "2 ranks are connected, local rank 0" in result.stdout and "2 ranks are connected, local rank 1" in result.stdout
 
 
+def test_one_process_needs_no_place(script: Path) -> None:
+    result = meet(script, {}, num_processes=1)
+    assert result.returncodes == [0] and "1 ranks are connected" in result.stdout, result.stderr
+
+
 def test_they_meet_at_tcp(script: Path) -> None:
     result = meet(script, {"TOOLKIT_INIT_METHOD": f"tcp://127.0.0.1:{_free_port()}"}, num_processes=3)
     assert result.returncodes == [0, 0, 0], result.stderr
@@ -158,6 +163,7 @@ def test_ranks_that_met_but_have_no_way_to_each_other(script: Path) -> None:
             "the ranks cannot meet at tcp://localhost:many: write tcp://host:port",
         ),
         ({"TOOLKIT_INIT_METHOD": "tcp://localhost"}, "the ranks cannot meet at tcp://localhost: write tcp://host:port"),
+        ({"TOOLKIT_INIT_METHOD": f"tcp://{'a' * 70}:29500"}, "that is no name of a host"),
         ({"TOOLKIT_INIT_METHOD": "mpi://"}, "the ranks cannot meet at mpi://: write tcp://host:port, file:///path or env://"),
         ({"TOOLKIT_INIT_METHOD": "file://here"}, "TOOLKIT_INIT_METHOD is file://here: write file:///folder/name, in a folder"),
         ({"TOOLKIT_INIT_METHOD": "file:///no/such/folder/name"}, "in a folder that exists on every machine"),
