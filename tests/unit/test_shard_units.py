@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from transformers import (
 
 from toolkit.errors import UserError
 from toolkit.shard_units import build_units, check_ties, find_blocks
-from toolkit.sharding import assign_parameters, weightless_copy
+from toolkit.sharding import assign_parameters, check_wrap, weightless_copy
 
 
 def fsdp_plugin(policy: object, class_names: list[str] | None = None, min_num_params: int = 0) -> SimpleNamespace:
@@ -33,9 +34,9 @@ def tiny_t5() -> T5ForConditionalGeneration:
     return T5ForConditionalGeneration(config)
 
 
-def tiny_llama() -> LlamaForCausalLM:
+def tiny_llama(tie_word_embeddings: bool = False) -> LlamaForCausalLM:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
-    return LlamaForCausalLM(LlamaConfig(**sizes))
+    return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=tie_word_embeddings))
 
 
 def test_blocks_come_from_the_model_where_the_yaml_names_none() -> None:
@@ -72,6 +73,18 @@ def test_a_class_whose_units_ranks_would_wait_for_is_refused(class_name: str, se
         find_blocks(fsdp_plugin(transformer_auto_wrap_policy, ["LlamaDecoderLayer", class_name]), model)
     blocks = find_blocks(fsdp_plugin(transformer_auto_wrap_policy, ["LlamaAttention", "LlamaMLP", "Embedding"]), model)
     assert len(blocks) == 5, "what lies in the backbone is called alike on every rank"
+
+
+def test_a_class_that_parts_tied_weights_is_refused_before_weights_load() -> None:
+    model = tiny_llama(tie_word_embeddings=True)
+    plugin = fsdp_plugin(transformer_auto_wrap_policy, ["LlamaDecoderLayer", "Embedding"])
+    plugin.fsdp_version = 2
+    state = SimpleNamespace(fsdp_plugin=plugin)
+    accelerator: Any = SimpleNamespace(distributed_type=SimpleNamespace(value="FSDP"), state=state, mixed_precision="bf16")
+    with pytest.raises(
+        UserError, match=r"model.embed_tokens.weight and lm_head.weight are one tied weight, but lie in different"
+    ):
+        check_wrap(accelerator, weightless_copy(model))
 
 
 def test_encoder_decoders_call_their_head_once() -> None:
