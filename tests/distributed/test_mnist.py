@@ -49,7 +49,12 @@ def run(folder: Path, name: str, *flags: str) -> tuple[list[dict[str, Any]], dic
 
 
 def run_recipe(argv: list[str]) -> None:
-    with patch.object(sys, "argv", ["mnist.py", *argv]):
+    """The recipe as it stands; rank r says that its peak memory is r + 1 GiB."""
+    from toolkit import step_log
+    from toolkit.distributed import rank
+
+    memory = patch.object(step_log, "peak_memory_gib", lambda device: rank() + 1.0)
+    with memory, patch.object(sys, "argv", ["mnist.py", *argv]):
         runpy.run_path(str(REPOSITORY / "recipes" / "mnist.py"), run_name="__main__")
 
 
@@ -116,6 +121,7 @@ def test_curve_accuracy_and_weights_are_those_of_one_process(
             np.testing.assert_allclose(actual, wanted, rtol=RELATIVE_TOLERANCE, err_msg=f"{kind} {figure}")
     accuracies = [[line["accuracy"] for line in part if line["kind"] == "eval"] for part in (lines, expected[0])]
     assert accuracies[0] == accuracies[1]
+    assert {line["peak_memory_gib"] for line in lines if line["kind"] == "train"} == {2.0}, "that of the rank with most"
     assert weights.keys() == expected[1].keys()
     for parameter, weight in expected[1].items():
         np.testing.assert_allclose(weights[parameter], weight, atol=1e-5, err_msg=parameter)
