@@ -43,8 +43,8 @@ def missing_gradient_average() -> None:
 
     shard_model = sharding.shard_model
 
-    def summing(accelerator: Any, model: Any) -> Any:
-        sharded = shard_model(accelerator, model)
+    def summing(*args: Any) -> Any:
+        sharded = shard_model(*args)
         for module in sharded.model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
@@ -78,9 +78,11 @@ def untied_weight() -> None:
     load_model = stages.load_model
 
     def untying(*args: Any) -> Any:
-        model = load_model(*args)
+        model, sources = load_model(*args)
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
-        return model
+        if sources is not None:
+            sources["lm_head.weight"] = sources["shared.weight"]
+        return model, sources
 
     stages.load_model = untying
 
@@ -123,6 +125,25 @@ def random_state_not_restored() -> None:
     checkpoint.load_random_state = lambda folder, saved_world_size: None
 
 
+def wrong_start() -> None:
+    """FSDP2 starts with one weight that is not the model's."""
+    import torch
+    from torch.distributed.fsdp import FSDPModule
+
+    from toolkit import sharding
+
+    shard_model = sharding.shard_model
+
+    def changing(*args: Any) -> Any:
+        sharded = shard_model(*args)
+        if isinstance(sharded.model, FSDPModule):
+            with torch.no_grad():
+                next(p for p in sharded.model.parameters() if p.requires_grad).mul_(1 + 2**-20)
+        return sharded
+
+    sharding.shard_model = changing
+
+
 def silent_ddp() -> None:
     """accelerate takes DDP where the YAML says FSDP, as it does on a CPU."""
     from toolkit import accelerator
@@ -132,7 +153,7 @@ def silent_ddp() -> None:
 
 PLANTED: tuple[Callable[[], None], ...] = (
     none, missing_gradient_average, wrong_loss_divisor, untied_weight, dropped_slice, lost_slice, random_state_not_restored,
-    silent_ddp,
+    wrong_start, silent_ddp,
 )  # fmt: skip
 FAULTS = {fault.__name__: fault for fault in PLANTED}
 

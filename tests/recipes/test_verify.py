@@ -10,14 +10,14 @@ import pytest
 from tests.recipes.runs import Workbench
 from tests.verify_runs import run_verify
 
-CHECKS = {"rows", "loss", "gradients", "evaluation", "sharding", "ties", "moved", "frozen", "save", "resume", "export"}
+CHECKS = {"start", "rows", "loss", "gradients", "evaluation", "sharding", "ties", "moved", "frozen", "save", "resume", "export"}
 
 
 def test_t5_passes(workbench: Workbench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = [f"--data.{name}={value}" for name, value in data_flags(workbench).items()]
     assert run_verify(tmp_path / "verify", data, model=str(workbench.models["t5"]))
     printed = capsys.readouterr().out
-    assert "run 6 of 6: fsdp2_full_shard x 2, resumed" in printed and "\nall 23 proven\n" in printed
+    assert "run 6 of 6: fsdp2_full_shard x 2, resumed" in printed and "\nall 25 proven\n" in printed
     check_output(tmp_path / "verify", CHECKS - {"frozen"})
 
 

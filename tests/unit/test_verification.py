@@ -52,6 +52,7 @@ def change_line(run: WatchedRun, step: int, **figures: Any) -> None:
 def test_equal_runs_pass(tmp_path: Path) -> None:
     one, two = watched(tmp_path, "one"), watched(tmp_path, "two")
     proofs = [
+        checks.compare_starts(one, two),
         checks.compare_rows(one, two),
         checks.compare_losses(one, two, 1e-5),
         checks.compare_gradients(one, two, 1e-5),
@@ -60,7 +61,7 @@ def test_equal_runs_pass(tmp_path: Path) -> None:
         checks.check_frozen(two, True),
         checks.compare_loaded(one, two),
     ]
-    assert [(proof.passed, proof.difference) for proof in proofs if proof] == [(True, 0.0)] * 7
+    assert [(proof.passed, proof.difference) for proof in proofs if proof] == [(True, 0.0)] * 8
 
 
 @pytest.mark.parametrize(("loss", "passed"), [(3.0 + 2e-5, True), (3.0 + 4e-5, False), (float("nan"), False)])
@@ -116,6 +117,13 @@ def test_what_did_not_move_or_changed_or_came_apart_is_named(tmp_path: Path) -> 
     (run.records / "trained.json").write_text(json.dumps(trained | {"frozen": {"d": "1"}}))
     frozen = checks.check_frozen(run, True)
     assert frozen is not None and frozen.detail == "d has changed"
+
+
+def test_weights_that_start_otherwise_are_named(tmp_path: Path) -> None:
+    one, two, three = watched(tmp_path, "one"), watched(tmp_path, "two", frozen={"d": "1"}), watched(tmp_path, "three")
+    assert checks.compare_starts(one, two).detail == "d is not what one process loads"
+    save_file({"model.a": WEIGHTS["a"], "model.b": 2 * WEIGHTS["b"]}, three.records / "loaded.safetensors")
+    assert checks.compare_starts(one, three).detail == "model.b differs"
 
 
 def test_a_base_that_should_be_frozen_and_is_not_fails(tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ def check_all(runs: dict[str, WatchedRun], tolerance: float, *, expects_frozen: 
     resharded, dropout, resumed = runs["resharded"], runs["dropout"], runs["resumed"]
     others = strategies[1:]
     with_curves = [*others, resharded]
-    proofs = [_prove("rows", run, lambda run: compare_rows(reference, run)) for run in with_curves]
+    proofs = [_prove("start", run, lambda run: compare_starts(reference, run)) for run in others]
+    proofs += [_prove("rows", run, lambda run: compare_rows(reference, run)) for run in with_curves]
     proofs += [_prove("loss", run, lambda run: compare_losses(reference, run, tolerance)) for run in with_curves]
     proofs += [_prove("gradients", run, lambda run: compare_gradients(reference, run, tolerance)) for run in others]
     proofs += [_prove("evaluation", run, lambda run: compare_evaluations(reference, run, tolerance)) for run in with_curves]
@@ -85,6 +86,15 @@ def _prove(check: str, run: WatchedRun, work: Callable[[WatchedRun], Proof | Non
 
 
 # --- Equal over processes, micro-batches and presets.
+
+
+def compare_starts(reference: WatchedRun, run: WatchedRun) -> Proof:
+    """Weights before the first step, trainable and frozen, are bit for bit those that one process loads."""
+    expected, actual = load_about(reference, "loaded")["frozen"], load_about(run, "loaded")["frozen"]
+    title = f"{run.title}: weights as loaded"
+    if changed := [name for name in {**expected, **actual} if expected.get(name) != actual.get(name)]:
+        return failed("start", title, named(changed, "is not what one process loads"))
+    return _same_tensors("start", title, load_tensors(reference, "loaded"), load_tensors(run, "loaded"))
 
 
 def compare_rows(reference: WatchedRun, run: WatchedRun) -> Proof:
