@@ -237,7 +237,7 @@ def _owner(model: nn.Module, parameter_name: str) -> type[nn.Module]:
 
 
 def _reset_magnitudes(model: nn.Module) -> None:
-    """peft takes DoRA's magnitudes in the base's dtype."""
+    """DoRA's magnitudes in fp32; peft takes them in the base's dtype."""
     for module in model.modules():
         vectors: Any = getattr(module, "lora_magnitude_vector", None)
         if vectors:

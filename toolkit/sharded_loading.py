@@ -6,7 +6,6 @@ whole model on every rank anyway (DDP, one process), or flatten it there (FSDP1)
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -98,7 +97,10 @@ def complete_sources(model: PreTrainedModel, weights: Sources, config: AdapterCo
         if broadcast_object((folder / BASE_FILE).is_file()):
             hashes = hash_base(model, weights)
             agreed(lambda: check_base(folder, base.name_or_path, hashes, what))
-        files = WeightFiles([folder / WEIGHTS_FILE], what)
+        try:
+            files = WeightFiles([folder / WEIGHTS_FILE], what)
+        except WholeOnly as reason:
+            raise UserError(f"{what}: {reason}, which is not supported: convert it to float32 or bfloat16") from None
         stored = {own: files.source(name, torch.float32) for name, own in file_names(model).items()}
     sources = {}
     for name, parameter in model.named_parameters():
@@ -182,7 +184,7 @@ def _norms(model: nn.Module, name: str, weights: Sources) -> Source:
     """DoRA's magnitudes, see `adapters.magnitudes`: of some of them only their own rows (or columns) of the base are read."""
     module_name = name.partition(".lora_magnitude_vector.")[0]
     base: Any = model.get_submodule(module_name).base_layer
-    weight = weights[re.sub(r"\.(base_layer|original_module)(?=\.|$)", "", module_name) + ".weight"]
+    weight = weights[str(base_name(f"{module_name}.base_layer.weight"))]
 
     def read(box: Box) -> torch.Tensor:
         (part,) = box

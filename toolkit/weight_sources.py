@@ -51,11 +51,10 @@ def fill_shards(model: nn.Module, sources: Sources) -> None:
     for name, parameter in model.named_parameters():
         source = sources[name]
         assert source.shape == tuple(parameter.shape), f"{name} is {tuple(parameter.shape)}, its source {source.shape}"
-        offset: tuple[int, ...] = (0,) * parameter.ndim
-        if isinstance(parameter, DTensor):
-            local = parameter.to_local()
-            shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-            assert tuple(shape) == tuple(local.shape), f"{name}: {tuple(local.shape)} is not this rank's {tuple(shape)}"
+        assert isinstance(parameter, DTensor), name
+        local = parameter.to_local()
+        shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+        assert tuple(shape) == tuple(local.shape), f"{name}: {tuple(local.shape)} is not this rank's {tuple(shape)}"
         for piece in pieces(tuple(local.shape)):
             box = tuple(slice(begin + p.start, begin + p.stop) for begin, p in zip(offset, piece, strict=True))
             local[piece].copy_(source.read(box))

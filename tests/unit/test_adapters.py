@@ -160,3 +160,21 @@ def test_the_base_is_known_again_in_any_dtype(bases: Path) -> None:
         model.transformer.ln_f.weight[0] += 1
     changed = hash_base(model)
     assert {n for n in expected if changed[n] != expected[n]} == {"transformer.ln_f.weight"}
+
+
+def test_a_new_adapter_is_drawn_as_peft_draws_it_but_each_tensor_by_its_name(bases: Path) -> None:
+    model = adapted(bases / "llama", "llama", seed=3, target_modules=["q_proj", "embed_tokens"])
+    drawn = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    matrices = {name: p for name, p in drawn.items() if ".lora_A." in name}
+    assert len({p.flatten()[0].item() for p in matrices.values()}) == len(matrices) == 2
+    for weight in matrices.values():
+        bound = weight.shape[1] ** -0.5  # of kaiming_uniform_ with a = sqrt(5)
+        assert 0.8 * bound < weight.abs().max() <= bound
+    (embedding,) = (p for name, p in drawn.items() if ".lora_embedding_B." in name)
+    assert 0.7 < embedding.std() < 1.3
+    assert all(p.count_nonzero() == 0 for name, p in drawn.items() if ".lora_B." in name or ".lora_embedding_A." in name)
+    fewer = adapted(bases / "llama", "llama", seed=3, target_modules=["q_proj"])
+    own = {name: p for name, p in fewer.named_parameters() if name in matrices}
+    assert own.keys() == matrices.keys() and all(torch.equal(own[name], matrices[name]) for name in own)
+    other = adapted(bases / "llama", "llama", seed=4, target_modules=["q_proj"])
+    assert not any(torch.equal(p, own[name]) for name, p in other.named_parameters() if name in own)
