@@ -24,10 +24,8 @@ from tests.recipes.runs import Workbench
 NUM_GPUS = torch.cuda.device_count()
 ON_ONE_MACHINE: dict[str, Any] = {"num_machines": 1, "main_process_ip": None, "main_process_port": 0}
 AS_MANY_AS_THERE_ARE: dict[str, Any] = {**ON_ONE_MACHINE, "num_processes": NUM_GPUS}
-TWO_BY_TWO: dict[str, Any] = {
-    **ON_ONE_MACHINE,
-    **{key: GPU_PRESET_OVERRIDES_ON_CPU["fsdp2_hsdp"][key] for key in ("num_processes", "parallelism_config")},
-}
+MESHES = sorted(name for name, on_cpu in GPU_PRESET_OVERRIDES_ON_CPU.items() if "parallelism_config" in on_cpu)
+"""Presets of replicas and shards: two of each, as on CPUs."""
 RELATIVE_TOLERANCE = 2e-2
 """Of a loss in bf16, whose kernels add in no fixed order."""
 TIMEOUT_S = 280
@@ -44,14 +42,16 @@ def test_single_trains_and_resumes(bench: Workbench) -> None:
 
 
 @needs_gpus(2)
-@pytest.mark.parametrize("preset", sorted({*GPU_PRESET_OVERRIDES_ON_CPU} - {"fsdp2_hsdp"}))
+@pytest.mark.parametrize("preset", sorted({*GPU_PRESET_OVERRIDES_ON_CPU} - {*MESHES}))
 def test_preset_trains_and_resumes(bench: Workbench, preset: str) -> None:
     train_and_resume(bench, preset, AS_MANY_AS_THERE_ARE)
 
 
 @needs_gpus(4)
-def test_hsdp_trains_and_resumes(bench: Workbench) -> None:
-    train_and_resume(bench, "fsdp2_hsdp", TWO_BY_TWO)
+@pytest.mark.parametrize("preset", MESHES)
+def test_mesh_trains_and_resumes(bench: Workbench, preset: str) -> None:
+    two_by_two = {key: GPU_PRESET_OVERRIDES_ON_CPU[preset][key] for key in ("num_processes", "parallelism_config")}
+    train_and_resume(bench, preset, {**ON_ONE_MACHINE, **two_by_two})
 
 
 def train_and_resume(bench: Workbench, preset: str, overrides: dict[str, Any]) -> None:
