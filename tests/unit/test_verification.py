@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from toolkit.__main__ import main
 from toolkit.errors import UserError
 from toolkit.verification import checks
 from toolkit.verification.runs import PlannedRun, WatchedRun
@@ -171,6 +173,18 @@ def test_a_run_that_ended_well_but_left_nothing_fails(tmp_path: Path) -> None:
         proof.compared: proof for proof in checks.check_all(runs, 1e-5, expects_frozen=True) if proof.check == "gradients"
     }
     assert gradients["preset-0"].is_reached and not gradients["preset-0"].passed
+
+
+@pytest.mark.parametrize(("passed", "code"), [(True, None), (False, 1)])
+def test_command_exits_1_where_a_check_fails(monkeypatch: pytest.MonkeyPatch, passed: bool, code: int | None) -> None:
+    called: list[Any] = []
+    monkeypatch.setattr("toolkit.verification.verify.verify", lambda *args, **settings: called.append((args, settings)) or passed)
+    monkeypatch.setattr("sys.argv", ["toolkit", "verify", "--model", "m", "--presets", "a,b", "--adapter.method", "lora"])
+    with pytest.raises(SystemExit) if code else contextlib.nullcontext() as end:
+        main()
+    assert (end.value.code if end else None) == code
+    ((arguments,), settings) = called[0]
+    assert arguments == ["--adapter.method", "lora"] and settings["model"] == "m" and settings["presets"] == ["a", "b"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
     accelerate launch --config_file PRESET.yaml -m toolkit.verification.watched_run RECIPE.py FOLDER export|leave FLAG...
 
-Five calls of the recipe's run are wrapped; what they see goes into FOLDER, written by rank 0:
+Four calls of the recipe's run are wrapped; what they see goes into FOLDER, written by rank 0:
 
     loaded.*        after the checkpoint is loaded, or before the first step
     gradients.*     in the first step, before they are clipped
