@@ -144,7 +144,7 @@ def _add_plan(jobs: Any) -> None:
     plan.add_argument("--num-processes", type=int, required=True, help="ranks, one a GPU")
     plan.add_argument("--config", metavar="RUN.yaml", help="run YAML; unset: one row of 1,024 tokens")
     plan.add_argument("--recipe", choices=["llm", "t5"], help="unset: by the model")
-    plan.add_argument("--gpu-memory-gib", type=float, default=80.0, help="of one GPU (80)")
+    plan.add_argument("--gpu-memory-gib", type=float, default=80.0, help="of one GPU (80); 0.92 of it counts as usable")
     plan.add_argument("--json", action="store_true", help="print all of it as JSON")
 
 

@@ -50,16 +50,20 @@ def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, 
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), unpacked:
         # A copy asks for it, and nothing reads it.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        sharded = sharding.shard_model(accelerator, cast("PreTrainedModel", tracing.fake_copy(skeleton)))
+        with tracing.first_shards():
+            sharded = sharding.shard_model(accelerator, cast("PreTrainedModel", tracing.fake_copy(skeleton)))
         if num_micro_batches(subject.config, strategy, rows) > 1:
             for parameter in sharded.model.parameters():
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         fake_batch = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in batch.items()}
         if "position_ids" in fake_batch:  # transformers reads them to make this mask, which it cannot without data
             num_rows, length = fake_batch["position_ids"].shape
-            fake_batch["attention_mask"] = torch.zeros((num_rows, 1, length, length), dtype=torch.bool)
+            is_eager = sharded.plain.config._attn_implementation == "eager"
+            embedding_dtype = strategy.compute_dtype if strategy.is_fsdp else torch.float32
+            mask_dtype = embedding_dtype if is_eager else torch.bool
+            fake_batch["attention_mask"] = torch.zeros((num_rows, 1, length, length), dtype=mask_dtype)
         stacks = find_stacks(sharded.plain)
-        trace = tracing.trace_micro_batch(sharded.model, stacks, fake_batch, loss, vocab_size, off_device)
+        trace = tracing.trace_micro_batch(sharded.model, stacks, fake_batch, loss, vocab_size, off_device, strategy.is_cpu)
         num_trainable = sum(local_tensor(p).numel() for p in sharded.model.parameters() if p.requires_grad)
     if strategy.kind == "fsdp1":
         _add_flat_gradients(trace, sharded.units, strategy)

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from toolkit.errors import UserError
 from toolkit.planning import trace as tracing
 from toolkit.planning.peak import MOMENT_BYTES, OPTIMIZER, estimate_peak, trace_rank
 from toolkit.planning.strategy import Strategy, load_strategy
@@ -53,8 +54,8 @@ class Plan:
     tied: list[list[str]]
     """Names of each weight that has several."""
     usable_bytes: int
-    largest_micro_batch_rows: int
-    """0: none fits."""
+    largest_micro_batch_rows: int | None
+    """0: none fits; None: not looked for."""
     change: str | None
     """The cheapest change of the preset that makes it fit; None where it fits, or no change does."""
     notes: list[str]
@@ -71,26 +72,36 @@ class Plan:
 
 
 def build_plan(
-    model: str, preset: Path, num_processes: int, run_arguments: list[str], recipe: str | None, gpu_memory_gib: float
+    model: str,
+    preset: Path,
+    num_processes: int,
+    run_arguments: list[str],
+    recipe: str | None,
+    gpu_memory_gib: float,
+    *,
+    searches: bool = True,
 ) -> Plan:
     """Plan a run; nothing is downloaded but the model's config.
 
     Args:
         run_arguments: `--config FILE` and dotted flags, as a recipe takes them; may be empty.
         recipe: `llm` or `t5`; None: by the model.
+        searches: look for the largest micro-batch and for changes of the preset.
 
     Raises:
         UserError: as the run itself would, or a mesh that does not have so many ranks.
     """
+    if not 0 < gpu_memory_gib < float("inf"):
+        raise UserError(f"--gpu-memory-gib is {gpu_memory_gib}: give a GPU's memory, as in 80")
     strategy = load_strategy(preset, num_processes)
     subject = build_subject(model, strategy, run_arguments, recipe)
     usable = int(gpu_memory_gib * 2**30 * USABLE_SHARE)
     rows = subject.config.train.micro_batch_size_rows
     with tracing.fake_ranks(num_processes):
         trace, sharded = trace_rank(subject, strategy, subject.skeleton, rows)
-        largest = _largest_micro_batch(subject, strategy, usable)
+        largest = _largest_micro_batch(subject, strategy, usable) if searches else None
         fits = sum(trace.peak.values()) <= usable
-        change = None if fits else _find_change(subject, strategy, usable)
+        change = _find_change(subject, strategy, usable) if searches and not fits else None
     return Plan(
         model=model,
         preset=str(preset),
@@ -143,12 +154,12 @@ def _find_change(subject: Subject, strategy: Strategy, usable: int) -> str | Non
 def _changes(strategy: Strategy) -> Iterable[tuple[str, dict[str, Any]]]:
     """What a preset can change to save memory, the cheapest in time first."""
     whole: dict[str, Any] = {"num_shards": strategy.num_processes, "num_replicas": 1}
-    if strategy.kind == "ddp" and strategy.num_processes > 1:
-        yield "accelerate_configs/fsdp2_shard_grad_op.yaml", {**whole, "kind": "fsdp2", "reshard_after_forward": False}
+    if not strategy.is_fsdp:
+        if strategy.num_processes > 1:
+            yield "accelerate_configs/fsdp2_shard_grad_op.yaml", {**whole, "kind": "fsdp2", "reshard_after_forward": False}
         yield "accelerate_configs/fsdp2_full_shard.yaml", {**whole, "kind": "fsdp2", "reshard_after_forward": True}
         yield "fsdp_activation_checkpointing: true", {**whole, "kind": "fsdp2", "activation_checkpointing": True}
         yield "fsdp_offload_params: true", {**whole, "kind": "fsdp2", "offload": True}
-    if not strategy.is_fsdp:
         return
     if not strategy.reshard_after_forward:
         key = "fsdp_reshard_after_forward: true" if strategy.kind == "fsdp2" else "fsdp_sharding_strategy: FULL_SHARD"
@@ -196,13 +207,18 @@ def _notes(subject: Subject, strategy: Strategy) -> list[str]:
     notes = []
     if strategy.kind == "fsdp1":
         notes.append("FSDP1: derived from a trace of FSDP2 over the same units, not traced itself")
+    if strategy.is_cpu:
+        notes.append("processes on the CPU: its kernels, in the host's memory; the verdict takes each for a GPU")
+    if strategy.kind == "ddp":
+        notes.append("DDP: derived, buckets added by arithmetic to a trace of the plain model")
     if not strategy.is_fsdp:
-        kind = "DDP: derived, buckets added by arithmetic to" if strategy.kind == "ddp" else "one process:"
-        notes.append(f"{kind} a trace of the plain model under autocast as the CPU has it; casts of weights count as activations")
+        whose = "" if strategy.is_cpu else ", as the CPU has it"
+        notes.append(f"traced under autocast{whose}; casts of weights count as activations")
     if subject.is_flash:
-        notes.append("flash attention: planned as sdpa without a mask, whose kernels keep the same")
+        notes.append("flash or flex attention: planned as sdpa without a mask, whose kernels keep the same")
     if strategy.is_compiled:
         notes.append("torch.compile: not planned; compiled blocks usually keep less")
+    notes.append("of training: an evaluation that generates, or with longer rows, may need more (eval.unshard)")
     notes.append("largest micro-batch and changes: extrapolated from models of few blocks")
     return notes
 

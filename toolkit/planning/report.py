@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from toolkit.planning.plan import USABLE_SHARE, Plan, build_plan
+from toolkit.planning.plan import MOST_ROWS, USABLE_SHARE, Plan, build_plan
 from toolkit.planning.trace import Bytes
 from toolkit.shard_units import ShardUnit
 
@@ -123,9 +123,11 @@ def _unit_line(row: dict[str, Any]) -> str:
 def _verdict(plan: Plan) -> str:
     need, usable = plan.total / GIB, plan.usable_bytes / GIB
     of = f"{need:.1f} of {usable:.1f} usable GiB ({USABLE_SHARE:.0%} of the GPU)"
-    rows = plan.largest_micro_batch_rows
-    largest = f"the largest micro-batch that fits has {rows} rows" if rows else "no micro-batch fits"
+    largest, rows = "", plan.largest_micro_batch_rows
+    if rows is not None:
+        how_many = f"{rows} row{'' if rows == 1 else 's'}{' or more' if rows == MOST_ROWS else ''}"
+        largest = f"; the largest micro-batch that fits has {how_many}" if rows else "; no micro-batch fits"
     if plan.fits:
-        return f"FITS: {of}; {largest}"
+        return f"FITS: {of}{largest}"
     change = f"the cheapest change with which it fits: {plan.change}" if plan.change else "no change of the preset makes it fit"
-    return f"DOES NOT FIT: {of}; {largest}; {change}"
+    return f"DOES NOT FIT: {of}{largest}" + ("" if rows is None else f"; {change}")

@@ -13,6 +13,9 @@ from toolkit.accelerate_yaml import check_accelerate_yaml
 from toolkit.accelerator import frozen_dtype
 from toolkit.errors import UserError
 
+LAUNCHER_MIN_NUM_PARAMETERS = 10**8
+"""What `accelerate launch` takes for an absent `fsdp_min_num_params`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
@@ -32,6 +35,8 @@ class Strategy:
     activation_checkpointing: bool = False
     offload: bool = False
     is_compiled: bool = False
+    is_cpu: bool = False
+    """Processes on the CPU: memory is the host's."""
 
     @property
     def num_processes(self) -> int:
@@ -59,10 +64,12 @@ def load_strategy(path: Path, num_processes: int) -> Strategy:
             f"--num-processes is {num_processes}, which {path} cannot spread evenly over its num_machines {num_machines}: give a "
             f"multiple of {num_machines}"
         )
+    dynamo = {str(key).removeprefix("dynamo_"): value for key, value in (mapping.get("dynamo_config") or {}).items()}
     common: dict[str, Any] = {
         "num_machines": num_machines,
         "compute_dtype": torch.bfloat16 if mapping.get("mixed_precision") == "bf16" else torch.float32,
-        "is_compiled": bool(mapping.get("dynamo_config")),
+        "is_compiled": str(dynamo.get("backend", "NO")).upper() != "NO",
+        "is_cpu": bool(mapping.get("use_cpu")),
     }
     if mapping["distributed_type"] == "NO":
         if num_processes > 1:
@@ -85,7 +92,7 @@ def load_strategy(path: Path, num_processes: int) -> Strategy:
         num_shards=num_processes // num_replicas,
         num_replicas=num_replicas,
         wrap_classes=tuple(name.strip() for name in classes if name.strip()),
-        min_num_parameters=int(fsdp.get("min_num_params") or 0) if is_size_based else None,
+        min_num_parameters=int(fsdp.get("min_num_params") or LAUNCHER_MIN_NUM_PARAMETERS) if is_size_based else None,
         reshard_after_forward=reshard,
         activation_checkpointing=bool(fsdp.get("activation_checkpointing")),
         offload=bool(fsdp.get("offload_params")),

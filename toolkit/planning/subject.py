@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,8 @@ from torch import nn
 from toolkit import adapters, models
 from toolkit.config import LLMConfig, RecipeConfig, SummarizationConfig, load_config
 from toolkit.data.collate import CausalCollator, SummarizationCollator
+from toolkit.data.plan import check_global_batch_size
+from toolkit.errors import UserError
 from toolkit.model_config import AutoClass, check_causal_positions, check_positions, load_model_config, special_tokens
 from toolkit.planning.strategy import Strategy, planned_frozen_dtype
 from toolkit.shard_units import repeated_blocks
@@ -44,12 +47,14 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
         run_arguments = [*defaults, f"--train.global_batch_size_rows={strategy.num_processes}", *run_arguments]
     config_class: Any = SummarizationConfig if is_t5 else LLMConfig
     config: RecipeConfig = load_config(config_class, [*run_arguments, f"--model.name_or_path={model}"])
+    check_global_batch_size(config.train, strategy.num_processes)
     adapters.check_adapter_config(config)
     auto_class: AutoClass = "AutoModelForSeq2SeqLM" if is_t5 else "AutoModelForCausalLM"
     # Of the weights nothing is needed, not even their index.
     weightless = dataclasses.replace(config.model, from_scratch=True)
-    is_flash = "flash" in (config.model.attn_implementation or "")
-    if is_flash:  # its package may be missing here; sdpa's kernels keep the same
+    # Their package or device may be missing here; sdpa's kernels keep the same. Flex attention keeps a mask of blocks, no bias.
+    is_flash = any(name in (config.model.attn_implementation or "") for name in ("flash", "flex"))
+    if is_flash:
         weightless = dataclasses.replace(weightless, attn_implementation="sdpa")
     model_config = load_model_config(weightless, auto_class)
     lengths = row_tokens(config)
@@ -126,11 +131,22 @@ def shortened(model: PreTrainedModel, length: int) -> PreTrainedModel:
 
 
 def _is_encoder_decoder(name: str) -> bool:
-    """Of a model that cannot be read False: `load_model_config` tells what is wrong with it."""
+    """Of a folder that cannot be read False: `load_model_config` tells what is wrong with it.
+
+    Raises:
+        UserError: a hub id that is out of reach; it would be tried for half a minute once more.
+    """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         return bool(AutoConfig.from_pretrained(name, trust_remote_code=False).is_encoder_decoder)
-    except (OSError, ValueError, StrictDataclassError):
+    except (ValueError, StrictDataclassError):
         return False
+    except OSError as error:
+        if Path(name).is_dir() or Path(name).is_absolute() or name.startswith("."):
+            return False
+        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+        raise UserError(
+            f"--model {name} is no folder here and could not be read from the hub ({reason}): give a folder with its config.json"
+        ) from None

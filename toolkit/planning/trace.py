@@ -2,8 +2,8 @@
 
 Real code runs: the model's forward, `shard_model`, FSDP2's gathers and reductions, on fake tensors that have shapes and no data
 and in a process group that has ranks and no peers. Python's order of allocations is what `torch.cuda.max_memory_allocated`
-counts too. Tensors lie on the CPU, so what CUDA keeps differently is put in its place: the fused attention kernels, which keep
-no scores, and dropout, whose masks are boolean.
+counts too. Tensors lie on the CPU, so what CUDA keeps differently is put in its place, but for a preset of CPU processes: the
+fused attention kernels, which keep no scores, and dropout, whose masks are boolean.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from toolkit.planning.kernels import kernels_of_cuda
 
 SHARDED_PARAMETERS, GRADIENTS, UNSHARDED = "sharded parameters", "gradients", "unsharded block"
 UNSHARDED_GRADIENTS, ACTIVATIONS, LOGITS = "unsharded gradients", "activations", "logits and loss"
@@ -35,8 +36,6 @@ Bytes = dict[str, int]
 """Of each kind."""
 ALLOCATED_MULTIPLE_BYTES = 512
 """CUDA's caching allocator rounds every tensor up to it."""
-MASK_MULTIPLE = 16
-"""Columns that the memory-efficient kernel pads an attention bias to."""
 
 
 @dataclass
@@ -72,6 +71,17 @@ def fake_ranks(num_processes: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@contextlib.contextmanager
+def first_shards() -> Iterator[None]:
+    """Let `fully_shard` cut from each parameter the first rank's shard, which it keeps here, and not those of all ranks."""
+
+    def first_chunk(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
+        return [tensor.narrow(dim, 0, -(-tensor.size(dim) // num_chunks))]
+
+    with mock.patch("torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty", first_chunk):
+        yield
+
+
 def fake_copy(model: nn.Module) -> nn.Module:
     """The model with fake tensors on the CPU in place of its weightless parameters and buffers; within a `FakeTensorMode`."""
     memo: dict[int, Any] = {}
@@ -90,6 +100,7 @@ def trace_micro_batch(
     loss: Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor],
     vocab_size: int,
     off_device: frozenset[str] = frozenset(),
+    is_cpu: bool = False,
 ) -> Trace:
     """Run one micro-batch of a model made of fake tensors; within its `FakeTensorMode`.
 
@@ -98,6 +109,7 @@ def trace_micro_batch(
         loss: takes model and batch, gives the scalar to go backward from.
         vocab_size: tensors whose last dimension is this are logits.
         off_device: kinds that lie in the host's memory and do not count (`GRADIENTS` under CPU offload).
+        is_cpu: the run will be on the CPU too, whose kernels are then left as they are.
     """
     tracker = _Tracker(vocab_size, off_device)
     for parameter in model.parameters():
@@ -110,7 +122,7 @@ def trace_micro_batch(
         tracker.tag(tensor, INPUTS)
     for block in {id(block): block for stack in stacks for block in (stack[min(1, len(stack) - 1)], stack[-1])}.values():
         block.register_forward_pre_hook(functools.partial(_end_phases, tracker), with_kwargs=True)
-    with _watched(tracker), tracker:
+    with _watched(tracker), contextlib.nullcontext() if is_cpu else kernels_of_cuda(), tracker:
         loss_sum = loss(model, batch)
         tracker.end_phase()
         tracker.trace.first_backward_phase = len(tracker.trace.peaks) - 1
@@ -206,42 +218,9 @@ class _Tracker(TorchDispatchMode):
             self.total -= 0 if kind in self.off_device else num_bytes
 
 
-def _fused_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, *rest: Any, **_: Any
-) -> torch.Tensor:
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros(attn_mask.shape, dtype=query.dtype, device=query.device)
-    return _Attention.apply(query, key, value, attn_mask)
-
-
-def _fused_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
-
-
-class _Attention(torch.autograd.Function):
-    """What the flash and the memory-efficient kernels keep: inputs, output and the log of the sum of each row of scores."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, bias: Any) -> torch.Tensor:
-        output = torch.empty_like(query[..., :1]).expand(*query.shape[:-1], value.shape[-1]).contiguous()
-        log_sums = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
-        ctx.save_for_backward(query, key, value, bias, output, log_sums)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        query, key, value, bias, _, _ = ctx.saved_tensors
-        bias_grad = None
-        if ctx.needs_input_grad[3]:
-            columns = -(-bias.shape[-1] // MASK_MULTIPLE) * MASK_MULTIPLE
-            whole = bias.new_empty(*query.shape[:-1], columns)[..., : bias.shape[-1]]
-            bias_grad = whole.sum_to_size(bias.shape)
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), bias_grad
-
-
 @contextlib.contextmanager
 def _watched(tracker: _Tracker) -> Iterator[None]:
-    """Kernels as CUDA has them, and FSDP2's buffers told to the tracker by what they are.
+    """FSDP2's buffers told to the tracker by what they are.
 
     FSDP2 frees and allocates what it gathers by resizing storages, which no dispatch mode sees.
     """
@@ -269,6 +248,8 @@ def _watched(tracker: _Tracker) -> Iterator[None]:
     def seen_initialize(self: FSDPParam) -> None:
         is_first = not hasattr(self, "_unsharded_param")
         initialize(self)
+        for tensor in self.all_gather_outputs:  # where one rank has it all, nothing was gathered
+            tracker.tag(tensor, UNSHARDED)
         if is_first and self._unsharded_param.requires_grad:
             self._unsharded_param.register_post_accumulate_grad_hook(lambda p: tracker.tag(p.grad, UNSHARDED_GRADIENTS))
 
@@ -277,8 +258,6 @@ def _watched(tracker: _Tracker) -> Iterator[None]:
         mock.patch.object(DefaultAllocMixin, "allocate", seen_allocate),
         mock.patch.object(FSDPParam, "alloc_all_gather_outputs", seen_unshard),
         mock.patch.object(FSDPParam, "init_unsharded_param", seen_initialize),
-        mock.patch.object(F, "scaled_dot_product_attention", _fused_attention),
-        mock.patch.object(F, "dropout", _fused_dropout),
     ):
         yield
 

@@ -1,0 +1,65 @@
+"""CUDA's kernels put in the place of the CPU's while a trace runs: what they keep for the backward differs.
+
+Fused attention keeps no scores, and dropout keeps a mask of booleans.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+
+MASK_MULTIPLE = 16
+"""Columns that the memory-efficient kernel pads an attention bias to."""
+
+
+@contextlib.contextmanager
+def kernels_of_cuda() -> Iterator[None]:
+    """`torch.nn.functional` with them."""
+    with (
+        mock.patch.object(F, "scaled_dot_product_attention", _fused_attention),
+        mock.patch.object(F, "dropout", _fused_dropout),
+    ):
+        yield
+
+
+def _fused_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, *rest: Any, **_: Any
+) -> torch.Tensor:
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (query, key, value))
+    if attn_mask is not None:
+        is_bool = attn_mask.dtype == torch.bool
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype) if is_bool else attn_mask.to(query.dtype)
+    return _Attention.apply(query, key, value, attn_mask)
+
+
+def _fused_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
+
+
+class _Attention(torch.autograd.Function):
+    """What the flash and the memory-efficient kernels keep: inputs, output and the log of the sum of each row of scores."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any, bias: Any) -> torch.Tensor:
+        # All fused kernels lay it out as (rows, tokens, heads, size), so that to join the heads takes no copy.
+        rows, heads, length, _ = query.shape
+        output = query.new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)
+        log_sums = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
+        ctx.save_for_backward(query, key, value, bias, output, log_sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        query, key, value, bias, _, _ = ctx.saved_tensors
+        bias_grad = None
+        if ctx.needs_input_grad[3]:
+            columns = -(-bias.shape[-1] // MASK_MULTIPLE) * MASK_MULTIPLE
+            whole = bias.new_empty(*query.shape[:-1], columns)[..., : bias.shape[-1]]
+            bias_grad = whole.sum_to_size(bias.shape)
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), bias_grad
