@@ -7,9 +7,11 @@ This is the only module with branches for the device.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import resource
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -84,10 +86,28 @@ def fsdp_version(accelerator: Accelerator) -> int | None:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Highest memory of this process so far: allocated on a CUDA device, resident on a CPU."""
+    """Highest memory of this process since `reset_peak_memory`: allocated on a CUDA device, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Let `peak_memory_gib` look anew, where the system allows it; else it goes on from the start of the process."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # man proc: resets the peak resident size
+
+
+def held_memory_gib(device: torch.device) -> float:
+    """What this process holds now: allocated on a CUDA device, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) / GIB
+    import psutil
+
+    return psutil.Process().memory_info().rss / GIB
 
 
 def free_memory_bytes(device: torch.device) -> int:

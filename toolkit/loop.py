@@ -28,6 +28,7 @@ from toolkit.parameter_checks import SMALLEST_SHOWING_LR, UPDATES_UNTIL_MOVED, P
 from toolkit.signals import StopRequests
 from toolkit.skip_guard import SkipGuard
 from toolkit.step_log import StepFigures, StepLog
+from toolkit.step_memory import save_memory
 from toolkit.tracking import Progress
 from toolkit.train_state import TrainState
 from toolkit.watchdog import Watchdog
@@ -69,6 +70,7 @@ def train(config: RecipeConfig, run: Run, state: TrainState) -> TrainState:
         session = Session(config, run, state, bar, log, guard, stops, watchdog, writer)
         if not (state.evaluation_due and after_step(session)):
             _train_steps(session)
+        save_memory(run.folder, log.memory, run.metrics)
         finish_writing(session)
         stop_after_end(session)
     bar.close()
@@ -124,6 +126,7 @@ def train_step(
         seed_all("step", config.train.seed, step.step, rank(), micro_batch.index)
         if config.log_row_ids:
             _log_row_ids(run, micro_batch)
+        session.log.memory.see(batch)
         batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
         # FSDP reduces every micro-batch's gradients: waiting would keep them whole on each rank. DDP keeps them anyway.
         accumulates = isinstance(model, DistributedDataParallel) and not micro_batch.is_last

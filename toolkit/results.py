@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from toolkit.distributed import rank
 from toolkit.errors import UserError
 from toolkit.evaluation import ROUGE_METRICS, EvaluationRows
+from toolkit.step_memory import MEMORY_FILE
 from toolkit.tracking import load_metrics
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def show_results(run_folder: Path, train_rows: Dataset, evaluation: EvaluationRo
 
 
 def show_runs(run_folders: Sequence[Path]) -> None:
-    """Print one table of the first and the last evaluation of each run, in the order given.
+    """Print one table of the first and the last evaluation of each run, in the order given, and its memory beside the plan's.
 
     `rougeL_line1` is ROUGE-L of each text's first line alone: a model that says the right headline but was never taught to stop
     there is told from one that says a wrong one.
@@ -60,6 +61,12 @@ def show_runs(run_folders: Sequence[Path]) -> None:
             name = f"{folder.name}, {when} ({line['num_rows']} rows)"
             table[name] = line | _score_first_lines(folder / f"predictions-{line['step']}.jsonl")
     print(format_table(table, _COLUMNS_OF_RUNS))
+    if any((folder / MEMORY_FILE).is_file() for folder in run_folders):
+        from toolkit.planning.compared import compare_with_plan
+
+        print("\nmemory of a rank in training steps, predicted by `plan` against measured")
+        for folder in run_folders:
+            print(f"{folder.name}: {compare_with_plan(folder)}", flush=True)
 
 
 def format_table(rows: dict[str, dict[str, float]], choice: Sequence[str] = _COLUMNS) -> str:

@@ -21,6 +21,7 @@ from toolkit.manifest import hash_model_config
 from toolkit.model_config import AutoClass, load_model_config
 from toolkit.results import show_results
 from toolkit.run_folder import lock_run_folder, open_run_folder
+from toolkit.step_memory import note_before_model
 from toolkit.train_state import Identity, TrainState
 from toolkit.weight_files import WholeOnly
 from toolkit.weight_sources import Sources
@@ -129,6 +130,7 @@ def load_model(
     Raises:
         UserError: on every rank.
     """
+    note_before_model(begun.accelerator.device)
     loaded_dtype = begun.frozen_dtype if adapters.is_wanted(config.adapter) else torch.float32  # nearly all of it is frozen
     opened = None
     if fsdp_version(begun.accelerator) == 2 and not config.model.from_scratch:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from toolkit.accelerator import peak_memory_gib, synchronize
+from toolkit.accelerator import synchronize
 from toolkit.data.plan import MicroBatch, Step
 from toolkit.distributed import gather_objects, reduce_on_cpu
 from toolkit.errors import UserError
 from toolkit.sharding import ShardedModel
+from toolkit.step_memory import StepMemory
 from toolkit.tracking import MetricsLog, Progress, log_to_trackers
 from toolkit.train_state import SkipHistory
 
@@ -47,12 +48,14 @@ class StepLog:
     ) -> None:
         self.metrics, self.sharded, self.bar, self.rows = metrics, sharded, bar, rows
         self.skips, self.max_skipped_steps = skips, max_skipped_steps
+        self.memory = StepMemory(sharded.accelerator.device)
         self.pending: list[StepFigures] = []
         self.last_skipped: list[tuple[int, list[int]]] = []
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Leave out of the step time what was no step."""
+        """Leave out of the step time and of the peak memory what was no step."""
+        self.memory.restart()
         self.start_s = time.perf_counter()
 
     def add(self, figures: StepFigures) -> None:
@@ -71,8 +74,8 @@ class StepLog:
         read = torch.stack([torch.stack([f.loss_sum, f.grad_norm, f.skipped]) for f in self.pending]).cpu().double().tolist()
         synchronize(device)
         seconds = time.perf_counter() - self.start_s
-        peak_gib = reduce_on_cpu(torch.tensor(peak_memory_gib(device), dtype=torch.float64), dist.ReduceOp.MAX).item()
         tokens_per_s = sum(f.step.num_tokens for f in self.pending) / seconds
+        peak_gib = reduce_on_cpu(torch.tensor(self.memory.read(), dtype=torch.float64), dist.ReduceOp.MAX).item()
         too_many: UserError | None = None
         for f, (loss_sum, grad_norm, skipped) in zip(self.pending, read, strict=True):
             loss = loss_sum / f.step.num_label_tokens

@@ -99,7 +99,7 @@ def build_plan(
     rows = subject.config.train.micro_batch_size_rows
     with tracing.fake_ranks(num_processes):
         trace, sharded = trace_rank(subject, strategy, subject.skeleton, rows)
-        largest = _largest_micro_batch(subject, strategy, usable) if searches else None
+        largest = largest_micro_batch(subject, strategy, usable) if searches else None
         fits = sum(trace.peak.values()) <= usable
         change = _find_change(subject, strategy, usable) if searches and not fits else None
     return Plan(
@@ -123,7 +123,7 @@ def build_plan(
     )
 
 
-def _largest_micro_batch(subject: Subject, strategy: Strategy, usable: int) -> int:
+def largest_micro_batch(subject: Subject, strategy: Strategy, usable: int) -> int:
     """Most rows of a micro-batch that fit, found by where the line through the last two tries meets what is usable."""
     fits, fails, rows = 0, MOST_ROWS + 1, 1
     before = (0, 0)

@@ -111,7 +111,7 @@ def trace_micro_batch(
         off_device: kinds that lie in the host's memory and do not count (`GRADIENTS` under CPU offload).
         is_cpu: the run will be on the CPU too, whose kernels are then left as they are.
     """
-    tracker = _Tracker(vocab_size, off_device)
+    tracker = _Tracker(vocab_size, off_device, is_cpu)
     for parameter in model.parameters():
         tracker.tag(_local(parameter), SHARDED_PARAMETERS)
         if parameter.grad is not None:
@@ -142,9 +142,9 @@ def _end_phases(tracker: _Tracker, block: nn.Module, args: tuple[Any, ...], inpu
 class _Tracker(TorchDispatchMode):
     """Counts storages from their first tensor to their end."""
 
-    def __init__(self, vocab_size: int, off_device: frozenset[str]) -> None:
+    def __init__(self, vocab_size: int, off_device: frozenset[str], is_cpu: bool) -> None:
         super().__init__()
-        self.vocab_size, self.off_device = vocab_size, off_device
+        self.vocab_size, self.off_device, self.is_cpu = vocab_size, off_device, is_cpu
         self.alive: dict[int, tuple[str, int]] = {}
         self.references: dict[int, weakref.ref] = {}
         self.now = dict.fromkeys(TRACED_KINDS, 0)
@@ -164,6 +164,8 @@ class _Tracker(TorchDispatchMode):
         elif func is torch.ops.c10d._reduce_scatter_base_.default:
             self.tag(args[1], GATHERED)
             self.tag(args[0], GRADIENTS)
+            if self.is_cpu:  # gloo reduces a copy
+                self.tag(torch.empty_like(args[1]), GATHERED)
             self.trace.reduced_bytes += args[1].nbytes
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and leaf.device.type != "meta":
