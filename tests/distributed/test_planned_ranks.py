@@ -1,0 +1,98 @@
+"""The plan of 2 processes against what real ones allocate, gathers and reductions over gloo included."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.launch import run_on_ranks
+from toolkit import adapters, models, optim, sharding
+from toolkit.accelerator import build_accelerator, frozen_dtype
+from toolkit.losses import share_of_global_mean, summed_loss
+from toolkit.planning.plan import build_plan
+from toolkit.planning.strategy import Strategy
+from toolkit.planning.subject import build_batch, build_subject
+from toolkit.shard_units import local_tensor
+
+PRESET = Path(__file__).parents[2] / "accelerate_configs" / "fsdp2_cpu.yaml"
+LLAMA = {
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "vocab_size": 2048,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": False,
+}  # fmt: skip
+ARGUMENTS = [
+    "--data.source=docstrings", "--data.max_length_tokens=128", "--train.num_epochs=1", "--train.micro_batch_size_rows=2",
+    "--train.global_batch_size_rows=4",
+]  # fmt: skip
+LORA = ["--adapter.method=lora", "--adapter.target_modules=all-linear", "--adapter.rank=8"]
+
+
+def allocated(model_folder: str, arguments: list[str]) -> tuple[int, int]:
+    """Most bytes of this rank in a training step with moments, and how much of it gloo's threads may have freed unseen."""
+    accelerator = build_accelerator([], "")
+    strategy = Strategy(kind="fsdp2", num_shards=2, num_replicas=1, num_machines=1, compute_dtype=torch.bfloat16)
+    subject = build_subject(model_folder, strategy, arguments, None)
+    batch = build_batch(subject, rows=2)
+    model = models.load_model(subject.config.model, subject.model_config, "AutoModelForCausalLM", 0)
+    if adapters.is_wanted(subject.config.adapter):
+        adapters.add_adapter(model, subject.config.adapter, subject.config.model, 0)
+        models.cast_frozen(model, frozen_dtype(accelerator, "auto", has_adapter=True))
+    sharded = sharding.shard_model(accelerator, model.train())
+    optimizer = optim.build_optimizer(subject.config.optim, sharded.model)
+
+    def take_step() -> None:
+        share_of_global_mean(summed_loss(sharded.model, batch)[0], 1, 1).backward()
+        optim.clip_gradients(sharded.model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    for _ in range(2):
+        take_step()
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    at_rest = [local_tensor(t) for t in (*sharded.model.parameters(), *sharded.model.buffers(), *batch.values(), *moments)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in at_rest}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        take_step()
+    now = highest = 0
+    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        now += event.nbytes() if event.name() == "[memory]" else 0
+        highest = max(highest, now)
+    return sum(storages.values()) + highest, now
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments"),
+    [
+        ({}, []),
+        ({"mixed_precision": "no", "fsdp_config": {"fsdp_reshard_after_forward": False}}, []),
+        ({"fsdp_config": {"fsdp_activation_checkpointing": True}}, LORA),
+    ],
+    ids=["bf16", "fp32-shard-grad-op", "lora-checkpointing"],
+)
+def test_a_rank_allocates_what_is_planned(changes: dict[str, Any], arguments: list[str], tmp_path: Path) -> None:
+    import yaml
+
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    with_weights = [*ARGUMENTS, *arguments]
+    if arguments:  # an adapter needs a base
+        models_folder = str(tmp_path)
+        _save_weights(models_folder)
+    else:
+        with_weights.append("--model.from_scratch=true")
+    preset = tmp_path / "preset.yaml"
+    mapping = yaml.safe_load(PRESET.read_text())
+    for key, value in changes.items():
+        mapping[key] = mapping[key] | value if isinstance(value, dict) else value
+    preset.write_text(yaml.safe_dump(mapping))
+    planned = build_plan(str(tmp_path), preset, 2, with_weights, None, 80.0, searches=False).total
+    for measured, unseen in run_on_ranks(allocated, preset=preset, args=(str(tmp_path), with_weights)):
+        assert 0.99 * (measured - unseen) <= planned <= 1.01 * measured
+
+
+def _save_weights(folder: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
