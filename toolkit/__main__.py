@@ -4,8 +4,8 @@ check FILE.yaml           check an accelerate YAML strictly
 checkpoints RUN_FOLDER    one table of a run's checkpoints and whether each is whole; exits 1 where one is not
 compare --presets A,B -- RECIPE …  one recipe under several presets: time, memory, loss, saving; exits 1 where one fails
 plan --model M …          what each rank of a run would need, and whether it fits; exits 1 where it does not
-presets [--write] FOLDER  check the table of presets in the folder's README.md against their headers, or write it
-results RUN_FOLDER...     one table of what several runs came to
+presets [--write] FOLDER  check the tables of presets in the folder's README.md, or write them
+results RUN_FOLDER...     one table of what several runs came to, and the plan's memory beside theirs
 verify --model M …        prove on this box, by short runs, what a run relies on; exits 1 where something is not as it must be
 """
 
@@ -14,76 +14,65 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 from toolkit.accelerate_yaml import check_accelerate_yaml, update_preset_table
 from toolkit.checkpoint_table import show_checkpoints
 from toolkit.errors import UserError, exit_on_user_error
+from toolkit.preset_page import update_choice
 
 EXIT_NOT_VALID = 1
 """What `checkpoints` exits with where a folder named like a checkpoint is not valid, `plan` where a run does not fit, `compare`
 where a preset fails, and `verify` where a check fails."""
+WITH_RUN_FLAGS = ("plan", "verify")
+"""Jobs that take the dotted flags of a recipe beside their own."""
 
 
 def main() -> None:
-    """Read the command line and do the one job it names."""
+    """Read the command line and do the one job it names. Each job is a function below that returns whether all is well."""
     parser = argparse.ArgumentParser(prog="python -m toolkit", description="What is done beside a run.")
     jobs = parser.add_subparsers(dest="job", required=True)
+    for add in (_add_check, _add_checkpoints, _add_compare, _add_plan, _add_presets, _add_results, _add_verify):
+        add(jobs)
+    own, recipe = _split_at_recipe(sys.argv[1:])
+    arguments, run_flags = parser.parse_known_args(own)
+    if run_flags and arguments.job not in WITH_RUN_FLAGS:
+        hint = ": the recipe and its flags stand after --" if arguments.job == "compare" else ""
+        parser.error(f"unrecognized arguments: {' '.join(run_flags)}{hint}")
+    with exit_on_user_error():
+        is_well = arguments.do(arguments, recipe if arguments.job == "compare" else run_flags)
+    if not is_well:
+        raise SystemExit(EXIT_NOT_VALID)
+
+
+def _split_at_recipe(argv: list[str]) -> tuple[list[str], list[str]]:
+    """What stands before and after the first `--`, which argparse would take for one of its own."""
+    if argv[:1] != ["compare"] or "--" not in argv:
+        return argv, []
+    place = argv.index("--")
+    return argv[:place], argv[place + 1 :]
+
+
+def _add_check(jobs: Any) -> None:
     check = jobs.add_parser("check", help="check an accelerate YAML: unknown keys, wrong values, keys that are ignored")
     check.add_argument("file", type=Path, help="the accelerate YAML")
+    check.set_defaults(do=_check)
+
+
+def _check(arguments: Namespace, _: list[str]) -> bool:
+    check_accelerate_yaml(arguments.file)
+    print(f"{arguments.file} is fine")
+    return True
+
+
+def _add_checkpoints(jobs: Any) -> None:
     checkpoints = jobs.add_parser("checkpoints", help="one table of a run's checkpoints; exits 1 where one is not valid")
     checkpoints.add_argument("run_folder", type=Path, metavar="RUN_FOLDER", help="as in runs/t5_docstrings")
     checkpoints.add_argument("--verify", action="store_true", help="hash every file again, not only compare its size")
     checkpoints.add_argument("--json", action="store_true", help="print a JSON list instead of the table")
-    _add_compare(jobs)
-    _add_plan(jobs)
-    presets = jobs.add_parser("presets", help="see that the table in a folder's README.md is that of its presets' headers")
-    presets.add_argument("folder", type=Path, metavar="FOLDER", help="as in accelerate_configs")
-    presets.add_argument("--write", action="store_true", help="write the table")
-    results = jobs.add_parser("results", help="one table of the first and the last evaluation of several runs")
-    results.add_argument("run_folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="as in runs/t5_docstrings")
-    _add_verify(jobs)
-    own_arguments, command = _split_at_recipe(sys.argv[1:])
-    arguments, run_arguments = parser.parse_known_args(own_arguments)
-    if run_arguments and arguments.job not in ("plan", "verify"):
-        hint = ": the recipe and its flags stand after --" if arguments.job == "compare" else ""
-        parser.error(f"unrecognized arguments: {' '.join(run_arguments)}{hint}")
-    with exit_on_user_error():
-        if arguments.job == "check":
-            check_accelerate_yaml(arguments.file)
-            print(f"{arguments.file} is fine")
-        elif arguments.job == "presets":
-            update_preset_table(arguments.folder, write=arguments.write)
-        elif arguments.job == "checkpoints":
-            if not show_checkpoints(arguments.run_folder, arguments.verify, arguments.json):
-                raise SystemExit(EXIT_NOT_VALID)
-        elif arguments.job == "compare":
-            _compare(arguments, command)
-        elif arguments.job == "plan":
-            from toolkit.planning.report import show_plan  # torch takes seconds to import
-
-            fits = show_plan(
-                arguments.model,
-                arguments.accelerate_config,
-                arguments.num_processes,
-                ([f"--config={arguments.config}"] if arguments.config else []) + run_arguments,
-                recipe=arguments.recipe,
-                gpu_memory_gib=arguments.gpu_memory_gib,
-                as_json=arguments.json,
-            )
-            if not fits:
-                raise SystemExit(EXIT_NOT_VALID)
-        elif arguments.job == "verify":
-            from toolkit.verification.verify import verify
-
-            chosen = {name: value for name, value in vars(arguments).items() if name != "job"}
-            if not verify(run_arguments, **chosen):
-                raise SystemExit(EXIT_NOT_VALID)
-        else:
-            from toolkit.results import show_runs
-
-            show_runs(arguments.run_folders)
+    checkpoints.set_defaults(do=lambda arguments, _: show_checkpoints(arguments.run_folder, arguments.verify, arguments.json))
 
 
 def _add_compare(jobs: Any) -> None:
@@ -106,23 +95,16 @@ def _add_compare(jobs: Any) -> None:
     compare.add_argument("--steps", type=int, default=20, metavar="N", help="optimizer updates of each run (20)")
     compare.add_argument("--warmup-steps", type=int, default=5, metavar="N", help="of them, first ones that are not timed (5)")
     compare.add_argument("--output", type=Path, metavar="FOLDER", help="a new folder; unset: runs/compare-DATE-TIME")
+    compare.set_defaults(do=_compare)
 
 
-def _split_at_recipe(argv: list[str]) -> tuple[list[str], list[str]]:
-    """What stands before and after the first `--`, which argparse would take for one of its own."""
-    if argv[:1] != ["compare"] or "--" not in argv:
-        return argv, []
-    place = argv.index("--")
-    return argv[:place], argv[place + 1 :]
-
-
-def _compare(arguments: argparse.Namespace, command: list[str]) -> None:
+def _compare(arguments: Namespace, recipe: list[str]) -> bool:
     from toolkit.comparison import Conditions, compare
 
-    if not command:
+    if not recipe:
         raise UserError("compare needs a recipe after its own options: add -- recipes/t5.py --config RUN.yaml")
     conditions = Conditions(
-        command=command,
+        command=recipe,
         num_steps=arguments.steps,
         warmup_steps=arguments.warmup_steps,
         num_processes=arguments.num_processes,
@@ -130,9 +112,7 @@ def _compare(arguments: argparse.Namespace, command: list[str]) -> None:
         mixed_precision=arguments.mixed_precision,
     )
     presets = [preset for preset in arguments.presets.split(",") if preset]
-    output = arguments.output or Path("runs", f"compare-{time.strftime('%Y%m%d-%H%M%S')}")
-    if not compare(presets, conditions, output):
-        raise SystemExit(EXIT_NOT_VALID)
+    return compare(presets, conditions, arguments.output or Path("runs", f"compare-{time.strftime('%Y%m%d-%H%M%S')}"))
 
 
 def _add_plan(jobs: Any) -> None:
@@ -146,6 +126,54 @@ def _add_plan(jobs: Any) -> None:
     plan.add_argument("--recipe", choices=["llm", "t5"], help="unset: by the model")
     plan.add_argument("--gpu-memory-gib", type=float, default=80.0, help="of one GPU (80); 0.92 of it counts as usable")
     plan.add_argument("--json", action="store_true", help="print all of it as JSON")
+    plan.set_defaults(do=_plan)
+
+
+def _plan(arguments: Namespace, run_flags: list[str]) -> bool:
+    from toolkit.planning.report import show_plan  # torch takes seconds to import
+
+    return show_plan(
+        arguments.model,
+        arguments.accelerate_config,
+        arguments.num_processes,
+        ([f"--config={arguments.config}"] if arguments.config else []) + run_flags,
+        recipe=arguments.recipe,
+        gpu_memory_gib=arguments.gpu_memory_gib,
+        as_json=arguments.json,
+    )
+
+
+def _add_presets(jobs: Any) -> None:
+    presets = jobs.add_parser("presets", help="see that the tables in a folder's README.md are those of its presets")
+    presets.add_argument("folder", type=Path, metavar="FOLDER", help="as in accelerate_configs")
+    presets.add_argument("--write", action="store_true", help="write the table, and the section of which preset to take")
+    presets.add_argument("--plan", action="store_true", help="with --write: plan that section anew, which takes minutes")
+    presets.set_defaults(do=_presets)
+
+
+def _presets(arguments: Namespace, _: list[str]) -> bool:
+    if arguments.plan and not arguments.write:
+        raise UserError("--plan is given without --write: add it, a new plan is written")
+    if arguments.plan:
+        from toolkit.planning.choice import save_choice  # torch takes seconds to import
+
+        save_choice(arguments.folder)
+    update_preset_table(arguments.folder, write=arguments.write)
+    update_choice(arguments.folder, write=arguments.write)
+    return True
+
+
+def _add_results(jobs: Any) -> None:
+    results = jobs.add_parser("results", help="one table of the first and the last evaluation of several runs")
+    results.add_argument("run_folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="as in runs/t5_docstrings")
+    results.set_defaults(do=_results)
+
+
+def _results(arguments: Namespace, _: list[str]) -> bool:
+    from toolkit.results import show_runs
+
+    show_runs(arguments.run_folders)
+    return True
 
 
 def _add_verify(jobs: Any) -> None:
@@ -162,6 +190,13 @@ def _add_verify(jobs: Any) -> None:
     verify.add_argument("--use-cpu", action="store_true", help="on the CPU, GPUs or not")
     verify.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference of losses, gradients (1e-5)")
     verify.add_argument("--output", type=Path, default=Path("runs/verify"), metavar="FOLDER", help="of the table (runs/verify)")
+    verify.set_defaults(do=_verify)
+
+
+def _verify(arguments: Namespace, run_flags: list[str]) -> bool:
+    from toolkit.verification.verify import verify
+
+    return verify(run_flags, **{name: value for name, value in vars(arguments).items() if name not in ("job", "do")})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,78 @@
+"""The section "Which preset?" of the presets' README.md, rendered from what the planner has found.
+
+Planning takes minutes, so its findings are kept in `which_preset.json` with a hash of all that they depend on: the page can be
+checked within a second, and a finding that is out of date is told.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import UserError
+
+CHOICE_FILE = "which_preset.json"
+CHOICE_BEGIN, CHOICE_END = "<!-- begin: made from which_preset.json -->\n", "<!-- end -->"
+_SOURCES = ("choice", "kernels", "peak", "strategy", "subject", "trace")
+
+
+def update_choice(folder: Path, *, write: bool) -> None:
+    """Put the section between its two marks in the folder's README.md, or see that it stands there; nothing without a finding.
+
+    Raises:
+        UserError: the finding is out of date, there are no marks, or, unless it is to be written, another section.
+    """
+    found, page = folder / CHOICE_FILE, folder / "README.md"
+    if not found.is_file():
+        return
+    choice = json.loads(found.read_text(encoding="utf-8"))
+    if choice["inputs"] != hash_inputs(folder):
+        raise UserError(
+            f"{found}: the planner or a preset has changed since; run `python -m toolkit presets --write --plan {folder}`, which "
+            "takes minutes"
+        )
+    text = page.read_text(encoding="utf-8") if page.is_file() else ""
+    before, begin, rest = text.partition(CHOICE_BEGIN)
+    _, end, after = rest.partition(CHOICE_END)
+    if not end:
+        raise UserError(f"{page}: has no lines {CHOICE_BEGIN.strip()} and {CHOICE_END}, between which the section stands")
+    updated = before + begin + choice_table(choice["cells"]) + end + after
+    if write:
+        page.write_text(updated, encoding="utf-8")
+    elif updated != text:
+        raise UserError(f"{page}: its section is not that of {CHOICE_FILE}; run `python -m toolkit presets --write {folder}`")
+
+
+def choice_table(cells: list[dict[str, Any]]) -> str:
+    """A row a model and way, a column a number of GPUs, as Markdown."""
+    columns = sorted({cell["num_gpus"] for cell in cells})
+    names = list(dict.fromkeys((cell["model"], cell["way"]) for cell in cells))
+    by_place = {(cell["model"], cell["way"], cell["num_gpus"]): cell for cell in cells}
+    lines = [
+        ["Model", "Trained", *(f"{num} GPU{'s' if num > 1 else ''}" for num in columns)],
+        ["---"] * (2 + len(columns)),
+        *([model, way, *(_cell(by_place[model, way, num]) for num in columns)] for model, way in names),
+    ]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def hash_inputs(folder: Path) -> str:
+    """sha256 of the planner's sources and of the settings of the folder's presets, which comments are no part of."""
+    import yaml
+
+    digest = hashlib.sha256()
+    for name in _SOURCES:
+        digest.update((Path(__file__).parent / "planning" / f"{name}.py").read_bytes())
+    for path in sorted(folder.glob("*.yaml")):
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+        digest.update(json.dumps([path.name, settings], sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def _cell(cell: dict[str, Any]) -> str:
+    if cell["preset"] is None:
+        return "does not fit"
+    rows = f"{cell['rows']:,} row{'' if cell['rows'] == 1 else 's'}"
+    return f"{cell['preset']}: {cell['peak_bytes'] / 2**30:.1f} GiB; {rows}"
