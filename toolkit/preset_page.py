@@ -15,6 +15,10 @@ from toolkit.errors import UserError
 
 CHOICE_FILE = "which_preset.json"
 CHOICE_BEGIN, CHOICE_END = "<!-- begin: made from which_preset.json -->\n", "<!-- end -->"
+PLANNED_PRESETS = (
+    "single", "ddp", "fsdp2_shard_grad_op", "fsdp2_full_shard", "fsdp2_activation_checkpointing", "fsdp2_offload",
+)  # fmt: skip
+"""Those that the section chooses among; its meshes over machines are made from them."""
 _SOURCES = ("choice", "kernels", "peak", "strategy", "subject", "trace")
 
 
@@ -59,13 +63,13 @@ def choice_table(cells: list[dict[str, Any]]) -> str:
 
 
 def hash_inputs(folder: Path) -> str:
-    """sha256 of the planner's sources and of the settings of the folder's presets, which comments are no part of."""
+    """sha256 of the planner's sources and of the settings of the presets it chooses among, which comments are no part of."""
     import yaml
 
     digest = hashlib.sha256()
     for name in _SOURCES:
         digest.update((Path(__file__).parent / "planning" / f"{name}.py").read_bytes())
-    for path in sorted(folder.glob("*.yaml")):
+    for path in (folder / f"{preset}.yaml" for preset in PLANNED_PRESETS):
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
         digest.update(json.dumps([path.name, settings], sort_keys=True).encode())
     return digest.hexdigest()
