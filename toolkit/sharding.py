@@ -7,7 +7,7 @@ import copy
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from toolkit import causal_loss, float8
 from toolkit.accelerator import compute_dtype, free_memory_bytes, fsdp_version
+from toolkit.block_forwards import checkpoint_activations, compile_blocks
 from toolkit.distributed import reduce_on_cpu, world_size
-from toolkit.shard_units import ShardUnit, build_units, check_ties, clean, find_blocks, repeated_blocks
+from toolkit.shard_units import ShardUnit, build_units, check_ties, clean, find_blocks
 from toolkit.weight_sources import Sources, fill_shards
 
 if TYPE_CHECKING:
@@ -76,10 +76,10 @@ def shard_model(accelerator: Accelerator, model: PreTrainedModel, sources: Sourc
         blocks = {name: model.get_submodule(name) for name in blocks}  # one that was a Linear is another module now
     units = build_units(model, blocks)
     causal_loss.install(model)
-    _compile_blocks(accelerator, model)
+    compile_blocks(accelerator, model)
     if version:
         check_ties(model, units)
-        _checkpoint_activations(accelerator, model)
+        checkpoint_activations(accelerator, model)
     assert version == 2 or sources is None
     if version == 2:
         wrapped: nn.Module = _fully_shard(accelerator, model, list(blocks.values()))
@@ -193,49 +193,6 @@ def _replica(sharded: ShardedModel) -> PreTrainedModel:
     assign_parameters(replica, weights)
     causal_loss.install(replica)
     return replica.to(device).eval()
-
-
-def _compile_blocks(accelerator: Accelerator, model: PreTrainedModel) -> None:
-    """Compile each repeated block's forward, as the YAML's dynamo section says; hooks of FSDP stay outside.
-
-    Shapes change from batch to batch: without `dynamo_use_dynamic` torch finds out which do after the first few.
-    """
-    from accelerate.utils import DynamoBackend
-
-    plugin = accelerator.state.dynamo_plugin
-    if plugin.backend == DynamoBackend.NO:
-        return
-    options = {"backend": plugin.backend.value.lower(), "mode": None if plugin.mode == "default" else plugin.mode}
-    for block in repeated_blocks(model).values():
-        compiled = torch.compile(block.forward, **options, fullgraph=plugin.fullgraph, dynamic=plugin.dynamic or None)
-        block.forward = functools.partial(_compiled, block, block.forward, compiled)
-    plugin.backend = DynamoBackend.NO  # else `prepare_model` compiles once more
-
-
-def _compiled(block: nn.Module, forward: Callable[..., Any], compiled: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
-    """Compiled in training only: in generation the growing cache of every layer would use up the limit of recompilations, which
-    all blocks share, and training would go on uncompiled without a word."""
-    return (compiled if block.training else forward)(*args, **inputs)
-
-
-def _checkpoint_activations(accelerator: Accelerator, model: PreTrainedModel) -> None:
-    """Let each repeated block forget its activations and compute them again in the backward, with the same dropout masks.
-
-    Non-reentrant, inside the hooks of FSDP. accelerate's FSDP2 path draws other masks the second time
-    (`preserve_rng_state=False`), which makes gradients wrong.
-    """
-    plugin = accelerator.state.fsdp_plugin
-    if not plugin.activation_checkpointing:
-        return
-    for block in repeated_blocks(model).values():
-        block.forward = functools.partial(_checkpointed, block, block.forward)
-    plugin.activation_checkpointing = False  # else `prepare_model` does it once more
-
-
-def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
-    if not (block.training and torch.is_grad_enabled()):
-        return forward(*args, **inputs)
-    return checkpoint(forward, *args, use_reentrant=False, **inputs)
 
 
 def _num_shards(accelerator: Accelerator) -> int:

@@ -35,6 +35,7 @@ from toolkit.planning.trace import (
     Trace,
     fake_ranks,
 )
+from toolkit.weight_sources import PIECE_BYTES
 
 PRESETS = Path(__file__).parents[2] / "accelerate_configs"
 HIDDEN, INNER, VOCAB, LAYERS, HEADS = 256, 512, 2048, 3, 4
@@ -349,6 +350,20 @@ def test_offloaded_shards_are_the_host_s() -> None:
     assert planned.device[SHARDED_PARAMETERS] == planned.device[GRADIENTS] == planned.device[OPTIMIZER] == 0
     assert planned.device[UNSHARDED] > 0
     assert planned.host["offloaded shards"] == pytest.approx(NUM_PARAMETERS * 16 / 4, rel=0.001)
+
+
+def test_fsdp2_alone_loads_a_model_piece_by_piece() -> None:
+    assert plan(LLAMA, "fsdp2_full_shard", 4, *UNPACKED).host["while loading"] == 2 * PIECE_BYTES
+    for preset, flags in (("fsdp2_full_shard", ["--model.from_scratch=true"]), ("ddp", []), ("fsdp1_full_shard", [])):
+        assert plan(LLAMA, preset, 4, *UNPACKED, *flags).host["while loading"] == NUM_PARAMETERS * 4
+
+
+def test_float8_is_planned_as_bf16_and_says_so() -> None:
+    float8, bf16 = (plan(LLAMA, preset, 4, *UNPACKED) for preset in ("fsdp2_fp8", "fsdp2_compile"))
+    assert float8.device == bf16.device
+    assert [note for note in float8.notes if note not in bf16.notes] == [
+        "float8: planned as bf16; the weights of converted Linears are gathered in half the bytes"
+    ]
 
 
 def test_hybrid_shards_are_reduced_over_the_replicas_too(edited: Any) -> None:

@@ -24,6 +24,7 @@ from toolkit.planning.strategy import Strategy, load_strategy
 from toolkit.planning.subject import Subject, build_subject, num_micro_batches, row_tokens
 from toolkit.planning.trace import Bytes, Trace
 from toolkit.shard_units import ShardUnit, local_tensor
+from toolkit.weight_sources import PIECE_BYTES
 
 USABLE_SHARE = 0.92
 """Of a GPU's memory; the CUDA context, nccl's buffers and what the allocator cannot join take the rest. Not measured."""
@@ -173,9 +174,11 @@ def _changes(strategy: Strategy) -> Iterable[tuple[str, dict[str, Any]]]:
 
 
 def _host_bytes(subject: Subject, strategy: Strategy, model: nn.Module) -> Bytes:
-    """Of one rank: a whole model while it loads; what is offloaded; a checkpoint's copy of the shards."""
+    """Of one rank: what loading holds beside shards that stay; what is offloaded; a checkpoint's copy of the shards."""
     trainable = sum(local_tensor(p).numel() for p in model.parameters() if p.requires_grad)
-    loaded = sum(p.numel() * p.element_size() for p in subject.skeleton.parameters())
+    loads_parts = strategy.kind == "fsdp2" and not subject.config.model.from_scratch
+    # A piece as it is stored and as it is converted; else the whole model.
+    loaded = 2 * PIECE_BYTES if loads_parts else sum(p.nbytes for p in subject.skeleton.parameters())
     shards = sum(local_tensor(p).nbytes for p in model.parameters())
     return {
         "while loading": loaded,
@@ -216,6 +219,8 @@ def _notes(subject: Subject, strategy: Strategy) -> list[str]:
         notes.append(f"traced under autocast{whose}; casts of weights count as activations")
     if subject.is_flash:
         notes.append("flash or flex attention: planned as sdpa without a mask, whose kernels keep the same")
+    if strategy.is_float8:
+        notes.append("float8: planned as bf16; the weights of converted Linears are gathered in half the bytes")
     if strategy.is_compiled:
         notes.append("torch.compile: not planned; compiled blocks usually keep less")
     notes.append("of training: an evaluation that generates, or with longer rows, may need more (eval.unshard)")

@@ -35,6 +35,7 @@ class Strategy:
     activation_checkpointing: bool = False
     offload: bool = False
     is_compiled: bool = False
+    is_float8: bool = False
     is_cpu: bool = False
     """Processes on the CPU: memory is the host's."""
 
@@ -67,7 +68,8 @@ def load_strategy(path: Path, num_processes: int) -> Strategy:
     dynamo = {str(key).removeprefix("dynamo_"): value for key, value in (mapping.get("dynamo_config") or {}).items()}
     common: dict[str, Any] = {
         "num_machines": num_machines,
-        "compute_dtype": torch.bfloat16 if mapping.get("mixed_precision") == "bf16" else torch.float32,
+        "compute_dtype": torch.bfloat16 if mapping.get("mixed_precision") in ("bf16", "fp8") else torch.float32,
+        "is_float8": mapping.get("mixed_precision") == "fp8",
         "is_compiled": str(dynamo.get("backend", "NO")).upper() != "NO",
         "is_cpu": bool(mapping.get("use_cpu")),
     }
