@@ -61,6 +61,10 @@ def build_weightless(
     with no_init_weights(), init_empty_weights(include_buffers=False):
         model = getattr(transformers, auto_class).from_config(model_config, dtype=dtype, **_attention(config))
     model.tie_weights()
+    # Buffers that are in no file are computed again, as `from_pretrained` does: a constructor in bf16 rounds GPT-J's positions.
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True
+    model.initialize_weights()
     # As `from_pretrained` ends: what the model's generation_config.json says.
     hub = {"cache_dir": None, "force_download": False, "proxies": None, "local_files_only": False, "token": None, "subfolder": ""}
     model.adjust_generation_fn(

@@ -34,6 +34,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "several-files-rslora": ("several_files", LORA | {"adapter.method": "rslora", "adapter.target_modules": ["embed_tokens"]}),
     "llama-dora": ("several_files", DORA),
     "gpt2-dora": ("gpt2", DORA),
+    "gptj-lora-in-bf16": ("gptj", LORA | {"model.frozen_dtype": "bfloat16"}),  # its positions are computed in fp32
     "existing-adapter": ("llama_tied", LORA | {"adapter.name_or_path": "{adapter}"}),
 }
 """Model folder and flags."""
@@ -100,6 +101,9 @@ def build_folders(parent: Path) -> dict[str, Path]:
     change("other_t5", "t5", lambda tensors: [tensor.mul_(2) for tensor in tensors.values()])
     folders["torn"] = shutil.copytree(folders["llama_tied"], parent / "torn")
     (folders["torn"] / "model.safetensors").write_bytes(b"\0" * 20)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 8, "vocab_size": 256}
+    folders["gptj"] = parent / "gptj"
+    transformers.GPTJForCausalLM(transformers.GPTJConfig(**sizes)).save_pretrained(folders["gptj"])
     llama = transformers.AutoModelForCausalLM.from_pretrained(folders["llama"], dtype=torch.bfloat16)
     folders["several_files"] = shutil.copytree(folders["llama"], parent / "several_files")
     (folders["several_files"] / "model.safetensors").unlink()
