@@ -20,6 +20,7 @@ from tests.faults.injected_runs import new_bench
 from tests.gpu.needs import needs_gpus
 from tests.launch import GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, _merge
 from tests.recipes.runs import Workbench
+from toolkit.accelerate_yaml import check_accelerate_yaml
 
 NUM_GPUS = torch.cuda.device_count()
 ON_ONE_MACHINE: dict[str, Any] = {"num_machines": 1, "main_process_ip": None, "main_process_port": 0}
@@ -53,18 +54,36 @@ def test_preset_trains_and_resumes(bench: Workbench, preset: str) -> None:
 @needs_gpus(4)
 @pytest.mark.parametrize("preset", MESHES)
 def test_mesh_trains_and_resumes(bench: Workbench, preset: str) -> None:
-    two_by_two = {key: GPU_PRESET_OVERRIDES_ON_CPU[preset][key] for key in ("num_processes", "parallelism_config")}
-    train_and_resume(bench, preset, {**ON_ONE_MACHINE, **two_by_two})
+    train_and_resume(bench, preset, two_by_two(preset))
+
+
+@pytest.mark.parametrize("preset", sorted(GPU_PRESET_OVERRIDES_ON_CPU))
+def test_what_is_changed_for_the_gpus_makes_a_preset_that_is_not_refused(preset: str, tmp_path: Path) -> None:
+    """Needs no GPU."""
+    changes = two_by_two(preset) if preset in MESHES else {**AS_MANY_AS_THERE_ARE, "num_processes": 2}
+    path = write_preset(tmp_path, preset, changes)
+    assert check_accelerate_yaml(path)["num_processes"] == changes["num_processes"]
+
+
+def two_by_two(preset: str) -> dict[str, Any]:
+    """What changes of a preset of replicas and shards."""
+    return ON_ONE_MACHINE | {key: GPU_PRESET_OVERRIDES_ON_CPU[preset][key] for key in ("num_processes", "parallelism_config")}
+
+
+def write_preset(folder: Path, preset: str, overrides: dict[str, Any]) -> Path:
+    """The preset with `overrides`, in `folder`."""
+    mapping = _merge(yaml.safe_load((REPOSITORY / "accelerate_configs" / f"{preset}.yaml").read_text()), overrides)
+    path = folder / f"{preset}.yaml"
+    path.write_text(yaml.safe_dump(mapping))
+    return path
 
 
 def train_and_resume(bench: Workbench, preset: str, overrides: dict[str, Any]) -> None:
     """By `accelerate launch` on the preset with `overrides`."""
-    mapping = _merge(yaml.safe_load((REPOSITORY / "accelerate_configs" / f"{preset}.yaml").read_text()), overrides)
-    path = bench.runs / f"{preset}.yaml"
-    path.write_text(yaml.safe_dump(mapping))
+    path = write_preset(bench.runs, preset, overrides)
     changes: dict[str, Any] = {"checkpoint__every_steps": 1, "checkpoint__keep_last": 9, "train__micro_batch_size_rows": 2}
     printed = accelerate_launch(path, bench, preset, **changes)
-    assert f"on each of {mapping['num_processes']} processes" in printed
+    assert f"on each of {overrides.get('num_processes', 1)} processes" in printed
     resumed = f"{preset}-resumed"
     later = shutil.ignore_patterns("step-00000002", "step-00000003", "export")
     shutil.copytree(bench.runs / preset, bench.runs / resumed, ignore=later)
