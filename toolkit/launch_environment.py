@@ -34,7 +34,12 @@ def join_launch(path: Path, mapping: dict[str, Any]) -> None:
         raise UserError(
             f"{path}: num_processes is {num_processes}, but {how}: start so many, each with its RANK, or use accelerate launch"
         )
-    num_local = int(given) // mapping.get("num_machines", 1)
+    num_machines = mapping.get("num_machines", 1)
+    if not given.isdecimal() or not int(given) or int(given) % num_machines:
+        raise UserError(
+            f"WORLD_SIZE is {given}, but the num_machines of {path} is {num_machines}: start equally many on each, at least one"
+        )
+    num_local = int(given) // num_machines
     rank = os.environ.get("RANK", "0")
     os.environ.update(launched_environment(path, int(given)))
     if mapping["distributed_type"] != "NO":

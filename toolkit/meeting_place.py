@@ -142,9 +142,11 @@ def _open_store(meeting: Meeting) -> dist.Store:
 
 def _open_file_store(address: str) -> dist.Store:
     path = Path(address.removeprefix("file://"))
-    if not path.is_absolute() or not path.parent.is_dir() or path.is_dir():
-        raise refusal(f"{INIT_METHOD_VARIABLE} is {address}: write file:///folder/name, in a folder that exists on every machine")
     try:
+        if not path.is_absolute() or not path.parent.is_dir() or path.is_dir():
+            raise refusal(
+                f"{INIT_METHOD_VARIABLE} is {address}: write file:///folder/name, in a folder that exists on every machine"
+            )
         path.open("ab").close()
     except OSError as error:
         raise refusal(f"{INIT_METHOD_VARIABLE} is {address}, which cannot be written ({error.strerror})") from None

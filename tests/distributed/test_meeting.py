@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import yaml
 
 from tests import launch as launcher
 from tests.distributed.small_run import read_lines, write_inputs
@@ -172,6 +173,7 @@ def test_ranks_that_met_but_have_no_way_to_each_other(script: Path) -> None:
         ({"TOOLKIT_INIT_METHOD": "mpi://"}, "the ranks cannot meet at mpi://: write tcp://host:port, file:///path or env://"),
         ({"TOOLKIT_INIT_METHOD": "file://here"}, "TOOLKIT_INIT_METHOD is file://here: write file:///folder/name, in a folder"),
         ({"TOOLKIT_INIT_METHOD": "file:///no/such/folder/name"}, "in a folder that exists on every machine"),
+        ({"TOOLKIT_INIT_METHOD": f"file:///{'a' * 300}/name"}, "which cannot be written (File name too long)"),
         ({"RANK": "2"}, "RANK is 2, but WORLD_SIZE is 2: ranks go from 0 to 1"),
         ({"RANK": "one"}, "RANK is 'one': every rank needs RANK (from 0) and WORLD_SIZE"),
         ({"WORLD_SIZE": "4"}, "fsdp2_cpu.yaml: num_processes is 2, but WORLD_SIZE is 4: start so many, each with its RANK"),
@@ -193,6 +195,23 @@ def test_wrong_variables_are_told_before_anybody_waits(
         build_accelerator([], ".", timeout_s=60)
     assert sentence in str(raised.value) and "\n" not in str(raised.value)
     assert time.monotonic() - begin < 30
+
+
+@pytest.mark.parametrize("world_size", ["three", "3", "0"])
+def test_ranks_that_machines_cannot_share_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, world_size: str) -> None:
+    from toolkit.accelerator import build_accelerator
+    from toolkit.errors import UserError
+
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    for name in [name for name in os.environ if name.split("_")[0] in ("ACCELERATE", "FSDP", "MASTER", "LOCAL")]:
+        del os.environ[name]
+    mapping = yaml.safe_load((REPOSITORY / "accelerate_configs" / "ddp_cpu.yaml").read_text())
+    del mapping["num_processes"]
+    preset = tmp_path / "two_machines.yaml"
+    preset.write_text(yaml.safe_dump(mapping | {"num_machines": 2, "main_process_ip": "127.0.0.1", "main_process_port": 29500}))
+    os.environ.update({"RANK": "0", "WORLD_SIZE": world_size, "TOOLKIT_ACCELERATE_YAML": str(preset)})
+    with pytest.raises(UserError, match=f"WORLD_SIZE is {world_size}, but the num_machines of .*yaml is 2: start equally many"):
+        build_accelerator([], ".", timeout_s=60)
 
 
 def test_under_a_launcher_another_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
