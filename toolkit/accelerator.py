@@ -18,6 +18,7 @@ import torch
 
 from toolkit.accelerate_rules import check_mesh
 from toolkit.accelerate_yaml import check_accelerate_yaml, find_accelerate_yaml
+from toolkit.distributed import control_group
 from toolkit.errors import UserError
 from toolkit.float8 import check_capability, check_torchao
 from toolkit.launch_environment import is_launched, join_launch
@@ -60,6 +61,7 @@ def build_accelerator(log_with: list[str], project_dir: str, timeout_s: float = 
     meeting = rendezvous_arguments(timeout_s)
     with connecting():
         PartialState(cpu=on_cpu, timeout=datetime.timedelta(seconds=2 * timeout_s), **meeting)
+        control_group()  # gloo beside nccl too, which does not connect yet
     _put_cpu_in_an_accelerators_place()
     accelerator = Accelerator(
         cpu=on_cpu,

@@ -47,10 +47,16 @@ def local_world_size() -> int:
 
 @functools.lru_cache(maxsize=1)
 def control_group() -> dist.ProcessGroup | None:
-    """A gloo group over all ranks for decisions and small objects. Collective on first use; None for one process."""
+    """A gloo group over all ranks for decisions and small objects. Collective on first use, in `build_accelerator`; None for one
+    process."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    return dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+    world: Any = dist.group.WORLD
+    # That gloo connects is not waited for longer than for the job's own group, which under nccl connects later.
+    connect_timeout = world._get_backend(world._device_types[0]).options._timeout
+    group: Any = dist.new_group(backend="gloo", timeout=connect_timeout)
+    group._get_backend(torch.device("cpu"))._set_default_timeout(CONTROL_TIMEOUT)
+    return group
 
 
 @functools.lru_cache(maxsize=1)

@@ -40,6 +40,13 @@ begin = time.monotonic()
 try:
     with exit_on_user_error():
         from toolkit.accelerator import build_accelerator
+        if "GLOO_FAILS_LATER" in os.environ:
+            import torch.distributed as dist
+            init = dist.init_process_group
+            def init_and_lose_the_network(*args, **options):
+                init(*args, **options)
+                os.environ["GLOO_SOCKET_IFNAME"] = "no-such-device"
+            dist.init_process_group = init_and_lose_the_network
         build_accelerator([], ".", timeout_s=float(os.environ["TIMEOUT_S"]))
     import torch, torch.distributed as dist
     total = torch.ones(())
@@ -212,6 +219,12 @@ def test_ranks_that_machines_cannot_share_are_refused(monkeypatch: pytest.Monkey
     os.environ.update({"RANK": "0", "WORLD_SIZE": world_size, "TOOLKIT_ACCELERATE_YAML": str(preset)})
     with pytest.raises(UserError, match=f"WORLD_SIZE is {world_size}, but the num_machines of .*yaml is 2: start equally many"):
         build_accelerator([], ".", timeout_s=60)
+
+
+def test_gloo_beside_another_backend_is_connected_with_it(script: Path) -> None:
+    """As under nccl, which connects only at its first use."""
+    result = meet(script, at_env() | {"GLOO_FAILS_LATER": "1"})
+    check_refused(result, *["the ranks have met, but cannot connect to each other ("] * 2)
 
 
 def test_under_a_launcher_another_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
