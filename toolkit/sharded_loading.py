@@ -74,10 +74,14 @@ def open_weights(
 
     model, files, match = _decided_together(begin)
     check_ties(model, files, match)
-    for name, buffer in model.named_buffers():
-        if name in match.tensors:
-            for piece in pieces(tuple(buffer.shape)):
-                buffer[piece].copy_(files.source(match.tensors[name], buffer.dtype).read(piece))
+
+    def fill_buffers() -> None:
+        for name, buffer in model.named_buffers():
+            if name in match.tensors:
+                for piece in pieces(tuple(buffer.shape)):
+                    buffer[piece].copy_(files.source(match.tensors[name], buffer.dtype).read(piece))
+
+    agreed(fill_buffers)
     return model, _sources_of(model, files, match)
 
 

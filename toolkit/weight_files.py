@@ -213,7 +213,11 @@ def _read_header(file: BinaryIO) -> dict[str, _Stored]:
 
 
 def _read_part(stored: _Stored, box: Box) -> torch.Tensor:
-    """Rows of a tensor, read whole, then cut in the other dimensions."""
+    """Rows of a tensor, read whole, then cut in the other dimensions.
+
+    Raises:
+        UserError: the file, whose header was whole, cannot be read any more.
+    """
     first, end = (box[0].start, box[0].stop) if box else (0, 1)
     num_row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
     num_bytes = (end - first) * num_row_bytes
@@ -223,9 +227,12 @@ def _read_part(stored: _Stored, box: Box) -> torch.Tensor:
     buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     unread, place = memoryview(buffer), stored.begin + first * num_row_bytes
     while unread:
-        num_read = os.preadv(stored.file.fileno(), [unread], place)
+        try:
+            num_read, reason = os.preadv(stored.file.fileno(), [unread], place), "it has become shorter"
+        except OSError as error:
+            num_read, reason = 0, str(error.strerror)
         if num_read == 0:
-            raise OSError(f"{stored.file.name} has become shorter while it was read")
+            raise UserError(f"{stored.file.name} changed or went away while it was read ({reason}): start again when it is whole")
         unread, place = unread[num_read:], place + num_read
     part = torch.frombuffer(buffer, dtype=stored.dtype).view(end - first, *stored.shape[1:])
     return part[(slice(None), *box[1:])] if box else part[0]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.distributed import gather_objects, rank, world_size
+from toolkit.distributed import agreed, gather_objects, rank, world_size
 
 PIECE_BYTES = 2**24
 """Most of a tensor that is in host memory at once, counted in fp32."""
@@ -45,7 +45,15 @@ def whole_source(shape: torch.Size, make: Callable[[], torch.Tensor]) -> Source:
 
 @torch.no_grad()
 def fill_shards(model: nn.Module, sources: Sources) -> None:
-    """Read this rank's part of every parameter, all of which are DTensors, into place."""
+    """Read this rank's part of every parameter, all of which are DTensors, into place. Collective.
+
+    Raises:
+        UserError: a file cannot be read; on every rank.
+    """
+    agreed(lambda: _fill_shards(model, sources))
+
+
+def _fill_shards(model: nn.Module, sources: Sources) -> None:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     for name, parameter in model.named_parameters():
@@ -66,6 +74,9 @@ def hash_sources(sources: Sources, headers: dict[str, str], dtypes: dict[str, to
     Args:
         headers: of the tensors that are wanted.
         dtypes: of their bytes.
+
+    Raises:
+        UserError: a file cannot be read; on every rank.
     """
 
     def digest(name: str) -> str:
@@ -83,7 +94,7 @@ def hash_sources(sources: Sources, headers: dict[str, str], dtypes: dict[str, to
         if least == rank():
             mine.append(name)
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # hashing releases the interpreter's lock
-        hashes = dict(zip(mine, threads.map(digest, mine), strict=True))
+        hashes = agreed(lambda: dict(zip(mine, threads.map(digest, mine), strict=True)))
     gathered = {name: value for of_rank in gather_objects(hashes) for name, value in of_rank.items()}
     return {name: gathered[name] for name in sorted(gathered)}
 

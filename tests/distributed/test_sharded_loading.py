@@ -264,6 +264,28 @@ def test_replicas_read_the_same_shards(folders: dict[str, Path], tmp_path: Path)
         assert all(of_rank[case]["differing"] == dict.fromkeys(COMPARED, []) for of_rank in found)
 
 
+def test_a_file_that_one_rank_cannot_read_to_its_end_stops_all(folders: dict[str, Path], tmp_path: Path) -> None:
+    for case in ("t5", "t5-lora"):  # while shards are read; while the frozen base is hashed
+        told = run_on_ranks(lose_a_file, preset="fsdp2_cpu", num_processes=2, args=(folders, tmp_path, case))
+        assert len(set(told)) == 1 and "model.safetensors changed or went away while it was read (Stale file handle)" in told[0]
+
+
+def lose_a_file(folders: dict[str, Path], run: Path, case: str) -> str:
+    """On every rank: what is told when rank 1 loses the file behind its header."""
+    import errno
+    import os
+
+    from toolkit.accelerator import build_accelerator
+    from toolkit.distributed import rank
+    from toolkit.errors import UserError
+
+    accelerator = build_accelerator([], str(run))
+    stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    with patch("os.preadv", side_effect=stale if rank() == 1 else os.preadv), pytest.raises(UserError) as raised:
+        load(accelerator, folders, *CASES[case])
+    return str(raised.value)
+
+
 @pytest.mark.parametrize("case", LEFT_WHOLE)
 def test_what_cannot_be_read_in_parts_is_loaded_whole_and_says_why(
     found: list[dict[str, Any]], folders: dict[str, Path], case: str
