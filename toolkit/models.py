@@ -79,7 +79,7 @@ def load_model(
     """The model on the CPU in `dtype`, with random weights (`from_scratch`, drawn from `seed`) or its pretrained ones.
 
     Raises:
-        UserError: there are no safetensors weights, or not all of them.
+        UserError: there are no safetensors weights, or not all of them, or of another shape.
     """
     import transformers
     from transformers.utils import logging
@@ -96,6 +96,7 @@ def load_model(
             model, report = getattr(transformers, auto_class).from_pretrained(
                 config.name_or_path,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # told below, in one sentence
                 config=model_config,
                 revision=config.revision,
                 dtype=dtype,
@@ -111,6 +112,8 @@ def load_model(
             ) from None
         if missing := sorted(report["missing_keys"]):
             raise missing_weights(config.name_or_path, missing)
+        for name, stored, wanted in sorted(report["mismatched_keys"]):
+            raise other_shape(config.name_or_path, name, tuple(stored), tuple(wanted))
     return model
 
 
@@ -119,6 +122,14 @@ def missing_weights(name_or_path: str, missing: list[str]) -> UserError:
     return UserError(
         f"the weights of model.name_or_path {name_or_path} lack {len(missing)} of the model's parameters "
         f"({', '.join(missing[:3])}, …), which would stay random: give whole weights, or model.from_scratch true"
+    )
+
+
+def other_shape(name_or_path: str, name: str, stored: tuple[int, ...], wanted: tuple[int, ...]) -> UserError:
+    """The error of a weight, by its name in the model, that is not as the config says."""
+    return UserError(
+        f"the weights of model.name_or_path {name_or_path} have {name} of shape {stored}, but its config.json makes it {wanted}: "
+        "give the config.json that the weights were saved with"
     )
 
 

@@ -63,10 +63,7 @@ def open_weights(
         if match.missing:
             raise models.missing_weights(config.name_or_path, match.missing)
         for name, shape in match.other_shapes.items():
-            raise UserError(
-                f"the weights of model.name_or_path {config.name_or_path} have {name} of shape {shape}, but its config.json "
-                f"makes it {tuple(model.state_dict()[name].shape)}: give the config.json that the weights were saved with"
-            )
+            raise models.other_shape(config.name_or_path, name, shape, tuple(model.state_dict()[name].shape))
         if init_from is not None:
             files, match = _match(model, str(init_from), None, f"model.init_from {init_from}")
             _check_same(model, match, init_from)

@@ -17,6 +17,7 @@ import torch
 
 from tests.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
 from tests.model_folders import build_model_folders
+from toolkit.errors import UserError
 
 SMALL_PIECE_BYTES = 1024
 """So that tensors of these models are read in several pieces."""
@@ -129,8 +130,6 @@ def found(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 def load_all(folders: dict[str, Path], run: Path) -> dict[str, dict[str, Any]]:
     """Every case; what can be loaded sharded also whole."""
     from accelerate import Accelerator
-
-    from toolkit.errors import UserError
 
     found = load_both_ways(folders, run, tuple(CASES))
     accelerator = Accelerator()
@@ -277,7 +276,6 @@ def lose_a_file(folders: dict[str, Path], run: Path, case: str) -> str:
 
     from toolkit.accelerator import build_accelerator
     from toolkit.distributed import rank
-    from toolkit.errors import UserError
 
     accelerator = build_accelerator([], str(run))
     stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
@@ -303,3 +301,17 @@ def test_weights_of_another_model_are_refused_on_every_rank(
     name, _, sentence = REFUSED[case]
     told = {of_rank[case]["refused"] for of_rank in found}
     assert len(told) == 1 and sentence.format(folder=folders[name], **folders) in told.pop()
+
+
+def test_one_process_is_told_the_same_of_another_shape(folders: dict[str, Path], tmp_path: Path) -> None:
+    name, _, sentence = REFUSED["shape"]
+    with pytest.raises(UserError) as raised:
+        run_on_ranks(load_alone, preset="single", overrides={"mixed_precision": "no"}, args=(folders, tmp_path, name))
+    assert sentence.format(folder=folders[name]) in str(raised.value)
+
+
+def load_alone(folders: dict[str, Path], run: Path, name: str) -> None:
+    """Whole, as without FSDP2."""
+    from toolkit.accelerator import build_accelerator
+
+    load(build_accelerator([], str(run)), folders, name, {})
