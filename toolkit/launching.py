@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -16,6 +17,8 @@ PRESET_FOLDER = Path(__file__).resolve().parents[1] / "accelerate_configs"
 """Of this checkout: where a preset is looked for that is given by its name alone."""
 
 
+STOP_TO_KILL_S = 30.0
+"""How long ranks that were told to end may take, as under torch elastic: they save a checkpoint."""
 EXCEPTION = re.compile(r"(\[rank\d+\]: ?)?(?P<all>(?P<kind>[\w.]+(Error|Exception)): .*)")
 """The last line of a traceback; torch puts the rank before each line."""
 
@@ -84,13 +87,34 @@ def launch(preset: Path, command: list[str], log_path: Path) -> int:
     python_path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("wb") as log:
-        return subprocess.run(
+        launcher = subprocess.Popen(
             [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(preset), *command],
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONPATH": python_path},
-            check=False,
-        ).returncode
+        )
+        try:
+            return launcher.wait()
+        except BaseException:  # Ctrl-C
+            _stop(launcher)
+            raise
+
+
+def _stop(launcher: subprocess.Popen[bytes]) -> None:
+    """End a launcher and its ranks, which outlive it where it is killed or has started a single process."""
+    import psutil
+
+    ranks: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):  # it has ended
+        ranks = psutil.Process(launcher.pid).children(recursive=True)
+    launcher.terminate()
+    for rank in ranks:
+        with contextlib.suppress(psutil.Error):
+            rank.terminate()
+    for rank in psutil.wait_procs(ranks, timeout=STOP_TO_KILL_S)[1]:
+        with contextlib.suppress(psutil.Error):
+            rank.kill()
+    launcher.wait()
 
 
 def reason_of_failure(log_path: Path) -> str:

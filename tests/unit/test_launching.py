@@ -1,7 +1,12 @@
 """Presets changed to this box, each still a valid accelerate YAML."""
 
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -58,3 +63,21 @@ def test_launch_returns_what_the_ranks_exit_with_and_their_sentence(tmp_path: Pa
     script.write_text("raise ZeroDivisionError('by zero')\n")
     assert launch(preset, [str(script)], log) != 0
     assert reason_of_failure(log) == "ZeroDivisionError: by zero"
+
+
+def test_ctrl_c_ends_the_rank_too(tmp_path: Path) -> None:
+    """Told to this process alone, as a supervisor would: a terminal tells all of them."""
+    script, preset, told = tmp_path / "script.py", tmp_path / "preset.yaml", tmp_path / "pid.txt"
+    script.write_text(f"import os, pathlib, time\npathlib.Path({str(told)!r}).write_text(f'{{os.getpid()}}.')\ntime.sleep(120)\n")
+    preset.write_text(yaml.safe_dump({"distributed_type": "NO", "num_processes": 1, "use_cpu": True}))
+    calls = "from pathlib import Path; from toolkit.launching import launch; launch(Path({!r}), [{!r}], Path({!r}))"
+    call = calls.format(str(preset), str(script), str(tmp_path / "log.txt"))
+    with subprocess.Popen([sys.executable, "-c", call], cwd=REPOSITORY, stderr=subprocess.PIPE) as process:
+        deadline = time.monotonic() + 60
+        while not (told.exists() and told.read_text().endswith(".")):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) != 0
+    rank = int(told.read_text().rstrip("."))
+    assert not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE
