@@ -66,12 +66,21 @@ def test_equal_runs_pass(tmp_path: Path) -> None:
     assert [(proof.passed, proof.difference) for proof in proofs if proof] == [(True, 0.0)] * 8
 
 
-@pytest.mark.parametrize(("loss", "passed"), [(3.0 + 2e-5, True), (3.0 + 4e-5, False), (float("nan"), False)])
-def test_a_loss_may_differ_by_the_tolerance(tmp_path: Path, loss: float, passed: bool) -> None:
+@pytest.mark.parametrize(("loss", "passed"), [(3.0 + 2e-5, True), (3.0 + 4e-5, False), (float("nan"), False), (None, False)])
+def test_a_loss_may_differ_by_the_tolerance(tmp_path: Path, loss: float | None, passed: bool) -> None:
     one, two = watched(tmp_path, "one"), watched(tmp_path, "two")
     change_line(two, 2, loss=loss)
     proof = checks.compare_losses(one, two, 1e-5)
     assert (proof.passed, proof.detail) == (passed, "" if passed else "that of step 2")
+
+
+def test_figures_that_are_finite_on_no_side_prove_nothing(tmp_path: Path) -> None:
+    one, two = watched(tmp_path, "one"), watched(tmp_path, "two")
+    for run in (one, two):
+        change_line(run, 4, loss=None, loss_is="nan", grad_norm=None, grad_norm_is="nan")
+    for compare in (checks.compare_losses, checks.compare_gradients):
+        proof = compare(one, two, 1e-5)
+        assert not proof.passed and "step 4" in proof.detail
 
 
 def test_a_gradient_of_rounding_errors_is_compared_with_the_others(tmp_path: Path) -> None:

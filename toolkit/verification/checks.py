@@ -252,7 +252,10 @@ def _within(check: str, compared: str, difference: float, where: Any, tolerance:
     return Proof(check=check, compared=compared, difference=difference, tolerance=tolerance, passed=passed, detail=told)
 
 
-def _relative(actual: float, expected: float) -> float:
+def _relative(actual: float | None, expected: float | None) -> float:
+    """Of figures in metrics.jsonl, which holds null for one that was not finite."""
+    if actual is None or expected is None:
+        return math.inf
     return _number(abs(actual - expected) / max(abs(expected), 1e-30))
 
 
