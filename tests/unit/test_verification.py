@@ -203,6 +203,8 @@ def test_command_exits_1_where_a_check_fails(monkeypatch: pytest.MonkeyPatch, pa
         ({"presets": ["nosuch"]}, [], "preset nosuch is no file"),
         ({"presets": ["single"]}, [], "--presets names single, which has one process"),
         ({"presets": ["fsdp2_hsdp"]}, [], "4 or more, not 2"),
+        ({"presets": ["fsdp2_cpu", "fsdp1_hybrid_shard"]}, [], "names fsdp1_hybrid_shard, which cannot run here: .*HYBRID_SHARD"),
+        ({"presets": ["fsdp2_fp8"]}, [], "names fsdp2_fp8, whose float8"),
         ({}, ["--optim.lrr", "1"], "optim.lrr"),
         ({"config": "nosuch.yaml"}, [], "nosuch.yaml"),
         ({"output": "taken"}, [], "not of an earlier verify"),

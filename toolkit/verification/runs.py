@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -164,12 +165,24 @@ def _failure(records: Path, log: Path) -> tuple[str, str]:
 
 
 def _adapted(box: Box, name: str, num_processes: int | None) -> dict[str, Any]:
-    """A preset in fp32 on this box."""
+    """A preset in fp32 on this box, which a run would take.
+
+    Raises:
+        UserError: naming the preset.
+    """
     mapping = check_accelerate_yaml(find_preset(name))
-    return adapt_preset(mapping, num_processes=num_processes, use_cpu=box.use_cpu) | {
+    if mapping.get("mixed_precision") == "fp8":
+        raise UserError(f"--presets names {name}, whose float8 products only come near those of one process: leave it out")
+    adapted = adapt_preset(mapping, num_processes=num_processes, use_cpu=box.use_cpu) | {
         "mixed_precision": "no",
         "use_cpu": box.use_cpu,  # as all the runs that it is compared with, whatever the preset says
     }
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            save_preset(adapted, path := Path(folder, "adapted.yaml"))
+        except UserError as error:
+            raise UserError(f"--presets names {name}, which cannot run here: {str(error).removeprefix(f'{path}: ')}") from None
+    return adapted
 
 
 def _flags(box: Box, *, rows: int, micro: int, dropout: float = 0.0) -> dict[str, Any]:
