@@ -200,14 +200,18 @@ def test_command_exits_1_where_a_check_fails(monkeypatch: pytest.MonkeyPatch, pa
     ("settings", "arguments", "sentence"),
     [
         ({"num_processes": 1}, [], "1 process proves nothing"),
+        ({"num_processes": 0}, [], "0 process proves nothing"),
         ({"presets": ["nosuch"]}, [], "preset nosuch is no file"),
         ({"presets": ["single"]}, [], "--presets names single, which has one process"),
         ({"presets": ["fsdp2_hsdp"]}, [], "4 or more, not 2"),
         ({"presets": ["fsdp2_cpu", "fsdp1_hybrid_shard"]}, [], "names fsdp1_hybrid_shard, which cannot run here: .*HYBRID_SHARD"),
         ({"presets": ["fsdp2_fp8"]}, [], "names fsdp2_fp8, whose float8"),
         ({}, ["--optim.lrr", "1"], "optim.lrr"),
+        ({}, ["--model.name_or_path=llama"], "give the model as --model"),
+        ({}, ["--model.attn_implementation", "flash_attention_2"], "cannot compute in fp32"),
         ({"config": "nosuch.yaml"}, [], "nosuch.yaml"),
         ({"output": "taken"}, [], "not of an earlier verify"),
+        ({"output": "taken/thesis.tex/below"}, [], "cannot be written .Not a directory"),
     ],
 )
 def test_mistakes_are_told_before_any_run(tmp_path: Path, settings: dict[str, Any], arguments: list[str], sentence: str) -> None:

@@ -88,6 +88,8 @@ def build_box(
     """
     if not RECIPE_FOLDER.is_dir():
         raise UserError(f"{RECIPE_FOLDER} is not there: install the toolkit with `pip install -e` from its checkout")
+    if any(argument.partition("=")[0] == "--model.name_or_path" for argument in run_arguments):
+        raise UserError("--model.name_or_path: give the model as --model, by which verify chooses recipe and weights")
     if model is None and config is None:
         model = str(RECIPE_FOLDER / "models" / "t5_docstrings")
         run_arguments = ["--model.from_scratch=true", *run_arguments]
@@ -98,6 +100,11 @@ def build_box(
     config_class: Any = SummarizationConfig if is_t5 else LLMConfig
     # Every run needs a length, and here it is no business of the user's.
     parsed = load_config(config_class, arguments if config else ["--train.max_steps=1", *arguments])
+    if "flash" in (attention := parsed.model.attn_implementation or ""):
+        raise UserError(
+            f"model.attn_implementation is {attention}, which cannot compute in fp32, as verify does to tell rounding from "
+            "mistakes: add --model.attn_implementation sdpa"
+        )
     on_cpu, chosen = _processes(num_processes, use_cpu)
     return Box(
         recipe=RECIPE_FOLDER / f"{name}.py",
@@ -116,7 +123,7 @@ def _processes(num_processes: int | None, use_cpu: bool) -> tuple[bool, int]:
 
     num_gpus = torch.cuda.device_count()
     on_cpu = use_cpu or num_gpus == 0
-    chosen = num_processes or (2 if on_cpu else num_gpus)
+    chosen = num_processes if num_processes is not None else (2 if on_cpu else num_gpus)
     if chosen < 2:
         raise UserError(
             f"{chosen} process proves nothing about several: give --num-processes 2 or more, with --use-cpu if need be"
@@ -141,15 +148,18 @@ def _clear(output: Path) -> None:
     """Make the folder, or remove what an earlier `verify` has left in it.
 
     Raises:
-        UserError: it holds anything else.
+        UserError: it holds anything else, or cannot be made.
     """
     if output.exists() and (not output.is_dir() or (any(output.iterdir()) and not (output / "verify.json").exists())):
         raise UserError(f"--output {output} is there and not of an earlier verify: take another folder")
     for name in ("runs", "records", "logs", "presets"):
         shutil.rmtree(output / name, ignore_errors=True)
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "verify.md").unlink(missing_ok=True)
-    (output / "verify.json").write_text('{"passed": null}\n', encoding="utf-8")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "verify.md").unlink(missing_ok=True)
+        (output / "verify.json").write_text('{"passed": null}\n', encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--output {output} cannot be written ({error.strerror}): name a folder that you can write to") from None
 
 
 def _tell(proofs: list[Proof], output: Path, passed: bool) -> None:
