@@ -15,8 +15,8 @@ from safetensors.numpy import save_file
 from toolkit.__main__ import main
 from toolkit.errors import UserError
 from toolkit.verification import checks
-from toolkit.verification.runs import PlannedRun, WatchedRun
-from toolkit.verification.verify import verify
+from toolkit.verification.runs import PlannedRun, WatchedRun, launch_all, plan_runs
+from toolkit.verification.verify import build_box, verify
 
 FSDP = {"distributed_type": "FSDP", "num_processes": 2}
 WEIGHTS = {"a": np.arange(1.0, 5.0), "b": np.array([1e-9])}
@@ -145,16 +145,20 @@ def test_a_base_that_should_be_frozen_and_is_not_fails(tmp_path: Path) -> None:
 
 
 def test_a_resume_is_exact_to_the_last_bit(tmp_path: Path) -> None:
-    whole, resumed = watched(tmp_path, "whole"), watched(tmp_path, "resumed")
-    assert checks.compare_resumed(whole, resumed).detail == "steps [1, 2, 3, 4] were logged"
+    whole, resumed, plain = (watched(tmp_path, name) for name in ("whole", "resumed", "plain"))
+    change_line(plain, 1, loss=4.1)
+    assert checks.compare_resumed(whole, resumed, plain).detail == "steps [1, 2, 3, 4] were logged"
     lines = [json.loads(line) for line in (whole.folder / "metrics.jsonl").read_text().splitlines()]
     write_lines(resumed, [line for line in lines if line["step"] > 2])
-    assert checks.compare_resumed(whole, resumed).passed
+    assert checks.compare_resumed(whole, resumed, plain).passed
+    assert "dropout changes nothing" not in checks.compare_resumed(whole, resumed, plain).compared
+    change_line(plain, 1, loss=4)
+    assert "dropout changes nothing" in checks.compare_resumed(whole, resumed, plain).compared
     nearly = {f"model.{name}": np.nextafter(weight, 9) for name, weight in WEIGHTS.items()}
     save_file(nearly, resumed.records / "saved-4.safetensors")
-    assert checks.compare_resumed(whole, resumed).detail == "model.a differs, and 1 more"
+    assert checks.compare_resumed(whole, resumed, plain).detail == "model.a differs, and 1 more"
     change_line(resumed, 4, loss=float(np.nextafter(1.0, 2)))
-    assert checks.compare_resumed(whole, resumed).detail == "loss of step 4 differs"
+    assert checks.compare_resumed(whole, resumed, plain).detail == "loss of step 4 differs"
 
 
 def test_a_run_that_ended_early_fails_its_check_and_the_rest_is_not_reached(tmp_path: Path) -> None:
@@ -224,3 +228,16 @@ def test_mistakes_are_told_before_any_run(tmp_path: Path, settings: dict[str, An
 
     with pytest.raises(UserError, match=sentence):
         verify(arguments, use_cpu=True, launch=launch, **settings)
+
+
+def test_checkpoints_that_no_later_run_loads_are_dropped(tmp_path: Path) -> None:
+    box = build_box([], None, None, None, ["fsdp2_cpu"], 2, True, tmp_path)
+    kept: list[list[str]] = []
+
+    def launch(preset: Path, command: list[str], log: Path) -> int:
+        kept.append(sorted(folder.parent.name for folder in (tmp_path / "runs").glob("*/checkpoints")))
+        (tmp_path / "runs" / preset.stem / "checkpoints").mkdir(parents=True)
+        return 0
+
+    list(launch_all(box, plan_runs(box), launch))
+    assert kept == [[], [], [], ["preset-0"], [], ["dropout"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -152,7 +153,15 @@ def launch_all(box: Box, plans: dict[str, PlannedRun], launch: Launch) -> Iterat
         if failure and number == 1 and f"error: {failure}" in log.read_text(encoding="utf-8", errors="replace").splitlines():
             raise UserError(failure)
         failures[plan.name] = failure
+        if not failure:
+            _drop_checkpoints(box, plan, needed={later.after for later in list(plans.values())[number:]})
         yield WatchedRun(plan, box.output / "runs" / plan.name, records, failure, check)
+
+
+def _drop_checkpoints(box: Box, ended: PlannedRun, needed: set[str | None]) -> None:
+    """Of a run that has ended and the one it has loaded; all of them together may take more room than there is."""
+    for name in {ended.name, ended.after} - needed - {None}:
+        shutil.rmtree(box.output / "runs" / str(name) / "checkpoints", ignore_errors=True)
 
 
 def _failure(records: Path, log: Path) -> tuple[str, str]:

@@ -101,7 +101,7 @@ def watch(folder: Path, *, exports: bool) -> None:
         return save(writer, state, wait=wait)
 
     def look_and_finish(config: RecipeConfig, run: loop.Run) -> None:
-        _record(folder / "trained", run.sharded, run.optimizer)
+        _record(folder / "trained", run.sharded)
         if exports:
             finish(config, run)
         else:
@@ -124,12 +124,16 @@ def _note_failure(folder: Path, error: BaseException) -> None:
     (folder / f"failed-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(about), encoding="utf-8")
 
 
-def _record(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
-    """Write parameters and moments whole (of frozen parameters a hash), and what each rank holds of them. Collective."""
+def _record(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Write parameters and moments whole (of frozen parameters a hash), and what each rank holds of them. Collective.
+
+    Args:
+        optimizer: None: parameters alone.
+    """
     named = dict(sharded.skeleton.named_parameters())
     weights = _on_rank_0(get_model_state_dict(sharded.model, options=_whole(sharded.model)))
     moments = {}
-    if optimizer.state:  # else torch would take a step to make them
+    if optimizer is not None and optimizer.state:  # else torch would take a step to make them
         options = _whole(sharded.model, flatten_optimizer_state_dict=True)
         state: dict[str, Any] = get_optimizer_state_dict(sharded.model, optimizer, options=options)
         moments = _on_rank_0({name: t for name, t in state.items() if name.startswith("state.")})
@@ -137,7 +141,7 @@ def _record(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer)
         "parameter_bytes": sum(_num_bytes(local_tensor(p)) for p in sharded.model.parameters()),
         "moment_bytes": sum(
             _num_bytes(local_tensor(t))
-            for state in optimizer.state.values()
+            for state in (optimizer.state.values() if optimizer is not None else ())
             for t in state.values()
             if isinstance(t, torch.Tensor) and t.dim()
         ),
