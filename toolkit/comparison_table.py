@@ -29,7 +29,7 @@ class Figures:
     """Rows or tokens a second over all ranks in the timed steps; `unit` says which."""
     unit: str
     peak_memory_gib: float
-    """Of the rank with most, over the whole of training."""
+    """Of the rank with most, from the start of its process to the last step, evaluations between among it."""
     save_waits_s: float | None
     """Time that training waits for a save, mean over the saves; None without one."""
     save_stands_s: float | None
