@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from toolkit.__main__ import main
 from toolkit.errors import UserError
 from toolkit.verification import checks
+from toolkit.verification.records import NotReached
 from toolkit.verification.runs import PlannedRun, WatchedRun, launch_all, plan_runs
 from toolkit.verification.verify import build_box, verify
 
@@ -96,6 +97,22 @@ def test_gradients_that_are_only_scaled_fail(tmp_path: Path) -> None:
     one, two = watched(tmp_path, "one"), watched(tmp_path, "two")
     save_file({name: 2 * gradient for name, gradient in WEIGHTS.items()}, two.records / "gradients.safetensors")
     assert checks.compare_gradients(one, two, 1e-5).difference == pytest.approx(1.0)
+
+
+def test_a_gradient_that_is_zero_at_first_is_compared_in_the_next_step(tmp_path: Path) -> None:
+    one, two = watched(tmp_path, "one"), watched(tmp_path, "two")
+    assert checks.compare_late_gradients(one, two) is None
+    for run in (one, two):
+        save_file(WEIGHTS | {"b": np.zeros(1)}, run.records / "gradients.safetensors")
+        save_file({"b": np.ones(1)}, run.records / "late_gradients.safetensors")
+    proof = checks.compare_late_gradients(one, two)
+    assert proof is not None and (proof.passed, proof.difference) == (True, 0.0)
+    save_file({"b": np.full(1, 1.02)}, two.records / "late_gradients.safetensors")
+    proof = checks.compare_late_gradients(one, two)
+    assert proof is not None and (proof.passed, proof.detail) == (False, "largest in b")
+    (two.records / "late_gradients.safetensors").unlink()
+    with pytest.raises(NotReached):
+        checks.compare_late_gradients(one, two)
 
 
 @pytest.mark.parametrize(

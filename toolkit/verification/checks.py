@@ -14,6 +14,8 @@ from toolkit.verification.runs import NUM_STEPS, SAVED_STEP, WatchedRun
 
 GRADIENT_FLOOR = 0.01
 """A gradient that is zero but for rounding (of an attention key's bias) is compared with this share of the model's mean one."""
+LATE_TOLERANCE = 0.01
+"""Of gradients in step 2: where one of step 1 is zero but for rounding, Adam may move that weight either way."""
 SHARD_SLACK = 0.01
 """Padding that FSDP may add to a rank's share."""
 
@@ -52,6 +54,7 @@ def check_all(runs: dict[str, WatchedRun], tolerance: float, *, expects_frozen: 
     proofs += [_prove("rows", run, lambda run: compare_rows(reference, run)) for run in with_curves]
     proofs += [_prove("loss", run, lambda run: compare_losses(reference, run, tolerance)) for run in with_curves]
     proofs += [_prove("gradients", run, lambda run: compare_gradients(reference, run, tolerance)) for run in others]
+    proofs += [_prove("gradients", run, lambda run: compare_late_gradients(reference, run)) for run in others]
     proofs += [_prove("evaluation", run, lambda run: compare_evaluations(reference, run, tolerance)) for run in with_curves]
     proofs += [_prove("sharding", run, check_shards) for run in others if run.plan.num_shards]
     proofs += [_prove("ties", run, check_ties) for run in strategies]
@@ -119,6 +122,28 @@ def compare_gradients(reference: WatchedRun, run: WatchedRun, tolerance: float) 
     if expected.keys() != actual.keys():
         names = sorted(expected.keys() ^ actual.keys())
         return failed("gradients", run.title, f"{names[0]} has a gradient on one side only")
+    worst = _largest_gradient(expected, actual)
+    norms = {line["step"]: line["grad_norm"] for line in load_lines(reference, "train")}
+    for line in load_lines(run, "train"):
+        worst = max(worst, (_relative(line["grad_norm"], norms[line["step"]]), f"the norm of step {line['step']}"))
+    return _within("gradients", f"{run.title}: {len(expected)} tensors, {NUM_STEPS} norms", *worst, tolerance, "largest in {}")
+
+
+def compare_late_gradients(reference: WatchedRun, run: WatchedRun) -> Proof | None:
+    """Whole gradients of step 2 of what had none in step 1, as LoRA's A while its B is zero; None where all had one."""
+    zero = {name for name, gradient in load_tensors(reference, "gradients").items() if not gradient.any()}
+    if not zero:
+        return None
+    expected, actual = load_tensors(reference, "late_gradients"), load_tensors(run, "late_gradients")
+    if expected.keys() != actual.keys():
+        names = sorted(expected.keys() ^ actual.keys())
+        return failed("gradients", run.title, f"{names[0]} is zero in step 1 on one side only")
+    title = f"{run.title}: {len(expected)} tensors that are zero in step 1, in step 2"
+    return _within("gradients", title, *_largest_gradient(expected, actual), LATE_TOLERANCE, "largest in {}")
+
+
+def _largest_gradient(expected: Tensors, actual: Tensors) -> tuple[float, str]:
+    """Largest difference of two sets of gradients, each by its norm, and whose it is."""
     squares = sum(float(np.square(g, dtype=np.float64).sum()) for g in expected.values())
     mean = math.sqrt(squares / max(1, sum(g.size for g in expected.values())))
 
@@ -129,11 +154,7 @@ def compare_gradients(reference: WatchedRun, run: WatchedRun, tolerance: float) 
         whole = max(float(np.linalg.norm(expected[name])), floor, 1e-30)
         return _number(float(np.linalg.norm(actual[name] - expected[name])) / whole)
 
-    worst = max((difference(name), name) for name in expected)
-    norms = {line["step"]: line["grad_norm"] for line in load_lines(reference, "train")}
-    for line in load_lines(run, "train"):
-        worst = max(worst, (_relative(line["grad_norm"], norms[line["step"]]), f"the norm of step {line['step']}"))
-    return _within("gradients", f"{run.title}: {len(expected)} tensors, {NUM_STEPS} norms", *worst, tolerance, "largest in {}")
+    return max((difference(name), name) for name in expected)
 
 
 def compare_evaluations(reference: WatchedRun, run: WatchedRun, tolerance: float) -> Proof | None:

@@ -5,7 +5,7 @@
 Four calls of the recipe's run are wrapped; what they see goes into FOLDER, written by rank 0:
 
     loaded.*        after the checkpoint is loaded, or before the first step
-    gradients.*     in the first step, before they are clipped
+    gradients.*     in the first step, before they are clipped; late_gradients.*: in the second, of those that were zero in it
     saved-<step>.*  whenever a checkpoint is saved
     trained.*       after the last step; then the run exports, or leaves
     failed-<rank>.json   the error that the rank ended with, and the check that it speaks for
@@ -81,7 +81,7 @@ def watch(folder: Path, *, exports: bool) -> None:
         exports: whether the recipe's export is made; it takes as long as a run of a few steps.
     """
     resume, clip, save, finish = stages.resume, loop.clip_gradients, CheckpointWriter.save, stages.finish
-    seen: set[str] = set()
+    zeros: set[str] | None = None
 
     def resume_and_look(
         begun: stages.Beginning, sharded: ShardedModel, optimizer: torch.optim.Optimizer, identity: Identity, metrics: MetricsLog
@@ -91,9 +91,14 @@ def watch(folder: Path, *, exports: bool) -> None:
         return state
 
     def look_and_clip(model: Any, max_norm: float | None) -> torch.Tensor:
-        if "gradients" not in seen:
-            seen.add("gradients")
-            _save(folder / "gradients", _whole_gradients(model))
+        nonlocal zeros
+        if zeros is None:
+            gradients = _whole_gradients(model)
+            zeros = {name for name, gradient in gradients.items() if not gradient.any()}
+            _save(folder / "gradients", gradients)
+        elif zeros:  # on all ranks alike
+            _save(folder / "late_gradients", {name: g for name, g in _whole_gradients(model).items() if name in zeros})
+            zeros = set()
         return clip(model, max_norm)
 
     def look_and_save(writer: CheckpointWriter, state: TrainState, *, wait: bool = False) -> Save | None:
