@@ -191,8 +191,18 @@ def test_a_run_that_ended_early_fails_its_check_and_the_rest_is_not_reached(tmp_
     of_preset = {proof.check: proof for proof in proofs if proof.compared == "preset-0"}
     assert (of_preset["save"].is_reached, of_preset["save"].detail) == (True, "disk full")
     assert not of_preset["moved"].is_reached and not of_preset["frozen"].is_reached
-    assert {proof.check for proof in proofs if proof.compared == "resharded"} == {"rows", "loss", "evaluation", "save"}
+    assert {proof.check for proof in proofs if proof.compared == "resharded"} == {"rows", "loss", "evaluation", "ties", "save"}
     assert not any(proof.passed for proof in proofs if proof.compared in ("preset-0", "resharded"))
+
+
+def test_a_tie_that_a_load_breaks_is_named(tmp_path: Path) -> None:
+    names = ("reference", "ddp", "preset-0", "resharded", "dropout", "resumed")
+    broken = {"resumed": {"tied": [["a", "c"]], "broken": [["a", "c"]]}}
+    runs = {name: watched(tmp_path, name, **({"ties": broken[name]} if name in broken else {})) for name in names}
+    proofs = checks.check_all(runs, 1e-5, expects_frozen=True)
+    assert [proof.compared for proof in proofs if proof.check == "ties" and not proof.passed] == [
+        "resumed: 2 names in 1 group(s)"
+    ]
 
 
 def test_a_run_that_ended_well_but_left_nothing_fails(tmp_path: Path) -> None:

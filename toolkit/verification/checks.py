@@ -57,7 +57,7 @@ def check_all(runs: dict[str, WatchedRun], tolerance: float, *, expects_frozen: 
     proofs += [_prove("gradients", run, lambda run: compare_late_gradients(reference, run)) for run in others]
     proofs += [_prove("evaluation", run, lambda run: compare_evaluations(reference, run, tolerance)) for run in with_curves]
     proofs += [_prove("sharding", run, check_shards) for run in others if run.plan.num_shards]
-    proofs += [_prove("ties", run, check_ties) for run in strategies]
+    proofs += [_prove("ties", run, check_ties) for run in (*strategies, resharded, resumed)]
     proofs += [_prove("moved", run, check_moved) for run in strategies]
     proofs += [_prove("frozen", run, lambda run: check_frozen(run, expects_frozen)) for run in strategies]
     proofs.append(_prove("save", resharded, lambda run: compare_loaded(main, run)))
