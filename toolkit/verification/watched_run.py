@@ -137,6 +137,7 @@ def _record(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer 
     """
     named = dict(sharded.skeleton.named_parameters())
     weights = _on_rank_0(get_model_state_dict(sharded.model, options=_whole(sharded.model)))
+    assert rank() != 0 or weights.keys() >= named.keys(), f"not gathered: {sorted(named.keys() - weights.keys())}"
     moments = {}
     if optimizer is not None and optimizer.state:  # else torch would take a step to make them
         options = _whole(sharded.model, flatten_optimizer_state_dict=True)
