@@ -67,7 +67,7 @@ def test_command(benches: dict[str, Workbench], tmp_path: Path) -> None:
         [*command, *flags_of(bench)], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=850
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "\nall 25 proven\n" in run.stdout
+    assert "\nall 27 proven\n" in run.stdout
     refused = subprocess.run([*command, "--optim.lrr", "1"], cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert (refused.returncode, refused.stderr.startswith("error: "), "Traceback" in refused.stderr) == (2, True, False)
 

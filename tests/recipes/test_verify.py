@@ -17,7 +17,7 @@ def test_t5_passes(workbench: Workbench, tmp_path: Path, capsys: pytest.CaptureF
     data = [f"--data.{name}={value}" for name, value in data_flags(workbench).items()]
     assert run_verify(tmp_path / "verify", data, model=str(workbench.models["t5"]))
     printed = capsys.readouterr().out
-    assert "run 6 of 6: fsdp2_full_shard x 2, resumed" in printed and "\nall 25 proven\n" in printed
+    assert "run 6 of 6: fsdp2_full_shard x 2, resumed" in printed and "\nall 27 proven\n" in printed
     check_output(tmp_path / "verify", CHECKS - {"frozen"})
 
 
