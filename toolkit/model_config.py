@@ -93,14 +93,26 @@ def load_model_config(config: ModelConfig, auto_class: AutoClass) -> PretrainedC
 
 
 def is_encoder_decoder(name_or_path: str) -> bool:
-    """Whether it is a T5's kind; False of a model that cannot be read: `load_model_config` tells what is wrong with it."""
+    """Whether it is a T5's kind; of a folder that cannot be read False: `load_model_config` tells what is wrong with it.
+
+    Raises:
+        UserError: a hub id that is out of reach; it would be tried for half a minute once more.
+    """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         return bool(AutoConfig.from_pretrained(name_or_path, trust_remote_code=False).is_encoder_decoder)
-    except (OSError, ValueError, StrictDataclassError):
+    except (ValueError, StrictDataclassError):
         return False
+    except OSError as error:
+        if Path(name_or_path).is_dir() or Path(name_or_path).is_absolute() or name_or_path.startswith("."):
+            return False
+        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+        raise UserError(
+            f"model {name_or_path} is no folder here and could not be read from the hub ({reason}): give a folder with its "
+            "config.json"
+        ) from None
 
 
 def check_weight_files(folder: Path, what: str) -> None:

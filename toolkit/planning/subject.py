@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +14,14 @@ from toolkit import adapters, models
 from toolkit.config import LLMConfig, RecipeConfig, SummarizationConfig, load_config
 from toolkit.data.collate import CausalCollator, SummarizationCollator
 from toolkit.data.plan import check_global_batch_size
-from toolkit.errors import UserError
-from toolkit.model_config import AutoClass, check_causal_positions, check_positions, load_model_config, special_tokens
+from toolkit.model_config import (
+    AutoClass,
+    check_causal_positions,
+    check_positions,
+    is_encoder_decoder,
+    load_model_config,
+    special_tokens,
+)
 from toolkit.planning.strategy import Strategy, planned_frozen_dtype
 from toolkit.shard_units import repeated_blocks
 
@@ -41,7 +46,7 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
     Raises:
         UserError: as a run would.
     """
-    is_t5 = _is_encoder_decoder(model) if recipe is None else recipe == "t5"
+    is_t5 = is_encoder_decoder(model) if recipe is None else recipe == "t5"
     if not any(argument.partition("=")[0] == "--config" for argument in run_arguments):
         defaults = ["--data.source=docstrings", "--train.num_epochs=1", "--train.micro_batch_size_rows=1"]
         run_arguments = [*defaults, f"--train.global_batch_size_rows={strategy.num_processes}", *run_arguments]
@@ -128,25 +133,3 @@ def shortened(model: PreTrainedModel, length: int) -> PreTrainedModel:
     chosen = [s for s in stacks if any(list(s) == stack for stack in find_stacks(model))]
     memo: dict[int, Any] = {id(stack): nn.ModuleList(copy.deepcopy(block) for block in stack[:length]) for stack in chosen}
     return copy.deepcopy(model, memo)
-
-
-def _is_encoder_decoder(name: str) -> bool:
-    """Of a folder that cannot be read False: `load_model_config` tells what is wrong with it.
-
-    Raises:
-        UserError: a hub id that is out of reach; it would be tried for half a minute once more.
-    """
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    try:
-        return bool(AutoConfig.from_pretrained(name, trust_remote_code=False).is_encoder_decoder)
-    except (ValueError, StrictDataclassError):
-        return False
-    except OSError as error:
-        if Path(name).is_dir() or Path(name).is_absolute() or name.startswith("."):
-            return False
-        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
-        raise UserError(
-            f"--model {name} is no folder here and could not be read from the hub ({reason}): give a folder with its config.json"
-        ) from None
