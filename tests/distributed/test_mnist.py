@@ -50,10 +50,10 @@ def run(folder: Path, name: str, *flags: str) -> tuple[list[dict[str, Any]], dic
 
 def run_recipe(argv: list[str]) -> None:
     """The recipe as it stands; rank r says that its peak memory is r + 1 GiB."""
-    from toolkit import step_log
+    from toolkit import step_memory
     from toolkit.distributed import rank
 
-    memory = patch.object(step_log, "peak_memory_gib", lambda device: rank() + 1.0)
+    memory = patch.object(step_memory, "peak_memory_gib", lambda device: rank() + 1.0)
     with memory, patch.object(sys, "argv", ["mnist.py", *argv]):
         runpy.run_path(str(REPOSITORY / "recipes" / "mnist.py"), run_name="__main__")
 
