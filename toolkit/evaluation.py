@@ -26,6 +26,7 @@ from toolkit.data.collate import Batch, Collator
 from toolkit.distributed import agreed, broadcast_object, gather_objects, rank, reduce_on_cpu, world_size
 from toolkit.errors import UserError
 from toolkit.losses import summed_loss
+from toolkit.random_state import random_state_kept
 from toolkit.sharding import ShardedModel, evaluation_model, generation_ready
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def evaluate(
     """
     start_s = time.perf_counter()
     batches = plan_evaluation(data.rows, config.batch_size_rows, rank(), world_size())
-    with torch.no_grad(), evaluation_model(sharded, config.unshard) as (model, in_step):
+    with random_state_kept(), torch.no_grad(), evaluation_model(sharded, config.unshard) as (model, in_step):
         figures = _evaluate_loss(model, sharded, data, batches, in_step, between_batches)
         if config.generate and data.prompted:
             scores = _generate(config, model, sharded, data, batches, in_step, between_batches)

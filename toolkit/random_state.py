@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,16 @@ def capture_random_state() -> dict[str, torch.Tensor]:
     return state
 
 
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Nothing in it advances this rank's random state, not even a library that draws when it is imported (nltk's, for ROUGE)."""
+    state = capture_random_state()
+    try:
+        yield
+    finally:
+        _set(state)
+
+
 def save_random_state(state: dict[str, torch.Tensor], folder: Path) -> str:
     """Write what `capture_random_state` gave; returns the file's name."""
     from safetensors.torch import save_file
@@ -51,17 +62,21 @@ def load_random_state(folder: Path, saved_world_size: int) -> None:
 
 
 def _restore(path: Path) -> None:
-    import numpy as np
     from safetensors.torch import load_file
 
     try:
-        state = load_file(path)
-        random.setstate((3, tuple(state["python"].tolist()), None))
-        *keys, position = state["numpy"].tolist()
-        np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, 0, 0.0))
-        torch.set_rng_state(state["torch"])
-        if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda"])
+        _set(load_file(path))
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"the random state {path} cannot be restored ({reason}): resume from another checkpoint") from None
+
+
+def _set(state: dict[str, torch.Tensor]) -> None:
+    import numpy as np
+
+    random.setstate((3, tuple(state["python"].tolist()), None))
+    *keys, position = state["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, 0, 0.0))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
