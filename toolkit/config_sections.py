@@ -54,7 +54,8 @@ class DataConfig:
     """Which rows, and how they become tokens."""
 
     source: str
-    """`docstrings`, `wikihow`, `csv`, `jsonl`, `parquet`, or the id of a hub dataset."""
+    """`docstrings`, `wikihow`, `csv`, `jsonl`, `parquet`, the id of a hub dataset, or a folder with one. Kinds of files that
+    only `datasets` knows (`text`, `json`, …) are refused."""
     files: list[str] | str | None = None
     """Files of a file source, one or a list."""
     eval_files: list[str] | str | None = None
@@ -90,7 +91,8 @@ class MixEntry:
     """One of several sources: fields as in `data`."""
 
     source: str
-    """`docstrings`, `stdlib`, `csv`, `jsonl`, `parquet`, or the id of a hub dataset."""
+    """`docstrings`, `stdlib`, `csv`, `jsonl`, `parquet`, the id of a hub dataset, or a folder with one. Kinds of files that
+    only `datasets` knows (`text`, `json`, …) are refused."""
     weight: PositiveFloat = 1.0  # type: ignore[valid-type]
     """Its share of an epoch's rows, relative to the other weights."""
     files: list[str] | str | None = None
@@ -106,7 +108,8 @@ class LLMDataConfig:
     """Which rows (chats, prompts with completions, or plain text), and how they become tokens."""
 
     source: str | None = None
-    """`docstrings`, `stdlib`, `csv`, `jsonl`, `parquet`, or the id of a hub dataset."""
+    """`docstrings`, `stdlib`, `csv`, `jsonl`, `parquet`, the id of a hub dataset, or a folder with one. Kinds of files that
+    only `datasets` knows (`text`, `json`, …) are refused."""
     mix: list[MixEntry] = field(default_factory=list)
     """Several sources with weights, instead of `source` and `files`."""
     files: list[str] | str | None = None

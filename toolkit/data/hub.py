@@ -1,9 +1,15 @@
-"""Rows of a hub dataset, or of a local folder that `datasets` can load."""
+"""Rows of a hub dataset, or of a local folder that `datasets` can load.
+
+`datasets` takes the names of its readers (`text`, `json`, `imagefolder`, …) for datasets too: without files such a one reads
+every file of the working directory. And a dataset's README may name files anywhere on this machine. So a name is looked at before
+`datasets` gets it, and the files that it would read before it reads them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
+import os
 import ssl
 import urllib.error
 import urllib.request
@@ -15,9 +21,33 @@ from toolkit.data.files import Cells, check_columns
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, DatasetBuilder
 
 _PROBE_TIMEOUT_S = 5
+
+
+def check_hub_name(name: str, setting: str, other_sources: tuple[str, ...]) -> None:
+    """Refuse the name of a reader of `datasets`, which is no dataset, however it is written and whatever folder is called so.
+
+    Args:
+        setting: name of the config field, for messages.
+        other_sources: as in `load_hub_dataset`.
+
+    Raises:
+        UserError: such a name, or none.
+    """
+    from datasets.packaged_modules import _EXTENSION_TO_MODULE, _PACKAGED_DATASETS_MODULES
+
+    if not name.strip():
+        raise UserError(f"{setting} is empty: give one of {', '.join(other_sources)}, a hub id, or a folder")
+    lower, known = name.casefold(), ", ".join(other_sources)
+    if lower in other_sources:
+        raise UserError(f"{setting} {name} is written {lower}: give that")
+    if lower in _PACKAGED_DATASETS_MODULES:
+        ours = {_EXTENSION_TO_MODULE.get(f".{source}", (source,))[0]: source for source in other_sources}
+        way_out = f"did you mean {ours[lower]}?" if lower in ours else f"give one of {known}, or a hub id as in user/{name}"
+        folder = f" (./{name} for the folder)" if Path(name).is_dir() else ""
+        raise UserError(f"{setting} {name} is a kind of file, not a dataset: {way_out}{folder}")
 
 
 def load_hub_dataset(name: str, subset: str | None, split: str, *, other_sources: tuple[str, ...]) -> Dataset:
@@ -28,9 +58,11 @@ def load_hub_dataset(name: str, subset: str | None, split: str, *, other_sources
         other_sources: what else `data.source` may be; the nearest is suggested where `name` is nothing.
 
     Raises:
-        UserError: unknown or unreachable dataset, unknown subset or split, damaged files.
+        UserError: unknown or unreachable dataset, unknown subset or split, damaged files, files of other places.
     """
     import datasets
+
+    check_hub_name(name, "data.source", other_sources)
 
     path = Path(name).expanduser()
     if path.is_file():
@@ -40,7 +72,13 @@ def load_hub_dataset(name: str, subset: str | None, split: str, *, other_sources
         raise UserError(f"data.source {name}: there is no such folder: check the path")
     try:
         with contextlib.nullcontext() if is_folder or _can_reach_hub() else _without_network():
-            return datasets.load_dataset(str(path) if is_folder else name, name=subset, split=split)
+            # Absolute: `./text` would become `text` on its way.
+            builder = datasets.load_dataset_builder(str(path.absolute()) if is_folder else name, name=subset)
+            _check_files(builder, name, path.absolute() if is_folder else None)
+            builder.download_and_prepare()
+            return builder.as_dataset(split=split)
+    except UserError:
+        raise
     except ConnectionError:
         raise UserError(
             f"data.source {name} is none of {', '.join(other_sources)}, no local folder and not in the local cache, "
@@ -66,6 +104,21 @@ def read_hub_rows(dataset: Dataset, label: str, columns: Sequence[str]) -> Itera
     check_columns(label, dataset.column_names, columns)
     for batch in dataset.select_columns(list(columns)).iter(batch_size=1000):
         yield from zip(*(batch[column] for column in columns), strict=True)
+
+
+def _check_files(builder: DatasetBuilder, name: str, folder: Path | None) -> None:
+    """Refuse files of this machine outside the dataset's own folder, which its README can name; links in it may lead out.
+
+    Raises:
+        UserError: naming the first.
+    """
+    for file in (file for files in (builder.config.data_files or {}).values() for file in files):
+        place = file.rpartition("::")[2]  # of an archive's member: the archive
+        if place.startswith(("hf://", "https://", "http://")):
+            continue
+        place = os.path.normpath(place)
+        if folder is None or not Path(place).is_relative_to(os.path.normpath(folder)):
+            raise UserError(f"data.source {name} names a file outside of it in its README, {place}: give that in data.files")
 
 
 def _can_reach_hub() -> bool:

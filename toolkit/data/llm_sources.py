@@ -11,6 +11,7 @@ from toolkit.config_sections import LLMDataConfig, MixEntry
 from toolkit.data import files
 from toolkit.data.examples import Columns, build_row, choose_columns, configured_columns
 from toolkit.data.files import Cells
+from toolkit.data.hub import check_hub_name, load_hub_dataset, read_hub_rows
 from toolkit.data.row_cache import TextRows, cache_folder, hash_rows, load_rows
 from toolkit.data.rows import Row, RowInput
 from toolkit.errors import UserError
@@ -64,6 +65,8 @@ def _build_eval_inputs(config: LLMDataConfig, columns_used: set[str]) -> Iterato
 
 
 def _build_inputs(entry: MixEntry, config: LLMDataConfig, mix_entry: int, setting: str, columns_used: set[str]) -> list[RowInput]:
+    if entry.source not in NAMED_SOURCES:
+        check_hub_name(entry.source, f"{setting}.source", NAMED_SOURCES)
     if entry.source not in files.READERS and entry.files:
         raise UserError(f"{setting}.files is given, but {setting}.source {entry.source} reads no files: leave one of them out")
     if entry.source == "docstrings":
@@ -97,8 +100,6 @@ def _build_file_input(
 
 
 def _build_hub_input(entry: MixEntry, config: LLMDataConfig, mix_entry: int, columns_used: set[str]) -> RowInput:
-    from toolkit.data.hub import load_hub_dataset, read_hub_rows
-
     dataset = load_hub_dataset(entry.source, entry.hub_subset, entry.hub_split, other_sources=NAMED_SOURCES)
     columns = choose_columns(entry.source, dataset.column_names, config)
     columns_used.update(columns.names)

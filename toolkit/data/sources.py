@@ -13,6 +13,7 @@ from pathlib import Path
 
 from toolkit.config_sections import DataConfig
 from toolkit.data import files, wikihow
+from toolkit.data.hub import check_hub_name, load_hub_dataset, read_hub_rows
 from toolkit.data.row_cache import TextRows, cache_folder, hash_rows, load_rows
 from toolkit.data.rows import Row, RowInput
 from toolkit.errors import UserError
@@ -47,6 +48,8 @@ def _check_settings(config: DataConfig) -> None:
     """Refuse settings that the source would silently ignore, and files that are not given."""
     if config.source in FILE_SOURCES and not config.files:
         raise UserError(f"data.source {config.source} needs data.files")
+    if config.source not in NAMED_SOURCES:
+        check_hub_name(config.source, "data.source", NAMED_SOURCES)
     if config.source not in FILE_SOURCES:
         for name, value in (("files", config.files), ("eval_files", config.eval_files)):
             if value:
@@ -104,8 +107,6 @@ def _build_docstrings_input() -> RowInput:
 
 
 def _build_hub_input(config: DataConfig) -> RowInput:
-    from toolkit.data.hub import load_hub_dataset, read_hub_rows
-
     dataset = load_hub_dataset(config.source, config.hub_subset, config.hub_split, other_sources=NAMED_SOURCES)
 
     def read() -> Iterator[Row]:

@@ -103,7 +103,7 @@ def test_unknown_dataset_is_refused(config, monkeypatch):
         raise datasets.exceptions.DatasetNotFoundError(f"Dataset '{path}' doesn't exist on the Hub or cannot be accessed.")
 
     monkeypatch.setattr(urllib.request, "urlopen", lambda *args, **kwargs: io.BytesIO())
-    monkeypatch.setattr(datasets, "load_dataset", fail)
+    monkeypatch.setattr(datasets, "load_dataset_builder", fail)
     refuse(
         config, "data.source someone/nothing is none of docstrings", "no dataset that the hub shows you", source="someone/nothing"
     )
