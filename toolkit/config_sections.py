@@ -131,7 +131,8 @@ class LLMDataConfig:
     chat_template: str | None = None
     """Jinja chat template, or a file that holds one; unset: the tokenizer's."""
     loss_on: Literal["completions", "all"] = "completions"
-    """Train on completions (every assistant turn) only, or on all tokens. Plain text always counts whole."""
+    """Train on completions only (every assistant turn, but one with `"weight": 0`), or on all tokens. Plain text always counts
+    whole."""
     max_length_tokens: PositiveInt = 1024  # type: ignore[valid-type]
     """Longer rows are cut at their end (counted and told); packed rows are filled up to it."""
     packing: bool = True

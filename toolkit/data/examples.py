@@ -4,8 +4,9 @@ An example travels through the row files as one JSON object, so that all kinds s
 
 - `{"text"}`
 - `{"prompt", "completion"}`
-- `{"messages", "tools", "first_trained"}`: assistant turns from `first_trained` on are trained on. A prompt and a completion that
-  are lists of messages are such a chat too, in which only the completion's turns are.
+- `{"messages", "tools", "first_trained", "weight_0"}`: assistant turns from `first_trained` on are trained on, but for the
+  places in `weight_0`. A prompt and a completion that are lists of messages are such a chat too, in which only the completion's
+  turns are.
 
 A conversation that is put together wrongly is an error that names the row, because it hints at a broken export; one with nothing
 in it is left out and counted, as empty cells are.
@@ -143,7 +144,10 @@ def _read_chat(prompt: list[Any], completion: Any, tools: Any, place: tuple[str,
     for message in messages:
         if message["role"] in ("user", "assistant") and not (message["content"].strip() or message.get("tool_calls")):
             return f"with an empty {message['role']} turn"
-    return {"messages": messages, "tools": _read_tools(tools, where), "first_trained": len(prompt)}
+    weight_0 = [i for i, message in enumerate(messages) if _take_weight(message, f"{where}, message {i + 1}") == 0]
+    if all(message["role"] != "assistant" or i in weight_0 for i, message in enumerate(messages) if i >= len(prompt)):
+        return "with weight 0 on every assistant turn"
+    return {"messages": messages, "tools": _read_tools(tools, where), "first_trained": len(prompt), "weight_0": weight_0}
 
 
 def _read_message(item: Any, where: str) -> dict[str, Any]:
@@ -165,6 +169,23 @@ def _read_message(item: Any, where: str) -> dict[str, Any]:
     check_text(message["content"], f"{where}, content")
     _check_values(message, where)
     return message
+
+
+def _take_weight(message: dict[str, Any], where: str) -> int:
+    """The weight that OpenAI's chats may give an assistant turn, taken out of the message: 0, or 1 if it has none.
+
+    0 on another turn is as it is anyway. Columns with nulls make 0.0 and 1.0 of whole numbers.
+    """
+    weight = message.pop("weight", None)
+    if weight is None:
+        return 1
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise UserError(
+            f"{where}: weight {weight!r:.60}: write 0 for a turn that does not count in the loss, 1 or none for one that does"
+        )
+    if weight == 1 and message["role"] != "assistant":
+        raise UserError(f"{where}: weight 1 on a {message['role']} turn: only assistant turns are trained on: leave it out")
+    return int(weight)
 
 
 def _read_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from toolkit.data.row_cache import TextRows, cache_folder, hash_rows, load_rows
 from toolkit.data.rows import Row, RowInput
 from toolkit.errors import UserError
 
-EXAMPLE_VERSION = 1
+EXAMPLE_VERSION = 2
 """Goes into the fingerprint: raise it when the same cells would give other examples than before."""
 
 NAMED_SOURCES = ("docstrings", "stdlib", *files.READERS)

@@ -45,9 +45,15 @@ def prepare_chat(tokenizer: PreTrainedTokenizerBase, example: dict[str, Any], lo
     """A chat as its template prints it.
 
     Raises:
-        UserError: the template refuses it, prints nothing of a turn, or does not tell which text is the assistant's.
+        UserError: the template refuses it, prints nothing of a turn, or does not tell which text is the assistant's; a turn has
+            weight 0 where all tokens count.
     """
-    messages, tools = example["messages"], example["tools"]
+    messages, tools, weight_0 = example["messages"], example["tools"], example["weight_0"]
+    if weight_0 and loss_on == "all":
+        raise UserError(
+            f"{where}: message {weight_0[0] + 1} has weight 0, but data.loss_on all counts every token: set it to completions, "
+            "or leave the weight out"
+        )
     try:
         text = render_chat(tokenizer, messages, tools)
         turns = find_turns(tokenizer, text, messages, tools)
@@ -71,6 +77,7 @@ def prepare_chat(tokenizer: PreTrainedTokenizerBase, example: dict[str, Any], lo
         if not text[turn.start : turn.content_end].strip():
             has_calls = " (it has tool_calls, which the template may not know)" if messages[i].get("tool_calls") else ""
             raise UserError(f"{where}: the chat template prints nothing of message {i + 1}{has_calls}: set data.chat_template")
-    trained = [(i, turn) for i, turn in zip(spoken, turns, strict=True) if i >= example["first_trained"]]
+    first = example["first_trained"]
+    trained = [(i, turn) for i, turn in zip(spoken, turns, strict=True) if i >= first and i not in weight_0]
     lead_texts = [next(m["content"] for m in reversed(messages[:i]) if m["role"] == "user") for i, _ in trained]
     return Prepared(text, [turn for _, turn in trained], lead_texts, counts_whole=loss_on == "all", is_chat=True)

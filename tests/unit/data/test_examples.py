@@ -21,6 +21,14 @@ def read(messages, tools=None):
     return row, json.loads(row.source) if row.source else None
 
 
+def weighted(*weights):
+    """A chat whose assistant turns have these weights; `...` is none."""
+    spoken = [message for number, _ in enumerate(weights) for message in say(f"question {number}", f"answer {number}")]
+    for message, weight in zip(spoken[1::2], weights, strict=True):
+        message.update({} if weight is ... else {"weight": weight})
+    return spoken
+
+
 def refuse(messages, *fragments, tools=None):
     with pytest.raises(UserError) as caught:
         read(messages, tools)
@@ -72,7 +80,7 @@ def test_no_column_or_several_kinds_are_refused_with_what_there_is(existing, set
 def test_a_chat_is_grouped_by_its_first_user_message():
     messages = say("hello", "one", "two", "three", system="be brief")
     row, example = read(messages)
-    assert example == {"messages": messages, "tools": None, "first_trained": 0, "mix_entry": 3}
+    assert example == {"messages": messages, "tools": None, "first_trained": 0, "weight_0": [], "mix_entry": 3}
     assert (row.group, row.skip_reason, row.held_out) == ("hello", None, None)
     assert list_texts(example) == ["be brief", "hello", "one", "two", "three"]
 
@@ -91,6 +99,22 @@ def test_nulls_that_columnar_files_add_are_dropped():
     messages += [{"role": "tool", "content": ""}, {"role": "assistant", "content": "one"}]
     _, example = read(messages)
     assert example["messages"] == [{"role": "user", "content": "hi"}, CALL | {"content": ""}, *messages[2:]]
+
+
+def test_weights_name_the_turns_that_do_not_count():
+    """As OpenAI writes them, and as columnar files do: null where there is none, 0.0 and 1.0."""
+    messages = weighted(0, 1, ..., None, 0.0, 1.0)
+    messages[2]["weight"] = 0  # of a user: it says what is so anyway
+    _, example = read(messages)
+    assert example["weight_0"] == [1, 2, 9]
+    assert all("weight" not in message for message in example["messages"])  # a template does not see it
+
+
+def test_a_chat_whose_turns_all_have_weight_0_is_left_out_and_counted():
+    assert read(weighted(0, 0))[0].skip_reason == "with weight 0 on every assistant turn"
+    columns = Columns("pair", ("prompt", "completion"))
+    prompt, completion = weighted(1)[:2] + say("b"), weighted(0)[1:]
+    assert build_row((prompt, completion), columns, "x", 0).skip_reason == "with weight 0 on every assistant turn"
 
 
 def test_arguments_of_tool_calls_may_be_json_text():
@@ -170,6 +194,17 @@ def test_empty_rows_come_with_their_reason(kind, cells, reason):
         (
             [*say("a"), CALL | {"tool_calls": [{"function": {"name": "add", "arguments": "{"}}]}],
             ["message 2, arguments of add: not JSON"],
+        ),
+        (
+            weighted(0.5),
+            ["message 2: weight 0.5: write 0 for a turn that does not count in the loss, 1 or none for one that does"],
+        ),
+        (weighted(2), ["message 2: weight 2: write 0"]),
+        (weighted(True), ["message 2: weight True: write 0"]),
+        (weighted("0"), ["message 2: weight '0': write 0"]),
+        (
+            [say("a")[0] | {"weight": 1}, *say("a", "b")[1:]],
+            ["message 1: weight 1 on a user turn: only assistant turns are trained"],
         ),
     ],
 )

@@ -93,6 +93,34 @@ def test_the_assistants_turns_count_with_their_end_token(prepare, template):
     assert rows.train["target_bytes"][:] == [len("it is fourwelcome"), len("two is it")]
 
 
+@pytest.mark.parametrize("template", [CHATML, MARKED, LLAMA2])
+def test_a_turn_of_weight_0_does_not_count_and_is_not_generated(prepare, template):
+    first, last = say("hello there", "it is four", "thanks", "welcome"), say("hello there", "it is four", "thanks", "welcome")
+    first[1]["weight"], last[3]["weight"] = 0, 0
+    rows, whole = (
+        prepare(chats(first, last), chat_template=template),
+        prepare(chats(*[say(*(m["content"] for m in first))] * 2), chat_template=template),
+    )
+    assert rows.train["input_ids"][:] == whole.train["input_ids"][:]
+    assert [run.replace("<|im_end|>", "").replace("</s>", "").strip() for place in (0, 1) for run in counted(rows, place)] == [
+        "welcome",
+        "it is four",
+    ]
+    assert (rows.train["target"][:], rows.train["lead_text"][:]) == (["welcome", "it is four"], ["thanks", "hello there"])
+    assert prompt_of(rows, 1) == rows.tokenizer.apply_chat_template(last[:1], add_generation_prompt=True, return_dict=False)
+
+
+def test_a_weight_of_0_beside_a_loss_on_all_tokens_is_refused(prepare, tmp_path):
+    messages = say("hello there", "it is four", "thanks", "welcome")
+    messages[1]["weight"] = 0
+    with pytest.raises(UserError) as caught:
+        prepare(chats(CHATS[1], messages), loss_on="all")
+    assert str(caught.value) == (
+        f"{tmp_path / 'rows.jsonl'}, row 2: message 2 has weight 0, but data.loss_on all counts every token: set it to "
+        "completions, or leave the weight out"
+    )
+
+
 def test_llama_2_turns_count_with_their_spaces(prepare):
     rows = prepare(chats(*CHATS), chat_template=LLAMA2)
     assert counted(rows, 0) == [" it is four </s>", " welcome </s>"]
