@@ -19,7 +19,7 @@ def main() -> None:
     from toolkit.data.collate import CausalCollator
     from toolkit.data.llm_tokens import prepare_llm_rows
     from toolkit.data.plan import BatchPlan, Mix
-    from toolkit.evaluation import EvaluationRows
+    from toolkit.evaluation_rows import EvaluationRows, choose_rows, name_sources
     from toolkit.model_checks import check_causal_model
     from toolkit.model_config import check_causal_positions
     from toolkit.run_folder import save_run_config
@@ -46,10 +46,11 @@ def main() -> None:
         mix=mix,
     )
     evaluation = EvaluationRows(
-        rows=rows.evaluation.select(range(min(config.eval.num_rows or len(rows.evaluation), len(rows.evaluation)))),
+        rows=choose_rows(rows.evaluation, config.eval.num_rows),
         tokenizer=rows.tokenizer,
         collator=CausalCollator(rows.tokenizer.pad_token_id, one_row=models.uses_flash_attention(skeleton)),
         stop_token_ids=rows.stop_token_ids,
+        source_names=name_sources(config.data),
     )
     longest = {
         name: stages.longest(rows, evaluation, column) for name, column in (("row", "num_tokens"), ("prompt", "prompt_length"))

@@ -19,7 +19,7 @@ def main() -> None:
     from toolkit.data.collate import SummarizationCollator
     from toolkit.data.plan import BatchPlan
     from toolkit.data.tokens import prepare_rows
-    from toolkit.evaluation import EvaluationRows
+    from toolkit.evaluation_rows import EvaluationRows, choose_rows
     from toolkit.model_config import check_positions, special_tokens
     from toolkit.run_folder import save_run_config
     from toolkit.shard_units import describe
@@ -40,7 +40,7 @@ def main() -> None:
         world_size=distributed.world_size(),
     )
     evaluation = EvaluationRows(
-        rows=rows.evaluation.select(range(min(config.eval.num_rows or len(rows.evaluation), len(rows.evaluation)))),
+        rows=choose_rows(rows.evaluation, config.eval.num_rows),
         tokenizer=rows.tokenizer,
         collator=SummarizationCollator(*special_tokens(model_config, config.model.name_or_path)),
     )

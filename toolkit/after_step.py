@@ -13,7 +13,8 @@ from toolkit.config import RecipeConfig
 from toolkit.data.plan import BatchPlan
 from toolkit.distributed import raise_together
 from toolkit.errors import Stopped
-from toolkit.evaluation import EvaluationRows, evaluate, is_better
+from toolkit.evaluation import evaluate, is_better
+from toolkit.evaluation_rows import EvaluationRows
 from toolkit.sharding import ShardedModel
 from toolkit.signals import StopRequests
 from toolkit.skip_guard import SkipGuard
@@ -130,7 +131,8 @@ def _evaluate_and_log(session: Session) -> bool:
         _stop(session, str(stop))
     run.metrics.write("eval", state.step, **figures)
     log_to_trackers(run.sharded.accelerator, {f"eval/{name}": value for name, value in figures.items()}, state.step)
-    shown = ("loss", "bits_per_byte", "token_accuracy", "rouge1", "rougeL", "percent_distinct", "rows_per_s")
+    of_sources = (name for name in figures if name.startswith("loss/"))
+    shown = ("loss", *of_sources, "bits_per_byte", "token_accuracy", "rouge1", "rougeL", "percent_distinct", "rows_per_s")
     bar.say(f"evaluation at step {state.step}: " + ", ".join(f"{n} {figures[n]:.4g}" for n in shown if n in figures))
     state.metrics, state.evaluation_due = figures, False
     session.log.restart_clock()

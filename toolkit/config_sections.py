@@ -235,7 +235,7 @@ class EvalConfig:
     at_start: bool = True
     """Evaluate before the first step too: the untrained baseline."""
     num_rows: PositiveInt | None = None  # type: ignore[valid-type]
-    """Use only the first so many held-out rows."""
+    """Use only so many held-out rows: equally many of each entry of `data.mix`, chosen by a hash of their place in the data."""
     batch_size_rows: PositiveInt = 64  # type: ignore[valid-type]
     """Rows of one evaluation batch of one process. In fp32 it never changes the result."""
     generate: bool = True

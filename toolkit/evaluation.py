@@ -8,7 +8,6 @@ Shapes: `B` rows, `S` source positions, `T` target positions, `V` vocabulary.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import time
@@ -17,21 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from toolkit.config_sections import EvalConfig
-from toolkit.data.collate import Batch, Collator
+from toolkit.data.collate import Batch
 from toolkit.distributed import agreed, broadcast_object, gather_objects, rank, reduce_on_cpu, world_size
 from toolkit.errors import UserError
+from toolkit.evaluation_rows import EvaluationRows, plan_evaluation
 from toolkit.losses import summed_loss
 from toolkit.random_state import random_state_kept
 from toolkit.sharding import ShardedModel, evaluation_model, generation_ready
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 ROUGE_METRICS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 TEXT_METRICS = (*ROUGE_METRICS, "exact_match", "percent_distinct")
@@ -39,25 +37,6 @@ LOSS_METRICS = ("loss", "perplexity", "bits_per_byte", "token_accuracy")
 HIGHER_IS_BETTER = (*TEXT_METRICS, "token_accuracy")
 LONGEST_LOG = 700.0
 """exp() of more does not fit into a float."""
-
-
-@dataclass(frozen=True)
-class EvaluationRows:
-    """Held-out rows and what reading them needs."""
-
-    rows: Dataset
-    """Columns as in `TokenizedRows`."""
-    tokenizer: PreTrainedTokenizerBase
-    collator: Collator
-    stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a generated text, beside those of the model's generation config."""
-
-    @functools.cached_property
-    def prompted(self) -> list[int]:
-        """Rows that a text is generated for: all of an encoder-decoder, of a causal model those with a prompt."""
-        if "prompt_length" not in self.rows.column_names:
-            return list(range(len(self.rows)))
-        return np.flatnonzero(self.rows.with_format("numpy")["prompt_length"][:]).tolist()
 
 
 @dataclass(frozen=True)
@@ -80,13 +59,14 @@ def evaluate(
         between_batches: called by every rank equally often; may raise on all of them to end the evaluation.
 
     Returns:
-        `loss` (nats a label token), `perplexity` (its exponential), `bits_per_byte` (of the targets' utf-8 text),
+        `loss` (nats a label token) and `loss/<name>` of each of `data.source_names` that has rows, `perplexity` (the
+        exponential of `loss`), `bits_per_byte` (of the targets' utf-8 text),
         `token_accuracy` (percent of label tokens that were the likeliest); of generated texts `rouge1` … `rougeLsum` (percent,
         mean F), `exact_match` (percent equal to the reference but for white space around), `percent_distinct` (share of
         predictions that differ from all others); `num_rows`, `rows_per_s`.
     """
     start_s = time.perf_counter()
-    batches = plan_evaluation(data.rows, config.batch_size_rows, rank(), world_size())
+    batches = plan_evaluation(data, config.batch_size_rows, rank(), world_size())
     with random_state_kept(), torch.no_grad(), evaluation_model(sharded, config.unshard) as (model, in_step):
         figures = _evaluate_loss(model, sharded, data, batches, in_step, between_batches)
         if config.generate and data.prompted:
@@ -94,21 +74,6 @@ def evaluate(
             figures |= _gather_scores(scores, data, predictions_path)
     seconds = time.perf_counter() - start_s
     return {**figures, "num_rows": len(data.rows), "rows_per_s": len(data.rows) / seconds}
-
-
-def plan_evaluation(rows: Dataset, batch_size_rows: int, rank: int, world_size: int) -> list[list[int]]:
-    """This rank's batches of row indices: sorted by tokens before the labels, longest first, dealt over the ranks by batches.
-
-    Every rank gets the same number of batches; the missing ones are empty.
-    """
-    columns = rows.with_format("numpy")
-    num_labels = columns["num_label_tokens"][:]
-    order = np.lexsort((-num_labels, num_labels - columns["num_tokens"][:])).tolist()
-    # A short list is cut finer, so that no rank is left without work.
-    size = max(1, min(batch_size_rows, math.ceil(len(order) / world_size)))
-    batches = [order[i : i + size] for i in range(0, len(order), size)]
-    batches += [[]] * (-len(batches) % world_size)
-    return batches[rank::world_size]
 
 
 def is_better(metric: str, new: float, old: float | None) -> bool:
@@ -139,10 +104,12 @@ def _evaluate_loss(
     in_step: bool,
     between_batches: Callable[[], None],
 ) -> dict[str, float]:
-    """Token-weighted loss over all ranks. Collective."""
-    loss_sum = torch.zeros((), dtype=torch.float64, device=sharded.accelerator.device)
+    """Token-weighted loss over all ranks, and of each source. Collective."""
+    names = data.source_names
+    num_sources = max(1, len(names))
+    loss_sums = torch.zeros(num_sources, dtype=torch.float64, device=sharded.accelerator.device)
     num_correct = torch.zeros((), dtype=torch.int64, device=sharded.accelerator.device)
-    num_tokens = num_bytes = 0
+    num_tokens, num_bytes = torch.zeros(num_sources, dtype=torch.float64), 0
     for indices in batches:
         between_batches()
         if not indices and not in_step:
@@ -150,15 +117,20 @@ def _evaluate_loss(
         # Without rows one whose labels do not count, to stay in step with the other ranks.
         rows = [[data.rows[i]] for i in indices or [0]]
         batch_sum, batch_correct = summed_loss(model, _on_device(data.collator.collate(rows, counts=bool(indices)), sharded))
-        loss_sum += batch_sum
+        source = data.sources[(indices or [0])[0]]  # one of all rows of a batch
+        loss_sums[source] += batch_sum
         num_correct += batch_correct
-        num_tokens += sum(row["num_label_tokens"] for (row,) in rows) if indices else 0
+        num_tokens[source] += sum(row["num_label_tokens"] for (row,) in rows) if indices else 0
         num_bytes += sum(row["target_bytes"] for (row,) in rows) if indices else 0
-    totals = torch.tensor([loss_sum.item(), num_correct.item(), num_tokens, num_bytes], dtype=torch.float64)
-    total_loss, total_correct, total_tokens, total_bytes = reduce_on_cpu(totals, dist.ReduceOp.SUM).tolist()
+    counts = torch.tensor([num_correct.item(), num_bytes], dtype=torch.float64)
+    totals = reduce_on_cpu(torch.cat([loss_sums.cpu(), num_tokens, counts]), dist.ReduceOp.SUM)
+    losses, tokens = totals[:-2].view(2, num_sources).tolist()
+    total_correct, total_bytes = totals[-2:].tolist()
+    total_loss, total_tokens = sum(losses), sum(tokens)
     loss = total_loss / total_tokens
     return {
         "loss": loss,
+        **{f"loss/{name}": losses[i] / tokens[i] for i, name in enumerate(names) if tokens[i]},
         "perplexity": math.exp(min(loss, LONGEST_LOG)),
         "bits_per_byte": total_loss / math.log(2) / total_bytes if total_bytes else math.nan,  # rows of one token have none
         "token_accuracy": 100 * total_correct / total_tokens,

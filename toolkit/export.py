@@ -19,7 +19,7 @@ from toolkit.adapters import is_wanted
 from toolkit.config import RecipeConfig
 from toolkit.distributed import agreed, barrier, rank
 from toolkit.errors import UserError
-from toolkit.evaluation import EvaluationRows
+from toolkit.evaluation_rows import EvaluationRows
 from toolkit.export_check import compare_logits, compare_weights, reload
 from toolkit.sharding import ShardedModel, assign_parameters, evaluation_model, weightless_copy, whole_parameters
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from toolkit.distributed import rank
 from toolkit.errors import UserError
-from toolkit.evaluation import ROUGE_METRICS, EvaluationRows
+from toolkit.evaluation import ROUGE_METRICS
+from toolkit.evaluation_rows import EvaluationRows
 from toolkit.step_memory import MEMORY_FILE
 from toolkit.tracking import load_metrics
 

@@ -15,7 +15,8 @@ from toolkit.config_checks import check_evaluation_rows, check_num_steps
 from toolkit.data.plan import BatchPlan, check_global_batch_size
 from toolkit.data.token_cache import TokenizedRows
 from toolkit.distributed import agreed, print_rank0, rank, world_size
-from toolkit.evaluation import HIGHER_IS_BETTER, EvaluationRows, check_metric
+from toolkit.evaluation import HIGHER_IS_BETTER, check_metric
+from toolkit.evaluation_rows import EvaluationRows
 from toolkit.export import export_model
 from toolkit.manifest import hash_model_config
 from toolkit.model_config import AutoClass, load_model_config
@@ -96,10 +97,12 @@ def check_rows(config: RecipeConfig, rows: TokenizedRows, plan: BatchPlan, evalu
     check_num_steps(config, num_steps)
     check_evaluation_rows(config, len(evaluation.rows))
     check_metric(config.eval, evaluation)
+    counted = [f"{(evaluation.sources == place).sum():,} of {name}" for place, name in enumerate(evaluation.source_names)]
+    of_sources = f" ({', '.join(counted)})" if counted and len(evaluation.rows) else ""
     print_rank0(
         *rows.remarks,
-        f"{len(rows.train):,} training rows, {len(evaluation.rows):,} held-out rows; {plan.steps_per_epoch:,} steps an epoch, "
-        f"{num_steps:,} in all; {len(plan.micro_batches(plan.step(1), 0))} micro-batches a step on each of "
+        f"{len(rows.train):,} training rows, {len(evaluation.rows):,} held-out rows{of_sources}; {plan.steps_per_epoch:,} steps "
+        f"an epoch, {num_steps:,} in all; {len(plan.micro_batches(plan.step(1), 0))} micro-batches a step on each of "
         f"{world_size()} processes",
     )
     return num_steps

@@ -107,6 +107,32 @@ def test_a_mix_takes_each_file_by_its_weight(llm_workbench: Workbench, tmp_path:
     assert sorted(row for row in taken if row >= len(pairs)) == sorted(3 * list(range(30, 40)))
 
 
+def test_a_mix_reports_the_loss_of_each_source_beside_the_whole(llm_workbench: Workbench, tmp_path: Path) -> None:
+    """Rows are held out by a hash of their text, so a file alone holds out the rows that it does in a mix."""
+    pairs = [{"prompt": row["source"], "completion": " " + row["target"]} for row in make_rows(40)]
+    texts = [{"text": row["source"]} for row in make_rows(30, seed=1)]
+    files = [save_jsonl(tmp_path / f"{name}.jsonl", rows) for name, rows in (("pairs", pairs), ("texts", texts))]
+    changes = {"train__max_steps": 0, "eval__num_rows": None, "data__eval_fraction": 0.3, **NO_TEXTS}
+    alone = []
+    for file in files:
+        llm_workbench.run(file.stem, preset="single", data__files=file, **changes)
+        alone += llm_workbench.lines(file.stem, "eval")
+    mix = [{"source": "jsonl", "files": str(file)} for file in files]
+    of_mix = {"data__source": None, "data__files": None, "data__mix": mix, **changes}
+    printed = llm_workbench.run("mix", eval__batch_size_rows=3, **of_mix)
+    (line,) = llm_workbench.lines("mix", "eval")
+    assert line["num_rows"] == sum(figures["num_rows"] for figures in alone) > 15
+    assert [line["loss/mix[0]"], line["loss/mix[1]"]] == pytest.approx([figures["loss"] for figures in alone], rel=1e-6)
+    assert f"({alone[0]['num_rows']} of mix[0], {alone[1]['num_rows']} of mix[1]); " in printed
+    assert f"loss/mix[1] {alone[1]['loss']:.4g}" in printed
+    assert line["loss"] != pytest.approx(sum(figures["loss"] for figures in alone) / 2, rel=1e-5), "it is weighted by tokens"
+
+    held_out = save_jsonl(tmp_path / "held_out.jsonl", [{"text": row["source"]} for row in make_rows(9, seed=2)])
+    llm_workbench.run("files", preset="single", data__eval_files=held_out, **of_mix)
+    (line,) = llm_workbench.lines("files", "eval")
+    assert not [name for name in line if name.startswith("loss/")], "the rows of data.eval_files are of no entry"
+
+
 def test_every_kind_of_file_gives_the_same_run(llm_workbench: Workbench, tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -9,7 +9,8 @@ import pytest
 
 from toolkit.data.collate import SummarizationCollator
 from toolkit.errors import UserError
-from toolkit.evaluation import EvaluationRows, Score, _gather_scores, is_better
+from toolkit.evaluation import Score, _gather_scores, is_better
+from toolkit.evaluation_rows import EvaluationRows
 
 NAN = float("nan")
 
