@@ -1,0 +1,89 @@
+"""A run is that of plain PyTorch, from text to exported weights: `tests/plain_pytorch.py` follows it without the toolkit.
+
+Other tests compare the toolkit with itself; what is wrong everywhere alike shows only here.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.absolute_runs import BATCH_ROWS, FP32, KINDS, NUM_EVAL_ROWS, NUM_ROWS, inputs, run_recipe
+from tests.distributed.small_run import read_lines
+from tests.distributed.test_invariants import figures, rows_of_steps
+from tests.launch import run_on_ranks
+from tests.plain_pytorch import MAX_GRAD_NORM, NUM_STEPS, Figures, train_plain
+
+FIGURE_TOLERANCE = 1e-6
+WEIGHT_TOLERANCE = 1e-5
+STEPS_AN_EPOCH = -(-NUM_ROWS // BATCH_ROWS)
+TRAINING_ROWS = range(NUM_EVAL_ROWS, NUM_EVAL_ROWS + NUM_ROWS)
+"""Row ids count through the files, that with the evaluation rows first."""
+
+
+@pytest.mark.parametrize("preset", ["single", "fsdp2_cpu"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_run_is_that_of_plain_pytorch(tmp_path: Path, kind: str, preset: str) -> None:
+    run = run_recipe(kind, preset, tmp_path)
+    steps = rows_of_steps(run)
+    check_rows(steps)
+    expected = follow(kind, tuple(tuple(steps[step]) for step in sorted(steps)), first_adapter(run))
+    lines = read_lines(run / "metrics.jsonl")
+    train, evaluated = figures(lines, "train"), figures(lines, "eval")
+    assert max(expected.grad_norms) > 1.2 * min(expected.grad_norms) > 1.2 * MAX_GRAD_NORM, (
+        "clipping should act, now more, now less"
+    )
+    np.testing.assert_allclose(train["learning_rate"], expected.lrs, rtol=1e-12, err_msg="learning rate")
+    np.testing.assert_allclose(train["grad_norm"], expected.grad_norms, rtol=FIGURE_TOLERANCE, err_msg="gradient norm")
+    np.testing.assert_allclose(train["loss"], expected.losses, rtol=FIGURE_TOLERANCE, err_msg="loss")
+    check_weights(run / "export", expected.weights)
+    np.testing.assert_allclose(evaluated["loss"], [expected.eval_loss], rtol=FIGURE_TOLERANCE, err_msg="evaluation loss")
+    predictions = {line["row_id"]: line["prediction"] for line in read_lines(run / f"predictions-{NUM_STEPS}.jsonl")}
+    assert predictions == dict(enumerate(expected.texts)), "generated texts"
+
+
+@functools.cache
+def follow(kind: str, steps: tuple[tuple[int, ...], ...], adapter: Path | None) -> Figures:
+    """The reference for these rows of the steps, on one process."""
+    recipe, family, _ = KINDS[kind]
+    evaluation, train = (read_lines(inputs() / f"{recipe}-{name}.jsonl") for name in ("eval", "train"))
+    rows = [[train[row - NUM_EVAL_ROWS] for row in step] for step in steps]
+    args = (inputs() / family, rows, evaluation, adapter)
+    return run_on_ranks(train_plain, preset="single", overrides=FP32, args=args)[0]
+
+
+def check_rows(steps: dict[int, list[int]]) -> None:
+    """Each step has its number of rows, and an epoch takes every row once; the last one is under way."""
+    assert sorted(steps) == list(range(1, NUM_STEPS + 1))
+    taken = [row for step in sorted(steps) for row in steps[step]]
+    sizes = [len(steps[step]) for step in sorted(steps)]
+    assert sizes == [BATCH_ROWS if step % STEPS_AN_EPOCH else NUM_ROWS % BATCH_ROWS for step in range(1, NUM_STEPS + 1)]
+    epochs = [taken[first : first + NUM_ROWS] for first in range(0, len(taken), NUM_ROWS)]
+    assert all(sorted(epoch) == list(TRAINING_ROWS) for epoch in epochs[:-1]), "rows of an epoch"
+    assert len(epochs) == 4 and len(set(epochs[-1])) == len(epochs[-1]) and set(epochs[-1]) < set(TRAINING_ROWS)
+
+
+def check_weights(export: Path, expected: dict[str, Any]) -> None:
+    """Every trained weight, by its norm."""
+    files = list(export.glob("*.safetensors"))
+    weights = {rename(name): weight for file in files for name, weight in load_file(file).items()}
+    assert weights.keys() == expected.keys()
+    for name, weight in expected.items():
+        difference = np.linalg.norm(weights[name] - weight.numpy()) / np.linalg.norm(weight.numpy())
+        assert difference <= WEIGHT_TOLERANCE, f"exported {name}: {difference:.1e}"
+
+
+def rename(exported: str) -> str:
+    """peft's names → those of the reference."""
+    return exported.removeprefix("base_model.model.").replace(".lora_A.weight", ".lora_A").replace(".lora_B.weight", ".lora_B")
+
+
+def first_adapter(run: Path) -> Path | None:
+    """What the run's adapter began with; None where it has none."""
+    path = run / "first_adapter.safetensors"
+    return path if path.exists() else None

@@ -1,0 +1,136 @@
+"""The reference of the absolute test: fine-tuning in plain PyTorch and transformers, one row at a time.
+
+In fp64, so that the rounding that shows is the run's. Nothing of the toolkit is imported here: tokens, labels, schedule,
+clipping, AdamW, LoRA, the evaluation and its texts are written out anew. Which rows a step takes is given.
+
+Shapes: `T` target positions (of a causal model: all positions), `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file
+
+NUM_STEPS, WARMUP_STEPS = 16, 4
+LR, BETA1, BETA2, EPS, WEIGHT_DECAY, MAX_GRAD_NORM = 3e-3, 0.8, 0.9, 1e-3, 0.1, 0.3
+"""The large eps lets the size of a gradient count, to which Adam is blind without it."""
+LORA_SCALE = 12 / 4
+NUM_BEAMS, NO_REPEAT_NGRAM_SIZE, MAX_NEW_TOKENS = 3, 2, 12
+
+Row = dict[str, str]
+
+
+@dataclass
+class Figures:
+    """What a run must come to."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    lrs: list[float] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Trained ones, by name; of an adapter as `<module>.lora_A` and `<module>.lora_B`."""
+    eval_loss: float = math.nan
+    texts: list[str] = field(default_factory=list)
+    """Generated for the evaluation rows."""
+
+
+def train_plain(folder: Path, steps: list[list[Row]], eval_rows: list[Row], adapter: Path | None) -> Figures:
+    """Train the model of `folder` on the given rows, then evaluate.
+
+    Args:
+        adapter: file with the first weights of a LoRA on the frozen model, named as in `Figures.weights`; None: the whole model
+            is trained.
+    """
+    config = transformers.AutoConfig.from_pretrained(folder)
+    auto = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(folder, dtype=torch.float64).eval()  # no dropout
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    weights = dict(model.named_parameters()) if adapter is None else _add_lora(model, load_file(adapter))
+    first = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    second = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    figures = Figures()
+    for step, rows in enumerate(steps, start=1):
+        num_labels = sum(len(_labels(tokenizer, row, config)) for row in rows)
+        loss = 0.0
+        for row in rows:
+            row_loss = _loss_sum(model, tokenizer, row, config) / num_labels
+            row_loss.backward()
+            loss += row_loss.item()
+        norm = math.sqrt(sum(w.grad.square().sum().item() for w in weights.values()))
+        clip = min(1.0, MAX_GRAD_NORM / (norm + 1e-6))
+        rising, falling = step / WARMUP_STEPS, (NUM_STEPS + 1 - step) / (NUM_STEPS - WARMUP_STEPS)
+        lr = LR * min(rising, falling) if step <= WARMUP_STEPS else LR * falling
+        for name, weight in weights.items():
+            is_decayed = weight.dim() > 1 and "relative_attention_bias" not in name
+            gradient = weight.grad * clip
+            first[name] = BETA1 * first[name] + (1 - BETA1) * gradient
+            second[name] = BETA2 * second[name] + (1 - BETA2) * gradient**2
+            update = first[name] / (1 - BETA1**step) / ((second[name] / (1 - BETA2**step)).sqrt() + EPS)
+            weight.data = weight.data * (1 - lr * WEIGHT_DECAY * is_decayed) - lr * update
+            weight.grad = None
+        figures.losses.append(loss)
+        figures.grad_norms.append(norm)
+        figures.lrs.append(lr)
+    figures.weights = {name: weight.detach() for name, weight in weights.items()}
+    with torch.no_grad():
+        num_labels = sum(len(_labels(tokenizer, row, config)) for row in eval_rows)
+        figures.eval_loss = sum(_loss_sum(model, tokenizer, row, config).item() for row in eval_rows) / num_labels
+        figures.texts = [_generate(model, tokenizer, row, config) for row in eval_rows]
+    return figures
+
+
+def _labels(tokenizer: Any, row: Row, config: Any) -> list[int]:
+    """Tokens that are learnt: the target's and the end token."""
+    if config.is_encoder_decoder:
+        return tokenizer(row["target"]).input_ids  # its own end token is with it
+    whole = tokenizer(row["prompt"] + row["completion"], add_special_tokens=False).input_ids
+    return [*whole[len(_prompt(tokenizer, row, config)) :], tokenizer.eos_token_id]
+
+
+def _prompt(tokenizer: Any, row: Row, config: Any) -> list[int]:
+    if config.is_encoder_decoder:
+        return tokenizer(row["source"]).input_ids
+    return tokenizer(row["prompt"], add_special_tokens=False).input_ids
+
+
+def _loss_sum(model: Any, tokenizer: Any, row: Row, config: Any) -> torch.Tensor:
+    """-log p of each label, added up."""
+    prompt, labels = _prompt(tokenizer, row, config), _labels(tokenizer, row, config)
+    if config.is_encoder_decoder:
+        start = config.decoder_start_token_id
+        logits_TV = model(input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([[start, *labels[:-1]]])).logits[0]
+    else:
+        logits_TV = model(input_ids=torch.tensor([[*prompt, *labels[:-1]]])).logits[0, len(prompt) - 1 :]
+    return -torch.log_softmax(logits_TV, dim=-1).gather(1, torch.tensor(labels)[:, None]).sum()
+
+
+def _generate(model: Any, tokenizer: Any, row: Row, config: Any) -> str:
+    prompt = _prompt(tokenizer, row, config)
+    tokens = model.generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64), do_sample=False,
+        num_beams=NUM_BEAMS, no_repeat_ngram_size=NO_REPEAT_NGRAM_SIZE, max_new_tokens=MAX_NEW_TOKENS,
+    )[0]  # fmt: skip
+    return tokenizer.decode(tokens if config.is_encoder_decoder else tokens[len(prompt) :], skip_special_tokens=True)
+
+
+def _add_lora(model: Any, adapter: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The output of each adapted layer gets `LORA_SCALE * B A x` added, all else is frozen; returns what is trained."""
+    model.requires_grad_(False)
+    weights = {name: weight.double().requires_grad_() for name, weight in adapter.items()}
+    for name, module in model.named_modules():
+        if f"{name}.lora_A" in weights:
+
+            def add(
+                _: Any, args: Any, output: torch.Tensor, a: Any = weights[f"{name}.lora_A"], b: Any = weights[f"{name}.lora_B"]
+            ):
+                return output + LORA_SCALE * F.linear(F.linear(args[0], a), b)
+
+            module.register_forward_hook(add)
+    return weights
