@@ -115,6 +115,7 @@ def write_base(folder: Path, options: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     from toolkit.data.tokenizer import train_byte_level_tokenizer
+    from toolkit.json_lines import save_json_lines
 
     rows = [{"prompt": f"Row {i}:\n", "completion": "some words"} for i in range(32)]
     tokenizer = train_byte_level_tokenizer((text for row in rows for text in row.values()), 300)
@@ -132,7 +133,7 @@ def write_base(folder: Path, options: argparse.Namespace) -> None:
     )
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_json_lines(folder / "rows.jsonl", rows)
 
 
 def save_theirs(folder: Path, name: str, target_modules: list[str] | str, rank: int) -> Figures:

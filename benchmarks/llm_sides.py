@@ -56,13 +56,14 @@ def write_data(folder: Path, shape: dict[str, Any], max_rows: int) -> Data:
     from transformers import LlamaConfig
 
     from toolkit.data.tokenizer import train_byte_level_tokenizer
+    from toolkit.json_lines import save_json_lines
 
     splits = load_docstrings(folder, max_rows, max_eval_rows=8)
     tokenizer = train_byte_level_tokenizer((row[side] for row in splits["train"] for side in row), VOCAB_SIZE)
     num_tokens = 0
     for split, rows in splits.items():
         fitted = [fit(tokenizer, row) for row in rows]
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in fitted))
+        save_json_lines(folder / f"{split}.jsonl", fitted)
         lengths = [count(tokenizer, row["prompt"] + row["completion"]) + 1 for row in fitted]
         assert max(lengths) <= MAX_LENGTH_TOKENS, "a row was not cut enough"
         num_tokens = sum(lengths) if split == "train" else num_tokens

@@ -172,14 +172,18 @@ def measure(case: Case, num_processes: int, folder: Path, *, is_gpu: bool) -> li
 
 def load_rows(path: Path | None) -> dict[str, list[str]]:
     """Rows of an earlier call by their first cell."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path and path.is_file() else []
+    from toolkit.json_lines import load_json_lines
+
+    rows = load_json_lines(path) if path and path.is_file() else []
     return {row[0]: row for row in rows}
 
 
 def keep_row(path: Path | None, row: list[str]) -> list[str]:
+    from toolkit.json_lines import encode_json_line
+
     if path:
-        with path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        with path.open("ab") as file:
+            file.write(encode_json_line(row))
     return row
 
 

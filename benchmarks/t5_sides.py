@@ -42,12 +42,13 @@ def write_data(folder: Path, shapes: dict[str, dict[str, Any]], max_train_rows: 
     from transformers import T5Config
 
     from toolkit.data.tokenizer import train_tokenizer
+    from toolkit.json_lines import save_json_lines
 
     splits = load_docstrings(folder, max_train_rows, max_eval_rows)
     tokenizer = train_tokenizer(Dataset.from_list(splits["train"]), VOCAB_SIZE)
     data = Data(folder, len(splits["train"]), len(splits["eval"]))
     for split, texts in splits.items():
-        data.text(split).write_text("".join(json.dumps(row) + "\n" for row in texts))
+        save_json_lines(data.text(split), texts)
         sources = tokenizer([row["source"] for row in texts], truncation=True, max_length=MAX_SOURCE_TOKENS)
         targets = tokenizer([row["target"] for row in texts], truncation=True, max_length=MAX_TARGET_TOKENS)
         ids = {"input_ids": sources["input_ids"], "labels": targets["input_ids"]}

@@ -8,13 +8,12 @@ Shapes: `B` rows, `S` source positions, `T` target positions, `V` vocabulary.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from toolkit.data.collate import Batch
 from toolkit.distributed import agreed, broadcast_object, gather_objects, rank, reduce_on_cpu, world_size
 from toolkit.errors import UserError
 from toolkit.evaluation_rows import EvaluationRows, plan_evaluation
+from toolkit.json_lines import save_json_lines
 from toolkit.losses import summed_loss
 from toolkit.random_state import random_state_kept
 from toolkit.sharding import ShardedModel, evaluation_model, generation_ready
@@ -202,14 +202,14 @@ def _gather_scores(scores: list[Score], data: EvaluationRows, predictions_path: 
 
 
 def _write_predictions(scores: list[Score], data: EvaluationRows, path: Path) -> None:
-    lines = []
+    lines: list[dict[str, Any]] = []
     for score in scores:
         row = data.rows[score.index]
         line = {"row_id": row["row_id"], "prediction": score.prediction, "reference": row["target"]}
         line |= {name: round(value, 4) for name, value in zip(ROUGE_METRICS, score.rouge, strict=True)}
-        lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+        lines.append(line)
     try:
-        path.write_text("".join(lines), encoding="utf-8")
+        save_json_lines(path, lines)
     except OSError as error:
         raise UserError(f"the predictions {path} could not be written: {error.strerror}") from None
 

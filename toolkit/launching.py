@@ -119,7 +119,7 @@ def _stop(launcher: subprocess.Popen[bytes]) -> None:
 
 def reason_of_failure(log_path: Path) -> str:
     """The sentence that a rank ended with, else the last line that is no traceback of the launcher."""
-    lines = [line.strip() for line in log_path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    lines = [line.strip() for line in log_path.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
     if told := [line for line in lines if line.startswith("error: ")]:
         return told[-1].removeprefix("error: ")
     of_launcher = ("ChildFailedError", "CalledProcessError")

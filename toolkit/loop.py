@@ -7,7 +7,6 @@ are read together every `log_every_steps`.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -22,6 +21,7 @@ from toolkit.data.collate import Batch, load_micro_batches
 from toolkit.data.plan import BatchPlan, MicroBatch, Step
 from toolkit.distributed import rank, seed_all, world_size
 from toolkit.evaluation import HIGHER_IS_BETTER
+from toolkit.json_lines import encode_json_line
 from toolkit.losses import share_of_global_mean, summed_loss
 from toolkit.optim import clip_gradients, learning_rate
 from toolkit.parameter_checks import SMALLEST_SHOWING_LR, UPDATES_UNTIL_MOVED, ParameterWatch
@@ -168,8 +168,8 @@ def _log_row_ids(run: Run, micro_batch: MicroBatch) -> None:
     line = {"step": micro_batch.step, "micro_batch": micro_batch.index, "row_ids": row_ids}
     path = run.folder / f"rows-{rank():05d}.jsonl"
     try:
-        with path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        with path.open("ab") as file:
+            file.write(encode_json_line(line))
     except OSError as error:
         run.metrics.note_failure(path, error)
 

@@ -11,6 +11,7 @@ from toolkit.distributed import rank
 from toolkit.errors import UserError
 from toolkit.evaluation import ROUGE_METRICS
 from toolkit.evaluation_rows import EvaluationRows
+from toolkit.json_lines import load_json_lines
 from toolkit.step_memory import MEMORY_FILE
 from toolkit.tracking import load_metrics
 
@@ -104,7 +105,7 @@ def _score_first_lines(predictions_path: Path) -> dict[str, float]:
         return {}
     from toolkit.metrics.rouge import Rouge
 
-    lines = [json.loads(line) for line in predictions_path.read_text(encoding="utf-8").splitlines()]
+    lines = load_json_lines(predictions_path)
     first_lines = [line["prediction"].strip().partition("\n")[0] for line in lines]
     scores = Rouge().compute(predictions=first_lines, references=[line["reference"] for line in lines])
     return {"rougeL_line1": scores["rougeL"]}
@@ -114,7 +115,7 @@ def _print_samples(predictions_path: Path, eval_rows: Dataset) -> None:
     """A few rows evenly spread over the held-out rows, so that they are not chosen for their looks."""
     if not predictions_path.exists():
         return
-    lines = [json.loads(line) for line in predictions_path.read_text(encoding="utf-8").splitlines()]
+    lines = load_json_lines(predictions_path)
     for place in range(NUM_SAMPLES):
         index = (2 * place + 1) * len(lines) // (2 * NUM_SAMPLES)
         body = " ".join(eval_rows[index]["lead_text"].split())

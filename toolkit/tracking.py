@@ -20,6 +20,7 @@ from typing import Any
 from toolkit.config_sections import TrackingConfig
 from toolkit.distributed import agreed
 from toolkit.errors import UserError
+from toolkit.json_lines import encode_json_line, load_json_lines
 
 # Where each tracker of accelerate takes the name of a run; the others know a project only.
 _RUN_NAME_OPTION = {
@@ -56,7 +57,7 @@ class MetricsLog:
                 line |= {name: None, f"{name}_is": str(value)}
             else:
                 line[name] = value
-        text = (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        text = encode_json_line(line)
         try:
             if self._file.write(text) < len(text):  # the last bytes of a disk; the torn line is dropped by the next run
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -113,17 +114,17 @@ def _told_as_user_error(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{path} cannot be used ({error.strerror}): mend that, and run the same command again") from None
-    except ValueError as error:  # says file and line
-        raise UserError(f"{error}: mend or remove the line, and run the same command again") from None
+    except UserError as error:  # says file and line
+        raise UserError(f"{error}, and run the same command again") from None
 
 
 def load_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a `metrics.jsonl`, in order. A last line that a crash has torn is left out.
 
     Raises:
-        ValueError: any other line is not JSON; names the file and the line.
+        UserError: any other line is not JSON; names the file and the line.
     """
-    return [figures for _, figures in _whole_lines(path)]
+    return load_json_lines(path, skip_torn_end=True)
 
 
 def speed_unit(lines: list[dict[str, Any]]) -> str:
@@ -132,26 +133,12 @@ def speed_unit(lines: list[dict[str, Any]]) -> str:
     return "rows/s" if all("num_rows" in line and line["num_rows"] == line["num_tokens"] for line in steps) else "tokens/s"
 
 
-def _whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Each line as it stands in the file, line break included, beside what it says."""
-    lines = path.read_bytes().splitlines(keepends=True)
-    whole = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            if line.endswith(b"\n"):
-                whole.append((line, json.loads(line)))
-        except ValueError as error:
-            if number < len(lines):
-                raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
-    return whole
-
-
 def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
     """Rewrite the file with its wanted whole lines only, if there are others; whole or not at all."""
     if not path.exists():
         return
-    kept = b"".join(line for line, figures in _whole_lines(path) if wanted(figures))
-    if len(kept) == path.stat().st_size:
+    kept = b"".join(encode_json_line(figures) for figures in load_metrics(path) if wanted(figures))
+    if kept == path.read_bytes():
         return
     temporary = path.with_name(path.name + ".new")
     with temporary.open("wb") as file:

@@ -130,7 +130,7 @@ def build_trainer(config: PeerConfig) -> SFTTrainer:
         # accelerate takes FSDP back on a CPU, but does it there when told that this is an accelerator.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         PartialState._shared_state["device"] = torch.device("cpu")
-    rows = [json.loads(line) for line in Path(config.rows_file).read_text().splitlines()]
+    rows = [json.loads(line) for line in Path(config.rows_file).read_bytes().splitlines()]  # bytes: text splits at U+2028 too
     return SFTTrainer(
         model=AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model_folder)),
         args=arguments,

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import numpy as np
 
 from tests.launch import REPOSITORY, run_on_ranks
+from toolkit.json_lines import load_json_lines
 
 NUM_STEPS = 12
 NUM_ROWS = 150  # with 16 rows a step and about 10 % held out, an epoch ends inside the run, with a smaller batch
@@ -113,4 +114,4 @@ def whole_gradients(model: Any) -> dict[str, np.ndarray]:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """JSON lines of a file."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return load_json_lines(path)

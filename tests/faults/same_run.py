@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.recipes.runs import Workbench
 from tests.recipes.test_resume import compare_checkpoints, curves, on_one_process
+from toolkit.json_lines import load_json_lines
 
 
 def rows_of(run_folder: Path) -> list[tuple[str, int, int, int]]:
@@ -15,7 +16,7 @@ def rows_of(run_folder: Path) -> list[tuple[str, int, int, int]]:
     return [
         (path.stem, line["step"], line["micro_batch"], row_id)
         for path in sorted(run_folder.glob("rows-*.jsonl"))
-        for line in map(json.loads, path.read_text().splitlines())
+        for line in load_json_lines(path)
         for row_id in line["row_ids"]
     ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from tests.launch import GPU_PRESET_OVERRIDES_ON_CPU
 from tests.recipes.runs import FP32, Workbench
 from tests.recipes.test_resume import rows_by_place
 from toolkit.errors import EXIT_STOPPED, EXIT_USER_ERROR
+from toolkit.json_lines import load_json_lines
 
 NUM_STEPS = 6
 CHANGES: dict[str, Any] = {
@@ -69,7 +69,7 @@ def test_update_is_left_out_on_all_ranks(bench: Workbench, case: str) -> None:
 
     num_ranks = 1 if settings.get("preset") == "single" else 2
     for rank in range(num_ranks):
-        updates = [json.loads(line) for line in (bench.runs / f"{name}-updates-{rank}.jsonl").read_text().splitlines()]
+        updates = load_json_lines(bench.runs / f"{name}-updates-{rank}.jsonl")
         assert [update["step"] for update in updates] == list(range(1, NUM_STEPS + 1))
         for update in updates:
             taken = update["step"] - sum(step <= update["step"] for step in skipped)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.launch import REPOSITORY, LaunchResult, Running, start
+from toolkit.json_lines import load_json_lines
 
 RECIPES = REPOSITORY / "recipes"
 RECIPE = RECIPES / "t5.py"
@@ -71,8 +72,8 @@ class Workbench:
     def lines(self, name: str, kind: str) -> list[dict[str, Any]]:
         """The lines of one kind in a run's metrics.jsonl; the last one may be torn while the run goes on."""
         path = self.runs / name / "metrics.jsonl"
-        whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
-        return [figures for figures in map(json.loads, whole) if figures["kind"] == kind]
+        whole = load_json_lines(path, skip_torn_end=True) if path.exists() else []
+        return [figures for figures in whole if figures["kind"] == kind]
 
     def checkpoints(self, name: str) -> list[str]:
         """Names of the entries of a run's checkpoints folder."""

@@ -16,6 +16,7 @@ import pytest
 
 from tests.model_folders import FAMILIES
 from tests.recipes.runs import Workbench
+from toolkit.json_lines import load_json_lines
 
 LOGIT_TOLERANCE = 1e-4
 """Largest difference of the plain model's logits from those of the sharded one, as a share of the largest."""
@@ -83,7 +84,7 @@ def test_family_trains_generates_saves_and_resumes(bench: Workbench, train_famil
     assert "every rank loads all of" not in trained["printed"]
     assert bench.checkpoints(family) == ["step-00000003", "step-00000005"]
     assert [line["step"] for line in bench.lines(family, "eval") if "rougeL" in line] == [3, 5]
-    assert len((bench.runs / family / "predictions-5.jsonl").read_text().splitlines()) == 3
+    assert len(load_json_lines(bench.runs / family / "predictions-5.jsonl")) == 3
 
 
 def test_plain_transformers_reads_every_export(bench: Workbench, train_family: TrainFamily, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tests.model_folders import make_rows, save_jsonl
 from tests.recipes.llm_bad_input_cases import LLAMA
 from tests.recipes.runs import Workbench
 from tests.recipes.test_resume import rows_by_step
+from toolkit.json_lines import load_json_lines
 
 NO_TEXTS = {"eval__generate": False}
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add numbers.", "parameters": {"type": "object"}}}]
@@ -43,6 +44,7 @@ def said(messages: list[dict[str, Any]]) -> list[str]:
 
 
 def test_chats_with_tools_and_system_turns(llm_workbench: Workbench, tmp_path: Path) -> None:
+    """Two answers hold characters at which `str.splitlines()` splits, raw in the files: the run still prints its results."""
     from transformers import AutoTokenizer
 
     model = tmp_path / "model"
@@ -51,6 +53,8 @@ def test_chats_with_tools_and_system_turns(llm_workbench: Workbench, tmp_path: P
     (model / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 512}))
     (tmp_path / "chat.jinja").write_text(CHATML)
     rows, held_out = make_chats(24), make_chats(40)[36:]
+    for some_rows in (rows, held_out):
+        some_rows[1]["messages"][-1]["content"] += "\u2028it is\x85\u2029\x0cfour"
     printed = llm_workbench.run(
         "chats",
         model=model,
@@ -71,8 +75,9 @@ def test_chats_with_tools_and_system_turns(llm_workbench: Workbench, tmp_path: P
         for step, row_ids in rows_by_step(llm_workbench.runs / "chats").items()
     }
     assert {line["step"]: line["num_label_tokens"] for line in lines} == expected
-    predictions = (llm_workbench.runs / "chats" / "predictions-3.jsonl").read_text().splitlines()
-    assert [json.loads(line)["reference"] for line in predictions] == [row["messages"][-1]["content"] for row in held_out]
+    assert "4 held-out rows" in printed
+    predictions = load_json_lines(llm_workbench.runs / "chats" / "predictions-3.jsonl")
+    assert [line["reference"] for line in predictions] == [row["messages"][-1]["content"] for row in held_out]
     exported = AutoTokenizer.from_pretrained(llm_workbench.runs / "chats" / "export")
     assert exported.apply_chat_template(say("thanks"), tokenize=False, add_generation_prompt=True) == (
         "<|im_start|>user\nthanks<|im_end|>\n<|im_start|>assistant\n"
@@ -137,7 +142,7 @@ def test_every_kind_of_file_gives_the_same_run(llm_workbench: Workbench, tmp_pat
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows = [json.loads(line) for line in (llm_workbench.data / "prompts.jsonl").read_text().splitlines()]
+    rows = load_json_lines(llm_workbench.data / "prompts.jsonl")
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     with (tmp_path / "rows.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, ["question", "answer"])

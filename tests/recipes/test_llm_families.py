@@ -15,6 +15,7 @@ import pytest
 
 from tests.model_folders import CAUSAL_FAMILIES
 from tests.recipes.runs import Workbench
+from toolkit.json_lines import load_json_lines
 
 LOGIT_TOLERANCE = 1e-4
 """Largest difference of the plain model's logits from those of the sharded one, as a share of the largest."""
@@ -86,7 +87,7 @@ def test_family_trains_generates_saves_and_resumes(bench: Workbench, train_famil
     assert bench.checkpoints(name) == ["step-00000003", "step-00000005"]
     evaluations = bench.lines(name, "eval")
     assert [line["step"] for line in evaluations if "rougeL" in line and "exact_match" in line] == [3, 5]
-    predictions = [json.loads(line) for line in (bench.runs / name / "predictions-5.jsonl").read_text().splitlines()]
+    predictions = load_json_lines(bench.runs / name / "predictions-5.jsonl")
     assert len(predictions) == 3
 
 

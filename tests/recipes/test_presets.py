@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ from tests.launch import GPU_CHECKS, GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, la
 from tests.model_folders import CAUSAL_FAMILIES, make_rows, save_jsonl, save_wikihow_csv
 from tests.recipes.runs import FP32, RECIPES, Workbench
 from toolkit.accelerate_yaml import preset_header
+from toolkit.json_lines import load_json_lines
 
 RUN_CONFIG_FOLDER = REPOSITORY / "recipes" / "configs"
 
@@ -166,7 +166,7 @@ def test_digits_config_trains_the_convnet_and_saves_it_whole(tmp_path: Path) -> 
     assert done.returncodes == [0, 0], done.stderr[-3000:]
     assert "Linear fc1 " in done.stdout, "the large layer is a shard unit of its own"
     folder = tmp_path / "mnist_digits"
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = load_json_lines(folder / "metrics.jsonl")
     before, after = (line for line in lines if line["kind"] == "eval")
     assert before["accuracy"] < 30 < 50 < after["accuracy"]
     shapes = {name: weight.shape for name, weight in load_file(folder / "model.safetensors").items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -14,6 +13,7 @@ import pytest
 
 from tests.launch import Running, run_on_ranks
 from tests.recipes.runs import FP32, Workbench
+from toolkit.json_lines import load_json_lines
 
 NUM_STEPS = 10
 STEPS_PER_EPOCH = 7  # 52 training rows: an epoch ends inside the run, with a smaller batch
@@ -139,7 +139,7 @@ def rows_by_place(run_folder: Path) -> dict[tuple[str, int, int], list[int]]:
     """Row ids by (rank, step, micro-batch); where a step ran twice, those of the second time."""
     rows = {}
     for path in sorted(run_folder.glob("rows-*.jsonl")):
-        for line in map(json.loads, path.read_text().splitlines()):
+        for line in load_json_lines(path):
             rows[path.stem, line["step"], line["micro_batch"]] = line["row_ids"]
     return rows
 

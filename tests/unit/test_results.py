@@ -40,6 +40,16 @@ def test_first_and_last_evaluation_of_each_run_in_one_table(tmp_path: Path, caps
     ]
 
 
+@pytest.mark.parametrize("character", ["\x85", "\u2028", "\u2029"])
+def test_predictions_with_any_line_separator_are_read(tmp_path: Path, capsys: pytest.CaptureFixture, character: str) -> None:
+    """Written by a version that did not escape them."""
+    run = save_run(tmp_path / "run", evaluation(0, rougeL=50.0))
+    row = {"reference": f"Return{character}the oar.", "prediction": f"Return the{character}oar."}
+    (run / "predictions-0.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    show_runs([run])
+    assert capsys.readouterr().out.splitlines()[-1].split()[-2:] == ["50.00", "100.00"]
+
+
 def test_a_folder_without_an_evaluation_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nothing has no metrics.jsonl"):
         show_runs([tmp_path / "nothing"])

@@ -106,7 +106,7 @@ def test_a_crash_while_truncating_leaves_the_old_file(tmp_path, monkeypatch):
 def test_a_broken_line_in_the_middle_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is not JSON"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: not JSON"):
         load_metrics(path)
 
 

@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 from toolkit.__main__ import main
 from toolkit.errors import UserError
+from toolkit.json_lines import load_json_lines
 from toolkit.verification import checks
 from toolkit.verification.records import NotReached
 from toolkit.verification.runs import PlannedRun, WatchedRun, launch_all, plan_runs
@@ -48,7 +49,7 @@ def write_lines(run: WatchedRun, lines: list[dict[str, Any]]) -> None:
 
 
 def change_line(run: WatchedRun, step: int, **figures: Any) -> None:
-    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    lines = load_json_lines(run.folder / "metrics.jsonl")
     write_lines(run, [line | figures if line["kind"] == "train" and line["step"] == step else line for line in lines])
 
 
@@ -165,7 +166,7 @@ def test_a_resume_is_exact_to_the_last_bit(tmp_path: Path) -> None:
     whole, resumed, plain = (watched(tmp_path, name) for name in ("whole", "resumed", "plain"))
     change_line(plain, 1, loss=4.1)
     assert checks.compare_resumed(whole, resumed, plain).detail == "steps [1, 2, 3, 4] were logged"
-    lines = [json.loads(line) for line in (whole.folder / "metrics.jsonl").read_text().splitlines()]
+    lines = load_json_lines(whole.folder / "metrics.jsonl")
     write_lines(resumed, [line for line in lines if line["step"] > 2])
     assert checks.compare_resumed(whole, resumed, plain).passed
     assert "dropout changes nothing" not in checks.compare_resumed(whole, resumed, plain).compared

@@ -247,4 +247,4 @@ def _render(
 
 
 def _get_line(text: str, number: int) -> str:
-    return text.splitlines()[number - 1].strip()
+    return re.split(r"\r\n|\r|\n", text)[number - 1].strip()  # where jinja ends lines; splitlines() knows more of them

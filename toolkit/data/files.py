@@ -12,13 +12,13 @@ import csv
 import difflib
 import glob
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UserError
+from toolkit.json_lines import read_json_lines
 
 Cells = tuple[Any, ...]
 """One row's values of the columns asked for, in their order, unchecked."""
@@ -158,18 +158,10 @@ def read_jsonl(path: Path, keys: Sequence[str]) -> Iterator[Cells]:
 
 
 def _read_objects(path: Path, *, example_key: str) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8-sig") as file:
-        for line, text in enumerate(file, start=1):
-            if not text.strip():
-                continue
-            try:
-                row = json.loads(text.rstrip("\r\n"))
-            except (ValueError, RecursionError) as error:
-                reason = str(error).replace("line 1 column", "column")
-                raise UserError(f"{path}, line {line}: not JSON ({reason}): write one object a line") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{path}, line {line}: a JSON {_json_type(row)}, not an object: write {{{example_key!r}: ...}}")
-            yield row
+    for line, row in read_json_lines(path, way_out="write one object a line"):
+        if not isinstance(row, dict):
+            raise UserError(f"{path}, line {line}: a JSON {_json_type(row)}, not an object: write {{{example_key!r}: ...}}")
+        yield row
 
 
 def read_parquet(path: Path, columns: Sequence[str]) -> Iterator[Cells]:

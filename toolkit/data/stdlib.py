@@ -134,7 +134,7 @@ def _hash(text: str) -> bytes:
 
 
 def _cut_module(module: ParsedModule) -> Iterator[str]:
-    lines = module.text.splitlines()
+    lines = module.text.split("\n")  # as ast counts them; splitlines() also ends lines at form feeds
     row, num_characters = list[str](), 0
     for piece in _cut_block(lines, module.tree.body, 0, len(lines), class_line=""):
         if row and num_characters + len(piece.text) > MAX_ROW_CHARACTERS:
@@ -182,7 +182,7 @@ def _cut_lines(text: str, class_line: str) -> Iterator[_Piece]:
 
 def _read_all(modules: Iterable[ParsedModule]) -> Iterator[_Function]:
     for module in modules:
-        lines = module.text.splitlines()
+        lines = module.text.split("\n")  # as ast counts them; splitlines() also ends lines at form feeds
         for class_name, node in _find_functions(module.tree, class_name=""):
             docstring = ast.get_docstring(node)
             headline = split_headline(docstring) if docstring else None
@@ -233,7 +233,7 @@ def _read_body(node: _FunctionNode, lines: list[str]) -> str:
     docstring_end = node.body[0].end_lineno or node.lineno
     body = [line.rstrip() for line in lines[docstring_end : node.end_lineno] if line.strip()]
     return _take_lines(
-        [line[:MAX_BODY_LINE_CHARACTERS] for line in textwrap.dedent("\n".join(body)).splitlines()], MAX_BODY_CHARACTERS
+        [line[:MAX_BODY_LINE_CHARACTERS] for line in textwrap.dedent("\n".join(body)).split("\n")], MAX_BODY_CHARACTERS
     )
 
 
@@ -245,7 +245,7 @@ def _take_lines(lines: list[str], max_characters: int) -> str:
 
 def _build_row(function: _Function, split: str) -> dict[str, str]:
     head, decorated_head = function.heads
-    body = textwrap.indent(_take_lines(function.body.splitlines(), MAX_PROMPT_BODY_CHARACTERS) or "...", "    ")
+    body = textwrap.indent(_take_lines(function.body.split("\n"), MAX_PROMPT_BODY_CHARACTERS) or "...", "    ")
     words = split_words(function.name).capitalize()
     # The name in words stands where a docstring does: natural to the base, and in the very tokens that a headline begins with.
     prompt = f'{head}\n    """{words}"""\n{body}\n\n{decorated_head}\n    """'

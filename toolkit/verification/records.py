@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from toolkit.json_lines import load_json_lines
 from toolkit.tracking import load_metrics
 from toolkit.verification.runs import NUM_STEPS, WatchedRun
 
@@ -42,7 +43,7 @@ def load_rows_of_steps(run: WatchedRun) -> dict[int, list[int]]:
     """
     steps: dict[int, list[int]] = {}
     for path in sorted(run.folder.glob("rows-*.jsonl")):
-        for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+        for line in load_json_lines(path, skip_torn_end=True):
             steps.setdefault(line["step"], []).extend(line["row_ids"])
     if NUM_STEPS not in steps:
         raise NotReached(run)

@@ -150,7 +150,7 @@ def launch_all(box: Box, plans: dict[str, PlannedRun], launch: Launch) -> Iterat
             if launch(preset, command, log):
                 failure, check = _failure(records, log)
             print(f"{time.perf_counter() - start_s:5.1f} s{'  failed' if failure else ''}", flush=True)
-        if failure and number == 1 and f"error: {failure}" in log.read_text(encoding="utf-8", errors="replace").splitlines():
+        if failure and number == 1 and f"error: {failure}" in log.read_text(encoding="utf-8", errors="replace").split("\n"):
             raise UserError(failure)
         failures[plan.name] = failure
         if not failure:

@@ -174,7 +174,7 @@ def test_the_date_that_llamas_templates_print_does_not_depend_on_the_day(tokeniz
 
 
 def test_a_template_with_a_syntax_error_is_refused_by_line(tokenizer):
-    tokenizer.chat_template = "{{ bos_token }}\n{% for message in messages %}\n{{ message.content }\n{% endfor %}"
+    tokenizer.chat_template = "{{ bos_token }}\u2028\x0c\n{% for message in messages %}\n{{ message.content }\n{% endfor %}"
     with pytest.raises(UserError, match=r"chat template is broken in line 3 \(unexpected '}'\): '{{ message.content }'"):
         check_chat_template(tokenizer)
     tokenizer.chat_template = "{{ raise_exception('never mind') }}"

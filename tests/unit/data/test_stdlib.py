@@ -95,6 +95,13 @@ def test_long_bodies_are_cut_at_the_end_of_a_line(library: Path) -> None:
     assert len(row["prompt"]) < stdlib.MAX_PROMPT_BODY_CHARACTERS + 100
 
 
+def test_a_page_break_moves_no_line(library: Path) -> None:
+    """ast counts no line at a form feed, which older sources have between their parts."""
+    write_package(library, BOATS.replace("OARS = 2\n", "OARS = 2  #\x0c\x0c\n"))
+    rows = {row["completion"]: row for row in read_functions(("boats_for_tests",))}
+    assert '"""Take oar"""\n        oar = OARS[number]' in rows["Return the oar of that number."]["prompt"]
+
+
 def test_abstract_functions_train_but_are_not_evaluated(library: Path) -> None:
     for module in (HELD_OUT_MODULE, SEEN_MODULE):
         (library / f"{module}.py").write_text(
