@@ -18,7 +18,7 @@ from jsonargparse.typing import PositiveInt
 
 from toolkit.config_checks import check_config
 from toolkit.config_errors import Entry, load_entries, sentence
-from toolkit.config_flags import split_files_and_flags, unset_counterparts
+from toolkit.config_flags import join_lists, split_files_and_flags, unset_counterparts
 from toolkit.config_sections import (
     AdapterConfig,
     CheckpointConfig,
@@ -103,9 +103,14 @@ def load_config(
     """
     # No abbreviations: a flag that is nearly right would be taken for another, and for a third one in the next version.
     parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, description=description)
-    parser.add_argument("--config", action="config", help="Run YAML; flags given beside it win.")
+    parser.add_argument(
+        "--config",
+        action="config",
+        help="Run YAML; flags given beside it win. A flag of a list may be given again for every item.",
+    )
     parser.add_class_arguments(config_class, None)
     files, flags = split_files_and_flags(sys.argv[1:] if argv is None else argv)
+    flags = join_lists(flags, config_class)
     entries: dict[str, Entry] = {}
     for file in files:
         entries |= load_entries(Path(file), config_class)

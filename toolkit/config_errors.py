@@ -175,7 +175,7 @@ def sentence(message: str, config_class: type, flags: list[str], entries: dict[s
             return f"--{found[1]}" if found[1].startswith(key) else f"--{key}: {found[1]}"
     if unknown := re.search(r"unrecognized arguments: (\S+)", message):
         if not unknown[1].startswith("--"):
-            return f"unexpected argument {unknown[1]}: write flags as in --optim.lr 1e-4, and a list as one argument: '[a, b]'"
+            return f"unexpected argument {unknown[1]}: write flags as in --optim.lr 1e-4, and a list as '[a, b]' or flag by flag"
         flag = unknown[1].split("=")[0]
         return f"unknown flag {flag}{suggestion(flag[2:], config_class, prefix='--')}"
     if unknown := re.search(r"Group '(\S+)' does not accept option '(\S+)'", message):

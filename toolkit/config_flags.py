@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
+from typing import Any, get_args
 
-from toolkit.config_errors import sentence
+from toolkit.config_errors import known_keys, sentence
 from toolkit.errors import UserError
 
 
@@ -24,3 +26,46 @@ def split_files_and_flags(argv: list[str]) -> tuple[list[str], list[str]]:
     except argparse.ArgumentError as error:
         raise UserError(sentence(str(error), object, [], {})) from None
     return known.config, flags
+
+
+def join_lists(flags: list[str], config_class: type) -> list[str]:
+    """`--data.files a --data.files b` as one flag with a list, where the first one stands: argparse would take the last alone."""
+    hints = {key: hint for key, hint in known_keys(config_class)[0].items() if list[str] in (hint, *get_args(hint))}
+    joined: list[str] = []
+    places: dict[str, int] = {}
+    values: dict[str, list[str]] = {}
+    rest = flags[::-1]
+    while rest:
+        flag = rest.pop()
+        key, equals, value = flag.removeprefix("--").partition("=")
+        is_whole = equals or (rest and not rest[-1].startswith("--"))
+        if not (flag.startswith("--") and key in hints and is_whole):
+            joined.append(flag)
+            continue
+        if key not in places:
+            places[key] = len(joined)
+            joined.append("")
+        values.setdefault(key, []).append(value if equals else rest.pop())
+    for key, place in places.items():
+        joined[place] = f"--{key}={_join(values[key], takes_text=hints[key] != list[str])}"
+    return joined
+
+
+def _join(values: list[str], *, takes_text: bool) -> str:
+    """One list of texts and lists; null forgets those before it. A single text stays one where the field takes it."""
+    loaded = [_load(value) for value in values]
+    if len(values) == 1 and (takes_text or isinstance(loaded[0], list | dict | None)):
+        return values[0]
+    items: list[Any] = []
+    for value, content in zip(values, loaded, strict=True):
+        items = [] if content is None else [*items, *(content if isinstance(content, list) else [value])]
+    return json.dumps(items, ensure_ascii=False)
+
+
+def _load(value: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError:
+        return value

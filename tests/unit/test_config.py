@@ -71,6 +71,36 @@ def test_flags_win_over_the_yaml_wherever_they_stand(tmp_path: Path, where: str)
     assert config.model.freeze == ["c"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "key", "value"),
+    [
+        (["--data.source=csv", "--data.files", "a", "--data.files", "b"], "data.files", ["a", "b"]),
+        (["--data.source=csv", "--data.files=a", "--optim.lr=1", "--data.files=[b, c]"], "data.files", ["a", "b", "c"]),
+        (["--data.source=csv", "--data.files=a"], "data.files", "a"),
+        (["--data.source=csv", "--data.files", "[a, b]"], "data.files", ["a", "b"]),
+        (
+            ["--data.source=csv", "--data.files=a", "--data.files=2024", "--data.files=ü😀: c"],
+            "data.files",
+            ["a", "2024", "ü😀: c"],
+        ),
+        (["--data.source=csv", "--data.files=a", "--data.eval_files=c", "--data.eval_files=d"], "data.eval_files", ["c", "d"]),
+        (["--model.freeze", "[a-c].*", "--model.freeze=d"], "model.freeze", ["[a-c].*", "d"]),
+        (["--model.freeze", "encoder"], "model.freeze", ["encoder"]),
+        (["--model.freeze", "[]"], "model.freeze", []),
+        (["--adapter.target_modules=q", "--adapter.target_modules=v"], "adapter.target_modules", ["q", "v"]),
+        (["--adapter.target_modules=all-linear"], "adapter.target_modules", "all-linear"),
+        (["--tracking.log_with=wandb", "--tracking.log_with=tensorboard"], "tracking.log_with", ["wandb", "tensorboard"]),
+        (["--optim.lr=0.5", "--optim.lr=0.25"], "optim.lr", 0.25),
+    ],
+)
+def test_a_flag_given_again_adds_to_a_list_and_wins_over_the_yaml(
+    tmp_path: Path, flags: list[str], key: str, value: object
+) -> None:
+    path = write(tmp_path, "model: {freeze: [z]}\ndata: {files: [x, y], eval_files: z}\nadapter: {target_modules: [z]}\n")
+    given = flags if any("data.files" in flag for flag in flags) else [*flags, "--data.files=null", "--data.eval_files=null"]
+    assert dotted_keys(load(*given, f"--config={path}"))[key] == value
+
+
 def test_later_files_win_over_earlier_ones(tmp_path: Path) -> None:
     first = write(tmp_path, "optim: {lr: 0.1, gamma: 0.5}\n", "first.yaml")
     second = write(tmp_path, "optim: {lr: 0.2}\n", "second.yaml")
@@ -181,7 +211,7 @@ WRONG_TYPES = {
     ("eval.generate", "perhaps"): "true or false",
     ("data.eval_fraction", "1.1"): "a number from 0 to 1",
     ("model.dropout", "half"): "a number from 0 to 1 or null",
-    ("model.freeze", "encoder"): "a list as in ['a', 'b']",
+    ("model.freeze", "{a: b}"): "a list as in ['a', 'b']",
     ("profile.steps", "[0, 1]"): "a list as in [10, 12] or null",
     ("profile.steps", "[a, b]"): "a list as in [10, 12] or null",
 }
