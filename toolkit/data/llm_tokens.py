@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 import json
 import re
@@ -18,9 +17,9 @@ from toolkit.data.examples import list_texts
 from toolkit.data.llm_sources import load_llm_rows
 from toolkit.data.prepared import Prepared, prepare_chat, prepare_text
 from toolkit.data.row_cache import TextRows, cache_folder
-from toolkit.data.spans import TokenizedText, adds_space, tokenize_texts
+from toolkit.data.spans import TokenizedText, tokenize_texts
 from toolkit.data.token_cache import About, TokenizedRows, build_once_a_node, save_tokens, tokenize_rows, write_tokens
-from toolkit.data.tokenizer import has_tokenizer, hash_tokenizer, load_tokenizer, train_byte_level_tokenizer
+from toolkit.data.tokenizer import has_tokenizer, hash_tokenizer, load_tokenizer, tell_lost_text, train_byte_level_tokenizer
 from toolkit.errors import UserError
 from toolkit.losses import IGNORED_LABEL
 
@@ -28,8 +27,11 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Goes into the cache's name: raise it when the columns or their meaning change."""
+
+_NUM_ROWS_TRIED = 100
+"""That a tokenizer keeps their text."""
 
 
 def prepare_llm_rows(config: LLMDataConfig, model: ModelConfig, vocab_size: int) -> TokenizedRows:
@@ -88,7 +90,8 @@ def _set_up(tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
 
 
 def _write_tokens(rows: TextRows, tokenizer: PreTrainedTokenizerBase, config: LLMDataConfig, folder: Path) -> About:
-    remarks = list(rows.remarks)
+    first_rows = rows.train.select(range(min(_NUM_ROWS_TRIED, len(rows.train))))["source"]
+    remarks = rows.remarks + tell_lost_text(tokenizer, [list_texts(json.loads(source)) for source in first_rows])
     stop_token_ids = {int(tokenizer.eos_token_id)}
     arguments = {
         "tokenizer": tokenizer,
@@ -160,11 +163,10 @@ def _tokenize_batch(
     """The columns of `TokenizedRows`, and `was_cut`, `is_chat`, `is_endless` (a turn ends with no special token) and
     `stop_token_ids` (those that its turns end with, and the tokenizer's end: no list is empty, which would have no type)."""
     examples = [json.loads(source) for source in rows["source"]]
-    takes_space = adds_space(tokenizer)
     prepared = [
         prepare_chat(tokenizer, example, loss_on, _locate(row_id, origins))
         if "messages" in example
-        else prepare_text(example, loss_on, lead_text, adds_space=takes_space)
+        else prepare_text(example, loss_on, lead_text)
         for row_id, example, lead_text in zip(rows["row_id"], examples, rows["lead_text"], strict=True)
     ]
     tokenized = tokenize_texts(
@@ -177,9 +179,10 @@ def _tokenize_batch(
         if not item.is_chat:
             length = len(item.text)
             tokens = TokenizedText(
-                [*prefix, *tokens.input_ids, int(tokenizer.eos_token_id)],
-                [0] * len(prefix) + tokens.starts + [length],
-                [0] * len(prefix) + tokens.ends + [length],
+                np.array([*prefix, *tokens.input_ids, int(tokenizer.eos_token_id)], dtype=np.int32),
+                np.array([*[0] * len(prefix), *tokens.starts, length]),
+                np.array([*[0] * len(prefix), *tokens.ends, length]),
+                tuple(first + len(prefix) for first in tokens.firsts),
             )
         columns = _mask(item, tokens, max_length_tokens, special_tokens) | _find_stops(item, tokenizer, special_tokens)
         all_columns.append({**columns, "source_index": example["mix_entry"]})
@@ -207,27 +210,27 @@ def _mask(item: Prepared, tokens: TokenizedText, max_length_tokens: int, special
     input_ids = tokens.input_ids[:max_length_tokens]
     was_cut = len(tokens.input_ids) > len(input_ids)
     end_place = tokens.ends[len(input_ids) - 1] if was_cut else len(item.text)
-    labels = list(input_ids) if item.counts_whole else [IGNORED_LABEL] * len(input_ids)
+    labels = input_ids.copy() if item.counts_whole else np.full_like(input_ids, IGNORED_LABEL)
     # Nothing predicts the first token: its text is not counted either.
-    pieces = [item.text[max(tokens.ends[:1], default=0) : end_place]] if item.counts_whole else []
+    pieces = [item.text[tokens.ends[:1].max(initial=0) : end_place]] if item.counts_whole else []
     prompt_length, target, lead_text = 0, "", ""
-    for turn, turn_lead_text in zip(item.turns, item.lead_texts, strict=True):
-        first, last = (min(bisect.bisect_left(tokens.starts, place), len(input_ids)) for place in (turn.start, turn.end))
-        if first == last:  # cut off
+    for turn, turn_lead_text, first in zip(item.turns, item.lead_texts, tokens.firsts, strict=True):
+        last = min(int(np.searchsorted(tokens.starts, turn.end)), len(input_ids))
+        if first >= last:  # cut off
             continue
         said = item.text[turn.start : min(turn.content_end, end_place)]
         if not item.counts_whole:
             labels[first:last] = input_ids[first:last]
             pieces.append(said)
         prompt_length, target, lead_text = first, said, turn_lead_text
-    labels[:1] = [IGNORED_LABEL] * len(labels[:1])
+    labels[:1] = IGNORED_LABEL
     if item.is_chat:  # elsewhere what looks like a special token is the row's own text
         pieces, target = [special_tokens.sub("", piece) for piece in pieces], special_tokens.sub("", target)
     return {
         "input_ids": input_ids,
         "labels": labels,
         "num_tokens": len(input_ids),
-        "num_label_tokens": sum(label != IGNORED_LABEL for label in labels),
+        "num_label_tokens": int((labels != IGNORED_LABEL).sum()),
         "target_bytes": sum(len(piece.encode()) for piece in pieces),
         "prompt_length": prompt_length,
         "target": target.strip(),

@@ -23,21 +23,13 @@ class Prepared(NamedTuple):
     is_chat: bool
 
 
-def prepare_text(example: dict[str, Any], loss_on: str, lead_text: str, *, adds_space: bool) -> Prepared:
-    """A text, or a prompt with its completion.
-
-    Args:
-        adds_space: of the tokenizer, see `spans.adds_space`. Such a one makes one token of the space at a prompt's end and the
-            completion's first word. The space is the completion's then, and the prompt's tokens are those that inference gives
-            for the prompt without it.
-    """
+def prepare_text(example: dict[str, Any], loss_on: str, lead_text: str) -> Prepared:
+    """A text, or a prompt with its completion."""
     if "text" in example:
         return Prepared(example["text"], [], [], counts_whole=True, is_chat=False)
     prompt, completion = example["prompt"], example["completion"]
     text = prompt + completion
-    leaves_space = adds_space and prompt.endswith(" ") and not completion[0].isspace()
-    # One character more, for the end token.
-    turn = Turn(len(prompt) - leaves_space, len(text), len(text) + 1)
+    turn = Turn(len(prompt), len(text), len(text) + 1)  # one character more, for the end token
     return Prepared(text, [turn], [lead_text], counts_whole=loss_on == "all", is_chat=False)
 
 

@@ -1,35 +1,55 @@
 """Texts → token ids, with the tokens of marked places told apart exactly.
 
-A text is tokenized whole, because that is how a model sees it; tokens are then told apart by their characters. Where a token
-reaches over the start of a marked place (the last space of a prompt and the first word of its completion are one token), the
-text is tokenized in two parts there: at inference the model gets the part before alone, too. The second part gets no space of
-its own from a tokenizer that puts one before every text (`adds_space`): it is not the beginning of a text.
+A marked place is the end of a prompt. At inference the model gets the text before it alone, so the tokens before it are those of
+that text alone. The tokens behind it are those of the whole text; only where one of them reaches over the place (the last space
+of a prompt and the first word of its completion, two line breaks) the text behind is tokenized apart, without the space that some
+tokenizers put before every text, because it is not the beginning of one.
+
+Every tokenizer cuts a text at its added tokens (`<|im_end|>`) first, so a prompt need only be looked at from the last one on.
 """
 
 from __future__ import annotations
 
+import bisect
+import functools
+import itertools
+import json
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
+_MOST_CHARACTERS_AT_ONCE = 2**22
+"""The library holds about 150 bytes a token until they are read."""
+_BLOCK_CHARACTERS = 2**18
+# Where no tokenizer makes one token of both sides: behind a line break, else before a single space.
+_BLOCK_ENDS = (re.compile(r"(?<=\n)(?=\S)"), re.compile(r"(?<=\S)(?= \S)"))
 
-@dataclass
-class TokenizedText:
+
+class TokenizedText(NamedTuple):
     """Token ids of a text and where each begins and ends in it, in characters.
 
     A token begins where the one before it has ended, even if its own offsets leave out a space between: so no character is lost.
     """
 
-    input_ids: list[int]
-    starts: list[int]
-    ends: list[int]
+    input_ids: np.ndarray
+    """int32."""
+    starts: np.ndarray
+    ends: np.ndarray
+    firsts: tuple[int, ...] = ()
+    """Of each marked place the first token behind it."""
 
-    def straddles(self, place: int) -> bool:
-        """Whether a token begins before `place` and ends behind it."""
-        return any(start < place < end for start, end in zip(self.starts, self.ends, strict=True))
+
+class _Encoders(NamedTuple):
+    whole: Tokenizer
+    behind: Tokenizer
+    """Without what is put before every text."""
+    added_tokens: dict[int, str]
 
 
 def tokenize_texts(
@@ -37,54 +57,169 @@ def tokenize_texts(
 ) -> list[TokenizedText]:
     """Token ids of texts, without special tokens but those that stand in them.
 
+    A long text without marked places is tokenized in blocks: time grows as its length does, and memory is bounded.
+
     Args:
-        places: of each text, where a token has to begin (in characters).
+        tokenizer: a fast one, not changed between calls.
+        places: of each text, where prompts end (in characters), in order.
     """
-    tokenized = [_join([(0, *part)]) for part in _encode(tokenizer, texts)] if texts else []
-    for i, text in enumerate(texts):
-        cuts: set[int] = set()
-        while found := {place for place in places[i] if place not in cuts and tokenized[i].straddles(place)}:
-            cuts |= found
-            bounds = [0, *sorted(cuts), len(text)]
-            parts = [text[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
-            encoded = _encode(tokenizer, parts[:1]) + _encode_behind(tokenizer, parts[1:])
-            tokenized[i] = _join([(bound, *part) for bound, part in zip(bounds, encoded, strict=False)])
+    encoders = _build_encoders(tokenizer)
+    tokenized = _encode_in_blocks(encoders, texts, places)
+    added = [
+        _find_added(encoders, text, tokens) if marked else []
+        for text, tokens, marked in zip(texts, tokenized, places, strict=True)
+    ]
+    anchors = [
+        [_find_anchor(tokens, indices, place) for place in marked]
+        for tokens, indices, marked in zip(tokenized, added, places, strict=True)
+    ]
+    pieces = [
+        text[tokens.starts[anchor] if anchor else 0 : place]
+        for text, tokens, marked, begins in zip(texts, tokenized, places, anchors, strict=True)
+        for place, anchor in zip(marked, begins, strict=True)
+    ]
+    prompts = iter(_encode(encoders.whole, pieces))
+    return [
+        _split(encoders, text, tokens, indices, list(zip(marked, begins, prompts, strict=False))) if marked else tokens
+        for text, tokens, indices, marked, begins in zip(texts, tokenized, added, places, anchors, strict=True)
+    ]
+
+
+@functools.lru_cache(maxsize=2)
+def _build_encoders(tokenizer: PreTrainedTokenizerBase) -> _Encoders:
+    from tokenizers import Tokenizer
+
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
+    # Post-processors put special tokens around a text, and may trim spaces off the offsets.
+    whole = backend | {"post_processor": None, "truncation": None, "padding": None}
+    behind = whole | {name: _leave_out_prefix(whole[name]) for name in ("normalizer", "pre_tokenizer")}
+    added_tokens = {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}
+    encoders = _Encoders(Tokenizer.from_str(json.dumps(whole)), Tokenizer.from_str(json.dumps(behind)), added_tokens)
+    for encoder in encoders[:2]:
+        encoder.encode_special_tokens = bool(getattr(tokenizer, "split_special_tokens", False))
+    return encoders
+
+
+def _leave_out_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A normalizer or pre-tokenizer that puts no space before a text, as those of Llama 2, Mistral and RoBERTa do."""
+    if part is None or part["type"] == "Prepend":
+        return None
+    for name in ("normalizers", "pretokenizers"):
+        if name in part:
+            return part | {name: [left for inner in part[name] if (left := _leave_out_prefix(inner)) is not None]}
+    changes: dict[str, dict[str, Any]] = {"Metaspace": {"prepend_scheme": "never"}, "ByteLevel": {"add_prefix_space": False}}
+    return part | changes.get(part["type"], {})
+
+
+def _encode(encoder: Tokenizer, texts: Sequence[str]) -> list[TokenizedText]:
+    sizes = itertools.accumulate(map(len, texts))
+    tokenized = []
+    for _, group in itertools.groupby(zip(texts, sizes, strict=True), key=lambda item: item[1] // _MOST_CHARACTERS_AT_ONCE):
+        tokenized += [
+            _read(encoding.ids, encoding.offsets)
+            for encoding in encoder.encode_batch([text for text, _ in group], add_special_tokens=False)
+        ]
     return tokenized
 
 
-def adds_space(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether it puts a space before every text, as Llama 2's and Mistral's do."""
-    return any(token.startswith(("▁", "Ġ")) for token in tokenizer.tokenize("a")[:1])
+def _read(input_ids: list[int], offsets: list[tuple[int, int]]) -> TokenizedText:
+    token_starts, token_ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    # Several tokens may write one character; each then has the offsets of the whole.
+    ends = np.maximum.accumulate(token_ends)
+    starts = np.minimum(token_starts, np.concatenate([[0], ends[:-1]])) if len(ends) else token_starts
+    return TokenizedText(np.array(input_ids, dtype=np.int32), starts, ends)
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-    encoded = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    return list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
+def _encode_in_blocks(encoders: _Encoders, texts: Sequence[str], places: Sequence[Sequence[int]]) -> list[TokenizedText]:
+    bounds = [[0, len(text)] if marked else _cut_blocks(text) for text, marked in zip(texts, places, strict=True)]
+    first = _encode(encoders.whole, [text[: bound[1]] for text, bound in zip(texts, bounds, strict=True)])
+    behind = [
+        text[start:end]
+        for text, bound in zip(texts, bounds, strict=True)
+        for start, end in zip(bound[1:], bound[2:], strict=False)
+    ]
+    rest = iter(_encode(encoders.behind, behind))
+    return [
+        _join([tokens, *(_move(next(rest), start) for start in bound[1:-1])]) for tokens, bound in zip(first, bounds, strict=True)
+    ]
 
 
-def _encode_behind(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-    """`_encode` of parts that follow others."""
-    alone = _encode(tokenizer, parts)
-    if not adds_space(tokenizer):
-        return alone
-    # The space goes before a line break, which is a token of its own and left out again.
-    behind = []
-    for part, (input_ids, offsets) in zip(alone, _encode(tokenizer, [f"\n{text}" for text in parts]), strict=True):
-        first = sum(end <= 1 for _, end in offsets)
-        is_apart = all(start >= 1 for start, _ in offsets[first:])
-        behind.append((input_ids[first:], [(start - 1, end - 1) for start, end in offsets[first:]]) if is_apart else part)
-    return behind
+def _cut_blocks(text: str) -> list[int]:
+    bounds = [0]
+    while len(text) - bounds[-1] > _BLOCK_CHARACTERS:
+        most = bounds[-1] + _BLOCK_CHARACTERS
+        least = most - _BLOCK_CHARACTERS // 2
+        last_ends = (max((found.start() for found in end.finditer(text, least, most)), default=0) for end in _BLOCK_ENDS)
+        bounds.append(next(filter(None, last_ends), most))
+    return [*bounds, len(text)]
 
 
-def _join(parts: list[tuple[int, list[int], list[tuple[int, int]]]]) -> TokenizedText:
-    """Parts of a text, each with the place where it begins, put together."""
-    joined = TokenizedText([], [], [])
-    for bound, input_ids, offsets in parts:
-        end = bound
-        for token_start, token_end in offsets:
-            # Several tokens may write one character; each then has the offsets of the whole.
-            joined.starts.append(min(bound + token_start, end))
-            end = max(end, bound + token_end)
-            joined.ends.append(end)
-        joined.input_ids += input_ids
-    return joined
+def _find_added(encoders: _Encoders, text: str, tokens: TokenizedText) -> list[int]:
+    """Indices of added tokens that stand in the text; one that is written for an unknown character does not."""
+    return [
+        index
+        for index in np.flatnonzero(np.isin(tokens.input_ids, list(encoders.added_tokens))).tolist()
+        if text[tokens.starts[index] : tokens.ends[index]].strip() == encoders.added_tokens[int(tokens.input_ids[index])].strip()
+    ]
+
+
+def _find_anchor(tokens: TokenizedText, added: list[int], place: int) -> int:
+    """Index of the last added token before a place, where the tokens of the text before it may first be others; else 0."""
+    before = bisect.bisect_right(added, place, key=lambda index: tokens.ends[index])
+    return added[before - 1] if before else 0
+
+
+def _split(
+    encoders: _Encoders, text: str, tokens: TokenizedText, added: list[int], marked: list[tuple[int, int, TokenizedText]]
+) -> TokenizedText:
+    """Make tokens begin at marked places: each given with its anchor and the tokens of the text between."""
+    joint, firsts = tokens, []
+    cut, cut_index, num_more = 0, 0, 0
+    for place, anchor, prompt in marked:
+        before, begin = anchor + num_more, int(joint.starts[anchor]) if anchor else 0
+        if begin < cut:
+            # An earlier prompt was cut here: its tokens stay, and this one's are those that follow them.
+            before, begin = cut_index, cut
+            first, straddles = _find(tokens, place, before)
+            if not straddles:
+                firsts.append(first)
+                continue
+            (prompt,) = _encode(encoders.behind, [text[begin:place]])
+        prompt = _move(prompt, begin)
+        # White space that the tokenizer leaves out at the end of a text is the next token's.
+        end = int(prompt.ends[-1]) if len(prompt.ends) else begin
+        first, straddles = _find(tokens, end, before)
+        if straddles or not np.array_equal(tokens.input_ids[before:first], prompt.input_ids):
+            rest, stop = [], first
+            if straddles:
+                stop = next((index + num_more for index in added if joint.starts[index] >= end), len(tokens.input_ids))
+                stop_place = int(tokens.starts[stop]) if stop < len(tokens.input_ids) else len(text)
+                rest = [_move(tokens_behind, end) for tokens_behind in _encode(encoders.behind, [text[end:stop_place]])]
+            num_before = len(tokens.input_ids)
+            tokens = _join([_take(tokens, slice(before)), prompt, *rest, _take(tokens, slice(stop, None))])
+            num_more += len(tokens.input_ids) - num_before
+            first = before + len(prompt.input_ids)
+            cut, cut_index = end, first
+        firsts.append(first)
+    return tokens._replace(firsts=tuple(firsts))
+
+
+def _find(tokens: TokenizedText, place: int, least: int) -> tuple[int, bool]:
+    """Index of the first token from `least` on that begins at a place or later, and whether the one before reaches over it."""
+    first = max(int(np.searchsorted(tokens.starts, place)), least)
+    return first, first > least and bool(tokens.ends[first - 1] > place)
+
+
+def _move(tokens: TokenizedText, num_characters: int) -> TokenizedText:
+    return TokenizedText(tokens.input_ids, tokens.starts + num_characters, tokens.ends + num_characters)
+
+
+def _take(tokens: TokenizedText, part: slice) -> TokenizedText:
+    return TokenizedText(tokens.input_ids[part], tokens.starts[part], tokens.ends[part])
+
+
+def _join(parts: Sequence[TokenizedText]) -> TokenizedText:
+    if len(parts) == 1:
+        return parts[0]
+    input_ids, starts, ends = (np.concatenate([part[i] for part in parts]) for i in range(3))
+    return TokenizedText(input_ids, starts, ends)

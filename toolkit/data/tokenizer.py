@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -129,6 +129,31 @@ def train_byte_level_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrai
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<|endoftext|>", bos_token="<|endoftext|>"
     )
+
+
+def tell_lost_text(tokenizer: PreTrainedTokenizerBase, rows: Sequence[list[str]]) -> list[str]:
+    """A sentence where decoding the tokens of texts does not give the texts: BERT's lose case and line breaks, others what they
+    do not know. A space before the first word does not count, which many add or leave out.
+
+    Args:
+        rows: texts of each row.
+    """
+    num_lost, example = 0, ("", "")
+    for texts in rows:
+        begun = [text[:MAX_TRAINING_CHARACTERS] for text in texts]
+        decoded = [
+            str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+            for ids in tokenizer(begun, add_special_tokens=False)["input_ids"]
+        ]
+        lost = [pair for pair in zip(begun, decoded, strict=True) if pair[0].lstrip(" ") != pair[1].lstrip(" ")]
+        example = lost[0] if lost and not num_lost else example
+        num_lost += bool(lost)
+    if not num_lost:
+        return []
+    return [
+        f"the tokenizer {tokenizer.name_or_path} does not give back {num_lost} of the first {len(rows)} training rows as they "
+        f"are ({example[0]!r:.60} as {example[1]!r:.60}): what it leaves out is not learnt"
+    ]
 
 
 def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -214,7 +214,8 @@ def test_a_prompt_is_followed_by_its_completion_and_the_end_token(prepare):
 
 
 @pytest.mark.parametrize("way", SPACE_ADDING)
-def test_the_space_between_prompt_and_completion_is_the_completions_where_it_is_in_its_token(prepare, tmp_path, way):
+def test_a_space_between_prompt_and_completion_is_the_prompts_where_it_ends_it(prepare, tmp_path, way):
+    """At inference the model is given the prompt as it is written, its last space included."""
     build_space_adding_tokenizer(way).save_pretrained(tmp_path / way)
     pairs = [("so: ", "it is"), ("so:", " it is"), ("so:  ", "it is"), ("so: ", " it is")]
     rows = prepare(
@@ -224,13 +225,11 @@ def test_the_space_between_prompt_and_completion_is_the_completions_where_it_is_
     for place, (prompt, completion) in enumerate(pairs):
         row = rows.train[place]
         assert rows.tokenizer.decode(row["input_ids"], skip_special_tokens=True) == prompt + completion
-        assert row["target"] == "it is"
-    expected = ["<s>", "▁so", ":", "▁it", "▁is", "</s>"]
-    for place in (0, 1):
-        assert rows.tokenizer.convert_ids_to_tokens(rows.train[place]["input_ids"]) == expected
-        assert prompt_of(rows, place) == rows.tokenizer("so:")["input_ids"]
-        assert rows.train[place]["target_bytes"] == len(" it is")
-    assert prompt_of(rows, 2) == rows.tokenizer("so: ")["input_ids"]
+        assert prompt_of(rows, place) == rows.tokenizer(prompt)["input_ids"]
+        assert (row["target"], row["target_bytes"]) == ("it is", len(completion))
+    tokens = [rows.tokenizer.convert_ids_to_tokens(rows.train[place]["input_ids"]) for place in (0, 1)]
+    assert tokens[0] == ["<s>", "▁so", ":", "▁", "it", "▁is", "</s>"]
+    assert tokens[1] == ["<s>", "▁so", ":", "▁it", "▁is", "</s>"]
 
 
 def test_text_counts_whole_and_a_tokenizer_with_a_first_token_keeps_it(prepare, tmp_path):
