@@ -104,7 +104,8 @@ def build_row(cells: Sequence[Any], columns: Columns, where: str, mix_entry: int
         return Row(None, None, skip_reason=example)
     group = _first_user_message(example["messages"]) if "messages" in example else values[0]
     row_fields = {"group": group, "lead_text": example.get("prompt", "")} | row_fields
-    return Row(json.dumps({**example, "mix_entry": mix_entry}, ensure_ascii=False), "", **row_fields)
+    content = json.dumps(example, ensure_ascii=False)
+    return Row(f'{content[:-1]}, "mix_entry": {mix_entry}}}', "", content=content, **row_fields)
 
 
 def list_texts(example: dict[str, Any]) -> list[str]:

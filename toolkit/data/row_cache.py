@@ -19,8 +19,8 @@ from toolkit.errors import UserError
 if TYPE_CHECKING:
     from datasets import Dataset
 
-READER_VERSION = 1
-"""Goes into the fingerprint: raise it when the same file would give other rows than before."""
+READER_VERSION = 2
+"""Goes into the fingerprint: raise it when the same file would give other rows than before, or another report of them."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,11 @@ def _write_cache(inputs: list[RowInput], folder: Path, *, eval_fraction: float, 
     with beside:
         unfinished = Path(beside.name) / "rows"
         unfinished.mkdir()
-        reports = write_rows(inputs, unfinished, eval_fraction=eval_fraction, num_rows=num_rows, drop_repeats=drop_repeats)
-        (unfinished / "reports.json").write_text(json.dumps([asdict(report) for report in reports]))
+        reports, repeats = write_rows(
+            inputs, unfinished, eval_fraction=eval_fraction, num_rows=num_rows, drop_repeats=drop_repeats
+        )
+        about = {"inputs": [asdict(report) for report in reports], "repeats": repeats}
+        (unfinished / "reports.json").write_text(json.dumps(about))
         try:
             unfinished.rename(folder)
         except OSError:
@@ -115,8 +118,10 @@ def _load_cache(inputs: list[RowInput], folder: Path, eval_fraction: float | Non
     train = Dataset.from_file(str(folder / "train.arrow"))
     evaluation = Dataset.from_file(str(folder / "evaluation.arrow"))
     # Remarks are put into words now: a file may have another name than when it was cached.
-    reports = [InputReport(**report) for report in json.loads((folder / "reports.json").read_text())]
+    about = json.loads((folder / "reports.json").read_text())
+    reports = [InputReport(**report) for report in about["inputs"]]
     remarks = [sentence for item, report in zip(inputs, reports, strict=True) for sentence in report.sentences(item.label)]
+    remarks += about["repeats"]
     if eval_fraction and len(evaluation) == 0:
         share = f"data.eval_fraction {eval_fraction}"
         remarks.append(f"{share} holds out none of the {len(train)} rows: there is nothing to evaluate on")

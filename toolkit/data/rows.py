@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -15,6 +16,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from toolkit.errors import UserError
 
@@ -33,6 +36,8 @@ class Row(NamedTuple):
     """True: evaluation, False: training, None: a hash of the group decides."""
     lead_text: str | None = None
     """Text whose first sentence is the lead baseline; None: the source."""
+    content: str | None = None
+    """What two rows have in common that are the same; None: source and target."""
     skip_reason: str | None = None
     """Set where the reader itself finds the row unusable, as in "with too few cells"."""
 
@@ -82,9 +87,32 @@ class InputReport:
         return told
 
 
+class Repeats:
+    """Finds rows that occur twice, of a 64-bit hash each."""
+
+    def __init__(self) -> None:
+        self._train_hashes, self._held_out_hashes = array("Q"), array("Q")
+
+    def add(self, content: str, *, is_held_out: bool) -> None:
+        """Remember a row."""
+        (self._held_out_hashes if is_held_out else self._train_hashes).append(_hash64(content))
+
+    def sentences(self) -> list[str]:
+        """What to say of the rows: nothing where all of them differ."""
+        train, held_out = np.asarray(self._train_hashes), np.asarray(self._held_out_hashes)
+        told = []
+        if num_repeats := len(train) - len(np.unique(train)):
+            told.append(f"training rows that repeat an earlier row exactly: {num_repeats} of {len(train)}, which are kept")
+        if num_shared := int(np.isin(held_out, train).sum()):
+            told.append(
+                f"held-out rows that are training rows too: {num_shared} of {len(held_out)}, which say little of new rows"
+            )
+        return told
+
+
 def write_rows(
     inputs: list[RowInput], folder: Path, *, eval_fraction: float, num_rows: int | None, drop_repeats: bool
-) -> list[InputReport]:
+) -> tuple[list[InputReport], list[str]]:
     """Write `train.arrow` and `evaluation.arrow` into `folder`; a row's id is its position over all inputs.
 
     Args:
@@ -94,13 +122,14 @@ def write_rows(
         drop_repeats: leave out rows whose source and target both occurred before.
 
     Returns:
-        One report an input.
+        One report an input, and what to say of rows that occur twice.
 
     Raises:
         UserError: an input without rows, a cell that is not text, no usable row, no row left to train on.
     """
     reports = [InputReport() for _ in inputs]
     splitter = _Splitter(eval_fraction, has_eval_files=any(item.is_eval_file for item in inputs), drop_repeats=drop_repeats)
+    repeats = Repeats()
     num_read: Counter[int] = Counter()
     row_id = 0
     with closing(_RowFile(folder / "train.arrow")) as train, closing(_RowFile(folder / "evaluation.arrow")) as evaluation:
@@ -114,7 +143,9 @@ def write_rows(
                 if reason:
                     report.skip(reason)
                 else:
-                    side = evaluation if splitter.holds_out(row, item) else train
+                    is_held_out = splitter.holds_out(row, item)
+                    repeats.add(row.content or f"{row.source}\0{row.target}", is_held_out=is_held_out)
+                    side = evaluation if is_held_out else train
                     side.add((row_id, row.source, row.target, row.source if row.lead_text is None else row.lead_text))
                 row_id += 1
             if report.num_rows == 0:
@@ -122,7 +153,7 @@ def write_rows(
             num_read[item.mix_entry] += 0 if item.is_eval_file else report.num_rows
         num_training_rows = train.num_rows
     _check_something_is_left(inputs, reports, num_training_rows)
-    return reports
+    return reports, repeats.sentences()
 
 
 def _empty_cell(row: Row, item: RowInput, number: int) -> str | None:

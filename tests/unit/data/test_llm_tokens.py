@@ -411,6 +411,19 @@ def test_docstrings_and_stdlib_bring_their_split(prepare, monkeypatch):
     assert (rows.train["source_index"][:], rows.evaluation["source_index"][:]) == ([0, 1, 1], [0, 1])
 
 
+def test_rows_that_occur_twice_are_told_over_all_sources_of_a_mix(prepare, tmp_path, monkeypatch):
+    """The split of a source of our own knows nothing of the rows of a file."""
+    modules = [{"text": "hello", "group": "m", "split": "train"}, {"text": "there", "group": "n", "split": "eval"}]
+    stdlib = SimpleNamespace(read_modules=lambda: modules, identify_modules=lambda: "m")
+    monkeypatch.setitem(__import__("sys").modules, "toolkit.data.stdlib", stdlib)
+    (tmp_path / "a.jsonl").write_text('{"text": "hello"}\n{"text": "there"}\n{"text": "hello"}\n{"text": "hello there"}\n')
+    rows = prepare(mix=[MixEntry(source="stdlib"), MixEntry(source="jsonl", files=str(tmp_path / "a.jsonl"))])
+    assert rows.remarks[:2] == [
+        "training rows that repeat an earlier row exactly: 2 of 5, which are kept",
+        "held-out rows that are training rows too: 1 of 1, which say little of new rows",
+    ]
+
+
 def test_settings_that_do_not_fit_the_source_are_refused(prepare, tmp_path):
     with pytest.raises(UserError, match="rows.jsonl has none of the columns .*'body' .its columns: text"):
         prepare([{"text": "a"}], text_column="body")
@@ -473,7 +486,7 @@ def test_a_folder_without_tokenizer_gets_one_trained_on_the_training_rows(prepar
     assert "shibboleth" in rows.tokenizer.get_vocab() and rows.tokenizer.chat_template == CHATML
     # Its only special tokens are its own: what ends a turn is plain text to it.
     assert counted(rows)[0].startswith("shibboleth<|im_end|>")
-    assert "with no special token" in rows.remarks[0]
+    assert "with no special token" in rows.remarks[-1]
 
 
 def test_several_processes_give_the_same_rows_and_tell_a_users_mistake(prepare, monkeypatch):

@@ -1,6 +1,7 @@
 """The split, the fingerprint, the cache, and what settings may go together."""
 
 import sys
+import tracemalloc
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import pytest
 
 from toolkit.config_sections import DataConfig
 from toolkit.data import row_cache
+from toolkit.data.rows import Repeats
 from toolkit.data.sources import load_text_rows
 from toolkit.errors import UserError
 
@@ -80,6 +82,29 @@ def test_eval_files_are_the_evaluation_rows_and_leave_training(config, tmp_path)
     assert rows.train["row_id"][0] == 2
     told = f"skipped 2 of 250 rows of {tmp_path / 'rows.csv'} that are in data.eval_files too (first: rows 4, 204)"
     assert rows.remarks == [told]
+
+
+def test_rows_that_repeat_earlier_ones_are_kept_and_counted(config, tmp_path):
+    once, twice = tmp_path / "rows.csv", tmp_path / "twice.csv"
+    twice.write_text(once.read_text() + "text 3,target 3\ntext 4,another target\n")
+    for _ in range(2):  # the second time from the cache
+        rows = load_text_rows(replace(config, files=[str(once), str(twice)], eval_fraction=0.0))
+        assert rows.remarks == ["training rows that repeat an earlier row exactly: 401 of 802, which are kept"]
+        assert len(rows.train) == 802
+
+
+def test_a_row_is_remembered_in_8_bytes():
+    repeats = Repeats()
+    tracemalloc.start()
+    for number in range(100_000):
+        repeats.add(f"row {number % 90_000}", is_held_out=number == 1)
+    kept_bytes = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert kept_bytes < 100_000 * 8 * 1.2  # an array grows by an eighth
+    assert repeats.sentences() == [
+        "training rows that repeat an earlier row exactly: 9999 of 99999, which are kept",
+        "held-out rows that are training rows too: 1 of 1, which say little of new rows",
+    ]
 
 
 def test_eval_files_without_usable_rows_are_refused(config, tmp_path):
