@@ -129,7 +129,8 @@ def _evaluate_and_log(session: Session) -> bool:
         figures: dict[str, Any] = evaluate(config.eval, run.sharded, run.evaluation, predictions, between_batches)
     except _SignalInEvaluation as stop:
         _stop(session, str(stop))
-    run.metrics.write("eval", state.step, **figures)
+    words = {"rouge_tokenizer": run.evaluation.rouge_tokenizer.name} if "rougeL" in figures else {}
+    run.metrics.write("eval", state.step, **figures, **words)
     log_to_trackers(run.sharded.accelerator, {f"eval/{name}": value for name, value in figures.items()}, state.step)
     of_sources = (name for name in figures if name.startswith("loss/"))
     shown = ("loss", *of_sources, "bits_per_byte", "token_accuracy", "rouge1", "rougeL", "percent_distinct", "rows_per_s")

@@ -13,6 +13,7 @@ import numpy as np
 from toolkit.config_sections import LLMDataConfig
 from toolkit.data.collate import Collator
 from toolkit.distributed import derive_seed
+from toolkit.metrics.text import Tokenizer, choose_tokenizer
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -38,6 +39,11 @@ class EvaluationRows:
         if "prompt_length" not in self.rows.column_names:
             return list(range(len(self.rows)))
         return np.flatnonzero(self.rows.with_format("numpy")["prompt_length"][:]).tolist()
+
+    @functools.cached_property
+    def rouge_tokenizer(self) -> Tokenizer:
+        """What ROUGE counts in the texts of `prompted`."""
+        return choose_tokenizer(self.rows.select(self.prompted)["target"][:])
 
     @functools.cached_property
     def sources(self) -> np.ndarray:

@@ -12,6 +12,7 @@ from toolkit.errors import UserError
 from toolkit.evaluation import ROUGE_METRICS
 from toolkit.evaluation_rows import EvaluationRows
 from toolkit.json_lines import load_json_lines
+from toolkit.metrics.text import ROUGE_SCORE_WORDS
 from toolkit.step_memory import MEMORY_FILE
 from toolkit.tracking import load_metrics
 
@@ -36,7 +37,8 @@ def show_results(run_folder: Path, train_rows: Dataset, evaluation: EvaluationRo
     prompted = evaluation.rows.select(evaluation.prompted)
     baselines = _baselines(train_rows, prompted) if any("rougeL" in line for line in evaluations) else {}
     table = {**baselines, **dict(sorted(named.items()))}
-    print(f"\n{len(evaluation.rows)} held-out rows\n{format_table(table)}\n", flush=True)
+    words = f"; ROUGE counts {evaluation.rouge_tokenizer.description}" if baselines else ""
+    print(f"\n{len(evaluation.rows)} held-out rows{words}\n{format_table(table)}\n", flush=True)
     _print_samples(run_folder / f"predictions-{evaluations[-1]['step']}.jsonl", prompted)
     draw_curves(run_folder / "metrics.jsonl", run_folder / "curves.png")
 
@@ -60,7 +62,8 @@ def show_runs(run_folders: Sequence[Path]) -> None:
             raise UserError(f"{path} holds no evaluation yet: let the run evaluate first")
         for line in {line["step"]: line for line in (evaluations[0], evaluations[-1])}.values():
             when = f"after step {line['step']:,}" if line["step"] else "as loaded"
-            name = f"{folder.name}, {when} ({line['num_rows']} rows)"
+            words = "" if line.get("rouge_tokenizer") in (None, ROUGE_SCORE_WORDS.name) else f", {line['rouge_tokenizer']} words"
+            name = f"{folder.name}, {when} ({line['num_rows']} rows{words})"
             table[name] = line | _score_first_lines(folder / f"predictions-{line['step']}.jsonl")
     print(format_table(table, _COLUMNS_OF_RUNS))
     if any((folder / MEMORY_FILE).is_file() for folder in run_folders):

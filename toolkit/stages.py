@@ -104,6 +104,7 @@ def check_rows(config: RecipeConfig, rows: TokenizedRows, plan: BatchPlan, evalu
         f"{len(rows.train):,} training rows, {len(evaluation.rows):,} held-out rows{of_sources}; {plan.steps_per_epoch:,} steps "
         f"an epoch, {num_steps:,} in all; {len(plan.micro_batches(plan.step(1), 0))} micro-batches a step on each of "
         f"{world_size()} processes",
+        *([f"ROUGE counts {evaluation.rouge_tokenizer.description}"] if config.eval.generate and evaluation.prompted else []),
     )
     return num_steps
 

@@ -75,7 +75,8 @@ def test_chats_with_tools_and_system_turns(llm_workbench: Workbench, tmp_path: P
         for step, row_ids in rows_by_step(llm_workbench.runs / "chats").items()
     }
     assert {line["step"]: line["num_label_tokens"] for line in lines} == expected
-    assert "4 held-out rows" in printed
+    assert "4 held-out rows; ROUGE counts words as rouge_score does" in printed
+    assert [line["rouge_tokenizer"] for line in llm_workbench.lines("chats", "eval")] == ["rouge_score"]
     predictions = load_json_lines(llm_workbench.runs / "chats" / "predictions-3.jsonl")
     assert [line["reference"] for line in predictions] == [row["messages"][-1]["content"] for row in held_out]
     exported = AutoTokenizer.from_pretrained(llm_workbench.runs / "chats" / "export")

@@ -42,5 +42,7 @@ def test_predictions_that_cannot_be_written_are_told_in_one_sentence(tmp_path: P
     figures = _gather_scores(scores, data, tmp_path / "predictions.jsonl")
     assert figures["rouge1"] == 75.0 and figures["exact_match"] == 50.0 and figures["percent_distinct"] == 100.0
     assert (tmp_path / "predictions.jsonl").read_text().count("\n") == 2
+    scores = [Score(0, "b", (0.0, 0.0, 0.0, 0.0)), Score(1, "b", (0.0, 0.0, 0.0, 0.0))]
+    assert _gather_scores(scores, data, tmp_path / "predictions.jsonl")["percent_distinct"] == 50.0  # one text of two
     with pytest.raises(UserError, match="predictions .* could not be written: Is a directory$"):
         _gather_scores(scores, data, tmp_path)

@@ -40,6 +40,15 @@ def test_first_and_last_evaluation_of_each_run_in_one_table(tmp_path: Path, caps
     ]
 
 
+def test_other_words_than_rouge_scores_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run = save_run(tmp_path / "run", evaluation(0, rougeL=50.0, rouge_tokenizer="unicode"))
+    lines = [{"reference": "还桨。", "prediction": "还桨\n不"}, {"reference": "Return the oar.", "prediction": ""}]
+    (run / "predictions-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    show_runs([run])
+    row = capsys.readouterr().out.splitlines()[-1]
+    assert row.startswith("run, as loaded (2 rows, unicode words)") and row.split()[-2:] == ["50.00", "50.00"]
+
+
 @pytest.mark.parametrize("character", ["\x85", "\u2028", "\u2029"])
 def test_predictions_with_any_line_separator_are_read(tmp_path: Path, capsys: pytest.CaptureFixture, character: str) -> None:
     """Written by a version that did not escape them."""

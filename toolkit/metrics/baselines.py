@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from toolkit.metrics.text import split_sentences, stemmed_tokens
+from toolkit.metrics.text import choose_tokenizer, split_sentences
 
 MAX_CANDIDATES = 20_000
 MAX_REFERENCES = 500
@@ -28,6 +28,8 @@ def lead_sentence(text: str) -> str:
 def best_constant(train_targets: Sequence[str], references: Sequence[str]) -> str:
     """The training target with the highest mean ROUGE-L when it is given as the summary of every reference.
 
+    Words are those that ROUGE of these references counts.
+
     Exhaustive ROUGE would take minutes. Mean ROUGE-1 of every target is one matrix product, and it bounds mean ROUGE-L
     from above (a common subsequence is a common bag): targets are ranked by it and their ROUGE-L computed from the top,
     until no later one can win or `MAX_RANKED` were. Deterministic; the first of equals in the data wins.
@@ -40,8 +42,9 @@ def best_constant(train_targets: Sequence[str], references: Sequence[str]) -> st
     if not train_targets or not references:
         raise ValueError(f"the best constant needs a target and a reference: {len(train_targets)} and {len(references)} given")
     candidates = _at_even_distances(list(dict.fromkeys(train_targets)), MAX_CANDIDATES)
-    candidate_tokens = [stemmed_tokens(text) for text in candidates]
-    reference_tokens = [stemmed_tokens(text) for text in _at_even_distances(references, MAX_REFERENCES)]
+    tokenize = choose_tokenizer(references).tokenize
+    candidate_tokens = [tokenize(text) for text in candidates]
+    reference_tokens = [tokenize(text) for text in _at_even_distances(references, MAX_REFERENCES)]
     upper_bounds = mean_rouge1(candidate_tokens, reference_tokens)
     best, best_score = 0, -1.0
     for i in np.argsort(-upper_bounds, kind="stable")[:MAX_RANKED].tolist():

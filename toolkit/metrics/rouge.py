@@ -1,9 +1,11 @@
 """ROUGE as an `evaluate.Metric`, computed in place.
 
 `evaluate.load("rouge")` fetches a script from the hub; this class is that metric over the same `rouge_score` package,
-without network. Rows are scored one by one and averaged exactly (`math.fsum`), so that the result depends neither on the
-order of the rows nor on how many processes scored them; there is no bootstrap. Importing `evaluate` takes seconds: import
-this module inside the function that needs it.
+without network: the figures are those of its `compute(use_stemmer=True, use_aggregator=False)`, and ROUGE-Lsum takes each line
+of a text for a sentence. Only where the references need words of another script they are others: `text.choose_tokenizer`.
+Rows are scored one by one and averaged exactly (`math.fsum`), so that the result depends neither on the order of the rows nor on
+how many processes scored them; there is no bootstrap. Importing `evaluate` takes seconds: import this module inside the function
+that needs it.
 
 Reference: Lin, "ROUGE: a package for automatic evaluation of summaries" (2004); Lsum is its summary-level LCS.
 """
@@ -19,7 +21,7 @@ from typing import Any
 import datasets
 import evaluate
 
-from toolkit.metrics.text import StemmedTokenizer, split_sentences
+from toolkit.metrics.text import Tokenizer, choose_tokenizer
 
 ROUGE_KEYS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
@@ -55,8 +57,13 @@ class Rouge(evaluate.Metric):
         return mean_scores(rouge_scores(predictions, references))
 
 
-def rouge_scores(predictions: Sequence[str], references: Sequence[str]) -> dict[str, list[float]]:
+def rouge_scores(
+    predictions: Sequence[str], references: Sequence[str], tokenizer: Tokenizer | None = None
+) -> dict[str, list[float]]:
     """F-measure in percent of every row, by key of `ROUGE_KEYS`; 0 where a prediction or reference has no word.
+
+    Args:
+        tokenizer: without one, as these references need it. Give it where they are a part of more.
 
     Raises:
         ValueError: the two have different lengths.
@@ -65,12 +72,10 @@ def rouge_scores(predictions: Sequence[str], references: Sequence[str]) -> dict[
 
     if len(predictions) != len(references):
         raise ValueError(f"{len(predictions)} predictions for {len(references)} references")
-    whole_text = RougeScorer(["rouge1", "rouge2", "rougeL"], tokenizer=StemmedTokenizer)
-    sentence_a_line = RougeScorer(["rougeLsum"], tokenizer=StemmedTokenizer)
+    scorer = RougeScorer(list(ROUGE_KEYS), tokenizer=tokenizer or choose_tokenizer(references))
     rows: dict[str, list[float]] = {key: [] for key in ROUGE_KEYS}
     for prediction, reference in zip(predictions, references, strict=True):
-        row = whole_text.score(reference, prediction)
-        row |= sentence_a_line.score(_one_sentence_a_line(reference), _one_sentence_a_line(prediction))
+        row = scorer.score(reference, prediction)
         for key in ROUGE_KEYS:
             rows[key].append(100.0 * row[key].fmeasure)
     return rows
@@ -85,8 +90,3 @@ def mean_scores(rows: dict[str, list[float]]) -> dict[str, float]:
     if not all(rows.values()):
         raise ValueError("ROUGE of no rows: give at least one prediction and its reference")
     return {key: math.fsum(values) / len(values) for key, values in rows.items()}
-
-
-def _one_sentence_a_line(text: str) -> str:
-    """The form ROUGE-Lsum wants. A line of the text is a sentence end too, as in the WikiHow summaries."""
-    return "\n".join(sentence for line in text.splitlines() for sentence in split_sentences(line))
