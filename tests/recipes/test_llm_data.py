@@ -44,7 +44,7 @@ def said(messages: list[dict[str, Any]]) -> list[str]:
 
 
 def test_chats_with_tools_and_system_turns(llm_workbench: Workbench, tmp_path: Path) -> None:
-    """Two answers hold characters at which `str.splitlines()` splits, raw in the files: the run still prints its results."""
+    """Two answers hold Chinese, and characters at which `str.splitlines()` splits, raw in the files."""
     from transformers import AutoTokenizer
 
     model = tmp_path / "model"
@@ -54,7 +54,7 @@ def test_chats_with_tools_and_system_turns(llm_workbench: Workbench, tmp_path: P
     (tmp_path / "chat.jinja").write_text(CHATML)
     rows, held_out = make_chats(24), make_chats(40)[36:]
     for some_rows in (rows, held_out):
-        some_rows[1]["messages"][-1]["content"] += "\u2028it is\x85\u2029\x0cfour"
+        some_rows[1]["messages"][-1]["content"] += "\u2028it is\x85\u2029\x0c四"
     printed = llm_workbench.run(
         "chats",
         model=model,
@@ -75,8 +75,8 @@ def test_chats_with_tools_and_system_turns(llm_workbench: Workbench, tmp_path: P
         for step, row_ids in rows_by_step(llm_workbench.runs / "chats").items()
     }
     assert {line["step"]: line["num_label_tokens"] for line in lines} == expected
-    assert "4 held-out rows; ROUGE counts words as rouge_score does" in printed
-    assert [line["rouge_tokenizer"] for line in llm_workbench.lines("chats", "eval")] == ["rouge_score"]
+    assert "4 held-out rows; ROUGE counts words of any script" in printed
+    assert [line["rouge_tokenizer"] for line in llm_workbench.lines("chats", "eval")] == ["unicode"]
     predictions = load_json_lines(llm_workbench.runs / "chats" / "predictions-3.jsonl")
     assert [line["reference"] for line in predictions] == [row["messages"][-1]["content"] for row in held_out]
     exported = AutoTokenizer.from_pretrained(llm_workbench.runs / "chats" / "export")
