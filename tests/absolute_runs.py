@@ -16,6 +16,7 @@ from unittest.mock import patch
 from tests import plain_pytorch as plain
 from tests.launch import REPOSITORY, run_on_ranks
 from tests.model_folders import CAUSAL_FAMILIES, FAMILIES, build_model_folders, make_rows, save_jsonl
+from tests.planting.plant import NO_FAULT
 
 NUM_ROWS, NUM_EVAL_ROWS, BATCH_ROWS = 70, 7, 16
 """An epoch is four steps of 16 rows and one of 6; evaluation batches of 4 leave 3 rows over."""
@@ -39,7 +40,7 @@ def inputs() -> Path:
     """Folder with the models, and rows for both recipes with evaluation rows apart."""
     folder = Path(tempfile.mkdtemp(prefix="absolute-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    run_on_ranks(_build_models, preset="single", overrides=FP32, args=(folder,))
+    run_on_ranks(_build_models, preset="single", overrides=FP32, args=(folder,), env=NO_FAULT)
     rows = make_rows(NUM_ROWS + NUM_EVAL_ROWS, seed=1)
     prompts = [{"prompt": row["source"], "completion": " " + row["target"]} for row in rows]
     for name, these in (("t5", rows), ("llm", prompts)):
@@ -76,7 +77,6 @@ def run_recipe(kind: str, preset: str, output: Path) -> Path:
         "optim.weight_decay": plain.WEIGHT_DECAY,
         "optim.warmup_steps": plain.WARMUP_STEPS,
         "optim.max_grad_norm": plain.MAX_GRAD_NORM,
-        "eval.at_start": False,
         "eval.batch_size_rows": 4,
         "eval.num_beams": plain.NUM_BEAMS,
         "eval.no_repeat_ngram_size": plain.NO_REPEAT_NGRAM_SIZE,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load
 
 NUM_STEPS, WARMUP_STEPS = 16, 4
 LR, BETA1, BETA2, EPS, WEIGHT_DECAY, MAX_GRAD_NORM = 3e-3, 0.8, 0.9, 1e-3, 0.1, 0.3
@@ -36,26 +36,28 @@ class Figures:
     lrs: list[float] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     """Trained ones, by name; of an adapter as `<module>.lora_A` and `<module>.lora_B`."""
-    eval_loss: float = math.nan
-    texts: list[str] = field(default_factory=list)
-    """Generated for the evaluation rows."""
+    eval_losses: list[float] = field(default_factory=list)
+    """Before the first step and after the last."""
+    texts: list[list[str]] = field(default_factory=list)
+    """Generated for the evaluation rows, at the same times."""
 
 
-def train_plain(folder: Path, steps: list[list[Row]], eval_rows: list[Row], adapter: Path | None) -> Figures:
-    """Train the model of `folder` on the given rows, then evaluate.
+def train_plain(folder: Path, steps: list[list[Row]], eval_rows: list[Row], adapter: bytes | None) -> Figures:
+    """Train the model of `folder` on the given rows, and evaluate before and after.
 
     Args:
-        adapter: file with the first weights of a LoRA on the frozen model, named as in `Figures.weights`; None: the whole model
-            is trained.
+        adapter: safetensors with the first weights of a LoRA on the frozen model, named as in `Figures.weights`; None: the whole
+            model is trained.
     """
     config = transformers.AutoConfig.from_pretrained(folder)
     auto = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
     model = auto.from_pretrained(folder, dtype=torch.float64).eval()  # no dropout
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    weights = dict(model.named_parameters()) if adapter is None else _add_lora(model, load_file(adapter))
+    weights = dict(model.named_parameters()) if adapter is None else _add_lora(model, load(adapter))
     first = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     second = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     figures = Figures()
+    _evaluate(model, tokenizer, eval_rows, config, figures)
     for step, rows in enumerate(steps, start=1):
         num_labels = sum(len(_labels(tokenizer, row, config)) for row in rows)
         loss = 0.0
@@ -79,11 +81,15 @@ def train_plain(folder: Path, steps: list[list[Row]], eval_rows: list[Row], adap
         figures.grad_norms.append(norm)
         figures.lrs.append(lr)
     figures.weights = {name: weight.detach() for name, weight in weights.items()}
-    with torch.no_grad():
-        num_labels = sum(len(_labels(tokenizer, row, config)) for row in eval_rows)
-        figures.eval_loss = sum(_loss_sum(model, tokenizer, row, config).item() for row in eval_rows) / num_labels
-        figures.texts = [_generate(model, tokenizer, row, config) for row in eval_rows]
+    _evaluate(model, tokenizer, eval_rows, config, figures)
     return figures
+
+
+@torch.no_grad()
+def _evaluate(model: Any, tokenizer: Any, rows: list[Row], config: Any, figures: Figures) -> None:
+    num_labels = sum(len(_labels(tokenizer, row, config)) for row in rows)
+    figures.eval_losses.append(sum(_loss_sum(model, tokenizer, row, config).item() for row in rows) / num_labels)
+    figures.texts.append([_generate(model, tokenizer, row, config) for row in rows])
 
 
 def _labels(tokenizer: Any, row: Row, config: Any) -> list[int]:

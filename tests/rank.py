@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.planting.plant import plant_in_rank
+
 SERVER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 """Set before the imports, in the server: the libraries read these once."""
 PR_SET_PDEATHSIG = 1
@@ -61,6 +63,7 @@ def _exit_code(world: World, rank: int) -> int:
     """Run the rank's work; the exit status that the interpreter would give."""
     try:
         _set_environment(world, rank)
+        plant_in_rank()
         if world.script is None:
             _call_function(world, rank)
         else:

@@ -18,6 +18,7 @@ from tests.distributed.small_run import read_lines
 from tests.distributed.test_invariants import figures, rows_of_steps
 from tests.launch import run_on_ranks
 from tests.plain_pytorch import MAX_GRAD_NORM, NUM_STEPS, Figures, train_plain
+from tests.planting.plant import NO_FAULT
 
 FIGURE_TOLERANCE = 1e-6
 WEIGHT_TOLERANCE = 1e-5
@@ -38,23 +39,23 @@ def test_run_is_that_of_plain_pytorch(tmp_path: Path, kind: str, preset: str) ->
     assert max(expected.grad_norms) > 1.2 * min(expected.grad_norms) > 1.2 * MAX_GRAD_NORM, (
         "clipping should act, now more, now less"
     )
-    np.testing.assert_allclose(train["learning_rate"], expected.lrs, rtol=1e-12, err_msg="learning rate")
-    np.testing.assert_allclose(train["grad_norm"], expected.grad_norms, rtol=FIGURE_TOLERANCE, err_msg="gradient norm")
-    np.testing.assert_allclose(train["loss"], expected.losses, rtol=FIGURE_TOLERANCE, err_msg="loss")
+    for figure, values in (("learning_rate", expected.lrs), ("loss", expected.losses), ("grad_norm", expected.grad_norms)):
+        np.testing.assert_allclose(train[figure], values, rtol=FIGURE_TOLERANCE, err_msg=f"{figure} of a step")
     check_weights(run / "export", expected.weights)
-    np.testing.assert_allclose(evaluated["loss"], [expected.eval_loss], rtol=FIGURE_TOLERANCE, err_msg="evaluation loss")
-    predictions = {line["row_id"]: line["prediction"] for line in read_lines(run / f"predictions-{NUM_STEPS}.jsonl")}
-    assert predictions == dict(enumerate(expected.texts)), "generated texts"
+    np.testing.assert_allclose(evaluated["loss"], expected.eval_losses, rtol=FIGURE_TOLERANCE, err_msg="evaluation loss")
+    for step, texts in zip((0, NUM_STEPS), expected.texts, strict=True):
+        predictions = {line["row_id"]: line["prediction"] for line in read_lines(run / f"predictions-{step}.jsonl")}
+        assert predictions == dict(enumerate(texts)), "generated texts"
 
 
 @functools.cache
-def follow(kind: str, steps: tuple[tuple[int, ...], ...], adapter: Path | None) -> Figures:
-    """The reference for these rows of the steps, on one process."""
+def follow(kind: str, steps: tuple[tuple[int, ...], ...], adapter: bytes | None) -> Figures:
+    """The reference for these rows of the steps, on one process, which no planted fault reaches."""
     recipe, family, _ = KINDS[kind]
     evaluation, train = (read_lines(inputs() / f"{recipe}-{name}.jsonl") for name in ("eval", "train"))
     rows = [[train[row - NUM_EVAL_ROWS] for row in step] for step in steps]
     args = (inputs() / family, rows, evaluation, adapter)
-    return run_on_ranks(train_plain, preset="single", overrides=FP32, args=args)[0]
+    return run_on_ranks(train_plain, preset="single", overrides=FP32, args=args, env=NO_FAULT)[0]
 
 
 def check_rows(steps: dict[int, list[int]]) -> None:
@@ -83,7 +84,7 @@ def rename(exported: str) -> str:
     return exported.removeprefix("base_model.model.").replace(".lora_A.weight", ".lora_A").replace(".lora_B.weight", ".lora_B")
 
 
-def first_adapter(run: Path) -> Path | None:
-    """What the run's adapter began with; None where it has none."""
+def first_adapter(run: Path) -> bytes | None:
+    """The file of what the run's adapter began with; None where it has none."""
     path = run / "first_adapter.safetensors"
-    return path if path.exists() else None
+    return path.read_bytes() if path.exists() else None

@@ -12,22 +12,11 @@ import pytest
 
 from tests.faults.injected_runs import new_bench
 from tests.launch import REPOSITORY
+from tests.planting.faults import FAULTS
+from tests.planting.verify_run import run_verify
 from tests.recipes.runs import Workbench
-from tests.verify_runs import run_verify
 
-# Recipe, fault, the checks that fail of it, and what is said.
-FAULTS: list[tuple[str, str, set[str], str]] = [
-    ("t5", "missing_gradient_average", {"gradients"}, "largest in "),
-    ("t5", "wrong_loss_divisor", {"gradients", "loss", "evaluation"}, "largest in "),
-    ("t5", "untied_weight", {"ties"}, "no longer one weight: shared.weight = "),
-    ("t5", "dropped_slice", {"save"}, "could not be written"),
-    ("t5", "lost_slice", {"save", "resume"}, "optimizer.state.shared.weight.exp_avg differs"),
-    ("t5", "random_state_not_restored", {"resume"}, "loss of step 3 differs"),
-    ("t5", "wrong_start", {"start"}, "model.shared.weight differs"),
-    ("t5", "silent_ddp", {"sharding"}, "a rank holds 100% of the parameters"),
-    ("llm", "missing_gradient_average", {"gradients"}, "largest in "),
-    ("llm", "random_state_not_restored", {"resume"}, "loss of step 3 differs"),
-]
+CASES = [(recipe, name) for name, fault in FAULTS.items() for recipe in fault.verify]
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +35,10 @@ def model_of(bench: Workbench) -> str:
     return str(bench.models[{"t5": "t5", "llm": "llama"}[bench.recipe]])
 
 
-@pytest.mark.parametrize(("recipe", "fault", "expected", "detail"), FAULTS, ids=[f"{case[0]}-{case[1]}" for case in FAULTS])
-def test_fault_is_named(
-    benches: dict[str, Workbench], tmp_path: Path, recipe: str, fault: str, expected: set[str], detail: str
-) -> None:
-    bench = benches[recipe]
-    assert not run_verify(tmp_path / "verify", flags_of(bench), fault, model=model_of(bench))
+@pytest.mark.parametrize(("recipe", "name"), CASES, ids=["-".join(case) for case in CASES])
+def test_fault_is_named(benches: dict[str, Workbench], tmp_path: Path, recipe: str, name: str) -> None:
+    bench, (expected, detail) = benches[recipe], FAULTS[name].verify[recipe]
+    assert not run_verify(tmp_path / "verify", flags_of(bench), name, model=model_of(bench))
     told = json.loads((tmp_path / "verify" / "verify.json").read_text())
     failed = [proof for proof in told["proofs"] if proof["is_reached"] and not proof["passed"]]
     assert {proof["check"] for proof in failed} == expected

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.planting.verify_run import run_verify
 from tests.recipes.runs import Workbench
-from tests.verify_runs import run_verify
 
 CHECKS = {"start", "rows", "loss", "gradients", "evaluation", "sharding", "ties", "moved", "frozen", "save", "resume", "export"}
 

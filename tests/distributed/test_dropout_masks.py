@@ -1,0 +1,57 @@
+"""Every rank, micro-batch and step drops other elements."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from tests.distributed.small_run import run_recipe, write_inputs
+from tests.launch import REPOSITORY
+
+NUM_STEPS = 2
+
+
+def test_masks_differ(tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    flags = [f"--model.name_or_path={tmp_path / 'model'}", "--model.from_scratch=true", f"--train.max_steps={NUM_STEPS}"]
+    flags += ["--train.micro_batch_size_rows=2", "--eval.at_start=false", "--eval.generate=false"]
+    _, ranks = run_recipe(tmp_path, "run", preset="fsdp2_cpu", overrides={}, flags=flags, function=train_and_record_masks)
+    masks = {(rank, *place): mask for rank, of_rank in enumerate(ranks) for place, mask in of_rank.items()}
+    assert len(masks) == 2 * NUM_STEPS * 4, "ranks x steps x micro-batches"
+    equal = [(one, two) for one, two in combinations(sorted(masks), 2) if np.array_equal(masks[one], masks[two])]
+    assert equal == [], "masks of (rank, step, micro-batch)"
+
+
+def train_and_record_masks(recipe: str, argv: list[str], max_logits: int) -> dict[Any, np.ndarray]:
+    """On every rank: what dropout would leave of 256 ones, right before each forward."""
+    import torch
+    import torch.nn.functional as F
+
+    from toolkit import loop
+
+    place: list[tuple[int, int]] = []
+    masks: dict[Any, np.ndarray] = {}
+    seed_all, summed_loss = loop.seed_all, loop.summed_loss
+
+    def note_and_seed(what: str, seed: int, step: int, rank: int, micro_batch: int) -> None:
+        place.append((step, micro_batch))
+        seed_all(what, seed, step, rank, micro_batch)
+
+    def record_and_compute(model: Any, batch: Any) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            masks[place[-1]] = F.dropout(torch.ones(256), 0.5).numpy()
+        return summed_loss(model, batch)
+
+    with (
+        patch.object(loop, "seed_all", note_and_seed),
+        patch.object(loop, "summed_loss", record_and_compute),
+        patch.object(sys, "argv", [f"{recipe}.py", *argv]),
+    ):
+        runpy.run_path(str(REPOSITORY / "recipes" / f"{recipe}.py"), run_name="__main__")
+    return masks

@@ -1,0 +1,133 @@
+"""Faults of loading, sharding, saving and resuming, of evaluation and of adapters; as in `update_faults.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pytest import MonkeyPatch
+
+
+def untied_weight(patch: MonkeyPatch) -> None:
+    """The output head has a weight of its own."""
+    import torch
+
+    from toolkit import stages
+
+    load_model = stages.load_model
+
+    def untying(*args: Any) -> Any:
+        model, sources = load_model(*args)
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        if sources is not None:
+            sources["lm_head.weight"] = sources["shared.weight"]
+        return model, sources
+
+    patch.setattr(stages, "load_model", untying)
+
+
+def dropped_slice(patch: MonkeyPatch) -> None:
+    """Rank 1 leaves its part of one tensor out of every checkpoint."""
+    from toolkit import checkpoint_writer
+    from toolkit.distributed import rank
+
+    save_tensors = checkpoint_writer.save_tensors
+
+    def dropping(tensors: dict[str, Any], folder: Path, group: Any) -> list[str]:
+        left_out = next(name for name in tensors if name.endswith(".exp_avg"))
+        kept = {name: tensor for name, tensor in tensors.items() if name != left_out or rank() != 1}
+        return save_tensors(kept, folder, group)
+
+    patch.setattr(checkpoint_writer, "save_tensors", dropping)
+
+
+def lost_slice(patch: MonkeyPatch) -> None:
+    """Rank 1 writes zeros for its part of one tensor."""
+    from toolkit import checkpoint_writer
+    from toolkit.distributed import rank
+
+    save_tensors = checkpoint_writer.save_tensors
+
+    def losing(tensors: dict[str, Any], folder: Path, group: Any) -> list[str]:
+        lost = next(name for name in tensors if name.endswith(".exp_avg"))
+        written = {name: tensor * 0 if name == lost and rank() == 1 else tensor for name, tensor in tensors.items()}
+        return save_tensors(written, folder, group)
+
+    patch.setattr(checkpoint_writer, "save_tensors", losing)
+
+
+def random_state_not_restored(patch: MonkeyPatch) -> None:
+    """Dropout is drawn from the random state as it stands, as in most loops, and a resume does not restore it."""
+    from toolkit import checkpoint, loop
+
+    patch.setattr(loop, "seed_all", lambda *parts: None)
+    patch.setattr(checkpoint, "load_random_state", lambda folder, saved_world_size: None)
+
+
+def wrong_start(patch: MonkeyPatch) -> None:
+    """FSDP2 starts with one weight that is not the model's."""
+    import torch
+    from torch.distributed.fsdp import FSDPModule
+
+    from toolkit import sharding
+
+    shard_model = sharding.shard_model
+
+    def changing(*args: Any) -> Any:
+        sharded = shard_model(*args)
+        if isinstance(sharded.model, FSDPModule):
+            with torch.no_grad():
+                next(p for p in sharded.model.parameters() if p.requires_grad).mul_(1 + 2**-20)
+        return sharded
+
+    patch.setattr(sharding, "shard_model", changing)
+
+
+def silent_ddp(patch: MonkeyPatch) -> None:
+    """accelerate takes DDP where the YAML says FSDP, as it does on a CPU."""
+    from toolkit import accelerator
+
+    patch.setattr(accelerator, "_put_cpu_in_an_accelerators_place", lambda: None)
+
+
+def last_evaluation_batch_lost(patch: MonkeyPatch) -> None:
+    """The loss leaves out a batch that is not full, as a loader does that drops the last one."""
+    from toolkit import evaluation
+
+    evaluate_loss = evaluation._evaluate_loss
+
+    def evaluate_full(model: Any, sharded: Any, data: Any, batches: list[list[int]], *args: Any) -> Any:
+        full = [batch if len(batch) == len(batches[0]) else [] for batch in batches]
+        return evaluate_loss(model, sharded, data, full, *args)
+
+    patch.setattr(evaluation, "_evaluate_loss", evaluate_full)
+
+
+def one_beam(patch: MonkeyPatch) -> None:
+    """`generate` is greedy, whatever it is given."""
+    _replace_setting_of_generate(patch, "num_beams", 1)
+
+
+def repeated_ngrams(patch: MonkeyPatch) -> None:
+    """`generate` repeats n-grams, whatever it is given."""
+    _replace_setting_of_generate(patch, "no_repeat_ngram_size", 0)
+
+
+def _replace_setting_of_generate(patch: MonkeyPatch, name: str, value: int) -> None:
+    from transformers import GenerationMixin
+
+    generate = GenerationMixin.generate
+    patch.setattr(GenerationMixin, "generate", lambda self, *args, **settings: generate(self, *args, **settings | {name: value}))
+
+
+def doubled_alpha(patch: MonkeyPatch) -> None:
+    """peft scales an adapter by twice its alpha."""
+    from peft.tuners.lora.layer import LoraLayer
+
+    update_layer = LoraLayer.update_layer
+
+    def doubling(self: Any, adapter_name: str, *args: Any, **settings: Any) -> None:
+        update_layer(self, adapter_name, *args, **settings)
+        self.scaling[adapter_name] *= 2
+
+    patch.setattr(LoraLayer, "update_layer", doubling)
