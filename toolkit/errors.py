@@ -6,11 +6,17 @@ node prints it; afterwards ranks agree on an error first (`distributed.raise_tog
 
 from __future__ import annotations
 
+import atexit
+import json
 import os
+import signal
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from types import FrameType
 
 
 class UserError(ValueError):
@@ -23,6 +29,11 @@ EXIT_STOPPED = 75
 EXIT_HANG = 124
 """No progress for `run.timeout_s` (as `timeout` of coreutils exits)."""
 
+REFUSED = "user_error_printed"
+"""A file in the launch's folder, from when one of its ranks has printed why all of them end."""
+LEAVE_TOGETHER_S = 5.0
+"""How long a rank waits for the others of its node before it leaves: one that the error does not concern never comes."""
+
 
 class Stopped(SystemExit):
     """The end of a run that a signal asked for, on every rank."""
@@ -33,30 +44,88 @@ class Stopped(SystemExit):
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Turn a `UserError` into one line on stderr and exit code 2; any other exception keeps its traceback."""
+    """Turn a `UserError` into one line on stderr and exit code 2 of every rank; any other exception keeps its traceback."""
+    launch = _launch_folder()
+    if launch is not None:
+        signal.signal(signal.SIGTERM, partial(_end_with_the_launch, launch))
     try:
         yield
     except UserError as error:
         if _speaks_for_this_error(error):
             print(f"error: {error}", file=sys.stderr, flush=True)
-        # os._exit would skip flushing; SystemExit lets the process group and files close in order.
+        if launch is not None:
+            _save_error_file(error)
+            _wait_for_local_ranks(launch)
+        _leave(EXIT_USER_ERROR)
         raise SystemExit(EXIT_USER_ERROR) from None
+    except Stopped:
+        _leave(EXIT_STOPPED)
+        raise
+
+
+def _launch_folder() -> Path | None:
+    """The folder that torch elastic makes for one attempt of the processes of this node; None without it."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(error_file).parents[1] if error_file else None
 
 
 def _speaks_for_this_error(error: UserError) -> bool:
     """One printer a job where all ranks agreed on the error, one a node where they could not agree yet; each that met nobody."""
     agreed = getattr(error, "agreed_by_all_ranks", False)
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not error_file and getattr(error, "told_by_every_rank", False):
+    launch = _launch_folder()
+    if launch is None and getattr(error, "told_by_every_rank", False):
         return True
-    if not error_file:
+    if launch is None:
         return os.environ.get("RANK" if agreed else "LOCAL_RANK", "0") == "0"
     if agreed and os.environ.get("GROUP_RANK", "0") != "0":
+        (launch / REFUSED).touch()
         return False
     # torch elastic ends a node's processes a tenth of a second after one has failed, and the first of them may not have come
-    # as far as the error by then: whoever is there first speaks. The folder is this launch's own, one for each attempt.
+    # as far as the error by then: whoever is there first speaks.
     try:
-        (Path(error_file).parents[1] / "user_error_told").touch(exist_ok=False)
+        (launch / REFUSED).touch(exist_ok=False)
     except FileExistsError:
         return False
     return True
+
+
+def _end_with_the_launch(launch: Path, number: int, frame: FrameType | None) -> None:
+    """Handle torch elastic's SIGTERM: a rank that is slower than the one that printed the error was refused too."""
+    if (launch / REFUSED).exists():
+        os._exit(EXIT_USER_ERROR)
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def _save_error_file(error: UserError) -> None:
+    """Write what the launcher prints of this rank in its last lines, in the form of torch elastic's `ErrorHandler`."""
+    extra = {"py_callstack": f"error: {error}", "timestamp": str(int(time.time()))}
+    with suppress(OSError):  # a full disk: the sentence is on stderr all the same
+        content = json.dumps({"message": {"message": f"UserError: {error}", "extraInfo": extra}})
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(content, encoding="utf-8")
+
+
+def _wait_for_local_ranks(launch: Path) -> None:
+    """Stay until every rank of this node is about to leave, as the first exit makes torch elastic end the others by SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    deadline = time.monotonic() + LEAVE_TOGETHER_S
+    with suppress(OSError):
+        (launch / f"leaving_{os.environ['LOCAL_RANK']}").touch()
+        while time.monotonic() < deadline and len(list(launch.glob("leaving_*"))) < int(os.environ["LOCAL_WORLD_SIZE"]):
+            time.sleep(0.02)
+
+
+def _leave(exit_code: int) -> None:
+    """End a process that has met others without finalizing the interpreter; returns where there is no process group.
+
+    A thread may still be inside torch: the watchdog's, where the store of rank 0 no longer answers. When torch comes back and
+    asks for the interpreter's lock, a finalizing Python answers with `pthread_exit`, and unwinding through a C++ destructor
+    aborts the process after the sentence: "terminate called without an active exception" (python/cpython#87135, until 3.14).
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_initialized():
+        return
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

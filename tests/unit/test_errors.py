@@ -48,6 +48,8 @@ def test_who_speaks(
 def test_under_torch_elastic_the_first_of_a_node_speaks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)  # this is pytest's process
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     told = []
     for node, local_rank, agreed in ((0, 1, False), (0, 0, False), (1, 3, False), (1, 0, False), (2, 1, True), (3, 0, True)):
         folder = tmp_path / f"node_{node}" / "attempt_0" / str(local_rank)
@@ -64,21 +66,49 @@ def test_under_torch_elastic_the_first_of_a_node_speaks(
     assert told == [True, False, True, False, False, False]
 
 
-def test_a_slow_first_process_does_not_swallow_the_sentence(tmp_path: Path) -> None:
-    """With the real launcher, which stops the others as soon as one has failed."""
+def test_under_the_real_launcher_each_rank_ends_with_2_and_the_last_lines_carry_the_sentence(tmp_path: Path) -> None:
+    """It sends SIGTERM to the others as soon as one has failed; the first process is slower than anybody waits for it."""
     script = tmp_path / "script.py"
     script.write_text(
         "import os, time\n"
         "from toolkit.errors import UserError, exit_on_user_error\n"
-        "time.sleep(5 if os.environ['LOCAL_RANK'] == '0' else 0)\n"
         "with exit_on_user_error():\n"
+        "    time.sleep(9 if os.environ['LOCAL_RANK'] == '0' else 0)\n"
         "    raise UserError('a is 3: write 4')\n"
     )
     preset = REPOSITORY / "accelerate_configs" / "ddp_cpu.yaml"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(preset), str(script)]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=100)
     assert done.returncode != 0
-    assert done.stderr.splitlines().count("error: a is 3: write 4") == 1, done.stderr
+    lines = done.stderr.split("\n")
+    assert lines.count("error: a is 3: write 4") == 1, done.stderr
+    assert [line.split("(")[0].strip() for line in lines if line.startswith("  exitcode  :")] == ["exitcode  : 2"] * 2, (
+        done.stderr
+    )
+    assert "  traceback : error: a is 3: write 4" in lines[-4:], done.stderr
+
+
+def test_a_thread_that_comes_back_from_torch_does_not_abort_the_end(tmp_path: Path) -> None:
+    """As the watchdog's does when rank 0, with the store, has ended: Python's finalization ended this script by SIGABRT."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import threading, time\n"
+        "import torch.distributed as dist\n"
+        "from toolkit.errors import UserError, exit_on_user_error\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "store = dist.TCPStore('127.0.0.1', 0, is_master=True)\n"
+        "def ask():\n"
+        "    while True:\n"
+        "        store.set('key', 'value')\n"
+        "for _ in range(4):\n"
+        "    threading.Thread(target=ask, daemon=True).start()\n"
+        "time.sleep(0.3)\n"
+        "with exit_on_user_error():\n"
+        "    raise UserError('a is 3: write 4')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (EXIT_USER_ERROR, "error: a is 3: write 4\n")
 
 
 def test_other_errors_pass() -> None:
