@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from toolkit.accelerator import build_accelerator
 from toolkit.checkpoint import choose_checkpoint, load_checkpoint
+from toolkit.checkpoint_ranking import Goal
 from toolkit.checkpoint_writer import CheckpointWriter, Save
 from toolkit.config_sections import CheckpointConfig, OptimConfig
 from toolkit.distributed import barrier, gather_objects, print_rank0, rank, world_size
@@ -31,6 +32,7 @@ from toolkit.optim import build_optimizer, clip_gradients
 from toolkit.sharding import ShardedModel, shard_model
 from toolkit.train_state import Identity, TrainState
 
+GOAL = Goal("loss", higher_is_better=False, measured_on={}, compared=())
 IDENTITY = Identity({"eval.best_metric": "loss"}, "", "", {})
 WITHOUT, SYNC, ASYNC = "no saves", "sync", "async"
 
@@ -64,7 +66,7 @@ class Trained:
         self.folder = Path(config.work_folder) / "run"
         self.writers = {
             side: CheckpointWriter(
-                self.folder, self.sharded, self.optimizer, IDENTITY, CheckpointConfig(async_save=side == ASYNC), "loss", False
+                self.folder, self.sharded, self.optimizer, IDENTITY, CheckpointConfig(async_save=side == ASYNC), GOAL
             )
             for side in (ASYNC, SYNC)
         }

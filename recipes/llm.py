@@ -68,12 +68,12 @@ def main() -> None:
 
     # This run's own last checkpoint, if there is one.
     metrics = stages.open_metrics(run_folder)
-    state = stages.resume(begun, sharded, optimizer, identity, metrics)
+    run = loop.Run(run_folder, sharded, optimizer, plan, rows.train, evaluation, identity, metrics, num_steps)
+    state = stages.resume(config, begun, run)
     save_run_config(config, run_folder)
 
     # Train: step, evaluate, save. Then export, reload, compare, and show what came out.
     tracking.start_trackers(accelerator, config.tracking, config.run.name, dotted_keys(config))
-    run = loop.Run(run_folder, sharded, optimizer, plan, rows.train, evaluation, identity, metrics, num_steps)
     loop.train(config, run, state)
     stages.finish(config, run)
 

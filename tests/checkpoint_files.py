@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint_folders import checkpoints_folder, step_folder
-from toolkit.manifest import commit, describe_files, prune
+from toolkit.checkpoint_ranking import Goal, prune
+from toolkit.manifest import commit, describe_files
 from toolkit.manifest_format import MANIFEST, seal
 
+LOSS = Goal("loss", higher_is_better=False, measured_on={"rows": "a", "num_beams": 1}, compared=("rows",))
 
-def make_checkpoint(run: Path, step: int, loss: float | None = None) -> Path:
+
+def make_checkpoint(run: Path, step: int, loss: float | None = None, measured_on: dict[str, Any] | None = None) -> Path:
     folder = step_folder(run, step)
     unfinished = write_unfinished(folder)
-    commit(unfinished, folder, manifest_of(step, loss, unfinished))
+    commit(unfinished, folder, manifest_of(step, loss, unfinished, measured_on))
     return folder
 
 
@@ -29,13 +32,14 @@ def write_unfinished(folder: Path) -> Path:
     return unfinished
 
 
-def manifest_of(step: int, loss: float | None, unfinished: Path) -> dict[str, Any]:
+def manifest_of(step: int, loss: float | None, unfinished: Path, measured_on: dict[str, Any] | None = None) -> dict[str, Any]:
     return {
         "step": step,
         "world_size": 1,
         "identity": {"config": {}, "data_fingerprint": "d", "frozen_hashes": {}},
         "state": {"best_value": None},
         "metrics": {} if loss is None else {"loss": loss},
+        "measured_on": measured_on or LOSS.measured_on,
         "files": describe_files(unfinished, ["state/.metadata", "rng-00000.safetensors"]),
     }
 
@@ -46,8 +50,10 @@ def change_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> No
     (folder / MANIFEST).write_text(json.dumps(seal(manifest)))
 
 
-def prune_to(run: Path, just_written: Path, keep_last: int = 1, keep_best: int = 0) -> tuple[list[Path], list[str]]:
-    return prune(run, keep_last, keep_best, "loss", higher_is_better=False, just_written=just_written)
+def prune_to(
+    run: Path, just_written: Path, keep_last: int = 1, keep_best: int = 0, goal: Goal = LOSS
+) -> tuple[list[Path], list[str]]:
+    return prune(run, keep_last, keep_best, goal, just_written)
 
 
 def names(run: Path) -> list[str]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from toolkit.checkpoint_ranking import Goal
 from toolkit.checkpoint_writer import CheckpointWriter, Save
 from toolkit.config import RecipeConfig
 from toolkit.data.plan import BatchPlan
 from toolkit.distributed import raise_together
 from toolkit.errors import Stopped
-from toolkit.evaluation import evaluate, is_better
+from toolkit.evaluation import evaluate
 from toolkit.evaluation_rows import EvaluationRows
 from toolkit.sharding import ShardedModel
 from toolkit.signals import StopRequests
@@ -66,20 +68,30 @@ def after_step(session: Session) -> bool:
     config, run, state = session.config, session.run, session.state
     if signal_name := _agree(session):
         _stop(session, signal_name)
-    gained = False
     if state.evaluation_due:
-        gained = _evaluate_and_log(session)
+        _evaluate_and_log(session)
     if run.num_steps == 0:
         return True
     over = state.step == run.num_steps or gains_no_more(config, state)
-    keeps = gained and config.checkpoint.keep_best > 0
+    keeps = config.checkpoint.keep_best > 0 and session.writer.is_best(state)
     if state.step > 0 and (over or keeps or is_due(state.step, config.checkpoint.every_steps)):
         _save(session, wait=over)
     if over and state.step < run.num_steps:
         session.bar.say(
             f"stopping at step {state.step}: {config.eval.stop_after} evaluations without gain in {config.eval.best_metric}"
         )
+    if over:
+        say_without_gain(session.bar, state, session.writer.goal)
     return over
+
+
+def say_without_gain(bar: Progress, state: TrainState, goal: Goal) -> None:
+    """Say where no evaluated step is better than the start."""
+    best = math.nan if state.best_value is None else state.best_value
+    is_evaluated = state.best_value is not None or state.num_evaluations_without_gain > 0
+    if state.start_value is not None and is_evaluated and not goal.is_better(best, state.start_value):
+        start = f"{goal.metric} {state.start_value:.4g} before the first step"
+        bar.say(f"no evaluated step gained on the start: {start}, {best:.4g} at best after it")
 
 
 def _agree(session: Session) -> str | None:
@@ -107,8 +119,8 @@ def finish_writing(session: Session) -> None:
     raise_together(session.run.metrics.error)
 
 
-def _evaluate_and_log(session: Session) -> bool:
-    """Evaluate, write the figures, and say whether `best_metric` gained. Collective.
+def _evaluate_and_log(session: Session) -> None:
+    """Evaluate, write the figures, and count evaluations without gain in `best_metric`. Collective.
 
     Raises:
         Stopped: a signal came meanwhile; the evaluation is done again by the run that goes on.
@@ -116,7 +128,7 @@ def _evaluate_and_log(session: Session) -> bool:
     config, run, state, bar = session.config, session.run, session.state, session.bar
     if len(run.evaluation.rows) == 0:
         state.evaluation_due = False
-        return False
+        return
 
     def between_batches() -> None:
         session.watchdog.at("evaluation", state.step)
@@ -137,12 +149,14 @@ def _evaluate_and_log(session: Session) -> bool:
     bar.say(f"evaluation at step {state.step}: " + ", ".join(f"{n} {figures[n]:.4g}" for n in shown if n in figures))
     state.metrics, state.evaluation_due = figures, False
     session.log.restart_clock()
-    metric = config.eval.best_metric
-    if is_better(metric, figures[metric], state.best_value):
-        state.best_value, state.num_evaluations_without_gain = figures[metric], 0
-        return True
-    state.num_evaluations_without_gain += 1
-    return False
+    goal = session.writer.goal
+    value = figures[goal.metric]
+    if state.step == 0:  # no gain of training, and no weights to keep
+        state.start_value = None if math.isnan(value) else value
+    elif goal.is_better(value, state.best_value):
+        state.best_value, state.num_evaluations_without_gain = value, 0
+    else:
+        state.num_evaluations_without_gain += 1
 
 
 class _SignalInEvaluation(Exception):

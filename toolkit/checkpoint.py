@@ -23,10 +23,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from toolkit.adapter_files import base_name
+from toolkit.checkpoint_ranking import Goal, Ranked, rank_checkpoints
 from toolkit.distributed import agreed, broadcast_object, print_rank0, raise_together, rank
 from toolkit.errors import UserError
 from toolkit.float8 import refresh_scales
-from toolkit.manifest import best_checkpoint, check_files, find_checkpoint, read_manifest
+from toolkit.manifest import check_files, find_checkpoint, read_manifest
 from toolkit.random_state import load_random_state
 from toolkit.sharding import ShardedModel
 from toolkit.tensor_files import Tensors, load_tensors
@@ -41,15 +42,6 @@ MAY_CHANGE_ON_RESUME = (
 
 ADDED_SINCE_FORMAT_2 = {"optim.skip_window_steps": 100}
 """Config keys that checkpoints of format 2 do not have, with what they were made as by; others as by None."""
-MEASURED_BY = (
-    "eval.best_metric",
-    "eval.num_rows",
-    "eval.max_new_tokens",
-    "eval.num_beams",
-    "eval.no_repeat_ngram_size",
-    "data.eval_files",
-)
-"""Config keys that say what the best value is a value of."""
 
 
 def choose_checkpoint(run_folder: Path, resume: str, config: dict[str, Any]) -> Path | None:
@@ -84,7 +76,7 @@ def load_checkpoint(folder: Path, sharded: ShardedModel, optimizer: torch.optim.
     Raises:
         UserError: run or model config, data or frozen base differ from those of the checkpoint; the sentence names what.
     """
-    manifest = agreed(lambda: _read_manifest(folder, identity))
+    manifest = agreed(lambda: load_manifest(folder, identity))
     options = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
     tensors = state_tensors(sharded, optimizer)
     _load(tensors, folder)
@@ -93,7 +85,7 @@ def load_checkpoint(folder: Path, sharded: ShardedModel, optimizer: torch.optim.
     everything |= {name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")}
     set_optimizer_state_dict(sharded.model, optimizer, everything, options=options)
     load_random_state(folder, manifest["world_size"])
-    return _train_state(manifest, identity)
+    return TrainState.from_manifest(manifest)
 
 
 def load_weights(folder: Path, sharded: ShardedModel) -> None:
@@ -103,32 +95,62 @@ def load_weights(folder: Path, sharded: ShardedModel) -> None:
     _put_back(sharded, tensors)
 
 
-def best_of_run(run_folder: Path, metric: str, higher_is_better: bool) -> Path:
-    """The checkpoint with the best metric, as rank 0 sees it, with every byte checked. Collective.
+def forget_unequal(state: TrainState, manifest: dict[str, Any], goal: Goal) -> str | None:
+    """Forget what this run's figures must not be compared with; a sentence where it was a best value."""
+    if manifest["measured_on"] != goal.measured_on:
+        state.metrics = {}  # saved again, they would count as measured on what this run measures on
+    metric = manifest["identity"]["config"].get("eval.best_metric")
+    other_rows = "other rows are evaluated" if manifest["format_version"] >= 4 else "an older version measured it"
+    changes = goal.changes(manifest["measured_on"])
+    reasons = [other_rows if key == "rows" else f"eval.{key} is {goal.measured_on[key]} now" for key in changes]
+    reasons += [f"eval.best_metric is {goal.metric} now"] if metric != goal.metric else []
+    if not reasons:
+        return None
+    best, state.best_value, state.start_value, state.num_evaluations_without_gain = state.best_value, None, None, 0
+    if best is None:
+        return None
+    return f"the best {metric} so far, {best:.4g}, is not compared with what is measured from here on: {', '.join(reasons)}"
+
+
+def best_saved_value(run_folder: Path, goal: Goal, step: int) -> float | None:
+    """The best figure, of this run's goal, of the checkpoints up to `step`, as rank 0 sees them. Collective."""
+    ranked = rank_checkpoints(run_folder, goal, step) if rank() == 0 else []
+    return broadcast_object(ranked[0].value if ranked and ranked[0].is_comparable else None)
+
+
+def best_of_run(run_folder: Path, goal: Goal) -> tuple[Path, str]:
+    """The best checkpoint, as rank 0 sees it, with every byte checked, and a sentence on the choice. Collective.
 
     Raises:
         UserError: no kept checkpoint has that metric, or the one that has is damaged; on every rank.
     """
 
-    def find() -> Path | None:
+    def find() -> tuple[Path, str] | None:
         if rank() != 0:
             return None
-        best = best_checkpoint(run_folder, metric, higher_is_better)
-        if best is None:
-            raise UserError(f"export.weights is best, but no checkpoint in {run_folder} has {metric}, or only NaN: take last")
+        ranked = rank_checkpoints(run_folder, goal)
+        if not ranked:
+            raise UserError(
+                f"export.weights is best, but no checkpoint in {run_folder} has {goal.metric}, or only NaN: take last"
+            )
+        best = ranked[0]
         try:
-            check_files(best, read_manifest(best))
+            check_files(best.folder, read_manifest(best.folder))
         except ValueError as error:
             raise UserError(f"export.weights is best, but {error}: set it to last") from None
-        return best
+        return best.folder, _describe_choice(best, ranked, goal.metric)
 
     found = broadcast_object(agreed(find))
     assert found is not None
     return found
 
 
-def _read_manifest(folder: Path, identity: Identity) -> dict[str, Any]:
-    """The manifest of a checkpoint of this run."""
+def load_manifest(folder: Path, identity: Identity) -> dict[str, Any]:
+    """The manifest of a checkpoint of this run.
+
+    Raises:
+        UserError: as `load_checkpoint`.
+    """
     try:
         manifest = read_manifest(folder)
     except ValueError as error:  # it was valid when it was chosen
@@ -139,6 +161,15 @@ def _read_manifest(folder: Path, identity: Identity) -> dict[str, Any]:
     except TypeError as error:
         raise UserError(f"checkpoint {folder} cannot be loaded: its state is none of this version's ({error})") from None
     return manifest
+
+
+def _describe_choice(best: Ranked, ranked: list[Ranked], metric: str) -> str:
+    chosen = f"exporting the weights of step {best.step}, the best {metric} ({best.value:.4g}) of the checkpoints kept"
+    if not best.is_comparable:
+        return f"{chosen}; none was measured on the rows, or with the settings, that this run evaluates with now"
+    if others := [other.folder.name for other in ranked if not other.is_comparable]:
+        return f"{chosen}; not compared, as measured on other rows or with other settings: {', '.join(sorted(others))}"
+    return chosen
 
 
 def _check_identity(folder: Path, theirs: dict[str, Any], ours: Identity) -> None:
@@ -169,15 +200,6 @@ def _without_files(value: Any) -> Any:
     if not isinstance(value, list):
         return value
     return [{k: v for k, v in item.items() if k != "files"} if isinstance(item, dict) else item for item in value]
-
-
-def _train_state(manifest: dict[str, Any], identity: Identity) -> TrainState:
-    """The state of a checkpoint; the best value is forgotten where this run measures another one."""
-    state = TrainState.from_manifest(manifest)
-    theirs, ours = manifest["identity"]["config"], identity.config
-    if any(theirs.get(key) != ours.get(key) for key in MEASURED_BY):
-        state.best_value, state.num_evaluations_without_gain = None, 0
-    return state
 
 
 def _ways_out() -> str:

@@ -22,11 +22,12 @@ import torch
 from safetensors import SafetensorError
 
 from toolkit import __version__
+from toolkit.checkpoint_ranking import Goal, prune
 from toolkit.config_sections import CheckpointConfig
 from toolkit.distributed import gather_objects, raise_together, rank, save_group, world_size
 from toolkit.errors import Stopped, UserError
 from toolkit.host_copy import HostCopier
-from toolkit.manifest import commit, describe_files, prune, step_folder
+from toolkit.manifest import commit, describe_files, step_folder
 from toolkit.random_state import capture_random_state, save_random_state
 from toolkit.sharding import ShardedModel
 from toolkit.tensor_files import Tensors, save_tensors
@@ -70,13 +71,13 @@ class CheckpointWriter:
         optimizer: torch.optim.Optimizer,
         identity: Identity,
         config: CheckpointConfig,
-        metric: str,
-        higher_is_better: bool,
+        goal: Goal,
+        best_saved: float | None = None,
     ) -> None:
-        """`metric` is what `config.keep_best` goes by."""
+        """`goal` is what `config.keep_best` goes by, `best_saved` the best figure of the checkpoints that stand."""
         self.run_folder, self.sharded, self.optimizer = run_folder, sharded, optimizer
         self.identity, self.config = identity, config
-        self.metric, self.higher_is_better = metric, higher_is_better
+        self.goal, self.best_saved = goal, best_saved
         self.copier = HostCopier(sharded.accelerator.device)
         self.group = save_group()
         self.under_way: Save | None = None
@@ -104,6 +105,11 @@ class CheckpointWriter:
         """Whether this rank's thread is at work. Not a collective."""
         return self.thread is not None and self.thread.is_alive()
 
+    def is_best(self, state: TrainState) -> bool:
+        """Whether `state` was evaluated at its step and beats all checkpoints saved. Not a collective."""
+        value = state.metrics.get(self.goal.metric)
+        return value is not None and self.goal.is_better(value, self.best_saved)
+
     def save(self, state: TrainState, *, wait: bool = False) -> Save | None:
         """Save the run as it is after `state.step`; returns the save before, if it had not been taken yet.
 
@@ -119,6 +125,8 @@ class CheckpointWriter:
         if behind:
             tensors = self.copier.copy(tensors)
         snapshot = _Snapshot(tensors, capture_random_state(), self._manifest(state))
+        if self.is_best(state):
+            self.best_saved = state.metrics[self.goal.metric]
         self.under_way = Save(state.step)
         if behind:
             self.thread = threading.Thread(target=self._write, args=(snapshot, self.under_way), name="checkpoint", daemon=True)
@@ -184,7 +192,7 @@ class CheckpointWriter:
             if rank() != 0:
                 return []
             config = self.config
-            return prune(self.run_folder, config.keep_last, config.keep_best, self.metric, self.higher_is_better, folder)[1]
+            return prune(self.run_folder, config.keep_last, config.keep_best, self.goal, folder)[1]
 
         try:
             self._together(start, folder)
@@ -227,4 +235,5 @@ class CheckpointWriter:
             "identity": asdict(self.identity),
             "state": state.in_manifest(),
             "metrics": dict(state.metrics),
+            "measured_on": self.goal.measured_on,
         }

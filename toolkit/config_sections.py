@@ -249,9 +249,11 @@ class EvalConfig:
     unshard: Literal["auto", "never"] = "auto"
     """`auto` gathers the model once per evaluation where it fits, `never` gathers it block by block."""
     best_metric: str = "loss"
-    """What `stop_after`, `checkpoint.keep_best` and `export.weights: best` go by: `loss`, `rouge1`, `rougeL`, …"""
+    """What `stop_after`, `checkpoint.keep_best` and `export.weights: best` go by: `loss`, `rouge1`, `rougeL`, …; only figures
+    of the same rows are compared, of texts also only those generated with the same settings."""
     stop_after: PositiveInt | None = None  # type: ignore[valid-type]
-    """Stop after so many evaluations without gain in `best_metric`."""
+    """Stop after so many evaluations without gain in `best_metric`, compared with the best of the steps before; the evaluation
+    at the start does not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +267,8 @@ class CheckpointConfig:
     keep_last: PositiveInt = 2  # type: ignore[valid-type]
     """Newest checkpoints kept."""
     keep_best: NonNegativeInt = 0  # type: ignore[valid-type]
-    """Checkpoints kept beside them for their `eval.best_metric`."""
+    """Checkpoints kept beside them for their `eval.best_metric`; where set, a step that
+    beats all saved before is saved."""
     resume: str = "auto"
     """`auto` goes on from the newest valid checkpoint of the run folder, `never` starts fresh, a path names a checkpoint."""
 
@@ -275,7 +278,7 @@ class ExportConfig:
     """The Hugging Face folder written at the end."""
 
     weights: Literal["last", "best"] = "last"
-    """Which weights: after the last step, or of the best checkpoint kept."""
+    """Which weights: after the last step, or of the kept checkpoint with the best `eval.best_metric`; never the start's."""
     max_shard_size: str = "5GB"
     """Largest safetensors file."""
     merge: bool = False

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from toolkit.checkpoint_ranking import Goal
 from toolkit.config_sections import EvalConfig
 from toolkit.data.collate import Batch
 from toolkit.distributed import agreed, broadcast_object, gather_objects, rank, reduce_on_cpu, world_size
@@ -76,11 +77,12 @@ def evaluate(
     return {**figures, "num_rows": len(data.rows), "rows_per_s": len(data.rows) / seconds}
 
 
-def is_better(metric: str, new: float, old: float | None) -> bool:
-    """Whether `new` gains on `old`, the best so far, if there is one; a NaN never does."""
-    if old is None:
-        return not math.isnan(new)
-    return new > old if metric in HIGHER_IS_BETTER else new < old
+def build_goal(config: EvalConfig, data: EvaluationRows) -> Goal:
+    """What `eval.best_metric` is of, and what it depends on: figures of texts also on how they are generated."""
+    metric = config.best_metric
+    keys = ("max_new_tokens", "num_beams", "no_repeat_ngram_size") if config.generate else ()
+    measured_on = {"rows": data.fingerprint, **{key: getattr(config, key) for key in keys}}
+    return Goal(metric, metric in HIGHER_IS_BETTER, measured_on, tuple(measured_on) if metric in TEXT_METRICS else ("rows",))
 
 
 def check_metric(config: EvalConfig, data: EvaluationRows | None = None) -> None:

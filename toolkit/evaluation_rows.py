@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_ROWS_HASHED_AT_ONCE = 1000
+
+
 @dataclass(frozen=True)
 class EvaluationRows:
     """Held-out rows and what reading them needs."""
@@ -32,6 +36,17 @@ class EvaluationRows:
     """Tokens that end a generated text, beside those of the model's generation config."""
     source_names: tuple[str, ...] = ()
     """By `source_index`, where the loss of each source is reported beside the whole; else empty. See `name_sources`."""
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Hex sha256 of the token ids, labels and reference texts, in order."""
+        digest = hashlib.sha256()
+        for batch in self.rows.select_columns(["input_ids", "labels", "target"]).with_format("numpy").iter(_ROWS_HASHED_AT_ONCE):
+            for row in zip(batch["input_ids"], batch["labels"], batch["target"], strict=True):
+                for cell in row:
+                    content = str(cell).encode() if isinstance(cell, str) else np.asarray(cell, dtype=np.int64).tobytes()
+                    digest.update(len(content).to_bytes(8, "big") + content)
+        return digest.hexdigest()
 
     @functools.cached_property
     def prompted(self) -> list[int]:

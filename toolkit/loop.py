@@ -14,13 +14,14 @@ from typing import cast
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from toolkit.after_step import Run, Session, after_step, finish_writing, gains_no_more, is_due, stop_after_end
+from toolkit.after_step import Run, Session, after_step, finish_writing, gains_no_more, is_due, say_without_gain, stop_after_end
+from toolkit.checkpoint import best_saved_value
 from toolkit.checkpoint_writer import CheckpointWriter
 from toolkit.config import RecipeConfig
 from toolkit.data.collate import Batch, load_micro_batches
 from toolkit.data.plan import BatchPlan, MicroBatch, Step
 from toolkit.distributed import rank, seed_all, world_size
-from toolkit.evaluation import HIGHER_IS_BETTER
+from toolkit.evaluation import build_goal
 from toolkit.json_lines import encode_json_line
 from toolkit.losses import share_of_global_mean, summed_loss
 from toolkit.optim import clip_gradients, learning_rate
@@ -53,17 +54,17 @@ def train(config: RecipeConfig, run: Run, state: TrainState) -> TrainState:
         UserError: a checkpoint cannot be written, or `optim.max_skipped_steps` updates in a row were skipped; on every rank.
     """
     bar = Progress(run.num_steps, state.step, enabled=rank() == 0)
+    goal = build_goal(config.eval, run.evaluation)
     state.evaluation_due |= run.num_steps == 0 or (state.step == 0 and config.eval.at_start)
     if (state.step >= run.num_steps or gains_no_more(config, state)) and not state.evaluation_due:
         bar.say(f"nothing left to train: the run is complete at step {state.step}")
+        say_without_gain(bar, state, goal)
         return state
-    metric = config.eval.best_metric
+    best_saved = best_saved_value(run.folder, goal, state.step)
     with (
         StopRequests() as stops,
         Watchdog(config.run.timeout_s, run.folder) as watchdog,
-        CheckpointWriter(
-            run.folder, run.sharded, run.optimizer, run.identity, config.checkpoint, metric, metric in HIGHER_IS_BETTER
-        ) as writer,
+        CheckpointWriter(run.folder, run.sharded, run.optimizer, run.identity, config.checkpoint, goal, best_saved) as writer,
     ):
         log = StepLog(run.metrics, run.sharded, bar, run.train_rows, state.skips, config.optim.max_skipped_steps)
         guard = SkipGuard(config.optim, state.skips)

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run exist, whole, and which are kept. Files only: no tensor is read here.
+"""Which checkpoints of a run exist, whole. Files only: no tensor is read here.
 
 A checkpoint is a folder `checkpoints/step-00000120/`. It is written beside as `step-00000120.tmp/`, gets its
 `manifest.json` (size and sha256 of every other file, and all a resume must compare) last, and is then renamed. So a folder
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint_folders import (
-    REMOVING,
     REPLACED,
     checkpoints_folder,
     fsync_folder,
@@ -189,78 +188,12 @@ def restore_replaced(run_folder: Path) -> list[str]:
     return told
 
 
-def prune(
-    run_folder: Path, keep_last: int, keep_best: int, metric: str, higher_is_better: bool, just_written: Path
-) -> tuple[list[Path], list[str]]:
-    """Remove checkpoints but the newest `keep_last` and the `keep_best` best by `metric`, and what crashes left behind.
-
-    `just_written` is always kept, and nothing is removed unless it is whole (presence and sizes; its hashes are as old as it
-    is). Folders that are not whole are left for the user to look at, and so are later ones: a resume went back past them, so
-    they were not valid. No save may be under way.
-
-    Returns:
-        The checkpoints removed, and a sentence for each that could not be; those are tried again by the next call.
-    """
-    try:
-        step = _read_whole(just_written)["step"]
-    except ValueError as error:
-        return [], [f"no checkpoint was removed, as the one just written is not whole: {error}"]
-    told = restore_replaced(run_folder)
-    finished = [(s, folder, metrics) for s, folder, metrics in _finished_checkpoints(run_folder) if s <= step]
-    kept = {folder.name for _, folder, _ in finished[-keep_last:]}  # the one just written is the newest of these
-    kept |= {folder.name for folder in _best_first(finished, metric, higher_is_better)[:keep_best]}
-    going = [folder for _, folder, _ in finished if folder.name not in kept]
-    # An `.old` that restore_replaced left stands beside a broken replacement, and goes before that: else it would come back.
-    leftovers = [path for path in list_leftovers(run_folder) if path.suffix != REPLACED or path.with_suffix("") in going]
-    leftovers.sort(key=lambda path: path.suffix != REMOVING)  # the others take this name on their way out
-    removed = []
-    for folder in [*leftovers, *going]:
-        try:
-            remove_folder(folder)
-        except OSError as error:
-            told.append(f"{folder} could not be removed ({error.strerror}): the next save tries again")
-        else:
-            removed.append(folder)
-    return [folder for folder in removed if folder in going], told
-
-
-def best_checkpoint(run_folder: Path, metric: str, higher_is_better: bool) -> Path | None:
-    """The kept checkpoint with the best `metric`; the earlier one of equals."""
-    best = _best_first(_finished_checkpoints(run_folder), metric, higher_is_better)
-    return best[0] if best else None
-
-
-def _finished_checkpoints(run_folder: Path) -> list[tuple[int, Path, dict[str, float]]]:
-    """`(step, folder, metrics)` of every checkpoint that is whole by presence and size of its files, oldest first."""
-    finished = []
-    for step, folder in list_checkpoints(run_folder):
-        try:
-            finished.append((step, folder, _read_whole(folder)["metrics"]))
-        except ValueError:
-            continue
-    return finished
-
-
-def _read_whole(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose files are there in full length."""
-    manifest = read_manifest(folder)
-    check_files(folder, manifest, hashes=False)
-    return manifest
-
-
 def _is_valid(folder: Path) -> bool:
     try:
         check_files(folder, read_manifest(folder))
     except ValueError:
         return False
     return True
-
-
-def _best_first(finished: list[tuple[int, Path, dict[str, float]]], metric: str, higher_is_better: bool) -> list[Path]:
-    """Folders of those that were evaluated with `metric`; the earlier of equals first, as a tie is no gain; no NaN."""
-    measured = [(metrics[metric], step, folder) for step, folder, metrics in finished if metric in metrics]
-    ranked = sorted((-value if higher_is_better else value, step, folder) for value, step, folder in measured if value == value)
-    return [folder for _, _, folder in ranked]
 
 
 def _inside(folder: Path, name: str) -> Path:

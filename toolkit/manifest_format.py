@@ -9,9 +9,10 @@ from typing import Any
 
 from toolkit.checkpoint_folders import step_folder, step_of_name
 
-FORMAT_VERSION = 3
-"""3: `state` also holds what is needed to go on after bad numbers; whoever reads a 2 takes the defaults."""
-_READABLE_VERSIONS = (2, 3)
+FORMAT_VERSION = 4
+"""3: `state` also holds what is needed to go on after bad numbers; whoever reads a 2 takes the defaults. 4: `measured_on`, what
+`metrics` were measured on; of an older one it is made of its config. `state.start_value`."""
+_READABLE_VERSIONS = (2, 3, 4)
 MANIFEST = "manifest.json"
 _KINDS = {int: "a whole number", str: "a text", dict: "a mapping"}
 
@@ -35,6 +36,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if manifest["format_version"] >= 3 and manifest.get("sha256") != seal(manifest)["sha256"]:
         raise ValueError(f"{where} does not have the sha256 that it names: its content changed")
     fields = {"step": int, "world_size": int, "identity": dict, "state": dict, "metrics": dict, "files": dict}
+    if manifest["format_version"] >= 4:
+        fields["measured_on"] = dict
     _check_fields(manifest, fields, f"{where}: ")
     _check_fields(manifest["identity"], {"config": dict, "data_fingerprint": str, "frozen_hashes": dict}, f"{where}: identity.")
     for name, about in manifest["files"].items():
@@ -47,6 +50,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{where} names no file")
     if step_of_name(folder.name) is not None and folder.name != step_folder(Path(), manifest["step"]).name:
         raise ValueError(f"{where} is of step {manifest['step']}, which is not what the folder is named after")
+    if manifest["format_version"] < 4:
+        manifest["measured_on"] = _measured_before_4(manifest["identity"]["config"])
     return manifest
 
 
@@ -56,8 +61,15 @@ def seal(manifest: dict[str, Any]) -> dict[str, Any]:
     return {**content, "sha256": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
 
 
+def _measured_before_4(config: dict[str, Any]) -> dict[str, Any]:
+    """What an older run's figures were measured on, as its rows were the first so many of those held out."""
+    generated = {key: config.get(f"eval.{key}") for key in ("max_new_tokens", "num_beams", "no_repeat_ngram_size")}
+    return {"rows": f"the first {config.get('eval.num_rows')}", **generated}
+
+
 def _check_version(version: Any, folder: Path) -> None:
-    ours = " and ".join(map(str, _READABLE_VERSIONS))
+    *others, last = map(str, _READABLE_VERSIONS)
+    ours = f"{', '.join(others)} and {last}"
     if type(version) is not int:
         raise ValueError(f"{folder.name} names no checkpoint format (format_version is {_short(version)}): it is none of ours")
     if version > FORMAT_VERSION:

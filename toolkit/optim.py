@@ -71,6 +71,22 @@ def learning_rate(config: OptimConfig, step: int, num_steps: int, steps_per_epoc
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * falling)
 
 
+def describe_rate_change(
+    config: OptimConfig, step: int, num_steps_before: int, num_steps: int, steps_per_epoch: int
+) -> str | None:
+    """A sentence where a run that goes on with `step` has another learning rate there, as it now has `num_steps` steps."""
+    expected = learning_rate(config, step, num_steps_before, steps_per_epoch)
+    rate = learning_rate(config, step, num_steps, steps_per_epoch)
+    if step > num_steps or math.isclose(rate, expected, rel_tol=0.01):
+        return None
+    last = learning_rate(config, step - 1, num_steps_before, steps_per_epoch)
+    verb = "jumps up to" if rate > last else "drops to" if rate < expected else "is"
+    return (
+        f"the learning rate {verb} {rate:.3g} in step {step}, after {last:.3g} in step {step - 1}: the {config.schedule} "
+        f"schedule now ends with step {num_steps}, before with step {num_steps_before} (where step {step} had {expected:.3g})"
+    )
+
+
 @torch.no_grad()
 def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
     """Scale gradients to a global 2-norm of at most `max_norm`; returns the norm before it, an fp32 scalar. Collective.

@@ -15,11 +15,12 @@ from toolkit.config_checks import check_evaluation_rows, check_num_steps
 from toolkit.data.plan import BatchPlan, check_global_batch_size
 from toolkit.data.token_cache import TokenizedRows
 from toolkit.distributed import agreed, print_rank0, rank, world_size
-from toolkit.evaluation import HIGHER_IS_BETTER, check_metric
+from toolkit.evaluation import build_goal, check_metric
 from toolkit.evaluation_rows import EvaluationRows
 from toolkit.export import export_model
 from toolkit.manifest import hash_model_config
 from toolkit.model_config import AutoClass, load_model_config
+from toolkit.optim import describe_rate_change
 from toolkit.results import show_results
 from toolkit.run_folder import lock_run_folder, open_run_folder
 from toolkit.step_memory import note_before_model
@@ -165,24 +166,26 @@ def open_metrics(run_folder: Path) -> tracking.MetricsLog:
     return agreed(lambda: tracking.MetricsLog(run_folder / "metrics.jsonl", is_writer=rank() == 0))
 
 
-def resume(
-    begun: Beginning,
-    sharded: sharding.ShardedModel,
-    optimizer: torch.optim.Optimizer,
-    identity: Identity,
-    metrics: tracking.MetricsLog,
-) -> TrainState:
+def resume(config: RecipeConfig, begun: Beginning, run: loop.Run) -> TrainState:
     """Load the checkpoint to go on from, if there is one. What the run has logged after it will be done again. Collective.
 
     Raises:
         UserError: the checkpoint is of another run; on every rank.
     """
     if begun.resume_from is None:
-        metrics.truncate_after(-1)
+        run.metrics.truncate_after(-1)
         return TrainState()
-    state = checkpoint.load_checkpoint(begun.resume_from, sharded, optimizer, identity)
-    print_rank0(f"resuming from {begun.resume_from}, after step {state.step}")
-    metrics.truncate_after(state.step, evaluation_due=state.evaluation_due)
+    folder = begun.resume_from
+    state = checkpoint.load_checkpoint(folder, run.sharded, run.optimizer, run.identity)
+    manifest = agreed(lambda: checkpoint.load_manifest(folder, run.identity))
+    theirs = manifest["identity"]["config"]
+    num_steps_before = theirs["train.max_steps"] or run.plan.num_steps(theirs["train.num_epochs"])
+    remarks = [
+        checkpoint.forget_unequal(state, manifest, build_goal(config.eval, run.evaluation)),
+        describe_rate_change(config.optim, state.step + 1, num_steps_before, run.num_steps, run.plan.steps_per_epoch),
+    ]
+    print_rank0(f"resuming from {folder}, after step {state.step}", *(remark for remark in remarks if remark))
+    run.metrics.truncate_after(state.step, evaluation_due=state.evaluation_due)
     return state
 
 
@@ -190,8 +193,8 @@ def finish(config: RecipeConfig, run: loop.Run) -> None:
     """Export, reload and compare; show what came out. Collective."""
     if run.num_steps > 0:
         if config.export.weights == "best":
-            metric = config.eval.best_metric
-            best = checkpoint.best_of_run(run.folder, metric, higher_is_better=metric in HIGHER_IS_BETTER)
+            best, choice = checkpoint.best_of_run(run.folder, build_goal(config.eval, run.evaluation))
+            print_rank0(choice)
             checkpoint.load_weights(best, run.sharded)
         export_model(config, run.sharded, run.evaluation, run.folder)
     show_results(run.folder, run.train_rows, run.evaluation)

@@ -37,8 +37,10 @@ class TrainState:
     step: int = 0
     """Steps done."""
     best_value: float | None = None
-    """Best `eval.best_metric` so far; None where none was measured yet."""
+    """Best `eval.best_metric` of the steps so far, the start not among them; None where none was measured yet."""
     num_evaluations_without_gain: int = 0
+    start_value: float | None = None
+    """`eval.best_metric` before the first step; None where it was not measured, or a NaN."""
     evaluation_due: bool = False
     """The evaluation at `step` was not finished: a resumed run starts with it."""
     skips: SkipHistory = field(default_factory=SkipHistory)

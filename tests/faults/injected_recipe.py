@@ -214,9 +214,9 @@ def check_loaded(file: str) -> None:
 
     resume = stages.resume
 
-    def checked(begun: Any, sharded: Any, optimizer: Any, *args: Any) -> Any:
-        state = resume(begun, sharded, optimizer, *args)
-        Path(f"{file}-{rank()}.json").write_text(json.dumps(_compare(begun.resume_from, sharded, optimizer)))
+    def checked(config: Any, begun: Any, run: Any) -> Any:
+        state = resume(config, begun, run)
+        Path(f"{file}-{rank()}.json").write_text(json.dumps(_compare(begun.resume_from, run.sharded, run.optimizer)))
         return state
 
     stages.resume = checked  # type: ignore[assignment]

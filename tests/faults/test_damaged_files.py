@@ -197,8 +197,8 @@ def test_an_older_format_is_resumed_exactly(faulty_bench: Workbench, step: int) 
 
 
 VERSIONS = {
-    1: "has checkpoint format 1; this version reads 2 and 3: export it with the version that wrote it, and give .*",
-    99: "has checkpoint format 99; this version reads 2 and 3: update the toolkit",
+    1: "has checkpoint format 1; this version reads 2, 3 and 4: export it with the version that wrote it, and give .*",
+    99: "has checkpoint format 99; this version reads 2, 3 and 4: update the toolkit",
 }
 
 

@@ -233,9 +233,12 @@ def save_slices(base: Path, folder: Path) -> dict[str, np.ndarray]:
     """On every rank: save an adapter and its moments with values that occur nowhere else; this rank's slices, by name."""
     import torch
 
+    from toolkit.checkpoint_ranking import Goal
     from toolkit.checkpoint_writer import CheckpointWriter
     from toolkit.config_sections import CheckpointConfig
     from toolkit.train_state import TrainState
+
+    goal = Goal("loss", higher_is_better=False, measured_on={}, compared=())
 
     sharded, optimizer = build_adapted(base)
     next_value = 10_000_000 * int(os.environ["RANK"])  # fp32 has all whole numbers up to 2^24
@@ -246,7 +249,7 @@ def save_slices(base: Path, folder: Path) -> dict[str, np.ndarray]:
         next_value += local.numel()
         slices[name] = local.clone().numpy()
     assert next_value % 10_000_000 < 6_000_000
-    with CheckpointWriter(folder, sharded, optimizer, identity(), CheckpointConfig(), "loss", False) as writer:
+    with CheckpointWriter(folder, sharded, optimizer, identity(), CheckpointConfig(), goal) as writer:
         writer.save(TrainState(step=1), wait=True)
     return slices
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from toolkit.checkpoint import _check_identity, _train_state
+from tests.checkpoint_files import LOSS
+from toolkit.checkpoint import _check_identity, forget_unequal
 from toolkit.errors import UserError
 from toolkit.train_state import Identity, TrainState
 
@@ -18,12 +20,33 @@ def identity(model_config_hash: str = "m", **changes: Any) -> Identity:
     return Identity({**SETTINGS, **changes}, model_config_hash, data_fingerprint="d", frozen_hashes={})
 
 
-@pytest.mark.parametrize(("metric", "best_value", "count"), [("loss", 0.5, 2), ("rougeL", None, 0)])
-def test_the_best_value_is_forgotten_where_the_metric_changes(metric: str, best_value: float | None, count: int) -> None:
-    state = {"best_value": 0.5, "num_evaluations_without_gain": 2}
-    manifest = {"step": 7, "metrics": {"loss": 0.6}, "state": state, "identity": {"config": SETTINGS}}
-    expected = TrainState(7, best_value, count, metrics={"loss": 0.6})
-    assert _train_state(manifest, identity(**{"eval.best_metric": metric})) == expected
+@pytest.mark.parametrize(
+    ("theirs", "ours", "reason", "keeps_metrics"),
+    [
+        ({}, {}, None, True),
+        ({"num_beams": 4}, {}, None, False),
+        ({"rows": "b"}, {}, "other rows are evaluated", False),
+        ({"rows": "b"}, {"format_version": 3}, "an older version measured it", False),
+        ({"num_beams": 4}, {"compared": ("rows", "num_beams")}, "eval.num_beams is 1 now", False),
+        ({}, {"metric": "rougeL"}, "eval.best_metric is rougeL now", True),
+    ],
+)
+def test_the_best_value_is_forgotten_where_figures_would_not_be_equals(
+    theirs: dict[str, Any], ours: dict[str, Any], reason: str | None, keeps_metrics: bool
+) -> None:
+    manifest = {
+        "format_version": ours.pop("format_version", 4),
+        "identity": {"config": SETTINGS},
+        "measured_on": LOSS.measured_on | theirs,
+    }
+    state = TrainState(7, best_value=0.5, num_evaluations_without_gain=2, start_value=0.9, metrics={"loss": 0.6})
+    sentence = forget_unequal(state, manifest, replace(LOSS, **ours))
+    metrics = {"loss": 0.6} if keeps_metrics else {}
+    if reason is None:
+        assert sentence is None and state == TrainState(7, 0.5, 2, 0.9, metrics=metrics)
+    else:
+        assert sentence == f"the best loss so far, 0.5, is not compared with what is measured from here on: {reason}"
+        assert state == TrainState(7, metrics=metrics)
 
 
 @pytest.mark.parametrize(
@@ -66,10 +89,3 @@ def test_a_key_newer_than_the_checkpoint_may_not_change_the_run(key: str, as_bef
     _check_identity(Path("step-00000003"), theirs, identity(**{key: as_before}))
     with pytest.raises(UserError, match=f"^{key} is {other}, but step-00000003 was made with {as_before}"):
         _check_identity(Path("step-00000003"), theirs, identity(**{key: other}))
-
-
-def test_the_best_value_is_forgotten_where_other_rows_are_evaluated() -> None:
-    state = {"best_value": 0.5, "num_evaluations_without_gain": 2}
-    manifest = {"step": 7, "metrics": {}, "state": state, "identity": {"config": {**SETTINGS, "eval.num_rows": 10}}}
-    assert _train_state(manifest, identity(**{"eval.num_rows": 10})).best_value == 0.5
-    assert _train_state(manifest, identity(**{"eval.num_rows": 20})).best_value is None

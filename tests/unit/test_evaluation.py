@@ -1,4 +1,4 @@
-"""Which figure counts as a gain; predictions that cannot be written."""
+"""What figures are measured on; predictions that cannot be written."""
 
 from __future__ import annotations
 
@@ -7,29 +7,41 @@ from typing import Any
 
 import pytest
 
+from toolkit.checkpoint_ranking import Goal
+from toolkit.config_sections import EvalConfig
 from toolkit.data.collate import SummarizationCollator
 from toolkit.errors import UserError
-from toolkit.evaluation import Score, _gather_scores, is_better
+from toolkit.evaluation import Score, _gather_scores, build_goal
 from toolkit.evaluation_rows import EvaluationRows
 
-NAN = float("nan")
+ROWS = [{"row_id": i, "input_ids": [i, 2, 3][: 1 + i], "labels": [4, i], "target": f"text {i}"} for i in range(3)]
 
 
-@pytest.mark.parametrize(
-    ("metric", "new", "old", "is_gain"),
-    [
-        ("loss", 1.0, None, True),
-        ("loss", NAN, None, False),
-        ("loss", NAN, 1.0, False),
-        ("loss", 0.9, 1.0, True),
-        ("loss", 1.0, 1.0, False),
-        ("rougeL", 0.9, 1.0, False),
-        ("rougeL", 1.1, 1.0, True),
-        ("rougeL", NAN, None, False),
-    ],
-)
-def test_a_nan_is_never_the_best(metric: str, new: float, old: float | None, is_gain: bool) -> None:
-    assert is_better(metric, new, old) is is_gain
+def goal_of(rows: list[dict[str, Any]], **settings: Any) -> Goal:
+    import datasets
+
+    tokenizer: Any = None
+    return build_goal(
+        EvalConfig(**settings), EvaluationRows(datasets.Dataset.from_list(rows), tokenizer, SummarizationCollator(0, 0))
+    )
+
+
+def test_figures_are_equals_where_rows_are_the_same_and_texts_are_generated_alike() -> None:
+    rouge = {"best_metric": "rougeL"}
+    of_loss, of_texts = goal_of(ROWS), goal_of(ROWS, **rouge)
+    assert not of_texts.changes(goal_of(ROWS, batch_size_rows=2, unshard="never", num_rows=3, **rouge).measured_on)
+    for settings in ({"num_beams": 2}, {"max_new_tokens": 9}, {"no_repeat_ngram_size": 3}):
+        other = goal_of(ROWS, **settings)
+        assert of_texts.changes(other.measured_on) == list(settings) and not of_loss.changes(other.measured_on)
+    assert of_texts.changes(goal_of(ROWS, generate=False).measured_on) == ["max_new_tokens", "num_beams", "no_repeat_ngram_size"]
+    changed_rows = [ROWS[:2], ROWS[1:], ROWS[::-1], *([{**ROWS[0], **cell}, *ROWS[1:]] for cell in CHANGED_CELLS)]
+    for rows in changed_rows:
+        assert of_loss.changes(goal_of(rows).measured_on) == ["rows"]
+    moved = [{**row, "row_id": 9} for row in ROWS]
+    assert not of_loss.changes(goal_of(moved).measured_on)
+
+
+CHANGED_CELLS: list[dict[str, Any]] = [{"input_ids": [1]}, {"labels": [4]}, {"labels": [4, 1]}, {"target": "text"}]
 
 
 def test_predictions_that_cannot_be_written_are_told_in_one_sentence(tmp_path: Path) -> None:

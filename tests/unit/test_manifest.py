@@ -1,20 +1,18 @@
-"""Which checkpoints exist, whole, and which are kept."""
+"""Which checkpoints exist, whole."""
 
 from __future__ import annotations
 
 import errno
 import os
 import re
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.checkpoint_files import change_manifest, make_checkpoint, names, prune_to
-from toolkit.checkpoint_folders import list_checkpoints, step_folder
+from tests.checkpoint_files import change_manifest, make_checkpoint
+from toolkit.checkpoint_folders import list_checkpoints
 from toolkit.errors import UserError
-from toolkit.manifest import best_checkpoint, check_files, describe_files, find_checkpoint, hash_model_config, newest_valid
+from toolkit.manifest import check_files, describe_files, find_checkpoint, hash_model_config, newest_valid
 from toolkit.manifest_format import MANIFEST, read_manifest
 
 
@@ -98,60 +96,6 @@ def test_files_that_no_manifest_names_do_not_matter(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, 3)
     (folder / "state" / ".nfs000001").write_bytes(b"x")
     assert newest_valid(tmp_path) == (folder, [])
-
-
-def test_pruning_keeps_the_last_and_the_best(tmp_path: Path) -> None:
-    for step, loss in ((1, 0.9), (2, 0.3), (3, 0.5), (4, None), (5, 0.8), (6, 0.7)):
-        last = make_checkpoint(tmp_path, step, loss)
-    assert prune_to(tmp_path, last, keep_last=2, keep_best=2) == ([step_folder(tmp_path, 1), step_folder(tmp_path, 4)], [])
-    assert names(tmp_path) == [f"step-0000000{step}" for step in (2, 3, 5, 6)]
-    assert best_checkpoint(tmp_path, "loss", higher_is_better=False) == step_folder(tmp_path, 2)
-    assert best_checkpoint(tmp_path, "loss", higher_is_better=True) == step_folder(tmp_path, 5)
-    assert best_checkpoint(tmp_path, "rougeL", higher_is_better=True) is None
-
-
-def test_what_is_not_whole_is_neither_counted_nor_removed_nor_best(tmp_path: Path) -> None:
-    whole, truncated, bare = (make_checkpoint(tmp_path, step, loss=1 / step) for step in (1, 2, 3))
-    (truncated / "rng-00000.safetensors").write_bytes(b"")
-    (bare / MANIFEST).unlink()
-    last = make_checkpoint(tmp_path, 4, loss=2.0)
-    assert prune_to(tmp_path, last, keep_last=2) == ([], [])
-    assert best_checkpoint(tmp_path, "loss", higher_is_better=False) == whole
-
-
-def test_pruning_keeps_what_was_just_written_beside_later_damaged_ones(tmp_path: Path) -> None:
-    old, damaged, also_damaged = (make_checkpoint(tmp_path, step) for step in (3, 12, 15))
-    just_written = make_checkpoint(tmp_path, 4)
-    assert prune_to(tmp_path, just_written) == ([old], [])
-    assert [folder for _, folder in list_checkpoints(tmp_path)] == [just_written, damaged, also_damaged]
-
-
-def test_nothing_is_removed_where_the_one_just_written_is_not_whole(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        last = make_checkpoint(tmp_path, step)
-    (last / "rng-00000.safetensors").unlink()
-    sentence = "no checkpoint was removed, as the one just written is not whole: step-00000003 lacks rng-00000.safetensors"
-    assert prune_to(tmp_path, last) == ([], [sentence])
-    assert len(list_checkpoints(tmp_path)) == 3
-
-
-def test_pruning_goes_on_where_one_cannot_be_removed_and_tries_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second, last = (make_checkpoint(tmp_path, step) for step in (1, 2, 3))
-    (step_folder(tmp_path, 9).with_name("step-00000009.tmp")).mkdir()
-    real = shutil.rmtree
-
-    def rmtree(path: Path, *args: Any, **kwargs: Any) -> None:
-        if path.name == "step-00000001.removing":
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        real(path, *args, **kwargs)
-
-    monkeypatch.setattr(shutil, "rmtree", rmtree)
-    sentence = f"{first} could not be removed (Permission denied): the next save tries again"
-    assert prune_to(tmp_path, last) == ([second], [sentence])
-    assert names(tmp_path) == ["step-00000001.removing", "step-00000003"]
-    monkeypatch.undo()
-    assert prune_to(tmp_path, last) == ([], [])
-    assert names(tmp_path) == ["step-00000003"]
 
 
 def test_a_named_checkpoint_is_refused_while_there_are_later_ones(tmp_path: Path) -> None:

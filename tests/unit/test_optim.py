@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from toolkit.config_sections import OptimConfig
-from toolkit.optim import build_optimizer, clip_gradients, learning_rate
+from toolkit.optim import build_optimizer, clip_gradients, describe_rate_change, learning_rate
 
 
 class Model(nn.Module):
@@ -84,3 +84,30 @@ def test_norms_of_dora_are_not_decayed() -> None:
         for group in build_optimizer(OptimConfig(weight_decay=0.1), model).param_groups
     }
     assert decays == {0.1: 1, 0.0: 1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "step", "before", "now", "begins"),
+    [
+        ({}, 11, 10, 20, "jumps up to 0.5 in step 11, after 0.1 in step 10"),
+        ({"schedule": "cosine"}, 11, 10, 20, "jumps up to 0.5 in step 11, after 0.0245 in step 10"),
+        ({}, 6, 20, 10, "drops to 0.5 in step 6, after 0.8 in step 5"),
+        ({}, 6, 10, 11, "is 0.545 in step 6, after 0.6 in step 5"),
+        ({}, 6, 1000, 1001, None),
+        ({}, 11, 20, 10, None),
+        ({"warmup_steps": 8}, 6, 10, 20, None),
+        ({"schedule": "constant"}, 6, 10, 20, None),
+        ({"schedule": "step"}, 6, 10, 20, None),
+    ],
+)
+def test_a_learning_rate_that_another_length_changes_is_said(
+    settings: dict[str, object], step: int, before: int, now: int, begins: str | None
+) -> None:
+    config = OptimConfig(lr=1.0, **{"schedule": "linear", "warmup_steps": 0} | settings)  # type: ignore[arg-type]
+    sentence = describe_rate_change(config, step, before, now, steps_per_epoch=5)
+    if begins is None:
+        assert sentence is None
+    else:
+        assert sentence is not None and sentence.startswith(
+            f"the learning rate {begins}: the {config.schedule} schedule now ends with"
+        )

@@ -39,8 +39,7 @@ from toolkit.distributed import gather_objects, rank, world_size
 from toolkit.errors import UserError
 from toolkit.shard_units import clean, local_tensor
 from toolkit.sharding import ShardedModel
-from toolkit.tracking import MetricsLog
-from toolkit.train_state import Identity, TrainState
+from toolkit.train_state import TrainState
 from toolkit.verification import EXPORT
 
 CHECK_OF_FUNCTION = {
@@ -83,11 +82,9 @@ def watch(folder: Path, *, exports: bool) -> None:
     resume, clip, save, finish = stages.resume, loop.clip_gradients, CheckpointWriter.save, stages.finish
     zeros: set[str] | None = None
 
-    def resume_and_look(
-        begun: stages.Beginning, sharded: ShardedModel, optimizer: torch.optim.Optimizer, identity: Identity, metrics: MetricsLog
-    ) -> TrainState:
-        state = resume(begun, sharded, optimizer, identity, metrics)
-        _record(folder / "loaded", sharded, optimizer)
+    def resume_and_look(config: RecipeConfig, begun: stages.Beginning, run: loop.Run) -> TrainState:
+        state = resume(config, begun, run)
+        _record(folder / "loaded", run.sharded, run.optimizer)
         return state
 
     def look_and_clip(model: Any, max_norm: float | None) -> torch.Tensor:

@@ -1,0 +1,82 @@
+"""Which weights `export.weights: best` takes: the best that can be exported, by figures of the same rows."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.recipes.runs import Workbench
+
+WORSENING: dict[str, Any] = {
+    "optim__lr": 10.0,
+    "optim__warmup_steps": 2,
+    "train__max_steps": 5,
+    "eval__at_start": True,
+    "eval__every_steps": 1,
+    "eval__generate": False,
+    "eval__stop_after": 3,
+    "checkpoint__keep_last": 1,
+    "checkpoint__keep_best": 1,
+    "export__weights": "best",
+}
+"""Steps so large that every one of them makes the model worse than it was at the start."""
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory, model_folders: dict[str, Path], data_folder: Path) -> Workbench:
+    """The runs of this file."""
+    return Workbench(runs=tmp_path_factory.mktemp("best"), models=model_folders, data=data_folder)
+
+
+@pytest.fixture(scope="module")
+def worse(bench: Workbench) -> str:
+    """What the run `worse` printed."""
+    return bench.run("worse", **WORSENING)
+
+
+def losses(bench: Workbench, name: str) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in bench.lines(name, "eval")}
+
+
+def check_exported(bench: Workbench, name: str, loss: float, **changes: Any) -> None:
+    """The exported folder, evaluated by a run of its own, has that loss."""
+    alone = {"train__max_steps": 0, "eval__generate": False, **changes}
+    bench.run(f"{name} exported", preset="single", model=bench.runs / name / "export", **alone)
+    assert losses(bench, f"{name} exported")[0] == pytest.approx(loss, rel=1e-5)
+
+
+def test_best_is_the_best_of_what_was_saved_and_not_the_start(bench: Workbench, worse: str) -> None:
+    start, *after = losses(bench, "worse").values()
+    best = after.index(min(after)) + 1
+    assert start < min(after) and best == 1, "the run is to be better at its start, and not best at its end"
+    assert bench.checkpoints("worse") == ["step-00000001", "step-00000004"]
+    gained = f"no evaluated step gained on the start: loss {start:.4g} before the first step, {min(after):.4g} at best after it\n"
+    assert f"stopping at step 4: 3 evaluations without gain in loss\n{gained}" in worse
+    chosen = f"exporting the weights of step {best}, the best loss ({min(after):.4g}) of the checkpoints kept\n"
+    assert worse.index(gained) < worse.index(chosen)
+    check_exported(bench, "worse", min(after))
+
+
+def test_other_rows_and_more_steps_are_said_on_a_resume(bench: Workbench, worse: str) -> None:
+    shutil.copytree(bench.runs / "worse", bench.runs / "resumed")
+    before = losses(bench, "resumed")
+    best = min(set(before) - {0}, key=before.__getitem__)
+    longer = WORSENING | {"train__max_steps": 12}
+    printed = bench.run("resumed", **longer, eval__num_rows=5)
+    forgotten = f"the best loss so far, {before[best]:.4g}, is not compared with what is measured from here on: "
+    assert f"{forgotten}other rows are evaluated\n" in printed and "no evaluated step gained" not in printed
+    rate = "the learning rate jumps up to 8 in step 5, after 6.67 in step 4"
+    assert f"{rate}: the linear schedule now ends with step 12, before with step 5 (where step 5 had 3.33)\n" in printed
+    after = {step: loss for step, loss in losses(bench, "resumed").items() if step > 4}
+    assert min(after.values()) > before[best], "a comparison of figures that are no equals would not show"
+    best = min(after, key=after.__getitem__)
+    assert bench.checkpoints("resumed") == sorted({f"step-{step:08d}" for step in (best, max(after))})
+    assert f"exporting the weights of step {best}, the best loss ({after[best]:.4g}) of the checkpoints kept\n" in printed
+    check_exported(bench, "resumed", after[best], eval__num_rows=5)
+
+    # Nothing is left to train, and nothing kept was measured on the rows of today.
+    printed = bench.run("resumed", preset="single", **longer, eval__num_rows=4)
+    assert f"the weights of step {best}, the best loss" in printed and "; none was measured on the rows, or with the " in printed
