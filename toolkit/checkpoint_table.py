@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,8 @@ class Entry:
     world_size: int | None = None
     metrics: dict[str, float | None] = field(default_factory=dict)
     """As evaluated at this step; None for what is not finite, which JSON cannot say."""
+    measured_on: dict[str, Any] = field(default_factory=dict)
+    """The sha256 of the rows of `metrics`, and how texts were generated."""
     best_metric: str | None = None
     """What the run goes by."""
 
@@ -74,6 +76,7 @@ def show_checkpoints(run_folder: Path, verify: bool, as_json: bool) -> bool:
     if not checked:
         beside = f", only {', '.join(entry.name for entry in leftovers)}" if leftovers else ""
         raise UserError(f"{folder} holds no checkpoint{beside}: let the run reach checkpoint.every_steps, or its end")
+    checked = [_note_other_rows(entry, [other for other in checked if other.metrics][-1:]) for entry in checked]
     entries = sorted([*checked, *leftovers], key=lambda entry: (entry.step, entry.name))
     if as_json:
         print(json.dumps([asdict(entry) for entry in entries], indent=1, allow_nan=False))
@@ -103,6 +106,15 @@ def _check(path: Path, verify: bool) -> Entry | None:
     return _entry(path, manifest, valid=True, note=note)
 
 
+def _note_other_rows(entry: Entry, newest: list[Entry]) -> Entry:
+    """The entry with a note where its metrics are no equals of those of the newest that has any."""
+    if not entry.metrics or not newest or entry.measured_on == newest[0].measured_on:
+        return entry
+    is_of_rows = entry.measured_on.get("rows") != newest[0].measured_on.get("rows")
+    what = "metrics are of other rows" if is_of_rows else "texts were generated with other settings"
+    return replace(entry, note=f"{entry.note}; " * bool(entry.note) + f"{what} than {newest[0].name}'s")
+
+
 def _leftover(path: Path) -> Entry:
     return _entry(path, {}, valid=None, note=_LEFTOVERS[path.suffix])
 
@@ -119,6 +131,7 @@ def _entry(path: Path, manifest: dict[str, Any], valid: bool | None, note: str) 
         written_at=_written_at(path),
         world_size=manifest.get("world_size"),
         metrics={name: value if math.isfinite(value) else None for name, value in manifest.get("metrics", {}).items()},
+        measured_on=manifest.get("measured_on", {}) if manifest.get("metrics") else {},
         best_metric=best_metric if isinstance(best_metric, str) else None,
     )
 

@@ -148,3 +148,18 @@ def test_who_waits_at_a_terminal_sees_how_far_the_hashing_is(tmp_path: Path, mon
 def test_it_starts_without_torch() -> None:
     code = "import sys, toolkit.__main__, toolkit.manifest; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_figures_that_are_no_equals_are_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    make_checkpoint(tmp_path, 3, 0.5, {"rows": "b", "num_beams": 1})
+    make_checkpoint(tmp_path, 6, 0.6, {"rows": "a", "num_beams": 4})
+    make_checkpoint(tmp_path, 9, 0.7)
+    make_checkpoint(tmp_path, 12, 0.8)
+    make_checkpoint(tmp_path, 15)
+    assert run_command(monkeypatch, tmp_path) == 0
+    _, *rows, _ = capsys.readouterr().out.splitlines()
+    assert rows[0].endswith("valid: metrics are of other rows than step-00000012's")
+    assert rows[1].endswith("valid: texts were generated with other settings than step-00000012's")
+    assert all(row.endswith("  valid") for row in rows[2:])
