@@ -19,6 +19,7 @@ from jsonargparse.typing import PositiveInt
 from toolkit.config_checks import check_config
 from toolkit.config_errors import Entry, load_entries, sentence
 from toolkit.config_flags import join_lists, split_files_and_flags, unset_counterparts
+from toolkit.config_paths import find_paths, write_paths
 from toolkit.config_sections import (
     AdapterConfig,
     CheckpointConfig,
@@ -99,14 +100,16 @@ def load_config(
         check: what refuses fields that exclude or need each other.
 
     Raises:
-        UserError: an unknown key (the nearest one is suggested), a wrong type, a missing or broken file.
+        UserError: an unknown key (the nearest one is suggested), a wrong type, a missing or broken file, a path in it that
+            leads to two places.
     """
     # No abbreviations: a flag that is nearly right would be taken for another, and for a third one in the next version.
     parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, description=description)
     parser.add_argument(
         "--config",
         action="config",
-        help="Run YAML; flags given beside it win. A flag of a list may be given again for every item.",
+        help="Run YAML; flags given beside it win. A flag of a list may be given again for every item. Relative paths in the "
+        "YAML are found in the working directory or beside it (in both: an error), those in flags in the working directory.",
     )
     parser.add_class_arguments(config_class, None)
     files, flags = split_files_and_flags(sys.argv[1:] if argv is None else argv)
@@ -127,6 +130,7 @@ def load_config(
     except ArgumentError as error:
         raise UserError(sentence(str(error), config_class, flags, {})) from None
     built = _with_plain_numbers(config_class(**{name: config[name] for name in field_names(config_class)}))
+    built = find_paths(built, entries, {flag.removeprefix("--").partition("=")[0] for flag in flags})
     check(built)
     return built
 
@@ -150,10 +154,11 @@ def dotted_keys(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def save_config(config: Any, path: Path) -> None:
-    """Write the resolved config as YAML that `--config` reads again."""
+    """Write the resolved config as YAML that `--config` reads again, from wherever; relative paths are those from its folder."""
     import yaml
 
-    path.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True))
+    written = dataclasses.asdict(write_paths(config, path.parent))
+    path.write_text(yaml.safe_dump(written, sort_keys=False, allow_unicode=True))
 
 
 def _with_plain_numbers(value: Any) -> Any:

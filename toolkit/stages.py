@@ -12,6 +12,7 @@ from toolkit import adapters, checkpoint, initial_weights, loop, models, sharded
 from toolkit.accelerator import build_accelerator, frozen_dtype, fsdp_version
 from toolkit.config import RecipeConfig, dotted_keys
 from toolkit.config_checks import check_evaluation_rows, check_num_steps
+from toolkit.config_paths import write_paths
 from toolkit.data.plan import BatchPlan, check_global_batch_size
 from toolkit.data.token_cache import TokenizedRows
 from toolkit.distributed import agreed, print_rank0, rank, world_size
@@ -65,7 +66,8 @@ def begin(config: RecipeConfig) -> Beginning:
     run_folder = open_run_folder(config)
     agreed(lambda: lock_run_folder(run_folder) if rank() == 0 else None)
     resolved = {"model.frozen_dtype": str(dtype).removeprefix("torch."), "mixed_precision": accelerator.mixed_precision}
-    settings = {**dotted_keys(config), **resolved}
+    # Paths as seen from the run's folder: the same wherever one stands, and where the whole project has moved.
+    settings = {**dotted_keys(write_paths(config, run_folder)), **resolved}
     resume_from = checkpoint.choose_checkpoint(run_folder, config.checkpoint.resume, settings)
     # Our own checkpoint has all weights but frozen ones.
     needs_start = resume_from is None or bool(config.model.freeze)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from toolkit.config_paths import find_path
 from toolkit.errors import UserError
 from toolkit.planning.plan import build_plan
 from toolkit.step_memory import ACCELERATE_FILE, MEMORY_FILE
@@ -51,11 +52,12 @@ def _predict(run_folder: Path, measured: dict[str, Any]) -> int:
         raise UserError("it was launched without an accelerate YAML")
     if not measured["row_tokens"]:
         raise UserError("its rows are no tokens")
-    config = yaml.safe_load((run_folder / "config.yaml").read_text(encoding="utf-8"))
+    config_file = run_folder / "config.yaml"
+    name = yaml.safe_load(config_file.read_text(encoding="utf-8"))["model"]["name_or_path"]
     lengths = {"row": "max_length_tokens", "source": "max_source_length_tokens", "target": "max_target_length_tokens"}
     flags = [f"--data.{lengths[name]}={length}" for name, length in measured["row_tokens"].items()]
-    arguments = [f"--config={run_folder / 'config.yaml'}", *flags]
+    arguments = [f"--config={config_file}", *flags]
     arguments.append(f"--train.micro_batch_size_rows={measured['micro_batch_size_rows']}")
-    model, preset = config["model"]["name_or_path"], run_folder / ACCELERATE_FILE
-    plan = build_plan(model, preset, measured["num_processes"], arguments, None, 80.0, searches=False)
+    model = find_path(name, config_file, f"{config_file}: model.name_or_path")
+    plan = build_plan(model, run_folder / ACCELERATE_FILE, measured["num_processes"], arguments, None, 80.0, searches=False)
     return plan.total

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from toolkit.config import LLMConfig, SummarizationConfig, load_config
+from toolkit.config_paths import find_path
 from toolkit.errors import UserError
 from toolkit.launching import PRESET_FOLDER, launch
 from toolkit.model_config import AutoClass, is_encoder_decoder
@@ -134,14 +135,18 @@ def _processes(num_processes: int | None, use_cpu: bool) -> tuple[bool, int]:
 
 
 def _model_of(config: str | None) -> str:
-    """`model.name_or_path` of a run YAML; empty where it has none, which `load_config` tells better."""
+    """`model.name_or_path` of a run YAML; empty where it has none, which `load_config` tells better.
+
+    Raises:
+        UserError: it leads to two places.
+    """
     import yaml
 
     try:
         name = yaml.safe_load(Path(config or "").read_text(encoding="utf-8"))["model"]["name_or_path"]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         return ""
-    return name if isinstance(name, str) else ""
+    return find_path(name, Path(config or ""), f"{config}: model.name_or_path") if isinstance(name, str) else ""
 
 
 def _clear(output: Path) -> None:
