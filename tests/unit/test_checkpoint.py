@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint_files import LOSS
-from toolkit.checkpoint import _check_identity, forget_unequal
+from tests.checkpoint_files import LOSS, make_checkpoint
+from toolkit.checkpoint import _check_identity, best_of_run, best_saved_value, forget_unequal
 from toolkit.errors import UserError
 from toolkit.train_state import Identity, TrainState
 
@@ -89,3 +89,27 @@ def test_a_key_newer_than_the_checkpoint_may_not_change_the_run(key: str, as_bef
     _check_identity(Path("step-00000003"), theirs, identity(**{key: as_before}))
     with pytest.raises(UserError, match=f"^{key} is {other}, but step-00000003 was made with {as_before}"):
         _check_identity(Path("step-00000003"), theirs, identity(**{key: other}))
+
+
+OTHER = {"rows": "b", "num_beams": 1}
+
+
+def test_the_best_saved_is_of_these_rows_and_of_steps_done(tmp_path: Path) -> None:
+    """Without one every figure is the best: a run whose earlier best was never kept must keep the next."""
+    assert best_saved_value(tmp_path, LOSS, 9) is None
+    make_checkpoint(tmp_path, 1, 0.1, OTHER)
+    assert best_saved_value(tmp_path, LOSS, 9) is None
+    make_checkpoint(tmp_path, 2, 0.6)
+    make_checkpoint(tmp_path, 12, 0.5)
+    assert best_saved_value(tmp_path, LOSS, 9) == 0.6
+
+
+def test_the_choice_of_the_best_names_what_was_not_compared(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 1, 0.1, OTHER)
+    chosen = make_checkpoint(tmp_path, 2, 0.25)
+    make_checkpoint(tmp_path, 3, 0.5)
+    sentence = "exporting the weights of step 2, the best loss (0.25) of the checkpoints kept"
+    why = "; not compared, as measured on other rows or with other settings: step-00000001"
+    assert best_of_run(tmp_path, LOSS) == (chosen, sentence + why)
+    with pytest.raises(UserError, match="no checkpoint in .* has rougeL, or only NaN: take last$"):
+        best_of_run(tmp_path, replace(LOSS, metric="rougeL"))
