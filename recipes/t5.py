@@ -16,10 +16,12 @@ def main() -> None:
 
     # These take seconds to import; a wrong flag was told before.
     from toolkit import distributed, loop, models, optim, sharding, stages, tracking
-    from toolkit.data.collate import SummarizationCollator
+    from toolkit.data.collate import SummarizationCollator, own_label_shift
+    from toolkit.data.languages import start_generation
     from toolkit.data.plan import BatchPlan
     from toolkit.data.tokens import prepare_rows
     from toolkit.evaluation_rows import EvaluationRows, choose_rows
+    from toolkit.model_checks import check_seq2seq_model
     from toolkit.model_config import check_positions, special_tokens
     from toolkit.run_folder import save_run_config
     from toolkit.shard_units import describe
@@ -29,6 +31,7 @@ def main() -> None:
 
     # The model without weights: whatever is wrong with it is told before data and weights load.
     model_config, skeleton = stages.build_skeleton(config, accelerator, SEQ2SEQ)
+    collator = SummarizationCollator(*special_tokens(model_config, config.model.name_or_path), own_label_shift(skeleton))
 
     # Rows: text → tokens on disk → the plan of which rows each step takes, and the held-out ones.
     rows = prepare_rows(config.data, config.model, models.num_token_embeddings(skeleton))
@@ -42,7 +45,7 @@ def main() -> None:
     evaluation = EvaluationRows(
         rows=choose_rows(rows.evaluation, config.eval.num_rows),
         tokenizer=rows.tokenizer,
-        collator=SummarizationCollator(*special_tokens(model_config, config.model.name_or_path)),
+        collator=collator,
     )
     longest = {
         "source": stages.longest(rows, evaluation, "num_tokens", minus="num_label_tokens"),
@@ -53,10 +56,12 @@ def main() -> None:
 
     # Model → frozen or adapted → shards → optimizer. Under FSDP2 `sources` say where each rank reads its shards.
     model, sources = stages.load_model(config, begun, SEQ2SEQ, model_config, skeleton)
+    start_generation(model, rows.tokenizer, collator)
     identity = stages.identity_of(begun, model_config, rows, model, sources)
     sharded = sharding.shard_model(accelerator, model, sources)
     optimizer = optim.build_optimizer(config.optim, sharded.model)
     distributed.print_rank0(describe(sharded.units))
+    check_seq2seq_model(sharded, collator, config.eval)
 
     # This run's own last checkpoint, if there is one.
     metrics = stages.open_metrics(run_folder)

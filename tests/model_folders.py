@@ -11,6 +11,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from tests.translation_tokenizers import LANGUAGES, save_translation_tokenizer
+
 WORDS = [
     "alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu", "nu", "xi", "omicron",
     "pi", "rho", "sigma", "tau",
@@ -21,6 +23,7 @@ BART_SIZES = {
     "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64,
 }  # fmt: skip
 BART_TOKENS = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": 2}
+TRANSLATION_TOKENS = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
 PEGASUS_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -31,6 +34,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bart": ("BartConfig", BART_SIZES | BART_TOKENS),
     "pegasus": ("PegasusConfig", BART_SIZES | PEGASUS_TOKENS),
     "longt5": ("LongT5Config", T5_SIZES | {"encoder_attention_type": "local", "local_radius": 7}),
+    "m2m_100": ("M2M100Config", BART_SIZES | TRANSLATION_TOKENS),
+    "nllb": ("M2M100Config", BART_SIZES | TRANSLATION_TOKENS),
+    "mbart": ("MBartConfig", BART_SIZES | TRANSLATION_TOKENS),
+    "plbart": ("PLBartConfig", BART_SIZES | TRANSLATION_TOKENS),
 }
 """Config class and what it is built with; T5's config is the one of version 1.0, FLAN's that of version 1.1."""
 
@@ -65,13 +72,15 @@ def build_model_folders(parent: Path) -> dict[str, Path]:
     folders = {}
     for place, (family, (config_class, settings)) in enumerate({**FAMILIES, **CAUSAL_FAMILIES}.items()):
         folder = folders[family] = parent / family
-        tokenizer = _build_tokenizer(("<s>", "<pad>", "</s>") if family == "bart" else ("<pad>", "</s>"))
         torch.manual_seed(place)
         config = getattr(transformers, config_class)(vocab_size=256, **settings)
         auto_class = transformers.AutoModelForSeq2SeqLM if family in FAMILIES else transformers.AutoModelForCausalLM
         model = auto_class.from_config(config, dtype=torch.float32)
         model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        if family in LANGUAGES:
+            save_translation_tokenizer(family, WORDS, folder)
+        else:
+            _build_tokenizer(("<s>", "<pad>", "</s>") if family == "bart" else ("<pad>", "</s>")).save_pretrained(folder)
     return folders
 
 

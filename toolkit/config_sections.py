@@ -70,6 +70,10 @@ class DataConfig:
     """Column with the summary; unset: `target`, or what the source prescribes."""
     prefix: str = ""
     """Text put before every source, as in `summarize: `."""
+    source_language: str | None = None
+    """Language of the sources, as the tokenizer of a translation model names it (`eng_Latn`); unset: the one saved with it."""
+    target_language: str | None = None
+    """Language of the targets; generated texts begin with it."""
     max_source_length_tokens: PositiveInt = 512  # type: ignore[valid-type]
     """Longer sources are cut (counted and told)."""
     max_target_length_tokens: PositiveInt = 150  # type: ignore[valid-type]

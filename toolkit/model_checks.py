@@ -1,18 +1,20 @@
-"""Looks at a real, sharded causal model before it trains: what every later figure rests on."""
+"""Looks at a real, sharded model before it trains: what every later figure rests on."""
 
 from __future__ import annotations
 
 import torch
 
-from toolkit.data.collate import Collator
+from toolkit.config_sections import EvalConfig
+from toolkit.data.collate import Collator, SummarizationCollator
 from toolkit.errors import UserError
 from toolkit.losses import summed_cross_entropy, summed_loss
-from toolkit.sharding import ShardedModel, evaluation_model
+from toolkit.random_state import random_state_kept
+from toolkit.sharding import ShardedModel, evaluation_model, generation_ready
 
 NUM_TOKENS = 6
-"""Of each of the two texts that are tried; enough to see the one before."""
+"""Of each of the texts that are tried; enough to see the one before."""
 LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""Largest difference between the loss by chunks and by whole logits, as a share of it."""
+"""Largest difference between the loss by chunks and by whole logits, or ours and an encoder-decoder's, as a share of it."""
 
 
 @torch.no_grad()
@@ -48,6 +50,56 @@ def check_causal_model(sharded: ShardedModel, collator: Collator, *, packing: bo
         packed = [[[_unlabelled(other), second], [second]] for other in (first, changed)]
         if packing and len({_loss(sharded, model, collator, packs) for packs in packed}) > 1:
             raise UserError(f"{name} lets packed rows see each other: set data.packing to false")
+
+
+@torch.no_grad()
+def check_seq2seq_model(sharded: ShardedModel, collator: SummarizationCollator, config: EvalConfig) -> None:
+    """Try an encoder-decoder on two short rows. Collective.
+
+    - the loss is the model's own of the same labels: decoder inputs are what it takes, and it has no further term;
+    - an evaluation as `config` asks for comes to its end, which a run would else find out after it has trained.
+
+    Raises:
+        UserError: either is not so.
+    """
+    name = type(sharded.plain).__name__.removeprefix("FSDP")
+    tokens = [token for token in range(3, 5 + NUM_TOKENS) if token != collator.pad_token_id]
+    rows = [{"input_ids": tokens[:length], "labels": tokens[-length:]} for length in (NUM_TOKENS, NUM_TOKENS - 2)]
+    batch = _on_device(sharded, collator.collate([[row] for row in rows]))
+    prompts = _on_device(sharded, collator.prompts(rows))
+    # What transformers' DataCollatorForSeq2Seq gives a model: decoder inputs where it says how they are made.
+    shifted = {} if collator.own_shift is None else {"decoder_input_ids": batch["decoder_input_ids"]}
+    num_labels = sum(len(row["labels"]) for row in rows)
+    with torch.compiler.set_stance("force_eager"), random_state_kept():
+        with evaluation_model(sharded, unshard="never") as (model, _):
+            output = model(**prompts, **shifted, labels=batch["labels"], use_cache=False)
+            expected, actual = output.loss.item(), summed_loss(model, batch)[0].item() / num_labels
+        tolerance = LOSS_TOLERANCE[torch.float32 if output.logits.dtype == torch.float32 else torch.bfloat16]
+        if not abs(actual - expected) <= tolerance * abs(expected):
+            raise UserError(
+                f"{name} cannot be trained: its own loss is {expected:.6f}, the mean over its label tokens {actual:.6f}, so it "
+                "has a term of its own or makes decoder inputs in a way that it does not say"
+            )
+        try:
+            with evaluation_model(sharded, config.unshard) as (model, in_step):
+                summed_loss(model, batch)
+                if config.generate:
+                    with generation_ready(sharded, model):
+                        model.generate(  # type: ignore[operator]
+                            **prompts,
+                            max_new_tokens=2,
+                            pad_token_id=collator.pad_token_id,
+                            num_beams=config.num_beams,
+                            synced_gpus=in_step,
+                        )
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise UserError(
+                f"{name} cannot be evaluated here ({reason}): try eval.unshard never or eval.generate false, or "
+                "mixed_precision no in the accelerate YAML"
+            ) from error
 
 
 def _loss(sharded: ShardedModel, model: torch.nn.Module, collator: Collator, packs: list[list[dict]]) -> float:

@@ -76,11 +76,7 @@ def load_model_config(config: ModelConfig, auto_class: AutoClass) -> PretrainedC
     is_known = config.trust_remote_code or type(model_config) in getattr(transformers, auto_class)._model_mapping
     if not is_known or (auto_class == "AutoModelForCausalLM" and _has_encoder(model_config)):
         raise UserError(f"model.name_or_path {name} is a {model_config.model_type} model, not {KINDS[auto_class]}")
-    if _has_experts(model_config.to_dict()):
-        raise UserError(
-            f"model.name_or_path {name} is a mixture of experts: its auxiliary loss is a mean over each micro-batch, which "
-            "cannot be made exact over the global batch, so it is not supported: take a dense model"
-        )
+    _check_trainable(model_config, name, auto_class)
     if config.dropout is not None:
         for name_of_rate in _dropout_rates(model_config):
             setattr(model_config, name_of_rate, config.dropout)
@@ -213,11 +209,42 @@ def _check_fits(name: str, what: str, length: int, limit: int | None, setting: s
         raise UserError(f"{what} {length} tokens, but {name} has only {limit} positions: set {setting} to at most {limit}")
 
 
+def _check_trainable(model_config: PretrainedConfig, name: str, auto_class: AutoClass) -> None:
+    """Refuse what is not trained by the labels of a text alone."""
+    what = f"model.name_or_path {name} is a {model_config.model_type} model"
+    if (other := _other_inputs(model_config, auto_class)) is not None:
+        raise UserError(f"{what}, which takes {other} beside text, and rows here are text: take a model of text alone")
+    if _has_experts(model_config.to_dict()):
+        raise UserError(
+            f"model.name_or_path {name} is a mixture of experts: its auxiliary loss is a mean over each micro-batch, which "
+            "cannot be made exact over the global batch, so it is not supported: take a dense model"
+        )
+    if not getattr(model_config, "disable_ngram_loss", True) and model_config.ngram > 1:
+        raise UserError(
+            f"{what} that predicts {model_config.ngram} tokens at once (ngram), so its loss is not that of its labels: set "
+            "disable_ngram_loss true in its config.json"
+        )
+
+
 def _has_experts(settings: dict[str, Any]) -> bool:
     """Whether a config, or one inside it (`text_config`, DBRX's `ffn_config`), counts several experts."""
     counts = [settings.get(key) for key in EXPERT_COUNTS]
     nested = [value for value in settings.values() if isinstance(value, dict)]
     return any(isinstance(count, int) and count > 1 for count in counts) or any(map(_has_experts, nested))
+
+
+def _other_inputs(model_config: PretrainedConfig, auto_class: AutoClass) -> str | None:
+    """What an encoder-decoder, or a model that stands among them, takes beside text: `audio`, `image`; None: nothing."""
+    import transformers
+
+    mapping = getattr(transformers, auto_class)._model_mapping
+    if auto_class != "AutoModelForSeq2SeqLM" or type(model_config) not in mapping:
+        return None
+    if hasattr(model_config, "speech_encoder_layers"):  # SeamlessM4T's text model is a part of it, and says text alone
+        return "audio"
+    modalities = mapping[type(model_config)].input_modalities
+    others = set([modalities] if isinstance(modalities, str) else modalities) - {"text"}
+    return " and ".join(sorted(others)) or None
 
 
 def _dropout_rates(model_config: PretrainedConfig) -> list[str]:

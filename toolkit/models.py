@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from toolkit.config_sections import ModelConfig
-from toolkit.data.collate import check_label_shift
 from toolkit.distributed import rank, seed_all
 from toolkit.errors import UserError
-from toolkit.model_config import AutoClass, special_tokens
+from toolkit.model_config import AutoClass
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -25,7 +24,7 @@ def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, auto_cla
     """The model without weights (meta device): names, shapes and classes for checks that should not wait for a download.
 
     Raises:
-        UserError: the attention implementation does not exist for this model, or labels are shifted in a way of its own.
+        UserError: the attention implementation does not exist for this model.
     """
     import transformers
 
@@ -43,8 +42,6 @@ def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, auto_cla
                 f"({first_sentence}): take sdpa or eager, or leave it out"
             ) from None
         raise UserError(f"model {config.name_or_path} cannot be built from its config.json: {reason}") from None
-    if auto_class == "AutoModelForSeq2SeqLM":
-        check_label_shift(model, *special_tokens(model_config, config.name_or_path))
     return model
 
 
@@ -205,8 +202,12 @@ def uses_flash_attention(model: PreTrainedModel) -> bool:
 
 
 def num_token_embeddings(model: PreTrainedModel) -> int:
-    """Rows of the input embedding: the largest vocabulary that the model takes."""
-    return cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
+    """The largest vocabulary that the model takes: rows of the input embedding, or of the output head where it has fewer.
+
+    The two differ where an encoder and a decoder were put together.
+    """
+    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+    return min(cast(nn.Embedding, module).weight.shape[0] for module in embeddings if module is not None)
 
 
 def _attention(config: ModelConfig) -> dict[str, Any]:

@@ -74,9 +74,18 @@ def find_blocks(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> dic
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The model's repeated layers by name: of the classes that it says not to split, else the elements of its module lists."""
+    """The model's repeated layers by name: of the classes that it says not to split, else the elements of its module lists.
+
+    One that shares a weight with what is outside is left out: BERT says not to split its embeddings, and its head ties them.
+    """
     unsplit = set(getattr(model, "_no_split_modules", None) or []) & set(_class_names(model))
-    return _outermost(model, unsplit or _repeated_classes(model))
+    blocks = _outermost(model, unsplit or _repeated_classes(model))
+    owners_of: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = next((block for block in blocks if name.startswith(f"{block}.")), "")
+        owners_of.setdefault(id(parameter), set()).add(owner)
+    shared = {owner for owners in owners_of.values() if "" in owners for owner in owners}
+    return {name: block for name, block in blocks.items() if name not in shared}
 
 
 def _check_called_alike(model: nn.Module, blocks: dict[str, nn.Module]) -> None:

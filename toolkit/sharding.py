@@ -21,7 +21,7 @@ from toolkit import causal_loss, float8
 from toolkit.accelerator import compute_dtype, free_memory_bytes, fsdp_version
 from toolkit.block_forwards import checkpoint_activations, compile_blocks
 from toolkit.distributed import reduce_on_cpu, world_size
-from toolkit.shard_units import ShardUnit, build_units, check_ties, clean, find_blocks
+from toolkit.shard_units import ShardUnit, build_units, check_ties, clean, find_blocks, repeated_blocks
 from toolkit.weight_sources import Sources, fill_shards
 
 if TYPE_CHECKING:
@@ -192,7 +192,20 @@ def _replica(sharded: ShardedModel) -> PreTrainedModel:
     weights = {name: whole.to(device=device, dtype=dtype, copy=True) for name, whole in whole_parameters(sharded)}
     assign_parameters(replica, weights)
     causal_loss.install(replica)
+    if dtype != torch.float32:
+        # Buffers are not cast, so positions may come in fp32 (M2M-100's do): each block gets its inputs as under FSDP2.
+        for block in repeated_blocks(replica).values():
+            block.register_forward_pre_hook(functools.partial(_cast_inputs, dtype), with_kwargs=True)
     return replica.to(device).eval()
+
+
+def _cast_inputs(dtype: torch.dtype, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """A forward hook: floating tensors in `dtype`, which is what FSDP2's mixed precision does before a shard unit."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
 
 
 def _num_shards(accelerator: Accelerator) -> int:

@@ -7,7 +7,7 @@ count.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from toolkit.data.plan import MicroBatch
-from toolkit.errors import UserError
 from toolkit.losses import IGNORED_LABEL
 
 if TYPE_CHECKING:
@@ -32,6 +31,8 @@ class SummarizationCollator:
 
     pad_token_id: int
     decoder_start_token_id: int
+    own_shift: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """The model's own way from labels BT to decoder inputs BT, see `own_label_shift`; None: `shift_right`."""
 
     def collate(self, packs: Sequence[Sequence[Row]], *, counts: bool = True) -> Batch:
         """Inputs of `losses.summed_loss`: `model_inputs`, and `labels` BT int64. Packs hold one row each.
@@ -43,9 +44,15 @@ class SummarizationCollator:
         labels_BT = _pad([row["labels"] for row in rows], IGNORED_LABEL)
         return {
             **self.prompts(rows),
-            "decoder_input_ids": shift_right(labels_BT, self.pad_token_id, self.decoder_start_token_id),
+            "decoder_input_ids": self.decoder_inputs(labels_BT),
             "labels": labels_BT if counts else torch.full_like(labels_BT, IGNORED_LABEL),
         }
+
+    def decoder_inputs(self, labels_BT: torch.Tensor) -> torch.Tensor:
+        """Decoder inputs BT of teacher forcing."""
+        if self.own_shift is not None:
+            return self.own_shift(labels_BT.clone())  # FSMT's writes into its argument
+        return shift_right(labels_BT, self.pad_token_id, self.decoder_start_token_id)
 
     def model_inputs(self, rows: Sequence[Row]) -> Batch:
         """Arguments of a plain forward that gives logits: `prompts`, and `decoder_input_ids` BT int64."""
@@ -142,16 +149,12 @@ def shift_right(labels_BT: torch.Tensor, pad_token_id: int, decoder_start_token_
     return shifted_BT
 
 
-def check_label_shift(model: nn.Module, pad_token_id: int, decoder_start_token_id: int) -> None:
-    """The collator makes decoder inputs itself; be sure that the model would make the same.
+def own_label_shift(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """The model's own way from labels to decoder inputs, where it has one: mBART's begins with the language, a row's last label.
 
-    Raises:
-        UserError: the model shifts labels in a way of its own (mBART puts the language there).
+    It reads the model's config alone, so a model on the meta device will do.
     """
-    theirs = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    labels_BT = torch.tensor([[5, 6, 7, 1], [8, 1, IGNORED_LABEL, IGNORED_LABEL]])
-    if theirs and not torch.equal(theirs(labels=labels_BT), shift_right(labels_BT, pad_token_id, decoder_start_token_id)):
-        raise UserError(f"{type(model).__name__} makes decoder inputs in a way of its own, which is not supported")
+    return getattr(model, "prepare_decoder_input_ids_from_labels", None)
 
 
 def load_micro_batches(

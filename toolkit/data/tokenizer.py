@@ -35,7 +35,8 @@ def load_tokenizer(config: ModelConfig, vocab_size: int) -> PreTrainedTokenizerB
         vocab_size: token embeddings of the model.
 
     Raises:
-        UserError: it cannot be read, has neither a padding nor an end token, or more tokens than the model has embeddings.
+        UserError: it cannot be read, has neither a padding nor an end token, more tokens than the model has embeddings, or
+            another vocabulary for targets that it does not encode with (FSMT's).
     """
     from transformers import AutoTokenizer
 
@@ -43,9 +44,15 @@ def load_tokenizer(config: ModelConfig, vocab_size: int) -> PreTrainedTokenizerB
         tokenizer = AutoTokenizer.from_pretrained(
             config.name_or_path, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(f"the tokenizer of {config.name_or_path} could not be read ({first_line})") from None
+    has_two = hasattr(tokenizer, "get_src_vocab")  # FSMT's: it decodes with the targets' vocabulary
+    if has_two and any(tokenizer.convert_ids_to_tokens(place) != token for token, place in tokenizer.get_src_vocab().items()):
+        raise UserError(
+            f"the tokenizer of {config.name_or_path} decodes targets with a vocabulary of their own, but encodes them with that "
+            "of the sources, so their labels would be wrong: take a model with one vocabulary, such as Marian or M2M-100"
+        )
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise UserError(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.config_sections import DataConfig, ModelConfig
+from toolkit.data.languages import marks_languages, set_languages
 from toolkit.data.row_cache import TextRows, cache_folder
 from toolkit.data.sources import load_text_rows
 from toolkit.data.token_cache import About, TokenizedRows, build_once_a_node, save_tokens, tokenize_rows, write_tokens
@@ -32,6 +33,8 @@ def prepare_rows(config: DataConfig, model: ModelConfig, vocab_size: int) -> Tok
 def _build_cache(config: DataConfig, model: ModelConfig, vocab_size: int) -> str:
     """Make sure the tokenized rows lie in the cache; returns their folder's name. On one process of a node."""
     tokenizer = load_tokenizer(model, vocab_size) if has_tokenizer(model) else None
+    if tokenizer is not None:
+        set_languages(tokenizer, model.name_or_path, config.source_language, config.target_language)
     rows = load_text_rows(config)
     identity = {
         "format": FORMAT_VERSION,
@@ -41,6 +44,8 @@ def _build_cache(config: DataConfig, model: ModelConfig, vocab_size: int) -> str
         "max_source_length_tokens": config.max_source_length_tokens,
         "max_target_length_tokens": config.max_target_length_tokens,
     }
+    if tokenizer is not None and marks_languages(tokenizer):
+        identity["languages"] = f"{tokenizer.src_lang} to {tokenizer.tgt_lang}"
 
     def write(folder: Path) -> About:
         return _write_tokens(rows, tokenizer or train_tokenizer(rows.train, vocab_size), config, folder)
@@ -50,6 +55,8 @@ def _build_cache(config: DataConfig, model: ModelConfig, vocab_size: int) -> str
 
 def _write_tokens(rows: TextRows, tokenizer: PreTrainedTokenizerBase, config: DataConfig, folder: Path) -> About:
     remarks = list(rows.remarks)
+    if marks_languages(tokenizer):
+        remarks.append(f"sources are marked as {tokenizer.src_lang}, targets as {tokenizer.tgt_lang}")
     arguments = {
         "tokenizer": tokenizer,
         "prefix": config.prefix,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from toolkit.data.collate import CausalCollator, SummarizationCollator, check_label_shift, shift_right
-from toolkit.errors import UserError
+from toolkit.data.collate import CausalCollator, SummarizationCollator, own_label_shift, shift_right
 from toolkit.losses import IGNORED_LABEL
 
 ROWS = [{"input_ids": [5, 6, 7, 1], "labels": [8, 1]}, {"input_ids": [9, 1], "labels": [4, 3, 1]}]
@@ -42,13 +40,17 @@ def test_shift_is_that_of_transformers() -> None:
     assert torch.equal(shift_right(labels_BT, 1, 2), shift_tokens_right(labels_BT, 1, 2))
 
 
-def test_a_model_that_shifts_in_its_own_way_is_refused() -> None:
-    class TranslationModel(torch.nn.Module):
-        def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
-            return labels.flip(1)
+def test_a_model_s_own_shift_is_taken_and_labels_stay_as_they_are() -> None:
+    """mBART begins with a row's last label; FSMT's method writes padding over the ignored ones of its argument."""
+    from transformers import FSMTConfig, FSMTForConditionalGeneration
 
-    with pytest.raises(UserError, match="TranslationModel makes decoder inputs in a way of its own"):
-        check_label_shift(TranslationModel(), 0, 2)
+    sizes = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 1, "decoder_attention_heads": 1}
+    config = FSMTConfig(langs=["en", "de"], src_vocab_size=16, tgt_vocab_size=16, pad_token_id=0, **sizes)
+    with torch.device("meta"):
+        model = FSMTForConditionalGeneration(config)
+    batch = SummarizationCollator(0, 2, own_label_shift(model)).collate(PACKS)
+    assert batch["decoder_input_ids"].tolist() == [[1, 8, 1], [1, 4, 3]]
+    assert batch["labels"].tolist() == [[8, 1, IGNORED_LABEL], [4, 3, 1]]
 
 
 def causal_row(token_ids: list[int], prompt_length: int) -> dict:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,3 +81,21 @@ def test_more_tokens_than_embeddings_are_refused(tmp_path: Path) -> None:
         "model; the vocabulary is not resized under sharding: resize the model with transformers' resize_token_embeddings and "
         "save it first"
     )
+
+
+@pytest.mark.parametrize("target_vocabulary", [{0: "<pad>", 1: "</s>", 2: "oar"}, {0: "<pad>", 1: "</s>", 2: "rame"}])
+def test_targets_with_a_vocabulary_of_their_own_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target_vocabulary: dict[int, str]
+) -> None:
+    """As of FSMT's tokenizer, whose package is not here."""
+    import transformers
+
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(write_tokenizer(tmp_path, pad_token="<pad>").name_or_path)
+    tokenizer.get_src_vocab = tokenizer.get_vocab
+    tokenizer.convert_ids_to_tokens = target_vocabulary.__getitem__
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *args, **options: tokenizer)
+    if target_vocabulary[2] == "oar":
+        assert load_tokenizer(ModelConfig(name_or_path="tiny"), vocab_size=3) is tokenizer
+    else:
+        with pytest.raises(UserError, match="the tokenizer of tiny decodes targets with a vocabulary of their own"):
+            load_tokenizer(ModelConfig(name_or_path="tiny"), vocab_size=3)

@@ -1,0 +1,209 @@
+"""Every encoder-decoder that `AutoModelForSeq2SeqLM` names trains, evaluates in bf16 and exports, or is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch import run_on_ranks
+from tests.model_folders import FAMILIES, make_rows
+from tests.seq2seq_families import IN_PROCESS, LAUNCHED, REFUSED
+
+UNUSED = {"encoder-decoder": [r"encoder\.pooler\..*"], "led": [r".*_global\..*"]}
+"""Parameters that a text's loss does not reach: a run names them, and asks to freeze them."""
+
+
+def test_the_list_of_families_is_whole() -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as NAMED
+
+    assert sorted([*LAUNCHED, *IN_PROCESS, *REFUSED]) == sorted(NAMED), "each is run or refused, once"
+
+
+def test_loss_is_the_model_s_own_in_every_family(tmp_path: Path) -> None:
+    (losses,) = run_on_ranks(own_and_our_losses, preset="single", overrides={"mixed_precision": "no"}, args=(tmp_path,))
+    assert set(losses) == {*FAMILIES, *IN_PROCESS}
+    assert {family: ours for family, (ours, _) in losses.items()} == {
+        family: pytest.approx(own, rel=1e-6) for family, (_, own) in losses.items()
+    }
+
+
+def test_family_trains_and_evaluates_in_bf16_and_exports(tmp_path: Path) -> None:
+    found = run_on_ranks(train_every_family, preset="fsdp2_cpu", args=(tmp_path,), timeout_s=280)
+    for family in IN_PROCESS:
+        (loss, new_loss, num_texts) = found[0][family]
+        assert new_loss < loss, family
+        assert num_texts == 3, family
+
+
+def test_audio_images_and_experts_are_refused(tmp_path: Path) -> None:
+    (errors,) = run_on_ranks(refusals, preset="single", args=(tmp_path,))
+    assert set(errors) == set(REFUSED)
+    wrong = {family: error for family, error in errors.items() if REFUSED[family] not in error}
+    assert not wrong
+
+
+def test_a_loss_that_is_not_of_the_labels_is_refused(tmp_path: Path) -> None:
+    (error,) = run_on_ranks(refuse_ngrams, preset="single", args=(tmp_path,))
+    assert "predicts 2 tokens at once (ngram)" in error and "set disable_ngram_loss true" in error
+
+
+def test_an_evaluation_that_would_die_is_refused_before_training() -> None:
+    for error in run_on_ranks(check_without_casts, preset="fsdp2_cpu"):
+        assert error is not None
+        assert "M2M100ForConditionalGeneration cannot be evaluated here (" in error and "eval.unshard never" in error
+
+
+def build_model(family: str) -> Any:
+    """A tiny random model of the family, the same on every rank, without dropout."""
+    import torch
+    import transformers
+
+    if family in FAMILIES:
+        name, settings = FAMILIES[family]
+        config_class = getattr(transformers, name)
+    else:
+        config_class, settings = transformers.CONFIG_MAPPING[family], IN_PROCESS[family]
+    takes_vocab_size = family not in ("encoder-decoder", "fsmt")
+    config = config_class(**{**({"vocab_size": 256} if takes_vocab_size else {}), **settings})
+    torch.manual_seed(0)
+    return transformers.AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32).eval()
+
+
+def build_collator(model: Any) -> Any:
+    from toolkit.data.collate import SummarizationCollator, own_label_shift
+    from toolkit.model_config import special_tokens
+
+    return SummarizationCollator(*special_tokens(model.config, "tiny"), own_label_shift(model))
+
+
+def own_and_our_losses(folder: Path) -> dict[str, tuple[float, float]]:
+    """`(ours, the model's own)` of the same labels, by family; its config passes the recipe's checks."""
+    import torch
+
+    from toolkit.config_sections import ModelConfig
+    from toolkit.losses import summed_loss
+    from toolkit.model_config import load_model_config
+
+    rows = [
+        {"input_ids": [5, 6, 7, 8, 9, 10, 11], "labels": [9, 20, 21, 2]},
+        {"input_ids": [9, 12], "labels": [9, 30, 31, 2, 4, 5]},
+    ]
+    losses = {}
+    for family in (*FAMILIES, *IN_PROCESS):
+        model = build_model(family)
+        model.config.save_pretrained(folder / family)
+        load_model_config(ModelConfig(name_or_path=str(folder / family), from_scratch=True), "AutoModelForSeq2SeqLM")
+        collator = build_collator(model)
+        batch = collator.collate([[row] for row in rows])
+        # FSMT makes decoder inputs of the source where it gets none: they are given, as transformers' own collator gives them.
+        shifted = {"decoder_input_ids": batch["decoder_input_ids"]} if family == "fsmt" else {}
+        with torch.no_grad():
+            own = model(**collator.prompts(rows), **shifted, labels=batch["labels"], use_cache=False).loss
+            losses[family] = (summed_loss(model, batch)[0].item() / 10, own.item())
+    return losses
+
+
+def train_every_family(folder: Path) -> dict[str, tuple[float, float, int]]:
+    """Loss before and after a few updates, and the texts of an evaluation with generation, by family; each is exported."""
+    from toolkit.accelerator import build_accelerator
+
+    accelerator = build_accelerator([], ".")
+    return {family: train_family(family, accelerator, folder / family) for family in IN_PROCESS}
+
+
+def train_family(family: str, accelerator: Any, folder: Path) -> tuple[float, float, int]:
+    import torch
+    from datasets import Dataset
+
+    from tests.model_folders import _build_tokenizer
+    from toolkit.config import SummarizationConfig
+    from toolkit.config_sections import DataConfig, EvalConfig, ModelConfig, OptimConfig
+    from toolkit.data.tokens import _tokenize_batch
+    from toolkit.evaluation import evaluate
+    from toolkit.evaluation_rows import EvaluationRows
+    from toolkit.export import export_model
+    from toolkit.losses import share_of_global_mean, summed_loss
+    from toolkit.model_checks import check_seq2seq_model
+    from toolkit.models import freeze
+    from toolkit.optim import build_optimizer
+    from toolkit.sharding import shard_model
+
+    folder.mkdir(exist_ok=True)
+    model = build_model(family)
+    freeze(model, UNUSED.get(family, []))
+    collator = build_collator(model)
+    tokenizer = _build_tokenizer(("<s>", "<pad>", "</s>") if collator.pad_token_id else ("<pad>", "</s>"))
+    rows = make_rows(3)
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    tokens = _tokenize_batch(columns, tokenizer, "", 60, 60)
+    dataset = Dataset.from_dict({**columns, **tokens, "row_id": [0, 1, 2]})
+    data = EvaluationRows(rows=dataset, tokenizer=tokenizer, collator=collator)
+    config = SummarizationConfig(
+        model=ModelConfig(name_or_path="tiny"),
+        data=DataConfig(source="jsonl"),
+        eval=EvalConfig(max_new_tokens=4, batch_size_rows=2),
+    )
+    sharded = shard_model(accelerator, model)
+    check_seq2seq_model(sharded, collator, config.eval)
+    before = evaluate(config.eval, sharded, data, folder / "predictions.jsonl", lambda: None)
+    optimizer = build_optimizer(OptimConfig(lr=1e-2), sharded.model)
+    batch = collator.collate([[dataset[place]] for place in range(3)])
+    for _ in range(3):
+        loss_sum, _ = summed_loss(sharded.model, batch)
+        share_of_global_mean(loss_sum, 2 * sum(tokens["num_label_tokens"]), 2).backward()
+        trained = {name: p.grad for name, p in sharded.model.named_parameters() if p.requires_grad}
+        assert not [name for name, gradient in trained.items() if gradient is None or not torch.isfinite(gradient).all()], family
+        optimizer.step()
+        optimizer.zero_grad()
+    after = evaluate(config.eval, sharded, data, folder / "predictions.jsonl", lambda: None)
+    export_model(config, sharded, data, folder)
+    return before["loss"], after["loss"], len((folder / "predictions.jsonl").read_text().splitlines())
+
+
+def refusals(folder: Path) -> dict[str, str]:
+    """What the config of each family says that is refused."""
+    from transformers import CONFIG_MAPPING
+
+    return {family: refusal(CONFIG_MAPPING[family](), folder / family) for family in REFUSED}
+
+
+def refuse_ngrams(folder: Path) -> str:
+    from transformers import ProphetNetConfig
+
+    return refusal(ProphetNetConfig(ngram=2), folder)
+
+
+def refusal(config: Any, folder: Path) -> str:
+    from toolkit.config_sections import ModelConfig
+    from toolkit.errors import UserError
+    from toolkit.model_config import load_model_config
+
+    config.save_pretrained(folder)
+    try:
+        load_model_config(ModelConfig(name_or_path=str(folder), from_scratch=True), "AutoModelForSeq2SeqLM")
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def check_without_casts() -> str | None:
+    """The check's error for M2M-100 when nothing casts the fp32 positions in its bf16 copy."""
+    from unittest.mock import patch
+
+    from toolkit import sharding
+    from toolkit.accelerator import build_accelerator
+    from toolkit.config_sections import EvalConfig
+    from toolkit.errors import UserError
+    from toolkit.model_checks import check_seq2seq_model
+
+    model = build_model("m2m_100")
+    sharded = sharding.shard_model(build_accelerator([], "."), model)
+    check_seq2seq_model(sharded, build_collator(model), EvalConfig())
+    with patch.object(sharding, "_cast_inputs", lambda dtype, block, args, kwargs: (args, kwargs)):
+        try:
+            check_seq2seq_model(sharded, build_collator(model), EvalConfig())
+        except UserError as error:
+            return str(error)
+    return None
