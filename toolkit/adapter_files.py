@@ -30,6 +30,7 @@ from torch import nn
 
 from toolkit.config_sections import AdapterConfig
 from toolkit.errors import UserError
+from toolkit.file_modes import check_readable
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -57,7 +58,7 @@ def find_adapter(name_or_path: str) -> Path:
     """The folder of an adapter, here or in the hub's cache after a download.
 
     Raises:
-        UserError: it has no `adapter_config.json` or no safetensors weights.
+        UserError: it has no `adapter_config.json` or no safetensors weights, or may not be read.
     """
     folder = Path(name_or_path)
     if not folder.is_dir():
@@ -65,6 +66,7 @@ def find_adapter(name_or_path: str) -> Path:
     for file, why in ((CONFIG_FILE, ""), (WEIGHTS_FILE, " (pickled .bin weights are not loaded)")):
         if not (folder / file).is_file():
             raise UserError(f"adapter.name_or_path {folder} has no {file}{why}: give the folder of an adapter saved by peft")
+    check_readable(folder, f"adapter.name_or_path {folder}")
     return folder
 
 

@@ -27,7 +27,8 @@ from toolkit.checkpoint_ranking import Goal, Ranked, rank_checkpoints
 from toolkit.distributed import agreed, broadcast_object, print_rank0, raise_together, rank
 from toolkit.errors import UserError
 from toolkit.float8 import refresh_scales
-from toolkit.manifest import check_files, find_checkpoint, read_manifest
+from toolkit.manifest import check_files, find_checkpoint
+from toolkit.manifest_format import read_manifest
 from toolkit.random_state import load_random_state
 from toolkit.sharding import ShardedModel
 from toolkit.tensor_files import Tensors, load_tensors

@@ -16,6 +16,8 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from toolkit.file_modes import denials_named
+
 UNFINISHED, REPLACED, REMOVING = ".tmp", ".old", ".removing"
 _STEP_FOLDER = re.compile(r"step-([0-9]{8,})")
 
@@ -37,11 +39,17 @@ def step_of_name(name: str) -> int | None:
 
 
 def list_checkpoints(run_folder: Path) -> list[tuple[int, Path]]:
-    """`(step, folder)` of every folder named like a checkpoint, oldest first, whole or not."""
+    """`(step, folder)` of every folder named like a checkpoint, oldest first, whole or not.
+
+    Raises:
+        UserError: the folder of checkpoints may not be read.
+    """
     found = []
-    for folder in checkpoints_folder(run_folder).glob("step-*"):
-        if (step := step_of_name(folder.name)) is not None and folder.is_dir():
-            found.append((step, folder))
+    # `glob` would find none where it may not look, and the run would start anew.
+    with denials_named("checkpoints"), suppress(FileNotFoundError, NotADirectoryError):
+        for entry in os.scandir(checkpoints_folder(run_folder)):
+            if (step := step_of_name(entry.name)) is not None and entry.is_dir():
+                found.append((step, Path(entry.path)))
     return sorted(found)
 
 

@@ -22,7 +22,7 @@ from toolkit.checkpoint_folders import (
 )
 from toolkit.errors import UserError
 from toolkit.manifest import check_file, check_files
-from toolkit.manifest_format import MANIFEST, read_manifest
+from toolkit.manifest_format import MANIFEST, Unread, read_manifest
 
 _METRICS = ("loss", "bits_per_byte", "token_accuracy", "rouge1", "rougeL", "exact_match")
 _LARGE_BYTES = 2**28  # hashed in about a second
@@ -44,7 +44,7 @@ class Entry:
     valid: bool | None
     """None for a leftover."""
     note: str
-    """Why it is not valid, what a leftover is, or what else there is to say."""
+    """Why it is not valid or not read, what a leftover is, or what else there is to say."""
     num_bytes: int
     """On the disk."""
     written_at: str | None
@@ -56,6 +56,8 @@ class Entry:
     """The sha256 of the rows of `metrics`, and how texts were generated."""
     best_metric: str | None = None
     """What the run goes by."""
+    unread: bool = False
+    """The file system refuses to read it: it is not known to be valid, and may be whole."""
 
 
 def show_checkpoints(run_folder: Path, verify: bool, as_json: bool) -> bool:
@@ -99,7 +101,7 @@ def _check(path: Path, verify: bool) -> Entry | None:
         if not path.is_dir():
             return None
         problem = str(error).removeprefix(path.name).lstrip(" /")
-        return _entry(path, manifest, valid=False, note=problem)
+        return replace(_entry(path, manifest, valid=False, note=problem), unread=isinstance(error, Unread))
     named = {MANIFEST, *(os.path.normpath(name) for name in manifest["files"])}
     extra = sorted(repr(name) for file in _files(path) if (name := str(file.relative_to(path))) not in named)
     note = f"also holds {', '.join(extra[:3])}{', …' * (len(extra) > 3)}, which nothing reads" if extra else ""
@@ -160,7 +162,7 @@ def _files(path: Path) -> list[Path]:
 def _num_bytes(file: Path) -> int:
     try:
         return file.lstat().st_size
-    except FileNotFoundError:  # a run may be saving or pruning
+    except OSError:  # a run may be saving or pruning; or it may not be looked at
         return 0
 
 
@@ -179,7 +181,7 @@ def _format(entries: list[Entry]) -> str:
     metrics = [name for name in wanted if any(name in entry.metrics for entry in entries)]
     table = [["", "size", "written", "processes", *metrics, ""]]
     for entry in entries:
-        state = {True: "valid", False: "NOT VALID", None: "leftover"}[entry.valid]
+        state = "NOT READ" if entry.unread else {True: "valid", False: "NOT VALID", None: "leftover"}[entry.valid]
         table.append(
             [
                 entry.name,

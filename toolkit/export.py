@@ -21,6 +21,7 @@ from toolkit.distributed import agreed, barrier, rank
 from toolkit.errors import UserError
 from toolkit.evaluation_rows import EvaluationRows
 from toolkit.export_check import compare_logits, compare_weights, reload
+from toolkit.file_modes import give_usual_mode
 from toolkit.sharding import ShardedModel, assign_parameters, evaluation_model, weightless_copy, whole_parameters
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
             _replace(folder, lambda unfinished: _write_model(exported, weights, unfinished))
         if merges:
             _replace(run_folder / "merged", lambda unfinished: _write_merged(exported, weights, unfinished))
-        _guarded(folder, lambda: save_file(check, run_folder / "export_check.safetensors"))
+        _guarded(folder, lambda: _save_check(check, run_folder / "export_check.safetensors"))
 
     agreed(write)
     barrier()
@@ -115,6 +116,11 @@ def _write_merged(exported: Exported, weights: Tensors, folder: Path) -> None:
     compare_merged(folder, model, exported.check, exported.computed)
 
 
+def _save_check(check: Tensors, path: Path) -> None:
+    save_file(check, path)
+    give_usual_mode(path)
+
+
 def _replace(folder: Path, write: Callable[[Path], None]) -> None:
     """`write` into a folder beside, which takes the place of an older one when it is done."""
     unfinished = folder.with_name(f"{folder.name}.tmp")
@@ -123,6 +129,7 @@ def _replace(folder: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         write(unfinished)
+        give_usual_mode(unfinished)
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
 

@@ -10,7 +10,9 @@ import torch
 from toolkit.adapter_files import CONFIG_FILE, base_name
 from toolkit.distributed import agreed, broadcast_object, raise_together, rank
 from toolkit.errors import UserError
-from toolkit.manifest import check_files, newest_valid, read_manifest
+from toolkit.file_modes import denials_named
+from toolkit.manifest import check_files, newest_valid
+from toolkit.manifest_format import Unread, read_manifest
 from toolkit.model_config import check_weight_files
 from toolkit.models import hash_parameters
 from toolkit.tensor_files import load_tensors, stored_names
@@ -23,9 +25,14 @@ def find_weights(path: str) -> Path:
     """What `path` names: an exported model, a checkpoint, or the newest valid checkpoint of a run folder. Collective.
 
     Raises:
-        UserError: there is none, as rank 0 sees it.
+        UserError: there is none, as rank 0 sees it, or it may not be read.
     """
-    return broadcast_object(agreed(lambda: _find_weights(Path(path)) if rank() == 0 else Path(path)))
+
+    def find() -> Path:
+        with denials_named(f"model.init_from {path}"):
+            return _find_weights(Path(path)) if rank() == 0 else Path(path)
+
+    return broadcast_object(agreed(find))
 
 
 def load_into(model: PreTrainedModel, folder: Path) -> None:
@@ -49,6 +56,8 @@ def _find_weights(folder: Path) -> Path:
     if (folder / "manifest.json").is_file():
         try:
             check_files(folder, read_manifest(folder))
+        except Unread as error:
+            raise UserError(f"model.init_from {folder}: {error}") from None
         except ValueError as error:
             raise UserError(f"model.init_from {folder}: {error}: give a whole checkpoint, or its run folder") from None
         return folder

@@ -25,7 +25,8 @@ from toolkit.checkpoint_folders import (
     step_folder,
 )
 from toolkit.errors import UserError
-from toolkit.manifest_format import FORMAT_VERSION, MANIFEST, read_manifest, seal
+from toolkit.file_modes import denials_named
+from toolkit.manifest_format import FORMAT_VERSION, MANIFEST, Unread, read_manifest, seal
 
 
 def check_files(folder: Path, manifest: dict[str, Any], hashes: bool = True) -> None:
@@ -35,7 +36,8 @@ def check_files(folder: Path, manifest: dict[str, Any], hashes: bool = True) -> 
     would be read unchecked.
 
     Raises:
-        ValueError: naming the first file that is outside the folder, missing, unreadable, or has another size or hash.
+        Unread: the file system refuses to read a file.
+        ValueError: naming the first file that is outside the folder, missing, or has another size or hash.
     """
     if not 1 <= manifest["world_size"] <= len(manifest["files"]):
         raise ValueError(
@@ -65,17 +67,25 @@ def check_file(folder: Path, name: str, expected: dict[str, Any], hashes: bool) 
             raise ValueError(f"{folder.name}/{name} has {num_bytes} bytes instead of {expected['bytes']}")
         if hashes and hash_file(path) != expected["sha256"]:
             raise ValueError(f"{folder.name}/{name} does not have the sha256 of the manifest: its content changed")
-    except OSError as error:  # a disk that fails is found here, and an older checkpoint may lie on a good part of it
-        raise ValueError(f"{folder.name}/{name} cannot be read ({error.strerror})") from None
+    except OSError as error:
+        raise Unread(f"{folder.name}/{name}", error) from None
 
 
 def newest_valid(run_folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint of a run, and a sentence for each newer one that is not."""
+    """The newest whole checkpoint of a run, and a sentence for each newer one that is not.
+
+    A disk that fails is among the reasons, as an older checkpoint may lie on a good part of it.
+
+    Raises:
+        UserError: a newer one may not be read: it may be whole, and a run that went on from an older one would replace it.
+    """
     refused = []
     for _, folder in reversed(list_checkpoints(run_folder)):
         try:
             check_files(folder, read_manifest(folder))
         except ValueError as error:
+            if isinstance(error, Unread) and error.is_denied:
+                raise UserError(f"{checkpoints_folder(run_folder)}/{error}") from None
             refused.append(str(error))
         else:
             return folder, refused
@@ -88,27 +98,27 @@ def find_checkpoint(run_folder: Path, resume: str) -> tuple[Path | None, list[st
     First puts back what a crash left half replaced, so only one process may call it.
 
     Raises:
-        UserError: there are checkpoints but none is valid; a named one is not valid or the run has gone on from it; `never`
-            in a folder that holds checkpoints.
+        UserError: there are checkpoints but none is valid, or one may not be read; a named one is not valid or the run has gone
+            on from it; `never` in a folder that holds checkpoints.
     """
     told = restore_replaced(run_folder)
     if resume == "auto":
         found, refused = newest_valid(run_folder)
         if found is None and refused:
             raise UserError(
-                f"no checkpoint in {checkpoints_folder(run_folder)} is valid ({'; '.join(refused)}): remove them to start "
-                "from the first step, or take another run.name"
+                f"no checkpoint in {checkpoints_folder(run_folder)} is valid ({'; '.join(refused)}): move them away to "
+                "start from the first step, or take another run.name"
             )
         return found, told + refused
     if resume == "never":
         if existing := list_checkpoints(run_folder):
             raise UserError(
                 f"checkpoint.resume is never, but {checkpoints_folder(run_folder)} holds checkpoints up to step "
-                f"{existing[-1][0]}: take another run.name, or remove them"
+                f"{existing[-1][0]}: take another run.name, or move them away"
             )
         return None, told
     folder = Path(resume)
-    if not folder.is_dir():
+    if not _is_folder(folder):
         raise UserError(
             f"checkpoint.resume is {resume}, and there is no such folder: give auto, never or a checkpoint, as in "
             f"{step_folder(run_folder, 120)}"
@@ -116,13 +126,15 @@ def find_checkpoint(run_folder: Path, resume: str) -> tuple[Path | None, list[st
     try:
         manifest = read_manifest(folder)
         check_files(folder, manifest)
+    except Unread as error:
+        raise UserError(f"checkpoint.resume is {resume}, but {error}") from None
     except ValueError as error:
         raise UserError(f"checkpoint.resume is {resume}, but {error}: give a whole checkpoint, or auto for the newest") from None
     if later := [other.name for step, other in list_checkpoints(run_folder) if step > manifest["step"]]:
         # They would count as the newest, and what the resumed run saves would be pruned in their place.
         raise UserError(
-            f"checkpoint.resume is {resume}, but {checkpoints_folder(run_folder)} has later ones: remove or move "
-            f"{', '.join(later)} first"
+            f"checkpoint.resume is {resume}, but {checkpoints_folder(run_folder)} has later ones: move "
+            f"{', '.join(later)} away first"
         )
     return folder, told
 
@@ -186,6 +198,11 @@ def restore_replaced(run_folder: Path) -> list[str]:
         except OSError as error:
             told.append(f"{replaced} could not be tidied up ({error.strerror}): a later save or resume tries again")
     return told
+
+
+def _is_folder(path: Path) -> bool:
+    with denials_named("checkpoint.resume"):
+        return path.is_dir()
 
 
 def _is_valid(folder: Path) -> bool:

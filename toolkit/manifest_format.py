@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint_folders import step_folder, step_of_name
+from toolkit.file_modes import WAY_IN
 
 FORMAT_VERSION = 4
 """3: `state` also holds what is needed to go on after bad numbers; whoever reads a 2 takes the defaults. 4: `measured_on`, what
@@ -17,10 +18,19 @@ MANIFEST = "manifest.json"
 _KINDS = {int: "a whole number", str: "a text", dict: "a mapping"}
 
 
+class Unread(ValueError):
+    """A file of a checkpoint could not be read: what is in it is not known, and may be whole."""
+
+    def __init__(self, name: str, error: OSError) -> None:
+        self.is_denied = isinstance(error, PermissionError)
+        super().__init__(f"{name} cannot be read ({error.strerror}){f': {WAY_IN}' * self.is_denied}")
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint.
 
     Raises:
+        Unread: the file system refuses.
         ValueError: it is missing, is not JSON, has another format version, or is not what `commit` writes; the sentence says
             which.
     """
@@ -29,7 +39,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{folder.name} has no {MANIFEST}: it was never finished") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise Unread(where, error) from None
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} cannot be read ({error})") from None
     _check_kind(manifest, dict, f"{where} is")
     _check_version(manifest.get("format_version"), folder)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from toolkit.config_sections import EvalConfig, ModelConfig
 from toolkit.distributed import print_rank0
 from toolkit.errors import UserError
+from toolkit.file_modes import check_readable
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -120,6 +121,7 @@ def check_weight_files(folder: Path, what: str) -> None:
     Raises:
         UserError: naming the file and the entry.
     """
+    check_readable(folder, what)
     if (folder / "adapter_config.json").is_file():  # its adapter would be loaded too, from a pickle if need be
         raise UserError(
             f"{what} has an adapter_config.json beside its config.json: give a folder with the model alone, and the adapter's as "

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from toolkit.distributed import agreed, rank, world_size
 from toolkit.errors import UserError
+from toolkit.file_modes import give_usual_mode
 
 
 def capture_random_state() -> dict[str, torch.Tensor]:
@@ -47,6 +48,7 @@ def save_random_state(state: dict[str, torch.Tensor], folder: Path) -> str:
 
     name = f"rng-{rank():05d}.safetensors"
     save_file(state, folder / name)
+    give_usual_mode(folder / name)
     return name
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from toolkit.distributed import agreed, rank
 from toolkit.errors import UserError
+from toolkit.file_modes import give_usual_mode
 from toolkit.sharding import ShardedModel, whole_parameters
 
 
@@ -39,6 +40,7 @@ def save_whole_state(sharded: ShardedModel, path: Path) -> dict[str, float]:
         unfinished = path.with_name(f"{path.name}.tmp")
         try:
             save_file(weights, unfinished)
+            give_usual_mode(unfinished)
             with unfinished.open("rb") as file:
                 os.fsync(file.fileno())
             os.replace(unfinished, path)

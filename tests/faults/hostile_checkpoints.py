@@ -126,7 +126,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     ),
     "code in the manifest": (
         run_by_manifest,
-        "no checkpoint in {run}/checkpoints is valid (step-00000002/manifest.json cannot be read (…)): remove them …",
+        "no checkpoint in {run}/checkpoints is valid (step-00000002/manifest.json cannot be read (…)): move them away …",
     ),
     "a tensor of another shape": (
         change_shape,

@@ -127,7 +127,7 @@ def test_without_a_valid_one_nothing_is_done(faulty_bench: Workbench, name: str)
     before = contents(run)
     outcome = attempt_with(faulty_bench, run.name)
     both = rf"{reason}; {reason.replace(NEWEST, step_name(2))}"
-    check_one_sentence(outcome, rf"no checkpoint in {run}/checkpoints is valid \({both}\): remove them to start from .*")
+    check_one_sentence(outcome, rf"no checkpoint in {run}/checkpoints is valid \({both}\): move them away to start from .*")
     assert contents(run) == before
 
 
@@ -207,7 +207,7 @@ def test_other_formats_are_refused(faulty_bench: Workbench, version: int) -> Non
     run = stopped_after(faulty_bench, f"version {version}", step=2)
     folder = run / "checkpoints" / step_name(2)
     write_manifest(folder, read_manifest(folder) | {"format_version": version})
-    sentence = rf"no checkpoint in {run}/checkpoints is valid \({folder.name} {VERSIONS[version]}\): remove them .*"
+    sentence = rf"no checkpoint in {run}/checkpoints is valid \({folder.name} {VERSIONS[version]}\): move them away .*"
     check_one_sentence(attempt_with(faulty_bench, run.name), sentence)
 
 

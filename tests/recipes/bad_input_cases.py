@@ -295,6 +295,6 @@ AFTER_A_RUN = {
     "never, but there are checkpoints": Case(
         flags="--model.from_scratch true --checkpoint.resume never",
         sentence="checkpoint.resume is never, but {here}/runs/run/checkpoints holds checkpoints up to step 2: take another "
-        "run.name, or remove them",
+        "run.name, or move them away",
     ),
 }

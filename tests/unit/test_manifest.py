@@ -101,7 +101,7 @@ def test_files_that_no_manifest_names_do_not_matter(tmp_path: Path) -> None:
 def test_a_named_checkpoint_is_refused_while_there_are_later_ones(tmp_path: Path) -> None:
     early, late = make_checkpoint(tmp_path, 3), make_checkpoint(tmp_path, 12)
     assert find_checkpoint(tmp_path, str(late)) == (late, [])
-    sentence = f"checkpoint.resume is {early}, but {early.parent} has later ones: remove or move step-00000012 first"
+    sentence = f"checkpoint.resume is {early}, but {early.parent} has later ones: move step-00000012 away first"
     with pytest.raises(UserError, match=f"^{re.escape(sentence)}$"):
         find_checkpoint(tmp_path, str(early))
     late.rename(tmp_path / "moved")
@@ -114,7 +114,7 @@ def test_auto_starts_anew_only_where_there_is_no_checkpoint(tmp_path: Path) -> N
     assert find_checkpoint(tmp_path, "auto") == (only, [])
     (only / "rng-00000.safetensors").unlink()
     with pytest.raises(
-        UserError, match=r"is valid \(step-00000003 lacks rng-00000.safetensors\): remove them to start from the first step"
+        UserError, match=r"is valid \(step-00000003 lacks rng-00000.safetensors\): move them away to start from the first step"
     ):
         find_checkpoint(tmp_path, "auto")
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.data.rows import InputReport, RowInput, write_rows
 from toolkit.errors import UserError
+from toolkit.file_modes import denials_named
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -65,7 +66,7 @@ def load_rows(
         eval_fraction: share of the groups held out by hash; None where the inputs say what is held out.
 
     Raises:
-        UserError: the cache cannot be written; whatever is wrong with the rows, see `write_rows`.
+        UserError: the cache cannot be written or read; whatever is wrong with the rows, see `write_rows`.
     """
     identity = {
         "reader_version": READER_VERSION,
@@ -76,9 +77,10 @@ def load_rows(
     }
     fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     folder = cache / "rows" / fingerprint
-    if not folder.is_dir():
-        _write_cache(inputs, folder, eval_fraction=eval_fraction or 0.0, num_rows=num_rows, drop_repeats=drop_repeats)
-    return _load_cache(inputs, folder, eval_fraction)
+    with denials_named("data.cache_dir"):
+        if not folder.is_dir():
+            _write_cache(inputs, folder, eval_fraction=eval_fraction or 0.0, num_rows=num_rows, drop_repeats=drop_repeats)
+        return _load_cache(inputs, folder, eval_fraction)
 
 
 def hash_rows(rows: Iterable[Sequence[Any]]) -> str:
