@@ -52,13 +52,13 @@ def join_lists(flags: list[str], config_class: type) -> list[str]:
 
 
 def _join(values: list[str], *, takes_text: bool) -> str:
-    """One list of texts and lists; null forgets those before it. A single text stays one where the field takes it."""
+    """One list of texts and lists; null and [] forget those before. A single text stays one where the field takes it."""
     loaded = [_load(value) for value in values]
     if len(values) == 1 and (takes_text or isinstance(loaded[0], list | dict | None)):
         return values[0]
     items: list[Any] = []
     for value, content in zip(values, loaded, strict=True):
-        items = [] if content is None else [*items, *(content if isinstance(content, list) else [value])]
+        items = [] if content in (None, []) else [*items, *(content if isinstance(content, list) else [value])]
     return json.dumps(items, ensure_ascii=False)
 
 

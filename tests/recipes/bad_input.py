@@ -31,7 +31,7 @@ class Case:
     """One wrong thing. `{here}` stands for the case's folder."""
 
     flags: str = ""
-    """Put behind those of the working run; separated by blanks."""
+    """In place of those of the working run with the same name, or beside them; separated by blanks."""
     sentence: str
     """What is told, whole, where `…` stands for anything."""
     files: Files = field(default_factory=dict)
@@ -60,11 +60,21 @@ class WorkingRun:
     def launch(self, here: Path, case: Case, *, num_processes: int | None = None) -> LaunchResult:
         """The recipe on 2 ranks in the folder `here`, with what is wrong in `case`."""
         self.write(here, case.files)
-        argv = [fill(flag, here) for flag in f"{self.flags} {case.flags}".split()]
+        argv = [fill(flag, here) for flag in [*_without(self.flags.split(), case.flags.split()), *case.flags.split()]]
         script = RECIPES / f"{self.recipe}.py"
         return launch(
             script, argv, preset=case.preset, overrides=case.overrides, num_processes=num_processes, timeout_s=TIMEOUT_S
         )
+
+
+def _without(flags: list[str], others: list[str]) -> list[str]:
+    """Flags and their values, but those with a name among the others: a list's would add up."""
+    names = {flag.partition("=")[0] for flag in others if flag.startswith("--")}
+    is_dropped, kept = False, []
+    for word in flags:
+        is_dropped = word.partition("=")[0] in names if word.startswith("--") else is_dropped
+        kept += [] if is_dropped else [word]
+    return kept
 
 
 def check(here: Path, case: Case, result: LaunchResult) -> None:

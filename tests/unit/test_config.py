@@ -90,6 +90,8 @@ def test_flags_win_over_the_yaml_wherever_they_stand(tmp_path: Path, where: str)
         (["--adapter.target_modules=q", "--adapter.target_modules=v"], "adapter.target_modules", ["q", "v"]),
         (["--adapter.target_modules=all-linear"], "adapter.target_modules", "all-linear"),
         (["--tracking.log_with=wandb", "--tracking.log_with=tensorboard"], "tracking.log_with", ["wandb", "tensorboard"]),
+        (["--tracking.log_with=[wandb]", "--tracking.log_with=[]"], "tracking.log_with", []),  # as verify overrides a run's
+        (["--data.source=csv", "--data.files=a", "--data.files=null", "--data.files=b"], "data.files", ["b"]),
         (["--optim.lr=0.5", "--optim.lr=0.25"], "optim.lr", 0.25),
     ],
 )
