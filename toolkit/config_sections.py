@@ -138,7 +138,8 @@ class LLMDataConfig:
     """Train on completions only (every assistant turn, but one with `"weight": 0`), or on all tokens. Plain text always counts
     whole."""
     max_length_tokens: PositiveInt = 1024  # type: ignore[valid-type]
-    """Longer rows are cut at their end (counted and told); packed rows are filled up to it."""
+    """Longer plain text is split into rows that together hold every token; longer chats and completions are cut at their end, and
+    the share of tokens lost is printed. Packed rows are filled up to it."""
     packing: bool = True
     """Put several rows of a step into one row of the tensors. They do not see each other: for the same rows the result is
     the same."""

@@ -86,7 +86,7 @@ DATA = {
     ),
     "all completions cut off": Case(
         flags="--data.max_length_tokens 8",
-        sentence=f"all {NUM_CHATS} train conversations lost their whole completion to data.max_length_tokens = 8: raise it",
+        sentence=f"all {NUM_CHATS} training conversations lost their whole completion to data.max_length_tokens = 8: raise it",
     ),
     "no usable columns": Case(
         files=rows({"instruction": "a", "output": "b"}),

@@ -13,6 +13,7 @@ import numpy as np
 
 from toolkit.config_sections import LLMDataConfig, ModelConfig
 from toolkit.data.chat import check_chat_template, list_special_tokens, read_chat_template
+from toolkit.data.cuts import ROW_IDS_OF_A_PIECE, SIDES, split_text, tell_cut, tell_split
 from toolkit.data.examples import list_texts
 from toolkit.data.llm_sources import load_llm_rows
 from toolkit.data.prepared import Prepared, prepare_chat, prepare_text
@@ -27,9 +28,12 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Goes into the cache's name: raise it when the columns or their meaning change."""
 
+_OF_TOKENIZING = ("num_given_tokens", "num_lost_tokens", "piece", "is_chat", "is_endless")
+"""Columns that are not kept: tokens before a cut and those lost to it; the number of a row in its text, from 0; whether it is a
+chat, and whether a turn of it ends with no special token."""
 _NUM_ROWS_TRIED = 100
 """That a tokenizer keeps their text."""
 
@@ -38,7 +42,8 @@ def prepare_llm_rows(config: LLMDataConfig, model: ModelConfig, vocab_size: int)
     """Read, tokenize and cache the rows on each node's first process; the others load the cache. Collective.
 
     A chat is what its template makes of it. A prompt is followed by its completion and the end token, a text by the end token;
-    both begin with what the tokenizer puts before any text (Llama's `<s>`). Rows longer than `data.max_length_tokens` are cut.
+    both begin with what the tokenizer puts before any text (Llama's `<s>`). Chats and pairs longer than `data.max_length_tokens`
+    are cut, a longer text becomes several rows (see `cuts.py`).
 
     Raises:
         UserError: whatever is wrong with the source, the tokenizer or the chat template, no training row with a label left after
@@ -52,7 +57,7 @@ def _build_cache(config: LLMDataConfig, model: ModelConfig, vocab_size: int) -> 
     template = read_chat_template(config.chat_template) if config.chat_template else None
     tokenizer = load_tokenizer(model, vocab_size) if has_tokenizer(model) else None
     if tokenizer is not None:
-        _set_up(tokenizer, template)
+        _set_up(tokenizer, template, config.max_length_tokens)
     rows = load_llm_rows(config)
     identity = {
         "format": FORMAT_VERSION,
@@ -68,14 +73,14 @@ def _build_cache(config: LLMDataConfig, model: ModelConfig, vocab_size: int) -> 
             return _write_tokens(rows, tokenizer, config, folder)
         texts = (text for row in rows.train for text in list_texts(json.loads(row["source"])))
         trained = train_byte_level_tokenizer(texts, vocab_size)
-        _set_up(trained, template)
+        _set_up(trained, template, config.max_length_tokens)
         return _write_tokens(rows, trained, config, folder)
 
     return write_tokens(cache_folder(config.cache_dir), identity, write)
 
 
-def _set_up(tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
-    """Give the tokenizer the template, which goes into the export with it, and refuse one that cannot do what is needed."""
+def _set_up(tokenizer: PreTrainedTokenizerBase, template: str | None, max_length_tokens: int) -> None:
+    """Give the tokenizer the template, which goes into the export with it, and refuse what cannot do what is needed."""
     name = tokenizer.name_or_path or "trained on the rows"
     if not tokenizer.is_fast:
         raise UserError(
@@ -84,6 +89,9 @@ def _set_up(tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
         )
     if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer {name} has no end token to put after texts: set eos_token in its tokenizer_config.json")
+    least = len(_get_prefix(tokenizer)) + 2
+    if max_length_tokens < least:
+        raise UserError(f"data.max_length_tokens = {max_length_tokens} leaves no room for a label: give a row at least {least}")
     if template is not None:
         tokenizer.chat_template = template
     check_chat_template(tokenizer)
@@ -114,7 +122,7 @@ def _write_tokens(rows: TextRows, tokenizer: PreTrainedTokenizerBase, config: LL
         if name == "train":
             _check_mix(kept, config)
         stop_token_ids.update(*kept["stop_token_ids"])
-        save_tokens(kept.remove_columns(["was_cut", "is_chat", "is_endless", "stop_token_ids"]), name, folder)
+        save_tokens(kept.remove_columns([*_OF_TOKENIZING, "stop_token_ids"]), name, folder)
     tokenizer.save_pretrained(folder / "tokenizer")
     return About(remarks, sorted(stop_token_ids))
 
@@ -130,24 +138,24 @@ def _check_mix(train: Dataset, config: LLMDataConfig) -> None:
 
 
 def _drop_lost_rows(tokenized: Dataset, config: LLMDataConfig, name: str) -> tuple[Dataset, list[str]]:
-    """The rows with a label that counts, and remarks on what the cut and the template did to them."""
-    numbers = tokenized.select_columns(["num_label_tokens", "was_cut", "is_chat", "is_endless"]).with_format("numpy")[:]
+    """The rows with a label that counts, and remarks on what the limit and the template did to them."""
+    numbers = tokenized.select_columns(["num_label_tokens", *_OF_TOKENIZING]).with_format("numpy")[:]
     is_kept = numbers["num_label_tokens"] > 0
-    limit = f"data.max_length_tokens = {config.max_length_tokens}"
+    limit, side = f"data.max_length_tokens = {config.max_length_tokens}", SIDES[name]
     what = "conversations" if numbers["is_chat"].all() else "rows"
-    num_rows, num_lost = len(tokenized), int((~is_kept).sum())
+    num_rows, num_lost = int((numbers["piece"] == 0).sum()), int((~is_kept).sum())
     if name == "train" and num_lost == num_rows:
-        raise UserError(f"all {num_rows} {name} {what} lost their whole completion to {limit}: raise it")
-    told = []
-    if num_cut := int(numbers["was_cut"].sum()):
-        told.append(f"cut {num_cut} of {num_rows} {name} rows to {limit}")
+        raise UserError(f"all {num_rows} {side} {what} lost their whole completion to {limit}: raise it")
+    given = numbers["num_given_tokens"]
+    told = tell_split(numbers["piece"], name, limit)
+    told += tell_cut(given, np.where(is_kept, numbers["num_lost_tokens"], given), num_rows, name, limit)
     if num_lost:
-        told.append(f"{num_lost} of {num_rows} {what} lost their whole completion to {limit} and were left out ({name} rows)")
+        told.append(f"{num_lost} of {num_rows} {what} lost their whole completion to {limit} and were left out ({side} rows)")
     if num_lost and num_lost == num_rows:
         told.append("no held-out row is left to evaluate on")
     if num_endless := int(numbers["is_endless"].sum()):
         told.append(
-            f"the chat template ends the turns of {num_endless} of {num_rows} {name} rows with no special token, so nothing "
+            f"the chat template ends the turns of {num_endless} of {num_rows} {side} rows with no special token, so nothing "
             "tells generation to stop: end assistant turns with eos_token in data.chat_template"
         )
     return tokenized.select(np.flatnonzero(is_kept)) if num_lost else tokenized, told
@@ -160,8 +168,7 @@ def _tokenize_batch(
     max_length_tokens: int,
     origins: list[tuple[str, int]],
 ) -> dict[str, list]:
-    """The columns of `TokenizedRows`, and `was_cut`, `is_chat`, `is_endless` (a turn ends with no special token) and
-    `stop_token_ids` (those that its turns end with, and the tokenizer's end: no list is empty, which would have no type)."""
+    """The columns of `TokenizedRows`, those of `_OF_TOKENIZING`, and `stop_token_ids`."""
     examples = [json.loads(source) for source in rows["source"]]
     prepared = [
         prepare_chat(tokenizer, example, loss_on, _locate(row_id, origins))
@@ -175,17 +182,24 @@ def _tokenize_batch(
     prefix = _get_prefix(tokenizer)
     special_tokens = re.compile("|".join(map(re.escape, list_special_tokens(tokenizer))) or "(?!)")
     all_columns = []
-    for example, item, tokens in zip(examples, prepared, tokenized, strict=True):
+    for row_id, example, item, tokens in zip(rows["row_id"], examples, prepared, tokenized, strict=True):
         if not item.is_chat:
-            length = len(item.text)
+            length, before = len(item.text), np.zeros(len(prefix), dtype=np.int64)
             tokens = TokenizedText(
-                np.array([*prefix, *tokens.input_ids, int(tokenizer.eos_token_id)], dtype=np.int32),
-                np.array([*[0] * len(prefix), *tokens.starts, length]),
-                np.array([*[0] * len(prefix), *tokens.ends, length]),
+                np.concatenate([prefix, tokens.input_ids, [tokenizer.eos_token_id]]).astype(np.int32),
+                np.concatenate([before, tokens.starts, [length]]),
+                np.concatenate([before, tokens.ends, [length]]),
                 tuple(first + len(prefix) for first in tokens.firsts),
             )
-        columns = _mask(item, tokens, max_length_tokens, special_tokens) | _find_stops(item, tokenizer, special_tokens)
-        all_columns.append({**columns, "source_index": example["mix_entry"]})
+        if "text" in example:
+            columns = _split(item, tokens, len(prefix), max_length_tokens)
+        else:
+            columns = [_mask(item, tokens, max_length_tokens, special_tokens)]
+        of_row = {**_find_stops(item, tokenizer, special_tokens), "source_index": example["mix_entry"]}
+        all_columns += [
+            {**part, **of_row, "row_id": row_id + piece * ROW_IDS_OF_A_PIECE, "piece": piece}
+            for piece, part in enumerate(columns)
+        ]
     return {name: [columns[name] for columns in all_columns] for name in all_columns[0]}
 
 
@@ -205,11 +219,31 @@ def _get_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return encoded["input_ids"][:num_special]
 
 
+def _split(item: Prepared, tokens: TokenizedText, num_prefix: int, max_length_tokens: int) -> list[dict[str, Any]]:
+    """The columns of the rows that a text becomes."""
+    return [
+        {
+            "input_ids": piece.input_ids,
+            "labels": piece.labels,
+            "num_tokens": len(piece.input_ids),
+            "num_label_tokens": int((piece.labels != IGNORED_LABEL).sum()),
+            # Nothing predicts the first token: its text is not counted either.
+            "target_bytes": len(item.text[tokens.ends[max(piece.begin - 1, 0)] : tokens.ends[piece.end - 1]].encode()),
+            "prompt_length": 0,
+            "target": "",
+            "lead_text": "",
+            "num_given_tokens": piece.end - piece.begin,
+            "num_lost_tokens": 0,
+        }
+        for piece in split_text(tokens.input_ids, num_prefix, max_length_tokens)
+    ]
+
+
 def _mask(item: Prepared, tokens: TokenizedText, max_length_tokens: int, special_tokens: re.Pattern) -> dict[str, Any]:
-    """The columns of one example."""
+    """The columns of one chat or pair."""
     input_ids = tokens.input_ids[:max_length_tokens]
-    was_cut = len(tokens.input_ids) > len(input_ids)
-    end_place = tokens.ends[len(input_ids) - 1] if was_cut else len(item.text)
+    is_cut = len(tokens.input_ids) > len(input_ids)
+    end_place = tokens.ends[len(input_ids) - 1] if is_cut else len(item.text)
     labels = input_ids.copy() if item.counts_whole else np.full_like(input_ids, IGNORED_LABEL)
     # Nothing predicts the first token: its text is not counted either.
     pieces = [item.text[tokens.ends[:1].max(initial=0) : end_place]] if item.counts_whole else []
@@ -235,12 +269,14 @@ def _mask(item: Prepared, tokens: TokenizedText, max_length_tokens: int, special
         "prompt_length": prompt_length,
         "target": target.strip(),
         "lead_text": lead_text,
-        "was_cut": was_cut,
+        "num_given_tokens": len(tokens.input_ids),
+        "num_lost_tokens": len(tokens.input_ids) - len(input_ids),
     }
 
 
 def _find_stops(item: Prepared, tokenizer: PreTrainedTokenizerBase, special_tokens: re.Pattern) -> dict[str, Any]:
-    """The columns that say how the turns of one example end."""
+    """The columns that say how the turns of one example end; `stop_token_ids` has the tokenizer's end too: a list that is empty
+    has no type."""
     ends = [special_tokens.findall(item.text[turn.content_end : turn.end]) for turn in item.turns] if item.is_chat else []
     stop_tokens = [str(tokenizer.eos_token), *(tokens[-1] for tokens in ends if tokens)]
     stop_token_ids: Any = tokenizer.convert_tokens_to_ids(stop_tokens)

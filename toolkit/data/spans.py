@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _MOST_CHARACTERS_AT_ONCE = 2**22
 """The library holds about 150 bytes a token until they are read."""
 _BLOCK_CHARACTERS = 2**18
-# Where no tokenizer makes one token of both sides: behind a line break, else before a single space.
-_BLOCK_ENDS = (re.compile(r"(?<=\n)(?=\S)"), re.compile(r"(?<=\S)(?= \S)"))
+# Where hardly any tokenizer makes one token of both sides: behind a single line break, else before a single space.
+_BLOCK_ENDS = (re.compile(r"(?<=\S\n)(?=\S)"), re.compile(r"(?<=\S)(?= \S)"))
 
 
 class TokenizedText(NamedTuple):

@@ -21,18 +21,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _ROWS_WORTH_SEVERAL_PROCESSES = 10_000
+_ROWS_AT_ONCE, _BYTES_AT_ONCE = 1000, 2**24
 
 
 @dataclass(frozen=True)
 class TokenizedRows:
     """Rows of a run as token ids.
 
-    `train` and `evaluation` have the columns `row_id`, `input_ids`, `labels`, `num_tokens` (of the row, without padding),
-    `num_label_tokens` (those that count), `target_bytes` (utf-8 bytes of the text that they stand for), `target` and `lead_text`.
+    `train` and `evaluation` have the columns `row_id` (unique over both), `input_ids`, `labels`, `num_tokens` (of the row, without
+    padding), `num_label_tokens` (those that count), `target_bytes` (utf-8 bytes of the text that they stand for), `target` and `lead_text`.
 
     Rows of a causal model: `labels` is as long as `input_ids` and not shifted, -100 where a token does not count, as at the
     first place always. They have two more columns: `prompt_length`, the tokens before what is generated (0: nothing is), and
-    `source_index`, the entry of `data.mix` (0 without one, and for rows of `data.eval_files`).
+    `source_index`, the entry of `data.mix` (0 without one, and for rows of `data.eval_files`). A text that became several rows
+    has the ids `row_id`, `row_id` + 10^10, `row_id` + 2 · 10^10, … in its order.
     """
 
     train: Dataset
@@ -142,7 +144,7 @@ def tokenize_rows(
     """Replace the text columns by those of `tokenize`, with several processes and progress where there is much to do.
 
     Args:
-        tokenize: called with a batch of rows as columns, and `arguments`.
+        tokenize: called with a batch of rows as columns, and `arguments`; makes one row or several of each.
         name: `train` or `evaluation`, for messages and files.
         folder: gets a file that goes on holding the result: remove it after use, see `save_tokens`.
         num_workers: processes; None: the machine's cores over its ranks, at most 8.
@@ -161,6 +163,8 @@ def tokenize_rows(
     tokenized = dataset.map(
         tokenize,
         batched=True,
+        # A batch is held as text and as tokens at once: fewer rows where they are long.
+        batch_size=max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE * len(dataset) // dataset.data.nbytes)),
         num_proc=num_workers if num_workers > 1 and len(dataset) > _ROWS_WORTH_SEVERAL_PROCESSES else None,
         remove_columns=["source"],
         fn_kwargs=arguments,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.config_sections import DataConfig, ModelConfig
+from toolkit.data.cuts import tell_cut
 from toolkit.data.languages import marks_languages, set_languages
 from toolkit.data.row_cache import TextRows, cache_folder
 from toolkit.data.sources import load_text_rows
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Goes into the cache's name: raise it when the columns or their meaning change."""
 
 
@@ -74,7 +75,7 @@ def _write_tokens(rows: TextRows, tokenizer: PreTrainedTokenizerBase, config: Da
             placeholder={"source": "", "target": "", "lead_text": ""},
         )
         remarks += _tell_truncation(tokenized, config, name)
-        save_tokens(tokenized.remove_columns(["source_was_cut", "target_was_cut"]), name, folder)
+        save_tokens(tokenized.remove_columns(["num_lost_source_tokens", "num_lost_target_tokens"]), name, folder)
     tokenizer.save_pretrained(folder / "tokenizer")
     return About(remarks)
 
@@ -86,11 +87,13 @@ def _tokenize_batch(
     max_source_length_tokens: int,
     max_target_length_tokens: int,
 ) -> dict[str, list]:
-    sources, sources_cut = _encode(tokenizer, [prefix + text for text in rows["source"]], max_source_length_tokens, "text")
-    labels, targets_cut = _encode(tokenizer, rows["target"], max_target_length_tokens, "text_target")
+    sources, num_lost_of_sources = _encode(
+        tokenizer, [prefix + text for text in rows["source"]], max_source_length_tokens, "text"
+    )
+    labels, num_lost_of_targets = _encode(tokenizer, rows["target"], max_target_length_tokens, "text_target")
     texts = [
-        str(tokenizer.decode(ids, skip_special_tokens=True)) if was_cut else text
-        for ids, text, was_cut in zip(labels, rows["target"], targets_cut, strict=True)
+        str(tokenizer.decode(ids, skip_special_tokens=True)) if num_lost else text
+        for ids, text, num_lost in zip(labels, rows["target"], num_lost_of_targets, strict=True)
     ]
     return {
         "input_ids": sources,
@@ -98,27 +101,32 @@ def _tokenize_batch(
         "num_tokens": [len(source) + len(target) for source, target in zip(sources, labels, strict=True)],
         "num_label_tokens": [len(ids) for ids in labels],
         "target_bytes": [len(text.encode()) for text in texts],
-        "source_was_cut": sources_cut,
-        "target_was_cut": targets_cut,
+        "num_lost_source_tokens": num_lost_of_sources,
+        "num_lost_target_tokens": num_lost_of_targets,
     }
 
 
 def _encode(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: int, argument: str
-) -> tuple[list[list[int]], list[bool]]:
-    """Token ids of texts and whether each was cut. Only a text that is too long is encoded again, cut by the tokenizer."""
+) -> tuple[list[list[int]], list[int]]:
+    """Token ids of texts and how many each has lost. Only a text that is too long is encoded again, cut by the tokenizer."""
     all_ids = tokenizer(**{argument: texts}, verbose=False)["input_ids"]
-    was_cut = [len(ids) > max_length for ids in all_ids]
+    num_lost = [0] * len(texts)
     for i, text in enumerate(texts):
-        if was_cut[i]:
+        if (num_given := len(all_ids[i])) > max_length:
             all_ids[i] = tokenizer(**{argument: text}, truncation=True, max_length=max_length)["input_ids"]
-    return all_ids, was_cut
+            num_lost[i] = num_given - len(all_ids[i])
+    return all_ids, num_lost
 
 
 def _tell_truncation(tokenized: Dataset, config: DataConfig, name: str) -> list[str]:
-    told = []
+    names = ["num_tokens", "num_label_tokens", "num_lost_source_tokens", "num_lost_target_tokens"]
+    numbers = tokenized.select_columns(names).with_format("numpy")[:]
+    num_kept = {"source": numbers["num_tokens"] - numbers["num_label_tokens"], "target": numbers["num_label_tokens"]}
+    told: list[str] = []
     for side, limit in (("source", config.max_source_length_tokens), ("target", config.max_target_length_tokens)):
-        num_cut = sum(tokenized[f"{side}_was_cut"])
-        if num_cut:
-            told.append(f"cut the {side} of {num_cut} of {len(tokenized)} {name} rows to data.max_{side}_length_tokens = {limit}")
+        num_lost = numbers[f"num_lost_{side}_tokens"]
+        told += tell_cut(
+            num_kept[side] + num_lost, num_lost, len(tokenized), name, f"data.max_{side}_length_tokens = {limit}", side
+        )
     return told

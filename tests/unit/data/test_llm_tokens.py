@@ -199,7 +199,7 @@ def test_broken_and_missing_templates_are_refused(prepare, tmp_path):
 def test_turns_without_an_end_token_are_told(prepare):
     template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     rows = prepare(chats(CHATS[1]), chat_template=template)
-    assert "the turns of 1 of 1 train rows with no special token, so nothing tells generation to stop" in rows.remarks[0]
+    assert "the turns of 1 of 1 training rows with no special token, so nothing tells generation to stop" in rows.remarks[0]
 
 
 def test_a_prompt_is_followed_by_its_completion_and_the_end_token(prepare):
@@ -261,7 +261,10 @@ def test_a_cut_ends_a_row_and_its_target(prepare):
     assert (row["input_ids"], row["labels"]) == (whole["input_ids"][:limit], whole["labels"][:limit])
     assert row["prompt_length"] == limit - 1 and row["target"] == counted(cut)[1] and row["target"] == "welcome"
     assert row["target_bytes"] == len("it is four" + row["target"])
-    assert cut.remarks == [f"cut 1 of 1 train rows to data.max_length_tokens = {limit}"]
+    num_lost = whole["num_tokens"] - limit
+    lost = f"cut 1 of 1 training rows to data.max_length_tokens = {limit}: {100 * num_lost / whole['num_tokens']:.1f} % of all "
+    fix = f"raise data.max_length_tokens (the longest row has {whole['num_tokens']} tokens), or split these rows"
+    assert cut.remarks == [f"WARNING: {lost}training row tokens lost; {fix}"]
     # The last turn is cut off: the one before is what is generated.
     earlier = prepare(chats(messages), max_length_tokens=limit - 1)
     assert counted(earlier) == ["it is four<|im_end|>"]
@@ -273,11 +276,13 @@ def test_chats_that_lose_their_completion_are_left_out_and_counted(prepare):
     long = say("hello there " * 50, "it is four")
     rows = prepare(chats(*CHATS, long), max_length_tokens=80)
     assert rows.train["row_id"][:] == [0, 1]
-    assert rows.remarks == [
-        "cut 1 of 3 train rows to data.max_length_tokens = 80",
-        "1 of 3 conversations lost their whole completion to data.max_length_tokens = 80 and were left out (train rows)",
+    assert rows.remarks[0].startswith("WARNING: cut 1 of 3 training rows to data.max_length_tokens = 80: ")
+    assert rows.remarks[1:] == [
+        "1 of 3 conversations lost their whole completion to data.max_length_tokens = 80 and were left out (training rows)",
     ]
-    with pytest.raises(UserError, match="all 1 train conversations lost their whole completion to data.max_length_tokens = 80"):
+    with pytest.raises(
+        UserError, match="all 1 training conversations lost their whole completion to data.max_length_tokens = 80"
+    ):
         prepare(chats(long), max_length_tokens=80)
 
 
@@ -285,7 +290,9 @@ def test_rows_that_are_no_chats_lose_their_completion_as_rows(prepare):
     pairs = [{"prompt": "hello there " * 50, "completion": "it is"}, {"prompt": "hello", "completion": " there"}]
     rows = prepare(pairs, max_length_tokens=80)
     assert rows.remarks[1].startswith("1 of 2 rows lost their whole completion to data.max_length_tokens = 80")
-    with pytest.raises(UserError, match="all 1 train rows lost their whole completion to data.max_length_tokens = 80: raise it"):
+    with pytest.raises(
+        UserError, match="all 1 training rows lost their whole completion to data.max_length_tokens = 80: raise it"
+    ):
         prepare(pairs[:1], max_length_tokens=80)
 
 
