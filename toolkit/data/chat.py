@@ -12,6 +12,7 @@ before it: a line break, the end token of a document (Phi-3), the generation pro
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
 from itertools import takewhile
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# Llama's templates print today's date unless they get this. Rows must not depend on the day they were tokenized on; it is the
-# date that Llama 3.1 falls back to.
-_DATE_TOLD = "26 Jul 2024"
+# Templates print today's date, by `strftime_now` or (Llama's) a variable. Rows must not depend on the day that they were
+# tokenized on; it is the date that Llama 3.1 falls back to. No other clock is in reach of a template.
+_CLOCK = datetime.datetime(2024, 7, 26)
 
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
 """What rendering raises: the template's own refusals, and Python's of the operations in it."""
@@ -231,11 +232,13 @@ def _render(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: list[Any] | None, **options: bool
 ) -> tuple[str, list[tuple[int, int]]]:
     """Text and the places that `{% generation %}` markers mark, where asked for."""
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
     template = _get_template(tokenizer, tools)
-    variables: dict[str, Any] = {**tokenizer.special_tokens_map, "date_string": _DATE_TOLD, **options}
+    variables: dict[str, Any] = {**tokenizer.special_tokens_map, "date_string": _CLOCK.strftime("%d %b %Y"), **options}
     try:
+        # What is given for a variable becomes plain data, so no function: the compiled template, which is cached, gets ours.
+        _compile_jinja_template(template).environment.globals["strftime_now"] = _CLOCK.strftime
         rendered: Any = render_jinja_template(conversations=[messages], tools=tools, chat_template=template, **variables)
     except jinja2.TemplateSyntaxError as error:
         raise UserError(

@@ -19,7 +19,7 @@ from toolkit.data.llm_sources import load_llm_rows
 from toolkit.data.prepared import Prepared, prepare_chat, prepare_text
 from toolkit.data.row_cache import TextRows, cache_folder
 from toolkit.data.spans import TokenizedText, tokenize_texts
-from toolkit.data.token_cache import About, TokenizedRows, build_once_a_node, save_tokens, tokenize_rows, write_tokens
+from toolkit.data.token_cache import About, TokenizedRows, Written, build_once_a_node, save_tokens, tokenize_rows, write_tokens
 from toolkit.data.tokenizer import has_tokenizer, hash_tokenizer, load_tokenizer, tell_lost_text, train_byte_level_tokenizer
 from toolkit.errors import UserError
 from toolkit.losses import IGNORED_LABEL
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Goes into the cache's name: raise it when the columns or their meaning change."""
 
 _OF_TOKENIZING = ("num_given_tokens", "num_lost_tokens", "piece", "is_chat", "is_endless")
@@ -52,8 +52,8 @@ def prepare_llm_rows(config: LLMDataConfig, model: ModelConfig, vocab_size: int)
     return build_once_a_node(cache_folder(config.cache_dir), partial(_build_cache, config, model, vocab_size))
 
 
-def _build_cache(config: LLMDataConfig, model: ModelConfig, vocab_size: int) -> str:
-    """Make sure the tokenized rows lie in the cache; returns their folder's name. On one process of a node."""
+def _build_cache(config: LLMDataConfig, model: ModelConfig, vocab_size: int) -> Written:
+    """Make sure the tokenized rows lie in the cache. On one process of a node."""
     template = read_chat_template(config.chat_template) if config.chat_template else None
     tokenizer = load_tokenizer(model, vocab_size) if has_tokenizer(model) else None
     if tokenizer is not None:

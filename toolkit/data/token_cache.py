@@ -7,16 +7,20 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from toolkit.data.tokenizer import hash_tokenizer
 from toolkit.distributed import gather_objects, local_rank, local_world_size, raise_together
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
@@ -28,8 +32,9 @@ _ROWS_AT_ONCE, _BYTES_AT_ONCE = 1000, 2**24
 class TokenizedRows:
     """Rows of a run as token ids.
 
-    `train` and `evaluation` have the columns `row_id` (unique over both), `input_ids`, `labels`, `num_tokens` (of the row, without
-    padding), `num_label_tokens` (those that count), `target_bytes` (utf-8 bytes of the text that they stand for), `target` and `lead_text`.
+    `train` and `evaluation` have the columns `row_id` (unique over both), `input_ids`, `labels`, `num_tokens` (of the row,
+    without padding), `num_label_tokens` (those that count), `target_bytes` (utf-8 bytes of the text that they stand for),
+    `target` and `lead_text`.
 
     Rows of a causal model: `labels` is as long as `input_ids` and not shifted, -100 where a token does not count, as at the
     first place always. They have two more columns: `prompt_length`, the tokens before what is generated (0: nothing is), and
@@ -41,11 +46,20 @@ class TokenizedRows:
     evaluation: Dataset
     tokenizer: PreTrainedTokenizerBase
     fingerprint: str
-    """sha256 of source contents, settings and tokenizer: what a resume compares."""
+    """sha256 of the columns of all rows and the tokenizer, as they lie on disk: what a resume compares."""
     remarks: list[str]
     stop_token_ids: tuple[int, ...]
     """Tokens that end a generated text: the tokenizer's end, and the special tokens that end the turns of chats. Empty for an
     encoder-decoder, whose generation config says it."""
+
+
+class Written(NamedTuple):
+    """Tokenized rows on disk."""
+
+    name: str
+    """Of their folder in the cache: the sha256 of what they were made of."""
+    contents: str
+    """sha256 of what they are, see `TokenizedRows.fingerprint`."""
 
 
 class About(NamedTuple):
@@ -55,11 +69,11 @@ class About(NamedTuple):
     stop_token_ids: list[int] | tuple[()] = ()
 
 
-def build_once_a_node(cache: Path, build: Callable[[], str]) -> TokenizedRows:
+def build_once_a_node(cache: Path, build: Callable[[], Written]) -> TokenizedRows:
     """Run `build` on each node's first process; all load what it wrote. Collective.
 
     Args:
-        build: makes sure that tokenized rows lie in a folder of `cache` and returns its name, see `write_tokens`.
+        build: makes sure that tokenized rows lie in a folder of `cache`, see `write_tokens`.
 
     Raises:
         UserError: of `build`; nodes that read different data; on every rank.
@@ -67,38 +81,37 @@ def build_once_a_node(cache: Path, build: Callable[[], str]) -> TokenizedRows:
     from datasets import load_from_disk
     from transformers import AutoTokenizer
 
-    name, error = None, None
+    written, error = None, None
     if local_rank() == 0:
         try:
-            name = build()
+            written = build()
         except UserError as e:
             error = e
     raise_together(error)
-    names = {name for name in gather_objects(name) if name is not None}
+    all_written = {item for item in gather_objects(written) if item is not None}
+    names, contents = (sorted(set(values)) for values in zip(*all_written, strict=True))
     if len(names) > 1:
-        raise UserError(f"the nodes read different data or tokenizers (fingerprints {', '.join(n[:12] for n in sorted(names))})")
-    folder = cache / names.pop()
-    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-    # The tokenizers library trains another model each time, even on the same rows: what came out counts.
-    fingerprint = hashlib.sha256(f"{folder.name} {hash_tokenizer(tokenizer)}".encode()).hexdigest()
-    if len(set(gather_objects(fingerprint))) > 1:
+        raise UserError(f"the nodes read different data or tokenizers (fingerprints {', '.join(name[:12] for name in names)})")
+    if len(contents) > 1:
+        # The tokenizers library trains another model each time, even on the same rows.
         raise UserError(
-            "the nodes have trained different tokenizers on the same rows: put data.cache_dir on a file system that all "
-            "share, or a trained tokenizer into the model folder"
+            "the nodes have made different tokens or tokenizers of the same rows: put data.cache_dir on a file system that all "
+            "share, or, where a tokenizer is trained on the rows, a trained one into the model folder"
         )
+    folder = cache / names[0]
     about = json.loads((folder / "about.json").read_text())
     return TokenizedRows(
         train=load_from_disk(str(folder / "train")),
         evaluation=load_from_disk(str(folder / "evaluation")),
-        tokenizer=tokenizer,
-        fingerprint=fingerprint,
+        tokenizer=AutoTokenizer.from_pretrained(folder / "tokenizer"),
+        fingerprint=contents[0],
         remarks=about["remarks"],
         stop_token_ids=tuple(about["stop_token_ids"]),
     )
 
 
-def write_tokens(cache: Path, identity: dict[str, Any], write: Callable[[Path], About]) -> str:
-    """Have `write` fill a folder of `cache` unless it is there; returns its name, the sha256 of `identity`.
+def write_tokens(cache: Path, identity: dict[str, Any], write: Callable[[Path], About]) -> Written:
+    """Have `write` fill a folder of `cache`, named by the sha256 of `identity`, unless it is there as it was written.
 
     Args:
         identity: everything that decides what `write` writes, as JSON values.
@@ -107,10 +120,11 @@ def write_tokens(cache: Path, identity: dict[str, Any], write: Callable[[Path], 
     Raises:
         UserError: the cache cannot be written; those of `write`.
     """
-    fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    folder = cache / fingerprint
-    if (folder / "about.json").is_file():
-        return fingerprint
+    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    folder = cache / name
+    is_there = (folder / "about.json").is_file()
+    if is_there and (contents := _read_contents(folder)):
+        return Written(name, contents)
     # Written beside and renamed: a second run, or a crash, never finds half a cache. Processes of other machines may share the
     # folder and have the same pid.
     try:
@@ -121,14 +135,42 @@ def write_tokens(cache: Path, identity: dict[str, Any], write: Callable[[Path], 
     with beside:
         unfinished = Path(beside.name) / "tokens"
         unfinished.mkdir()
+        if is_there:
+            print(f"the token cache {folder} does not hold what was written to it: it is built again", flush=True)
+            with suppress(FileNotFoundError):  # another node was faster
+                folder.rename(Path(beside.name) / "damaged")
         about = write(unfinished)
-        (unfinished / "about.json").write_text(json.dumps({**about._asdict(), **identity}, indent=1))
+        contents = hash_contents(unfinished)
+        (unfinished / "about.json").write_text(json.dumps({**about._asdict(), "contents": contents, **identity}, indent=1))
         try:
             unfinished.rename(folder)
-        except OSError:  # another run was faster: its cache holds the same
-            if not (folder / "about.json").is_file():
+        except OSError:  # another run was faster
+            contents = _read_contents(folder)
+            if not contents:
                 raise
-    return fingerprint
+    return Written(name, contents)
+
+
+def hash_contents(folder: Path) -> str:
+    """sha256 of the columns of tokenized rows and of their tokenizer, whatever blocks the files have.
+
+    Reads the files once, a block in memory at a time: before every run, on the first process of each node, 1.5 s a GB here.
+    """
+    from datasets import load_from_disk
+    from transformers import AutoTokenizer
+
+    digest = hashlib.sha256(hash_tokenizer(AutoTokenizer.from_pretrained(folder / "tokenizer")).encode())
+    for part in ("train", "evaluation"):
+        table = load_from_disk(str(folder / part)).data.table
+        for name in sorted(table.column_names):
+            column = table.column(name)
+            digest.update(f"{part} {name} {column.type} {len(column)}".encode())
+            for chunks in _list_values(column.chunks):
+                values = hashlib.sha256()
+                for chunk in chunks:
+                    values.update(np.ascontiguousarray(chunk).data)
+                digest.update(values.digest())
+    return digest.hexdigest()
 
 
 def tokenize_rows(
@@ -175,6 +217,31 @@ def tokenize_rows(
         desc=f"tokenizing {name} rows",
     )
     return tokenized.select([]) if is_empty else tokenized
+
+
+def _read_contents(folder: Path) -> str | None:
+    """The hash of what lies in a folder; None where that is not what was written to it."""
+    try:
+        written = json.loads((folder / "about.json").read_text())["contents"]
+        return written if hash_contents(folder) == written else None
+    except Exception:  # whatever damaged files make three libraries raise
+        return None
+
+
+def _list_values(chunks: list[pa.Array]) -> Iterator[Iterator[np.ndarray]]:
+    """The values of a column, block by block; of texts and lists their lengths first."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kind = chunks[0].type if chunks else pa.null()
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        yield (pc.list_value_length(chunk).to_numpy(zero_copy_only=False) for chunk in chunks)
+        yield (chunk.flatten().to_numpy(zero_copy_only=False) for chunk in chunks)
+    elif pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        yield (pc.binary_length(chunk).to_numpy(zero_copy_only=False) for chunk in chunks)
+        yield (np.frombuffer("".join(chunk.to_pylist()).encode(), dtype=np.uint8) for chunk in chunks)
+    else:
+        yield (chunk.to_numpy(zero_copy_only=False) for chunk in chunks)
 
 
 def save_tokens(tokenized: Dataset, name: str, folder: Path) -> None:

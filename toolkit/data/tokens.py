@@ -11,14 +11,14 @@ from toolkit.data.cuts import tell_cut
 from toolkit.data.languages import marks_languages, set_languages
 from toolkit.data.row_cache import TextRows, cache_folder
 from toolkit.data.sources import load_text_rows
-from toolkit.data.token_cache import About, TokenizedRows, build_once_a_node, save_tokens, tokenize_rows, write_tokens
+from toolkit.data.token_cache import About, TokenizedRows, Written, build_once_a_node, save_tokens, tokenize_rows, write_tokens
 from toolkit.data.tokenizer import has_tokenizer, hash_tokenizer, load_tokenizer, train_tokenizer
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Goes into the cache's name: raise it when the columns or their meaning change."""
 
 
@@ -31,8 +31,8 @@ def prepare_rows(config: DataConfig, model: ModelConfig, vocab_size: int) -> Tok
     return build_once_a_node(cache_folder(config.cache_dir), partial(_build_cache, config, model, vocab_size))
 
 
-def _build_cache(config: DataConfig, model: ModelConfig, vocab_size: int) -> str:
-    """Make sure the tokenized rows lie in the cache; returns their folder's name. On one process of a node."""
+def _build_cache(config: DataConfig, model: ModelConfig, vocab_size: int) -> Written:
+    """Make sure the tokenized rows lie in the cache. On one process of a node."""
     tokenizer = load_tokenizer(model, vocab_size) if has_tokenizer(model) else None
     if tokenizer is not None:
         set_languages(tokenizer, model.name_or_path, config.source_language, config.target_language)

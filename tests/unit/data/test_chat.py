@@ -171,6 +171,8 @@ def test_the_date_that_llamas_templates_print_does_not_depend_on_the_day(tokeniz
         "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}{{ date_string }}"
     )
     assert render_chat(tokenizer, say("a"), None) == "26 Jul 2024"
+    tokenizer.chat_template = "{{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }}{% set now = strftime_now %}{{ now('%B') }}"
+    assert render_chat(tokenizer, say("a"), None) == "2024-07-26 00:00:00.000000July"
 
 
 def test_a_template_with_a_syntax_error_is_refused_by_line(tokenizer):

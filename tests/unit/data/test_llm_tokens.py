@@ -474,11 +474,14 @@ def test_the_second_run_reads_the_cache(prepare, monkeypatch):
 def test_the_fingerprint_is_of_template_mask_and_length(prepare, tmp_path):
     path = tmp_path / "chat.jinja"
     path.write_text(LLAMA2)
-    settings = [{}, {"chat_template": LLAMA2}, {"loss_on": "all"}, {"max_length_tokens": 99}, {"num_rows": 1}]
+    settings = [{}, {"chat_template": LLAMA2}, {"loss_on": "all"}, {"max_length_tokens": 25}, {"num_rows": 1}]
     prints = [prepare(chats(*CHATS), **changes).fingerprint for changes in settings]
     assert len(set(prints)) == len(settings)
     assert prepare(chats(*CHATS), chat_template=str(path)).fingerprint == prints[1]
     assert prepare(chats(*CHATS), chat_template=CHATML).fingerprint == prints[0]  # the tokenizer's own
+    # It is that of the tokens, not of what they were made from.
+    assert prepare(chats(*CHATS), max_length_tokens=999).fingerprint == prints[0]
+    assert prepare(chats(CHATS[0], CHATS[1], [])).fingerprint == prints[0]
 
 
 def test_the_template_goes_with_the_tokenizer(prepare):
