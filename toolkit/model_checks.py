@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 from toolkit.config_sections import EvalConfig
@@ -71,7 +74,8 @@ def check_seq2seq_model(sharded: ShardedModel, collator: SummarizationCollator, 
     shifted = {} if collator.own_shift is None else {"decoder_input_ids": batch["decoder_input_ids"]}
     num_labels = sum(len(row["labels"]) for row in rows)
     with torch.compiler.set_stance("force_eager"), random_state_kept():
-        with evaluation_model(sharded, unshard="never") as (model, _):
+        ways_out = "try mixed_precision no in the accelerate YAML, or FSDP2 where it is FSDP1"
+        with _failing_as(f"{name} cannot be trained here", ways_out), evaluation_model(sharded, unshard="never") as (model, _):
             output = model(**prompts, **shifted, labels=batch["labels"], use_cache=False)
             expected, actual = output.loss.item(), summed_loss(model, batch)[0].item() / num_labels
         tolerance = LOSS_TOLERANCE[torch.float32 if output.logits.dtype == torch.float32 else torch.bfloat16]
@@ -80,26 +84,33 @@ def check_seq2seq_model(sharded: ShardedModel, collator: SummarizationCollator, 
                 f"{name} cannot be trained: its own loss is {expected:.6f}, the mean over its label tokens {actual:.6f}, so it "
                 "has a term of its own or makes decoder inputs in a way that it does not say"
             )
-        try:
-            with evaluation_model(sharded, config.unshard) as (model, in_step):
-                summed_loss(model, batch)
-                if config.generate:
-                    with generation_ready(sharded, model):
-                        model.generate(  # type: ignore[operator]
-                            **prompts,
-                            max_new_tokens=2,
-                            pad_token_id=collator.pad_token_id,
-                            num_beams=config.num_beams,
-                            synced_gpus=in_step,
-                        )
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise UserError(
-                f"{name} cannot be evaluated here ({reason}): try eval.unshard never or eval.generate false, or "
-                "mixed_precision no in the accelerate YAML"
-            ) from error
+        ways_out = "try eval.unshard never or eval.generate false, or mixed_precision no in the accelerate YAML"
+        with (
+            _failing_as(f"{name} cannot be evaluated here", ways_out),
+            evaluation_model(sharded, config.unshard) as (model, in_step),
+        ):
+            summed_loss(model, batch)
+            if config.generate:
+                with generation_ready(sharded, model):
+                    model.generate(  # type: ignore[operator]
+                        **prompts,
+                        max_new_tokens=2,
+                        pad_token_id=collator.pad_token_id,
+                        num_beams=config.num_beams,
+                        synced_gpus=in_step,
+                    )
+
+
+@contextlib.contextmanager
+def _failing_as(what: str, ways_out: str) -> Iterator[None]:
+    """An error of the model's own code as a sentence; what is short of memory says so itself."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f"{what} ({reason}): {ways_out}") from error
 
 
 def _loss(sharded: ShardedModel, model: torch.nn.Module, collator: Collator, packs: list[list[dict]]) -> float:
