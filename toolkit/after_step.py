@@ -142,14 +142,14 @@ def _evaluate_and_log(session: Session) -> None:
     except _SignalInEvaluation as stop:
         _stop(session, str(stop))
     words = {"rouge_tokenizer": run.evaluation.rouge_tokenizer.name} if "rougeL" in figures else {}
-    run.metrics.write("eval", state.step, **figures, **words)
+    goal = session.writer.goal
+    run.metrics.write("eval", state.step, **figures, **words, measured_on=goal.measured_on)
     log_to_trackers(run.sharded.accelerator, {f"eval/{name}": value for name, value in figures.items()}, state.step)
     of_sources = (name for name in figures if name.startswith("loss/"))
     shown = ("loss", *of_sources, "bits_per_byte", "token_accuracy", "rouge1", "rougeL", "percent_distinct", "rows_per_s")
     bar.say(f"evaluation at step {state.step}: " + ", ".join(f"{n} {figures[n]:.4g}" for n in shown if n in figures))
     state.metrics, state.evaluation_due = figures, False
     session.log.restart_clock()
-    goal = session.writer.goal
     value = figures[goal.metric]
     if state.step == 0:  # no gain of training, and no weights to keep
         state.start_value = None if math.isnan(value) else value

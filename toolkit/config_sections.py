@@ -189,7 +189,7 @@ class TrainConfig:
     """Most rows (packed ones, if they are) in one forward pass of one process. Accumulation is derived from it; it never
     changes the result."""
     max_steps: NonNegativeInt | None = None  # type: ignore[valid-type]
-    """Optimizer updates; 0 only evaluates. Give this or `num_epochs`."""
+    """Optimizer updates; 0 only evaluates, and merges where `export.merge`. Give this or `num_epochs`."""
     num_epochs: PositiveInt | None = None  # type: ignore[valid-type]
     """Passes over the rows. Give this or `max_steps`."""
     seed: NonNegativeInt = 0  # type: ignore[valid-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit.distributed import rank
 from toolkit.errors import UserError
@@ -24,13 +24,26 @@ _COLUMNS = ("loss", "bits_per_byte", "token_accuracy", "accuracy", *ROUGE_METRIC
 _COLUMNS_OF_RUNS = ("loss", "bits_per_byte", "token_accuracy", "accuracy", "rouge1", "rougeL", "rougeL_line1", "percent_distinct")
 
 
-def show_results(run_folder: Path, train_rows: Dataset, evaluation: EvaluationRows) -> None:
-    """Print the before/after table and sample texts, draw `curves.png`. On rank 0; does nothing without evaluations."""
+def show_results(run_folder: Path, train_rows: Dataset, evaluation: EvaluationRows, measured_on: dict[str, Any]) -> None:
+    """Print the before/after table and sample texts, draw `curves.png`. On rank 0; does nothing without evaluation rows.
+
+    Args:
+        measured_on: of the run's `Goal`: evaluations of other rows, or of texts generated otherwise, are not in the table.
+    """
     if rank() != 0 or len(evaluation.rows) == 0:
         return
     from toolkit.curves import draw_curves
 
-    evaluations = [line for line in load_metrics(run_folder / "metrics.jsonl") if line["kind"] == "eval"]
+    draw_curves(run_folder / "metrics.jsonl", run_folder / "curves.png")
+    everything = [line for line in load_metrics(run_folder / "metrics.jsonl") if line["kind"] == "eval"]
+    evaluations = [line for line in everything if line.get("measured_on") == measured_on]
+    if num_others := len(everything) - len(evaluations):
+        print(
+            f"\n{num_others} evaluations of {run_folder} are not shown: measured on other rows or with other settings", flush=True
+        )
+    if not evaluations:
+        print(f"\nno table: {run_folder} has no evaluation of these {len(evaluation.rows)} held-out rows", flush=True)
+        return
     named = {f"step {line['step']}": line for line in (evaluations[0], evaluations[-1])}
     if evaluations[0]["step"] == 0:
         named["before training"] = named.pop("step 0")
@@ -40,7 +53,6 @@ def show_results(run_folder: Path, train_rows: Dataset, evaluation: EvaluationRo
     words = f"; ROUGE counts {evaluation.rouge_tokenizer.description}" if baselines else ""
     print(f"\n{len(evaluation.rows)} held-out rows{words}\n{format_table(table)}\n", flush=True)
     _print_samples(run_folder / f"predictions-{evaluations[-1]['step']}.jsonl", prompted)
-    draw_curves(run_folder / "metrics.jsonl", run_folder / "curves.png")
 
 
 def show_runs(run_folders: Sequence[Path]) -> None:
@@ -63,7 +75,8 @@ def show_runs(run_folders: Sequence[Path]) -> None:
         for line in {line["step"]: line for line in (evaluations[0], evaluations[-1])}.values():
             when = f"after step {line['step']:,}" if line["step"] else "as loaded"
             words = "" if line.get("rouge_tokenizer") in (None, ROUGE_SCORE_WORDS.name) else f", {line['rouge_tokenizer']} words"
-            name = f"{folder.name}, {when} ({line['num_rows']} rows{words})"
+            are_other = line.get("measured_on", {}).get("rows") != evaluations[-1].get("measured_on", {}).get("rows")
+            name = f"{folder.name}, {when} ({line['num_rows']}{' other' * are_other} rows{words})"
             table[name] = line | _score_first_lines(folder / f"predictions-{line['step']}.jsonl")
     print(format_table(table, _COLUMNS_OF_RUNS))
     if any((folder / MEMORY_FILE).is_file() for folder in run_folders):

@@ -192,16 +192,21 @@ def resume(config: RecipeConfig, begun: Beginning, run: loop.Run) -> TrainState:
 
 
 def finish(config: RecipeConfig, run: loop.Run) -> None:
-    """Export, reload and compare; show what came out. Collective."""
-    if run.num_steps > 0:
-        if config.export.weights == "best":
-            best, choice = checkpoint.best_of_run(run.folder, build_goal(config.eval, run.evaluation))
-            print_rank0(choice)
-            checkpoint.load_weights(best, run.sharded)
+    """Export, reload and compare; show what came out. Collective.
+
+    A run of no steps exports nothing, but where it is asked to merge its adapter.
+    """
+    goal = build_goal(config.eval, run.evaluation)
+    exports = run.num_steps > 0 or config.export.merge
+    if run.num_steps > 0 and config.export.weights == "best":
+        best, choice = checkpoint.best_of_run(run.folder, goal)
+        print_rank0(choice)
+        checkpoint.load_weights(best, run.sharded)
+    if exports:
         export_model(config, run.sharded, run.evaluation, run.folder)
-    show_results(run.folder, run.train_rows, run.evaluation)
-    if run.num_steps > 0:
-        print_rank0(f"exported to {run.folder / 'export'}")
+    show_results(run.folder, run.train_rows, run.evaluation, goal.measured_on)
+    merged = f", merged into its base to {run.folder / 'merged'}" if config.export.merge else ""
+    print_rank0(f"exported to {run.folder / 'export'}{merged}" if exports else "nothing is exported: train.max_steps is 0")
     run.sharded.accelerator.end_training()
 
 

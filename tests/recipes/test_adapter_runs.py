@@ -178,10 +178,16 @@ def test_an_exported_adapter_goes_on_training(bench: Workbench) -> None:
     assert {name: value.shape for name, value in after.items()} == {name: value.shape for name, value in before.items()}
     assert not any((after[name] == before[name]).all() for name in before)
     # Its first evaluation is of the adapter as it came, and not of a new one, which is the base.
-    bench.run("base", train__max_steps=0, **NO_TEXTS)
-    bench.run("again", train__max_steps=0, **more, **NO_TEXTS)
+    only_evaluated = bench.run("base", train__max_steps=0, **NO_TEXTS)
+    printed = bench.run("again", train__max_steps=0, export__merge=True, **more, **NO_TEXTS)
+    merged = bench.runs / "again" / "merged"
     base, start, again = (bench.lines(name, "eval")[0]["loss"] for name in ("base", "further", "again"))
     assert start == again and abs(start - base) > 1e-3
+    # No step is no reason not to merge what is asked for.
+    assert "nothing is exported: train.max_steps is 0\n" in only_evaluated and not (bench.runs / "base" / "export").exists()
+    assert f", merged into its base to {merged}\n" in printed
+    bench.run("merged", model=merged, train__max_steps=0, **NO_TEXTS)
+    assert bench.lines("merged", "eval")[0]["loss"] == pytest.approx(start, rel=1e-4)
 
 
 @pytest.mark.usefixtures("gathered")

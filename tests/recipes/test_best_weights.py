@@ -75,8 +75,11 @@ def test_other_rows_and_more_steps_are_said_on_a_resume(bench: Workbench, worse:
     best = min(after, key=after.__getitem__)
     assert bench.checkpoints("resumed") == sorted({f"step-{step:08d}" for step in (best, max(after))})
     assert f"exporting the weights of step {best}, the best loss ({after[best]:.4g}) of the checkpoints kept\n" in printed
+    assert f"\n{len(before)} evaluations of {bench.runs / 'resumed'} are not shown: measured on other rows" in printed
+    assert "before training" not in printed and f"\nstep {min(after)} " in printed
     check_exported(bench, "resumed", after[best], eval__num_rows=5)
 
     # Nothing is left to train, and nothing kept was measured on the rows of today.
     printed = bench.run("resumed", preset="single", **longer, eval__num_rows=4)
     assert f"the weights of step {best}, the best loss" in printed and "; none was measured on the rows, or with the " in printed
+    assert f"no table: {bench.runs / 'resumed'} has no evaluation of these 4 held-out rows\n" in printed

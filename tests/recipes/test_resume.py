@@ -77,6 +77,12 @@ def test_complete_run_says_so_and_exports_again(uninterrupted: Workbench) -> Non
     assert (folder / "metrics.jsonl").read_bytes() == metrics
     assert (folder / "export" / "model.safetensors").read_bytes() == weights
 
+    # Somewhere else there is no line of it to show.
+    last = folder / "checkpoints" / f"step-{NUM_STEPS:08d}"
+    printed = bench.run("elsewhere", preset="single", **EXACT, checkpoint__resume=last)
+    assert f"no table: {bench.runs / 'elsewhere'} has no evaluation of these 3 held-out rows\n" in printed
+    assert (bench.runs / "elsewhere" / "export" / "model.safetensors").read_bytes() == weights
+
 
 def test_resume_on_another_number_of_processes_takes_the_same_rows(bench: Workbench) -> None:
     exact = EXACT | {"model__dropout": 0, "train__max_steps": 4, "checkpoint__every_steps": 2, "eval__every_steps": None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ def save_run(folder: Path, *lines: dict, predictions: dict[int, list[str]] | Non
     return folder
 
 
-def evaluation(step: int, **figures: float) -> dict:
+def evaluation(step: int, **figures: Any) -> dict:
     return {"kind": "eval", "step": step, "num_rows": 2, **figures}
 
 
@@ -47,6 +48,15 @@ def test_other_words_than_rouge_scores_are_named(tmp_path: Path, capsys: pytest.
     show_runs([run])
     row = capsys.readouterr().out.splitlines()[-1]
     assert row.startswith("run, as loaded (2 rows, unicode words)") and row.split()[-2:] == ["50.00", "50.00"]
+
+
+def test_evaluations_of_other_rows_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    rows = ({"loss": 2.0, "measured_on": {"rows": name}} for name in "ab")
+    show_runs([save_run(tmp_path / "run", *(evaluation(step, **figures) for step, figures in enumerate(rows)))])
+    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[1:]] == [
+        "run, as loaded (2 other rows)",
+        "run, after step 1 (2 rows)",
+    ]
 
 
 @pytest.mark.parametrize("character", ["\x85", "\u2028", "\u2029"])
