@@ -38,9 +38,8 @@ def show_results(run_folder: Path, train_rows: Dataset, evaluation: EvaluationRo
     everything = [line for line in load_metrics(run_folder / "metrics.jsonl") if line["kind"] == "eval"]
     evaluations = [line for line in everything if line.get("measured_on") == measured_on]
     if num_others := len(everything) - len(evaluations):
-        print(
-            f"\n{num_others} evaluations of {run_folder} are not shown: measured on other rows or with other settings", flush=True
-        )
+        why = "measured on other rows, with other settings, or by a version that did not record it"
+        print(f"\n{num_others} evaluations of {run_folder} are not shown: {why}", flush=True)
     if not evaluations:
         print(f"\nno table: {run_folder} has no evaluation of these {len(evaluation.rows)} held-out rows", flush=True)
         return

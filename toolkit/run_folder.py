@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import os
@@ -21,13 +22,17 @@ PROBE_TIMEOUT_S = 5.0
 LOCK_TIMEOUT_S = 10.0
 """How long ranks of an earlier run may take to end."""
 _PROBE_RETRY_S = 0.1
-_held_locks: list[IO[bytes]] = []
+_NUM_TRIES = 10
+_EMPTY_UNTIL_BEGUN = {".lock", "metrics.jsonl"}
+_held_locks: dict[Path, IO[bytes]] = {}
 _SECRET_IN_URL = re.compile(r"https?://[^/\s@]+@|://[^/\s@:]*:[^/\s@]+@")
 """A token before the host, or a password after a user name; the `@` of abfs://container@host is neither."""
 
 
 def open_run_folder(config: Any) -> Path:
     """Create the run's folder, or find it; returns it. Nothing in it is changed yet: the run may still be refused. Collective.
+
+    Folders that were made here go at the end of the process where nothing has come into them.
 
     Raises:
         UserError: `run.name` leads out of `run.output_dir`, a URL in the config holds a secret, the folder cannot be written,
@@ -57,19 +62,22 @@ def lock_run_folder(folder: Path) -> None:
     Raises:
         UserError: another run is writing into the folder.
     """
-    file = (folder / ".lock").open("ab")  # stays empty: a run that is refused changes nothing of the run before
     deadline = time.monotonic() + LOCK_TIMEOUT_S
+    file = _open_lock(folder)
     while True:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
+            if _is_at(file, folder / ".lock"):
+                break
+            file.close()  # another run, which was refused, has removed the folder meanwhile
+            file = _open_lock(folder)
         except (BlockingIOError, PermissionError):
             if time.monotonic() >= deadline:
                 raise UserError(f"another run is writing into {folder}: wait for its end, or take another run.name") from None
             time.sleep(_PROBE_RETRY_S)
         except OSError:  # a file system without locks
             break
-    _held_locks.append(file)
+    _held_locks[folder] = file
 
 
 def save_run_config(config: Any, folder: Path) -> None:
@@ -119,8 +127,7 @@ def _find_folder(output_dir: str, name: str) -> Path:
 def _write_probe(folder: Path, probe: str, content: str, output_dir: str) -> None:
     """Create the folder and a file in it: permissions alone do not tell a read-only or a full file system."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / probe).open("x", encoding="ascii") as file:
+        with _open_inside(folder, probe, "x") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -128,6 +135,46 @@ def _write_probe(folder: Path, probe: str, content: str, output_dir: str) -> Non
         raise UserError(
             f"run.output_dir {output_dir}: {folder} cannot be written ({error.strerror}): name a folder that you can write to"
         ) from None
+
+
+def _open_lock(folder: Path) -> IO[bytes]:
+    return _open_inside(folder, ".lock", "ab")  # stays empty: a run that is refused changes nothing of the run before
+
+
+def _open_inside(folder: Path, name: str, mode: str) -> IO[Any]:
+    """Open a file in the folder, which another run, refused at this moment, may just be removing."""
+    for _ in range(_NUM_TRIES):
+        _make_folder(folder)
+        with contextlib.suppress(FileNotFoundError):
+            return (folder / name).open(mode)
+    return (folder / name).open(mode)
+
+
+def _is_at(file: IO[bytes], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _make_folder(folder: Path) -> None:
+    for place in reversed([place for place in (folder, *folder.parents) if not place.exists()]):
+        with contextlib.suppress(FileExistsError):  # another run's, made meanwhile
+            place.mkdir()
+            atexit.register(_remove_unused, place, os.getpid())
+    folder.mkdir(parents=True, exist_ok=True)  # refuses what is no folder
+
+
+def _remove_unused(folder: Path, process_id: int) -> None:
+    """Remove a folder that this process made, if it holds nothing, or of a run of its own only what is made before it begins."""
+    if os.getpid() != process_id:  # a fork
+        return
+    with contextlib.suppress(OSError):  # another run has written into it meanwhile
+        names = os.listdir(folder)
+        if folder in _held_locks and set(names) <= _EMPTY_UNTIL_BEGUN and not any((folder / n).stat().st_size for n in names):
+            for name in sorted(names, reverse=True):  # the lock last
+                (folder / name).unlink()
+        folder.rmdir()
 
 
 def _read_probe(folder: Path, probe: str, content: str, output_dir: str, first_node: str) -> None:

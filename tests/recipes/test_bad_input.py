@@ -53,6 +53,7 @@ def test_told_before_data_is_read(tmp_path: Path, name: str) -> None:
 def test_told_before_weights_are_read(tmp_path: Path, name: str) -> None:
     WORKING_RUN.write(tmp_path, {"rows.jsonl": ROWS})
     check(tmp_path, DATA[name], WORKING_RUN.launch(tmp_path, DATA[name]))
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("name", AFTER_A_RUN)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -20,6 +26,10 @@ def config(output_dir: Path | str, name: str = "run", files: str | list[str] | N
     return SummarizationConfig(model=ModelConfig(name_or_path="model"), data=DataConfig(source="jsonl", files=files), run=run)
 
 
+def contents(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
 def test_the_folder_is_made_and_left_empty(tmp_path: Path) -> None:
     assert open_run_folder(config(tmp_path / "runs")) == tmp_path / "runs/run"
     assert list((tmp_path / "runs/run").iterdir()) == []
@@ -32,6 +42,62 @@ def test_what_another_wrote_under_the_name_of_the_probe_does_not_pass(tmp_path: 
     with pytest.raises(UserError, match=f"into {tmp_path}/run is not there in .+: name a folder on a file system that all nodes"):
         open_run_folder(config(tmp_path))
     assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.fixture
+def at_exit(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """What the end of the process does to folders."""
+    registered: list[Callable[[], None]] = []
+    monkeypatch.setattr("atexit.register", lambda work, *arguments: registered.append(partial(work, *arguments)))
+    monkeypatch.setattr(run_folder, "_held_locks", {})
+
+    def end() -> None:
+        while registered:
+            registered.pop()()
+
+    return end
+
+
+def test_a_refused_run_leaves_no_folder_that_it_made(tmp_path: Path, at_exit: Callable[[], None]) -> None:
+    (tmp_path / "disk").mkdir()
+    folder = open_run_folder(config(tmp_path / "disk/new/runs"))
+    lock_run_folder(folder)
+    (folder / "metrics.jsonl").touch()
+    at_exit()
+    assert contents(tmp_path) == ["disk"]
+
+
+def test_a_folder_that_is_used_or_was_there_before_stays(tmp_path: Path, at_exit: Callable[[], None]) -> None:
+    (tmp_path / "before/run").mkdir(parents=True)
+    lock_run_folder(open_run_folder(config(tmp_path / "before")))
+    lock_run_folder(used := open_run_folder(config(tmp_path / "used")))
+    (used / "metrics.jsonl").write_text("{}")
+    open_run_folder(config(tmp_path / "shared", "refused"))
+    (tmp_path / "shared/another").mkdir()
+    (held_by_another := open_run_folder(config(tmp_path / "locked")) / ".lock").touch()
+    at_exit()
+    assert held_by_another.exists()
+    assert contents(tmp_path) == [
+        "before", "before/run", "before/run/.lock", "locked", "locked/run", "locked/run/.lock", "shared", "shared/another",
+        "used", "used/run", "used/run/.lock", "used/run/metrics.jsonl",
+    ]  # fmt: skip
+
+
+def test_a_run_that_waits_for_the_lock_of_one_that_is_refused_gets_a_folder(
+    tmp_path: Path, at_exit: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the other has locked and removed is another file than the one that a third run would lock."""
+    folder = open_run_folder(config(tmp_path))
+    lock = fcntl.lockf
+
+    def remove_and_lock(file: IO[bytes], operation: int) -> None:
+        monkeypatch.setattr("fcntl.lockf", lock)
+        shutil.rmtree(folder)
+        lock(file, operation)
+
+    monkeypatch.setattr("fcntl.lockf", remove_and_lock)
+    lock_run_folder(folder)
+    assert (folder / ".lock").stat().st_ino == os.fstat(run_folder._held_locks[folder].fileno()).st_ino
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/../../b", "/x", "linked", "linked/x"])
