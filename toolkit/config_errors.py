@@ -17,6 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from toolkit.config_names import find_by_meaning, say_elsewhere
 from toolkit.errors import UserError
 
 _ALLOWED = {
@@ -139,7 +140,10 @@ def known_keys(config_class: type) -> tuple[dict[str, Any], list[str]]:
 
 
 def suggestion(key: str, config_class: type, prefix: str = "") -> str:
-    """ ": did you mean optim.lr?" for `optim.lrr`, `lr` or `optmi.lr`; where no key is near, those there are."""
+    """ ": did you mean optim.lr?" for `learning_rate`, `optim.lrr`, `lr` or `optmi.lr`; where no key is near, those there are.
+
+    By meaning first, then by spelling.
+    """
     leaves, sections = known_keys(config_class)
     section, _, name = key.rpartition(".")
     if "resize" in name:
@@ -149,17 +153,31 @@ def suggestion(key: str, config_class: type, prefix: str = "") -> str:
         )
     siblings = [leaf for leaf in leaves if section in sections and leaf.startswith(f"{section}.")]
     namesakes = [leaf for leaf in leaves if leaf.rpartition(".")[2] == name]
+    meant = find_by_meaning(name, leaves)
+    if not (namesakes or meant) and (where := say_elsewhere(name)):
+        return f": {where}"
     if namesakes:
         near = difflib.get_close_matches(key, namesakes, n=1, cutoff=0)
-    elif siblings:  # by their names alone: the section's own letters would make all of them near
-        names = difflib.get_close_matches(name, [leaf.rpartition(".")[2] for leaf in siblings], n=1, cutoff=0.5)
-        near = [f"{section}.{names[0]}"] if names else []
+    elif meant:
+        near = [leaf for leaf in meant if leaf in siblings] or _nearest_of_section(name, siblings, cutoff=0.8) or meant
+    elif siblings:
+        near = _nearest_of_section(name, siblings, cutoff=0.5)
     else:
         near = difflib.get_close_matches(key, list(leaves) if section else [*sections, *leaves], n=1, cutoff=0.6)
     if near:
         return f": did you mean {prefix}{near[0]}?"
     known = siblings or [*sections, *(leaf for leaf in leaves if "." not in leaf)]
     return f"; known are {', '.join(prefix + other for other in known)}"
+
+
+def _nearest_of_section(name: str, siblings: list[str], cutoff: float) -> list[str]:
+    """By their names alone: the section's own letters would make all of them near."""
+    return [
+        leaf
+        for near in difflib.get_close_matches(name, [leaf.rpartition(".")[2] for leaf in siblings], n=1, cutoff=cutoff)
+        for leaf in siblings
+        if leaf.endswith(f".{near}")
+    ]
 
 
 def sentence(message: str, config_class: type, flags: list[str], entries: dict[str, Entry]) -> str:

@@ -15,7 +15,9 @@ import pytest
 import yaml
 
 from tests.launch import REPOSITORY
+from toolkit import config_names
 from toolkit.config import (
+    LLMConfig,
     OptimConfig,
     SummarizationConfig,
     dotted_keys,
@@ -188,6 +190,52 @@ def test_a_typo_gets_the_nearest_key(tmp_path: Path, key: str, suggested: str) -
     assert refusal(f"--{key}", "3") == f"unknown flag --{key}: did you mean --{suggested}?"
     path = write(tmp_path, f"# a run\n{key}: 3\n")
     assert refusal(f"--config={path}") == f"{path}, line 2: unknown key {key}: did you mean {suggested}?"
+
+
+@pytest.mark.parametrize(
+    ("key", "suggested"),
+    [
+        ("report_to", "tracking.log_with"),
+        ("learning_rate", "optim.lr"),
+        ("train.learning-rate", "optim.lr"),
+        ("per_device_train_batch_size", "train.micro_batch_size_rows"),
+        ("num_train_epochs", "train.num_epochs"),
+        ("train.logging_steps", "log_every_steps"),
+        ("save_steps", "checkpoint.every_steps"),
+        ("eval_steps", "eval.every_steps"),
+        ("eval.batch_size", "eval.batch_size_rows"),
+        ("max_seq_length", "data.max_source_length_tokens"),
+        ("lora_r", "adapter.rank"),
+        ("output_dir", "run.output_dir"),
+    ],
+)
+def test_what_other_trainers_call_it_is_understood(key: str, suggested: str) -> None:
+    assert refusal(f"--{key}", "3") == f"unknown flag --{key}: did you mean --{suggested}?"
+
+
+@pytest.mark.parametrize(
+    ("key", "where"),
+    [
+        ("bf16", "the precision is mixed_precision of the accelerate YAML"),
+        ("train.gradient_checkpointing", "it is fsdp_activation_checkpointing, in fsdp_config of the accelerate YAML"),
+        ("warmup_ratio", "the warm-up is given in steps, as optim.warmup_steps"),
+        ("gradient_accumulation_steps", "it follows from train.global_batch_size_rows, train.micro_batch_size_rows and the "),
+        ("deepspeed", "DeepSpeed is not used, models are sharded by FSDP: sharding is in the accelerate YAML, see"),
+    ],
+)
+def test_what_is_no_field_is_said_where_it_is(key: str, where: str) -> None:
+    assert refusal(f"--{key}", "3").startswith(f"unknown flag --{key}: {where}")
+
+
+def test_names_of_other_trainers_mean_one_field_of_each_recipe() -> None:
+    every_field = {*known_keys(SummarizationConfig)[0], *known_keys(LLMConfig)[0]}
+    assert config_names._NAMES.keys() <= every_field
+    assert not {name for names in config_names._ELSEWHERE for name in names.split()} & every_field
+    for config_class in (SummarizationConfig, LLMConfig):
+        fields = known_keys(config_class)[0]
+        for name in {name for names in config_names._NAMES.values() for name in names.split()}:
+            assert len(config_names.find_by_meaning(name, fields)) <= 1, name
+            assert config_names.say_elsewhere(name) is None, name
 
 
 def test_a_strange_key_gets_those_that_exist(tmp_path: Path) -> None:

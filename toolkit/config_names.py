@@ -1,0 +1,106 @@
+"""What other trainers call our fields (transformers' Seq2SeqTrainingArguments, TRL, axolotl, LLaMA-Factory, example scripts).
+
+Whoever writes `--report_to` means `tracking.log_with`: its spelling is nearer to `export`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+_NAMES = {
+    "model.name_or_path": "model_name_or_path model_name base_model model_id pretrained_model_name_or_path",
+    "model.revision": "model_revision",
+    "model.attn_implementation": "flash_attention flash_attn use_flash_attention_2 use_flash_attn attention_implementation",
+    "data.source": "dataset dataset_name dataset_path datasets",
+    "data.files": "train_file train_files data_files",
+    "data.eval_files": "validation_file test_file eval_file",
+    "data.hub_subset": "dataset_config_name dataset_config",
+    "data.hub_split": "dataset_split dataset_train_split split",
+    "data.source_column": "text_column dataset_text_field article_column",
+    "data.text_column": "dataset_text_field",
+    "data.target_column": "summary_column target_field",
+    "data.prefix": "source_prefix",
+    "data.source_language": "source_lang src_lang",
+    "data.target_language": "target_lang tgt_lang",
+    "data.max_source_length_tokens": "max_source_length max_input_length max_seq_length max_length model_max_length cutoff_len",
+    "data.max_target_length_tokens": "max_target_length val_max_target_length",
+    "data.max_length_tokens": "max_seq_length max_length model_max_length cutoff_len sequence_len block_size",
+    "data.loss_on": "train_on_inputs completion_only_loss assistant_only_loss train_on_prompt",
+    "data.packing": "sample_packing",
+    "data.bucket_by_length": "group_by_length",
+    "data.num_rows": "max_train_samples max_samples",
+    "data.eval_fraction": "val_set_size val_size test_size validation_split_percentage",
+    "data.num_tokenizer_workers": "preprocessing_num_workers dataset_num_proc num_proc dataset_processes",
+    "data.num_loader_workers": "dataloader_num_workers num_workers",
+    "data.cache_dir": "dataset_prepared_path",
+    "adapter.method": "use_peft use_lora peft_type finetuning_type use_dora use_rslora lora",
+    "adapter.rank": "lora_r lora_rank",
+    "adapter.alpha": "lora_alpha",
+    "adapter.dropout": "lora_dropout",
+    "adapter.target_modules": "lora_target_modules lora_target",
+    "adapter.modules_to_save": "lora_modules_to_save additional_target",
+    "adapter.name_or_path": "lora_model_dir adapter_name_or_path peft_model_id",
+    "train.micro_batch_size_rows": "per_device_train_batch_size micro_batch_size train_batch_size",
+    "train.global_batch_size_rows": "batch_size global_batch_size",
+    "train.num_epochs": "num_train_epochs epochs",
+    "train.seed": "data_seed",
+    "optim.lr": "learning_rate",
+    "optim.beta1": "adam_beta1",
+    "optim.beta2": "adam_beta2",
+    "optim.eps": "adam_epsilon",
+    "optim.schedule": "lr_scheduler_type lr_scheduler",
+    "optim.max_grad_norm": "gradient_clip_val clip_grad_norm",
+    "eval.every_steps": "eval_steps evaluation_strategy eval_strategy",
+    "eval.at_start": "eval_on_start",
+    "eval.num_rows": "max_eval_samples max_val_samples",
+    "eval.batch_size_rows": "per_device_eval_batch_size eval_batch_size",
+    "eval.generate": "predict_with_generate",
+    "eval.num_beams": "generation_num_beams",
+    "eval.max_new_tokens": "generation_max_length generation_max_new_tokens",
+    "eval.best_metric": "metric_for_best_model",
+    "eval.stop_after": "early_stopping_patience",
+    "checkpoint.every_steps": "save_steps save_strategy saves_per_epoch",
+    "checkpoint.keep_last": "save_total_limit",
+    "checkpoint.resume": "resume_from_checkpoint auto_resume_from_checkpoints",
+    "export.weights": "load_best_model_at_end",
+    "export.merge": "merge_and_unload",
+    "tracking.log_with": "report_to use_wandb",
+    "tracking.project_name": "wandb_project",
+    "run.name": "run_name wandb_name",
+    "run.timeout_s": "ddp_timeout",
+    "log_every_steps": "logging_steps",
+}
+
+_PRECISION = "the precision is mixed_precision of the accelerate YAML"
+_SHARDING = "sharding is in the accelerate YAML, see accelerate_configs/README.md"
+_ELSEWHERE = {
+    "bf16 fp16 tf32 fp8 torch_dtype dtype mixed_precision": _PRECISION,
+    "fsdp fsdp_config fsdp_transformer_layer_cls_to_wrap sharding_strategy tensor_parallel_size": _SHARDING,
+    "deepspeed": f"DeepSpeed is not used, models are sharded by FSDP: {_SHARDING}",
+    "gradient_checkpointing gradient_checkpointing_kwargs": (
+        "it is fsdp_activation_checkpointing, in fsdp_config of the accelerate YAML"
+    ),
+    "gradient_accumulation_steps": (
+        "it follows from train.global_batch_size_rows, train.micro_batch_size_rows and the number of processes"
+    ),
+    "num_processes num_gpus nproc_per_node local_rank use_cpu no_cuda": "processes and devices are in the accelerate YAML",
+    "warmup_ratio": "the warm-up is given in steps, as optim.warmup_steps",
+    "torch_compile": "it is dynamo_config of the accelerate YAML, with dynamo_use_regional_compilation: true",
+    "load_in_4bit load_in_8bit": "the base is not quantized; model.frozen_dtype says what it is stored in",
+    "tokenizer_name tokenizer_name_or_path": "the tokenizer is that of the folder model.name_or_path",
+    "do_train do_eval do_predict": "a run trains and evaluates; with train.max_steps 0 it only evaluates",
+    "overwrite_output_dir": "nothing is overwritten; take another run.name",
+    "push_to_hub hub_model_id": "nothing is uploaded; the run's export/ is a folder that the hub takes",
+}
+
+
+def find_by_meaning(name: str, fields: Collection[str]) -> list[str]:
+    """Those of `fields` (dotted keys) that another trainer calls `name`."""
+    plain = name.lower().replace("-", "_")
+    return [field for field, names in _NAMES.items() if field in fields and plain in names.split()]
+
+
+def say_elsewhere(name: str) -> str | None:
+    """Where something stands that is no field, in a sentence; None of what is not known."""
+    plain = name.lower().replace("-", "_")
+    return next((where for names, where in _ELSEWHERE.items() if plain in names.split()), None)
