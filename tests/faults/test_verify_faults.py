@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.faults.injected_runs import new_bench
 from tests.launch import REPOSITORY
 from tests.planting.faults import FAULTS
-from tests.planting.verify_run import run_verify
+from tests.planting.verify_run import RUNS_OF_CHECK, run_part, run_verify
 from tests.recipes.runs import Workbench
 
 CASES = [(recipe, name) for name, fault in FAULTS.items() for recipe in fault.verify]
@@ -26,7 +28,7 @@ def benches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Workbench]:
 
 def flags_of(bench: Workbench) -> list[str]:
     flags = [f"--data.files={bench.data / bench.rows}", f"--data.cache_dir={bench.data / 'cache'}"]
-    flags += ["--data.source=jsonl", "--data.eval_fraction=0.1"]
+    flags += ["--data.source=jsonl", "--data.eval_fraction=0.25", "--optim.beta2=0.95", "--optim.eps=1e-6"]
     lora = ["--adapter.method=lora", "--adapter.rank=4", "--data.max_length_tokens=64"]
     return flags + (lora if bench.recipe == "llm" else [])
 
@@ -37,12 +39,26 @@ def model_of(bench: Workbench) -> str:
 
 @pytest.mark.parametrize(("recipe", "name"), CASES, ids=["-".join(case) for case in CASES])
 def test_fault_is_named(benches: dict[str, Workbench], tmp_path: Path, recipe: str, name: str) -> None:
-    bench, (expected, detail) = benches[recipe], FAULTS[name].verify[recipe]
-    assert not run_verify(tmp_path / "verify", flags_of(bench), name, model=model_of(bench))
-    told = json.loads((tmp_path / "verify" / "verify.json").read_text())
-    failed = [proof for proof in told["proofs"] if proof["is_reached"] and not proof["passed"]]
+    bench, fault = benches[recipe], FAULTS[name]
+    expected, detail = fault.verify[recipe]
+    settings: dict[str, Any] = {"model": model_of(bench)}
+    if (check := min(expected)) in RUNS_OF_CHECK and len(expected) == 1:
+        proofs = run_part(check, tmp_path, flags_of(bench), name, only_in_ranks=fault.only_in_ranks, **settings)
+        failed = [dataclasses.asdict(proof) for proof in proofs if not proof.passed]
+    else:
+        assert not run_verify(tmp_path / "verify", flags_of(bench), name, **settings)
+        told = json.loads((tmp_path / "verify" / "verify.json").read_text())
+        failed = [proof for proof in told["proofs"] if proof["is_reached"] and not proof["passed"]]
     assert {proof["check"] for proof in failed} == expected
     assert any(detail in proof["detail"] for proof in failed)
+
+
+@pytest.mark.parametrize("check", RUNS_OF_CHECK)
+def test_without_a_fault_a_part_passes(benches: dict[str, Workbench], tmp_path: Path, check: str) -> None:
+    bench = benches["llm"]
+    proofs = run_part(check, tmp_path, flags_of(bench), "none", model=model_of(bench))
+    assert proofs and all(proof.passed for proof in proofs)
+    assert check in {proof.check for proof in proofs}
 
 
 @pytest.mark.timeout(900)  # six launches, of 5 to 15 s each on an idle machine
@@ -54,7 +70,7 @@ def test_command(benches: dict[str, Workbench], tmp_path: Path) -> None:
         [*command, *flags_of(bench)], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=850
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "\nall 27 proven\n" in run.stdout
+    assert "\nall 32 proven\n" in run.stdout
     refused = subprocess.run([*command, "--optim.lrr", "1"], cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert (refused.returncode, refused.stderr.startswith("error: "), "Traceback" in refused.stderr) == (2, True, False)
 

@@ -1,4 +1,4 @@
-"""Run `verify` with its runs on the fork server, and with a fault planted in it and in them."""
+"""Run `verify`, or the part of it that holds a check, with its runs on the fork server and a fault planted in it and in them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,18 @@ from typing import Any
 
 from tests.launch import start
 from tests.planting.plant import planted
-from toolkit.verification.verify import verify
+from toolkit.verification.checks import Proof, compare_evaluations
+from toolkit.verification.runs import Box, WatchedRun, launch_all, plan_runs
+from toolkit.verification.verify import DEFAULT_PRESETS, DEFAULT_TOLERANCE, build_box, verify
+
+RUNS_OF_CHECK = {
+    "update": ["preset-0"],
+    "dropout": ["dropout"],
+    "evaluation": ["reference", "preset-0"],
+    "generation": ["preset-0"],
+    "adapter": ["preset-0"],
+}
+"""Checks that need a run or two of the six."""
 
 
 def run_verify(
@@ -18,6 +29,32 @@ def run_verify(
     """`verify` on 2 processes on the CPU, as the command would be called."""
     with planted(fault, only_in_ranks=only_in_ranks):
         return verify(run_arguments, use_cpu=True, num_processes=2, output=output, launch=launch, **settings)
+
+
+def run_part(
+    check: str, output: Path, run_arguments: list[str], fault: str, *, model: str, only_in_ranks: bool = False
+) -> list[Proof]:
+    """The rows that one of `RUNS_OF_CHECK` gives, and those of the exports beside `generation` and `adapter`."""
+    with planted(fault, only_in_ranks=only_in_ranks):
+        box = build_box(run_arguments, model, None, None, list(DEFAULT_PRESETS), 2, True, output)
+        plans = plan_runs(box)
+        runs = list(launch_all(box, {name: plans[name] for name in RUNS_OF_CHECK[check]}, launch))
+        assert [run.failure for run in runs if run.failure] == []
+        return [proof for proof in _prove(check, box, runs) if proof is not None]
+
+
+def _prove(check: str, box: Box, runs: list[WatchedRun]) -> list[Proof | None]:
+    from toolkit.verification.exports import check_exports
+    from toolkit.verification.updates import check_dropout, check_updates
+
+    if check == "update":
+        return [check_updates(runs[0], box.config.optim)]
+    if check == "dropout":
+        return [check_dropout(runs[0])]
+    if check == "evaluation":
+        return [compare_evaluations(*runs, DEFAULT_TOLERANCE)]
+    auto_class = "AutoModelForCausalLM" if box.recipe.name == "llm.py" else "AutoModelForSeq2SeqLM"
+    return list(check_exports(runs[0], box.config, auto_class))
 
 
 def launch(preset: Path, command: list[str], log_path: Path) -> int:

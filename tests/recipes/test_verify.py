@@ -9,16 +9,20 @@ import pytest
 
 from tests.planting.verify_run import run_verify
 from tests.recipes.runs import Workbench
+from toolkit.verification.verify import DEFAULT_TOLERANCE
 
-CHECKS = {"start", "rows", "loss", "gradients", "evaluation", "sharding", "ties", "moved", "frozen", "save", "resume", "export"}
+CHECKS = {
+    "start", "rows", "loss", "gradients", "update", "dropout", "evaluation", "sharding", "ties", "moved", "frozen", "save",
+    "resume", "export", "adapter", "generation",
+}  # fmt: skip
 
 
 def test_t5_passes(workbench: Workbench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = [f"--data.{name}={value}" for name, value in data_flags(workbench).items()]
     assert run_verify(tmp_path / "verify", data, model=str(workbench.models["t5"]))
     printed = capsys.readouterr().out
-    assert "run 6 of 6: fsdp2_full_shard x 2, resumed" in printed and "\nall 27 proven\n" in printed
-    check_output(tmp_path / "verify", CHECKS - {"frozen"})
+    assert "run 6 of 6: fsdp2_full_shard x 2, resumed" in printed and "\nall 32 proven\n" in printed
+    check_output(tmp_path / "verify", CHECKS - {"frozen", "adapter"})
 
 
 def test_lora_of_a_llama_passes(llm_workbench: Workbench, tmp_path: Path) -> None:
@@ -29,7 +33,7 @@ def test_lora_of_a_llama_passes(llm_workbench: Workbench, tmp_path: Path) -> Non
 
 
 def data_flags(bench: Workbench) -> dict[str, object]:
-    return {"source": "jsonl", "files": bench.data / bench.rows, "cache_dir": bench.data / "cache", "eval_fraction": 0.1}
+    return {"source": "jsonl", "files": bench.data / bench.rows, "cache_dir": bench.data / "cache", "eval_fraction": 0.25}
 
 
 def check_output(folder: Path, expected: set[str]) -> None:
@@ -37,7 +41,7 @@ def check_output(folder: Path, expected: set[str]) -> None:
     told = json.loads((folder / "verify.json").read_text())
     assert told["passed"] and {proof["check"] for proof in told["proofs"]} == expected
     assert all(proof["passed"] for proof in told["proofs"])
-    differences = {proof["check"]: proof["difference"] for proof in told["proofs"]}
-    assert 0 < differences["gradients"] < 1e-5, "several processes add up in another order"
+    of_step_1 = [p["difference"] for p in told["proofs"] if p["check"] == "gradients" and p["tolerance"] == DEFAULT_TOLERANCE]
+    assert 0 < max(of_step_1) < DEFAULT_TOLERANCE, "several processes add up in another order"
     assert "all" in (folder / "verify.md").read_text()
     assert sorted(path.name for path in folder.iterdir()) == ["logs", "presets", "verify.json", "verify.md"]

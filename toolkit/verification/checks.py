@@ -50,19 +50,19 @@ def check_all(runs: dict[str, WatchedRun], tolerance: float, *, expects_frozen: 
     resharded, dropout, resumed = runs["resharded"], runs["dropout"], runs["resumed"]
     others = strategies[1:]
     with_curves = [*others, resharded]
-    proofs = [_prove("start", run, lambda run: compare_starts(reference, run)) for run in others]
-    proofs += [_prove("rows", run, lambda run: compare_rows(reference, run)) for run in with_curves]
-    proofs += [_prove("loss", run, lambda run: compare_losses(reference, run, tolerance)) for run in with_curves]
-    proofs += [_prove("gradients", run, lambda run: compare_gradients(reference, run, tolerance)) for run in others]
-    proofs += [_prove("gradients", run, lambda run: compare_late_gradients(reference, run)) for run in others]
-    proofs += [_prove("evaluation", run, lambda run: compare_evaluations(reference, run, tolerance)) for run in with_curves]
-    proofs += [_prove("sharding", run, check_shards) for run in others if run.plan.num_shards]
-    proofs += [_prove("ties", run, check_ties) for run in (*strategies, resharded, resumed)]
-    proofs += [_prove("moved", run, check_moved) for run in strategies]
-    proofs += [_prove("frozen", run, lambda run: check_frozen(run, expects_frozen)) for run in strategies]
-    proofs.append(_prove("save", resharded, lambda run: compare_loaded(main, run)))
-    proofs.append(_prove("save", resumed, lambda run: compare_loaded(dropout, run)))
-    proofs.append(_prove("resume", resumed, lambda run: compare_resumed(dropout, run, without_dropout=main)))
+    proofs = [prove("start", run, lambda run: compare_starts(reference, run)) for run in others]
+    proofs += [prove("rows", run, lambda run: compare_rows(reference, run)) for run in with_curves]
+    proofs += [prove("loss", run, lambda run: compare_losses(reference, run, tolerance)) for run in with_curves]
+    proofs += [prove("gradients", run, lambda run: compare_gradients(reference, run, tolerance)) for run in others]
+    proofs += [prove("gradients", run, lambda run: compare_late_gradients(reference, run)) for run in others]
+    proofs += [prove("evaluation", run, lambda run: compare_evaluations(reference, run, tolerance)) for run in with_curves]
+    proofs += [prove("sharding", run, check_shards) for run in others if run.plan.num_shards]
+    proofs += [prove("ties", run, check_ties) for run in (*strategies, resharded, resumed)]
+    proofs += [prove("moved", run, check_moved) for run in strategies]
+    proofs += [prove("frozen", run, lambda run: check_frozen(run, expects_frozen)) for run in strategies]
+    proofs.append(prove("save", resharded, lambda run: compare_loaded(main, run)))
+    proofs.append(prove("save", resumed, lambda run: compare_loaded(dropout, run)))
+    proofs.append(prove("resume", resumed, lambda run: compare_resumed(dropout, run, without_dropout=main)))
     ended_early = [
         failed(run.failed_check, run.title, run.failure or "") for run in runs.values() if run.failed_check is not None
     ]
@@ -79,7 +79,7 @@ def failed(check: str, compared: str, detail: str) -> Proof:
     return Proof(check=check, compared=compared, difference=None, tolerance=0.0, passed=False, detail=detail)
 
 
-def _prove(check: str, run: WatchedRun, work: Callable[[WatchedRun], Proof | None]) -> Proof | None:
+def prove(check: str, run: WatchedRun, work: Callable[[WatchedRun], Proof | None]) -> Proof | None:
     try:
         return work(run)
     except NotReached as missing:
@@ -134,10 +134,13 @@ def compare_late_gradients(reference: WatchedRun, run: WatchedRun) -> Proof | No
     zero = {name for name, gradient in load_tensors(reference, "gradients").items() if not gradient.any()}
     if not zero:
         return None
-    expected, actual = load_tensors(reference, "late_gradients"), load_tensors(run, "late_gradients")
+    expected, actual = (
+        {name: gradient for name, gradient in load_tensors(of, "late_gradients").items() if name in zero}
+        for of in (reference, run)
+    )
     if expected.keys() != actual.keys():
         names = sorted(expected.keys() ^ actual.keys())
-        return failed("gradients", run.title, f"{names[0]} is zero in step 1 on one side only")
+        return failed("gradients", run.title, f"{names[0]} has a gradient in step 2 on one side only")
     title = f"{run.title}: {len(expected)} tensors that are zero in step 1, in step 2"
     return _within("gradients", title, *_largest_gradient(expected, actual), LATE_TOLERANCE, "largest in {}")
 

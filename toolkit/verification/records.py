@@ -65,6 +65,18 @@ def load_tensors(run: WatchedRun, name: str) -> Tensors:
         raise NotReached(run) from None
 
 
+def load_list(run: WatchedRun, name: str) -> list[dict[str, Any]]:
+    """What all ranks have noted, one after another; empty where none had anything to note.
+
+    Raises:
+        NotReached: the run has ended before.
+    """
+    path = run.records / f"{name}.json"
+    if not path.is_file() and run.failure:
+        raise NotReached(run)
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+
+
 def load_about(run: WatchedRun, name: str) -> dict[str, Any]:
     """What ranks hold, as in a record.
 

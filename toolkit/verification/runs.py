@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.accelerate_yaml import check_accelerate_yaml
-from toolkit.config import RecipeConfig
+from toolkit.config import LLMConfig, RecipeConfig
 from toolkit.errors import UserError
 from toolkit.launching import adapt_preset, find_preset, reason_of_failure, save_preset
 from toolkit.verification import EXPORT, LEAVE
@@ -24,6 +25,13 @@ DROPOUT = 0.1
 """Of the runs that a resume is proven with; any other run has none, as masks differ from rank to rank."""
 LARGEST_LR = 1e-4
 """Where a gradient is zero but for rounding, Adam makes a step of the learning rate of it."""
+
+LARGEST_GRAD_NORM = 0.1
+"""So that clipping acts."""
+NUM_EVAL_ROWS = 11
+"""No number of processes and rows a batch divides it: the last batches are not full."""
+GENERATION = {"eval.generate": True, "eval.num_beams": 2, "eval.no_repeat_ngram_size": 2, "eval.max_new_tokens": 8}
+"""Of the run that is exported: settings that change what is generated."""
 
 Launch = Callable[[Path, list[str], Path], int]
 """As `launching.launch`: preset, command and log → exit status."""
@@ -38,6 +46,8 @@ class Box:
     """Of the recipe, as the user would give them."""
     config: RecipeConfig
     """What the arguments say."""
+    num_positions: int | None
+    """Of a causal model; None where there is no limit."""
     presets: list[str]
     num_processes: int
     use_cpu: bool
@@ -106,7 +116,7 @@ def plan_runs(box: Box) -> dict[str, PlannedRun]:
 
     def planned(name: str, where: str, mapping: dict[str, Any], flags: dict[str, Any], after: str | None = None) -> PlannedRun:
         checkpoint = box.output / "runs" / after / "checkpoints" / f"step-{SAVED_STEP:08d}" if after else "never"
-        flags = {**flags, "checkpoint.resume": checkpoint, "run.name": name}
+        flags = {**flags, "checkpoint.resume": checkpoint, "run.name": name, **(GENERATION if name == "preset-0" else {})}
         return PlannedRun(name=name, title=where, mapping=mapping, flags=flags, exports=name == "preset-0", after=after)
 
     def title(name: str) -> str:
@@ -195,7 +205,7 @@ def _adapted(box: Box, name: str, num_processes: int | None) -> dict[str, Any]:
 
 
 def _flags(box: Box, *, rows: int, micro: int, dropout: float = 0.0) -> dict[str, Any]:
-    """What a run overrides of the user's config: few steps and rows, no generation, everything logged and saved.
+    """What a run overrides of the user's config: few steps and rows, everything logged and saved.
 
     Args:
         rows: of a step.
@@ -204,7 +214,11 @@ def _flags(box: Box, *, rows: int, micro: int, dropout: float = 0.0) -> dict[str
     config = box.config
     micro = min(micro, config.train.micro_batch_size_rows)
     has_adapter = config.adapter.method != "none"
+    # A prompt as long as the rows may be leaves no position to generate into.
+    room = (box.num_positions or math.inf) - GENERATION["eval.max_new_tokens"]
+    is_cut = isinstance(config, LLMConfig) and config.data.max_length_tokens > room
     return {
+        **({"data.max_length_tokens": room} if is_cut else {}),
         "model.dropout": dropout,
         "model.frozen_dtype": "float32",
         **({"adapter.dropout": dropout, "export.merge": True} if has_adapter else {}),
@@ -215,10 +229,11 @@ def _flags(box: Box, *, rows: int, micro: int, dropout: float = 0.0) -> dict[str
         "train.micro_batch_size_rows": micro,
         "optim.lr": min(float(config.optim.lr), LARGEST_LR),
         "optim.warmup_steps": 0,
+        "optim.max_grad_norm": min(config.optim.max_grad_norm or LARGEST_GRAD_NORM, LARGEST_GRAD_NORM),
         "optim.skip_beyond_sigmas": None,
         "eval.every_steps": None,
         "eval.at_start": False,
-        "eval.num_rows": 8,
+        "eval.num_rows": NUM_EVAL_ROWS,
         "eval.batch_size_rows": micro,
         "eval.generate": False,
         "eval.best_metric": "loss",

@@ -9,11 +9,11 @@ import shutil
 from pathlib import Path
 from typing import Any, Final
 
-from toolkit.config import LLMConfig, SummarizationConfig, load_config
+from toolkit.config import LLMConfig, RecipeConfig, SummarizationConfig, load_config
 from toolkit.config_paths import find_path
 from toolkit.errors import UserError
 from toolkit.launching import PRESET_FOLDER, launch
-from toolkit.model_config import AutoClass, is_encoder_decoder
+from toolkit.model_config import AutoClass, is_encoder_decoder, load_model_config
 from toolkit.verification.checks import Proof, check_all
 from toolkit.verification.runs import Box, Launch, launch_all, plan_runs
 
@@ -61,11 +61,14 @@ def verify(
     where = f"{box.num_processes} processes on {'the CPU' if box.use_cpu else 'GPUs'}"
     print(f"{box.config.model.name_or_path} by recipes/{box.recipe.name}, {where}, fp32: {len(plans)} runs", flush=True)
     runs = {run.plan.name: run for run in launch_all(box, plans, launch)}
-    from toolkit.verification.exports import check_exports  # transformers and torch take seconds to import
+    # transformers and torch take seconds to import
+    from toolkit.verification.exports import check_exports
+    from toolkit.verification.updates import check_all_updates
 
     expects_frozen = box.config.adapter.method != "none" or bool(box.config.model.freeze)
     auto_class: AutoClass = "AutoModelForCausalLM" if isinstance(box.config, LLMConfig) else "AutoModelForSeq2SeqLM"
     proofs = check_all(runs, tolerance, expects_frozen=expects_frozen)
+    proofs += check_all_updates(runs, box.config.optim)
     proofs += check_exports(runs["preset-0"], box.config, auto_class)
     passed = all(proof.passed for proof in proofs)
     _tell(proofs, output, passed)
@@ -111,11 +114,18 @@ def build_box(
         recipe=RECIPE_FOLDER / f"{name}.py",
         arguments=arguments,
         config=parsed,
+        num_positions=None if is_t5 else _num_positions(parsed),
         presets=presets,
         num_processes=chosen,
         use_cpu=on_cpu,
         output=output.absolute(),
     )
+
+
+def _num_positions(config: RecipeConfig) -> int | None:
+    """Of a causal model, where its config says so."""
+    model_config = load_model_config(config.model, "AutoModelForCausalLM")
+    return getattr(model_config.get_text_config(), "max_position_embeddings", None)
 
 
 def _processes(num_processes: int | None, use_cpu: bool) -> tuple[bool, int]:

@@ -2,11 +2,14 @@
 
     accelerate launch --config_file PRESET.yaml -m toolkit.verification.watched_run RECIPE.py FOLDER export|leave FLAG...
 
-Four calls of the recipe's run are wrapped; what they see goes into FOLDER, written by rank 0:
+Calls of the recipe's run are wrapped; what they see goes into FOLDER, written by rank 0:
 
     loaded.*        after the checkpoint is loaded, or before the first step
-    gradients.*     in the first step, before they are clipped; late_gradients.*: in the second, of those that were zero in it
+    gradients.*     in the first step, before they are clipped; late_gradients.*: in the second
+    updated-1.*     after the first step
     saved-<step>.*  whenever a checkpoint is saved
+    dropout.json    losses of one row, by the dropout of each rank and micro-batch (`rank_probes`)
+    generated.json  prompts and what was generated (`rank_probes`)
     trained.*       after the last step; then the run exports, or leaves
     failed-<rank>.json   the error that the rank ended with, and the check that it speaks for
 
@@ -35,12 +38,15 @@ from torch.distributed.tensor import DTensor
 from toolkit import loop, stages
 from toolkit.checkpoint_writer import CheckpointWriter, Save
 from toolkit.config import RecipeConfig
+from toolkit.data.plan import Step
 from toolkit.distributed import gather_objects, rank, world_size
 from toolkit.errors import UserError
 from toolkit.shard_units import clean, local_tensor
 from toolkit.sharding import ShardedModel
+from toolkit.step_log import StepFigures
 from toolkit.train_state import TrainState
 from toolkit.verification import EXPORT
+from toolkit.verification.rank_probes import watch_dropout, watch_generation
 
 CHECK_OF_FUNCTION = {
     ("toolkit.checkpoint", "load_checkpoint"): "save",
@@ -80,7 +86,9 @@ def watch(folder: Path, *, exports: bool) -> None:
         exports: whether the recipe's export is made; it takes as long as a run of a few steps.
     """
     resume, clip, save, finish = stages.resume, loop.clip_gradients, CheckpointWriter.save, stages.finish
-    zeros: set[str] | None = None
+    train_step = loop.train_step
+    records = ["gradients", "late_gradients"]
+    masks, texts = watch_dropout(), watch_generation()
 
     def resume_and_look(config: RecipeConfig, begun: stages.Beginning, run: loop.Run) -> TrainState:
         state = resume(config, begun, run)
@@ -88,15 +96,16 @@ def watch(folder: Path, *, exports: bool) -> None:
         return state
 
     def look_and_clip(model: Any, max_norm: float | None) -> torch.Tensor:
-        nonlocal zeros
-        if zeros is None:
-            gradients = _whole_gradients(model)
-            zeros = {name for name, gradient in gradients.items() if not gradient.any()}
-            _save(folder / "gradients", gradients)
-        elif zeros:  # on all ranks alike
-            _save(folder / "late_gradients", {name: g for name, g in _whole_gradients(model).items() if name in zeros})
-            zeros = set()
+        if records:  # on all ranks alike
+            _save(folder / records.pop(0), _whole_gradients(model))
         return clip(model, max_norm)
+
+    def step_and_look(session: Any, step: Step, *args: Any) -> StepFigures:
+        masks.session = session
+        figures = train_step(session, step, *args)
+        if step.step == 1:
+            _record(folder / "updated-1", session.run.sharded, session.run.optimizer)
+        return figures
 
     def look_and_save(writer: CheckpointWriter, state: TrainState, *, wait: bool = False) -> Save | None:
         _record(folder / f"saved-{state.step}", writer.sharded, writer.optimizer)
@@ -104,13 +113,17 @@ def watch(folder: Path, *, exports: bool) -> None:
 
     def look_and_finish(config: RecipeConfig, run: loop.Run) -> None:
         _record(folder / "trained", run.sharded)
+        for name, seen in (("dropout", masks.seen), ("generated", texts)):
+            every = [item for part in gather_objects(seen) for item in part]
+            if rank() == 0 and every:
+                (folder / f"{name}.json").write_text(json.dumps(every), encoding="utf-8")
         if exports:
             finish(config, run)
         else:
             run.sharded.accelerator.end_training()
 
     stages.resume, stages.finish = resume_and_look, look_and_finish
-    loop.clip_gradients = look_and_clip
+    loop.clip_gradients, loop.train_step = look_and_clip, step_and_look  # type: ignore[assignment]
     CheckpointWriter.save = look_and_save  # type: ignore[method-assign,assignment]
 
 
@@ -152,6 +165,7 @@ def _record(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer 
     about = {
         "ranks": gather_objects(local),
         "placements": sorted({str(p.placements) for p in sharded.model.parameters() if isinstance(p, DTensor)}),
+        "weight_decay": _weight_decay(sharded.model, optimizer),
         "parameters": {
             name: {"shape": list(p.shape), "itemsize": p.element_size(), "is_trainable": p.requires_grad}
             for name, p in named.items()
@@ -161,6 +175,14 @@ def _record(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer 
     }
     trained = {f"model.{name}": t for name, t in weights.items() if name in named and named[name].requires_grad}
     _save(path, trained | {f"optimizer.{name}": t for name, t in moments.items()}, about)
+
+
+def _weight_decay(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, float]:
+    """Of each trainable parameter, by clean name."""
+    groups = optimizer.param_groups if optimizer is not None else []
+    decay = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
+    named = {clean(name).removeprefix("module."): id(parameter) for name, parameter in model.named_parameters()}
+    return {name: decay[parameter] for name, parameter in named.items() if parameter in decay}
 
 
 def _whole(model: torch.nn.Module, *, flatten_optimizer_state_dict: bool = False) -> StateDictOptions:
