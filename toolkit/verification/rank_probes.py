@@ -61,15 +61,21 @@ def _mask(device: torch.device) -> str:
         return "".join(str(int(kept)) for kept in torch.nn.functional.dropout(torch.ones(64, device=device), 0.5).bool().tolist())
 
 
-def watch_generation() -> list[dict[str, list[int]]]:
-    """Wrap transformers' `generate`, in this process, for good; returns the list that `prompt` and `new` tokens go into."""
+def watch_generation(steps: DropoutWatch) -> list[dict[str, Any]]:
+    """Wrap transformers' `generate`, in this process, for good; returns the list that `prompt` and `new` tokens go into.
+
+    Args:
+        steps: knows whether steps were taken; what is generated before is a trial of two tokens.
+    """
     from transformers import GenerationMixin
 
-    seen: list[dict[str, list[int]]] = []
+    seen: list[dict[str, Any]] = []
     generate = GenerationMixin.generate
 
     def generate_and_note(self: Any, *args: Any, **settings: Any) -> Any:
         tokens_BT = generate(self, *args, **settings)
+        if steps.session is None:
+            return tokens_BT
         input_ids_BS, mask_BS = settings["input_ids"], settings["attention_mask"].bool()
         first = 0 if self.config.is_encoder_decoder else input_ids_BS.shape[1]
         for prompt, mask, tokens in zip(input_ids_BS, mask_BS, tokens_BT, strict=True):

@@ -88,7 +88,8 @@ def watch(folder: Path, *, exports: bool) -> None:
     resume, clip, save, finish = stages.resume, loop.clip_gradients, CheckpointWriter.save, stages.finish
     train_step = loop.train_step
     records = ["gradients", "late_gradients"]
-    masks, texts = watch_dropout(), watch_generation()
+    masks = watch_dropout()
+    texts = watch_generation(masks)
 
     def resume_and_look(config: RecipeConfig, begun: stages.Beginning, run: loop.Run) -> TrainState:
         state = resume(config, begun, run)
