@@ -1,3 +1,7 @@
 """Fine-tuning on top of Accelerate: one loop, an exact batch plan, FSDP from a YAML file, sharded checkpoints."""
 
+from toolkit.import_noise import filter_import_noise
+
 __version__ = "0.1.0"
+
+filter_import_noise()  # whichever module of ours is imported first, transformers comes after it
