@@ -66,7 +66,7 @@ def find_adapter(name_or_path: str) -> Path:
     for file, why in ((CONFIG_FILE, ""), (WEIGHTS_FILE, " (pickled .bin weights are not loaded)")):
         if not (folder / file).is_file():
             raise UserError(f"adapter.name_or_path {folder} has no {file}{why}: give the folder of an adapter saved by peft")
-    check_readable(folder, f"adapter.name_or_path {folder}")
+    check_readable(f"adapter.name_or_path {folder}", folder)
     return folder
 
 

@@ -59,8 +59,11 @@ class Session:
     writer: CheckpointWriter
 
 
-def after_step(session: Session) -> bool:
+def after_step(session: Session, *, is_resumed: bool = False) -> bool:
     """Evaluate and save where it is due after `state.step`; whether training is over. Collective.
+
+    Args:
+        is_resumed: the checkpoint of `state.step` stands, but a signal ended its evaluation: it is saved again with the figures.
 
     Raises:
         Stopped: on every rank, once there is a checkpoint.
@@ -74,7 +77,7 @@ def after_step(session: Session) -> bool:
         return True
     over = state.step == run.num_steps or gains_no_more(config, state)
     keeps = config.checkpoint.keep_best > 0 and session.writer.is_best(state)
-    if state.step > 0 and (over or keeps or is_due(state.step, config.checkpoint.every_steps)):
+    if state.step > 0 and (over or keeps or is_resumed or is_due(state.step, config.checkpoint.every_steps)):
         _save(session, wait=over)
     if over and state.step < run.num_steps:
         session.bar.say(

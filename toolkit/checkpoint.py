@@ -114,8 +114,12 @@ def forget_unequal(state: TrainState, manifest: dict[str, Any], goal: Goal) -> s
 
 
 def best_saved_value(run_folder: Path, goal: Goal, step: int) -> float | None:
-    """The best figure, of this run's goal, of the checkpoints up to `step`, as rank 0 sees them. Collective."""
-    ranked = rank_checkpoints(run_folder, goal, step) if rank() == 0 else []
+    """The best figure, of this run's goal, of the checkpoints up to `step`, as rank 0 sees them. Collective.
+
+    Raises:
+        UserError: the folder of checkpoints may not be read; on every rank.
+    """
+    ranked = agreed(lambda: rank_checkpoints(run_folder, goal, step) if rank() == 0 else [])
     return broadcast_object(ranked[0].value if ranked and ranked[0].is_comparable else None)
 
 

@@ -31,16 +31,17 @@ def give_usual_mode(path: Path) -> None:
             file.chmod(mode)
 
 
-def check_readable(folder: Path, what: str) -> None:
-    """Refuse a model's or adapter's folder with a file that may not be read: safetensors would say that it does not exist.
+def check_readable(what: str, *folders: Path) -> None:
+    """Refuse folders with a file that may not be read: safetensors would say that it does not exist, others that it is damaged.
 
     Raises:
         UserError: naming the file.
     """
     with denials_named(what):
-        for path in sorted(folder.iterdir()):
-            if path.suffix in (".json", ".safetensors") and path.is_file():
-                path.open("rb").close()
+        for folder in folders:
+            for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+                if path.suffix in (".json", ".safetensors", ".arrow") and path.is_file():
+                    path.open("rb").close()
 
 
 @contextmanager

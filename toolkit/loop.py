@@ -69,7 +69,7 @@ def train(config: RecipeConfig, run: Run, state: TrainState) -> TrainState:
         log = StepLog(run.metrics, run.sharded, bar, run.train_rows, state.skips, config.optim.max_skipped_steps)
         guard = SkipGuard(config.optim, state.skips)
         session = Session(config, run, state, bar, log, guard, stops, watchdog, writer)
-        if not (state.evaluation_due and after_step(session)):
+        if not (state.evaluation_due and after_step(session, is_resumed=True)):
             _train_steps(session)
         save_memory(run.folder, log.memory, run.metrics)
         finish_writing(session)

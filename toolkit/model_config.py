@@ -121,7 +121,7 @@ def check_weight_files(folder: Path, what: str) -> None:
     Raises:
         UserError: naming the file and the entry.
     """
-    check_readable(folder, what)
+    check_readable(what, folder)
     if (folder / "adapter_config.json").is_file():  # its adapter would be loaded too, from a pickle if need be
         raise UserError(
             f"{what} has an adapter_config.json beside its config.json: give a folder with the model alone, and the adapter's as "

@@ -19,6 +19,7 @@ from toolkit.adapter_files import CONFIG_FILE, WEIGHTS_FILE, find_adapter
 from toolkit.checkpoint_folders import checkpoints_folder
 from toolkit.checkpoint_table import show_checkpoints
 from toolkit.data.row_cache import load_rows
+from toolkit.data.token_cache import About, write_tokens
 from toolkit.errors import UserError
 from toolkit.export import _replace, _save_check
 from toolkit.file_modes import give_usual_mode
@@ -158,3 +159,24 @@ def test_a_cache_that_may_not_be_read_is_one_sentence(shared: Path) -> None:
     rows.mkdir(mode=0)
     with another_user(), pytest.raises(UserError, match=f"^data.cache_dir: {rows}.* cannot be read .*: ask its owner, or chmod"):
         load_rows([], shared, identity={}, eval_fraction=None, num_rows=None)
+
+
+@pytest.mark.parametrize("closed", ["train/data.arrow", "train", ""])
+def test_a_token_cache_that_may_not_be_read_is_not_built_again(shared: Path, closed: str) -> None:
+    def write(folder: Path) -> About:
+        (folder / "train").mkdir()
+        (folder / "train" / "data.arrow").touch()
+        return About([])
+
+    cache = shared / "cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("toolkit.data.token_cache.hash_contents", lambda folder: "of the rows")
+        folder = cache / write_tokens(cache, {"a": 1}, write).name
+    cache.chmod(0o777)
+    before = mode(folder / closed)
+    (folder / closed).chmod(0)
+    try:
+        with another_user(), pytest.raises(UserError, match=f"^data.cache_dir: {folder}.* cannot be read .*: ask its owner, or"):
+            write_tokens(cache, {"a": 1}, write)
+    finally:
+        (folder / closed).chmod(before)
