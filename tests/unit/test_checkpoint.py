@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.checkpoint_files import LOSS, make_checkpoint
+from toolkit import checkpoint
 from toolkit.checkpoint import _check_identity, best_of_run, best_saved_value, forget_unequal
 from toolkit.errors import UserError
 from toolkit.train_state import Identity, TrainState
@@ -102,6 +104,17 @@ def test_the_best_saved_is_of_these_rows_and_of_steps_done(tmp_path: Path) -> No
     make_checkpoint(tmp_path, 2, 0.6)
     make_checkpoint(tmp_path, 12, 0.5)
     assert best_saved_value(tmp_path, LOSS, 9) == 0.6
+
+
+def test_checkpoints_that_only_rank_0_cannot_read_end_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise UserError("checkpoints: cannot be read")
+
+    monkeypatch.setattr(checkpoint, "rank_checkpoints", refuse)
+    for choose in (partial(best_saved_value, step=9), best_of_run):
+        with pytest.raises(UserError) as refused:
+            choose(tmp_path, LOSS)
+        assert refused.value.agreed_by_all_ranks  # type: ignore[attr-defined]
 
 
 def test_the_choice_of_the_best_names_what_was_not_compared(tmp_path: Path) -> None:
