@@ -18,6 +18,7 @@ import numpy as np
 from toolkit.data.tokenizer import hash_tokenizer
 from toolkit.distributed import gather_objects, local_rank, local_world_size, raise_together
 from toolkit.errors import UserError
+from toolkit.file_modes import check_readable
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -118,10 +119,11 @@ def write_tokens(cache: Path, identity: dict[str, Any], write: Callable[[Path], 
         write: puts `train/`, `evaluation/` and `tokenizer/` into the folder given.
 
     Raises:
-        UserError: the cache cannot be written; those of `write`.
+        UserError: the cache cannot be written or may not be read; those of `write`.
     """
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     folder = cache / name
+    check_readable("data.cache_dir", folder, *(folder / part for part in ("train", "evaluation", "tokenizer")))
     is_there = (folder / "about.json").is_file()
     if is_there and (contents := _read_contents(folder)):
         return Written(name, contents)
