@@ -43,7 +43,7 @@ def smoothed_labels(patch: MonkeyPatch) -> None:
     import torch.nn.functional as F
 
     cross_entropy = F.cross_entropy
-    patch.setattr(F, "cross_entropy", lambda *args, **settings: cross_entropy(*args, **settings, label_smoothing=0.01))
+    patch.setattr(F, "cross_entropy", lambda *args, **settings: cross_entropy(*args, **settings | {"label_smoothing": 0.01}))
 
 
 def missing_gradient_average(patch: MonkeyPatch) -> None:
