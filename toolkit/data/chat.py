@@ -31,7 +31,7 @@ _GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # tokenized on; it is the date that Llama 3.1 falls back to. No other clock is in reach of a template.
 _CLOCK = datetime.datetime(2024, 7, 26)
 
-TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
+TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What rendering raises: the template's own refusals, and Python's of the operations in it."""
 
 

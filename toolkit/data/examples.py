@@ -94,7 +94,7 @@ def build_row(cells: Sequence[Any], columns: Columns, where: str, mix_entry: int
     names = list(cells_by_name)
     if columns.kind == "chat":
         example = _read_chat([], values[0], tools, (where, names[0]))
-    elif any(isinstance(value, list) for value in values):
+    elif columns.kind == "pair" and any(isinstance(value, list) for value in values):
         example = _read_conversational_pair(values, names, tools, where)
     else:
         for name, value in cells_by_name.items():

@@ -141,24 +141,31 @@ def _drop_lost_rows(tokenized: Dataset, config: LLMDataConfig, name: str) -> tup
     """The rows with a label that counts, and remarks on what the limit and the template did to them."""
     numbers = tokenized.select_columns(["num_label_tokens", *_OF_TOKENIZING]).with_format("numpy")[:]
     is_kept = numbers["num_label_tokens"] > 0
+    is_bare = ~is_kept & (numbers["num_lost_tokens"] == 0)  # as of zero-width characters, which BERT's leaves out
     limit, side = f"data.max_length_tokens = {config.max_length_tokens}", SIDES[name]
     what = "conversations" if numbers["is_chat"].all() else "rows"
-    num_rows, num_lost = int((numbers["piece"] == 0).sum()), int((~is_kept).sum())
-    if name == "train" and num_lost == num_rows:
+    num_rows, num_bare, num_lost = int((numbers["piece"] == 0).sum()), int(is_bare.sum()), int((~is_kept & ~is_bare).sum())
+    if num_bare and num_bare == num_rows and name == "train":
+        raise UserError(
+            f"the tokenizer makes nothing to predict of all {num_rows} {side} {what}: give other rows, or another model"
+        )
+    if name == "train" and num_lost + num_bare == num_rows:
         raise UserError(f"all {num_rows} {side} {what} lost their whole completion to {limit}: raise it")
     given = numbers["num_given_tokens"]
     told = tell_split(numbers["piece"], name, limit)
-    told += tell_cut(given, np.where(is_kept, numbers["num_lost_tokens"], given), num_rows, name, limit)
+    told += tell_cut(given, np.where(is_kept | is_bare, numbers["num_lost_tokens"], given), num_rows, name, limit)
     if num_lost:
         told.append(f"{num_lost} of {num_rows} {what} lost their whole completion to {limit} and were left out ({side} rows)")
-    if num_lost and num_lost == num_rows:
+    if num_bare:
+        told.append(f"left out {num_bare} of {num_rows} {side} {what}, of which the tokenizer makes nothing to predict")
+    if num_rows and not is_kept.any():
         told.append("no held-out row is left to evaluate on")
     if num_endless := int(numbers["is_endless"].sum()):
         told.append(
             f"the chat template ends the turns of {num_endless} of {num_rows} {side} rows with no special token, so nothing "
             "tells generation to stop: end assistant turns with eos_token in data.chat_template"
         )
-    return tokenized.select(np.flatnonzero(is_kept)) if num_lost else tokenized, told
+    return tokenized.select(np.flatnonzero(is_kept)) if num_lost or num_bare else tokenized, told
 
 
 def _tokenize_batch(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -78,8 +79,15 @@ def load_rows(
     fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     folder = cache / "rows" / fingerprint
     with denials_named("data.cache_dir"):
-        if not folder.is_dir():
-            _write_cache(inputs, folder, eval_fraction=eval_fraction or 0.0, num_rows=num_rows, drop_repeats=drop_repeats)
+        if folder.is_dir():
+            try:
+                return _load_cache(inputs, folder, eval_fraction)
+            except PermissionError:
+                raise
+            except Exception:  # whatever damaged files make two libraries raise
+                print(f"the cache of rows {folder} is damaged: it is built again", flush=True)
+                shutil.rmtree(folder)
+        _write_cache(inputs, folder, eval_fraction=eval_fraction or 0.0, num_rows=num_rows, drop_repeats=drop_repeats)
         return _load_cache(inputs, folder, eval_fraction)
 
 

@@ -124,7 +124,7 @@ def write_tokens(cache: Path, identity: dict[str, Any], write: Callable[[Path], 
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     folder = cache / name
     check_readable("data.cache_dir", folder, *(folder / part for part in ("train", "evaluation", "tokenizer")))
-    is_there = (folder / "about.json").is_file()
+    is_there = folder.is_dir()
     if is_there and (contents := _read_contents(folder)):
         return Written(name, contents)
     # Written beside and renamed: a second run, or a crash, never finds half a cache. Processes of other machines may share the

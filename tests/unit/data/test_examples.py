@@ -142,6 +142,11 @@ def test_a_pair_of_message_lists_is_a_chat_trained_on_its_completion():
         build_row((say("hello", "one"), say("two")), columns, "x", 0)
 
 
+def test_a_text_that_is_a_list_is_refused():
+    with pytest.raises(UserError, match=r"x, column text: \['a', 'b'\] is of type list, not text: write it as a string"):
+        build_row((["a", "b"],), Columns("text", ("text",)), "x", 0)
+
+
 @pytest.mark.parametrize(
     ("kind", "cells", "reason"),
     [

@@ -179,6 +179,8 @@ def test_a_template_that_refuses_a_chat_is_told_with_the_row(prepare, tmp_path):
     )
     with pytest.raises(UserError, match=r"row 1: the chat template refuses this conversation \(can only concatenate str"):
         prepare(chats(CHATS[1]), chat_template="{{ 'a' + messages }}")
+    with pytest.raises(UserError, match=r"row 1: the chat template refuses this conversation \(division by zero\)"):
+        prepare(chats(CHATS[1]), chat_template="{{ 1 / (messages | length - 2) }}" + CHATML)
 
 
 def test_a_template_that_leaves_out_a_turn_is_refused(prepare):

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from tests.tokenizer_kinds import EXACT_KINDS, build_byte_level, build_metaspace
+from tests.tokenizer_kinds import EXACT_KINDS, build_byte_level, build_metaspace, build_word_piece
 from toolkit.config_sections import DataConfig, LLMDataConfig, ModelConfig
 from toolkit.data import spans
 from toolkit.data.cuts import split_text, tell_cut
@@ -129,6 +129,14 @@ def test_the_share_of_tokens_that_a_cut_loses_is_told(prepare):
     lost = np.zeros(10_000, dtype=int)
     lost[0] = 1
     assert ": less than 0.1 % of all" in tell_cut(np.full(10_000, 9), lost, 10_000, "evaluation", "data.x = 9")[0]
+
+
+def test_rows_that_the_tokenizer_makes_nothing_of_are_not_said_to_be_cut(prepare):
+    rows = prepare(build_word_piece(), [{"text": "\u200b"}, {"text": "the word"}, {"text": "\u200d"}])
+    assert len(rows.train) == 1
+    assert rows.remarks[1:] == ["left out 2 of 3 training rows, of which the tokenizer makes nothing to predict"]
+    with pytest.raises(UserError, match="the tokenizer makes nothing to predict of all 1 training rows: give other rows"):
+        prepare(build_word_piece(), [{"text": "\u200b"}])
 
 
 def test_the_share_of_tokens_that_sources_and_targets_lose_is_told(tmp_path):

@@ -159,6 +159,20 @@ def test_second_load_comes_from_the_cache(config, tmp_path, monkeypatch):
     assert second.remarks == [f"skipped 1 of 2 rows of {tmp_path / 'renamed.csv'} with an empty target (row 2)"]
 
 
+@pytest.mark.parametrize("name", ["train.arrow", "evaluation.arrow", "reports.json"])
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_damaged_cache_is_named_and_built_again(config, tmp_path, capsys, name, is_cut):
+    first = load_text_rows(config)
+    file = tmp_path / "cache" / "rows" / first.fingerprint / name
+    expected = first.train[:]
+    file.write_bytes(file.read_bytes()[:-9]) if is_cut else file.unlink()
+    capsys.readouterr()
+    assert load_text_rows(config).train[:] == expected
+    assert capsys.readouterr().out == f"the cache of rows {file.parent} is damaged: it is built again\n"
+    load_text_rows(config)
+    assert not capsys.readouterr().out
+
+
 def test_a_failed_load_leaves_nothing_in_the_cache(config, tmp_path):
     (tmp_path / "rows.csv").write_text("source,target\n" + "a,b\n" * 3000 + "a,b,c\n")
     with pytest.raises(UserError, match="line 3002"):

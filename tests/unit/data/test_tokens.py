@@ -84,7 +84,7 @@ def test_the_hash_of_tokens_is_of_their_values_and_not_of_their_blocks(tmp_path:
         assert hash_contents(tmp_path / str(number)) != whole, change
 
 
-@pytest.mark.parametrize("damage", ["ids", "cut off", "tokenizer", "about"])
+@pytest.mark.parametrize("damage", ["ids", "cut off", "tokenizer", "about", "no about"])
 def test_a_cache_that_was_changed_is_named_and_built_again(
     tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,6 +102,8 @@ def test_a_cache_that_was_changed_is_named_and_built_again(
         assert load_from_disk(str(folder / "train"))["input_ids"][8765 - 1000] == [8766]
     elif damage == "cut off":
         os.truncate(table, table.stat().st_size // 2)
+    elif damage == "no about":
+        (folder / "about.json").unlink()
     else:
         file = folder / {"tokenizer": "tokenizer/tokenizer.json", "about": "about.json"}[damage]
         file.write_text(file.read_text().replace("1", "2", 1))
