@@ -1,4 +1,4 @@
-"""Who may read what a run writes, and what another user is told of files that may not be read."""
+"""Who may read what a run writes, and what is said where a file may not be read."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """What a limit on a row's tokens does: plain text is split into rows that together hold every token, everything else is cut, and
-the share of tokens that is lost is told."""
+a sentence says what share of the tokens is lost."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Written(NamedTuple):
 
 
 class About(NamedTuple):
-    """What is told of tokenized rows beside their columns, see `TokenizedRows`."""
+    """What else is said of tokenized rows, beside their columns, see `TokenizedRows`."""
 
     remarks: list[str]
     stop_token_ids: list[int] | tuple[()] = ()

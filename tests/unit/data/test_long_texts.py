@@ -1,4 +1,4 @@
-"""Text longer than a row is trained on whole, and what a cut loses is told."""
+"""Text longer than a row is trained on whole, and a run says what a cut loses."""
 
 from __future__ import annotations
 
