@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from toolkit.config_errors import known_keys, sentence
 from toolkit.errors import UserError
@@ -30,7 +30,11 @@ def split_files_and_flags(argv: list[str]) -> tuple[list[str], list[str]]:
 
 def join_lists(flags: list[str], config_class: type) -> list[str]:
     """`--data.files a --data.files b` as one flag with a list, where the first one stands: argparse would take the last alone."""
-    hints = {key: hint for key, hint in known_keys(config_class)[0].items() if list[str] in (hint, *get_args(hint))}
+    hints = {
+        key: hint
+        for key, hint in known_keys(config_class)[0].items()
+        if any(get_origin(option) is list for option in (hint, *get_args(hint)))
+    }
     joined: list[str] = []
     places: dict[str, int] = {}
     values: dict[str, list[str]] = {}
@@ -47,19 +51,21 @@ def join_lists(flags: list[str], config_class: type) -> list[str]:
             joined.append("")
         values.setdefault(key, []).append(value if equals else rest.pop())
     for key, place in places.items():
-        joined[place] = f"--{key}={_join(values[key], takes_text=hints[key] != list[str])}"
+        joined[place] = f"--{key}={_join(values[key], hints[key])}"
     return joined
 
 
-def _join(values: list[str], *, takes_text: bool) -> str:
-    """One list of texts and lists; null and [] forget those before. A single text stays one where the field takes it."""
+def _join(values: list[str], hint: Any) -> str:
+    """One list of items and lists; null and [] forget those before. A single item becomes a list in a field of texts alone."""
     loaded = [_load(value) for value in values]
-    if len(values) == 1 and (takes_text or isinstance(loaded[0], list | dict | None)):
+    if len(values) == 1 and (hint != list[str] or isinstance(loaded[0], list | dict | None)):
         return values[0]
+    holds_texts = list[str] in (hint, *get_args(hint))
     items: list[Any] = []
     for value, content in zip(values, loaded, strict=True):
-        items = [] if content in (None, []) else [*items, *(content if isinstance(content, list) else [value])]
-    return json.dumps(items, ensure_ascii=False)
+        added = content if isinstance(content, list) else [value if holds_texts else content]
+        items = [] if content in (None, []) else [*items, *added]
+    return json.dumps(items, ensure_ascii=False, default=str)
 
 
 def _load(value: str) -> Any:

@@ -94,6 +94,7 @@ def test_flags_win_over_the_yaml_wherever_they_stand(tmp_path: Path, where: str)
         (["--tracking.log_with=wandb", "--tracking.log_with=tensorboard"], "tracking.log_with", ["wandb", "tensorboard"]),
         (["--tracking.log_with=[wandb]", "--tracking.log_with=[]"], "tracking.log_with", []),  # as verify overrides a run's
         (["--data.source=csv", "--data.files=a", "--data.files=null", "--data.files=b"], "data.files", ["b"]),
+        (["--profile.steps=2", "--profile.steps=3"], "profile.steps", [2, 3]),
         (["--optim.lr=0.5", "--optim.lr=0.25"], "optim.lr", 0.25),
     ],
 )

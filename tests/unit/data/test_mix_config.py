@@ -34,6 +34,14 @@ def test_yaml_and_flag_give_the_same_plain_entries(tmp_path):
     assert load_config(LLMConfig, ["--data.mix", flag, *BASE]) == config
 
 
+def test_a_mix_may_be_given_entry_by_entry():
+    flags = ["--data.mix", "{source: jsonl, files: a.jsonl, weight: 2}", '--data.mix=[{"source": "stdlib"}]']
+    assert load_config(LLMConfig, [*flags, *BASE]).data.mix == [
+        MixEntry(source="jsonl", files="a.jsonl", weight=2.0),
+        MixEntry(source="stdlib"),
+    ]
+
+
 def test_a_mix_is_saved_read_again_and_flattened(tmp_path):
     config = from_yaml(tmp_path, "  mix:\n  - {source: jsonl, files: [a.jsonl], weight: 0.5}")
     save_config(config, tmp_path / "saved.yaml")
