@@ -11,6 +11,7 @@ from toolkit.config_sections import EvalConfig
 from toolkit.data.collate import Collator, SummarizationCollator
 from toolkit.errors import UserError
 from toolkit.losses import summed_cross_entropy, summed_loss
+from toolkit.process_group import is_connection_error
 from toolkit.random_state import random_state_kept
 from toolkit.sharding import ShardedModel, evaluation_model, generation_ready
 
@@ -103,12 +104,14 @@ def check_seq2seq_model(sharded: ShardedModel, collator: SummarizationCollator, 
 
 @contextlib.contextmanager
 def _failing_as(what: str, ways_out: str) -> Iterator[None]:
-    """An error of the model's own code as a sentence; what is short of memory says so itself."""
+    """An error of the model's own code as a sentence; a lack of memory and a rank that has died say so themselves."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
+        if is_connection_error(error):
+            raise
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(f"{what} ({reason}): {ways_out}") from error
 

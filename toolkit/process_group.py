@@ -54,7 +54,7 @@ def connecting() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+        if not is_connection_error(error):
             raise
         text = str(error).splitlines()[0]
         time.sleep(LINGER_S)  # others may still be on their way from the store of rank 0
@@ -62,6 +62,11 @@ def connecting() -> Iterator[None]:
             f"the ranks have met, but cannot connect to each other ({text}): name the network device between the machines in "
             "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, and open its ports"
         ) from None
+
+
+def is_connection_error(error: Exception) -> bool:
+    """Whether torch lost another rank, or never reached it; gloo raises plain RuntimeErrors."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def _name_attempt(store: dist.Store, meeting: Meeting) -> str:

@@ -73,3 +73,16 @@ def test_another_loss_than_that_of_the_logits_is_refused(model: Any, monkeypatch
     monkeypatch.setattr(causal_loss, "_logits", lambda model, hidden_nD: 1.1 * model.lm_head(hidden_nD))
     with pytest.raises(UserError, match="its loss by hidden states is .*, by its logits "):
         check(model)
+
+
+def test_a_rank_that_died_during_the_trial_is_no_fault_of_the_model() -> None:
+    """It was reported as a model that cannot be trained, with advice on precision."""
+    gone = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:4242")
+    with pytest.raises(RuntimeError, match="closed by peer") as raised, model_checks._failing_as("T5 cannot be trained here", ""):
+        raise gone
+    assert raised.value is gone
+    with (
+        pytest.raises(UserError, match="T5 cannot be trained here .mat1 and mat2"),
+        model_checks._failing_as("T5 cannot be trained here", "try another"),
+    ):
+        raise RuntimeError("mat1 and mat2 must have the same dtype")
