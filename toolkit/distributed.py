@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, escape_controls
 
 T = TypeVar("T")
 
@@ -150,6 +150,6 @@ def seed_all(*parts: int | str) -> None:
 
 
 def print_rank0(*lines: str) -> None:
-    """Print on rank 0 only."""
+    """Print on rank 0 only, control characters escaped."""
     if rank() == 0:
-        print(*lines, sep="\n", flush=True)
+        print(*map(escape_controls, lines), sep="\n", flush=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -35,6 +36,19 @@ LEAVE_TOGETHER_S = 5.0
 """How long a rank waits for the others of its node before it leaves: one that the error does not concern never comes."""
 
 
+# A terminal acts on the C0 and C1 controls, and prints what follows a bidirectional override in another order than it is read.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def escape_controls(text: str) -> str:
+    """`text` for a terminal: control characters but line breaks and tabs as Python escapes them, `\\x1b` for ESC.
+
+    For whatever is printed with text of rows, templates, files or models in it: a row could set the terminal's title, or hide
+    what a sentence says. Files get the text as it is.
+    """
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
 class Stopped(SystemExit):
     """The end of a run that a signal asked for, on every rank."""
 
@@ -52,7 +66,7 @@ def exit_on_user_error() -> Iterator[None]:
         yield
     except UserError as error:
         if _speaks_for_this_error(error):
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(f"error: {escape_controls(str(error))}", file=sys.stderr, flush=True)
         if launch is not None:
             _save_error_file(error)
             _wait_for_local_ranks(launch)
@@ -99,9 +113,10 @@ def _end_with_the_launch(launch: Path, number: int, frame: FrameType | None) -> 
 
 def _save_error_file(error: UserError) -> None:
     """Write what the launcher prints of this rank in its last lines, in the form of torch elastic's `ErrorHandler`."""
-    extra = {"py_callstack": f"error: {error}", "timestamp": str(int(time.time()))}
+    sentence = escape_controls(str(error))
+    extra = {"py_callstack": f"error: {sentence}", "timestamp": str(int(time.time()))}
     with suppress(OSError):  # a full disk: the sentence is on stderr all the same
-        content = json.dumps({"message": {"message": f"UserError: {error}", "extraInfo": extra}})
+        content = json.dumps({"message": {"message": f"UserError: {sentence}", "extraInfo": extra}})
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(content, encoding="utf-8")
 
 

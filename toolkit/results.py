@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.distributed import rank
-from toolkit.errors import UserError
+from toolkit.errors import UserError, escape_controls
 from toolkit.evaluation import ROUGE_METRICS
 from toolkit.evaluation_rows import EvaluationRows
 from toolkit.json_lines import load_json_lines
@@ -94,7 +94,7 @@ def format_table(rows: dict[str, dict[str, float]], choice: Sequence[str] = _COL
     for name, row in rows.items():
         cells = (f"{row[c]:>15.2f}" if row.get(c) is not None else f"{'–':>15}" for c in columns)
         lines.append(f"{name:<{width}}" + "".join(cells))
-    return "\n".join(lines)
+    return escape_controls("\n".join(lines))
 
 
 def _baselines(train_rows: Dataset, eval_rows: Dataset) -> dict[str, dict[str, float]]:
@@ -134,5 +134,6 @@ def _print_samples(predictions_path: Path, eval_rows: Dataset) -> None:
     for place in range(NUM_SAMPLES):
         index = (2 * place + 1) * len(lines) // (2 * NUM_SAMPLES)
         body = " ".join(eval_rows[index]["lead_text"].split())
-        print(f"  text:      {body[:160]}{'…' if len(body) > 160 else ''}")
-        print(f"  reference: {lines[index]['reference']}\n  generated: {lines[index]['prediction']}\n", flush=True)
+        sample = f"  text:      {body[:160]}{'…' if len(body) > 160 else ''}\n"
+        sample += f"  reference: {lines[index]['reference']}\n  generated: {lines[index]['prediction']}\n"
+        print(escape_controls(sample), flush=True)

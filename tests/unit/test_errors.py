@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch import REPOSITORY
+from toolkit.distributed import print_rank0
 from toolkit.errors import EXIT_USER_ERROR, UserError, exit_on_user_error
 
 
@@ -114,3 +115,20 @@ def test_a_thread_that_comes_back_from_torch_does_not_abort_the_end(tmp_path: Pa
 def test_other_errors_pass() -> None:
     with pytest.raises(ValueError, match="not for users"), exit_on_user_error():
         raise ValueError("not for users")
+
+
+HOSTILE = "a\x1b]0;owned\x07b\x9b2J\x7f\r\u202ec\u2066"
+HARMLESS = r"a\x1b]0;owned\x07b\x9b2J\x7f\r\u202ec\u2066"
+
+
+def test_control_characters_of_a_row_do_not_reach_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("TORCHELASTIC_ERROR_FILE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit), exit_on_user_error():
+        raise UserError(f"row 3 is {HOSTILE}:\n\twrite é, 还")
+    print_rank0(f"the template says {HOSTILE}")
+    printed = capsys.readouterr()
+    assert printed.err == f"error: row 3 is {HARMLESS}:\n\twrite é, 还\n"
+    assert printed.out == f"the template says {HARMLESS}\n"

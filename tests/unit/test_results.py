@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from toolkit.errors import UserError
-from toolkit.results import show_runs
+from toolkit.results import _print_samples, format_table, show_runs
 
 
 def save_run(folder: Path, *lines: dict, predictions: dict[int, list[str]] | None = None) -> Path:
@@ -74,3 +74,16 @@ def test_a_folder_without_an_evaluation_is_refused(tmp_path: Path) -> None:
         show_runs([tmp_path / "nothing"])
     with pytest.raises(UserError, match="holds no evaluation yet"):
         show_runs([save_run(tmp_path / "young", {"kind": "train", "step": 1})])
+
+
+def test_samples_are_printed_without_control_characters(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    from datasets import Dataset
+
+    title = "\x1b]0;owned\x07"
+    path = tmp_path / "predictions-1.jsonl"
+    path.write_text(json.dumps({"reference": f"b{title}", "prediction": f"c{title}\nd"}) + "\n")
+    _print_samples(path, Dataset.from_dict({"lead_text": [f"a{title}"]}))
+    escaped = r"\x1b]0;owned\x07"
+    sample = f"  text:      a{escaped}\n  reference: b{escaped}\n  generated: c{escaped}\nd\n\n"
+    assert capsys.readouterr().out == sample * 3
+    assert f"lead {escaped}" in format_table({f"lead {title}": {"loss": 1.0}})
