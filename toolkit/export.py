@@ -79,6 +79,24 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
     barrier()
 
 
+def check_export_places(config: RecipeConfig, run_folder: Path) -> None:
+    """Refuse, before the run, a place that the export cannot take by renaming a folder to it.
+
+    Raises:
+        UserError: a link, a mount point or a file is in its place.
+    """
+    if config.train.max_steps == 0 and not config.export.merge:
+        return
+    for name in ("export", "export.tmp", *(("merged", "merged.tmp") if config.export.merge else ())):
+        place = run_folder / name
+        kinds = {"a link": place.is_symlink(), "a mount point": place.is_mount(), "a file": place.is_file()}
+        if kind := next((kind for kind, is_it in kinds.items() if is_it), None):
+            raise UserError(
+                f"{place} is {kind}, and an export replaces a folder of the run's own file system: remove it, or give a place "
+                "on the other disk as run.output_dir"
+            )
+
+
 @dataclass(frozen=True)
 class Exported:
     """What every folder of an export needs beside the weights."""

@@ -18,7 +18,7 @@ from toolkit.data.token_cache import TokenizedRows
 from toolkit.distributed import agreed, print_rank0, rank, world_size
 from toolkit.evaluation import build_goal, check_metric
 from toolkit.evaluation_rows import EvaluationRows
-from toolkit.export import export_model
+from toolkit.export import check_export_places, export_model
 from toolkit.manifest import hash_model_config
 from toolkit.model_config import AutoClass, load_model_config
 from toolkit.optim import describe_rate_change
@@ -66,6 +66,7 @@ def begin(config: RecipeConfig) -> Beginning:
     run_folder = open_run_folder(config)
     agreed(lambda: lock_run_folder(run_folder) if rank() == 0 else None)
     resolved = {"model.frozen_dtype": str(dtype).removeprefix("torch."), "mixed_precision": accelerator.mixed_precision}
+    agreed(lambda: check_export_places(config, run_folder) if rank() == 0 else None)
     # Paths as seen from the run's folder: the same wherever one stands, and where the whole project has moved.
     settings = {**dotted_keys(write_paths(config, run_folder)), **resolved}
     resume_from = checkpoint.choose_checkpoint(run_folder, config.checkpoint.resume, settings)

@@ -8,8 +8,10 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
+from toolkit.config import SummarizationConfig
+from toolkit.config_sections import DataConfig, ExportConfig, ModelConfig, RunConfig
 from toolkit.errors import UserError
-from toolkit.export import Exported, _replace, _write_model
+from toolkit.export import Exported, _replace, _write_model, check_export_places
 from toolkit.export_check import compare_logits, compare_weights, reload
 
 Tensors = dict[str, torch.Tensor]
@@ -101,3 +103,25 @@ def test_an_older_export_stands_until_the_new_one_is_proven(tmp_path: Path) -> N
     _replace(folder, lambda unfinished: (unfinished / "new").touch())
     assert [path.name for path in folder.iterdir()] == ["new"]
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+@pytest.mark.parametrize("name", ["export", "merged"])
+def test_a_link_or_file_in_the_place_of_an_export_is_refused_before_the_run(tmp_path: Path, name: str) -> None:
+    config = SummarizationConfig(
+        model=ModelConfig(name_or_path="model"),
+        data=DataConfig(source="jsonl"),
+        run=RunConfig(),
+        export=ExportConfig(merge=name == "merged"),
+    )
+    (tmp_path / "export").mkdir()
+    check_export_places(config, tmp_path)
+    place = tmp_path / name
+    if place.exists():
+        place.rmdir()
+    place.symlink_to(tmp_path / "another_disk")
+    with pytest.raises(UserError, match=f"{place} is a link, and an export replaces a folder .*: remove it, or give a place"):
+        check_export_places(config, tmp_path)
+    place.unlink()
+    place.touch()
+    with pytest.raises(UserError, match=f"{place} is a file"):
+        check_export_places(config, tmp_path)
