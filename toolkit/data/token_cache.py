@@ -193,6 +193,9 @@ def tokenize_rows(
         folder: gets a file that goes on holding the result: remove it after use, see `save_tokens`.
         num_workers: processes; None: the machine's cores over its ranks, at most 8.
         placeholder: the text columns of any good row.
+
+    Raises:
+        UserError: one of the processes was killed; those of `tokenize`.
     """
     import datasets
 
@@ -204,20 +207,29 @@ def tokenize_rows(
         row: dict[str, list] = {"row_id": [0], **{column: [text] for column, text in placeholder.items()}}
         dataset = datasets.Dataset.from_dict(row, features=dataset.features)
     num_workers = num_workers or min(8, (os.cpu_count() or 1) // local_world_size())
-    tokenized = dataset.map(
-        tokenize,
-        batched=True,
-        # A batch is held as text and as tokens at once: fewer rows where they are long.
-        batch_size=max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE * len(dataset) // dataset.data.nbytes)),
-        num_proc=num_workers if num_workers > 1 and len(dataset) > _ROWS_WORTH_SEVERAL_PROCESSES else None,
-        remove_columns=["source"],
-        fn_kwargs=arguments,
-        # Ours is the cache, and never looked into by this name; datasets' own hash of a tokenizer changes between processes.
-        new_fingerprint=hashlib.sha256(f"{dataset._fingerprint} {folder} {name}".encode()).hexdigest()[:16],
-        load_from_cache_file=False,
-        cache_file_name=str(folder / f"{name}.arrow"),
-        desc=f"tokenizing {name} rows",
-    )
+    has_workers = num_workers > 1 and len(dataset) > _ROWS_WORTH_SEVERAL_PROCESSES
+    try:
+        tokenized = dataset.map(
+            tokenize,
+            batched=True,
+            # A batch is held as text and as tokens at once: fewer rows where they are long.
+            batch_size=max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE * len(dataset) // dataset.data.nbytes)),
+            num_proc=num_workers if has_workers else None,
+            remove_columns=["source"],
+            fn_kwargs=arguments,
+            # Ours is the cache, and never looked into by this name; datasets' own hash of a tokenizer changes between processes.
+            new_fingerprint=hashlib.sha256(f"{dataset._fingerprint} {folder} {name}".encode()).hexdigest()[:16],
+            load_from_cache_file=False,
+            cache_file_name=str(folder / f"{name}.arrow"),
+            desc=f"tokenizing {name} rows",
+        )
+    except RuntimeError as error:
+        if "abruptly died" not in str(error):  # as datasets says it
+            raise
+        raise UserError(
+            f"one of the {num_workers} processes that tokenize the {name} rows was killed, as the system does where memory runs "
+            "out: set data.num_tokenizer_workers to fewer, and run the same command again"
+        ) from None
     return tokenized.select([]) if is_empty else tokenized
 
 
