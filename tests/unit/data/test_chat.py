@@ -8,6 +8,7 @@ import pytest
 
 from tests.chats import CHATML, CLOSING, LLAMA2, MARKED, PROMPTING, STRIPPING, build_chat_tokenizer, say
 from toolkit.data.chat import NoMaskError, check_chat_template, find_turns, read_chat_template, render_chat
+from toolkit.data.prepared import prepare_chat
 from toolkit.errors import UserError
 
 CALL = {
@@ -203,3 +204,20 @@ def test_the_setting_is_a_template_or_a_file(tmp_path):
     (tmp_path / "chat.jinja").write_bytes(b"caf\xe9 ")
     with pytest.raises(UserError, match="chat.jinja is not valid UTF-8"):
         read_chat_template(str(tmp_path / "chat.jinja"))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 1 // (messages | length - 2) }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{{ 10.0 ** (messages | length * 1000) }}",
+        "{% for i in range(10 ** 30) %}{% endfor %}",
+    ],
+)
+def test_arithmetic_and_recursion_of_a_template_are_one_sentence(tokenizer, template):
+    tokenizer.chat_template = template
+    check_chat_template(tokenizer)
+    example = {"messages": say("hello", "one"), "tools": None, "first_trained": 0, "weight_0": []}
+    with pytest.raises(UserError, match="row 3: the chat template refuses this conversation"):
+        prepare_chat(tokenizer, example, "completions", "row 3")
