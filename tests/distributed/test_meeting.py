@@ -22,7 +22,7 @@ SLACK_S = 25.0
 """Beyond the timeout: imports of processes on a busy machine, and a rank that waits for another one's word."""
 
 WITHOUT_LAUNCHER = """
-import json, os, runpy, sys, time
+import atexit, json, os, runpy, sys, time
 
 rank, changes = os.environ["RANK"], json.loads(sys.argv[1])
 for name in list(os.environ):
@@ -37,23 +37,21 @@ if len(sys.argv) > 2:
     sys.exit(0)
 from toolkit.errors import exit_on_user_error
 begin = time.monotonic()
-try:
-    with exit_on_user_error():
-        from toolkit.accelerator import build_accelerator
-        if "GLOO_FAILS_LATER" in os.environ:
-            import torch.distributed as dist
-            init = dist.init_process_group
-            def init_and_lose_the_network(*args, **options):
-                init(*args, **options)
-                os.environ["GLOO_SOCKET_IFNAME"] = "no-such-device"
-            dist.init_process_group = init_and_lose_the_network
-        build_accelerator([], ".", timeout_s=float(os.environ["TIMEOUT_S"]))
-    import torch, torch.distributed as dist
-    total = torch.ones(())
-    dist.all_reduce(total)
-    print(f"{int(total)} ranks are connected, local rank {os.environ['LOCAL_RANK']}")
-finally:
-    print(f"after {time.monotonic() - begin} s")
+atexit.register(lambda: print(f"after {time.monotonic() - begin} s"))
+with exit_on_user_error():
+    from toolkit.accelerator import build_accelerator
+    if "GLOO_FAILS_LATER" in os.environ:
+        import torch.distributed as dist
+        init = dist.init_process_group
+        def init_and_lose_the_network(*args, **options):
+            init(*args, **options)
+            os.environ["GLOO_SOCKET_IFNAME"] = "no-such-device"
+        dist.init_process_group = init_and_lose_the_network
+    build_accelerator([], ".", timeout_s=float(os.environ["TIMEOUT_S"]))
+import torch, torch.distributed as dist
+total = torch.ones(())
+dist.all_reduce(total)
+print(f"{int(total)} ranks are connected, local rank {os.environ['LOCAL_RANK']}")
 """
 """First argument: environment variables for all ranks and for single ones. Then: a recipe and its flags, else they only meet."""
 

@@ -68,7 +68,7 @@ def run(folder: Path, kind: str, where: str) -> Any:
     recipe, flags = KINDS[kind]
     preset, overrides = WHERE[where]
     always = ["--model.name_or_path", str(folder / recipe), "--train.micro_batch_size_rows", "2", "--eval.unshard", "never"]
-    rows = ["--data.files", str(folder / "prompts.jsonl")] if recipe == "llm" else []
+    rows = ["--data.files", "[]", "--data.files", str(folder / "prompts.jsonl")] if recipe == "llm" else []
     flags = [*always, *rows, *flags]
     # Chunks of the loss: the head of a causal model is called several times in a forward.
     return run_recipe(folder, f"{kind}-{where}", preset=preset, overrides=overrides, flags=flags, recipe=recipe, max_logits=2000)
