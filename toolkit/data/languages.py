@@ -43,7 +43,7 @@ def set_languages(tokenizer: PreTrainedTokenizerBase, name: str, source: str | N
                 )
         return
     for side, attribute, argument in (("source", "src_lang", "text"), ("target", "tgt_lang", "text_target")):
-        language = wanted[side] or getattr(tokenizer, attribute)
+        language = getattr(tokenizer, attribute) if wanted[side] is None else wanted[side]
         if language is None:
             raise UserError(
                 f"the tokenizer of {name} marks each text with its language: set data.{side}_language to one of "
@@ -55,10 +55,10 @@ def set_languages(tokenizer: PreTrainedTokenizerBase, name: str, source: str | N
         except KeyError:
             marks = [tokenizer.unk_token_id]
         # Any token would do as a mark otherwise: `fr` is a piece of words for NLLB, its French is `fra_Latn`.
-        known = {*tokenizer.all_special_ids, *getattr(tokenizer, "lang_code_to_id", {}).values()}
-        if tokenizer.unk_token_id in marks or not known.issuperset(marks):
+        languages = set(_language_ids(tokenizer).values())
+        if not languages.intersection(marks) or not {*tokenizer.all_special_ids, *languages}.issuperset(marks):
             raise UserError(
-                f"data.{side}_language {language} is not a language of the tokenizer of {name}: it has {_languages(tokenizer)}"
+                f"data.{side}_language {language!r} is not a language of the tokenizer of {name}: it has {_languages(tokenizer)}"
             )
 
 
@@ -86,9 +86,16 @@ def start_generation(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
         print_rank0(f"{setting} of the generation config is set to {token_id} ({token}): targets begin so")
 
 
+def _language_ids(tokenizer: Any) -> dict[str, int]:
+    """Token id of each language; without a table of them, of the special tokens that have no role of their own."""
+    if table := getattr(tokenizer, "lang_code_to_id", None):
+        return table
+    named = {token for token in tokenizer.special_tokens_map.values() if isinstance(token, str)}
+    return {token: tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens if token not in named}
+
+
 def _languages(tokenizer: Any) -> str:
     """Some of those that exist."""
-    named = {token for token in tokenizer.special_tokens_map.values() if isinstance(token, str)}
-    codes = getattr(tokenizer, "lang_code_to_id", None) or [t for t in tokenizer.all_special_tokens if t not in named]
+    codes = _language_ids(tokenizer)
     shown = ", ".join(sorted(codes)[:NUM_LANGUAGES_SHOWN])
     return f"{shown}, … ({len(codes)} in all)" if len(codes) > NUM_LANGUAGES_SHOWN else shown

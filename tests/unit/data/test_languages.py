@@ -59,8 +59,10 @@ def test_a_language_that_is_missing_or_unknown_is_refused(folders: dict[str, Pat
     source, _ = LANGUAGES[family]
     with pytest.raises(UserError, match=r"marks each text with its language: set data.target_language to one of \w+, \w+, "):
         set_languages(load(folders[family]), "tiny", source, None)
-    for wrong in ("klingon", "beta"):  # the second is a token of the texts
-        with pytest.raises(UserError, match=f"data.target_language {wrong} is not a language of the tokenizer of tiny: it has "):
+    for wrong in ("klingon", "beta", "</s>", "<pad>", ""):  # the second is a token of the texts
+        with pytest.raises(
+            UserError, match=f"data.target_language '{wrong}' is not a language of the tokenizer of tiny: it has "
+        ):
             set_languages(load(folders[family]), "tiny", source, wrong)
 
 
