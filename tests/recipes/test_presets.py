@@ -80,7 +80,7 @@ def test_preset_trains_evaluates_saves_and_exports(workbench: Workbench, preset:
 def test_docstrings_config_trains_its_model_and_a_tokenizer(workbench: Workbench) -> None:
     """On other rows: reading the docstrings of everything installed takes longer than all of this file."""
     config = RUN_CONFIG_FOLDER / "t5_docstrings.yaml"
-    model = REPOSITORY / yaml.safe_load(config.read_text())["model"]["name_or_path"]
+    model = RUN_CONFIG_FOLDER / yaml.safe_load(config.read_text())["model"]["name_or_path"]
     workbench.run("run", config=config, model=model, optim__warmup_steps=1)
     check_whole_run(workbench)
 
@@ -110,7 +110,7 @@ def test_accelerate_launch_trains_on_a_wikihow_file(workbench: Workbench, tmp_pa
 
 def test_stdlib_config_trains_its_model_and_a_tokenizer(llm_workbench: Workbench, tmp_path: Path) -> None:
     config = RUN_CONFIG_FOLDER / "llm_stdlib.yaml"
-    model = REPOSITORY / yaml.safe_load(config.read_text())["model"]["name_or_path"]
+    model = RUN_CONFIG_FOLDER / yaml.safe_load(config.read_text())["model"]["name_or_path"]
     texts = save_jsonl(tmp_path / "texts.jsonl", [{"text": row["source"]} for row in make_rows(60)])
     llm_workbench.run("run", config=config, model=model, data__files=texts, optim__warmup_steps=1)
     check_whole_run(llm_workbench, generates=False)

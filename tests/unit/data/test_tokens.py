@@ -31,7 +31,8 @@ def test_the_fingerprint_follows_the_tokenizer_that_came_out_of_training(tmp_pat
     model = ModelConfig(name_or_path=str(tmp_path / "model"), from_scratch=True)
     first = prepare_rows(data, model, 80)
     assert prepare_rows(data, model, 80).fingerprint == first.fingerprint
-    trained_apart = train_tokenizer(first.train.rename_columns({"lead_text": "source"}), 79)
+    # On fewer rows: on the same ones it comes out the same now and then.
+    trained_apart = train_tokenizer(first.train.select(range(20)).rename_columns({"lead_text": "source"}), 80)
     monkeypatch.setattr(tokens, "train_tokenizer", lambda rows, vocab_size: trained_apart)
     elsewhere = prepare_rows(replace(data, cache_dir=str(tmp_path / "elsewhere")), model, 80)
     assert elsewhere.fingerprint != first.fingerprint
