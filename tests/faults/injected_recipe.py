@@ -69,7 +69,7 @@ def signal_in_generation(call: int, ranks: list[int], signals: list[str]) -> Non
 
     def look(*_: Any, **__: Any) -> None:
         calls["generate"] += 1
-        if calls["generate"] == call:
+        if calls["generate"] == call + 1:  # the first tries the evaluation before training
             send(ranks, signals)
 
     wrap(GenerationMixin, "_prepare_generation_config", look)
