@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import gc
 import hashlib
 import os
 import random
@@ -67,6 +68,19 @@ def save_group() -> dist.ProcessGroup | None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     return dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+
+
+def close_groups() -> None:
+    """End the threads of the groups above, after the last collective of a run that came to its end. Collective.
+
+    A thread of gloo may still hold the tensors of the last collective. Letting go of them while Python finalizes aborts the
+    process ("terminate called without an active exception"), as seen after a run that had succeeded.
+    """
+    control_group.cache_clear()
+    save_group.cache_clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()  # the last references: a group's end waits for its threads
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:

@@ -15,7 +15,7 @@ from toolkit.config_checks import check_evaluation_rows, check_num_steps
 from toolkit.config_paths import write_paths
 from toolkit.data.plan import BatchPlan, check_global_batch_size
 from toolkit.data.token_cache import TokenizedRows
-from toolkit.distributed import agreed, print_rank0, rank, world_size
+from toolkit.distributed import agreed, close_groups, print_rank0, rank, world_size
 from toolkit.evaluation import build_goal, check_metric
 from toolkit.evaluation_rows import EvaluationRows
 from toolkit.export import check_export_places, export_model
@@ -209,6 +209,7 @@ def finish(config: RecipeConfig, run: loop.Run) -> None:
     merged = f", merged into its base to {run.folder / 'merged'}" if config.export.merge else ""
     print_rank0(f"exported to {run.folder / 'export'}{merged}" if exports else "nothing is exported: train.max_steps is 0")
     run.sharded.accelerator.end_training()
+    close_groups()
 
 
 def identity_of(
