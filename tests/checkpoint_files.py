@@ -10,7 +10,8 @@ from typing import Any
 
 from toolkit.checkpoint_folders import checkpoints_folder, step_folder
 from toolkit.checkpoint_ranking import Goal, prune
-from toolkit.manifest import commit, describe_files
+from toolkit.durable_files import describe_files
+from toolkit.manifest import commit
 from toolkit.manifest_format import MANIFEST, seal
 
 LOSS = Goal("loss", higher_is_better=False, measured_on={"rows": "a", "num_beams": 1}, compared=("rows",))

@@ -16,6 +16,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from toolkit.durable_files import fsync_folder
 from toolkit.file_modes import denials_named
 
 UNFINISHED, REPLACED, REMOVING = ".tmp", ".old", ".removing"
@@ -92,15 +93,6 @@ def remove_folder(folder: Path) -> None:
         os.rename(folder, removing)
         fsync_folder(folder.parent)  # or a power cut could undo the rename and keep some of the removals
     _remove_tree(removing)
-
-
-def fsync_folder(folder: Path) -> None:
-    """Make names that were created or renamed in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove_tree(path: Path) -> None:

@@ -25,9 +25,10 @@ from toolkit import __version__
 from toolkit.checkpoint_ranking import Goal, prune
 from toolkit.config_sections import CheckpointConfig
 from toolkit.distributed import gather_objects, raise_together, rank, save_group, world_size
+from toolkit.durable_files import describe_files
 from toolkit.errors import Stopped, UserError
 from toolkit.host_copy import HostCopier
-from toolkit.manifest import commit, describe_files, step_folder
+from toolkit.manifest import commit, step_folder
 from toolkit.random_state import capture_random_state, save_random_state
 from toolkit.sharding import ShardedModel
 from toolkit.tensor_files import Tensors, save_tensors

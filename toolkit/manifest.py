@@ -10,20 +10,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint_folders import (
     REPLACED,
     checkpoints_folder,
-    fsync_folder,
     list_checkpoints,
     list_leftovers,
     put_in_place,
     remove_folder,
     step_folder,
 )
+from toolkit.durable_files import fsync_folder, fsync_names, hash_file, save_json
 from toolkit.errors import UserError
 from toolkit.file_modes import denials_named
 from toolkit.manifest_format import FORMAT_VERSION, MANIFEST, Unread, read_manifest, seal
@@ -139,23 +138,6 @@ def find_checkpoint(run_folder: Path, resume: str) -> tuple[Path | None, list[st
     return folder, told
 
 
-def hash_file(path: Path) -> str:
-    """sha256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Size and hash of files, as they stand in a manifest; each is on the disk when this returns."""
-    described = {}
-    for name in names:
-        path = folder / name
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        described[name] = {"bytes": path.stat().st_size, "sha256": hash_file(path)}
-    return described
-
-
 def hash_model_config(settings: dict[str, Any]) -> str:
     """sha256 of what a model's `config.json` says, but for the version that wrote it."""
     kept = {key: value for key, value in settings.items() if key != "transformers_version" and not key.startswith("_")}
@@ -167,13 +149,8 @@ def commit(unfinished: Path, folder: Path, manifest: dict[str, Any]) -> None:
 
     Where a folder of that step exists, it is removed once the new one stands.
     """
-    path = unfinished / MANIFEST
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(seal({"format_version": FORMAT_VERSION, **manifest}), file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    for subfolder in {p.parent for p in unfinished.rglob("*")} | {unfinished}:
-        fsync_folder(subfolder)
+    save_json(unfinished / MANIFEST, seal({"format_version": FORMAT_VERSION, **manifest}))
+    fsync_names(unfinished)
     put_in_place(unfinished, folder)
 
 

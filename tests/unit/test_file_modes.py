@@ -18,6 +18,7 @@ from tests.checkpoint_files import make_checkpoint, names
 from toolkit.adapter_files import CONFIG_FILE, WEIGHTS_FILE, find_adapter
 from toolkit.checkpoint_folders import checkpoints_folder
 from toolkit.checkpoint_table import show_checkpoints
+from toolkit.data.cache_folders import find_or_build
 from toolkit.data.row_cache import load_rows
 from toolkit.data.token_cache import About, write_tokens
 from toolkit.errors import UserError
@@ -180,3 +181,20 @@ def test_a_token_cache_that_may_not_be_read_is_not_built_again(shared: Path, clo
             write_tokens(cache, {"a": 1}, write)
     finally:
         (folder / closed).chmod(before)
+
+
+def test_a_damaged_cache_of_another_user_is_one_sentence(shared: Path) -> None:
+    def build(folder: Path) -> dict[str, str]:
+        (folder / "rows.arrow").write_text("text")
+        return {}
+
+    folder = shared / "cache" / "a"
+    find_or_build("the cache", folder, build)
+    (folder / "rows.arrow").write_text("test")
+    # As /tmp: nobody moves what is not theirs. Who is not root owns it all, and moves no folder that is not writable.
+    (folder if os.geteuid() else folder.parent).chmod(0o555 if os.geteuid() else 0o1777)
+    sentence = f"^the cache {folder} does not hold .* cannot be replaced .*: ask its owner, or set data.cache_dir to a folder of"
+    with another_user(), pytest.raises(UserError, match=sentence):
+        find_or_build("the cache", folder, build)
+    assert (folder / "rows.arrow").read_text() == "test" and os.listdir(folder.parent) == ["a"]
+    folder.chmod(0o755)

@@ -11,8 +11,9 @@ import pytest
 
 from tests.checkpoint_files import change_manifest, make_checkpoint
 from toolkit.checkpoint_folders import list_checkpoints
+from toolkit.durable_files import describe_files
 from toolkit.errors import UserError
-from toolkit.manifest import check_files, describe_files, find_checkpoint, hash_model_config, newest_valid
+from toolkit.manifest import check_files, find_checkpoint, hash_model_config, newest_valid
 from toolkit.manifest_format import MANIFEST, read_manifest
 
 

@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.data.cache_folders import find_or_build
 from toolkit.data.rows import InputReport, RowInput, write_rows
-from toolkit.errors import UserError
-from toolkit.file_modes import denials_named
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-READER_VERSION = 2
-"""Goes into the fingerprint: raise it when the same file would give other rows than before, or another report of them."""
+READER_VERSION = 3
+"""Goes into the fingerprint: raise it when the same file would give other rows than before, another report of them, or files that
+an older version wrote otherwise."""
 
 
 @dataclass(frozen=True)
@@ -78,17 +76,14 @@ def load_rows(
     }
     fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     folder = cache / "rows" / fingerprint
-    with denials_named("data.cache_dir"):
-        if folder.is_dir():
-            try:
-                return _load_cache(inputs, folder, eval_fraction)
-            except PermissionError:
-                raise
-            except Exception:  # whatever damaged files make two libraries raise
-                print(f"the cache of rows {folder} is damaged: it is built again", flush=True)
-                shutil.rmtree(folder)
-        _write_cache(inputs, folder, eval_fraction=eval_fraction or 0.0, num_rows=num_rows, drop_repeats=drop_repeats)
-        return _load_cache(inputs, folder, eval_fraction)
+
+    def build(unfinished: Path) -> dict[str, Any]:
+        reports, repeats = write_rows(
+            inputs, unfinished, eval_fraction=eval_fraction or 0.0, num_rows=num_rows, drop_repeats=drop_repeats
+        )
+        return {"inputs": [asdict(report) for report in reports], "repeats": repeats}
+
+    return _load_cache(inputs, folder, find_or_build("the cache of rows", folder, build), eval_fraction)
 
 
 def hash_rows(rows: Iterable[Sequence[Any]]) -> str:
@@ -99,36 +94,12 @@ def hash_rows(rows: Iterable[Sequence[Any]]) -> str:
     return digest.hexdigest()
 
 
-def _write_cache(inputs: list[RowInput], folder: Path, *, eval_fraction: float, num_rows: int | None, drop_repeats: bool) -> None:
-    """Make `folder` with both sides and a report of each input: beside it first, then by one rename."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        beside = tempfile.TemporaryDirectory(dir=folder.parent, prefix="unfinished-")
-    except OSError as error:
-        raise UserError(f"the cache folder {folder.parent} cannot be written ({error.strerror}): set data.cache_dir") from None
-    with beside:
-        unfinished = Path(beside.name) / "rows"
-        unfinished.mkdir()
-        reports, repeats = write_rows(
-            inputs, unfinished, eval_fraction=eval_fraction, num_rows=num_rows, drop_repeats=drop_repeats
-        )
-        about = {"inputs": [asdict(report) for report in reports], "repeats": repeats}
-        (unfinished / "reports.json").write_text(json.dumps(about))
-        try:
-            unfinished.rename(folder)
-        except OSError:
-            # Another node on the same file system was faster; what it wrote is the same.
-            if not folder.is_dir():
-                raise
-
-
-def _load_cache(inputs: list[RowInput], folder: Path, eval_fraction: float | None) -> TextRows:
+def _load_cache(inputs: list[RowInput], folder: Path, about: dict[str, Any], eval_fraction: float | None) -> TextRows:
     from datasets import Dataset
 
     train = Dataset.from_file(str(folder / "train.arrow"))
     evaluation = Dataset.from_file(str(folder / "evaluation.arrow"))
     # Remarks are put into words now: a file may have another name than when it was cached.
-    about = json.loads((folder / "reports.json").read_text())
     reports = [InputReport(**report) for report in about["inputs"]]
     remarks = [sentence for item, report in zip(inputs, reports, strict=True) for sentence in report.sentences(item.label)]
     remarks += about["repeats"]

@@ -7,7 +7,6 @@ is at most a few 64-bit hashes. The files are read back memory-mapped.
 from __future__ import annotations
 
 import hashlib
-import os
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -244,7 +243,7 @@ def _check_something_is_left(inputs: list[RowInput], reports: list[InputReport],
 
 
 class _RowFile:
-    """An Arrow stream that is written in blocks and stands on the disk once closed."""
+    """An Arrow stream that is written in blocks, the last one when it is closed."""
 
     def __init__(self, path: Path) -> None:
         import pyarrow as pa
@@ -266,8 +265,6 @@ class _RowFile:
     def close(self) -> None:
         self._write_block()
         self._stream.close()
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
 
     def _write_block(self) -> None:

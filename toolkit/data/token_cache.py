@@ -6,19 +6,17 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from toolkit.data.cache_folders import ABOUT, find_or_build
 from toolkit.data.tokenizer import hash_tokenizer
 from toolkit.distributed import gather_objects, local_rank, local_world_size, raise_together
 from toolkit.errors import UserError
-from toolkit.file_modes import check_readable
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -100,7 +98,7 @@ def build_once_a_node(cache: Path, build: Callable[[], Written]) -> TokenizedRow
             "share, or, where a tokenizer is trained on the rows, a trained one into the model folder"
         )
     folder = cache / names[0]
-    about = json.loads((folder / "about.json").read_text())
+    about = json.loads((folder / ABOUT).read_text())
     return TokenizedRows(
         train=load_from_disk(str(folder / "train")),
         evaluation=load_from_disk(str(folder / "evaluation")),
@@ -122,41 +120,18 @@ def write_tokens(cache: Path, identity: dict[str, Any], write: Callable[[Path], 
         UserError: the cache cannot be written or may not be read; those of `write`.
     """
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    folder = cache / name
-    check_readable("data.cache_dir", folder, *(folder / part for part in ("train", "evaluation", "tokenizer")))
-    is_there = folder.is_dir()
-    if is_there and (contents := _read_contents(folder)):
-        return Written(name, contents)
-    # Written beside and renamed: a second run, or a crash, never finds half a cache. Processes of other machines may share the
-    # folder and have the same pid.
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        beside = tempfile.TemporaryDirectory(dir=cache, prefix="unfinished-", ignore_cleanup_errors=True)
-    except OSError as error:
-        raise UserError(f"the cache folder {cache} cannot be written ({error.strerror}): set data.cache_dir") from None
-    with beside:
-        unfinished = Path(beside.name) / "tokens"
-        unfinished.mkdir()
-        if is_there:
-            print(f"the token cache {folder} does not hold what was written to it: it is built again", flush=True)
-            with suppress(FileNotFoundError):  # another node was faster
-                folder.rename(Path(beside.name) / "damaged")
-        about = write(unfinished)
-        contents = hash_contents(unfinished)
-        (unfinished / "about.json").write_text(json.dumps({**about._asdict(), "contents": contents, **identity}, indent=1))
-        try:
-            unfinished.rename(folder)
-        except OSError:  # another run was faster
-            contents = _read_contents(folder)
-            if not contents:
-                raise
-    return Written(name, contents)
+
+    def build(folder: Path) -> dict[str, Any]:
+        about = write(folder)
+        return {**about._asdict(), "contents": hash_contents(folder), **identity}
+
+    return Written(name, find_or_build("the token cache", cache / name, build)["contents"])
 
 
 def hash_contents(folder: Path) -> str:
     """sha256 of the columns of tokenized rows and of their tokenizer, whatever blocks the files have.
 
-    Reads the files once, a block in memory at a time: before every run, on the first process of each node, 1.5 s a GB here.
+    Taken once they are written, a block in memory at a time, 1.5 s a GB here. Later runs compare the files, see `cache_folders`.
     """
     from datasets import load_from_disk
     from transformers import AutoTokenizer
@@ -231,15 +206,6 @@ def tokenize_rows(
             "out: set data.num_tokenizer_workers to fewer, and run the same command again"
         ) from None
     return tokenized.select([]) if is_empty else tokenized
-
-
-def _read_contents(folder: Path) -> str | None:
-    """The hash of what lies in a folder; None where that is not what was written to it."""
-    try:
-        written = json.loads((folder / "about.json").read_text())["contents"]
-        return written if hash_contents(folder) == written else None
-    except Exception:  # whatever damaged files make three libraries raise
-        return None
 
 
 def _list_values(chunks: list[pa.Array]) -> Iterator[Iterator[np.ndarray]]:

@@ -159,16 +159,20 @@ def test_second_load_comes_from_the_cache(config, tmp_path, monkeypatch):
     assert second.remarks == [f"skipped 1 of 2 rows of {tmp_path / 'renamed.csv'} with an empty target (row 2)"]
 
 
-@pytest.mark.parametrize("name", ["train.arrow", "evaluation.arrow", "reports.json"])
-@pytest.mark.parametrize("is_cut", [True, False])
-def test_a_damaged_cache_is_named_and_built_again(config, tmp_path, capsys, name, is_cut):
+@pytest.mark.parametrize("name", ["train.arrow", "evaluation.arrow", "about.json"])
+@pytest.mark.parametrize("damage", ["truncated", "emptied", "changed", "gone"])
+def test_a_damaged_cache_is_named_and_built_again(config, tmp_path, capsys, name, damage):
     first = load_text_rows(config)
     file = tmp_path / "cache" / "rows" / first.fingerprint / name
     expected = first.train[:]
-    file.write_bytes(file.read_bytes()[:-9]) if is_cut else file.unlink()
+    content = file.read_bytes()
+    place = content.rfind(b'"num_rows": 4' if name == "about.json" else b"target ") + 12  # inside the count, or a text
+    changed = content[:place] + b"3" + content[place + 1 :]
+    contents = {"truncated": content[:-9], "emptied": b"", "changed": changed}
+    file.unlink() if damage == "gone" else file.write_bytes(contents[damage])
     capsys.readouterr()
     assert load_text_rows(config).train[:] == expected
-    assert capsys.readouterr().out == f"the cache of rows {file.parent} is damaged: it is built again\n"
+    assert capsys.readouterr().out == f"the cache of rows {file.parent} does not hold what was written to it: it is built again\n"
     load_text_rows(config)
     assert not capsys.readouterr().out
 

@@ -1,0 +1,201 @@
+"""Folders of the cache: durable before they count, checked before they are read, shared by processes that are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.data import cache_folders
+from toolkit.data.cache_folders import IDLE_S, find_or_build
+from toolkit.durable_files import refused_write, written_beside
+
+PATIENCE_S = 60
+ANOTHER = """
+import builtins, sys, time
+from pathlib import Path
+from toolkit.data.cache_folders import find_or_build
+
+cache, name, pause = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+say = builtins.print
+
+def wait():
+    say("waits", flush=True)
+    sys.stdin.readline()
+
+def print_and_wait(*line, **options):
+    say(*line, **options)
+    if pause == "at damage" and "is built again" in line[0]:
+        wait()
+
+def build(folder):
+    (folder / "rows.arrow").write_text(name)
+    if pause == "in build":
+        wait()
+    return {"by": name}
+
+builtins.print = print_and_wait
+say("has that of", find_or_build("the cache", cache / "a", build)["by"], flush=True)
+"""
+
+
+@contextmanager
+def another_process(cache: Path, name: str, pause: str) -> Iterator[subprocess.Popen[str]]:
+    """A real one that builds `cache / "a"` and has come to the place where it waits for a line."""
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", ANOTHER, str(cache), name, pause], **pipes) as process:
+        assert process.stdout is not None
+        try:
+            while process.stdout.readline() != "waits\n":
+                assert process.poll() is None
+            yield process
+        finally:
+            process.kill()
+
+
+def fill(text: str) -> Callable[[Path], dict[str, Any]]:
+    def build(folder: Path) -> dict[str, Any]:
+        (folder / "inner").mkdir()
+        (folder / "rows.arrow").write_text(text)
+        (folder / "inner" / "state.json").write_text("{}")
+        return {"by": text}
+
+    return build
+
+
+def test_everything_is_on_the_disk_before_the_name_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def note_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        events.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}").partition("/content")[2] or "parent"))
+
+    def note_rename(path: Path, target: Path) -> Path:
+        if path.name == "content":
+            events.append(("rename", target.name))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(Path, "rename", note_rename)
+    find_or_build("the cache", tmp_path / "cache" / "a", fill("text"))
+    files = [("fsync", f"/{name}") for name in ("inner/state.json", "rows.arrow", "about.json")]
+    assert events[:3] == files
+    place = events.index(("rename", "a"))
+    assert ("fsync", "/inner") in events[3:place] and events[place + 1 :] == [("fsync", "parent")]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "emptied", "changed", "gone", "about.json", "folder emptied"])
+def test_a_damaged_folder_is_named_and_built_again(tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "a"
+    about = find_or_build("the cache", folder, fill("some text"))
+    assert find_or_build("the cache", folder, fill("other text")) == about
+    file = folder / "rows.arrow"
+    if damage == "folder emptied":
+        for path in sorted(folder.rglob("*"), reverse=True):
+            path.unlink() if path.is_file() else path.rmdir()
+    elif damage == "gone":
+        file.unlink()
+    elif damage == "about.json":
+        (folder / "about.json").write_text((folder / "about.json").read_text().replace('"by": "some', '"by": "same'))
+    else:
+        file.write_text({"truncated": "some", "emptied": "", "changed": "same text"}[damage])
+    assert not capsys.readouterr().out
+    assert find_or_build("the cache", folder, fill("some text")) == about
+    assert capsys.readouterr().out == f"the cache {folder} does not hold what was written to it: it is built again\n"
+    assert os.listdir(tmp_path) == ["a"] and file.read_text() == "some text"
+
+
+def test_two_processes_that_rebuild_one_damaged_folder_both_end_well(tmp_path: Path) -> None:
+    """The slower one found the damage before the faster one had built the folder again, and must not take that away."""
+    folder = tmp_path / "a"
+    find_or_build("the cache", folder, fill("first"))
+    (folder / "rows.arrow").write_text("worst")
+    with another_process(tmp_path, "slower", "at damage") as slower:
+        assert find_or_build("the cache", folder, fill("faster"))["by"] == "faster"
+        built = folder.stat().st_ino
+        out, _ = slower.communicate("\n", timeout=PATIENCE_S)
+        assert slower.returncode == 0 and out == "has that of faster\n"
+    assert folder.stat().st_ino == built and os.listdir(tmp_path) == ["a"]
+
+
+def test_a_run_that_is_overtaken_in_its_build_takes_what_is_there(tmp_path: Path) -> None:
+    with another_process(tmp_path, "slower", "in build") as slower:
+        assert find_or_build("the cache", tmp_path / "a", fill("faster"))["by"] == "faster"
+        assert len(list(tmp_path.glob("unfinished-*"))) == 1, "that of a run that is alive"
+        out, _ = slower.communicate("\n", timeout=PATIENCE_S)
+        assert slower.returncode == 0 and out == "has that of faster\n"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_what_a_killed_run_has_left_is_removed_by_the_next_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with another_process(tmp_path, "killed", "in build") as killed:
+        (left,) = tmp_path.glob("unfinished-*")
+        assert (left / "content" / "rows.arrow").exists()
+        killed.send_signal(signal.SIGKILL)
+        killed.wait(PATIENCE_S)
+    find_or_build("the cache", tmp_path / "a", fill("text"))
+    assert capsys.readouterr().out == f"removed {left}, which a run that was killed has left\n"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("kind", ["no lock", "no locks", "another machine"])
+def test_where_locks_show_nothing_age_decides(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = tmp_path / "unfinished-abc"
+    (left / "tokens").mkdir(parents=True)
+    (left / "tokens" / "train.arrow").touch()
+    if kind != "no lock":
+        (left / "lock").write_text(os.uname().nodename if kind == "no locks" else "another-machine")
+    if kind == "no locks":
+
+        def refuse(*_: object) -> None:
+            raise OSError("No locks available")
+
+        monkeypatch.setattr(cache_folders.fcntl, "lockf", refuse)
+    find_or_build("the cache", tmp_path / "a", fill("text"))
+    assert left.exists()
+    for path in (left, *left.rglob("*")):
+        os.utime(path, (0, time.time() - IDLE_S - 60))
+    (left / "tokens" / "train.arrow").touch()
+    find_or_build("the cache", tmp_path / "a", fill("text"))
+    assert left.exists(), "somebody writes into it"
+    os.utime(left / "tokens" / "train.arrow", (0, time.time() - IDLE_S - 60))
+    find_or_build("the cache", tmp_path / "a", fill("text"))
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_full_disk_is_known_by_whatever_a_library_makes_of_it() -> None:
+    assert refused_write(OSError(28, "x")) == "No space left on device"
+    assert refused_write(Exception("No space left on device (os error 28)")) == "No space left on device"
+    assert refused_write(RuntimeError("I/O error: Disk quota exceeded (os error 122)")) == "Disk quota exceeded"
+    assert refused_write(OSError(2, "x")) is None and refused_write(Exception("no such file (os error 2)")) is None
+    assert refused_write(ValueError("28")) is None
+
+
+def test_half_a_file_goes_and_what_stood_stands(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("before")
+    with pytest.raises(OSError), written_beside(path) as beside:
+        beside.write_text("ha")
+        raise OSError(28, "No space left on device")
+    assert path.read_text() == "before" and os.listdir(tmp_path) == ["config.yaml"]
+    with written_beside(path) as beside:
+        beside.write_text("after")
+    assert path.read_text() == "after" and os.listdir(tmp_path) == ["config.yaml"]
+
+
+def test_a_folder_of_an_unknown_form_is_built_again(tmp_path: Path) -> None:
+    for content in (b"", b"{}", b"[1]", json.dumps({"files": 3, "sha256": "x"}).encode(), b"\xff"):
+        find_or_build("the cache", tmp_path / "a", fill("text"))
+        (tmp_path / "a" / "about.json").write_bytes(content)
+        assert find_or_build("the cache", tmp_path / "a", fill("new"))["by"] == "new", content
+        (tmp_path / "a" / "about.json").write_bytes(b"")

@@ -1,0 +1,83 @@
+"""Files that a power cut, a kill or a full disk leaves as they were before, or as they were to become."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+_ERROR_OF_RUST = re.compile(r"\(os error (\d+)\)")
+
+
+def refused_write(error: BaseException) -> str | None:
+    """What the file system says where it takes no more ("No space left on device"); None of any other error.
+
+    `tokenizers` raises it as a bare `Exception` and safetensors as its own, with the number in their text alone.
+    """
+    found = _ERROR_OF_RUST.search(str(error))
+    number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
+    return os.strerror(number) if number in _REFUSALS else None
+
+
+@contextmanager
+def written_beside(path: Path) -> Iterator[Path]:
+    """The path of a file to write, which takes the place of `path` when it is done; half a one goes, and what stood stands."""
+    beside = path.with_name(f"{path.name}.tmp")
+    try:
+        yield beside
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def hash_file(path: Path) -> str:
+    """sha256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Size and hash of files, as they stand in a manifest; each is on the disk when this returns."""
+    described = {}
+    for name in names:
+        path = folder / name
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        described[name] = {"bytes": path.stat().st_size, "sha256": hash_file(path)}
+    return described
+
+
+def list_files(folder: Path) -> list[str]:
+    """Paths of all files below a folder, relative to it."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make names that were created or renamed in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_names(folder: Path) -> None:
+    """Make all names below a folder durable; the files' contents are another matter, see `describe_files`."""
+    for subfolder in {path.parent for path in folder.rglob("*")} | {folder}:
+        fsync_folder(subfolder)
+
+
+def save_json(path: Path, value: Any) -> None:
+    """Write a JSON file, which is on the disk when this returns."""
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
