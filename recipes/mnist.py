@@ -38,10 +38,10 @@ def main() -> None:
     from toolkit.data.images import load_images
     from toolkit.data.plan import BatchPlan, check_global_batch_size
     from toolkit.distributed import agreed, print_rank0, rank, seed_all, world_size
+    from toolkit.progress import Progress
     from toolkit.run_folder import lock_run_folder, open_run_folder, save_run_config
     from toolkit.shard_units import describe
     from toolkit.step_log import StepLog
-    from toolkit.tracking import Progress
     from toolkit.train_state import SkipHistory
     from toolkit.watchdog import Watchdog
     from toolkit.whole_state import save_whole_state
@@ -93,7 +93,7 @@ def main() -> None:
         metrics.write("checkpoint", num_steps, **save_whole_state(sharded, run_folder / "model.safetensors"))
     bar.close()
     if rank() == 0:
-        draw_curves(metrics.path, run_folder / "curves.png")
+        draw_curves(metrics.load(), run_folder / "curves.png")
     accelerator.end_training()
 
 

@@ -17,11 +17,12 @@ from toolkit.distributed import raise_together
 from toolkit.errors import Stopped
 from toolkit.evaluation import evaluate
 from toolkit.evaluation_rows import EvaluationRows
+from toolkit.progress import Progress
 from toolkit.sharding import ShardedModel
 from toolkit.signals import StopRequests
 from toolkit.skip_guard import SkipGuard
 from toolkit.step_log import StepLog
-from toolkit.tracking import MetricsLog, Progress, log_to_trackers
+from toolkit.tracking import MetricsLog, log_to_trackers
 from toolkit.train_state import Identity, TrainState
 from toolkit.watchdog import Watchdog
 

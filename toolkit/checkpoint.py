@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from toolkit.adapter_files import base_name
+from toolkit.checkpoint_folders import list_checkpoints
 from toolkit.checkpoint_ranking import Goal, Ranked, rank_checkpoints
 from toolkit.distributed import agreed, broadcast_object, print_rank0, raise_together, rank
 from toolkit.errors import UserError
@@ -123,16 +124,19 @@ def best_saved_value(run_folder: Path, goal: Goal, step: int) -> float | None:
     return broadcast_object(ranked[0].value if ranked and ranked[0].is_comparable else None)
 
 
-def best_of_run(run_folder: Path, goal: Goal) -> tuple[Path, str]:
-    """The best checkpoint, as rank 0 sees it, with every byte checked, and a sentence on the choice. Collective.
+def best_of_run(run_folder: Path, goal: Goal) -> tuple[Path | None, str]:
+    """The best checkpoint, as rank 0 sees it, with every byte checked, and a sentence on the choice; None where somebody has
+    removed all of them, and the weights in memory are all there is. Collective.
 
     Raises:
         UserError: no kept checkpoint has that metric, or the one that has is damaged; on every rank.
     """
 
-    def find() -> tuple[Path, str] | None:
+    def find() -> tuple[Path | None, str] | None:
         if rank() != 0:
             return None
+        if not list_checkpoints(run_folder):
+            return None, f"{run_folder} has no checkpoint any more, of which the best could be taken: exporting the last weights"
         ranked = rank_checkpoints(run_folder, goal)
         if not ranked:
             raise UserError(

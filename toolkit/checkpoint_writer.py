@@ -62,6 +62,10 @@ class _Snapshot:
     manifest: dict[str, Any]
 
 
+class _Removed(UserError):
+    """Somebody has removed what was being written."""
+
+
 class CheckpointWriter:
     """Writes the checkpoints of a run. Collective: build it, and call every method, on every rank."""
 
@@ -171,7 +175,7 @@ class CheckpointWriter:
             save.error = error
         save.write_s = time.perf_counter() - start_s
 
-    def _write_and_commit(self, snapshot: _Snapshot, save: Save) -> None:
+    def _write_and_commit(self, snapshot: _Snapshot, save: Save, *, is_again: bool = False) -> None:
         folder = step_folder(self.run_folder, save.step)
         unfinished = folder.with_name(f"{folder.name}.tmp")
 
@@ -199,12 +203,15 @@ class CheckpointWriter:
             self._together(start, folder)
             files = {name: about for part in self._together(write, folder) for name, about in part.items()}
             self._together(finish, folder)
-        except (UserError, RuntimeError):
+        except (UserError, RuntimeError) as error:
             if rank() == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)  # a full disk has room again
-            raise
+            if is_again or not isinstance(error, _Removed):
+                raise
+            save.remarks.append(f"checkpoint {folder} was removed while it was written: it was written again")
+            return self._write_and_commit(snapshot, save, is_again=True)
         save.num_bytes = sum(about["bytes"] for about in files.values())
-        save.remarks = self._together(remove, folder)[0]
+        save.remarks += self._together(remove, folder)[0]
 
     def _together(self, work: Callable[[], Any], folder: Path) -> list[Any]:
         """`work` of every rank; where it fails on any, all fail with the first one's sentence.
@@ -221,6 +228,8 @@ class CheckpointWriter:
             text = " ".join(str(e).split())[:300]
             refuses = isinstance(e, OSError | SafetensorError)
             failure = (UserError, text) if refuses else (RuntimeError, f"{type(e).__name__}: {text}")
+            if isinstance(e, FileNotFoundError):
+                failure = (_Removed, text)
         gathered = gather_objects((result, failure), self.group)
         if first := next((failure for _, failure in gathered if failure is not None), None):
             kind, sentence = first

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from toolkit.tracking import load_metrics, speed_unit
+from toolkit.tracking import speed_unit
 
 _INK, _ACCENT, _FAINT = "#1f5a91", "#d1602b", "#b9cbdd"
 _ROUGE_LINES = {
@@ -17,8 +17,8 @@ _ROUGE_LINES = {
 }
 
 
-def draw_curves(metrics_path: Path, picture_path: Path) -> None:
-    """Draw a `metrics.jsonl` as a PNG, a panel each for loss, ROUGE, accuracy, learning rate, gradient norm and speed.
+def draw_curves(lines: list[dict[str, Any]], picture_path: Path) -> None:
+    """Draw lines of a `metrics.jsonl` as a PNG, a panel each for loss, ROUGE, accuracy, learning rate, gradient norm and speed.
 
     Panels without data are left out; without any, no picture is written.
     """
@@ -26,14 +26,13 @@ def draw_curves(metrics_path: Path, picture_path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    lines = load_metrics(metrics_path)
     panels = [draw for draw, kind, names in _PANELS if any(_series(lines, kind, name)[0] for name in names)]
     if not panels:
         return
     num_columns = min(2, len(panels))
     num_rows = -(-len(panels) // num_columns)
     figure = Figure(figsize=(5.2 * num_columns, 2.9 * num_rows + 0.4), layout=ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.12))
-    figure.suptitle(metrics_path.resolve().parent.name, fontsize=12, fontweight="bold")
+    figure.suptitle(picture_path.resolve().parent.name, fontsize=12, fontweight="bold")
     for position, draw in enumerate(panels, start=1):
         axes = figure.add_subplot(num_rows, num_columns, position)
         draw(axes, lines)

@@ -211,6 +211,7 @@ def _write_predictions(scores: list[Score], data: EvaluationRows, path: Path) ->
         line |= {name: round(value, 4) for name, value in zip(ROUGE_METRICS, score.rouge, strict=True)}
         lines.append(line)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # the run folder, should it be gone
         save_json_lines(path, lines)
     except OSError as error:
         raise UserError(f"the predictions {path} could not be written: {error.strerror}") from None

@@ -26,11 +26,12 @@ from toolkit.json_lines import encode_json_line
 from toolkit.losses import share_of_global_mean, summed_loss
 from toolkit.optim import clip_gradients, learning_rate
 from toolkit.parameter_checks import SMALLEST_SHOWING_LR, UPDATES_UNTIL_MOVED, ParameterWatch
+from toolkit.progress import Progress
+from toolkit.run_folder import open_inside
 from toolkit.signals import StopRequests
 from toolkit.skip_guard import SkipGuard
 from toolkit.step_log import StepFigures, StepLog
 from toolkit.step_memory import save_memory
-from toolkit.tracking import Progress
 from toolkit.train_state import TrainState
 from toolkit.watchdog import Watchdog
 
@@ -169,7 +170,7 @@ def _log_row_ids(run: Run, micro_batch: MicroBatch) -> None:
     line = {"step": micro_batch.step, "micro_batch": micro_batch.index, "row_ids": row_ids}
     path = run.folder / f"rows-{rank():05d}.jsonl"
     try:
-        with path.open("ab") as file:
+        with open_inside(run.folder, path.name, "ab") as file:
             file.write(encode_json_line(line))
     except OSError as error:
         run.metrics.note_failure(path, error)
@@ -183,5 +184,5 @@ def _profiled(window: list[int] | None, step: int, folder: Path) -> Iterator[Non
         return
     with torch.profiler.profile(record_shapes=True, profile_memory=True) as profiler:
         yield
-    (folder / "profile").mkdir(exist_ok=True)
+    (folder / "profile").mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(folder / "profile" / f"step-{step:08d}-rank-{rank():05d}.json"))

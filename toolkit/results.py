@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.checkpoint_folders import list_checkpoints
 from toolkit.distributed import rank
 from toolkit.errors import UserError, escape_controls
 from toolkit.evaluation import ROUGE_METRICS
@@ -14,7 +16,7 @@ from toolkit.evaluation_rows import EvaluationRows
 from toolkit.json_lines import load_json_lines
 from toolkit.metrics.text import ROUGE_SCORE_WORDS
 from toolkit.step_memory import MEMORY_FILE
-from toolkit.tracking import load_metrics
+from toolkit.tracking import MetricsLog, load_metrics
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -24,8 +26,10 @@ _COLUMNS = ("loss", "bits_per_byte", "token_accuracy", "accuracy", *ROUGE_METRIC
 _COLUMNS_OF_RUNS = ("loss", "bits_per_byte", "token_accuracy", "accuracy", "rouge1", "rougeL", "rougeL_line1", "percent_distinct")
 
 
-def show_results(run_folder: Path, train_rows: Dataset, evaluation: EvaluationRows, measured_on: dict[str, Any]) -> None:
+def show_results(metrics: MetricsLog, train_rows: Dataset, evaluation: EvaluationRows, measured_on: dict[str, Any]) -> None:
     """Print the before/after table and sample texts, draw `curves.png`. On rank 0; does nothing without evaluation rows.
+
+    The figures are those that the run remembers: it needs no file that may be gone.
 
     Args:
         measured_on: of the run's `Goal`: evaluations of other rows, or of texts generated otherwise, are not in the table.
@@ -34,8 +38,9 @@ def show_results(run_folder: Path, train_rows: Dataset, evaluation: EvaluationRo
         return
     from toolkit.curves import draw_curves
 
-    draw_curves(run_folder / "metrics.jsonl", run_folder / "curves.png")
-    everything = [line for line in load_metrics(run_folder / "metrics.jsonl") if line["kind"] == "eval"]
+    run_folder, lines = metrics.path.parent, metrics.load()
+    draw_curves(lines, run_folder / "curves.png")
+    everything = [line for line in lines if line["kind"] == "eval"]
     evaluations = [line for line in everything if line.get("measured_on") == measured_on]
     if num_others := len(everything) - len(evaluations):
         why = "measured on other rows, with other settings, or by a version that did not record it"
@@ -51,7 +56,8 @@ def show_results(run_folder: Path, train_rows: Dataset, evaluation: EvaluationRo
     table = {**baselines, **dict(sorted(named.items()))}
     words = f"; ROUGE counts {evaluation.rouge_tokenizer.description}" if baselines else ""
     print(f"\n{len(evaluation.rows)} held-out rows{words}\n{format_table(table)}\n", flush=True)
-    _print_samples(run_folder / f"predictions-{evaluations[-1]['step']}.jsonl", prompted)
+    if "rougeL" in evaluations[-1]:
+        _print_samples(run_folder / f"predictions-{evaluations[-1]['step']}.jsonl", prompted)
 
 
 def show_runs(run_folders: Sequence[Path]) -> None:
@@ -67,7 +73,10 @@ def show_runs(run_folders: Sequence[Path]) -> None:
     for folder in run_folders:
         path = folder / "metrics.jsonl"
         if not path.is_file():
-            raise UserError(f"{folder} has no metrics.jsonl: give folders of runs, as in runs/t5_docstrings")
+            way_out = "give folders of runs, as in runs/t5_docstrings"
+            if list_checkpoints(folder):
+                way_out = "the run's command writes one again, from its last checkpoint's evaluation on"
+            raise UserError(f"{folder} has no metrics.jsonl: {way_out}")
         evaluations = [line for line in load_metrics(path) if line["kind"] == "eval"]
         if not evaluations:
             raise UserError(f"{path} holds no evaluation yet: let the run evaluate first")
@@ -120,7 +129,8 @@ def _score_first_lines(predictions_path: Path) -> dict[str, float]:
         return {}
     from toolkit.metrics.rouge import Rouge
 
-    lines = load_json_lines(predictions_path)
+    if not (lines := load_json_lines(predictions_path)):
+        return {}
     first_lines = [line["prediction"].strip().partition("\n")[0] for line in lines]
     scores = Rouge().compute(predictions=first_lines, references=[line["reference"] for line in lines])
     return {"rougeL_line1": scores["rougeL"]}
@@ -128,9 +138,12 @@ def _score_first_lines(predictions_path: Path) -> dict[str, float]:
 
 def _print_samples(predictions_path: Path, eval_rows: Dataset) -> None:
     """A few rows evenly spread over the held-out rows, so that they are not chosen for their looks."""
-    if not predictions_path.exists():
+    lines: list[dict[str, Any]] = []
+    with suppress(OSError, UserError):
+        lines = load_json_lines(predictions_path)
+    if len(lines) != len(eval_rows):
+        print(f"no samples: {predictions_path} was removed or changed after the evaluation\n", flush=True)
         return
-    lines = load_json_lines(predictions_path)
     for place in range(NUM_SAMPLES):
         index = (2 * place + 1) * len(lines) // (2 * NUM_SAMPLES)
         body = " ".join(eval_rows[index]["lead_text"].split())

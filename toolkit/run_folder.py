@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from toolkit.checkpoint_folders import list_checkpoints
 from toolkit.config import dotted_keys, save_config
 from toolkit.distributed import agreed, broadcast_object, rank
 from toolkit.errors import UserError
@@ -25,6 +26,7 @@ _PROBE_RETRY_S = 0.1
 _NUM_TRIES = 10
 _EMPTY_UNTIL_BEGUN = {".lock", "metrics.jsonl"}
 _held_locks: dict[Path, IO[bytes]] = {}
+_saved_configs: dict[Path, Any] = {}
 _SECRET_IN_URL = re.compile(r"https?://[^/\s@]+@|://[^/\s@:]*:[^/\s@]+@")
 """A token before the host, or a password after a user name; the `@` of abfs://container@host is neither."""
 
@@ -91,10 +93,44 @@ def save_run_config(config: Any, folder: Path) -> None:
         try:
             if rank() == 0:
                 save_config(config, folder / "config.yaml")
+                _saved_configs[folder] = config
         except OSError as error:
             raise UserError(f"{folder / 'config.yaml'} cannot be written ({error.strerror}): mend that first") from None
 
     agreed(save)
+
+
+def restore_run_folder(folder: Path) -> str:
+    """Make a folder that was removed under the run again, with its lock and its config; returns what to say of it, if anything.
+    For rank 0.
+
+    Raises:
+        UserError: another run writes into it by now.
+        OSError: it cannot be written.
+    """
+    _make_folder(folder)
+    restored = []
+    if folder in _held_locks and not _is_at(_held_locks[folder], folder / ".lock"):
+        lock_run_folder(folder)
+        restored.append("its lock")
+    if folder in _saved_configs and not (folder / "config.yaml").exists():
+        save_config(_saved_configs[folder], folder / "config.yaml")
+        restored.append("config.yaml")
+    said = f"; so are {' and '.join(restored)}, and what else was in the folder is lost" if restored else ""
+    return said + ("" if list_checkpoints(folder) else "; there is no checkpoint before the next save")
+
+
+def open_inside(folder: Path, name: str, mode: str) -> IO[Any]:
+    """Open a file in the folder, which somebody may just be removing: another run that is refused at this moment, or the user.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    for _ in range(_NUM_TRIES):
+        _make_folder(folder)
+        with contextlib.suppress(FileNotFoundError):
+            return (folder / name).open(mode)
+    return (folder / name).open(mode)
 
 
 def _check_secrets(config: Any) -> None:
@@ -127,7 +163,7 @@ def _find_folder(output_dir: str, name: str) -> Path:
 def _write_probe(folder: Path, probe: str, content: str, output_dir: str) -> None:
     """Create the folder and a file in it: permissions alone do not tell a read-only or a full file system."""
     try:
-        with _open_inside(folder, probe, "x") as file:
+        with open_inside(folder, probe, "x") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -138,16 +174,7 @@ def _write_probe(folder: Path, probe: str, content: str, output_dir: str) -> Non
 
 
 def _open_lock(folder: Path) -> IO[bytes]:
-    return _open_inside(folder, ".lock", "ab")  # stays empty: a run that is refused changes nothing of the run before
-
-
-def _open_inside(folder: Path, name: str, mode: str) -> IO[Any]:
-    """Open a file in the folder, which another run, refused at this moment, may just be removing."""
-    for _ in range(_NUM_TRIES):
-        _make_folder(folder)
-        with contextlib.suppress(FileNotFoundError):
-            return (folder / name).open(mode)
-    return (folder / name).open(mode)
+    return open_inside(folder, ".lock", "ab")  # stays empty: a run that is refused changes nothing of the run before
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:

@@ -23,7 +23,7 @@ from toolkit.manifest import hash_model_config
 from toolkit.model_config import AutoClass, load_model_config
 from toolkit.optim import describe_rate_change
 from toolkit.results import show_results
-from toolkit.run_folder import lock_run_folder, open_run_folder
+from toolkit.run_folder import lock_run_folder, open_run_folder, restore_run_folder
 from toolkit.step_memory import note_before_model
 from toolkit.train_state import Identity, TrainState
 from toolkit.weight_files import WholeOnly
@@ -166,7 +166,7 @@ def open_metrics(run_folder: Path) -> tracking.MetricsLog:
     Raises:
         UserError: it cannot be read or written, or is broken; on every rank.
     """
-    return agreed(lambda: tracking.MetricsLog(run_folder / "metrics.jsonl", is_writer=rank() == 0))
+    return agreed(lambda: tracking.MetricsLog(run_folder / "metrics.jsonl", rank() == 0, restore_run_folder))
 
 
 def resume(config: RecipeConfig, begun: Beginning, run: loop.Run) -> TrainState:
@@ -189,6 +189,11 @@ def resume(config: RecipeConfig, begun: Beginning, run: loop.Run) -> TrainState:
     ]
     print_rank0(f"resuming from {folder}, after step {state.step}", *(remark for remark in remarks if remark))
     run.metrics.truncate_after(state.step, evaluation_due=state.evaluation_due)
+    if run.metrics.is_empty:  # a checkpoint stands only once its lines do
+        known = "" if not manifest["metrics"] else ", but for the checkpoint's own evaluation"
+        print_rank0(f"{run.metrics.path} was removed or emptied: figures of earlier steps are missing{known}")
+        if manifest["metrics"]:
+            run.metrics.write("eval", state.step, **manifest["metrics"], measured_on=manifest["measured_on"])
     return state
 
 
@@ -202,10 +207,11 @@ def finish(config: RecipeConfig, run: loop.Run) -> None:
     if run.num_steps > 0 and config.export.weights == "best":
         best, choice = checkpoint.best_of_run(run.folder, goal)
         print_rank0(choice)
-        checkpoint.load_weights(best, run.sharded)
+        if best is not None:
+            checkpoint.load_weights(best, run.sharded)
     if exports:
         export_model(config, run.sharded, run.evaluation, run.folder)
-    show_results(run.folder, run.train_rows, run.evaluation, goal.measured_on)
+    show_results(run.metrics, run.train_rows, run.evaluation, goal.measured_on)
     merged = f", merged into its base to {run.folder / 'merged'}" if config.export.merge else ""
     print_rank0(f"exported to {run.folder / 'export'}{merged}" if exports else "nothing is exported: train.max_steps is 0")
     run.sharded.accelerator.end_training()

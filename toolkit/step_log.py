@@ -13,9 +13,10 @@ from toolkit.accelerator import synchronize
 from toolkit.data.plan import MicroBatch, Step
 from toolkit.distributed import gather_objects, reduce_on_cpu
 from toolkit.errors import UserError
+from toolkit.progress import Progress
 from toolkit.sharding import ShardedModel
 from toolkit.step_memory import StepMemory
-from toolkit.tracking import MetricsLog, Progress, log_to_trackers
+from toolkit.tracking import MetricsLog, log_to_trackers
 from toolkit.train_state import SkipHistory
 
 if TYPE_CHECKING:

@@ -69,6 +69,7 @@ def save_memory(folder: Path, memory: StepMemory, metrics: MetricsLog) -> None:
         "row_tokens": largest[4],
     }
     launched_with = find_accelerate_yaml()
+    metrics.restore()  # with the folder, should it be gone
     try:
         (folder / MEMORY_FILE).write_text(json.dumps(found, indent=2) + "\n")
         if launched_with is not None:

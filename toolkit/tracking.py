@@ -1,4 +1,4 @@
-"""What a run tells while it trains: `metrics.jsonl`, progress on the terminal, trackers.
+"""The record of a run while it trains: `metrics.jsonl`, and trackers beside it.
 
 `metrics.jsonl` is the record: one JSON object a line with `kind` (`train`, `eval`, `checkpoint`), `step` and figures whose
 names carry their units. Everything else here is a view of it. Only the rank that is told to writes.
@@ -11,14 +11,12 @@ import errno
 import json
 import math
 import os
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from toolkit.config_sections import TrackingConfig
-from toolkit.distributed import agreed
+from toolkit.distributed import agreed, print_rank0
 from toolkit.errors import UserError
 from toolkit.json_lines import encode_json_line, load_json_lines
 
@@ -35,17 +33,26 @@ _RUN_NAME_OPTION = {
 class MetricsLog:
     """`metrics.jsonl`, open for appending. A line is on its way to the disk when `write` returns.
 
-    Only one rank writes, so a disk that refuses does not raise there: `error` is to be agreed on by all.
+    Only one rank writes, so a disk that refuses does not raise there: `error` is to be agreed on by all. A file that somebody
+    removes, replaces or cuts meanwhile is restored by the next write, from what is still open and the evaluations in memory.
     """
 
-    def __init__(self, path: Path, is_writer: bool):
+    def __init__(self, path: Path, is_writer: bool, restore_folder: Callable[[Path], str] = lambda folder: ""):
+        """`restore_folder` puts back what else a folder that was removed needs, and returns what to say of it."""
         self.path = path
         self.error: UserError | None = None
-        self._file = None
+        self._restore_folder = restore_folder
+        self._evaluations: list[dict[str, Any]] = []
+        self._file: Any = None
         if is_writer:
             with _told_as_user_error(path):
                 _keep_lines(path, lambda line: True)
-                self._file = path.open("ab", buffering=0)
+                self._open()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this rank writes and no line is there."""
+        return self._file is not None and self._num_bytes == 0
 
     def write(self, kind: str, step: int, **figures: Any) -> None:
         """Append one line. JSON knows no NaN: such a figure is null, and `<name>_is` says "nan", "inf" or "-inf"."""
@@ -58,11 +65,47 @@ class MetricsLog:
             else:
                 line[name] = value
         text = encode_json_line(line)
+        self.restore()
+        if kind == "eval":
+            self._evaluations.append(line)
+        if self.error is not None:
+            return
         try:
             if self._file.write(text) < len(text):  # the last bytes of a disk; the torn line is dropped by the next run
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._num_bytes += len(text)
         except OSError as error:
             self.note_failure(self.path, error)
+
+    def load(self) -> list[dict[str, Any]]:
+        """All lines so far, on the rank that writes: whatever becomes of the file, all evaluations at least."""
+        self.restore()
+        return self._lines_left()
+
+    def restore(self) -> None:
+        """See that the file stands as it was written; else write its lines again, and print what was lost. It costs a stat."""
+        if self._file is None or self.error is not None:
+            return
+        try:
+            if (trouble := self._trouble()) is None:
+                return
+            about_folder = self._restore_folder(self.path.parent)
+            lines = self._lines_left()
+            content = b"".join(map(encode_json_line, lines))
+            if trouble == "replaced":
+                os.replace(self.path, self.path.with_name(f"{self.path.name}.found"))
+            is_whole = len(content) >= self._num_bytes
+            _write_whole(self.path, content)
+            self._file.close()
+            self._open()
+        except OSError as error:
+            self.note_failure(self.path, error)
+        except UserError as error:
+            self.error = error
+        else:
+            kept = f"its {len(lines)} lines are restored" if is_whole else f"{len(lines)} lines, with all evaluations, are left"
+            found = f" (the other file is {self.path.name}.found now)" if trouble == "replaced" else ""
+            print_rank0(f"{self.path} was {trouble} while the run goes on{found}: {kept}{about_folder}")
 
     def note_failure(self, path: Path, error: OSError) -> None:
         """Remember that a file of figures cannot be written, on whichever rank; the first one counts."""
@@ -72,6 +115,7 @@ class MetricsLog:
 
     def sync(self) -> None:
         """See to it that all lines so far outlive a power cut, as a checkpoint does."""
+        self.restore()
         if self._file is not None and self.error is None:
             try:
                 os.fsync(self._file.fileno())
@@ -94,11 +138,13 @@ class MetricsLog:
 
         def truncate() -> None:
             if self._file is not None:
+                self.restore()
                 self._file.close()
                 for path in (self.path, *self.path.parent.glob("rows-*.jsonl")):
                     with _told_as_user_error(path):
                         _keep_lines(path, stays)
-                self._file = self.path.open("ab", buffering=0)
+                self._open()
+                self._evaluations = [line for line in load_metrics(self.path) if line["kind"] == "eval"]
 
         agreed(truncate)
 
@@ -106,6 +152,28 @@ class MetricsLog:
         """Close the file; nothing can be written after it."""
         if self._file is not None:
             self._file.close()
+
+    def _open(self) -> None:
+        self._file = self.path.open("ab", buffering=0)
+        there = os.fstat(self._file.fileno())
+        self._place, self._num_bytes = (there.st_dev, there.st_ino), there.st_size
+
+    def _trouble(self) -> str | None:
+        try:
+            there = os.stat(self.path)
+        except FileNotFoundError:
+            return "removed"
+        if (there.st_dev, there.st_ino) != self._place:
+            return "replaced"
+        return "cut" if there.st_size < self._num_bytes else None
+
+    def _lines_left(self) -> list[dict[str, Any]]:
+        """Of the file that is open, which may have no name any more, and evaluations that it has lost."""
+        lines: list[dict[str, Any]] = []
+        with contextlib.suppress(OSError, ValueError):  # removed on another node of a network file system, or damaged
+            lines = load_metrics(Path(f"/dev/fd/{self._file.fileno()}"))
+        there = {line["step"] for line in lines if line["kind"] == "eval"}
+        return lines + [line for line in self._evaluations if line["step"] not in there]
 
 
 @contextlib.contextmanager
@@ -140,90 +208,17 @@ def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
     kept = b"".join(encode_json_line(figures) for figures in load_metrics(path) if wanted(figures))
     if kept == path.read_bytes():
         return
+    _write_whole(path, kept)
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """The file has the content or what it had before, whatever happens meanwhile."""
     temporary = path.with_name(path.name + ".new")
     with temporary.open("wb") as file:
-        file.write(kept)
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-
-
-class Progress:
-    """Where the run stands: a bar on a terminal, else a line every `min_interval_s` seconds and at the last step.
-
-    Silent unless `enabled`. Steps count optimizer updates; `start_step` is the one a resumed run goes on from.
-    """
-
-    def __init__(self, total_steps: int, start_step: int, enabled: bool, *, min_interval_s: float = 10.0):
-        self._total_steps, self._start_step, self._enabled = total_steps, start_step, enabled
-        self._min_interval_s = min_interval_s
-        self._start_s = self._last_line_s = time.monotonic()
-        self._step = start_step
-        self._bar: Any = None
-        if enabled and sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True, smoothing=0.1)
-
-    def update(
-        self,
-        step: int,
-        *,
-        loss: float | None = None,
-        learning_rate: float | None = None,
-        tokens_per_s: float | None = None,
-    ) -> None:
-        """`step` is done. Loss in nats a label token, `tokens_per_s` without padding over all ranks; None where not read."""
-        if not self._enabled:
-            return
-        figures = _progress_figures(loss, learning_rate, tokens_per_s)
-        if self._bar is not None:
-            if figures:
-                self._bar.set_postfix_str(figures, refresh=False)
-            self._bar.update(step - self._step)
-        elif step == self._total_steps or time.monotonic() - self._last_line_s >= self._min_interval_s:
-            self._last_line_s = time.monotonic()
-            parts = (f"step {step}/{self._total_steps}", figures, self._remaining(step))
-            print(", ".join(part for part in parts if part), flush=True)
-        self._step = step
-
-    def say(self, text: str) -> None:
-        """Print a message of its own line without breaking the bar."""
-        if self._bar is not None:
-            self._bar.write(text, file=sys.stdout)
-        elif self._enabled:
-            print(text, flush=True)
-
-    def close(self) -> None:
-        """End the bar; it stays on the terminal."""
-        if self._bar is not None:
-            self._bar.close()
-
-    def _remaining(self, step: int) -> str:
-        """Time left at the mean pace since the start, evaluations and checkpoints included."""
-        if step >= self._total_steps or step <= self._start_step:
-            return ""
-        pace_s = (time.monotonic() - self._start_s) / (step - self._start_step)
-        return f"{_readable_duration(pace_s * (self._total_steps - step))} left"
-
-
-def _progress_figures(loss: float | None, learning_rate: float | None, tokens_per_s: float | None) -> str:
-    parts = []
-    if loss is not None:
-        parts.append(f"loss {loss:.4f}")
-    if learning_rate is not None:
-        parts.append(f"lr {learning_rate:.2e}")
-    if tokens_per_s is not None:
-        parts.append(f"{tokens_per_s:,.0f} tokens/s")
-    return ", ".join(parts)
-
-
-def _readable_duration(duration_s: float) -> str:
-    minutes, seconds = divmod(round(duration_s), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"
 
 
 def check_trackers(config: TrackingConfig) -> None:

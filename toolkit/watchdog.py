@@ -149,6 +149,8 @@ class Watchdog:
         faulthandler.dump_traceback_later(4 * ANSWER_S, exit=True, file=STDERR)
         faulthandler.dump_traceback(file=STDERR, all_threads=True)
         os.write(STDERR, f"{verdict.sentence}\n".encode())
+        with suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
         with suppress(OSError), hang_file(self.folder, rank()).open("w", encoding="utf-8") as file:
             print(time.strftime("%Y-%m-%d %H:%M:%S"), verdict.sentence, sep="\n", flush=True, file=file)
             faulthandler.dump_traceback(file=file, all_threads=True)

@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import runpy
+import shutil
 import signal
 import sys
 import time
@@ -222,6 +223,26 @@ def check_loaded(file: str) -> None:
     stages.resume = checked  # type: ignore[assignment]
 
 
+def remove(what: str, step: int, in_save: bool = False) -> None:
+    """Rank 0 removes a file or a folder when it begins a step, or once it has written its shards of the step's checkpoint."""
+    from toolkit import checkpoint_writer, loop
+    from toolkit.distributed import rank
+
+    path, left = Path(what), [1]
+
+    def strike() -> None:
+        if rank() == 0 and left:
+            left.clear()
+            print(f"removed {path}", flush=True)
+            gone = path.rename(path.with_name(f"{path.name}.gone"))  # all of it at once
+            shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+
+    if in_save:
+        wrap(checkpoint_writer, "describe_files", lambda folder, _: strike() if folder.stem == f"step-{step:08d}" else None)
+    else:
+        wrap(loop, "seed_all", lambda _, __, step_now, *___: strike() if step_now == step else None)
+
+
 def no_export() -> None:
     """End after the training, which is what most tests are about."""
     from toolkit import stages
@@ -279,7 +300,7 @@ FAULTS: dict[str, Callable[..., None]] = {
     function.__name__: function
     for function in (
         signal_in_phase, signal_in_generation, signal_in_save, signals_until_the_end, wait_for_signal, tell_saves,
-        bad_loss, bad_gradient, spike, watch_updates, check_loaded, no_export,
+        bad_loss, bad_gradient, spike, watch_updates, check_loaded, remove, no_export,
     )
 }  # fmt: skip
 

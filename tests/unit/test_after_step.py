@@ -12,7 +12,7 @@ from tests.checkpoint_files import LOSS
 from toolkit import after_step as module
 from toolkit.after_step import Session, after_step, say_without_gain
 from toolkit.config_sections import CheckpointConfig, EvalConfig
-from toolkit.tracking import Progress
+from toolkit.progress import Progress
 from toolkit.train_state import TrainState
 
 

@@ -110,11 +110,20 @@ def test_checkpoints_that_only_rank_0_cannot_read_end_every_rank(tmp_path: Path,
     def refuse(*_: Any) -> None:
         raise UserError("checkpoints: cannot be read")
 
+    make_checkpoint(tmp_path, 1, 0.1)
     monkeypatch.setattr(checkpoint, "rank_checkpoints", refuse)
     for choose in (partial(best_saved_value, step=9), best_of_run):
         with pytest.raises(UserError) as refused:
             choose(tmp_path, LOSS)
         assert refused.value.agreed_by_all_ranks  # type: ignore[attr-defined]
+
+
+def test_without_any_checkpoint_the_weights_in_memory_are_the_choice(tmp_path: Path) -> None:
+    """Somebody has removed all of them since the last save; the training must not be lost for that."""
+    assert best_of_run(tmp_path, LOSS) == (
+        None,
+        f"{tmp_path} has no checkpoint any more, of which the best could be taken: exporting the last weights",
+    )
 
 
 def test_the_choice_of_the_best_names_what_was_not_compared(tmp_path: Path) -> None:

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from toolkit import curves
 from toolkit.curves import draw_curves
 
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
-
-
-def write_lines(path, lines):
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
 
 
 @pytest.fixture
@@ -32,8 +25,7 @@ def test_all_panels(tmp_path, drawn_titles):
         for s in range(1, 60)
     ]
     evaluations = [{"kind": "eval", "step": s, "loss": 3.0, "rouge1": 10.0, "rougeL": 8.0} for s in (0, 30)]
-    path = write_lines(tmp_path / "metrics.jsonl", [*train, *evaluations, {"kind": "checkpoint", "step": 30}])
-    draw_curves(path, tmp_path / "curves.png")
+    draw_curves([*train, *evaluations, {"kind": "checkpoint", "step": 30}], tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(PNG_MAGIC)
     assert drawn_titles == [
         "Loss (log scale)",
@@ -46,19 +38,19 @@ def test_all_panels(tmp_path, drawn_titles):
 
 def test_only_panels_with_data_and_without_what_was_not_finite(tmp_path, drawn_titles):
     lines = [{"kind": "train", "step": 1, "loss": 2.0}, {"kind": "train", "step": 2, "loss": None, "loss_is": "nan"}]
-    draw_curves(write_lines(tmp_path / "metrics.jsonl", lines), tmp_path / "curves.png")
+    draw_curves(lines, tmp_path / "curves.png")
     assert drawn_titles == ["Loss (log scale)"]
     assert (tmp_path / "curves.png").stat().st_size > 1000
 
 
 def test_no_data_no_picture(tmp_path):
-    draw_curves(write_lines(tmp_path / "metrics.jsonl", [{"kind": "checkpoint", "step": 1}]), tmp_path / "curves.png")
+    draw_curves([{"kind": "checkpoint", "step": 1}], tmp_path / "curves.png")
     assert not (tmp_path / "curves.png").exists()
 
 
 def test_a_loss_of_zero_is_drawn_on_a_linear_scale(tmp_path, drawn_titles):
     lines = [{"kind": "train", "step": step, "loss": loss} for step, loss in enumerate([1.0, 0.0])]
-    draw_curves(write_lines(tmp_path / "metrics.jsonl", lines), tmp_path / "curves.png")
+    draw_curves(lines, tmp_path / "curves.png")
     assert drawn_titles and (tmp_path / "curves.png").exists()
 
 

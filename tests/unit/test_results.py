@@ -87,3 +87,27 @@ def test_samples_are_printed_without_control_characters(tmp_path: Path, capsys: 
     sample = f"  text:      a{escaped}\n  reference: b{escaped}\n  generated: c{escaped}\nd\n\n"
     assert capsys.readouterr().out == sample * 3
     assert f"lead {escaped}" in format_table({f"lead {title}": {"loss": 1.0}})
+
+
+@pytest.mark.parametrize("content", [None, "", '{"reference": "a", "predi'])
+def test_predictions_that_are_gone_or_changed(tmp_path: Path, capsys: pytest.CaptureFixture, content: str | None) -> None:
+    from datasets import Dataset
+
+    run = save_run(tmp_path / "run", evaluation(1, rougeL=50.0))
+    path = run / "predictions-1.jsonl"
+    if content is not None:
+        path.write_text(content)
+    _print_samples(path, Dataset.from_dict({"lead_text": ["a"]}))
+    assert capsys.readouterr().out == f"no samples: {path} was removed or changed after the evaluation\n\n"
+
+
+def test_emptied_predictions_have_no_score(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run = save_run(tmp_path / "run", evaluation(1, rougeL=50.0), predictions={1: []})
+    show_runs([run])
+    assert "rougeL_line1" not in capsys.readouterr().out
+
+
+def test_a_run_that_lost_its_figures_is_told_from_no_run(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
+    with pytest.raises(UserError, match="has no metrics.jsonl: the run's command writes one again, from its last checkpoint's"):
+        show_runs([tmp_path])

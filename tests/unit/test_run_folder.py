@@ -18,7 +18,7 @@ from toolkit import run_folder
 from toolkit.config import SummarizationConfig
 from toolkit.config_sections import DataConfig, ModelConfig, RunConfig
 from toolkit.errors import UserError
-from toolkit.run_folder import lock_run_folder, open_run_folder
+from toolkit.run_folder import lock_run_folder, open_run_folder, restore_run_folder, save_run_config
 
 
 def config(output_dir: Path | str, name: str = "run", files: str | list[str] | None = None) -> SummarizationConfig:
@@ -158,3 +158,20 @@ def test_a_second_run_is_kept_out_until_the_first_has_ended(tmp_path: Path, monk
         holder.kill()
         holder.wait()
     lock_run_folder(tmp_path)
+
+
+def test_a_folder_that_was_removed_is_made_again_with_lock_and_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "_held_locks", {})
+    monkeypatch.setattr(run_folder, "_saved_configs", {})
+    folder = open_run_folder(config(tmp_path))
+    lock_run_folder(folder)
+    save_run_config(config(tmp_path), folder)
+    written = (folder / "config.yaml").read_text()
+    assert restore_run_folder(folder) == "; there is no checkpoint before the next save"
+    shutil.rmtree(folder)
+    told = restore_run_folder(folder)
+    assert told.startswith("; so are its lock and config.yaml, and what else was in the folder is lost; there is no checkpoint")
+    assert (folder / "config.yaml").read_text() == written
+    code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    another = subprocess.run([sys.executable, "-c", code, folder / ".lock"], capture_output=True, text=True)
+    assert "BlockingIOError" in another.stderr

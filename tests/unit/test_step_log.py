@@ -12,8 +12,9 @@ import torch
 
 from toolkit.data.plan import MicroBatch, Step
 from toolkit.errors import UserError
+from toolkit.progress import Progress
 from toolkit.step_log import StepFigures, StepLog
-from toolkit.tracking import MetricsLog, Progress, load_metrics
+from toolkit.tracking import MetricsLog, load_metrics
 from toolkit.train_state import SkipHistory
 
 NAN = math.nan

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from toolkit import tracking
 from toolkit.config_sections import TrackingConfig
 from toolkit.errors import UserError
-from toolkit.tracking import MetricsLog, Progress, check_trackers, load_metrics, log_to_trackers, start_trackers
+from toolkit.tracking import MetricsLog, check_trackers, load_metrics, log_to_trackers, start_trackers
 
 
 def test_a_line_is_whole_json_as_soon_as_it_is_written(tmp_path):
@@ -110,64 +111,6 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
         load_metrics(path)
 
 
-class Clock:
-    """A clock that the test sets, in seconds."""
-
-    def __init__(self, monkeypatch):
-        self.now_s = 0.0
-        monkeypatch.setattr(tracking.time, "monotonic", lambda: self.now_s)
-
-
-def test_plain_lines_at_most_every_interval_and_at_the_last_step(capsys, monkeypatch):
-    clock = Clock(monkeypatch)
-    progress = Progress(total_steps=10, start_step=4, enabled=True, min_interval_s=10)
-    for step in range(5, 11):
-        clock.now_s += 6
-        progress.update(step, loss=2.5, learning_rate=1e-3, tokens_per_s=12345.6)
-        if step == 6:
-            progress.say("saved")
-    progress.close()
-    # 6 s a step from step 4 on; lines at 12 s, 24 s and at the end.
-    assert capsys.readouterr().out.splitlines() == [
-        "step 6/10, loss 2.5000, lr 1.00e-03, 12,346 tokens/s, 24 s left",
-        "saved",
-        "step 8/10, loss 2.5000, lr 1.00e-03, 12,346 tokens/s, 12 s left",
-        "step 10/10, loss 2.5000, lr 1.00e-03, 12,346 tokens/s",
-    ]
-
-
-def test_figures_that_were_not_read_are_left_out(capsys):
-    progress = Progress(total_steps=4000, start_step=0, enabled=True, min_interval_s=0)
-    progress._start_s -= 9  # as if the first step had taken 9 s
-    progress.update(1)
-    assert capsys.readouterr().out == "step 1/4000, 9 h 59 min left\n"
-
-
-def test_other_ranks_are_silent(capsys):
-    progress = Progress(total_steps=2, start_step=0, enabled=False, min_interval_s=0)
-    progress.update(2, loss=1.0)
-    progress.say("hello")
-    progress.close()
-    assert capsys.readouterr() == ("", "")
-
-
-def test_a_bar_on_a_terminal(monkeypatch, capsys):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    progress = Progress(total_steps=8, start_step=2, enabled=True)
-    progress.update(5, loss=1.25, tokens_per_s=1000.0)
-    progress.say("evaluated")
-    progress.update(8, loss=1.0)
-    progress.close()
-    shown = terminal.getvalue()
-    assert "2/8" in shown and "8/8" in shown and "loss 1.0000" in shown
-    assert capsys.readouterr().out == "evaluated\n"
-
-
 def test_unknown_and_absent_trackers_are_refused_in_one_sentence():
     check_trackers(TrackingConfig())
     with pytest.raises(UserError, match="log_with: 'tensorbord' is not a tracker that accelerate knows; (installed|none)"):
@@ -257,3 +200,63 @@ def test_a_full_disk_is_remembered_and_nothing_torn_is_read(tmp_path, monkeypatc
     log.write("train", 3)
     assert "metrics.jsonl cannot be written (No space left on device)" in str(log.error)
     assert [line["step"] for line in load_metrics(log.path)] == [1]
+
+
+def removed(log):
+    log.path.unlink()
+
+
+def removed_with_its_folder(log):
+    shutil.rmtree(log.path.parent)
+
+
+def replaced(log):
+    log.path.unlink()
+    log.path.write_text('{"kind": "train", "step": 9}\n')
+
+
+def cut(log):
+    os.truncate(log.path, 0)
+
+
+@pytest.mark.parametrize("happens", [removed, removed_with_its_folder, replaced, cut])
+def test_what_happens_to_the_file_is_noticed_by_the_next_write(tmp_path, capsys, happens):
+    log = MetricsLog(tmp_path / "run" / "metrics.jsonl", is_writer=False)
+    log.path.parent.mkdir()
+    log = MetricsLog(log.path, is_writer=True, restore_folder=lambda folder: folder.mkdir(exist_ok=True) or "; and more")
+    log.write("train", 1, loss=2.0)
+    log.write("eval", 1, loss=float("nan"))
+    happens(log)
+    log.write("train", 2, loss=1.0)
+    log.write("eval", 2, loss=1.0)
+    lines = load_metrics(log.path)
+    every = [("train", 1), ("eval", 1), ("train", 2), ("eval", 2)]
+    assert [(line["kind"], line["step"]) for line in lines] == every[happens is cut :]
+    assert log.error is None and log.load() == lines
+    kept = "1 lines, with all evaluations, are left" if happens is cut else "its 2 lines are restored"
+    found = " (the other file is metrics.jsonl.found now)" if happens is replaced else ""
+    what = happens.__name__.partition("_")[0]
+    assert capsys.readouterr().out == f"{log.path} was {what} while the run goes on{found}: {kept}; and more\n"
+    if happens is replaced:
+        assert [line["step"] for line in load_metrics(log.path.with_name("metrics.jsonl.found"))] == [9]
+
+
+def test_evaluations_of_before_a_resume_outlive_the_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "eval", "step": 0}\n{"kind": "train", "step": 1}\n{"kind": "eval", "step": 1}\n')
+    log = MetricsLog(path, is_writer=True)
+    log.truncate_after(0)
+    cut(log)
+    assert log.load() == load_metrics(path) == [{"kind": "eval", "step": 0}]
+
+
+def test_a_folder_that_another_run_has_taken_is_left_to_it(tmp_path):
+    def refuse(folder):
+        raise UserError("another run is writing into it")
+
+    log = MetricsLog(tmp_path / "metrics.jsonl", is_writer=True, restore_folder=refuse)
+    log.write("eval", 1, loss=1.0)
+    replaced(log)
+    log.write("train", 2, loss=1.0)
+    assert str(log.error) == "another run is writing into it"
+    assert log.path.read_text() == '{"kind": "train", "step": 9}\n' and len(log.load()) == 1
