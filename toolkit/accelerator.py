@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 GIB = 2**30
+PRIMITIVES_PER_SHAPE = 20
+"""What oneDNN makes for a padded shape of a micro-batch that it has not met: 14 in a Llama, 19 in a T5, however many blocks."""
+MOST_PRIMITIVES, FEWEST_PRIMITIVES = 1024, 128
+"""oneDNN's own limit, about half a GiB; and enough for the shapes at work, whose blocks are alike."""
 
 
 def build_accelerator(log_with: list[str], project_dir: str, timeout_s: float = 1800) -> Accelerator:
@@ -121,6 +125,17 @@ def free_memory_bytes(device: torch.device) -> int:
     import psutil
 
     return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def bound_primitive_cache(num_shapes: int) -> None:
+    """Let oneDNN keep what a CPU rank needs for the shapes that come again; before the first product, as it reads this once.
+
+    Shapes that fit are all kept. Of more of them a cache that drops the oldest first would hold half a GiB and be asked for
+    little: then the shapes at work are kept. A value that the user has set stays. On a GPU nothing reads it.
+    """
+    wanted = num_shapes * PRIMITIVES_PER_SHAPE
+    capacity = max(wanted, FEWEST_PRIMITIVES) if wanted <= MOST_PRIMITIVES else FEWEST_PRIMITIVES
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(capacity))
 
 
 def synchronize(device: torch.device) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from toolkit import adapters, checkpoint, initial_weights, loop, models, sharded_loading, sharding, tracking
-from toolkit.accelerator import build_accelerator, frozen_dtype, fsdp_version
+from toolkit.accelerator import bound_primitive_cache, build_accelerator, frozen_dtype, fsdp_version
 from toolkit.config import RecipeConfig, dotted_keys
 from toolkit.config_checks import check_evaluation_rows, check_num_steps
 from toolkit.config_paths import write_paths
@@ -32,6 +32,10 @@ from toolkit.weight_sources import Sources
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PretrainedConfig, PreTrainedModel
+
+
+NUM_STEPS_LOOKED_AT = 100
+"""Steps whose shapes say whether shapes come again."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,7 @@ def check_rows(config: RecipeConfig, rows: TokenizedRows, plan: BatchPlan, evalu
     check_num_steps(config, num_steps)
     check_evaluation_rows(config, len(evaluation.rows))
     check_metric(config.eval, evaluation)
+    bound_primitive_cache(plan.num_shapes(min(num_steps, NUM_STEPS_LOOKED_AT), rank()))
     counted = [f"{(evaluation.sources == place).sum():,} of {name}" for place, name in enumerate(evaluation.source_names)]
     of_sources = f" ({', '.join(counted)})" if counted and len(evaluation.rows) else ""
     print_rank0(

@@ -140,6 +140,15 @@ class BatchPlan:
         for step in range(first_step, last_step + 1):
             yield from self.micro_batches(self.step(step), rank)
 
+    def num_shapes(self, num_steps: int, rank: int) -> int:
+        """How many padded shapes this rank's micro-batches have in the first `num_steps`: rows, most tokens, most labels."""
+        shapes = set()
+        for micro_batch in self.iterate(1, num_steps, rank):
+            packs = [list(pack) for pack in micro_batch.packs]
+            longest = (max(int(counts[pack].sum()) for pack in packs) for counts in (self.num_tokens, self.num_label_tokens))
+            shapes.add((len(packs), *longest))
+        return len(shapes)
+
     def _pack(self, step: Step) -> list[Pack]:
         if self.pack_length_tokens is None:
             return [(row,) for row in step.rows]
