@@ -243,6 +243,32 @@ def remove(what: str, step: int, in_save: bool = False) -> None:
         wrap(loop, "seed_all", lambda _, __, step_now, *___: strike() if step_now == step else None)
 
 
+def umask(mode: int) -> None:
+    """What a system's settings give to every process."""
+    os.umask(mode)
+
+
+def no_capabilities() -> None:
+    """Root may read everything, unless it has given that up."""
+    import ctypes
+
+    version_3_of_this_thread = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    if ctypes.CDLL(None, use_errno=True).capset(version_3_of_this_thread, (ctypes.c_uint32 * 6)()) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+def kill_tokenizing_process() -> None:
+    """One of the processes that rank 0 tokenizes with is killed, as by a system that runs out of memory."""
+    from transformers import PreTrainedTokenizerBase
+
+    from toolkit.data import token_cache
+
+    token_cache._ROWS_WORTH_SEVERAL_PROCESSES = 1
+    rank_itself = os.getpid()
+    look = lambda *_, **__: None if os.getpid() == rank_itself else os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+    wrap(PreTrainedTokenizerBase, "__call__", look)
+
+
 def no_export() -> None:
     """End after the training, which is what most tests are about."""
     from toolkit import stages
@@ -300,7 +326,8 @@ FAULTS: dict[str, Callable[..., None]] = {
     function.__name__: function
     for function in (
         signal_in_phase, signal_in_generation, signal_in_save, signals_until_the_end, wait_for_signal, tell_saves,
-        bad_loss, bad_gradient, spike, watch_updates, check_loaded, remove, no_export,
+        bad_loss, bad_gradient, spike, watch_updates, check_loaded, remove, umask, no_capabilities,
+        kill_tokenizing_process, no_export,
     )
 }  # fmt: skip
 

@@ -1,0 +1,92 @@
+"""What surrounds a run: modes of files, places of the export, control characters in rows, templates, killed helpers."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.injected_runs import attempt_with, new_bench, run_with
+from tests.launch import LaunchResult
+from tests.model_folders import make_rows, save_jsonl
+from tests.recipes.bad_input import Case, check
+from tests.recipes.llm_bad_row_cases import ROW, chats
+from tests.recipes.runs import Workbench
+from tests.recipes.test_llm_bad_input import working_run
+
+CHANGES: dict[str, Any] = {"train__max_steps": 2, "log_row_ids": True}
+TITLE = "\x1b]0;owned\x07"
+"""A terminal that prints it has another title."""
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
+    """The runs of this file; `whole` has rows that would set the terminal's title, and the umask of people who share files."""
+    bench = new_bench(tmp_path_factory, "surroundings")
+    rows = [{name: f"{TITLE}{text}" for name, text in row.items()} for row in make_rows(60)]
+    changes = CHANGES | {"data__files": save_jsonl(bench.runs / "rows.jsonl", rows)}
+    result = attempt_with(bench, "whole", ("umask", {"mode": 0o002}), **changes, exports=True)
+    assert result.returncodes == [0, 0], result.stderr[-6000:]
+    (bench.runs / "printed.txt").write_text(result.stdout + result.stderr)
+    return bench
+
+
+def refused(bench: Workbench, result: LaunchResult, sentence: str) -> None:
+    check(bench.runs, Case(sentence=sentence), result)
+
+
+def test_every_file_has_the_mode_of_the_umask(bench: Workbench) -> None:
+    files = [path for path in (bench.runs / "whole").rglob("*") if path.is_file()]
+    assert {"rng-00001.safetensors", "__1_0.distcp", "model.safetensors", "metrics.jsonl", ".lock"} <= {p.name for p in files}
+    assert {path.name: oct(mode) for path in files if (mode := stat.S_IMODE(path.stat().st_mode)) != 0o664} == {}
+
+
+def test_text_of_rows_does_not_reach_the_terminal_as_it_is(bench: Workbench) -> None:
+    printed = (bench.runs / "printed.txt").read_text()
+    assert f"  reference: {ascii(TITLE)[1:-1]}" in printed and f"  text:      {ascii(TITLE)[1:-1]}" in printed
+    assert not re.findall(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", printed)
+
+
+def test_a_checkpoint_that_may_not_be_read_is_not_said_to_be_damaged(bench: Workbench) -> None:
+    run = shutil.copytree(bench.runs / "whole", bench.runs / "unread")
+    (closed := run / "checkpoints/step-00000002/rng-00001.safetensors").chmod(0)
+    changes = CHANGES | {"data__files": bench.runs / "rows.jsonl", "train__max_steps": 3}
+    result = attempt_with(bench, "unread", ("no_capabilities", {}), **changes)
+    refused(bench, result, f"{closed} cannot be read (Permission denied): ask its owner, or chmod")
+    assert "remove" not in result.stderr + result.stdout
+    closed.chmod(0o600)
+    assert bench.checkpoints("unread") == ["step-00000002"]
+
+
+def test_an_export_on_another_disk_is_refused_before_the_run(bench: Workbench) -> None:
+    (run := bench.runs / "linked").mkdir()
+    (run / "export").symlink_to(bench.runs)
+    result = attempt_with(bench, "linked", **CHANGES, exports=True)
+    refused(bench, result, f"{run}/export is a link, and an export replaces a folder of the run's own file system: remove it, …")
+    assert "rows" not in result.stdout and not (run / "config.yaml").exists()
+
+
+def test_a_tokenizing_process_that_is_killed(bench: Workbench) -> None:
+    changes = CHANGES | {"data__num_tokenizer_workers": 2, "data__cache_dir": bench.runs / "cache"}
+    result = attempt_with(bench, "killed", ("kill_tokenizing_process", {}), **changes)
+    refused(bench, result, "one of the 2 processes that tokenize the train rows was killed, as the system does where memory …")
+    assert [path.name for path in (bench.runs / "cache").iterdir()] == ["rows"]
+    assert "2 training rows" in run_with(bench, "killed", **changes)  # the same command, with enough memory
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ 1 // (messages | length * 0) }}", "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"],
+    ids=["division by zero", "recursion"],
+)
+def test_a_template_that_cannot_be_computed(tmp_path: Path, template: str) -> None:
+    case = Case(
+        flags="--data.chat_template {here}/chat.jinja",
+        files=chats() | {"chat.jinja": template},
+        sentence=f"{ROW.replace(', row 17', ', row 1')}: the chat template refuses this conversation (…): change the row, or …",
+    )
+    check(tmp_path, case, working_run().launch(tmp_path, case))
