@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs/fsdp2_cpu.yaml
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: t5 llm test test-faults soak check clean
+.PHONY: t5 llm test test-faults soak refusals check clean
 
 t5: $(VENV)/.installed
 	$(LAUNCH) recipes/t5.py --config recipes/configs/t5_docstrings.yaml
@@ -28,6 +28,10 @@ test-faults: $(VENV)/.installed-test
 # 100 kills at random moments of one run, which must come out as if there had been none. Not in CI.
 soak: $(VENV)/.installed-test
 	$(BIN)/python -m tests.faults.soak
+
+# 50 launches that are refused while both cores are busy: exit code 2 on every rank, one sentence. Not in CI.
+refusals: $(VENV)/.installed-test
+	$(BIN)/python -m tests.faults.refusals
 
 check: $(VENV)/.installed-test
 	$(BIN)/ruff check .

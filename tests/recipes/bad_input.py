@@ -59,12 +59,15 @@ class WorkingRun:
 
     def launch(self, here: Path, case: Case, *, num_processes: int | None = None) -> LaunchResult:
         """The recipe on 2 ranks in the folder `here`, with what is wrong in `case`."""
-        self.write(here, case.files)
-        argv = [fill(flag, here) for flag in [*_without(self.flags.split(), case.flags.split()), *case.flags.split()]]
-        script = RECIPES / f"{self.recipe}.py"
+        argv, script = self.arguments(here, case), RECIPES / f"{self.recipe}.py"
         return launch(
             script, argv, preset=case.preset, overrides=case.overrides, num_processes=num_processes, timeout_s=TIMEOUT_S
         )
+
+    def arguments(self, here: Path, case: Case) -> list[str]:
+        """Write the case's files; the recipe's flags for them."""
+        self.write(here, case.files)
+        return [fill(flag, here) for flag in [*_without(self.flags.split(), case.flags.split()), *case.flags.split()]]
 
 
 def _without(flags: list[str], others: list[str]) -> list[str]:
