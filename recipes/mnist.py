@@ -92,8 +92,7 @@ def main() -> None:
         watchdog.at("saving", num_steps)
         metrics.write("checkpoint", num_steps, **save_whole_state(sharded, run_folder / "model.safetensors"))
     bar.close()
-    if rank() == 0:
-        draw_curves(metrics.load(), run_folder / "curves.png")
+    agreed(lambda: draw_curves(metrics.load(), run_folder / "curves.png") if rank() == 0 else None)
     accelerator.end_training()
 
 

@@ -16,7 +16,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from toolkit.durable_files import fsync_folder
+from toolkit.durable_files import fsync_path
 from toolkit.file_modes import denials_named
 
 UNFINISHED, REPLACED, REMOVING = ".tmp", ".old", ".removing"
@@ -73,8 +73,8 @@ def put_in_place(unfinished: Path, folder: Path) -> None:
             remove_folder(replaced)
         os.rename(folder, replaced)
     os.rename(unfinished, folder)
-    fsync_folder(folder.parent)
-    fsync_folder(folder.parent.parent)  # which lists the folder of checkpoints, new at the first of them
+    fsync_path(folder.parent)
+    fsync_path(folder.parent.parent)  # which lists the folder of checkpoints, new at the first of them
     if os.path.lexists(replaced):
         with suppress(OSError):  # the new one stands, and the next prune tries again
             remove_folder(replaced)
@@ -91,7 +91,7 @@ def remove_folder(folder: Path) -> None:
         if os.path.lexists(removing):
             _remove_tree(removing)
         os.rename(folder, removing)
-        fsync_folder(folder.parent)  # or a power cut could undo the rename and keep some of the removals
+        fsync_path(folder.parent)  # or a power cut could undo the rename and keep some of the removals
     _remove_tree(removing)
 
 

@@ -34,6 +34,7 @@ from toolkit.config_sections import (
     TrackingConfig,
     TrainConfig,
 )
+from toolkit.durable_files import written_beside
 from toolkit.errors import UserError
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -158,7 +159,8 @@ def save_config(config: Any, path: Path) -> None:
     import yaml
 
     written = dataclasses.asdict(write_paths(config, path.parent))
-    path.write_text(yaml.safe_dump(written, sort_keys=False, allow_unicode=True))
+    with written_beside(path) as beside:
+        beside.write_text(yaml.safe_dump(written, sort_keys=False, allow_unicode=True))
 
 
 def _with_plain_numbers(value: Any) -> Any:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from toolkit.durable_files import written_beside
+from toolkit.errors import UserError
 from toolkit.tracking import speed_unit
 
 _INK, _ACCENT, _FAINT = "#1f5a91", "#d1602b", "#b9cbdd"
@@ -21,6 +23,9 @@ def draw_curves(lines: list[dict[str, Any]], picture_path: Path) -> None:
     """Draw lines of a `metrics.jsonl` as a PNG, a panel each for loss, ROUGE, accuracy, learning rate, gradient norm and speed.
 
     Panels without data are left out; without any, no picture is written.
+
+    Raises:
+        UserError: it cannot be written; then an older one stands.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -38,7 +43,13 @@ def draw_curves(lines: list[dict[str, Any]], picture_path: Path) -> None:
         draw(axes, lines)
         _tidy(axes)
     # A canvas of its own, not pyplot: no display and no global state.
-    FigureCanvasAgg(figure).print_png(picture_path)
+    try:
+        with written_beside(picture_path) as beside:
+            FigureCanvasAgg(figure).print_png(beside)
+    except OSError as error:
+        raise UserError(
+            f"{picture_path} could not be written ({error.strerror}): make room there; all else of the run is written"
+        ) from None
 
 
 def _draw_loss(axes: Any, lines: list[dict[str, Any]]) -> None:

@@ -32,6 +32,7 @@ def written_beside(path: Path) -> Iterator[Path]:
     beside = path.with_name(f"{path.name}.tmp")
     try:
         yield beside
+        fsync_path(beside)  # some file systems report a full disk now
         os.replace(beside, path)
     except BaseException:
         beside.unlink(missing_ok=True)
@@ -49,8 +50,7 @@ def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, An
     described = {}
     for name in names:
         path = folder / name
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        fsync_path(path)
         described[name] = {"bytes": path.stat().st_size, "sha256": hash_file(path)}
     return described
 
@@ -60,9 +60,9 @@ def list_files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def fsync_folder(folder: Path) -> None:
-    """Make names that were created or renamed in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def fsync_path(path: Path) -> None:
+    """Make the content of a file durable, or the names that were created or renamed in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -72,7 +72,14 @@ def fsync_folder(folder: Path) -> None:
 def fsync_names(folder: Path) -> None:
     """Make all names below a folder durable; the files' contents are another matter, see `describe_files`."""
     for subfolder in {path.parent for path in folder.rglob("*")} | {folder}:
-        fsync_folder(subfolder)
+        fsync_path(subfolder)
+
+
+def fsync_tree(folder: Path) -> None:
+    """Make a folder durable, with all files and names below it."""
+    for name in list_files(folder):
+        fsync_path(folder / name)
+    fsync_names(folder)
 
 
 def save_json(path: Path, value: Any) -> None:

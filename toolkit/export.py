@@ -16,8 +16,10 @@ from toolkit.accelerator import compute_dtype
 from toolkit.adapter_export import compare_adapter, compare_merged, merge, write_adapter
 from toolkit.adapter_files import base_name, hash_weight
 from toolkit.adapters import is_wanted
+from toolkit.checkpoint_folders import put_in_place
 from toolkit.config import RecipeConfig
 from toolkit.distributed import agreed, barrier, rank
+from toolkit.durable_files import fsync_tree, refused_write, written_beside
 from toolkit.errors import UserError
 from toolkit.evaluation_rows import EvaluationRows
 from toolkit.export_check import compare_logits, compare_weights, reload
@@ -66,16 +68,17 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
             sharded.skeleton, data.tokenizer, check, compute_dtype(sharded.accelerator), config.export.max_shard_size
         )
         folder = run_folder / "export"
-        if has_adapter:
-            adapter = {name: weight for name, weight in weights.items() if name in trained}
-            _replace(folder, lambda unfinished: _write_adapter(exported, adapter, base_hashes, unfinished))
-        else:
-            _replace(folder, lambda unfinished: _write_model(exported, weights, unfinished))
-        if merges:
-            _replace(run_folder / "merged", lambda unfinished: _write_merged(exported, weights, unfinished))
-        _guarded(folder, lambda: _save_check(check, run_folder / "export_check.safetensors"))
+        with written_beside(run_folder / "export_check.safetensors") as check_file:  # first, as it is the smallest
+            _save_check(check, check_file)
+            if has_adapter:
+                adapter = {name: weight for name, weight in weights.items() if name in trained}
+                _replace(folder, lambda unfinished: _write_adapter(exported, adapter, base_hashes, unfinished))
+            else:
+                _replace(folder, lambda unfinished: _write_model(exported, weights, unfinished))
+            if merges:
+                _replace(run_folder / "merged", lambda unfinished: _write_merged(exported, weights, unfinished))
 
-    agreed(write)
+    agreed(lambda: _guarded(run_folder / "export", write))
     barrier()
 
 
@@ -140,7 +143,7 @@ def _save_check(check: Tensors, path: Path) -> None:
 
 
 def _replace(folder: Path, write: Callable[[Path], None]) -> None:
-    """`write` into a folder beside, which takes the place of an older one when it is done."""
+    """`write` into a folder beside, which takes the place of an older one when it is done, or goes where the disk is full."""
     unfinished = folder.with_name(f"{folder.name}.tmp")
 
     def write_and_rename() -> None:
@@ -148,16 +151,24 @@ def _replace(folder: Path, write: Callable[[Path], None]) -> None:
         unfinished.mkdir(parents=True)
         write(unfinished)
         give_usual_mode(unfinished)
-        shutil.rmtree(folder, ignore_errors=True)
-        unfinished.rename(folder)
+        fsync_tree(unfinished)
+        put_in_place(unfinished, folder)
 
-    _guarded(folder, write_and_rename)
+    try:
+        _guarded(folder, write_and_rename)
+    except UserError:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
 
 
 def _guarded(folder: Path, work: Callable[[], None]) -> None:
     try:
         work()
-    except (OSError, SafetensorError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # a tokenizer raises nothing more exact
+        if not isinstance(error, OSError | SafetensorError) and refused_write(error) is None:
+            raise
         raise UserError(f"the export {folder} could not be written: {error}") from None
 
 

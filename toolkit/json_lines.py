@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from toolkit.durable_files import written_beside
 from toolkit.errors import UserError
 
 # Half a surrogate pair is legal in JSON only as an escape: UTF-8 has no bytes for it.
@@ -69,6 +70,7 @@ def save_json_lines(path: Path, values: Iterable[Any]) -> None:
     """Write a file of these lines, in place of what stands there.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written; then what stood there stands.
     """
-    path.write_bytes(b"".join(map(encode_json_line, values)))
+    with written_beside(path) as beside:
+        beside.write_bytes(b"".join(map(encode_json_line, values)))

@@ -22,7 +22,7 @@ from toolkit.checkpoint_folders import (
     remove_folder,
     step_folder,
 )
-from toolkit.durable_files import fsync_folder, fsync_names, hash_file, save_json
+from toolkit.durable_files import fsync_names, fsync_path, hash_file, save_json
 from toolkit.errors import UserError
 from toolkit.file_modes import denials_named
 from toolkit.manifest_format import FORMAT_VERSION, MANIFEST, Unread, read_manifest, seal
@@ -168,7 +168,7 @@ def restore_replaced(run_folder: Path) -> list[str]:
         try:
             if not os.path.lexists(folder):
                 os.rename(replaced, folder)
-                fsync_folder(folder.parent)
+                fsync_path(folder.parent)
                 told.append(f"{replaced.name} is {folder.name} again: the save that was to replace it never came to its end")
             elif _is_valid(folder):
                 remove_folder(replaced)

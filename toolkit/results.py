@@ -33,13 +33,22 @@ def show_results(metrics: MetricsLog, train_rows: Dataset, evaluation: Evaluatio
 
     Args:
         measured_on: of the run's `Goal`: evaluations of other rows, or of texts generated otherwise, are not in the table.
+
+    Raises:
+        UserError: the picture cannot be written; all is printed then.
     """
     if rank() != 0 or len(evaluation.rows) == 0:
         return
     from toolkit.curves import draw_curves
 
-    run_folder, lines = metrics.path.parent, metrics.load()
-    draw_curves(lines, run_folder / "curves.png")
+    _print_results(metrics.path.parent, metrics.load(), train_rows, evaluation, measured_on)
+    draw_curves(metrics.load(), metrics.path.parent / "curves.png")
+
+
+def _print_results(
+    run_folder: Path, lines: list[dict[str, Any]], train_rows: Dataset, evaluation: EvaluationRows, measured_on: dict[str, Any]
+) -> None:
+    """The table and the samples."""
     everything = [line for line in lines if line["kind"] == "eval"]
     evaluations = [line for line in everything if line.get("measured_on") == measured_on]
     if num_others := len(everything) - len(evaluations):

@@ -206,6 +206,9 @@ def finish(config: RecipeConfig, run: loop.Run) -> None:
     """Export, reload and compare; show what came out. Collective.
 
     A run of no steps exports nothing, but where it is asked to merge its adapter.
+
+    Raises:
+        UserError: the export or the picture of the curves cannot be written; on every rank.
     """
     goal = build_goal(config.eval, run.evaluation)
     exports = run.num_steps > 0 or config.export.merge
@@ -216,9 +219,9 @@ def finish(config: RecipeConfig, run: loop.Run) -> None:
             checkpoint.load_weights(best, run.sharded)
     if exports:
         export_model(config, run.sharded, run.evaluation, run.folder)
-    show_results(run.metrics, run.train_rows, run.evaluation, goal.measured_on)
     merged = f", merged into its base to {run.folder / 'merged'}" if config.export.merge else ""
     print_rank0(f"exported to {run.folder / 'export'}{merged}" if exports else "nothing is exported: train.max_steps is 0")
+    agreed(lambda: show_results(run.metrics, run.train_rows, run.evaluation, goal.measured_on))
     run.sharded.accelerator.end_training()
     close_groups()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from toolkit.distributed import agreed, rank
+from toolkit.durable_files import written_beside
 from toolkit.errors import UserError
 from toolkit.file_modes import give_usual_mode
 from toolkit.sharding import ShardedModel, whole_parameters
@@ -37,13 +37,10 @@ def save_whole_state(sharded: ShardedModel, path: Path) -> dict[str, float]:
     def write() -> int:
         if rank() != 0:
             return 0
-        unfinished = path.with_name(f"{path.name}.tmp")
         try:
-            save_file(weights, unfinished)
-            give_usual_mode(unfinished)
-            with unfinished.open("rb") as file:
-                os.fsync(file.fileno())
-            os.replace(unfinished, path)
+            with written_beside(path) as unfinished:
+                save_file(weights, unfinished)
+                give_usual_mode(unfinished)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{path} could not be written: {error}") from None
         return path.stat().st_size

@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -73,12 +74,13 @@ class Outcome:
 # --- The test's side.
 
 
-def start_with(bench: Workbench, name: str, fault: Fault | None = None, **changes: Any) -> Running:
-    """Start run `name` with a fault in it; use it in a `with`. Training is all it does: no export, no curves."""
+def start_with(bench: Workbench, name: str, fault: Fault | None = None, *, finishes: bool = False, **changes: Any) -> Running:
+    """Start run `name` with a fault in it; use it in a `with`. Unless it `finishes`, training is all it does: no export, no
+    curves."""
     run = bench.runs / name
     pids_folder(run).mkdir(parents=True, exist_ok=True)
     argv = [pickle.dumps(fault).hex(), str(RECIPES / f"{bench.recipe}.py"), *bench.flags(name, **{**CHANGES, **changes})]
-    return start(__file__, argv, preset="fsdp2_cpu", overrides=FP32, env={"FAULTY_RUN": str(run)})
+    return start(__file__, argv, preset="fsdp2_cpu", overrides=FP32, env={"FAULTY_RUN": str(run), "FINISHES": str(finishes)})
 
 
 def attempt_with(bench: Workbench, name: str, fault: Fault | None = None, *, timeout_s: float = 120, **changes: Any) -> Outcome:
@@ -263,7 +265,8 @@ def run_recipe_with_fault(fault: str, recipe: str) -> None:
     (pids_folder(this_run()) / str(this_rank())).write_text(str(os.getpid()))
     if inject := pickle.loads(bytes.fromhex(fault)):
         inject()
-    with patch.object(stages, "finish", lambda config, run: run.sharded.accelerator.end_training()):
+    left_out = patch.object(stages, "finish", lambda config, run: run.sharded.accelerator.end_training())
+    with nullcontext() if os.environ["FINISHES"] == "True" else left_out:
         runpy.run_path(recipe, run_name="__main__")
 
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from toolkit.durable_files import describe_files, fsync_folder, fsync_names, hash_file, list_files, refused_write, save_json
+from toolkit.durable_files import describe_files, fsync_names, fsync_path, hash_file, list_files, refused_write, save_json
 from toolkit.errors import UserError
 from toolkit.file_modes import denials_named
 from toolkit.manifest_format import seal
@@ -61,6 +61,8 @@ def find_or_build(what: str, folder: Path, build: Callable[[Path], dict[str, Any
             save_json(unfinished / ABOUT, about)
             fsync_names(unfinished)
             return _put_in_place(what, unfinished, folder, beside) or about
+    except UserError:
+        raise
     except Exception as error:
         if (reason := refused_write(error)) is None:
             raise
@@ -81,7 +83,7 @@ def _put_in_place(what: str, unfinished: Path, folder: Path, beside: Path) -> di
                 return about
             _move_away(what, folder, seen, beside)
         else:
-            fsync_folder(folder.parent)
+            fsync_path(folder.parent)
             return None
 
 
