@@ -31,7 +31,7 @@ def main() -> None:
     import numpy as np
     import torch
 
-    from toolkit import sharding, stages
+    from toolkit import sharding, stages, watchdog
     from toolkit.accelerator import build_accelerator
     from toolkit.accuracy import evaluate_accuracy
     from toolkit.curves import draw_curves
@@ -43,15 +43,17 @@ def main() -> None:
     from toolkit.shard_units import describe
     from toolkit.step_log import StepLog
     from toolkit.train_state import SkipHistory
-    from toolkit.watchdog import Watchdog
     from toolkit.whole_state import save_whole_state
 
     accelerator = build_accelerator([], config.run.output_dir, config.run.timeout_s)
+    watchdog.start(config.run.timeout_s)
     check_global_batch_size(config.train, world_size())
     run_folder = open_run_folder(config)
+    watchdog.keep_stacks_in(run_folder)
     agreed(lambda: lock_run_folder(run_folder) if rank() == 0 else None)
 
     # Images → the plan of which of them each step takes. To the plan an image is a row of one token with one label.
+    watchdog.working("loading images")
     images = agreed(lambda: load_images(config.data, SMALLEST_SIDE))
     ones = np.ones(len(images.train), dtype=np.int64)
     plan = BatchPlan(ones, ones, config.train, world_size(), bucket_by_length=False)
@@ -72,28 +74,28 @@ def main() -> None:
     metrics.truncate_after(-1)
     save_run_config(config, run_folder)
     bar = Progress(num_steps, 0, enabled=rank() == 0)
-    with Watchdog(config.run.timeout_s, run_folder) as watchdog:
-        log = StepLog(metrics, sharded, bar, [], SkipHistory(), max_skipped_steps=1)
-        for number in range(num_steps + 1):
-            watchdog.at("step", number)
-            epoch_ends = number > 0 and number == plan.num_steps(plan.step(number).epoch + 1)
-            if number > 0:
-                log.add(train_step(config.train.seed, sharded, optimizer, images, plan, plan.step(number)))
-            if epoch_ends or number == num_steps or number % config.log_every_steps == 0:
-                log.flush()
-            if epoch_ends or number in (0, num_steps):
-                watchdog.at("evaluation", number)
-                figures = evaluate_accuracy(sharded, images, config.eval_batch_size_rows)
-                metrics.write("eval", number, **figures)
-                bar.say(f"evaluation at step {number}: loss {figures['loss']:.4f}, accuracy {figures['accuracy']:.2f} %")
-                log.restart_clock()
-            if epoch_ends:
-                schedule.step()
-        watchdog.at("saving", num_steps)
-        metrics.write("checkpoint", num_steps, **save_whole_state(sharded, run_folder / "model.safetensors"))
+    log = StepLog(metrics, sharded, bar, [], SkipHistory(), max_skipped_steps=1)
+    for number in range(num_steps + 1):
+        watchdog.at("step", number)
+        epoch_ends = number > 0 and number == plan.num_steps(plan.step(number).epoch + 1)
+        if number > 0:
+            log.add(train_step(config.train.seed, sharded, optimizer, images, plan, plan.step(number)))
+        if epoch_ends or number == num_steps or number % config.log_every_steps == 0:
+            log.flush()
+        if epoch_ends or number in (0, num_steps):
+            watchdog.at("evaluation", number)
+            figures = evaluate_accuracy(sharded, images, config.eval_batch_size_rows)
+            metrics.write("eval", number, **figures)
+            bar.say(f"evaluation at step {number}: loss {figures['loss']:.4f}, accuracy {figures['accuracy']:.2f} %")
+            log.restart_clock()
+        if epoch_ends:
+            schedule.step()
+    watchdog.at("saving", num_steps)
+    metrics.write("checkpoint", num_steps, **save_whole_state(sharded, run_folder / "model.safetensors"))
     bar.close()
+    watchdog.working("drawing the curves")
     agreed(lambda: draw_curves(metrics.load(), run_folder / "curves.png") if rank() == 0 else None)
-    accelerator.end_training()
+    stages.leave(accelerator)
 
 
 def build_convnet(config: ConvNetConfig, images: ImageSets) -> torch.nn.Module:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from toolkit import watchdog
 from toolkit.checkpoint_ranking import Goal
 from toolkit.checkpoint_writer import CheckpointWriter, Save
 from toolkit.config import RecipeConfig
@@ -24,7 +25,6 @@ from toolkit.skip_guard import SkipGuard
 from toolkit.step_log import StepLog
 from toolkit.tracking import MetricsLog, log_to_trackers
 from toolkit.train_state import Identity, TrainState
-from toolkit.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -56,7 +56,6 @@ class Session:
     log: StepLog
     guard: SkipGuard
     stops: StopRequests
-    watchdog: Watchdog
     writer: CheckpointWriter
 
 
@@ -118,7 +117,7 @@ def finish_writing(session: Session) -> None:
     Raises:
         UserError: a rank could not write its checkpoint or its figures; on every rank.
     """
-    session.watchdog.at("saving", session.state.step)
+    watchdog.working("saving", session.state.step)
     _log_save(session, session.writer.finish())
     raise_together(session.run.metrics.error)
 
@@ -135,11 +134,11 @@ def _evaluate_and_log(session: Session) -> None:
         return
 
     def between_batches() -> None:
-        session.watchdog.at("evaluation", state.step)
+        watchdog.at("evaluation", state.step)
         if signal_name := _agree(session):
             raise _SignalInEvaluation(signal_name)
 
-    session.watchdog.at("evaluation", state.step)
+    watchdog.at("evaluation", state.step)
     predictions = run.folder / f"predictions-{state.step}.jsonl"
     try:
         figures: dict[str, Any] = evaluate(config.eval, run.sharded, run.evaluation, predictions, between_batches)
@@ -196,7 +195,7 @@ def _end(session: Session, signal_name: str) -> NoReturn:
 
 def _save(session: Session, *, wait: bool) -> None:
     """Save a checkpoint; with `wait` it stands when this returns. Collective."""
-    session.watchdog.at("saving", session.state.step)
+    watchdog.at("saving", session.state.step)
     session.log.flush()
     metrics = session.run.metrics
     metrics.sync()

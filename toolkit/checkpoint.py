@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from toolkit import watchdog
 from toolkit.adapter_files import base_name
 from toolkit.checkpoint_folders import list_checkpoints
 from toolkit.checkpoint_ranking import Goal, Ranked, rank_checkpoints
@@ -82,6 +83,7 @@ def load_checkpoint(folder: Path, sharded: ShardedModel, optimizer: torch.optim.
     options = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
     tensors = state_tensors(sharded, optimizer)
     _load(tensors, folder)
+    watchdog.at("loading the checkpoint")
     _put_back(sharded, tensors)
     everything: dict[str, Any] = get_optimizer_state_dict(sharded.model, optimizer, options=options)
     everything |= {name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")}
@@ -94,6 +96,7 @@ def load_weights(folder: Path, sharded: ShardedModel) -> None:
     """Load only the parameters of a checkpoint, in place. Collective."""
     tensors = model_tensors(sharded)
     _load(tensors, folder)
+    watchdog.at("loading the checkpoint")
     _put_back(sharded, tensors)
 
 
@@ -131,6 +134,8 @@ def best_of_run(run_folder: Path, goal: Goal) -> tuple[Path | None, str]:
     Raises:
         UserError: no kept checkpoint has that metric, or the one that has is damaged; on every rank.
     """
+
+    watchdog.working("choosing the best checkpoint")
 
     def find() -> tuple[Path | None, str] | None:
         if rank() != 0:
@@ -224,6 +229,7 @@ def _put_back(sharded: ShardedModel, tensors: Tensors) -> None:
 
 def _load(tensors: Tensors, folder: Path) -> None:
     """Fill `tensors` in place; where a rank cannot, stop all with one sentence. Collective."""
+    watchdog.working("loading the checkpoint")
     error = None
     try:
         load_tensors(tensors, folder / "state")

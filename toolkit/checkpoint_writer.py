@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from toolkit import __version__
+from toolkit import __version__, watchdog
 from toolkit.checkpoint_ranking import Goal, prune
 from toolkit.config_sections import CheckpointConfig
 from toolkit.distributed import gather_objects, raise_together, rank, save_group, world_size
@@ -124,7 +124,9 @@ class CheckpointWriter:
             UserError: on every rank: this save or the one before could not be written (disk full, folder read-only).
         """
         start_s = time.perf_counter()
+        watchdog.working("saving", state.step)  # the one before may still be written
         before = self.finish()
+        watchdog.at("saving", state.step)
         tensors = state_tensors(self.sharded, self.optimizer)
         behind = self.config.async_save and not wait
         if behind:
@@ -137,6 +139,7 @@ class CheckpointWriter:
             self.thread = threading.Thread(target=self._write, args=(snapshot, self.under_way), name="checkpoint", daemon=True)
             self.thread.start()
         else:
+            watchdog.working("saving", state.step)
             self._write(snapshot, self.under_way)
             self._raise_failure()
         self.under_way.blocking_s = time.perf_counter() - start_s

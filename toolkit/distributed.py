@@ -22,8 +22,9 @@ from toolkit.errors import UserError, escape_controls
 
 T = TypeVar("T")
 
-# Tokenizing a large corpus on one process of a node can take long; the others wait in a collective of this group.
-CONTROL_TIMEOUT = datetime.timedelta(hours=6)
+# Tokenizing or exporting on one process can take days; the others wait for it in a collective of this group. What no longer moves
+# is ended by `watchdog`, which names the rank. Not longer: torch hands milliseconds to the system in 32 bits.
+CONTROL_TIMEOUT = datetime.timedelta(days=20)
 
 
 def rank() -> int:

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from toolkit import watchdog
 from toolkit.accelerator import compute_dtype
 from toolkit.adapter_export import compare_adapter, compare_merged, merge, write_adapter
 from toolkit.adapter_files import base_name, hash_weight
@@ -49,7 +50,9 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
         UserError: a folder cannot be written.
     """
     has_adapter, merges = is_wanted(config.adapter), config.export.merge
+    watchdog.at("export")
     check = _trained_logits(sharded, data)
+    watchdog.moved()
     weights: Tensors = {}
     base_hashes: dict[str, str] = {}
     trained = {name for name, parameter in sharded.skeleton.named_parameters() if parameter.requires_grad}
@@ -78,6 +81,7 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
             if merges:
                 _replace(run_folder / "merged", lambda unfinished: _write_merged(exported, weights, unfinished))
 
+    watchdog.working("export")
     agreed(lambda: _guarded(run_folder / "export", write))
     barrier()
 

@@ -14,6 +14,7 @@ from typing import cast
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from toolkit import watchdog
 from toolkit.after_step import Run, Session, after_step, finish_writing, gains_no_more, is_due, say_without_gain, stop_after_end
 from toolkit.checkpoint import best_saved_value
 from toolkit.checkpoint_writer import CheckpointWriter
@@ -33,7 +34,6 @@ from toolkit.skip_guard import SkipGuard
 from toolkit.step_log import StepFigures, StepLog
 from toolkit.step_memory import save_memory
 from toolkit.train_state import TrainState
-from toolkit.watchdog import Watchdog
 
 
 def num_steps(config: RecipeConfig, plan: BatchPlan) -> int:
@@ -54,6 +54,7 @@ def train(config: RecipeConfig, run: Run, state: TrainState) -> TrainState:
         Stopped: a signal has reached a rank; there is a checkpoint of the last step done.
         UserError: a checkpoint cannot be written, or `optim.max_skipped_steps` updates in a row were skipped; on every rank.
     """
+    watchdog.working("starting the training")
     bar = Progress(run.num_steps, state.step, enabled=rank() == 0)
     goal = build_goal(config.eval, run.evaluation)
     state.evaluation_due |= run.num_steps == 0 or (state.step == 0 and config.eval.at_start)
@@ -64,12 +65,11 @@ def train(config: RecipeConfig, run: Run, state: TrainState) -> TrainState:
     best_saved = best_saved_value(run.folder, goal, state.step)
     with (
         StopRequests() as stops,
-        Watchdog(config.run.timeout_s, run.folder) as watchdog,
         CheckpointWriter(run.folder, run.sharded, run.optimizer, run.identity, config.checkpoint, goal, best_saved) as writer,
     ):
         log = StepLog(run.metrics, run.sharded, bar, run.train_rows, state.skips, config.optim.max_skipped_steps)
         guard = SkipGuard(config.optim, state.skips)
-        session = Session(config, run, state, bar, log, guard, stops, watchdog, writer)
+        session = Session(config, run, state, bar, log, guard, stops, writer)
         if not (state.evaluation_due and after_step(session, is_resumed=True)):
             _train_steps(session)
         save_memory(run.folder, log.memory, run.metrics)
@@ -89,7 +89,7 @@ def _train_steps(session: Session) -> None:
     run.sharded.model.train()
     log.restart_clock()
     for step_number in range(first_step, run.num_steps + 1):
-        session.watchdog.at("loading rows", step_number)
+        watchdog.at("loading rows", step_number)
         step = run.plan.step(step_number)
         with _profiled(config.profile.steps, step_number, run.folder):
             lr = learning_rate(config.optim, step_number, run.num_steps, run.plan.steps_per_epoch)
@@ -124,7 +124,7 @@ def train_step(
     losses: list[tuple[MicroBatch, torch.Tensor]] = []
     for micro_batch, batch in micro_batches:
         assert micro_batch.step == step.step
-        session.watchdog.at("forward and backward", step.step)
+        watchdog.at("forward and backward", step.step)
         seed_all("step", config.train.seed, step.step, rank(), micro_batch.index)
         if config.log_row_ids:
             _log_row_ids(run, micro_batch)
@@ -138,8 +138,8 @@ def train_step(
         losses.append((micro_batch, loss_sum.detach()))
         if micro_batch.is_last:
             break
-        session.watchdog.at("loading rows", step.step)
-    session.watchdog.at("update", step.step)
+        watchdog.at("loading rows", step.step)
+    watchdog.at("update", step.step)
     if watch:
         watch.check_gradients()
     grad_norm = clip_gradients(model, config.optim.max_grad_norm)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from toolkit import watchdog
 from toolkit.config_sections import EvalConfig
 from toolkit.data.collate import Collator, SummarizationCollator
 from toolkit.errors import UserError
@@ -121,6 +122,7 @@ def _loss(sharded: ShardedModel, model: torch.nn.Module, collator: Collator, pac
 
 
 def _on_device(sharded: ShardedModel, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    watchdog.at("checking the model")
     return {name: tensor.to(sharded.accelerator.device) for name, tensor in batch.items()}
 
 

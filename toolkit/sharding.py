@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from toolkit import causal_loss, float8
+from toolkit import causal_loss, float8, watchdog
 from toolkit.accelerator import compute_dtype, free_memory_bytes, fsdp_version
 from toolkit.block_forwards import checkpoint_activations, compile_blocks
 from toolkit.distributed import reduce_on_cpu, world_size
@@ -67,6 +67,7 @@ def shard_model(accelerator: Accelerator, model: PreTrainedModel, sources: Sourc
     FSDP2 is applied here and not by `accelerator.prepare`: that puts tied embeddings into a unit of their own (T5 then
     fails, as its encoder and decoder hold them too), and checkpoints activations without the dropout state.
     """
+    watchdog.working("sharding the model")
     skeleton = weightless_copy(model)
     version = fsdp_version(accelerator)
     blocks = find_blocks(accelerator.state.fsdp_plugin, model) if version else {}
@@ -85,10 +86,10 @@ def shard_model(accelerator: Accelerator, model: PreTrainedModel, sources: Sourc
         wrapped: nn.Module = _fully_shard(accelerator, model, list(blocks.values()))
         if sources is not None:
             _read_shards(accelerator, wrapped, sources)
-    elif version == 1:
-        _wrap_exactly(accelerator, list(blocks.values()))
-        wrapped = accelerator.prepare_model(model)
     else:
+        watchdog.at("sharding the model")  # the weights go over the device
+        if version == 1:
+            _wrap_exactly(accelerator, list(blocks.values()))
         wrapped = accelerator.prepare_model(model)
     return ShardedModel(accelerator=accelerator, model=wrapped, plain=model, skeleton=skeleton, units=units)
 
@@ -107,11 +108,13 @@ def whole_parameters(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]
             prefix = next(clean(name) for name, m in sharded.model.named_modules() if m is module)
             nested = {id(p) for m in FullyShardedDataParallel.fsdp_modules(module)[1:] for p in m.parameters()}
             with FullyShardedDataParallel.summon_full_params(module, recurse=False, writeback=False):
+                watchdog.moved()
                 for name, parameter in module.named_parameters():
                     if id(parameter) not in nested:
                         yield clean(f"{prefix}.{name}").lstrip("."), parameter.detach()
         return
     for name, parameter in sharded.plain.named_parameters():
+        watchdog.moved()
         shard = float8.plain(parameter)
         yield clean(name), shard.full_tensor() if isinstance(shard, DTensor) else shard.detach()
 

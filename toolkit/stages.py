@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toolkit import adapters, checkpoint, initial_weights, loop, models, sharded_loading, sharding, tracking
+from toolkit import adapters, checkpoint, initial_weights, loop, models, sharded_loading, sharding, tracking, watchdog
 from toolkit.accelerator import bound_primitive_cache, build_accelerator, frozen_dtype, fsdp_version
 from toolkit.config import RecipeConfig, dotted_keys
 from toolkit.config_checks import check_evaluation_rows, check_num_steps
@@ -64,15 +64,19 @@ def begin(config: RecipeConfig) -> Beginning:
     check_metric(config.eval)
     adapters.check_adapter_config(config)
     accelerator = build_accelerator(config.tracking.log_with, config.run.output_dir, config.run.timeout_s)
+    watchdog.start(config.run.timeout_s)
+    watchdog.working("opening the run")
     has_adapter = adapters.is_wanted(config.adapter)
     dtype = agreed(lambda: frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=has_adapter))
     check_global_batch_size(config.train, world_size())
     run_folder = open_run_folder(config)
+    watchdog.keep_stacks_in(run_folder)
     agreed(lambda: lock_run_folder(run_folder) if rank() == 0 else None)
     resolved = {"model.frozen_dtype": str(dtype).removeprefix("torch."), "mixed_precision": accelerator.mixed_precision}
     agreed(lambda: check_export_places(config, run_folder) if rank() == 0 else None)
     # Paths as seen from the run's folder: the same wherever one stands, and where the whole project has moved.
     settings = {**dotted_keys(write_paths(config, run_folder)), **resolved}
+    watchdog.working("choosing the checkpoint")
     resume_from = checkpoint.choose_checkpoint(run_folder, config.checkpoint.resume, settings)
     # Our own checkpoint has all weights but frozen ones.
     needs_start = resume_from is None or bool(config.model.freeze)
@@ -88,6 +92,7 @@ def build_skeleton(
     Raises:
         UserError: on every rank.
     """
+    watchdog.working("building the model")
     model_config = agreed(lambda: load_model_config(config.model, auto_class))
     skeleton = agreed(lambda: models.build_skeleton(config.model, model_config, auto_class))
     agreed(lambda: _adapt(skeleton, config))
@@ -101,6 +106,7 @@ def check_rows(config: RecipeConfig, rows: TokenizedRows, plan: BatchPlan, evalu
     Raises:
         UserError: naming the setting.
     """
+    watchdog.working("planning the batches")
     num_steps = loop.num_steps(config, plan)
     check_num_steps(config, num_steps)
     check_evaluation_rows(config, len(evaluation.rows))
@@ -143,6 +149,7 @@ def load_model(
     Raises:
         UserError: on every rank.
     """
+    watchdog.working("loading the model")
     note_before_model(begun.accelerator.device)
     loaded_dtype = begun.frozen_dtype if adapters.is_wanted(config.adapter) else torch.float32  # nearly all of it is frozen
     opened = None
@@ -180,6 +187,7 @@ def resume(config: RecipeConfig, begun: Beginning, run: loop.Run) -> TrainState:
     Raises:
         UserError: the checkpoint is of another run; on every rank.
     """
+    watchdog.working("loading the checkpoint")
     if begun.resume_from is None:
         run.metrics.truncate_after(-1)
         return TrainState()
@@ -193,6 +201,7 @@ def resume(config: RecipeConfig, begun: Beginning, run: loop.Run) -> TrainState:
         describe_rate_change(config.optim, state.step + 1, num_steps_before, run.num_steps, run.plan.steps_per_epoch),
     ]
     print_rank0(f"resuming from {folder}, after step {state.step}", *(remark for remark in remarks if remark))
+    watchdog.working("resuming")
     run.metrics.truncate_after(state.step, evaluation_due=state.evaluation_due)
     if run.metrics.is_empty:  # a checkpoint stands only once its lines do
         known = "" if not manifest["metrics"] else ", but for the checkpoint's own evaluation"
@@ -221,8 +230,16 @@ def finish(config: RecipeConfig, run: loop.Run) -> None:
         export_model(config, run.sharded, run.evaluation, run.folder)
     merged = f", merged into its base to {run.folder / 'merged'}" if config.export.merge else ""
     print_rank0(f"exported to {run.folder / 'export'}{merged}" if exports else "nothing is exported: train.max_steps is 0")
+    watchdog.working("showing the results")
     agreed(lambda: show_results(run.metrics, run.train_rows, run.evaluation, goal.measured_on))
-    run.sharded.accelerator.end_training()
+    leave(run.sharded.accelerator)
+
+
+def leave(accelerator: Accelerator) -> None:
+    """The end of a run that came to its end: of its trackers, its process groups and its watchdog. Collective."""
+    watchdog.working("closing the trackers")
+    accelerator.end_training()
+    watchdog.stop()
     close_groups()
 
 
@@ -230,6 +247,7 @@ def identity_of(
     begun: Beginning, model_config: PretrainedConfig, rows: TokenizedRows, model: PreTrainedModel, sources: Sources | None
 ) -> Identity:
     """What a resume compares; model and sources as `load_model` gives them, so not sharded yet. Collective."""
+    watchdog.working("hashing frozen weights")
     frozen_hashes = models.hash_frozen(model) if sources is None else sharded_loading.hash_frozen(model, sources)
     return Identity(begun.settings, hash_model_config(model_config.to_diff_dict()), rows.fingerprint, frozen_hashes)
 

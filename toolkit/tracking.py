@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from toolkit import watchdog
 from toolkit.config_sections import TrackingConfig
 from toolkit.distributed import agreed, print_rank0
 from toolkit.errors import UserError
@@ -246,6 +247,7 @@ def start_trackers(accelerator: Any, config: TrackingConfig, run_name: str, flat
     """Start the trackers that the `Accelerator` was built with (`log_with`), and hand them the run's dotted config."""
     if not config.log_with:
         return
+    watchdog.working("starting the trackers")
     # Trackers take numbers, strings and booleans only (accelerate's tensorboard fails on None and on lists).
     plain = {key: value if isinstance(value, int | float | str) else json.dumps(value) for key, value in flat_config.items()}
     names = {tracker: {_RUN_NAME_OPTION[tracker]: run_name} for tracker in config.log_with if tracker in _RUN_NAME_OPTION}

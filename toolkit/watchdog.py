@@ -1,94 +1,132 @@
 """The end of a run that no longer moves: every rank shows its stacks and exits, and the rank that did not arrive is named.
 
-The main thread says with `Watchdog.at` where it is. Two threads beside it keep watch. One tells the rank's place to the
-key-value store of the process group about once a second and, when this rank has stood still for `timeout_s`, reads the places
-of the others; it may hang itself, with the host of the store. The other talks to nobody, keeps the time and ends the process.
+The main thread says where it is: with `at` in what it does step by step, where each call of `at` or `moved` is a movement; with
+`working` around library calls that report nothing (tokenizing, loading, writing), where CPU time or IO of the process and its
+children is movement (`toolkit.activity`). Work that takes long but moves is never ended. A host that waits for a GPU takes a
+whole core too: what communicates over the device is `at`.
+
+Two threads beside it keep watch. One reports the rank's place to the key-value store of the process group about once a second
+and, when this rank has stood still for half of `timeout_s`, reads the places of the others; it may hang itself, with the host of
+the store. The other talks to nobody, keeps the time and ends the process.
 
 A job hangs when none of its ranks that answer has moved for `timeout_s`: waiting for a slow rank is no hang. The first rank to
-see it writes the sentence into the store, so that all say the same.
-
-Who did not arrive: a rank that does not answer (stopped or cut off); else one that has issued fewer collectives than a peer in
-some process group and more in none; else one in the earliest step. Where a thread holds the GIL for ever, these threads stand
-still too: the others name that rank, and the launcher has to kill it.
+see it writes the sentence into the store, so that all say the same; `toolkit.hang_report` finds out who did not arrive. Where a
+thread holds the GIL for ever, these threads stand still too: the others name that rank, and the launcher has to kill it.
 """
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
 
+from toolkit.activity import MIN_IO_BYTES_PER_S, Activity
 from toolkit.distributed import rank, world_size
 from toolkit.errors import EXIT_HANG
+from toolkit.hang_report import Place, Verdict, explain, hang_file, line_of_main_thread, num_collectives
 
 ANSWER_S = 5.0
-"""How long a rank is waited for before it counts as one that does not answer."""
+"""How long a rank or the store is waited for before it counts as one that does not answer; or half of the timeout, if longer."""
+LOOK_S = 10.0
+"""At most so long between two looks at the others."""
+WINDOW_S = 30.0
+"""At most so long between two looks at the process's own activity."""
+REPORT_BYTES = 512
+"""More than a report of a rank's place, which the store's host reads: rank 0, unless the launcher is."""
 STDERR = 2
 """The file descriptor: a hung thread may hold the lock of `sys.stderr`."""
 
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank stands, in its own words."""
-
-    phase: str
-    step: int
-    idle_s: float
-    """Seconds since it last moved."""
-    line: str = ""
-    """Of its main thread's innermost Python frame; told once the rank has stood still too long."""
-    num_collectives: dict[str, int] = field(default_factory=dict)
-    """Issued so far, by process group and device; told as `line` is."""
-    beat: int = 0
-    """Differs between any two tellings."""
+_Where = tuple[str, int | None, bool]
+"""Phase, step, and whether the process's own activity counts."""
+_current: Watchdog | None = None
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What all ranks print before they exit."""
+def start(timeout_s: float) -> None:
+    """Watch this process from here to `stop` or its end. Not a collective, but for every rank of a run."""
+    global _current
+    _leave()
+    _current = Watchdog(timeout_s).__enter__()
+    atexit.register(_leave)  # a thread inside the store must not meet a finalizing Python
 
-    sentence: str
-    answering: list[int]
-    """Ranks that will print it."""
+
+def stop() -> None:
+    """The run came to its end: nobody waits for this rank any more."""
+    if _current is not None:
+        _current.has_left = True
+    _leave()
+
+
+def _leave() -> None:
+    global _current
+    watchdog, _current = _current, None
+    atexit.unregister(_leave)
+    if watchdog is not None:
+        watchdog.__exit__()
+
+
+def keep_stacks_in(folder: Path) -> None:
+    """From now on the stacks go into files of the run's folder too."""
+    if _current is not None:
+        _current.folder = folder
+
+
+def at(phase: str, step: int | None = None) -> None:
+    """As `Watchdog.at`, of the process's watchdog, if there is one: the next call is the next movement."""
+    if _current is not None:
+        _current.at(phase, step)
+
+
+def working(phase: str, step: int | None = None) -> None:
+    """As `at`, but whatever the process and its children do is movement."""
+    if _current is not None:
+        _current.at(phase, step, works=True)
+
+
+def moved() -> None:
+    """The main thread is where it was, one part further."""
+    if _current is not None:
+        _current.moved()
 
 
 class Watchdog:
     """Ends the process with exit code `EXIT_HANG` once the job has stood still for `timeout_s`; at work inside its `with`.
 
     Args:
-        folder: the stacks of a rank go to its stderr and to `hang-rank-<rank>.txt` in here.
+        folder: the stacks of a rank go to its stderr and, where it is known, to `hang-rank-<rank>.txt` in here.
     """
 
-    def __init__(self, timeout_s: float, folder: Path) -> None:
-        self.timeout_s, self.folder = timeout_s, folder
+    def __init__(self, timeout_s: float, folder: Path | None = None) -> None:
+        self.timeout_s, self.folder, self.has_left = timeout_s, folder, False
         self._interval_s = min(1.0, timeout_s / 10)
-        self._here = ("start", 0)
+        self._patience_s = max(ANSWER_S, timeout_s / 2)
+        self._here: _Where = ("start", None, True)
         self._idle_s = 0.0
-        self._peers: _Peers | None = None
         self._last_answer_s = 0.0
+        self._cpu_s_of_peers = 0.0
         self._verdict: Verdict | None = None
         self._threads: list[threading.Thread] = []
         self._stopped, self._shown, self._seen_by_all = threading.Event(), threading.Event(), threading.Event()
 
     def __enter__(self) -> Watchdog:
+        # Kept: the process group may end before its watchdog.
+        self._rank, self._world_size = rank(), world_size()
+        reports_bytes_per_s = REPORT_BYTES * self._world_size / self._interval_s if self._rank == 0 else 0
+        self._activity = Activity(min(WINDOW_S, self.timeout_s / 5), MIN_IO_BYTES_PER_S + reports_bytes_per_s)
         self._threads = [threading.Thread(target=self._keep_time, name="watchdog", daemon=True)]
-        if world_size() > 1:
-            self._peers = _Peers()
-            self._threads.append(
-                threading.Thread(target=self._ask_peers, args=(self._peers,), name="watchdog peers", daemon=True)
-            )
+        if self._world_size > 1:
+            store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+            self._threads.append(threading.Thread(target=self._ask_peers, args=(store,), name="watchdog peers", daemon=True))
         for thread in self._threads:
             thread.start()
         return self
@@ -98,49 +136,77 @@ class Watchdog:
         for thread in self._threads:
             thread.join(timeout=1)  # one that hangs with the store is left behind
 
-    def at(self, phase: str, step: int) -> None:
+    def at(self, phase: str, step: int | None = None, *, works: bool = False) -> None:
         """The main thread is in `phase` of `step` now; restarts the clock. No collective; costs next to nothing."""
-        self._here = (phase, step)  # a new object at every call: the other thread sees that this one moved
+        self._here = (phase, step, works)  # a new object at every call: the other thread sees that this one moved
+
+    def moved(self) -> None:
+        """The main thread is where it was, and moves."""
+        self._here = (*self._here,)
 
     def _keep_time(self) -> None:
         seen, last_s = self._here, time.monotonic()
         while not self._stopped.wait(self._interval_s):
             now_s, here = time.monotonic(), self._here
             # A process that was stopped and goes on (a suspended job) has not hung meanwhile: its own standstill counts little.
-            self._idle_s = self._idle_s + min(now_s - last_s, self._interval_s + 1) if here is seen else 0.0
+            stood_s = min(now_s - last_s, self._interval_s + 1)
+            self._idle_s = 0.0 if self._has_moved(seen, here) else self._idle_s + stood_s
             seen, last_s = here, now_s
             if self._verdict is not None:
                 self._end(self._verdict)
-            elif self._idle_s < self.timeout_s:
+            elif self._idle_s < self.timeout_s / 2:
                 self._last_answer_s = now_s
-            elif self._peers is None or now_s - self._last_answer_s > 2 * ANSWER_S:
-                sentence = explain({rank(): self._place()}, set(), self.timeout_s, self.folder)
-                if self._peers is not None:
+            elif self._idle_s >= self.timeout_s and (self._world_size == 1 or self._is_cut_off(now_s)):
+                sentence = explain({self._rank: self._place()}, set(), self.timeout_s, self.folder)
+                if self._world_size > 1:
                     sentence += " The other ranks cannot be asked: the key-value store on the first node does not answer."
                 self._end(Verdict(sentence, []))
 
-    def _ask_peers(self, peers: _Peers) -> None:
-        # Whatever the store's end raises, this rank can only go on alone: `_keep_time` sees that no answer comes.
+    def _is_cut_off(self, now_s: float) -> bool:
+        return now_s - self._last_answer_s > max(2 * ANSWER_S, self.timeout_s / 2)
+
+    def _has_moved(self, seen: _Where, here: _Where) -> bool:
+        """From one to the other; for the thread that keeps the time."""
+        cpu_s = time.thread_time() + self._cpu_s_of_peers
+        if here is not seen:
+            if here[2]:
+                self._activity.restart(cpu_s)
+            return True
+        return here[2] and self._activity.has_worked(cpu_s)
+
+    def _ask_peers(self, store: dist.Store) -> None:
+        peers: _Peers | None = None
+        while not self._stopped.wait(self._interval_s) and self._verdict is None:
+            try:
+                peers = peers or _Peers(store, self._rank, self._world_size)
+                self._ask(peers)
+            except dist.DistError:
+                # An answer may still be on its way there: the next try has a connection of its own. Where none comes to the
+                # store, this rank can only go on alone: `_keep_time` sees that no answer comes.
+                peers = None
+            self._cpu_s_of_peers = time.thread_time()
         with suppress(dist.DistError):
-            while not self._stopped.wait(self._interval_s):
-                place = self._place()
-                peers.tell(place)
-                if place.idle_s < self.timeout_s:
-                    peers.forget()
-                else:
-                    self._verdict = peers.look(self.timeout_s, self.folder)
-                self._last_answer_s = time.monotonic()
-                if self._verdict is not None:
-                    self._shown.wait()
-                    peers.wait_until_shown(self._verdict)
-                    break
+            if peers is not None and self._verdict is not None:
+                self._shown.wait()
+                peers.wait_until_shown(self._verdict)
+            elif peers is not None and self.has_left:
+                peers.tell(self._place())
         self._seen_by_all.set()
 
+    def _ask(self, peers: _Peers) -> None:
+        place = self._place()
+        peers.tell(place)
+        if place.idle_s < self.timeout_s / 2:
+            peers.forget()
+        else:
+            self._verdict = peers.look(self.timeout_s, self._patience_s, self.folder)
+        self._last_answer_s = time.monotonic()
+
     def _place(self) -> Place:
-        (phase, step), idle_s = self._here, self._idle_s
-        if idle_s < self.timeout_s:
-            return Place(phase, step, idle_s, beat=time.time_ns())
-        return Place(phase, step, idle_s, _line_of_main_thread(), _num_collectives(), time.time_ns())
+        (phase, step, _), idle_s = self._here, self._idle_s
+        if idle_s < self.timeout_s / 2:
+            return Place(phase, step, idle_s, beat=time.time_ns(), has_left=self.has_left)
+        return Place(phase, step, idle_s, line_of_main_thread(), num_collectives(), time.time_ns(), self.has_left)
 
     def _end(self, verdict: Verdict) -> None:
         if self._stopped.is_set():
@@ -149,11 +215,12 @@ class Watchdog:
         faulthandler.dump_traceback_later(4 * ANSWER_S, exit=True, file=STDERR)
         faulthandler.dump_traceback(file=STDERR, all_threads=True)
         os.write(STDERR, f"{verdict.sentence}\n".encode())
-        with suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
-        with suppress(OSError), hang_file(self.folder, rank()).open("w", encoding="utf-8") as file:
-            print(time.strftime("%Y-%m-%d %H:%M:%S"), verdict.sentence, sep="\n", flush=True, file=file)
-            faulthandler.dump_traceback(file=file, all_threads=True)
+        if self.folder is not None:
+            with suppress(OSError):
+                self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
+            with suppress(OSError), hang_file(self.folder, self._rank).open("w", encoding="utf-8") as file:
+                print(time.strftime("%Y-%m-%d %H:%M:%S"), verdict.sentence, sep="\n", flush=True, file=file)
+                faulthandler.dump_traceback(file=file, all_threads=True)
         self._shown.set()
         if verdict.answering:
             # A launcher ends all ranks soon after the first has ended, and with rank 0 the store may end: nobody leaves early.
@@ -165,39 +232,50 @@ class Watchdog:
 class _Peers:
     """A rank's view of the others, through a connection to the store of its own: the main thread may wait in its one."""
 
-    def __init__(self) -> None:
-        store = dist.group.WORLD.get_group_store().clone()  # type: ignore[union-attr]
+    def __init__(self, store: Any, own_rank: int, num_ranks: int) -> None:
         # The group's store is of this attempt alone (`toolkit.process_group`): no verdict of an earlier one is found.
-        self._store = dist.PrefixStore("watchdog", store)
+        self._store = dist.PrefixStore("watchdog", store.clone())
         self._store.set_timeout(timedelta(seconds=ANSWER_S))
-        self._keys = [f"place/{number}" for number in range(world_size())]
-        self._first_look: tuple[float, dict[int, Place]] | None = None
+        self._keys = [f"place/{number}" for number in range(num_ranks)]
+        self._own_key = self._keys[own_rank]
+        self.forget()
 
     def tell(self, place: Place) -> None:
         """Tell the others where this rank stands."""
-        self._store.set(self._keys[rank()], json.dumps(asdict(place)))
+        self._store.set(self._own_key, json.dumps(asdict(place)))
 
     def forget(self) -> None:
-        """The job moves: the next `look` is a first one."""
-        self._first_look = None
+        """This rank moves: the next `look` is a first one."""
+        self._last_look_s: float | None = None
+        self._before: dict[int, Place] = {}
+        self._heard: set[int] = set()
+        """Ranks that have reported since the first look."""
+        self._silent_s = [0.0] * len(self._keys)
 
-    def look(self, timeout_s: float, folder: Path) -> Verdict | None:
+    def look(self, timeout_s: float, patience_s: float, folder: Path | None) -> Verdict | None:
         """The verdict, if the job hangs; None while it may still move."""
         if self._store.check(["verdict"]):
             return Verdict(**json.loads(self._store.get("verdict")))
-        now_s, places = time.monotonic(), self._places()
-        if self._first_look is None:
-            self._first_look = (now_s, places)
+        now_s, every_s = time.monotonic(), min(LOOK_S, timeout_s / 10)
+        since_last_s = None if self._last_look_s is None else now_s - self._last_look_s
+        if since_last_s is not None and since_last_s < every_s:
             return None
-        first_look_s, before = self._first_look
-        answering = {number: place for number, place in places.items() if place != before.get(number)}
-        if len(answering) < len(self._keys) and now_s - first_look_s < ANSWER_S:
+        before, places = self._before, self._places()
+        self._last_look_s, self._before = now_s, places
+        if since_last_s is None:
             return None
-        if any(place.idle_s < timeout_s for place in answering.values()):
-            self.forget()
+        told = {number for number, place in places.items() if place != before.get(number)}
+        self._heard |= told
+        for number in range(len(self._keys)):
+            # Nor have the others of a suspended job been silent meanwhile.
+            self._silent_s[number] = 0.0 if number in told else self._silent_s[number] + min(since_last_s, every_s + 1)
+        silent = {number for number, seconds in enumerate(self._silent_s) if seconds >= patience_s}
+        gone = {number for number, place in places.items() if place.has_left}
+        answering = set(range(len(self._keys))) - silent - gone
+        if not answering <= self._heard or any(places[number].idle_s < timeout_s for number in answering):
             return None
-        silent = set(range(len(self._keys))) - set(answering)
-        verdict = Verdict(explain(places, silent, timeout_s, folder), sorted(answering))
+        here = {number: place for number, place in places.items() if number not in gone}
+        verdict = Verdict(explain(here, silent - gone, timeout_s, folder), sorted(answering))
         return Verdict(**json.loads(self._store.compare_set("verdict", "", json.dumps(asdict(verdict)))))
 
     def wait_until_shown(self, verdict: Verdict) -> None:
@@ -214,85 +292,3 @@ class _Peers:
             told = [number for number in told if self._store.check([self._keys[number]])]
         values = self._store.multi_get([self._keys[number] for number in told])
         return {number: Place(**json.loads(value)) for number, value in zip(told, values, strict=True)}
-
-
-def hang_file(folder: Path, number: int) -> Path:
-    """Where rank `number` leaves its stacks."""
-    return folder / f"hang-rank-{number:05d}.txt"
-
-
-def explain(places: dict[int, Place], silent: set[int], timeout_s: float, folder: Path) -> str:
-    """The sentence for the user.
-
-    Args:
-        places: by rank; the silent ones' are the last they told, and may be missing.
-        silent: ranks that do not answer.
-    """
-    late = silent or late_ranks(places)
-    standings = _standings(places, late or set(places), silent)
-    head = f"{_named(late)} did not arrive" if late else f"{_named(places)} stopped moving"
-    if not late and len(places) > 1:
-        head += ", none behind the others"
-    where = standings[0][1] if len(standings) == 1 else "; ".join(f"{_named(ranks)}: {text}" for ranks, text in standings)
-    stacks = f"Stacks are in {folder / 'hang-rank-*.txt'}."
-    return f"error: no progress for {timeout_s:g} s (run.timeout_s): {head}: {where}. {stacks}"
-
-
-def late_ranks(places: dict[int, Place]) -> set[int]:
-    """Ranks that the others wait for, as far as places can tell; empty where all stand alike or wait for each other."""
-    behind: set[int] = set()
-    ahead: set[int] = set()
-    for group in {group for place in places.values() for group in place.num_collectives}:
-        issued = {number: p.num_collectives[group] for number, p in places.items() if group in p.num_collectives}
-        behind |= {number for number, count in issued.items() if count < max(issued.values())}
-        ahead |= {number for number, count in issued.items() if count > min(issued.values())}
-    if behind - ahead:
-        return behind - ahead
-    steps = {number: place.step for number, place in places.items()}
-    return {number for number, step in steps.items() if step < max(steps.values()) and step == min(steps.values())}
-
-
-def _standings(places: dict[int, Place], ranks: set[int], silent: set[int]) -> list[tuple[list[int], str]]:
-    """Where `ranks` are; those at one place together, with the line of the one that has been there longest."""
-    groups: dict[tuple[bool, str], list[int]] = {}
-    for number in sorted(ranks):
-        place = places.get(number)
-        where = f"step {place.step}, {place.phase}" if place else ""
-        groups.setdefault((number in silent, where), []).append(number)
-    standings = []
-    for (is_silent, where), members in groups.items():
-        if is_silent:
-            text = f"no answer, last heard of in {where}" if where else "no answer, never heard of"
-        else:
-            longest = max((places[number] for number in members), key=lambda place: place.idle_s)
-            text = f"in {where}, for {longest.idle_s:.0f} s, at {longest.line}"
-        standings.append((members, text))
-    return standings
-
-
-def _named(numbers: Collection[int]) -> str:
-    """`rank 1`, `ranks 1 and 3`, `ranks 0, 1, 2, 3, … (64 of them)`."""
-    names = [str(number) for number in sorted(numbers)]
-    if len(names) == 1:
-        return f"rank {names[0]}"
-    if len(names) > 8:
-        return f"ranks {', '.join(names[:4])}, … ({len(names)} of them)"
-    return f"ranks {', '.join(names[:-1])} and {names[-1]}"
-
-
-def _line_of_main_thread() -> str:
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if frame is None:
-        return "its end"
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
-
-
-def _num_collectives() -> dict[str, int]:
-    """Collectives this process has issued, by process group and device. Private counters: torch has no public ones."""
-    counts = {"new groups": _world.group_count}  # to make one is collective too
-    for group in list(_world.pg_map):
-        for device in group._device_types:
-            with suppress(RuntimeError):  # a backend that does not count
-                backend: Any = group._get_backend(device)
-                counts[f"{group.group_name}/{device.type}"] = backend._get_sequence_number_for_group()
-    return counts

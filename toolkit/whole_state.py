@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from toolkit import watchdog
 from toolkit.distributed import agreed, rank
 from toolkit.durable_files import written_beside
 from toolkit.errors import UserError
@@ -45,6 +46,7 @@ def save_whole_state(sharded: ShardedModel, path: Path) -> dict[str, float]:
             raise UserError(f"{path} could not be written: {error}") from None
         return path.stat().st_size
 
+    watchdog.working("saving")
     num_bytes = agreed(write)
     end_s = time.perf_counter()
     return {"blocking_s": end_s - start_s, "write_s": end_s - gathered_s, "num_bytes": num_bytes}

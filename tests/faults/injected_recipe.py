@@ -54,7 +54,7 @@ def signal_in_phase(phase: str, step: int, ranks: list[int], signals: list[str],
 
     seen: Counter[tuple[str, int]] = Counter()
 
-    def look(_: Watchdog, phase_now: str, step_now: int) -> None:
+    def look(_: Watchdog, phase_now: str, step_now: int | None, **__: bool) -> None:
         seen[phase_now, step_now] += 1
         if (phase_now, step_now, seen[phase_now, step_now]) == (phase, step, nth):
             send(ranks, signals, to_group)

@@ -54,8 +54,10 @@ def main() -> None:
     at, write, commit = Watchdog.at, CheckpointWriter._write, checkpoint_writer.commit
     save_tensors, delays = checkpoint_writer.save_tensors, random.Random()  # of its own: the run's is seeded, and saved
 
-    def marked_at(watchdog: Watchdog, phase: str, step: int) -> None:
-        at(watchdog, phase, step)
+    def marked_at(watchdog: Watchdog, phase: str, step: int | None, **how: bool) -> None:
+        at(watchdog, phase, step, **how)
+        if step is None:
+            return
         marks["step"] = step
         marks["phase"] = phase.encode()
         marks["num_done"] = step if phase in DONE_IN else step - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -14,12 +15,14 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.small_run import write_inputs
+from tests.faults import waiting_recipe
 from tests.faults.hanging_ranks import WAYS
 from tests.faults.sleepy_recipe import PLACES, STEP
 from tests.launch import REPOSITORY, LaunchResult, Running, start
 from toolkit.errors import EXIT_HANG
-from toolkit.watchdog import hang_file
+from toolkit.hang_report import hang_file
 
+FP32 = {"mixed_precision": "no"}
 SCRIPT = REPOSITORY / "tests" / "faults" / "hanging_ranks.py"
 TIMEOUT_S = 2
 """Of the watchdog."""
@@ -150,20 +153,71 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("phase", list(PLACES))
 def test_a_recipe_whose_rank_sleeps(phase: str, inputs: Path) -> None:
     name = phase.replace(" ", "_")
-    flags = [
-        "--model.name_or_path", str(inputs / "model"), "--model.from_scratch", "true",
-        "--data.source", "jsonl", "--data.files", str(inputs / "rows.jsonl"), "--data.cache_dir", str(inputs / "cache"),
-        "--data.eval_fraction", "0.1", "--train.max_steps", "5", "--train.global_batch_size_rows", "16",
-        "--eval.at_start", "false", "--eval.every_steps", "3", "--eval.max_new_tokens", "4", "--checkpoint.every_steps", "3",
-        "--run.output_dir", str(inputs / "runs"), "--run.name", name, "--run.timeout_s", "5",
-    ]  # fmt: skip
     script = REPOSITORY / "tests" / "faults" / "sleepy_recipe.py"
-    with start(script, [phase, "t5", *flags], preset="fsdp2_cpu", overrides={"mixed_precision": "no"}) as running:
+    with start(script, [phase, "t5", *flags(inputs, name, 5)], preset="fsdp2_cpu", overrides=FP32) as running:
         result = running.wait(2 * END_S)
     # The thread that writes a checkpoint sleeps while training goes on, up to the save at the end.
     step = 5 if phase == "saving" else STEP
     check_hang(result, inputs / "runs" / name, f"rank 1 did not arrive: in step {step}, {phase}, for … s, at …", timeout_s=5)
     assert "sleepy_recipe.py" in hang_file(inputs / "runs" / name, 1).read_text()
+
+
+def flags(inputs: Path, name: str, timeout_s: int) -> list[str]:
+    """Of a small run."""
+    return [
+        "--model.name_or_path", str(inputs / "model"), "--model.from_scratch", "true",
+        "--data.source", "jsonl", "--data.files", str(inputs / "rows.jsonl"), "--data.cache_dir", str(inputs / "cache"),
+        "--data.eval_fraction", "0.1", "--train.max_steps", "5", "--train.global_batch_size_rows", "16",
+        "--eval.at_start", "false", "--eval.every_steps", "3", "--eval.max_new_tokens", "4", "--checkpoint.every_steps", "3",
+        "--run.output_dir", str(inputs / "runs"), "--run.name", name, "--run.timeout_s", str(timeout_s),
+    ]  # fmt: skip
+
+
+def hold_up(inputs: Path, name: str, holds: list[tuple[str, int, str]], cache: str = "cache") -> Running:
+    """Start a recipe whose ranks are held up."""
+    own = ["--data.cache_dir", str(inputs / cache), "--eval.every_steps", "9"]
+    argv = [json.dumps(holds), "t5", *flags(inputs, name, waiting_recipe.TIMEOUT_S), *own]
+    return start(waiting_recipe.__file__, argv, preset="fsdp2_cpu", overrides=FP32)
+
+
+@pytest.fixture(scope="module")
+def slow_run(inputs: Path) -> Path:
+    """A run that its ranks waited for much longer than the patience, while rank 0 computed and, later, wrote slowly."""
+    with hold_up(inputs, "slow", [("tokenizing", 0, "compute"), ("export", 0, "write_slowly")], cache="slow") as running:
+        result = running.wait(2 * END_S)
+    assert result.returncodes == [0, 0], result.stderr[-3000:]
+    return inputs / "runs" / "slow"
+
+
+def test_long_work_that_moves_is_never_ended(slow_run: Path) -> None:
+    assert (slow_run / "export" / "config.json").exists() and list(slow_run.glob("hang-rank-*")) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "rank"),
+    [("tokenizing", 0), ("loading the model", 1), ("hashing frozen weights", 0), ("loading the checkpoint", 1), ("export", 0)],
+)
+def test_a_rank_that_sleeps_outside_the_loop(place: str, rank: int, inputs: Path, request: pytest.FixtureRequest) -> None:
+    name = place.replace(" ", "_")
+    if place == "loading the checkpoint":
+        request.getfixturevalue("slow_run").rename(inputs / "runs" / name)
+    with hold_up(inputs, name, [(place, rank, "sleep")], cache=name if place == "tokenizing" else "cache") as running:
+        result = running.wait(2 * END_S)
+    sentence = f"rank {rank} did not arrive: in {place}, for … s, at waiting_recipe.py:… in sleep"
+    check_hang(result, inputs / "runs" / name, sentence, timeout_s=waiting_recipe.TIMEOUT_S)
+
+
+def test_a_rank_that_is_stopped_while_another_tokenizes(inputs: Path) -> None:
+    """The rank that works is not ended before it waits itself."""
+    holds = [("after tokenizing", 1, "stop"), ("tokenizing", 0, "compute")]
+    with hold_up(inputs, "stopped", holds, cache="stopped") as running:
+        wait_until(lambda: not is_alive(running.pids[0]), running)
+        os.kill(running.pids[1], signal.SIGKILL)
+        result = running.wait(END_S)
+    assert result.returncodes == [EXIT_HANG, -signal.SIGKILL]
+    (told_once,) = told(result.stderr)
+    assert "rank 1 did not arrive: no answer, last heard of in tokenizing. Stacks" in told_once
+    assert "in raise_together" in hang_file(inputs / "runs" / "stopped", 0).read_text()
 
 
 def is_alive(pid: int) -> bool:

@@ -44,7 +44,7 @@ def test_a_checkpoint_gets_the_figures_of_an_evaluation_that_a_signal_ended(
     monkeypatch.setattr(module, "evaluate", lambda *_: {"loss": 0.4})
     monkeypatch.setattr(module, "log_to_trackers", lambda *_: None)
     monkeypatch.setattr(module, "_save", lambda session, wait: saved.append(session.state.metrics))
-    stand_ins = {name: MagicMock() for name in ("bar", "log", "guard", "stops", "watchdog", "writer")}
+    stand_ins = {name: MagicMock() for name in ("bar", "log", "guard", "stops", "writer")}
     stand_ins["stops"].agree.return_value = SimpleNamespace(signal_name=None, write_failed=False)
     stand_ins["writer"].goal = LOSS
     config: Any = SimpleNamespace(eval=EvalConfig(), checkpoint=CheckpointConfig(every_steps=None, keep_best=0))

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.watchdog import Place, Verdict, Watchdog, explain, hang_file, late_ranks
+from toolkit.hang_report import Place, Verdict, explain, hang_file, late_ranks
+from toolkit.watchdog import Watchdog
 
 WAITS = Place("forward and backward", 4, 31.2, "loop.py:9 in train_step", {"0/cpu": 12, "1/cpu": 3})
 LATE = replace(WAITS, line="rows.py:7 in read", num_collectives={"0/cpu": 11, "1/cpu": 3})
@@ -97,7 +98,7 @@ def test_it_bites_only_once_nothing_moves(tmp_path: Path) -> None:
 def test_it_bites_before_the_first_step(tmp_path: Path) -> None:
     with Bitten(0.2, tmp_path) as watchdog:
         assert watchdog.bitten.wait(10)
-    assert "rank 0 stopped moving: in step 0, start" in watchdog.sentence
+    assert "rank 0 stopped moving: in start" in watchdog.sentence
 
 
 def test_after_its_end_it_is_quiet(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from toolkit import watchdog
 from toolkit.data.cache_folders import ABOUT, find_or_build
 from toolkit.data.tokenizer import hash_tokenizer
 from toolkit.distributed import gather_objects, local_rank, local_world_size, raise_together
@@ -80,6 +81,7 @@ def build_once_a_node(cache: Path, build: Callable[[], Written]) -> TokenizedRow
     from datasets import load_from_disk
     from transformers import AutoTokenizer
 
+    watchdog.working("tokenizing")
     written, error = None, None
     if local_rank() == 0:
         try:
@@ -97,6 +99,7 @@ def build_once_a_node(cache: Path, build: Callable[[], Written]) -> TokenizedRow
             "the nodes have made different tokens or tokenizers of the same rows: put data.cache_dir on a file system that all "
             "share, or, where a tokenizer is trained on the rows, a trained one into the model folder"
         )
+    watchdog.working("opening the tokenized rows")
     folder = cache / names[0]
     about = json.loads((folder / ABOUT).read_text())
     return TokenizedRows(

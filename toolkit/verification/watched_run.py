@@ -39,7 +39,7 @@ from toolkit import loop, stages
 from toolkit.checkpoint_writer import CheckpointWriter, Save
 from toolkit.config import RecipeConfig
 from toolkit.data.plan import Step
-from toolkit.distributed import close_groups, gather_objects, rank, world_size
+from toolkit.distributed import gather_objects, rank, world_size
 from toolkit.errors import UserError
 from toolkit.shard_units import clean, local_tensor
 from toolkit.sharding import ShardedModel
@@ -121,8 +121,7 @@ def watch(folder: Path, *, exports: bool) -> None:
         if exports:
             finish(config, run)
         else:
-            run.sharded.accelerator.end_training()
-            close_groups()
+            stages.leave(run.sharded.accelerator)
 
     stages.resume, stages.finish = resume_and_look, look_and_finish
     loop.clip_gradients, loop.train_step = look_and_clip, step_and_look  # type: ignore[assignment]

@@ -1,0 +1,89 @@
+"""A recipe that one rank holds up outside the training loop: `waiting_recipe.py HOLDS RECIPE FLAGS…`, started by test_hangs.py.
+
+HOLDS is JSON: [[place, rank, way], …].
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import runpy
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tests.faults.injected_recipe import wrap
+from tests.launch import REPOSITORY
+from toolkit import checkpoint, export, models
+from toolkit.data import token_cache, tokens
+from toolkit.distributed import rank
+
+TIMEOUT_S = 4
+"""Of the watchdog."""
+BUSY_S = 2.5 * TIMEOUT_S
+"""How long what moves goes on."""
+FOREVER_S = 600.0
+
+PLACES: dict[str, tuple[Any, str]] = {
+    "tokenizing": (tokens, "tokenize_rows"),  # on rank 0 alone
+    "after tokenizing": (token_cache, "raise_together"),
+    "loading the model": (models, "load_model"),
+    "hashing frozen weights": (models, "hash_frozen"),
+    "loading the checkpoint": (checkpoint, "load_tensors"),
+    "export": (export, "_write_model"),  # on rank 0 alone
+}
+
+
+def sleep() -> None:
+    time.sleep(FOREVER_S)
+
+
+def stop() -> None:
+    time.sleep(1)  # time enough to have reported its place
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def compute() -> None:
+    end_s = time.monotonic() + BUSY_S
+    while time.monotonic() < end_s:
+        hashlib.sha256(bytes(2**22))
+
+
+def write_slowly() -> None:
+    """As on a slow file system: hardly any CPU time."""
+    end_s = time.monotonic() + BUSY_S
+    with tempfile.TemporaryFile(buffering=0) as file:
+        while time.monotonic() < end_s:
+            file.write(bytes(2**15))
+            time.sleep(0.2)
+
+
+WAYS: dict[str, Callable[[], None]] = {way.__name__: way for way in (sleep, stop, compute, write_slowly)}
+
+
+def main(holds: str, recipe: str, *flags: str) -> None:
+    """The recipe as it stands, but for the holds."""
+
+    def hold(place: str, who: int, way: str) -> None:
+        calls: list[bool] = []
+
+        def hold_once(*_: Any, **__: Any) -> None:
+            if rank() == who and not calls:
+                calls.append(True)
+                WAYS[way]()
+
+        wrap(*PLACES[place], hold_once)
+
+    for place, who, way in json.loads(holds):
+        hold(place, who, way)
+    path = REPOSITORY / "recipes" / f"{recipe}.py"
+    sys.argv = [str(path), *flags]
+    runpy.run_path(str(path), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,69 @@
+"""Whether this process does anything, as the system counts it: for library calls that report nothing on their way.
+
+A rank that waits for another over gloo has taken 0.5 % of a core and read or written nothing; one that is stopped, that sleeps,
+or that waits for a file system which no longer answers, takes nothing at all.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+import psutil
+
+MIN_CORE_SHARE = 0.05
+"""CPU time of the process and its children, in shares of a core, from which on it works."""
+MIN_IO_BYTES_PER_S = 2**14
+"""What it and its children read and write, from which on it works: a slow file system takes hardly any CPU time."""
+
+
+class Activity:
+    """Looks at what was done in windows of `window_s`: long enough that a housekeeping thread's moment does not count as work.
+
+    Args:
+        min_io_bytes_per_s: where more than `MIN_IO_BYTES_PER_S` is no work of this process.
+    """
+
+    def __init__(self, window_s: float, min_io_bytes_per_s: float = MIN_IO_BYTES_PER_S) -> None:
+        self._window_s, self._min_io_bytes_per_s = window_s, min_io_bytes_per_s
+        self._process, self._bytes_of_looks = psutil.Process(), 0
+        self.restart(0.0)
+
+    def restart(self, not_counted_s: float) -> None:
+        """Begin a window. `not_counted_s`: CPU time so far of the threads that do not count."""
+        self._begin_s, self._before = time.monotonic(), self._count(not_counted_s)
+
+    def has_worked(self, not_counted_s: float) -> bool:
+        """Whether a window is over and there was work in it; the next one begins."""
+        seconds = time.monotonic() - self._begin_s
+        if seconds < self._window_s:
+            return False
+        cpu_before_s, bytes_before = self._before
+        self.restart(not_counted_s)
+        cpu_s, num_bytes = self._before
+        uses_cpu = cpu_s - cpu_before_s >= MIN_CORE_SHARE * seconds
+        return uses_cpu or num_bytes - bytes_before >= self._min_io_bytes_per_s * seconds
+
+    def _count(self, not_counted_s: float) -> tuple[float, int]:
+        """CPU seconds and bytes so far, of the process and all below it. What an ended child had done counts as its parent's."""
+        # The process's own clock is finer than the ticks that psutil reads.
+        cpu_s, num_bytes = time.process_time() - not_counted_s, _num_bytes(self._process) - self._bytes_of_looks
+        own_bytes = _num_bytes(self._process)
+        with suppress(psutil.Error):
+            times = self._process.cpu_times()
+            cpu_s += times.children_user + times.children_system
+            for child in self._process.children(recursive=True):  # reads a file of every process of the machine
+                with suppress(psutil.Error):  # it has ended
+                    cpu_s += sum(child.cpu_times()[:4])  # its own, and those of its ended children
+                    num_bytes += _num_bytes(child)
+        self._bytes_of_looks += _num_bytes(self._process) - own_bytes
+        return cpu_s, num_bytes
+
+
+def _num_bytes(process: psutil.Process) -> int:
+    """Read and written so far; 0 where the system does not count."""
+    with suppress(psutil.Error, OSError, AttributeError):
+        io = process.io_counters()
+        # Of the device too: what is read by mapping a file.
+        return io.read_bytes + io.write_bytes + getattr(io, "read_chars", 0) + getattr(io, "write_chars", 0)
+    return 0
