@@ -20,8 +20,8 @@ class RunConfig:
     name: str = "run"
     """Name of the run; its folder is `output_dir/name`."""
     timeout_s: PositiveInt = 1800  # type: ignore[valid-type]
-    """Seconds without progress in training, evaluation or saving after which every rank shows where it stands and exits; more
-    than the longest step, evaluation batch or save takes."""
+    """Seconds without progress after which every rank shows where it stands and exits; more than the longest step or evaluation
+    batch takes. Tokenizing, loading, saving and exporting may take longer, as long as a process computes, reads or writes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -198,10 +198,13 @@ def test_long_work_that_moves_is_never_ended(slow_run: Path) -> None:
     [("tokenizing", 0), ("loading the model", 1), ("hashing frozen weights", 0), ("loading the checkpoint", 1), ("export", 0)],
 )
 def test_a_rank_that_sleeps_outside_the_loop(place: str, rank: int, inputs: Path, request: pytest.FixtureRequest) -> None:
-    name = place.replace(" ", "_")
-    if place == "loading the checkpoint":
+    name, cache = place.replace(" ", "_"), "cache"
+    if place == "tokenizing":
+        cache = name  # not done yet
+    elif place == "loading the checkpoint":
         request.getfixturevalue("slow_run").rename(inputs / "runs" / name)
-    with hold_up(inputs, name, [(place, rank, "sleep")], cache=name if place == "tokenizing" else "cache") as running:
+        cache = "slow"
+    with hold_up(inputs, name, [(place, rank, "sleep")], cache) as running:
         result = running.wait(2 * END_S)
     sentence = f"rank {rank} did not arrive: in {place}, for … s, at waiting_recipe.py:… in sleep"
     check_hang(result, inputs / "runs" / name, sentence, timeout_s=waiting_recipe.TIMEOUT_S)

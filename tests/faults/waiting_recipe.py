@@ -24,7 +24,7 @@ from toolkit.distributed import rank
 
 TIMEOUT_S = 4
 """Of the watchdog."""
-BUSY_S = 2.5 * TIMEOUT_S
+BUSY_S = 2 * TIMEOUT_S
 """How long what moves goes on."""
 FOREVER_S = 600.0
 
