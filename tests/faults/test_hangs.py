@@ -183,7 +183,8 @@ def hold_up(inputs: Path, name: str, holds: list[tuple[str, int, str]], cache: s
 @pytest.fixture(scope="module")
 def slow_run(inputs: Path) -> Path:
     """A run that its ranks waited for much longer than the patience, while rank 0 computed and, later, wrote slowly."""
-    with hold_up(inputs, "slow", [("tokenizing", 0, "compute"), ("export", 0, "write_slowly")], cache="slow") as running:
+    holds = [("tokenizing", 0, "compute"), ("saving", 0, "compute"), ("export", 0, "write_slowly")]
+    with hold_up(inputs, "slow", holds, cache="slow") as running:
         result = running.wait(2 * END_S)
     assert result.returncodes == [0, 0], result.stderr[-3000:]
     return inputs / "runs" / "slow"

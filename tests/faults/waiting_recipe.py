@@ -18,7 +18,7 @@ from typing import Any
 
 from tests.faults.injected_recipe import wrap
 from tests.launch import REPOSITORY
-from toolkit import checkpoint, export, models
+from toolkit import checkpoint, checkpoint_writer, export, models
 from toolkit.data import token_cache, tokens
 from toolkit.distributed import rank
 
@@ -34,6 +34,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "loading the model": (models, "load_model"),
     "hashing frozen weights": (models, "hash_frozen"),
     "loading the checkpoint": (checkpoint, "load_tensors"),
+    "saving": (checkpoint_writer, "describe_files"),  # in the thread that writes the first checkpoint
     "export": (export, "_write_model"),  # on rank 0 alone
 }
 
