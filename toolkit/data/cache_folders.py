@@ -181,8 +181,9 @@ def _remove_left_overs(cache: Path) -> None:
     for path in sorted(set(cache.glob(f"{UNFINISHED}*")) - _ours):
         with suppress(OSError):  # gone meanwhile, or another user's
             if _is_left_over(path):
-                shutil.rmtree(path)
-                print(f"removed {path}, which a run that was killed has left", flush=True)
+                shutil.rmtree(path, ignore_errors=True)  # another start may be at it too
+                if not path.exists():
+                    print(f"removed {path}, which a run that was killed has left", flush=True)
 
 
 def _is_left_over(folder: Path) -> bool:
