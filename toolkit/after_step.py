@@ -189,8 +189,9 @@ def _end(session: Session, signal_name: str) -> NoReturn:
     place = f"after step {step}, with a checkpoint: {way_on} goes on from there" if step else "before the first step"
     session.bar.close()
     session.bar.say(f"stopped by {signal_name} {place}")
-    session.run.sharded.accelerator.end_training()
-    raise Stopped
+    for tracker in session.run.sharded.accelerator.trackers:
+        tracker.finish()
+    raise Stopped  # the process group stays: a process that has one is left without Python's finalization (`errors._leave`)
 
 
 def _save(session: Session, *, wait: bool) -> None:

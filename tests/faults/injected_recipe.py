@@ -269,6 +269,19 @@ def kill_tokenizing_process() -> None:
     wrap(PreTrainedTokenizerBase, "__call__", look)
 
 
+def tell_finalization() -> None:
+    """Say where a rank that ends early is left to Python's finalization, which threads of gloo may abort."""
+    from toolkit import errors
+
+    leave = errors._leave
+
+    def told(exit_code: int) -> None:
+        leave(exit_code)
+        print("Python finalizes", flush=True)
+
+    errors._leave = told
+
+
 def no_export() -> None:
     """End after the training, which is what most tests are about."""
     from toolkit import stages
@@ -327,7 +340,7 @@ FAULTS: dict[str, Callable[..., None]] = {
     for function in (
         signal_in_phase, signal_in_generation, signal_in_save, signals_until_the_end, wait_for_signal, tell_saves,
         bad_loss, bad_gradient, spike, watch_updates, check_loaded, remove, umask, no_capabilities,
-        kill_tokenizing_process, no_export,
+        kill_tokenizing_process, tell_finalization, no_export,
     )
 }  # fmt: skip
 

@@ -151,8 +151,9 @@ def test_stopped_in_mid_epoch(bench: Workbench, before: int, after: int) -> None
     whole = "whole-20"
     if not (bench.runs / whole).exists():
         run_with(bench, whole, **changes)
-    stopped = attempt_with(bench, name, stop, **changes, data__num_loader_workers=before)
+    stopped = attempt_with(bench, name, stop, ("tell_finalization", {}), **changes, data__num_loader_workers=before)
     assert stopped.returncodes == [75, 75], stopped.stderr[-6000:]
+    assert "Python finalizes" not in stopped.stdout
     assert bench.checkpoints(name) == ["step-00000003"]
     assert "after step 3\n" in run_with(bench, name, **changes, data__num_loader_workers=after)
     check_same(bench, name, whole, 6)
