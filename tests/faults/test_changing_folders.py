@@ -43,7 +43,8 @@ def table_rows(printed: str) -> list[str]:
 
 def test_metrics_are_restored_whole(bench: Workbench) -> None:
     printed = (bench.runs / "metrics.txt").read_text()
-    assert len(re.findall(r"metrics\.jsonl was removed while the run goes on: its \d lines are restored\n", printed)) == 1
+    # The save of step 2 may still be under way, and then the sentence goes on.
+    assert len(re.findall(r"metrics\.jsonl was removed while the run goes on: its \d lines are restored", printed)) == 1
     assert steps(bench, "metrics", "train") == [1, 2, 3, 4, 5, 6]
     assert steps(bench, "metrics", "eval") == [0, 2, 4, 6]
     assert steps(bench, "metrics", "checkpoint") == [2, 4, 6]
