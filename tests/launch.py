@@ -63,7 +63,8 @@ PRELOADED = [
     "transformers.models.auto.modeling_auto", "transformers.models.t5.modeling_t5", "transformers.models.bart.modeling_bart",
     "transformers.tokenization_utils_tokenizers", "datasets", "evaluate", "rouge_score.rouge_scorer", "tokenizers",
     "jsonargparse", "peft", "psutil", "pandas", "pyarrow.parquet", "pytest", "sklearn.datasets", "matplotlib.figure",
-    "matplotlib.backends.backend_agg",
+    "matplotlib.backends.backend_agg", "docstring_parser",
+    "tests.frozen_libraries",  # the last
 ]  # fmt: skip
 READ_AT_IMPORT = (
     "OMP_NUM_THREADS", "PYTHONHASHSEED", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE",

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 GIB = 2**30
-PRIMITIVES_PER_SHAPE = 20
-"""What oneDNN makes for a padded shape of a micro-batch that it has not met: 14 in a Llama, 19 in a T5, however many blocks."""
+PRIMITIVES_PER_SHAPE = 30
+"""What oneDNN makes for a padded shape of a micro-batch, however many blocks a model has: 17 in a Llama, 20 in a T5. With room to
+spare: a cache that drops the oldest and lacks one of those that come round again drops each before it is asked for."""
 MOST_PRIMITIVES, FEWEST_PRIMITIVES = 1024, 128
 """oneDNN's own limit, about half a GiB; and enough for the shapes at work, whose blocks are alike."""
 

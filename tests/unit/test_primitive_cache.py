@@ -18,7 +18,7 @@ CAPACITY = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 
 
 @pytest.mark.parametrize(
-    ("num_shapes", "capacity"), [(1, "128"), (6, "128"), (7, "140"), (51, "1020"), (52, "128"), (3000, "128")]
+    ("num_shapes", "capacity"), [(1, "128"), (4, "128"), (5, "150"), (34, "1020"), (35, "128"), (3000, "128")]
 )
 def test_capacity_follows_the_shapes(monkeypatch: pytest.MonkeyPatch, num_shapes: int, capacity: str) -> None:
     monkeypatch.setattr(os, "environ", {})
