@@ -5,7 +5,7 @@ accelerate launch --config_file accelerate_configs/fsdp2_cpu.yaml recipes/llm.py
 
 from typing import Final
 
-from toolkit.config import LLMConfig, dotted_keys, load_config
+from toolkit.config.load import LLMConfig, dotted_keys, load_config
 from toolkit.errors import exit_on_user_error
 
 CAUSAL: Final = "AutoModelForCausalLM"
@@ -15,15 +15,20 @@ def main() -> None:
     config = load_config(LLMConfig, description=__doc__)
 
     # These take seconds to import; a wrong flag was told before.
-    from toolkit import distributed, loop, models, optim, sharding, stages, tracking
+    from toolkit.data.batch_plan import BatchPlan, Mix
     from toolkit.data.collate import CausalCollator
-    from toolkit.data.llm_tokens import prepare_llm_rows
-    from toolkit.data.plan import BatchPlan, Mix
-    from toolkit.evaluation_rows import EvaluationRows, choose_rows, name_sources
-    from toolkit.model_checks import check_causal_model
-    from toolkit.model_config import check_causal_positions
-    from toolkit.run_folder import save_run_config
-    from toolkit.shard_units import describe
+    from toolkit.data.tokens.causal import prepare_llm_rows
+    from toolkit.distributed import comm as distributed
+    from toolkit.evaluation.rows import EvaluationRows, choose_rows, name_sources
+    from toolkit.launch.run_folder import save_run_config
+    from toolkit.models import load as models
+    from toolkit.models.config import check_causal_positions
+    from toolkit.parallel import wrap as sharding
+    from toolkit.parallel.units import describe
+    from toolkit.tracking import metrics_log as tracking
+    from toolkit.training import loop, optim
+    from toolkit.training import setup as stages
+    from toolkit.training.model_checks import check_causal_model
 
     begun = stages.begin(config)
     accelerator, run_folder = begun.accelerator, begun.run_folder

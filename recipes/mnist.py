@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config import load_config
-from toolkit.config_images import ConvNetConfig, MnistConfig, check_mnist_config
+from toolkit.config.load import load_config
+from toolkit.config.mnist import ConvNetConfig, MnistConfig, check_mnist_config
 from toolkit.errors import exit_on_user_error
 
 if TYPE_CHECKING:
     import torch
 
-    from toolkit.data.images import ImageSets
-    from toolkit.data.plan import BatchPlan, Step
-    from toolkit.sharding import ShardedModel
-    from toolkit.step_log import StepFigures
+    from toolkit.data.batch_plan import BatchPlan, Step
+    from toolkit.data.sources.images import ImageSets
+    from toolkit.parallel.wrap import ShardedModel
+    from toolkit.tracking.step_log import StepFigures
 
 SMALLEST_SIDE = 6
 """Pixels that two 3 x 3 convolutions and a pooling leave something of."""
@@ -31,19 +31,21 @@ def main() -> None:
     import numpy as np
     import torch
 
-    from toolkit import sharding, stages, watchdog
-    from toolkit.accelerator import build_accelerator
-    from toolkit.accuracy import evaluate_accuracy
-    from toolkit.curves import draw_curves
-    from toolkit.data.images import load_images
-    from toolkit.data.plan import BatchPlan, check_global_batch_size
-    from toolkit.distributed import agreed, print_rank0, rank, seed_all, world_size
-    from toolkit.progress import Progress
-    from toolkit.run_folder import lock_run_folder, open_run_folder, save_run_config
-    from toolkit.shard_units import describe
-    from toolkit.step_log import StepLog
-    from toolkit.train_state import SkipHistory
-    from toolkit.whole_state import save_whole_state
+    from toolkit.checkpoint.single_file import save_whole_state
+    from toolkit.checkpoint.state import SkipHistory
+    from toolkit.data.batch_plan import BatchPlan, check_global_batch_size
+    from toolkit.data.sources.images import load_images
+    from toolkit.distributed import watchdog
+    from toolkit.distributed.comm import agreed, print_rank0, rank, seed_all, world_size
+    from toolkit.evaluation.accuracy import evaluate_accuracy
+    from toolkit.launch.accelerator import build_accelerator
+    from toolkit.launch.run_folder import lock_run_folder, open_run_folder, save_run_config
+    from toolkit.parallel import wrap as sharding
+    from toolkit.parallel.units import describe
+    from toolkit.tracking.curves import draw_curves
+    from toolkit.tracking.progress import Progress
+    from toolkit.tracking.step_log import StepLog
+    from toolkit.training import setup as stages
 
     accelerator = build_accelerator([], config.run.output_dir, config.run.timeout_s)
     watchdog.start(config.run.timeout_s)
@@ -119,10 +121,10 @@ def train_step(
     import torch
     import torch.distributed as dist
 
-    from toolkit.distributed import rank, seed_all, world_size
-    from toolkit.losses import share_of_global_mean, summed_cross_entropy
-    from toolkit.optim import clip_gradients
-    from toolkit.step_log import StepFigures
+    from toolkit.distributed.comm import rank, seed_all, world_size
+    from toolkit.loss import share_of_global_mean, summed_cross_entropy
+    from toolkit.tracking.step_log import StepFigures
+    from toolkit.training.optim import clip_gradients
 
     device, lr = sharded.accelerator.device, optimizer.param_groups[0]["lr"]
     loss_sum = torch.zeros((), device=device)

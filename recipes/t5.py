@@ -5,7 +5,7 @@ accelerate launch --config_file accelerate_configs/fsdp2_cpu.yaml recipes/t5.py 
 
 from typing import Final
 
-from toolkit.config import SummarizationConfig, dotted_keys, load_config
+from toolkit.config.load import SummarizationConfig, dotted_keys, load_config
 from toolkit.errors import exit_on_user_error
 
 SEQ2SEQ: Final = "AutoModelForSeq2SeqLM"
@@ -15,16 +15,21 @@ def main() -> None:
     config = load_config(SummarizationConfig, description=__doc__)
 
     # These take seconds to import; a wrong flag was told before.
-    from toolkit import distributed, loop, models, optim, sharding, stages, tracking
+    from toolkit.data.batch_plan import BatchPlan
     from toolkit.data.collate import SummarizationCollator, own_label_shift
-    from toolkit.data.languages import start_generation
-    from toolkit.data.plan import BatchPlan
-    from toolkit.data.tokens import prepare_rows
-    from toolkit.evaluation_rows import EvaluationRows, choose_rows
-    from toolkit.model_checks import check_seq2seq_model
-    from toolkit.model_config import check_positions, special_tokens
-    from toolkit.run_folder import save_run_config
-    from toolkit.shard_units import describe
+    from toolkit.data.tokens.languages import start_generation
+    from toolkit.data.tokens.seq2seq import prepare_rows
+    from toolkit.distributed import comm as distributed
+    from toolkit.evaluation.rows import EvaluationRows, choose_rows
+    from toolkit.launch.run_folder import save_run_config
+    from toolkit.models import load as models
+    from toolkit.models.config import check_positions, special_tokens
+    from toolkit.parallel import wrap as sharding
+    from toolkit.parallel.units import describe
+    from toolkit.tracking import metrics_log as tracking
+    from toolkit.training import loop, optim
+    from toolkit.training import setup as stages
+    from toolkit.training.model_checks import check_seq2seq_model
 
     begun = stages.begin(config)
     accelerator, run_folder = begun.accelerator, begun.run_folder

@@ -1,6 +1,6 @@
 """Fine-tuning on top of Accelerate: one loop, an exact batch plan, FSDP from a YAML file, sharded checkpoints."""
 
-from toolkit.import_noise import filter_import_noise
+from toolkit.launch.import_noise import filter_import_noise
 
 __version__ = "0.1.0"
 

@@ -12,8 +12,8 @@ from unittest.mock import patch
 
 import numpy as np
 
-from tests.launch import REPOSITORY, run_on_ranks
-from toolkit.json_lines import load_json_lines
+from tests.support.launch import REPOSITORY, run_on_ranks
+from toolkit.files.json_lines import load_json_lines
 
 NUM_STEPS = 12
 NUM_ROWS = 150  # with 16 rows a step and about 10 % held out, an epoch ends inside the run, with a smaller batch
@@ -76,7 +76,8 @@ def run_recipe(
 
 def train_and_record_gradients(recipe: str, argv: list[str], max_logits: int) -> dict[str, np.ndarray]:
     """On every rank: the recipe as it stands, with a look at the gradients of step 1 before they are clipped."""
-    from toolkit import causal_loss, loop
+    from toolkit.parallel import causal_loss
+    from toolkit.training import loop
 
     recorded: dict[str, np.ndarray] = {}
     clip = loop.clip_gradients
@@ -100,7 +101,7 @@ def whole_gradients(model: Any) -> dict[str, np.ndarray]:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
-    from toolkit.shard_units import clean
+    from toolkit.parallel.units import clean
 
     def whole(gradient: Any) -> np.ndarray:
         return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).detach().cpu().clone().numpy()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.distributed.test_invariants import CHECKPOINTING, COMPILED
-from tests.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
+from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
 
 FSDP1 = GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"]
 
@@ -50,14 +50,14 @@ def forward_and_backward(family: str, seed: int) -> dict[str, Any]:
     import transformers
 
     from tests.distributed.small_run import T5_CONFIG, whole_gradients
-    from tests.model_folders import CAUSAL_FAMILIES
-    from toolkit.accelerator import build_accelerator
-    from toolkit.adapters import add_adapter
-    from toolkit.config_sections import AdapterConfig, ModelConfig
+    from tests.support.model_folders import CAUSAL_FAMILIES
+    from toolkit.config.schema import AdapterConfig, ModelConfig
     from toolkit.data.collate import CausalCollator, SummarizationCollator
-    from toolkit.distributed import rank, seed_all
-    from toolkit.losses import summed_loss
-    from toolkit.sharding import evaluation_model, generation_ready, shard_model
+    from toolkit.distributed.comm import rank, seed_all
+    from toolkit.launch.accelerator import build_accelerator
+    from toolkit.loss import summed_loss
+    from toolkit.models.lora import add_adapter
+    from toolkit.parallel.wrap import evaluation_model, generation_ready, shard_model
 
     torch._dynamo.utils.counters.clear()
     accelerator = build_accelerator([], ".")
@@ -113,8 +113,8 @@ def report_prefetch(decoder_first: bool) -> list[dict[str, list[str]]]:
     from torch.distributed.fsdp import FSDPModule
 
     from tests.distributed.small_run import T5_CONFIG
-    from toolkit.accelerator import build_accelerator
-    from toolkit.sharding import shard_model
+    from toolkit.launch.accelerator import build_accelerator
+    from toolkit.parallel.wrap import shard_model
 
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5_CONFIG))
     if decoder_first:

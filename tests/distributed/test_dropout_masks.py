@@ -12,7 +12,7 @@ from unittest.mock import patch
 import numpy as np
 
 from tests.distributed.small_run import run_recipe, write_inputs
-from tests.launch import REPOSITORY
+from tests.support.launch import REPOSITORY
 
 NUM_STEPS = 2
 
@@ -33,7 +33,7 @@ def train_and_record_masks(recipe: str, argv: list[str], max_logits: int) -> dic
     import torch
     import torch.nn.functional as F
 
-    from toolkit import loop
+    from toolkit.training import loop
 
     place: list[tuple[int, int]] = []
     masks: dict[Any, np.ndarray] = {}

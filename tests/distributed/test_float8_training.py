@@ -18,8 +18,8 @@ import pytest
 
 from tests.distributed.small_run import NUM_STEPS, run_recipe, train_and_record_gradients, write_inputs
 from tests.distributed.test_invariants import CHECKPOINTING, COMPILED, figures
-from tests.launch import run_on_ranks
 from tests.recipes.test_resume import load_whole, on_one_process
+from tests.support.launch import run_on_ranks
 
 PRESET = "fsdp2_fp8"
 ON_CPU: dict[str, Any] = {"use_cpu": True, "num_processes": 2, "dynamo_config": {"dynamo_backend": "NO"}}
@@ -32,7 +32,7 @@ FLOAT8_TOLERANCE = 0.4
 
 def emulated(function: Callable[..., Any], *args: Any) -> Any:
     """On every rank: `function`, with the products emulated and nothing refused for the missing GPU."""
-    from toolkit import float8
+    from toolkit.parallel import float8
 
     convert = float8.convert
 
@@ -40,8 +40,8 @@ def emulated(function: Callable[..., Any], *args: Any) -> Any:
         convert(model, linears, dataclasses.replace(config, emulate=True))
 
     with (
-        patch("toolkit.accelerator.check_capability", lambda: None),
-        patch("toolkit.accelerate_rules._check_float8", lambda *_: None),
+        patch("toolkit.launch.accelerator.check_capability", lambda: None),
+        patch("toolkit.launch.accelerate_rules._check_float8", lambda *_: None),
         patch.object(float8, "convert", convert_emulated),
     ):
         return function(*args)
@@ -64,14 +64,14 @@ def take_step(family: str) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor
 
     from tests.distributed.small_run import T5_CONFIG, whole_gradients
-    from tests.model_folders import CAUSAL_FAMILIES
-    from toolkit.accelerator import build_accelerator
-    from toolkit.config_sections import OptimConfig
+    from tests.support.model_folders import CAUSAL_FAMILIES
+    from toolkit.config.schema import OptimConfig
     from toolkit.data.collate import CausalCollator, SummarizationCollator
-    from toolkit.distributed import rank
-    from toolkit.losses import summed_loss
-    from toolkit.optim import build_optimizer
-    from toolkit.sharding import shard_model
+    from toolkit.distributed.comm import rank
+    from toolkit.launch.accelerator import build_accelerator
+    from toolkit.loss import summed_loss
+    from toolkit.parallel.wrap import shard_model
+    from toolkit.training.optim import build_optimizer
 
     accelerator = build_accelerator([], ".")
     torch.manual_seed(0)

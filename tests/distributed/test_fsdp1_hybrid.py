@@ -18,7 +18,7 @@ import pytest
 
 from tests.distributed.small_run import NUM_STEPS, run_recipe, train_and_record_gradients, write_inputs
 from tests.distributed.test_invariants import RELATIVE_TOLERANCE, figures, report_shards
-from tests.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
+from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
 
 AS_TWO_MACHINES: dict[str, Any] = {
     **GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_shard_grad_op"],
@@ -33,7 +33,7 @@ def with_two_devices(function: Callable[..., Any], *args: Any) -> Any:
 
     with (
         patch.object(torch.cpu, "device_count", lambda: 2),
-        patch("toolkit.accelerate_rules._check_fsdp1", lambda *_, **__: None),
+        patch("toolkit.launch.accelerate_rules._check_fsdp1", lambda *_, **__: None),
     ):
         return function(*args)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.distributed.small_run import NUM_STEPS, read_lines, run_recipe, write_inputs
-from tests.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
+from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
 
 RELATIVE_TOLERANCE = 1e-5
 
@@ -160,11 +160,11 @@ def report_shards() -> dict[str, Any]:
     from transformers import T5Config, T5ForConditionalGeneration
 
     from tests.distributed.small_run import T5_CONFIG
-    from toolkit.accelerator import build_accelerator
-    from toolkit.config_sections import OptimConfig
-    from toolkit.optim import build_optimizer
-    from toolkit.shard_units import local_tensor
-    from toolkit.sharding import shard_model, whole_parameters
+    from toolkit.config.schema import OptimConfig
+    from toolkit.launch.accelerator import build_accelerator
+    from toolkit.parallel.units import local_tensor
+    from toolkit.parallel.wrap import shard_model, whole_parameters
+    from toolkit.training.optim import build_optimizer
 
     accelerator = build_accelerator([], ".")
     model = T5ForConditionalGeneration(T5Config(**T5_CONFIG))

@@ -11,7 +11,7 @@ import pytest
 
 from tests.distributed.small_run import NUM_STEPS, read_lines, run_recipe
 from tests.distributed.test_invariants import CHECKPOINTING, COMPILED, RELATIVE_TOLERANCE, figures, rows_of_steps
-from tests.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
+from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
 
 FSDP1 = GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"]
 PACKED = ["--data.packing", "true"]
@@ -54,7 +54,7 @@ def build_model(folder: Path) -> None:
     import torch
     import transformers
 
-    from tests.model_folders import CAUSAL_FAMILIES, _build_tokenizer
+    from tests.support.model_folders import CAUSAL_FAMILIES, _build_tokenizer
 
     torch.manual_seed(0)
     config = transformers.Gemma2Config(vocab_size=256, **CAUSAL_FAMILIES["gemma2"][1], attention_dropout=0.1)

@@ -14,7 +14,7 @@ import yaml
 
 from tests import launch as launcher
 from tests.distributed.small_run import read_lines, write_inputs
-from tests.launch import REPOSITORY, LaunchResult, _free_port, launch, start
+from tests.support.launch import REPOSITORY, LaunchResult, _free_port, launch, start
 from toolkit.errors import EXIT_USER_ERROR
 
 TIMEOUT_S = 3
@@ -39,7 +39,7 @@ from toolkit.errors import exit_on_user_error
 begin = time.monotonic()
 atexit.register(lambda: print(f"after {time.monotonic() - begin} s"))
 with exit_on_user_error():
-    from toolkit.accelerator import build_accelerator
+    from toolkit.launch.accelerator import build_accelerator
     if "GLOO_FAILS_LATER" in os.environ:
         import torch.distributed as dist
         init = dist.init_process_group
@@ -187,8 +187,8 @@ def test_ranks_that_met_but_have_no_way_to_each_other(script: Path) -> None:
 def test_wrong_variables_are_told_before_anybody_waits(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], sentence: str
 ) -> None:
-    from toolkit.accelerator import build_accelerator
     from toolkit.errors import UserError
+    from toolkit.launch.accelerator import build_accelerator
 
     monkeypatch.setattr(os, "environ", os.environ.copy())
     for name in [name for name in os.environ if name.split("_")[0] in ("ACCELERATE", "FSDP", "MASTER", "LOCAL")]:
@@ -204,8 +204,8 @@ def test_wrong_variables_are_told_before_anybody_waits(
 
 @pytest.mark.parametrize("world_size", ["three", "3", "0"])
 def test_ranks_that_machines_cannot_share_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, world_size: str) -> None:
-    from toolkit.accelerator import build_accelerator
     from toolkit.errors import UserError
+    from toolkit.launch.accelerator import build_accelerator
 
     monkeypatch.setattr(os, "environ", os.environ.copy())
     for name in [name for name in os.environ if name.split("_")[0] in ("ACCELERATE", "FSDP", "MASTER", "LOCAL")]:
@@ -226,8 +226,8 @@ def test_gloo_beside_another_backend_is_connected_with_it(script: Path) -> None:
 
 
 def test_under_a_launcher_another_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from toolkit.distributed.rendezvous import rendezvous_arguments
     from toolkit.errors import UserError
-    from toolkit.process_group import rendezvous_arguments
 
     given = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True", "TOOLKIT_INIT_METHOD": "tcp://a:1"}
     for name, value in given.items():

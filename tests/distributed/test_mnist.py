@@ -13,7 +13,7 @@ import pytest
 
 from tests.distributed.small_run import read_lines
 from tests.distributed.test_invariants import RELATIVE_TOLERANCE
-from tests.launch import GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, run_on_ranks
+from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, run_on_ranks
 
 NUM_STEPS = 8
 # An epoch has 7 steps, the last of 1 row; the last evaluation batch has 1 of the 283 rows: a rank of 2 goes without.
@@ -50,8 +50,8 @@ def run(folder: Path, name: str, *flags: str) -> tuple[list[dict[str, Any]], dic
 
 def run_recipe(argv: list[str]) -> None:
     """The recipe as it stands; rank r says that its peak memory is r + 1 GiB."""
-    from toolkit import step_memory
-    from toolkit.distributed import rank
+    from toolkit.distributed.comm import rank
+    from toolkit.tracking import memory as step_memory
 
     memory = patch.object(step_memory, "peak_memory_gib", lambda device: rank() + 1.0)
     with memory, patch.object(sys, "argv", ["mnist.py", *argv]):
@@ -69,11 +69,11 @@ def test_one_process_trains_as_the_tutorial_does(expected: tuple[list[dict[str, 
     import torch.nn.functional as F
     from torch import nn
 
-    from toolkit.config_images import ImageDataConfig
-    from toolkit.config_sections import TrainConfig
-    from toolkit.data.images import load_images
-    from toolkit.data.plan import BatchPlan
-    from toolkit.distributed import seed_all
+    from toolkit.config.mnist import ImageDataConfig
+    from toolkit.config.schema import TrainConfig
+    from toolkit.data.batch_plan import BatchPlan
+    from toolkit.data.sources.images import load_images
+    from toolkit.distributed.comm import seed_all
 
     images = load_images(ImageDataConfig(num_rows=NUM_ROWS, eval_fraction=0.15), 6)
     seed_all("weights", 3)

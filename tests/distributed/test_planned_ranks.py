@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launch import run_on_ranks
-from toolkit import adapters, models, optim, sharding
-from toolkit.accelerator import build_accelerator, frozen_dtype
-from toolkit.losses import share_of_global_mean, summed_loss
+from tests.support.launch import run_on_ranks
+from toolkit.launch.accelerator import build_accelerator, frozen_dtype
+from toolkit.loss import share_of_global_mean, summed_loss
+from toolkit.models import load as models
+from toolkit.models import lora as adapters
+from toolkit.parallel import wrap as sharding
+from toolkit.parallel.units import local_tensor
 from toolkit.planning.plan import build_plan
 from toolkit.planning.strategy import Strategy
 from toolkit.planning.subject import build_batch, build_subject
-from toolkit.shard_units import local_tensor
+from toolkit.training import optim
 
 PRESET = Path(__file__).parents[2] / "accelerate_configs" / "fsdp2_cpu.yaml"
 LLAMA = {

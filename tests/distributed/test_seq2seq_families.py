@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
-from tests.model_folders import FAMILIES, make_rows
-from tests.seq2seq_families import IN_PROCESS, LAUNCHED, REFUSED
+from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
+from tests.support.model_folders import FAMILIES, make_rows
+from tests.support.seq2seq_families import IN_PROCESS, LAUNCHED, REFUSED
 
 UNUSED = {"encoder-decoder": [r"encoder\.pooler\..*"], "led": [r".*_global\..*"]}
 """Parameters that a text's loss does not reach: a run names them, and asks to freeze them."""
@@ -78,7 +78,7 @@ def build_model(family: str) -> Any:
 
 def build_collator(model: Any) -> Any:
     from toolkit.data.collate import SummarizationCollator, own_label_shift
-    from toolkit.model_config import special_tokens
+    from toolkit.models.config import special_tokens
 
     return SummarizationCollator(*special_tokens(model.config, "tiny"), own_label_shift(model))
 
@@ -87,9 +87,9 @@ def own_and_our_losses(folder: Path) -> dict[str, tuple[float, float]]:
     """`(ours, the model's own)` of the same labels, by family; its config passes the recipe's checks."""
     import torch
 
-    from toolkit.config_sections import ModelConfig
-    from toolkit.losses import summed_loss
-    from toolkit.model_config import load_model_config
+    from toolkit.config.schema import ModelConfig
+    from toolkit.loss import summed_loss
+    from toolkit.models.config import load_model_config
 
     rows = [
         {"input_ids": [5, 6, 7, 8, 9, 10, 11], "labels": [9, 20, 21, 2]},
@@ -112,7 +112,7 @@ def own_and_our_losses(folder: Path) -> dict[str, tuple[float, float]]:
 
 def train_every_family(folder: Path) -> dict[str, tuple[float, float, int]]:
     """Loss before and after a few updates, and the texts of an evaluation with generation, by family; each is exported."""
-    from toolkit.accelerator import build_accelerator
+    from toolkit.launch.accelerator import build_accelerator
 
     accelerator = build_accelerator([], ".")
     return {family: train_family(family, accelerator, folder / family) for family in IN_PROCESS}
@@ -122,18 +122,18 @@ def train_family(family: str, accelerator: Any, folder: Path) -> tuple[float, fl
     import torch
     from datasets import Dataset
 
-    from tests.model_folders import _build_tokenizer
-    from toolkit.config import SummarizationConfig
-    from toolkit.config_sections import DataConfig, EvalConfig, ModelConfig, OptimConfig
-    from toolkit.data.tokens import _tokenize_batch
-    from toolkit.evaluation import evaluate
-    from toolkit.evaluation_rows import EvaluationRows
-    from toolkit.export import export_model
-    from toolkit.losses import share_of_global_mean, summed_loss
-    from toolkit.model_checks import check_seq2seq_model
-    from toolkit.models import freeze
-    from toolkit.optim import build_optimizer
-    from toolkit.sharding import shard_model
+    from tests.support.model_folders import _build_tokenizer
+    from toolkit.config.load import SummarizationConfig
+    from toolkit.config.schema import DataConfig, EvalConfig, ModelConfig, OptimConfig
+    from toolkit.data.tokens.seq2seq import _tokenize_batch
+    from toolkit.evaluation.loop import evaluate
+    from toolkit.evaluation.rows import EvaluationRows
+    from toolkit.export.write import export_model
+    from toolkit.loss import share_of_global_mean, summed_loss
+    from toolkit.models.load import freeze
+    from toolkit.parallel.wrap import shard_model
+    from toolkit.training.model_checks import check_seq2seq_model
+    from toolkit.training.optim import build_optimizer
 
     folder.mkdir(exist_ok=True)
     model = build_model(family)
@@ -181,9 +181,9 @@ def refuse_ngrams(folder: Path) -> str:
 
 
 def refusal(config: Any, folder: Path) -> str:
-    from toolkit.config_sections import ModelConfig
+    from toolkit.config.schema import ModelConfig
     from toolkit.errors import UserError
-    from toolkit.model_config import load_model_config
+    from toolkit.models.config import load_model_config
 
     config.save_pretrained(folder)
     try:
@@ -197,7 +197,7 @@ def check_without_casts() -> str:
     """The check's error for M2M-100 when nothing casts the fp32 positions in its bf16 copy."""
     from unittest.mock import patch
 
-    from toolkit import sharding
+    from toolkit.parallel import wrap as sharding
 
     with patch.object(sharding, "_cast_inputs", lambda dtype, block, args, kwargs: (args, kwargs)):
         return check_m2m_100()
@@ -205,11 +205,11 @@ def check_without_casts() -> str:
 
 def check_m2m_100() -> str:
     """The check's error for M2M-100 as the preset wraps it; empty where there is none."""
-    from toolkit.accelerator import build_accelerator
-    from toolkit.config_sections import EvalConfig
+    from toolkit.config.schema import EvalConfig
     from toolkit.errors import UserError
-    from toolkit.model_checks import check_seq2seq_model
-    from toolkit.sharding import shard_model
+    from toolkit.launch.accelerator import build_accelerator
+    from toolkit.parallel.wrap import shard_model
+    from toolkit.training.model_checks import check_seq2seq_model
 
     model = build_model("m2m_100")
     sharded = shard_model(build_accelerator([], "."), model)

@@ -15,8 +15,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
-from tests.model_folders import build_model_folders
+from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
+from tests.support.model_folders import build_model_folders
 from toolkit.errors import UserError
 
 SMALL_PIECE_BYTES = 1024
@@ -81,7 +81,7 @@ def build_folders(parent: Path) -> dict[str, Path]:
     import transformers
     from safetensors.torch import load_file, save_file
 
-    from tests.adapter_models import adapted, export_adapter, randomize
+    from tests.support.adapter_models import adapted, export_adapter, randomize
 
     folders = build_model_folders(parent)
 
@@ -113,7 +113,7 @@ def build_folders(parent: Path) -> dict[str, Path]:
     gpt2 = transformers.AutoModelForCausalLM.from_pretrained(folders["gpt2"])
     folders["without_prefix"] = parent / "without_prefix"
     gpt2.transformer.save_pretrained(folders["without_prefix"])
-    with patch.dict("tests.adapter_models.BASES", {"llama_tied": (transformers.LlamaForCausalLM, None)}):
+    with patch.dict("tests.support.adapter_models.BASES", {"llama_tied": (transformers.LlamaForCausalLM, None)}):
         model = adapted(folders["llama_tied"], "llama_tied", rank=2)
     randomize(model)
     folders["adapter"] = export_adapter(parent / "adapter", model)
@@ -145,9 +145,10 @@ def load_all(folders: dict[str, Path], run: Path) -> dict[str, dict[str, Any]]:
 
 def load_both_ways(folders: dict[str, Path], run: Path, cases: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     """What was read by the sharded way, and what differs from the whole one."""
-    from toolkit import sharded_loading, weight_sources
-    from toolkit.accelerator import build_accelerator
-    from toolkit.weight_files import WholeOnly
+    from toolkit.launch.accelerator import build_accelerator
+    from toolkit.models import load_sharded as sharded_loading
+    from toolkit.models import shard_reader as weight_sources
+    from toolkit.models.safetensors_index import WholeOnly
 
     accelerator = build_accelerator([], str(run))
     whole_only = patch.object(sharded_loading, "open_weights", side_effect=WholeOnly("a test asks for it"))
@@ -166,10 +167,11 @@ def load_both_ways(folders: dict[str, Path], run: Path, cases: tuple[str, ...]) 
 
 def load(accelerator: Any, folders: dict[str, Path], name: str, flags: dict[str, Any]) -> dict[str, Any]:
     """Load as a recipe does; returns what a run can see of the model, whole, and what was read to make its shards."""
-    from toolkit import sharding, stages
-    from toolkit.accelerator import frozen_dtype
-    from toolkit.config import LLMConfig, SummarizationConfig, load_config
-    from toolkit.initial_weights import find_weights
+    from toolkit.checkpoint.init_from import find_weights
+    from toolkit.config.load import LLMConfig, SummarizationConfig, load_config
+    from toolkit.launch.accelerator import frozen_dtype
+    from toolkit.parallel import wrap as sharding
+    from toolkit.training import setup as stages
 
     is_seq2seq = json.loads((folders[name] / "config.json").read_text()).get("is_encoder_decoder", False)
     always = {
@@ -274,8 +276,8 @@ def lose_a_file(folders: dict[str, Path], run: Path, case: str) -> str:
     import errno
     import os
 
-    from toolkit.accelerator import build_accelerator
-    from toolkit.distributed import rank
+    from toolkit.distributed.comm import rank
+    from toolkit.launch.accelerator import build_accelerator
 
     accelerator = build_accelerator([], str(run))
     stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
@@ -312,6 +314,6 @@ def test_one_process_is_told_the_same_of_another_shape(folders: dict[str, Path],
 
 def load_alone(folders: dict[str, Path], run: Path, name: str) -> None:
     """Whole, as without FSDP2."""
-    from toolkit.accelerator import build_accelerator
+    from toolkit.launch.accelerator import build_accelerator
 
     load(build_accelerator([], str(run)), folders, name, {})

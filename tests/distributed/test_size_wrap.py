@@ -11,7 +11,7 @@ import pytest
 
 from tests.distributed.small_run import NUM_STEPS, read_lines, run_recipe, write_inputs
 from tests.distributed.test_invariants import CHECKPOINTING, RELATIVE_TOLERANCE, figures
-from tests.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
+from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
 
 MIN_NUM_PARAMS = 1500
 SIZE_BASED = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": MIN_NUM_PARAMS}
@@ -50,7 +50,7 @@ def build_llama(folder: Path) -> None:
     import torch
     import transformers
 
-    from tests.model_folders import CAUSAL_FAMILIES, _build_tokenizer
+    from tests.support.model_folders import CAUSAL_FAMILIES, _build_tokenizer
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(vocab_size=256, **CAUSAL_FAMILIES["llama"][1])
@@ -110,9 +110,9 @@ def report_units() -> tuple[dict[str, int], bool]:
     from transformers import T5Config, T5ForConditionalGeneration
 
     from tests.distributed.small_run import T5_CONFIG
-    from toolkit.accelerator import build_accelerator
-    from toolkit.shard_units import clean
-    from toolkit.sharding import shard_model
+    from toolkit.launch.accelerator import build_accelerator
+    from toolkit.parallel.units import clean
+    from toolkit.parallel.wrap import shard_model
 
     sharded = shard_model(build_accelerator([], "."), T5ForConditionalGeneration(T5Config(**T5_CONFIG)))
     held: dict[str, list[int]] = {}

@@ -8,9 +8,9 @@ from unittest.mock import patch
 import pytest
 
 from tests.faults.harness import SAVED, WHOLE, attempt_with, whole_checkpoints
-from tests.launch import run_on_ranks
-from tests.model_folders import CAUSAL_FAMILIES, FAMILIES, build_model_folders, make_rows, save_jsonl
 from tests.recipes.runs import FP32, Workbench
+from tests.support.launch import run_on_ranks
+from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, build_model_folders, make_rows, save_jsonl
 
 
 @pytest.fixture(scope="session")

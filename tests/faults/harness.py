@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
 
-from tests.launch import PEER_GRACE_S, Running, start
 from tests.recipes.runs import FP32, RECIPES, Workbench
 from tests.recipes.test_resume import curves, rows_by_place
+from tests.support.launch import PEER_GRACE_S, Running, start
+from toolkit.checkpoint.manifest import seal
 from toolkit.errors import EXIT_USER_ERROR
-from toolkit.manifest_format import seal
 
 NUM_STEPS = 6
 SAVED = (2, 4, 6)
@@ -212,7 +212,7 @@ def before(event: str, path: str, act: Callable[[], None], *, standing: str = ""
 
 def at_step(step: int, act: Callable[[], None]) -> None:
     """Call `act` in the main thread when this rank begins the first forward pass of a step."""
-    from toolkit import loop
+    from toolkit.training import loop
 
     seed_all = loop.seed_all
 
@@ -260,7 +260,7 @@ def pids_folder(run: Path) -> Path:
 
 def run_recipe_with_fault(fault: str, recipe: str) -> None:
     """What each rank does."""
-    from toolkit import stages
+    from toolkit.training import setup as stages
 
     (pids_folder(this_run()) / str(this_rank())).write_text(str(os.getpid()))
     if inject := pickle.loads(bytes.fromhex(fault)):

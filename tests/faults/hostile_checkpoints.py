@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from toolkit.manifest_format import seal
+from toolkit.checkpoint.manifest import seal
 
 
 class Attack:

@@ -11,11 +11,11 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.faults import injected_recipe
-from tests.launch import LaunchResult, Running, run_on_ranks, start
-from tests.model_folders import CAUSAL_FAMILIES, FAMILIES, build_model_folders, make_rows, save_jsonl
+from tests.faults.workers import injected_recipe
 from tests.recipes.runs import FP32, Workbench
 from tests.recipes.test_resume import curves
+from tests.support.launch import LaunchResult, Running, run_on_ranks, start
+from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, build_model_folders, make_rows, save_jsonl
 
 SCRIPT = Path(injected_recipe.__file__)
 Fault = tuple[str, dict[str, Any]]

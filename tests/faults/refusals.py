@@ -18,10 +18,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.launch import REPOSITORY
 from tests.recipes.bad_input import Case
 from tests.recipes.bad_input_cases import DATA
 from tests.recipes.test_bad_input import WORKING_RUN
+from tests.support.launch import REPOSITORY
 from toolkit.errors import EXIT_USER_ERROR
 
 NUM_RANKS = 2

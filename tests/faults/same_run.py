@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.recipes.runs import Workbench
 from tests.recipes.test_resume import compare_checkpoints, curves, on_one_process
-from toolkit.json_lines import load_json_lines
+from toolkit.files.json_lines import load_json_lines
 
 
 def rows_of(run_folder: Path) -> list[tuple[str, int, int, int]]:

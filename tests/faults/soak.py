@@ -25,11 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from tests.faults.marked_ranks import open_marks
 from tests.faults.same_run import find_differences, rows_of
-from tests.launch import Running, run_on_ranks, start
-from tests.model_folders import build_model_folders, make_rows, save_jsonl
+from tests.faults.workers.marked_ranks import open_marks
 from tests.recipes.runs import FP32, RECIPE, Workbench
+from tests.support.launch import Running, run_on_ranks, start
+from tests.support.model_folders import build_model_folders, make_rows, save_jsonl
 from toolkit.errors import EXIT_STOPPED
 
 EVERY_STEPS = 5
@@ -129,7 +129,7 @@ def begin(bench: Workbench, name: str, num_steps: int) -> tuple[Running, Marks]:
     for mark in marks:
         mark["num_done"] = -1
     flags = bench.flags(name, **CHANGES, train__max_steps=num_steps)
-    script = Path(__file__).with_name("marked_ranks.py")
+    script = Path(__file__).with_name("workers") / "marked_ranks.py"
     return start(script, [str(folder), str(RECIPE), *flags], preset="fsdp2_cpu", overrides=FP32), marks
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from tests.faults.injected_runs import Fault, attempt_with, check_same, new_bench, read_manifest, run_with
-from tests.launch import GPU_PRESET_OVERRIDES_ON_CPU
 from tests.recipes.runs import FP32, Workbench
 from tests.recipes.test_resume import rows_by_place
+from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU
 from toolkit.errors import EXIT_STOPPED, EXIT_USER_ERROR
-from toolkit.json_lines import load_json_lines
+from toolkit.files.json_lines import load_json_lines
 
 NUM_STEPS = 6
 CHANGES: dict[str, Any] = {

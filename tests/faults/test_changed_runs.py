@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.faults.injected_runs import attempt_with, check_same, new_bench, run_with
-from tests.launch import LaunchResult
-from tests.model_folders import make_rows, save_jsonl
 from tests.recipes.runs import Workbench
 from tests.recipes.test_resume import curves, rows_by_step
+from tests.support.launch import LaunchResult
+from tests.support.model_folders import make_rows, save_jsonl
 from toolkit.errors import EXIT_USER_ERROR
 
 CHANGES: dict[str, Any] = {

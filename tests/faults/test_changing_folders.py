@@ -9,7 +9,7 @@ import pytest
 
 from tests.faults.injected_runs import check_same, new_bench, run_with
 from tests.recipes.runs import Workbench
-from toolkit.checkpoint import find_checkpoint
+from toolkit.checkpoint.load import find_checkpoint
 
 CHANGES: dict[str, Any] = {
     "train__max_steps": 6,

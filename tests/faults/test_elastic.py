@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from tests.faults.injected_runs import new_bench, run_with
-from tests.launch import GPU_PRESET_OVERRIDES_ON_CPU
 from tests.recipes.runs import FP32, Workbench
 from tests.recipes.test_resume import load_whole, on_one_process, rows_by_place, rows_by_step
+from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU
 
 RELATIVE_TOLERANCE = 1e-5
 NUM_STEPS, SAVED_STEP = 6, 2

@@ -56,7 +56,7 @@ def limit_files(num_bytes: int) -> None:
 
 
 def no_room_for_random_state(rank: int) -> None:
-    from toolkit import checkpoint_writer
+    from toolkit.checkpoint import save as checkpoint_writer
 
     save = checkpoint_writer.save_random_state
 

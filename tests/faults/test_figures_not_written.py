@@ -28,7 +28,7 @@ NO_SPACE = "No space left on device"
 
 def full_from(kind: str, step: int) -> None:
     """No more room for the lines of one kind from a step on."""
-    from toolkit.tracking import MetricsLog
+    from toolkit.tracking.metrics_log import MetricsLog
 
     write = MetricsLog.write
 
@@ -107,7 +107,7 @@ def hold(path: str) -> None:
     import subprocess
     import sys
 
-    from toolkit import run_folder
+    from toolkit.launch import run_folder
 
     run_folder.LOCK_TIMEOUT_S = 0.5
     if this_rank() != 0:

@@ -16,11 +16,11 @@ import pytest
 
 from tests.distributed.small_run import write_inputs
 from tests.faults import waiting_recipe
-from tests.faults.hanging_ranks import WAYS
-from tests.faults.sleepy_recipe import PLACES, STEP
-from tests.launch import REPOSITORY, LaunchResult, Running, start
+from tests.faults.workers.hanging_ranks import WAYS
+from tests.faults.workers.sleepy_recipe import PLACES, STEP
+from tests.support.launch import REPOSITORY, LaunchResult, Running, start
+from toolkit.distributed.hang_report import hang_file
 from toolkit.errors import EXIT_HANG
-from toolkit.hang_report import hang_file
 
 FP32 = {"mixed_precision": "no"}
 SCRIPT = REPOSITORY / "tests" / "faults" / "hanging_ranks.py"

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from tests.faults.injected_runs import attempt_with, new_bench, run_with
-from tests.launch import LaunchResult
-from tests.model_folders import make_rows, save_jsonl
 from tests.recipes.bad_input import Case, check
 from tests.recipes.llm_bad_row_cases import ROW, chats
 from tests.recipes.runs import Workbench
 from tests.recipes.test_llm_bad_input import working_run
+from tests.support.launch import LaunchResult
+from tests.support.model_folders import make_rows, save_jsonl
 
 CHANGES: dict[str, Any] = {"train__max_steps": 2, "log_row_ids": True}
 TITLE = "\x1b]0;owned\x07"

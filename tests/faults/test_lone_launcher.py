@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.faults.test_restarts import free_port
-from tests.launch import REPOSITORY
+from tests.support.launch import REPOSITORY
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.launch import REPOSITORY, run_on_ranks
-from tests.model_folders import build_model_folders, make_rows, save_jsonl
 from tests.recipes.runs import FP32, RECIPE, Workbench
+from tests.support.launch import REPOSITORY, run_on_ranks
+from tests.support.model_folders import build_model_folders, make_rows, save_jsonl
 
 TIMEOUT_S = 200
 CHANGES: dict[str, Any] = {
@@ -31,11 +31,11 @@ CRASHING_RECIPE = f"""
 import os, runpy, signal, sys, time
 from pathlib import Path
 
-import toolkit.distributed
+import toolkit.distributed.comm
 
 how, run_folder, *sys.argv[1:] = sys.argv[1:]
 run_folder = Path(run_folder)
-seed_all = toolkit.distributed.seed_all
+seed_all = toolkit.distributed.comm.seed_all
 
 
 def crash_or_seed(purpose, *parts):
@@ -52,7 +52,7 @@ def crash_or_seed(purpose, *parts):
 
 if os.environ["RANK"] == "0" and (run_folder / "crashed").exists():
     time.sleep(3)  # rank 1 comes first, and must not take what the dead rank 0 left in the store for an answer
-toolkit.distributed.seed_all = crash_or_seed
+toolkit.distributed.comm.seed_all = crash_or_seed
 try:
     runpy.run_path({str(RECIPE)!r}, run_name="__main__")
 except RuntimeError:

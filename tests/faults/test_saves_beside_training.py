@@ -36,7 +36,7 @@ from tests.recipes.runs import Workbench
 
 def hold_until_next_save() -> None:
     """The thread writes nothing before the next save is asked; it is still at work then."""
-    from toolkit import checkpoint_writer
+    from toolkit.checkpoint import save as checkpoint_writer
 
     asked = threading.Event()
     save, save_tensors = checkpoint_writer.CheckpointWriter.save, checkpoint_writer.save_tensors
@@ -72,10 +72,11 @@ def load_after_save() -> None:
     """Once the checkpoint of step 2 stands, spoil all that a run consists of, and load it."""
     import torch
 
-    from toolkit import checkpoint, checkpoint_writer
-    from toolkit.checkpoint_folders import step_folder
-    from toolkit.distributed import seed_all
-    from toolkit.random_state import capture_random_state
+    from toolkit.checkpoint import load as checkpoint
+    from toolkit.checkpoint import save as checkpoint_writer
+    from toolkit.checkpoint.folders import step_folder
+    from toolkit.distributed.comm import seed_all
+    from toolkit.distributed.rng import capture_random_state
 
     save = checkpoint_writer.CheckpointWriter.save
 

@@ -17,14 +17,14 @@ from transformers import T5Config
 
 from tests.faults.hostile_checkpoints import CHECKPOINTS, make_the_manifest_match, run_by_manifest
 from tests.faults.hostile_folders import FOLDERS, fill_with_code, with_unknown_model_code
-from tests.launch import LaunchResult, launch
 from tests.recipes.bad_input import TIMEOUT_S, Case, check, contents
 from tests.recipes.bad_input_cases import ROWS
 from tests.recipes.runs import RECIPE
 from tests.recipes.test_bad_input import WORKING_RUN
-from toolkit.config_sections import ModelConfig
+from tests.support.launch import LaunchResult, launch
+from toolkit.config.schema import ModelConfig
 from toolkit.errors import UserError
-from toolkit.model_config import WEIGHTS_INDEX, load_model_config
+from toolkit.models.config import WEIGHTS_INDEX, load_model_config
 
 SECRETS = {
     name: f"planted-{name.lower().replace('_', '-')}-4711"

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import launch, run_on_ranks
 from tests.recipes.bad_input import TIMEOUT_S, Case, check, fill
 from tests.recipes.bad_input_cases import ROWS
 from tests.recipes.runs import RECIPE
 from tests.recipes.test_bad_input import WORKING_RUN
-from toolkit.config import SummarizationConfig
-from toolkit.config_sections import DataConfig, ModelConfig, RunConfig
+from tests.support.launch import launch, run_on_ranks
+from toolkit.config.load import SummarizationConfig
+from toolkit.config.schema import DataConfig, ModelConfig, RunConfig
 from toolkit.errors import UserError
 
 NOBODY = 65534
@@ -84,9 +84,9 @@ def test_a_folder_without_rights_is_refused_on_every_rank(unwritable: Path) -> N
 
 def open_late() -> str:
     """On a rank: open the run's folder, which rank 1 sees after a while."""
-    from toolkit.accelerator import build_accelerator
-    from toolkit.distributed import barrier, rank
-    from toolkit.run_folder import open_run_folder
+    from toolkit.distributed.comm import barrier, rank
+    from toolkit.launch.accelerator import build_accelerator
+    from toolkit.launch.run_folder import open_run_folder
 
     os.chdir(f"node{os.environ['RANK']}")
     build_accelerator([], "runs")
@@ -98,8 +98,8 @@ def open_late() -> str:
 
 def open_as_nobody(output_dir: str) -> str:
     """On a rank: what a user without rights is told."""
-    from toolkit.accelerator import build_accelerator
-    from toolkit.run_folder import open_run_folder
+    from toolkit.launch.accelerator import build_accelerator
+    from toolkit.launch.run_folder import open_run_folder
 
     build_accelerator([], output_dir)
     user = os.geteuid()

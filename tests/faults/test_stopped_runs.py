@@ -24,10 +24,10 @@ from tests.faults.injected_runs import (
     run_with,
     start_with,
 )
-from tests.launch import REPOSITORY, LaunchResult
 from tests.recipes.runs import FP32, Workbench
+from tests.support.launch import REPOSITORY, LaunchResult
+from toolkit.checkpoint.find import newest_valid
 from toolkit.errors import EXIT_STOPPED
-from toolkit.manifest import newest_valid
 
 NUM_STEPS = 6
 GRACE_S = 30

@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from tests.faults.injected_runs import new_bench
-from tests.launch import REPOSITORY
 from tests.recipes.runs import FP32, RECIPE, Workbench
+from tests.support.launch import REPOSITORY
 
 ADDRESSES = ("10.213.0.1", "10.213.0.2")
 PORT = 29500  # of a namespace, where nobody else is

@@ -16,11 +16,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tests.faults.injected_recipe import wrap
-from tests.launch import REPOSITORY
-from toolkit import checkpoint, checkpoint_writer, export, models
-from toolkit.data import token_cache, tokens
-from toolkit.distributed import rank
+from tests.faults.workers.injected_recipe import wrap
+from tests.support.launch import REPOSITORY
+from toolkit.checkpoint import load as checkpoint
+from toolkit.checkpoint import save as checkpoint_writer
+from toolkit.data.tokens import cache as token_cache
+from toolkit.data.tokens import seq2seq as tokens
+from toolkit.distributed.comm import rank
+from toolkit.export import write as export
+from toolkit.models import load as models
 
 TIMEOUT_S = 4
 """Of the watchdog."""

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.gpu.needs import needs_gpus
-from tests.launch import run_on_ranks
-from toolkit.host_copy import HostCopier
+from tests.support.launch import run_on_ranks
+from toolkit.checkpoint.host_copy import HostCopier
 
 
 @needs_gpus(1)
@@ -43,8 +43,8 @@ def test_an_update_is_left_out_on_the_gpu() -> None:
 
 def check_update_left_out(device: torch.device) -> None:
     """`found_inf` of 1 changes no weight, moment or step count; of 0 it changes all; the host waits for none of it."""
-    from toolkit.config_sections import OptimConfig
-    from toolkit.optim import build_optimizer
+    from toolkit.config.schema import OptimConfig
+    from toolkit.training.optim import build_optimizer
 
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8).to(device)
@@ -81,10 +81,10 @@ def report_backends() -> dict[str, Any]:
     from transformers import T5Config, T5ForConditionalGeneration
 
     from tests.distributed.small_run import T5_CONFIG
-    from toolkit.accelerator import build_accelerator
-    from toolkit.distributed import control_group, rank, save_group
-    from toolkit.shard_units import local_tensor
-    from toolkit.sharding import shard_model
+    from toolkit.distributed.comm import control_group, rank, save_group
+    from toolkit.launch.accelerator import build_accelerator
+    from toolkit.parallel.units import local_tensor
+    from toolkit.parallel.wrap import shard_model
 
     accelerator = build_accelerator([], ".")
     total = torch.full((), rank() + 1.0, device=accelerator.device)

@@ -18,9 +18,9 @@ import yaml
 
 from tests.faults.injected_runs import new_bench
 from tests.gpu.needs import needs_gpus
-from tests.launch import GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, _merge
 from tests.recipes.runs import Workbench
-from toolkit.accelerate_yaml import check_accelerate_yaml
+from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, _merge
+from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 
 NUM_GPUS = torch.cuda.device_count()
 ON_ONE_MACHINE: dict[str, Any] = {"num_machines": 1, "main_process_ip": None, "main_process_port": 0}

@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed.test_sharded_loading import COMPARED, HYBRID_CASES, build_folders, load_both_ways
 from tests.gpu.needs import needs_gpus
-from tests.launch import run_on_ranks
+from tests.support.launch import run_on_ranks
 
 
 @needs_gpus(2)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import REPOSITORY
 from tests.planting.plant import planted
+from tests.support.launch import REPOSITORY
 
 
 def run_planted(node: str, fault: str, folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Plant a fault by its name, in this process and in every rank that `tests.launch` starts from it."""
+"""Plant a fault by its name, in this process and in every rank that `tests.support.launch` starts from it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 VARIABLE = "PLANTED_FAULT"
-"""Its name in the environment of a rank; `tests/rank.py` reads it."""
+"""Its name in the environment of a rank; `tests/support/rank.py` reads it."""
 NO_FAULT = {VARIABLE: ""}
 """Environment of ranks that a fault must not reach, as those of a reference."""
 

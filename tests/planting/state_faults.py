@@ -12,7 +12,7 @@ def untied_weight(patch: MonkeyPatch) -> None:
     """The output head has a weight of its own."""
     import torch
 
-    from toolkit import stages
+    from toolkit.training import setup as stages
 
     load_model = stages.load_model
 
@@ -28,8 +28,8 @@ def untied_weight(patch: MonkeyPatch) -> None:
 
 def dropped_slice(patch: MonkeyPatch) -> None:
     """Rank 1 leaves its part of one tensor out of every checkpoint."""
-    from toolkit import checkpoint_writer
-    from toolkit.distributed import rank
+    from toolkit.checkpoint import save as checkpoint_writer
+    from toolkit.distributed.comm import rank
 
     save_tensors = checkpoint_writer.save_tensors
 
@@ -43,8 +43,8 @@ def dropped_slice(patch: MonkeyPatch) -> None:
 
 def lost_slice(patch: MonkeyPatch) -> None:
     """Rank 1 writes zeros for its part of one tensor."""
-    from toolkit import checkpoint_writer
-    from toolkit.distributed import rank
+    from toolkit.checkpoint import save as checkpoint_writer
+    from toolkit.distributed.comm import rank
 
     save_tensors = checkpoint_writer.save_tensors
 
@@ -58,7 +58,8 @@ def lost_slice(patch: MonkeyPatch) -> None:
 
 def random_state_not_restored(patch: MonkeyPatch) -> None:
     """Dropout is drawn from the random state as it stands, as in most loops, and a resume does not restore it."""
-    from toolkit import checkpoint, loop
+    from toolkit.checkpoint import load as checkpoint
+    from toolkit.training import loop
 
     patch.setattr(loop, "seed_all", lambda *parts: None)
     patch.setattr(checkpoint, "load_random_state", lambda folder, saved_world_size: None)
@@ -69,7 +70,7 @@ def wrong_start(patch: MonkeyPatch) -> None:
     import torch
     from torch.distributed.fsdp import FSDPModule
 
-    from toolkit import sharding
+    from toolkit.parallel import wrap as sharding
 
     shard_model = sharding.shard_model
 
@@ -85,14 +86,14 @@ def wrong_start(patch: MonkeyPatch) -> None:
 
 def silent_ddp(patch: MonkeyPatch) -> None:
     """accelerate takes DDP where the YAML says FSDP, as it does on a CPU."""
-    from toolkit import accelerator
+    from toolkit.launch import accelerator
 
     patch.setattr(accelerator, "_put_cpu_in_an_accelerators_place", lambda: None)
 
 
 def last_evaluation_batch_lost(patch: MonkeyPatch) -> None:
     """The loss leaves out a batch that is not full, as a loader does that drops the last one."""
-    from toolkit import evaluation
+    from toolkit.evaluation import loop as evaluation
 
     evaluate_loss = evaluation._evaluate_loss
 

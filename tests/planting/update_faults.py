@@ -9,7 +9,7 @@ from pytest import MonkeyPatch
 
 def same_masks_on_all_ranks(patch: MonkeyPatch) -> None:
     """Dropout is seeded without the rank."""
-    from toolkit import loop
+    from toolkit.training import loop
 
     seed_all = loop.seed_all
     patch.setattr(loop, "seed_all", lambda what, seed, step, rank, micro_batch: seed_all(what, seed, step, 0, micro_batch))
@@ -17,7 +17,7 @@ def same_masks_on_all_ranks(patch: MonkeyPatch) -> None:
 
 def same_masks_in_all_micro_batches(patch: MonkeyPatch) -> None:
     """Dropout is seeded without the micro-batch."""
-    from toolkit import loop
+    from toolkit.training import loop
 
     seed_all = loop.seed_all
     patch.setattr(loop, "seed_all", lambda what, seed, step, rank, micro_batch: seed_all(what, seed, step, rank, 0))
@@ -50,7 +50,7 @@ def missing_gradient_average(patch: MonkeyPatch) -> None:
     """FSDP adds up the gradients of its ranks, where DDP still averages them."""
     from torch.distributed.fsdp import FSDPModule
 
-    from toolkit import sharding
+    from toolkit.parallel import wrap as sharding
 
     shard_model = sharding.shard_model
 
@@ -67,7 +67,7 @@ def missing_gradient_average(patch: MonkeyPatch) -> None:
 
 def wrong_loss_divisor(patch: MonkeyPatch) -> None:
     """Each micro-batch is divided by its own label tokens and not by its share of the global batch's."""
-    from toolkit import loop
+    from toolkit.training import loop
 
     summed_loss = loop.summed_loss
     counted: list[int] = []
@@ -82,7 +82,7 @@ def wrong_loss_divisor(patch: MonkeyPatch) -> None:
 
 def no_clipping(patch: MonkeyPatch) -> None:
     """The norm is measured, and no gradient is scaled."""
-    from toolkit import loop
+    from toolkit.training import loop
 
     clip = loop.clip_gradients
     patch.setattr(loop, "clip_gradients", lambda model, max_norm: clip(model, None))
@@ -92,8 +92,8 @@ def clipping_by_the_local_norm(patch: MonkeyPatch) -> None:
     """Each rank scales its shards by their own norm; the norm that is logged is the whole one."""
     import torch
 
-    from toolkit import loop
-    from toolkit.shard_units import local_tensor
+    from toolkit.parallel.units import local_tensor
+    from toolkit.training import loop
 
     clip = loop.clip_gradients
 

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.launch import start
 from tests.planting.plant import planted
-from toolkit.verification.checks import Proof, compare_evaluations
-from toolkit.verification.runs import Box, WatchedRun, launch_all, plan_runs
-from toolkit.verification.verify import DEFAULT_PRESETS, DEFAULT_TOLERANCE, build_box, verify
+from tests.support.launch import start
+from toolkit.cli.verify.checks import Proof, compare_evaluations
+from toolkit.cli.verify.runs import Box, WatchedRun, launch_all, plan_runs
+from toolkit.cli.verify.verify import DEFAULT_PRESETS, DEFAULT_TOLERANCE, build_box, verify
 
 RUNS_OF_CHECK = {
     "update": ["preset-0"],
@@ -44,8 +44,8 @@ def run_part(
 
 
 def _prove(check: str, box: Box, runs: list[WatchedRun]) -> list[Proof | None]:
-    from toolkit.verification.exports import check_exports
-    from toolkit.verification.updates import check_dropout, check_updates
+    from toolkit.cli.verify.exports import check_exports
+    from toolkit.cli.verify.updates import check_dropout, check_updates
 
     if check == "update":
         return [check_updates(runs[0], box.config.optim)]

@@ -33,7 +33,7 @@ OTHER_MODEL = "--model.name_or_path {here}/other"
 CSV = "--data.source csv --data.files {here}/rows.csv"
 
 EARLY = {
-    # The run config; tests/unit/test_config.py has more of these.
+    # The run config; tests/unit/config/test_load.py has more of these.
     "unknown key in the YAML": Case(
         flags="--config {here}/run.yaml",
         files={"run.yaml": "train:\n  seed: 3\noptim:\n  momentum: 0.9\n"},

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import run_on_ranks
-from tests.model_folders import build_model_folders, make_rows, save_jsonl
 from tests.recipes.runs import Workbench
+from tests.support.launch import run_on_ranks
+from tests.support.model_folders import build_model_folders, make_rows, save_jsonl
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.launch import GPU_PRESET_OVERRIDES_ON_CPU
 from tests.recipes.bad_input import TOO_MANY_TOKENS, Case, Files, model_files, tokenizer_files
+from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -54,7 +54,7 @@ LINEAR = "linear ones end in: down_proj, gate_proj, k_proj, lm_head, o_proj, q_p
 NOT_CAUSAL = "not a causal language model: take one such as Llama, Qwen or Gemma"
 
 EARLY = {
-    # The run config; tests/unit/data/test_mix_config.py has more of these.
+    # The run config; tests/unit/config/test_mix.py has more of these.
     "resized vocabulary": Case(
         flags="--model.resize_token_embeddings 512",
         sentence=f"unknown flag --model.resize_token_embeddings: {NOT_RESIZED} --model.name_or_path",
@@ -165,7 +165,7 @@ EARLY = {
         sentence="model.name_or_path {here}/adapter is an adapter: give its base there, and this folder as adapter.name_or_path "
         "with adapter.method",
     ),
-    # The adapter; tests/unit/test_adapter_refusals.py has more of these.
+    # The adapter; tests/unit/models/test_lora_refusals.py has more of these.
     "targets that match nothing": Case(
         flags=f"{LORA} --adapter.target_modules [q_proj,query]",
         sentence=f"adapter.target_modules query matches no module; {LINEAR} (all-linear takes all of them but the output head)",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.chats import LLAMA2, STRIPPING, say
 from tests.recipes.bad_input import WAYS_OUT, Case, Files, model_files
 from tests.recipes.llm_bad_input_cases import FROM_SCRATCH, LLAMA, LORA, MIX, OTHER_MODEL, OWN_ADAPTER, adapter
+from tests.support.chats import LLAMA2, STRIPPING, say
 
 BLOOM = {"model_type": "bloom", "hidden_size": 16, "n_layer": 2, "n_head": 2, "vocab_size": 400}
 FALCON = {

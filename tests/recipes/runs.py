@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.launch import REPOSITORY, LaunchResult, Running, start
-from toolkit.json_lines import load_json_lines
+from tests.support.launch import REPOSITORY, LaunchResult, Running, start
+from toolkit.files.json_lines import load_json_lines
 
 RECIPES = REPOSITORY / "recipes"
 RECIPE = RECIPES / "t5.py"

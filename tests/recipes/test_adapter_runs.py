@@ -15,9 +15,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from tests.launch import run_on_ranks
 from tests.recipes.runs import FP32, RECIPES, Workbench
 from tests.recipes.test_resume import list_tensors, on_one_process
+from tests.support.launch import run_on_ranks
 
 LORA: dict[str, Any] = {"adapter__method": "lora", "adapter__rank": 3, "adapter__alpha": 6, "optim__lr": 1e-2}
 """Two ranks share three rows of A unevenly."""
@@ -214,7 +214,7 @@ def test_embeddings_and_all_but_the_last_block_are_frozen(bench: Workbench) -> N
 
 def train_and_gather(argv: list[str]) -> dict[str, np.ndarray]:
     """On every rank: the recipe, with B drawn anew between training and export; all parameters, whole, by name."""
-    from toolkit import stages
+    from toolkit.training import setup as stages
 
     gathered: dict[str, np.ndarray] = {}
     finish = stages.finish
@@ -239,10 +239,10 @@ def save_slices(base: Path, folder: Path) -> dict[str, np.ndarray]:
     """On every rank: save an adapter and its moments with values that occur nowhere else; this rank's slices, by name."""
     import torch
 
-    from toolkit.checkpoint_ranking import Goal
-    from toolkit.checkpoint_writer import CheckpointWriter
-    from toolkit.config_sections import CheckpointConfig
-    from toolkit.train_state import TrainState
+    from toolkit.checkpoint.ranking import Goal
+    from toolkit.checkpoint.save import CheckpointWriter
+    from toolkit.checkpoint.state import TrainState
+    from toolkit.config.schema import CheckpointConfig
 
     goal = Goal("loss", higher_is_better=False, measured_on={}, compared=())
 
@@ -262,7 +262,7 @@ def save_slices(base: Path, folder: Path) -> dict[str, np.ndarray]:
 
 def load_whole(base: Path, folder: Path) -> dict[str, np.ndarray]:
     """On one process: the same from the checkpoint, into a new model that is not sharded."""
-    from toolkit.checkpoint import load_checkpoint
+    from toolkit.checkpoint.load import load_checkpoint
 
     sharded, optimizer = build_adapted(base)
     load_checkpoint(folder / "checkpoints" / "step-00000001", sharded, optimizer, identity())
@@ -274,11 +274,11 @@ def build_adapted(base: Path) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from toolkit.accelerator import build_accelerator
-    from toolkit.adapters import add_adapter
-    from toolkit.config_sections import AdapterConfig, ModelConfig, OptimConfig
-    from toolkit.optim import build_optimizer
-    from toolkit.sharding import shard_model
+    from toolkit.config.schema import AdapterConfig, ModelConfig, OptimConfig
+    from toolkit.launch.accelerator import build_accelerator
+    from toolkit.models.lora import add_adapter
+    from toolkit.parallel.wrap import shard_model
+    from toolkit.training.optim import build_optimizer
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     add_adapter(model, AdapterConfig(method="lora", rank=3), ModelConfig(name_or_path=str(base)), seed=0)
@@ -303,6 +303,6 @@ def tensors_by_name(sharded: Any, optimizer: Any) -> dict[str, Any]:
 
 def identity() -> Any:
     """Of no particular run."""
-    from toolkit.train_state import Identity
+    from toolkit.checkpoint.state import Identity
 
     return Identity({"eval.best_metric": "loss"}, model_config_hash="m", data_fingerprint="d", frozen_hashes={})

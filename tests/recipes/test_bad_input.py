@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.launch import LaunchResult, launch, run_on_ranks
 from tests.recipes.bad_input import TIMEOUT_S, Case, WorkingRun, check, contents, model_files
 from tests.recipes.bad_input_cases import AFTER_A_RUN, DATA, EARLY, NUM_ROWS, ROWS, T5
+from tests.support.launch import LaunchResult, launch, run_on_ranks
 from toolkit.errors import UserError
 
 WORKING_RUN = WorkingRun(
@@ -126,7 +126,7 @@ def test_an_error_of_one_rank_stops_all_with_one_sentence(tmp_path: Path) -> Non
 
 def build_with_accumulation(folder: str) -> None:
     """On a rank, as `accelerate launch --gradient_accumulation_steps 4` would start it."""
-    from toolkit.accelerator import build_accelerator
+    from toolkit.launch.accelerator import build_accelerator
 
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "4"
     build_accelerator([], folder)
@@ -134,8 +134,8 @@ def build_with_accumulation(folder: str) -> None:
 
 def fail_on_rank_1() -> None:
     """On a rank: all of them work together, one finds an error."""
-    from toolkit.accelerator import build_accelerator
-    from toolkit.distributed import agreed, rank
+    from toolkit.distributed.comm import agreed, rank
+    from toolkit.launch.accelerator import build_accelerator
 
     def work() -> None:
         if rank() == 1:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.launch import REPOSITORY
+from tests.support.launch import REPOSITORY
 
 
 def test_presets_side_by_side(tmp_path: Path) -> None:

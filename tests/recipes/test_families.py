@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from tests.model_folders import FAMILIES
 from tests.recipes.runs import Workbench
-from tests.translation_tokenizers import LANGUAGES
-from toolkit.json_lines import load_json_lines
+from tests.support.model_folders import FAMILIES
+from tests.support.translation_tokenizers import LANGUAGES
+from toolkit.files.json_lines import load_json_lines
 
 LOGIT_TOLERANCE = {"no": 1e-4, "bf16": 5e-2}
 """Largest difference of the plain model's logits from those of the sharded one, as a share of the largest, by precision."""

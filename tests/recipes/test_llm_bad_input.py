@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.chats import CHATML, build_chat_tokenizer, say
-from tests.launch import LaunchResult
 from tests.recipes.bad_input import Case, Files, WorkingRun, check, contents, model_files
 from tests.recipes.llm_bad_input_cases import EARLY, FROM_SCRATCH, LLAMA
 from tests.recipes.llm_bad_row_cases import AFTER_A_RUN, DATA, MODEL, NEXT, NUM_CHATS, chats
+from tests.support.chats import CHATML, build_chat_tokenizer, say
+from tests.support.launch import LaunchResult
 
 
 @cache

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.chats import CHATML, build_chat_tokenizer, say
-from tests.model_folders import make_rows, save_jsonl
 from tests.recipes.llm_bad_input_cases import LLAMA
 from tests.recipes.runs import Workbench
 from tests.recipes.test_resume import rows_by_step
-from toolkit.json_lines import load_json_lines
+from tests.support.chats import CHATML, build_chat_tokenizer, say
+from tests.support.model_folders import make_rows, save_jsonl
+from toolkit.files.json_lines import load_json_lines
 
 NO_TEXTS = {"eval__generate": False}
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add numbers.", "parameters": {"type": "object"}}}]

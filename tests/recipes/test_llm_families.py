@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.model_folders import CAUSAL_FAMILIES
 from tests.recipes.runs import Workbench
-from toolkit.json_lines import load_json_lines
+from tests.support.model_folders import CAUSAL_FAMILIES
+from toolkit.files.json_lines import load_json_lines
 
 LOGIT_TOLERANCE = 1e-4
 """Largest difference of the plain model's logits from those of the sharded one, as a share of the largest."""

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import launch
 from tests.recipes.bad_input import Case, check, fill
 from tests.recipes.runs import RECIPES
+from tests.support.launch import launch
 
 CASES = {
     "idx-file-missing": Case(

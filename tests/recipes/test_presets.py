@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.chats import CHATML, build_chat_tokenizer, say
-from tests.launch import GPU_CHECKS, GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, launch, run_on_ranks
-from tests.model_folders import CAUSAL_FAMILIES, make_rows, save_jsonl, save_wikihow_csv
 from tests.recipes.runs import FP32, RECIPES, Workbench
-from toolkit.accelerate_yaml import preset_header
-from toolkit.json_lines import load_json_lines
+from tests.support.chats import CHATML, build_chat_tokenizer, say
+from tests.support.launch import GPU_CHECKS, GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, launch, run_on_ranks
+from tests.support.model_folders import CAUSAL_FAMILIES, make_rows, save_jsonl, save_wikihow_csv
+from toolkit.files.json_lines import load_json_lines
+from toolkit.launch.accelerate_yaml import preset_header
 
 RUN_CONFIG_FOLDER = REPOSITORY / "recipes" / "configs"
 

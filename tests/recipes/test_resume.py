@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.launch import Running, run_on_ranks
 from tests.recipes.runs import FP32, Workbench
-from toolkit.json_lines import load_json_lines
+from tests.support.launch import Running, run_on_ranks
+from toolkit.files.json_lines import load_json_lines
 
 NUM_STEPS = 10
 STEPS_PER_EPOCH = 7  # 52 training rows: an epoch ends inside the run, with a smaller batch

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import REPOSITORY
-from toolkit.distributed import print_rank0
+from tests.support.launch import REPOSITORY
+from toolkit.distributed.comm import print_rank0
 from toolkit.errors import EXIT_USER_ERROR, UserError, exit_on_user_error
 
 

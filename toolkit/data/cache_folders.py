@@ -20,10 +20,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from toolkit.durable_files import describe_files, fsync_names, fsync_path, hash_file, list_files, refused_write, save_json
+from toolkit.checkpoint.manifest import seal
 from toolkit.errors import UserError
-from toolkit.file_modes import denials_named
-from toolkit.manifest_format import seal
+from toolkit.files.durable import describe_files, fsync_names, fsync_path, hash_file, list_files, refused_write, save_json
+from toolkit.files.modes import denials_named
 
 ABOUT = "about.json"
 UNFINISHED = "unfinished-"

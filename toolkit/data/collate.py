@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from toolkit.data.plan import MicroBatch
-from toolkit.losses import IGNORED_LABEL
+from toolkit.data.batch_plan import MicroBatch
+from toolkit.loss import IGNORED_LABEL
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -9,13 +9,13 @@ from unittest import mock
 import torch
 from torch import nn
 
-from toolkit import sharding
-from toolkit.losses import summed_loss
+from toolkit.loss import summed_loss
+from toolkit.parallel import wrap as sharding
+from toolkit.parallel.units import ShardUnit, local_tensor
 from toolkit.planning import trace as tracing
 from toolkit.planning.strategy import Strategy, planned_accelerator
 from toolkit.planning.subject import Subject, build_batch, even_stack_length, find_stacks, num_micro_batches, shortened
 from toolkit.planning.trace import GATHERED, GRADIENTS, SHARDED_PARAMETERS, UNSHARDED_GRADIENTS, Trace
-from toolkit.shard_units import ShardUnit, local_tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -18,13 +18,13 @@ from typing import Any
 from torch import nn
 
 from toolkit.errors import UserError
+from toolkit.models.shard_reader import PIECE_BYTES
+from toolkit.parallel.units import ShardUnit, local_tensor
 from toolkit.planning import trace as tracing
 from toolkit.planning.peak import MOMENT_BYTES, OPTIMIZER, estimate_peak, trace_rank
 from toolkit.planning.strategy import Strategy, load_strategy
 from toolkit.planning.subject import Subject, build_subject, num_micro_batches, row_tokens
 from toolkit.planning.trace import Bytes, Trace
-from toolkit.shard_units import ShardUnit, local_tensor
-from toolkit.weight_sources import PIECE_BYTES
 
 USABLE_SHARE = 0.92
 """Of a GPU's memory; the CUDA context, nccl's buffers and what the allocator cannot join take the rest. Not measured."""

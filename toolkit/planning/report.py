@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from toolkit.parallel.units import ShardUnit
 from toolkit.planning.plan import MOST_ROWS, USABLE_SHARE, Plan, build_plan
 from toolkit.planning.trace import Bytes
-from toolkit.shard_units import ShardUnit
 
 GIB = 2**30
 

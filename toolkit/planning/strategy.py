@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import torch
 
-from toolkit.accelerate_yaml import check_accelerate_yaml
-from toolkit.accelerator import frozen_dtype
 from toolkit.errors import UserError
+from toolkit.launch.accelerate_yaml import check_accelerate_yaml
+from toolkit.launch.accelerator import frozen_dtype
 
 LAUNCHER_MIN_NUM_PARAMETERS = 10**8
 """What `accelerate launch` takes for an absent `fsdp_min_num_params`."""

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from toolkit import adapters, models
-from toolkit.config import LLMConfig, RecipeConfig, SummarizationConfig, load_config
+from toolkit.config.load import LLMConfig, RecipeConfig, SummarizationConfig, load_config
+from toolkit.data.batch_plan import check_global_batch_size
 from toolkit.data.collate import CausalCollator, SummarizationCollator
-from toolkit.data.plan import check_global_batch_size
-from toolkit.model_config import (
+from toolkit.models import load as models
+from toolkit.models import lora as adapters
+from toolkit.models.config import (
     AutoClass,
     check_causal_positions,
     check_positions,
@@ -22,8 +23,8 @@ from toolkit.model_config import (
     load_model_config,
     special_tokens,
 )
+from toolkit.parallel.units import repeated_blocks
 from toolkit.planning.strategy import Strategy, planned_frozen_dtype
-from toolkit.shard_units import repeated_blocks
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

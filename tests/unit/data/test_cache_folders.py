@@ -17,7 +17,7 @@ import pytest
 
 from toolkit.data import cache_folders
 from toolkit.data.cache_folders import IDLE_S, find_or_build
-from toolkit.durable_files import refused_write, written_beside
+from toolkit.files.durable import refused_write, written_beside
 
 PATIENCE_S = 60
 ANOTHER = """

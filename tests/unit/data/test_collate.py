@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from toolkit.data.collate import CausalCollator, SummarizationCollator, own_label_shift, shift_right
-from toolkit.losses import IGNORED_LABEL
+from toolkit.loss import IGNORED_LABEL
 
 ROWS = [{"input_ids": [5, 6, 7, 1], "labels": [8, 1]}, {"input_ids": [9, 1], "labels": [4, 3, 1]}]
 

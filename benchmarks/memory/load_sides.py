@@ -1,0 +1,89 @@
+"""One launch of `load_memory.py`, on every rank: `load_sides.py sharded|whole FLAGS`; rank 0 prints one JSON line of figures.
+
+The flags are those of `recipes/llm.py`; what runs is what the recipe runs from its model's structure to its shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from toolkit.config.load import LLMConfig, load_config
+from toolkit.distributed.comm import barrier, gather_objects, print_rank0
+from toolkit.launch.accelerator import build_accelerator, frozen_dtype
+from toolkit.models import load_sharded as sharded_loading
+from toolkit.models.lora import is_wanted
+from toolkit.models.safetensors_index import WholeOnly
+from toolkit.parallel import wrap as sharding
+from toolkit.parallel.units import local_tensor
+from toolkit.training import setup as stages
+
+CAUSAL: Any = "AutoModelForCausalLM"
+SAMPLED_EVERY_S = 0.005
+
+
+def main() -> None:
+    way, *flags = sys.argv[1:]
+    config = load_config(LLMConfig, flags)
+    accelerator = build_accelerator([], config.run.output_dir)
+    dtype = frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=is_wanted(config.adapter))
+    begun = stages.Beginning(accelerator, dtype, Path(config.run.output_dir), {}, None, None)
+    model_config, skeleton = stages.build_skeleton(config, accelerator, CAUSAL)
+    whole = patch.object(sharded_loading, "open_weights", side_effect=WholeOnly("the benchmark asks for it"))
+    gc.collect()
+    barrier()
+    before, started = read_memory(), time.monotonic()
+    with sampled_peak() as peak, whole if way == "whole" else contextlib.nullcontext():
+        model, sources = stages.load_model(config, begun, CAUSAL, model_config, skeleton)
+        stages.identity_of(begun, model_config, SimpleNamespace(fingerprint=""), model, sources)
+        sharded = sharding.shard_model(accelerator, model, sources)
+    seconds = time.monotonic() - started
+    gc.collect()
+    figures = {
+        "anonymous_peak": peak["RssAnon"] - before["RssAnon"],
+        "anonymous_after": read_memory()["RssAnon"] - before["RssAnon"],
+        "resident_peak": peak["VmRSS"] - before["VmRSS"],
+        "seconds": seconds,
+        "shard_bytes": sum(local_tensor(parameter).nbytes for parameter in sharded.plain.parameters()),
+        "num_parameters": sum(parameter.numel() for parameter in sharded.plain.parameters()),
+    }
+    of_ranks = gather_objects(figures)
+    print_rank0(json.dumps({name: max(of_rank[name] for of_rank in of_ranks) for name in figures}))
+
+
+def read_memory() -> dict[str, int]:
+    """Bytes of this process: anonymous ones, and all that are resident."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {name: int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "VmRSS")}
+
+
+@contextlib.contextmanager
+def sampled_peak() -> Iterator[dict[str, int]]:
+    """The highest values of `read_memory` within it, complete at its end."""
+    peak, ended = read_memory(), threading.Event()
+
+    def sample() -> None:
+        while not ended.wait(SAMPLED_EVERY_S):
+            for name, value in read_memory().items():
+                peak[name] = max(peak[name], value)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        ended.set()
+        thread.join()
+
+
+if __name__ == "__main__":
+    main()

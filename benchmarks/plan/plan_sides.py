@@ -1,0 +1,135 @@
+"""One rank of `plan_error.py`: real training steps of a model with random weights, and the most memory that one step took.
+
+Launched by accelerate with the settings as JSON. Every rank's figures are gathered; rank 0 prints them as the last line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from toolkit.config.load import LLMConfig, SummarizationConfig, load_config
+from toolkit.distributed.comm import gather_objects, print_rank0
+from toolkit.launch.accelerator import build_accelerator, frozen_dtype
+from toolkit.loss import share_of_global_mean, summed_loss
+from toolkit.models import load as models
+from toolkit.models import lora as adapters
+from toolkit.models.config import load_model_config
+from toolkit.parallel import wrap as sharding
+from toolkit.parallel.units import local_tensor
+from toolkit.planning.strategy import load_strategy
+from toolkit.planning.subject import build_batch, build_subject
+from toolkit.training import optim
+
+NUM_WARMUP_STEPS = 2
+"""Moments are there from the second on."""
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    accelerator = build_accelerator([], "")
+    auto_class = "AutoModelForSeq2SeqLM" if settings["is_t5"] else "AutoModelForCausalLM"
+    config_class: Any = SummarizationConfig if settings["is_t5"] else LLMConfig
+    config = load_config(config_class, [*settings["arguments"], f"--model.name_or_path={settings['model']}"])
+    model_config = load_model_config(dataclasses.replace(config.model, from_scratch=True), auto_class)
+    strategy = load_strategy(Path(settings["preset"]), settings["num_processes"])
+    subject = build_subject(settings["model"], strategy, settings["arguments"], None)
+    batch = {name: t.to(accelerator.device) for name, t in build_batch(subject, config.train.micro_batch_size_rows).items()}
+    if "attention_mask" in batch:
+        batch["attention_mask"][0, -1] = 0  # as in any batch of real rows: without padding transformers drops the mask
+    before_gib = _memory_gib("VmRSS")
+    model = _load(config, accelerator, auto_class, model_config)
+    sharded = sharding.shard_model(accelerator, model)
+    optimizer = optim.build_optimizer(config.optim, sharded.model)
+    del model
+
+    def take_step() -> None:
+        for _ in range(settings["num_micro_batches"]):
+            share_of_global_mean(summed_loss(sharded.model, batch)[0], 1, 1).backward()
+        optim.clip_gradients(sharded.model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    for _ in range(NUM_WARMUP_STEPS):
+        take_step()
+    at_rest_gib = _at_rest_bytes([*sharded.model.parameters(), *sharded.model.buffers(), *batch.values()], optimizer) / 2**30
+    if strategy.kind == "ddp":  # its buckets, which nothing in Python holds
+        at_rest_gib += sum(p.nbytes for p in sharded.model.parameters() if p.requires_grad) / 2**30
+    figures = {}
+    if accelerator.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        take_step()
+        figures["allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM
+        take_step()
+        figures["resident_gib"] = _memory_gib("VmHWM") - before_gib
+        with (
+            mock.patch.object(dist, "reduce_scatter_tensor", _freed_here(dist.reduce_scatter_tensor)),
+            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler,
+        ):
+            take_step()
+        rise, left = _allocated_bytes(profiler)
+        figures |= {"allocated_gib": at_rest_gib + rise / 2**30, "unseen_gib": left / 2**30}
+    gathered = gather_objects(figures)
+    print_rank0(json.dumps(gathered))
+
+
+def _load(config: Any, accelerator: Any, auto_class: Any, model_config: Any) -> Any:
+    has_adapter = adapters.is_wanted(config.adapter)
+    dtype = frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=has_adapter)
+    from_scratch = dataclasses.replace(config.model, from_scratch=True)
+    model = models.load_model(from_scratch, model_config, auto_class, 0, dtype if has_adapter else torch.float32)
+    if has_adapter:
+        adapters.add_adapter(model, config.adapter, config.model, 0)
+        models.cast_frozen(model, dtype)
+    return model.train()
+
+
+def _at_rest_bytes(tensors: list[torch.Tensor], optimizer: torch.optim.Optimizer) -> int:
+    """Of the storages of these tensors and of the moments, on this rank."""
+    moments = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    storages = {local_tensor(tensor).untyped_storage() for tensor in (*tensors, *moments)}
+    return sum(num_bytes for num_bytes in {s.data_ptr(): s.nbytes() for s in storages}.values())
+
+
+def _allocated_bytes(profiler: Any) -> tuple[int, int]:
+    """The most that the CPU's allocator held above the start, and what it held at the end: what gloo's threads have freed,
+    which the profiler does not see."""
+    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    now = peak = 0
+    for event in events:
+        now += event.nbytes() if event.name() == "[memory]" else 0
+        peak = max(peak, now)
+    return peak, now
+
+
+def _freed_here(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """The collective, whose buffers gloo's thread lets go of before this one: the profiler sees what this one frees."""
+
+    def call(*args: Any, **options: Any) -> None:
+        work = collective(*args, **{**options, "async_op": True})
+        work.wait()
+        time.sleep(0.25)
+
+    return call
+
+
+def _memory_gib(field: str) -> float:
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) / 2**20
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Tiny base models with weights on disk, and adapters on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from toolkit.config.schema import AdapterConfig, ModelConfig
+from toolkit.export.lora import write_adapter
+from toolkit.models.lora import add_adapter
+from toolkit.models.lora_files import hash_base
+
+LLAMA_SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+BASES: dict[str, tuple[type[PreTrainedModel], Any]] = {
+    "llama_tied": (LlamaForCausalLM, LlamaConfig(**LLAMA_SIZES, tie_word_embeddings=True)),
+    "llama": (LlamaForCausalLM, LlamaConfig(**LLAMA_SIZES, tie_word_embeddings=False)),
+    "gpt2": (GPT2LMHeadModel, GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=1)),
+    "t5": (
+        T5ForConditionalGeneration,
+        T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0),
+    ),
+}
+
+
+def save_base(folder: Path, name: str, seed: int = 0) -> Path:
+    """The base's folder, written where it is not there yet."""
+    if not folder.is_dir():
+        model_class, config = BASES[name]
+        torch.manual_seed(seed)
+        model_class(config).save_pretrained(folder)
+    return folder
+
+
+def load_base(folder: Path, name: str) -> PreTrainedModel:
+    """The base in fp32."""
+    return BASES[name][0].from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def adapted(folder: Path, name: str, *, seed: int = 0, **settings: Any) -> PreTrainedModel:
+    """The base with an adapter as a run makes it: B is still zero."""
+    model = load_base(folder, name)
+    add_adapter(model, adapter_config(**settings), ModelConfig(name_or_path=str(folder)), seed)
+    return model.eval()
+
+
+def adapter_config(**settings: Any) -> AdapterConfig:
+    """A LoRA of rank 4, unless told otherwise."""
+    return AdapterConfig(**{"method": "lora", "rank": 4, "alpha": 8.0, **settings})
+
+
+@torch.no_grad()
+def randomize(model: PreTrainedModel) -> None:
+    """Stands for a training: every trainable parameter moves, B from zero."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+
+
+def forward_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Arguments of a forward that gives logits."""
+    tokens_BT = torch.arange(12).view(2, 6) + 2
+    return {"input_ids": tokens_BT} | ({"decoder_input_ids": tokens_BT + 7} if model.config.is_encoder_decoder else {})
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What the model says in evaluation mode."""
+    return model.eval()(**inputs, use_cache=False).logits
+
+
+def export_adapter(folder: Path, model: PreTrainedModel) -> Path:
+    """The folder of a model's adapter."""
+    weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    folder.mkdir()
+    write_adapter(folder, model, weights, hash_base(model))
+    return folder

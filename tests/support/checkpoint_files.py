@@ -1,0 +1,61 @@
+"""Checkpoints of two small files, for tests of what lies in a checkpoints folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint.find import commit
+from toolkit.checkpoint.folders import checkpoints_folder, step_folder
+from toolkit.checkpoint.manifest import MANIFEST, seal
+from toolkit.checkpoint.ranking import Goal, prune
+from toolkit.files.durable import describe_files
+
+LOSS = Goal("loss", higher_is_better=False, measured_on={"rows": "a", "num_beams": 1}, compared=("rows",))
+
+
+def make_checkpoint(run: Path, step: int, loss: float | None = None, measured_on: dict[str, Any] | None = None) -> Path:
+    folder = step_folder(run, step)
+    unfinished = write_unfinished(folder)
+    commit(unfinished, folder, manifest_of(step, loss, unfinished, measured_on))
+    return folder
+
+
+def write_unfinished(folder: Path) -> Path:
+    unfinished = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    (unfinished / "state").mkdir(parents=True)
+    (unfinished / "state" / ".metadata").write_bytes(folder.name.encode() * 10)
+    (unfinished / "rng-00000.safetensors").write_bytes(b"state of chance")
+    return unfinished
+
+
+def manifest_of(step: int, loss: float | None, unfinished: Path, measured_on: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {
+        "step": step,
+        "world_size": 1,
+        "identity": {"config": {}, "data_fingerprint": "d", "frozen_hashes": {}},
+        "state": {"best_value": None},
+        "metrics": {} if loss is None else {"loss": loss},
+        "measured_on": measured_on or LOSS.measured_on,
+        "files": describe_files(unfinished, ["state/.metadata", "rng-00000.safetensors"]),
+    }
+
+
+def change_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    manifest = json.loads((folder / MANIFEST).read_text())
+    change(manifest)
+    (folder / MANIFEST).write_text(json.dumps(seal(manifest)))
+
+
+def prune_to(
+    run: Path, just_written: Path, keep_last: int = 1, keep_best: int = 0, goal: Goal = LOSS
+) -> tuple[list[Path], list[str]]:
+    return prune(run, keep_last, keep_best, goal, just_written)
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in checkpoints_folder(run).iterdir())

@@ -1,0 +1,280 @@
+"""Run a script, or one test function, as N distributed processes without paying the imports N times.
+
+A fork server imports torch, transformers and the like once per test run; every rank is a fork of it, so a launch costs
+tens of milliseconds where `accelerate launch` costs 5 to 10 s a process. The environment of a rank is what
+`accelerate launch` would set from the same preset: accelerate's own parser and functions compute it.
+
+What differs from `accelerate launch`, so that a test which is about one of these takes the real launcher:
+rank 0 hosts the TCP store (torch elastic's agent does otherwise); the interpreter is left by `os._exit` after threads and
+atexit handlers, so C++ destructors do not run; all ranks of all launches share one string-hash seed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import wait as wait_for_any
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import yaml
+
+from tests.support.rank import SERVER_ENVIRONMENT, World, run_rank
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+_ON_CPU: dict[str, Any] = {"use_cpu": True, "num_processes": 2}
+_ON_ONE_MACHINE: dict[str, Any] = {"num_machines": 1, "main_process_ip": None, "main_process_port": 0, "same_network": True}
+_TWO_BY_TWO = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
+# FSDP1 broadcasts module states through an accelerator only ("no available devices found").
+_FSDP1: dict[str, Any] = {"fsdp_config": {"fsdp_sync_module_states": False}}
+GPU_PRESET_OVERRIDES_ON_CPU: dict[str, dict[str, Any]] = {
+    "ddp": _ON_CPU,
+    "fsdp2_full_shard": _ON_CPU,
+    "fsdp2_shard_grad_op": _ON_CPU,
+    "fsdp2_activation_checkpointing": _ON_CPU,
+    # Inductor would compile with a C++ compiler, for minutes; what is traced and sharded is the same.
+    "fsdp2_compile": {**_ON_CPU, "dynamo_config": {"dynamo_backend": "AOT_EAGER"}},
+    "fsdp2_offload": _ON_CPU,  # pinned memory has no key in the YAML; `toolkit.launch.accelerator` turns it off on CPU
+    "fsdp2_size_wrap": _ON_CPU,
+    "fsdp2_multi_node": {**_ON_CPU, **_ON_ONE_MACHINE},
+    "fsdp2_hsdp": {**_ON_CPU, **_ON_ONE_MACHINE, "num_processes": 4, "parallelism_config": _TWO_BY_TWO},
+    "fsdp2_100b": {**_ON_CPU, **_ON_ONE_MACHINE, "num_processes": 4, "parallelism_config": _TWO_BY_TWO},
+    "fsdp1_full_shard": {**_ON_CPU, **_FSDP1},
+    "fsdp1_shard_grad_op": {**_ON_CPU, **_FSDP1},
+}
+"""Per GPU preset: all that changes when a test runs it on CPU."""
+GPU_CHECKS = {"fsdp1_hybrid_shard": "tests/gpu/test_hybrid_shard.py", "fsdp2_fp8": "tests/gpu/test_fp8.py"}
+"""Presets that nothing can run on CPU, and the check that runs them on GPUs."""
+
+PRELOADED = [
+    "torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict",
+    "accelerate", "accelerate.commands.launch", "transformers", "transformers.generation",
+    "transformers.models.auto.modeling_auto", "transformers.models.t5.modeling_t5", "transformers.models.bart.modeling_bart",
+    "transformers.tokenization_utils_tokenizers", "datasets", "evaluate", "rouge_score.rouge_scorer", "tokenizers",
+    "jsonargparse", "peft", "psutil", "pandas", "pyarrow.parquet", "pytest", "sklearn.datasets", "matplotlib.figure",
+    "matplotlib.backends.backend_agg", "docstring_parser",
+    "tests.support.frozen_libraries",  # the last
+]  # fmt: skip
+READ_AT_IMPORT = (
+    "OMP_NUM_THREADS", "PYTHONHASHSEED", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE",
+    "TRANSFORMERS_OFFLINE",
+)  # fmt: skip
+"""Variables that the preloaded libraries have read already: a launch that asks for another value is refused."""
+
+PEER_GRACE_S = 5.0
+TERM_TO_KILL_S = 10.0
+
+_environment_at_server_start: dict[str, str] = {}
+
+
+@dataclass(frozen=True)
+class LaunchResult:
+    """How the ranks of one launch ended."""
+
+    returncodes: list[int]
+    """By rank; `-9` is a process killed by signal 9, as in `subprocess`."""
+    stdout: str
+    """All ranks, rank 0 first."""
+    stderr: str
+    """All ranks, rank 0 first."""
+
+
+def launch(
+    script: Path | str,
+    argv: list[str],
+    *,
+    preset: str | Path,
+    overrides: dict[str, Any] | None = None,
+    num_processes: int | None = None,
+    timeout_s: float = 120,
+    env: dict[str, str] | None = None,
+) -> LaunchResult:
+    """Run `script` on every rank of a preset (a name in accelerate_configs/ or a file) and wait for the end.
+
+    `overrides` are merged into the preset's YAML, nested mappings key by key. Raises AssertionError after `timeout_s`.
+    """
+    with start(script, argv, preset=preset, overrides=overrides, num_processes=num_processes, env=env) as running:
+        return running.wait(timeout_s)
+
+
+def start(
+    script: Path | str,
+    argv: list[str],
+    *,
+    preset: str | Path,
+    overrides: dict[str, Any] | None = None,
+    num_processes: int | None = None,
+    env: dict[str, str] | None = None,
+) -> Running:
+    """As `launch`, but return at once; use it in a `with`, which kills whatever still runs at its end."""
+    return Running(_build_world(preset, overrides, num_processes, env, script=Path(script).resolve(), argv=argv))
+
+
+def run_on_ranks(
+    function: Callable[..., Any],
+    *,
+    preset: str | Path,
+    overrides: dict[str, Any] | None = None,
+    num_processes: int | None = None,
+    args: tuple[Any, ...] = (),
+    timeout_s: float = 120,
+    env: dict[str, str] | None = None,
+) -> list[Any]:
+    """Call a module-level `function(*args)` on every rank and return the results in rank order.
+
+    The exception of the rank that failed first is raised again, with that rank's traceback and errors as a note.
+    """
+    with Running(_build_world(preset, overrides, num_processes, env, function=function, args=args)) as running:
+        result = running.wait(timeout_s)
+        failures = sorted(running.folder.glob("error-*.pkl"), key=lambda path: path.stat().st_mtime_ns)
+        if failures:
+            error, text = pickle.loads(failures[0].read_bytes())
+            error.add_note(f"{failures[0].stem}\n{text}\nstderr of all ranks:\n{result.stderr[-4000:]}")
+            raise error
+        if any(result.returncodes):
+            raise AssertionError(running.last_words())
+        return [pickle.loads((running.folder / f"result-{rank}.pkl").read_bytes()) for rank in range(len(running.pids))]
+
+
+class Running:
+    """The ranks of one launch: their pids to kill, their output so far, and how they end."""
+
+    def __init__(self, world: World) -> None:
+        self.folder = world.folder
+        context = _fork_server()
+        # daemon: whatever a failed test leaves behind is terminated, not waited for, when pytest exits.
+        self._processes = [
+            context.Process(target=run_rank, args=(world, rank), daemon=True) for rank in range(world.num_processes)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._signal_all(signal.SIGKILL)
+        for process in self._processes:
+            process.join()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank."""
+        return [process.pid or 0 for process in self._processes]
+
+    def output(self, stream: str = "stdout") -> str:
+        """What the ranks have printed so far to `stdout` or `stderr`, rank 0 first."""
+        files = [self.folder / f"{stream}-{rank}.txt" for rank in range(len(self._processes))]
+        return "".join(path.read_text(errors="replace") for path in files if path.exists())
+
+    def wait_for_output(self, text: str, *, times: int = 1, timeout_s: float = 60) -> None:
+        """Return once the ranks have printed `text` so often in all; AssertionError if they end before, or time runs out."""
+        deadline = time.monotonic() + timeout_s
+        while self.output().count(text) < times:
+            alive = [process for process in self._processes if process.exitcode is None]
+            if (not alive and self.output().count(text) < times) or time.monotonic() >= deadline:
+                raise AssertionError(f"{text!r} was not printed {times} times\n{self.last_words()}")
+            wait_for_any([process.sentinel for process in alive], timeout=0.02)
+
+    def wait(self, timeout_s: float = 120) -> LaunchResult:
+        """Wait for the ranks; one that fails takes the others down (TERM after 5 s, KILL 10 s later), as torch elastic does."""
+        deadline = time.monotonic() + timeout_s
+        terminate_at = kill_at = float("inf")
+        while alive := [process for process in self._processes if process.exitcode is None]:
+            now = time.monotonic()
+            if now >= deadline:
+                self._signal_all(signal.SIGKILL)
+                raise AssertionError(f"not finished after {timeout_s} s\n{self.last_words()}")
+            if terminate_at == float("inf") and any(process.exitcode for process in self._processes):
+                terminate_at, kill_at = now + PEER_GRACE_S, now + PEER_GRACE_S + TERM_TO_KILL_S
+            if now >= kill_at:
+                self._signal_all(signal.SIGKILL)
+            elif now >= terminate_at:
+                self._signal_all(signal.SIGTERM)
+                terminate_at = kill_at
+            next_event = min(deadline, terminate_at, kill_at)
+            wait_for_any([process.sentinel for process in alive], timeout=max(0.05, next_event - time.monotonic()))
+        return LaunchResult([process.exitcode or 0 for process in self._processes], self.output("stdout"), self.output("stderr"))
+
+    def last_words(self) -> str:
+        """Exit codes so far and the ends of the outputs, for an assertion's message."""
+        codes = [process.exitcode for process in self._processes]
+        return f"exit codes {codes}\nstdout:\n{self.output('stdout')[-4000:]}\nstderr:\n{self.output('stderr')[-4000:]}"
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        """Signal every living rank with its own children (each rank leads a session)."""
+        for process in self._processes:
+            if process.exitcode is None and process.pid:
+                for send in (os.killpg, os.kill):  # kill: a rank that does not lead its session yet
+                    with suppress(ProcessLookupError):
+                        send(process.pid, number)
+
+
+def _build_world(
+    preset: str | Path,
+    overrides: dict[str, Any] | None,
+    num_processes: int | None,
+    env: dict[str, str] | None,
+    **what: Any,
+) -> World:
+    """Write the preset with its overrides into a new folder, which also takes the ranks' outputs."""
+    _fork_server()
+    environment = {**os.environ, **SERVER_ENVIRONMENT, **(env or {})}
+    for name in READ_AT_IMPORT:
+        asked, frozen = environment.get(name), _environment_at_server_start.get(name)
+        assert asked == frozen, f"{name}={asked!r} comes too late: the preloaded libraries read {frozen!r}"
+    path = REPOSITORY / "accelerate_configs" / f"{preset}.yaml" if isinstance(preset, str) else preset
+    mapping = _merge(yaml.safe_load(path.read_text(encoding="utf-8")), overrides or {})
+    if num_processes is not None:
+        mapping["num_processes"] = num_processes
+    folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+    accelerate_yaml = folder / path.name
+    accelerate_yaml.write_text(yaml.safe_dump(mapping), encoding="utf-8")
+    is_distributed = mapping["distributed_type"] in ("MULTI_GPU", "FSDP")
+    return World(
+        folder=folder,
+        accelerate_yaml=accelerate_yaml,
+        # accelerate starts one process for every other type, MULTI_CPU included
+        num_processes=mapping["num_processes"] if is_distributed else 1,
+        master_port=_free_port() if is_distributed else None,
+        # There is no launcher above a rank whose command line would name the file.
+        environment={**os.environ, **SERVER_ENVIRONMENT, "TOOLKIT_ACCELERATE_YAML": str(accelerate_yaml), **(env or {})},
+        **what,
+    )
+
+
+def _merge(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in overrides.items():
+        merged[key] = _merge(merged.get(key) or {}, value) if isinstance(value, dict) else value
+    return merged
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _fork_server() -> Any:
+    """The context whose processes are forks of the preloaded server; the first call starts it."""
+    context = multiprocessing.get_context("forkserver")
+    if not _environment_at_server_start:
+        context.set_forkserver_preload(PRELOADED)
+        with patch.dict(os.environ, SERVER_ENVIRONMENT):
+            _environment_at_server_start.update(os.environ)
+            multiprocessing.forkserver.ensure_running()  # type: ignore[attr-defined]
+    return context

@@ -1,0 +1,132 @@
+"""Tiny model folders of the supported families, made offline, and rows to train them on.
+
+Each folder holds what a user's would: config.json, random safetensors weights, a tokenizer, generation_config.json.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from tests.support.translation_tokenizers import LANGUAGES, save_translation_tokenizer
+
+WORDS = [
+    "alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu", "nu", "xi", "omicron",
+    "pi", "rho", "sigma", "tau",
+]  # fmt: skip
+T5_SIZES = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "pad_token_id": 0, "decoder_start_token_id": 0}
+BART_SIZES = {
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64,
+}  # fmt: skip
+BART_TOKENS = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": 2}
+TRANSLATION_TOKENS = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+PEGASUS_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "t5": ("T5Config", T5_SIZES | {"feed_forward_proj": "relu", "tie_word_embeddings": True}),
+    "flan_t5": ("T5Config", T5_SIZES | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "mt5": ("MT5Config", T5_SIZES | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "umt5": ("UMT5Config", T5_SIZES | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "bart": ("BartConfig", BART_SIZES | BART_TOKENS),
+    "pegasus": ("PegasusConfig", BART_SIZES | PEGASUS_TOKENS),
+    "longt5": ("LongT5Config", T5_SIZES | {"encoder_attention_type": "local", "local_radius": 7}),
+    "m2m_100": ("M2M100Config", BART_SIZES | TRANSLATION_TOKENS),
+    "nllb": ("M2M100Config", BART_SIZES | TRANSLATION_TOKENS),
+    "mbart": ("MBartConfig", BART_SIZES | TRANSLATION_TOKENS),
+    "plbart": ("PLBartConfig", BART_SIZES | TRANSLATION_TOKENS),
+}
+"""Config class and what it is built with; T5's config is the one of version 1.0, FLAN's that of version 1.1."""
+
+LLAMA_SIZES = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128,
+    "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1,
+}  # fmt: skip
+GROUPED = LLAMA_SIZES | {"num_key_value_heads": 2}
+SLIDING = GROUPED | {"sliding_window": 8, "head_dim": 8}
+GPT2_SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "pad_token_id": 0, "eos_token_id": 1}
+
+CAUSAL_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", GROUPED | {"tie_word_embeddings": False}),
+    "llama_tied": ("LlamaConfig", GROUPED | {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", GROUPED | {"head_dim": 8, "tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", SLIDING),
+    "gemma2": ("Gemma2Config", SLIDING | {"query_pre_attn_scalar": 8}),
+    "gemma3": ("Gemma3TextConfig", SLIDING | {"query_pre_attn_scalar": 8}),
+    "gpt2": ("GPT2Config", GPT2_SIZES),
+    "gpt_neox": ("GPTNeoXConfig", LLAMA_SIZES),
+    "phi3": ("Phi3Config", GROUPED),
+    "olmo2": ("Olmo2Config", GROUPED),
+}
+"""Tied are llama_tied, qwen3, both Gemmas and GPT-2; the windows are shorter than the rows of the tests."""
+
+
+def build_model_folders(parent: Path) -> dict[str, Path]:
+    """One folder a family, by its name. Imports transformers: call it through `run_on_ranks`, where that is done."""
+    import torch
+    import transformers
+
+    folders = {}
+    for place, (family, (config_class, settings)) in enumerate({**FAMILIES, **CAUSAL_FAMILIES}.items()):
+        folder = folders[family] = parent / family
+        torch.manual_seed(place)
+        config = getattr(transformers, config_class)(vocab_size=256, **settings)
+        auto_class = transformers.AutoModelForSeq2SeqLM if family in FAMILIES else transformers.AutoModelForCausalLM
+        model = auto_class.from_config(config, dtype=torch.float32)
+        model.save_pretrained(folder)
+        if family in LANGUAGES:
+            save_translation_tokenizer(family, WORDS, folder)
+        else:
+            _build_tokenizer(("<s>", "<pad>", "</s>") if family == "bart" else ("<pad>", "</s>")).save_pretrained(folder)
+    return folders
+
+
+def make_rows(num_rows: int, seed: int = 0) -> list[dict[str, str]]:
+    """Rows of different lengths whose target is the beginning of their source."""
+    drawn = random.Random(seed)
+    rows = []
+    for _ in range(num_rows):
+        words = drawn.choices(WORDS, k=drawn.randint(8, 30))
+        rows.append({"source": " ".join(words), "target": " ".join(words[: drawn.randint(2, 6)])})
+    return rows
+
+
+def save_jsonl(path: Path, rows: list[dict[str, str]]) -> Path:
+    """Write rows as JSON lines, text as it is."""
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def save_wikihow_csv(path: Path, rows: list[dict[str, str]]) -> Path:
+    """Write rows in the format of wikihowAll.csv, with its line breaks, stray separators and missing cells."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ["headline", "title", "text"])
+        writer.writeheader()
+        for number, row in enumerate(rows):
+            headline, text = row["target"].capitalize(), row["source"].capitalize()
+            writer.writerow(
+                {"headline": f"\n{headline}.,\n", "title": f"How to {row['target']}{number}", "text": f"{text}.;\n, {text}."}
+            )
+        writer.writerow({"headline": "\nNo text.", "title": "How to Fail", "text": ""})
+    return path
+
+
+def _build_tokenizer(special_tokens: tuple[str, ...]) -> Any:
+    """A byte-pair tokenizer with a token for each of `WORDS`; special tokens get the first ids and go around a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=[*special_tokens, "<unk>"], show_progress=False)
+    tokenizer.train_from_iterator(WORDS, trainer)
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    around = [(token, special_tokens.index(token)) for token in ("<s>", "</s>") if token in special_tokens]
+    template = "<s> $A </s>" if "<s>" in special_tokens else "$A </s>"
+    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=around)
+    named = {name: token for name, token in tokens.items() if token in special_tokens}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **named)

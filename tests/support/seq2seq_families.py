@@ -1,0 +1,60 @@
+"""Every model that `AutoModelForSeq2SeqLM` names: run by a test, tiny, or refused with a sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.support.model_folders import BART_SIZES, BART_TOKENS, PEGASUS_TOKENS
+
+LAUNCHED = {"t5", "mt5", "umt5", "bart", "pegasus", "longt5", "m2m_100", "mbart", "plbart"}
+"""Model types of `model_folders.FAMILIES`, whose runs are launched whole."""
+
+BERT = {
+    "model_type": "bert", "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 64, "max_position_embeddings": 64,
+}  # fmt: skip
+GEMMA = {
+    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8,
+    "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2,
+}  # fmt: skip
+PROPHETNET = {
+    "hidden_size": 32, "num_encoder_layers": 2, "num_decoder_layers": 2, "num_encoder_attention_heads": 4,
+    "num_decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64,
+    "bos_token_id": 2, "decoder_start_token_id": 2, "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+
+IN_PROCESS: dict[str, dict[str, Any]] = {
+    "bigbird_pegasus": BART_SIZES | PEGASUS_TOKENS | {"block_size": 2, "num_random_blocks": 1},
+    "blenderbot": BART_SIZES | BART_TOKENS,
+    "blenderbot-small": BART_SIZES | BART_TOKENS,
+    "encoder-decoder": {
+        "encoder": BERT, "decoder": BERT | {"is_decoder": True, "add_cross_attention": True},
+        "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 2,
+    },
+    "fsmt": BART_SIZES | BART_TOKENS | {"langs": ["en", "de"], "src_vocab_size": 256, "tgt_vocab_size": 256},
+    "led": BART_SIZES | BART_TOKENS | {
+        "attention_window": 8, "max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64,
+    },
+    "marian": BART_SIZES | PEGASUS_TOKENS | {"decoder_vocab_size": 256},
+    "mvp": BART_SIZES | BART_TOKENS,
+    "pegasus_x": BART_SIZES | PEGASUS_TOKENS | {"num_global_tokens": 4, "block_size": 8},
+    "prophetnet": PROPHETNET | {"disable_ngram_loss": True},
+    "t5gemma": {"encoder": GEMMA, "decoder": GEMMA, "vocab_size": 256},
+}  # fmt: skip
+"""Model type and what its config is built with, beside `vocab_size=256`."""
+
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "audioflamingo3", "glmasr", "granite_speech", "granite_speech_plus", "moss_transcribe_diarize", "musicflamingo",
+            "nemo_speechlm", "qwen2_audio", "qwen3_asr", "seamless_m4t", "seamless_m4t_v2", "vibevoice_asr", "voxtral",
+            "voxtral_realtime",
+        ),
+        "which takes audio beside text",
+    ),
+    "t5gemma2": "which takes image beside text",
+    "nllb-moe": "is a mixture of experts",
+    "switch_transformers": "is a mixture of experts",
+}  # fmt: skip
+"""Model type and what its error says."""

@@ -1,0 +1,191 @@
+"""Tensors on disk: what was saved comes back, and nothing in the files runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from toolkit.checkpoint.dcp import load_tensors, save_tensors, stored_names
+
+
+def some_tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {"model.weight": torch.randn(5, 3), "optimizer.step": torch.tensor(7.0), "model.half": torch.randn(4).bfloat16()}
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    tensors = some_tensors()
+    names = save_tensors(tensors, tmp_path)
+    assert sorted(names) == sorted(path.name for path in tmp_path.iterdir())
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    load_tensors(loaded, tmp_path)
+    for name, tensor in tensors.items():
+        assert torch.equal(loaded[name], tensor)
+
+
+def test_missing_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
+    save_tensors(some_tensors(), tmp_path)
+    with pytest.raises(ValueError, match="holds no model.other"):
+        load_tensors({"model.other": torch.zeros(1)}, tmp_path)
+    with pytest.raises(ValueError, match=r"holds model.weight with shape \(5, 3\), not \(3, 5\)"):
+        load_tensors({"model.weight": torch.zeros(3, 5)}, tmp_path)
+
+
+def test_a_pickle_in_the_metadata_does_not_run(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+
+    class Attack:
+        def __reduce__(self) -> tuple:
+            return os.system, (f"touch {canary}",)
+
+    save_tensors(some_tensors(), tmp_path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Attack()))
+    with pytest.raises(ValueError, match=r"is no checkpoint metadata: posix.system is not allowed"):
+        load_tensors(some_tensors(), tmp_path)
+    assert not canary.exists()
+
+
+def test_paths_of_python_3_13_are_read(tmp_path: Path) -> None:
+    """3.13 pickles a path under the name of a module that other versions lack."""
+    tensors = some_tensors()
+    save_tensors(tensors, tmp_path)
+    ours = pickle.dumps(pickle.loads((tmp_path / ".metadata").read_bytes()), protocol=2)
+    theirs = re.sub(rb"cpathlib(\._local)?\nPosixPath\n", b"cpathlib._local\nPosixPath\n", ours)
+    assert b"pathlib._local" in theirs
+    (tmp_path / ".metadata").write_bytes(theirs)
+    assert stored_names(tmp_path) == set(tensors)
+
+
+@pytest.mark.parametrize("name", ["../elsewhere.distcp", "/tmp/__0_0.distcp", "..", "a/__0_0.distcp", ".metadata"])
+def test_files_that_are_no_shards_of_the_folder_are_refused(tmp_path: Path, name: str) -> None:
+    save_tensors(some_tensors(), tmp_path)
+    with edited_metadata(tmp_path) as metadata:
+        for info in metadata.storage_data.values():
+            info.relative_path = name
+    with pytest.raises(ValueError, match=f"names {re.escape(name)}, which is no shard of the checkpoint"):
+        load_tensors(some_tensors(), tmp_path)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_links_out_of_the_folder_are_refused(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "state"
+    save_tensors(some_tensors(), folder)
+    (folder / name).rename(tmp_path / name)
+    (folder / name).symlink_to(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name} is a link that leads out of the checkpoint"):
+        load_tensors(some_tensors(), folder)
+
+
+def remove_a_chunk(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["model.weight"].chunks.clear()
+
+
+def move_a_chunk(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["model.weight"].chunks[0].offsets = torch.Size([1, 0])
+
+
+def forget_a_place(metadata: Metadata) -> None:
+    del metadata.storage_data[MetadataIndex("model.weight", [0, 0])]
+
+
+def transform_a_shard(metadata: Metadata) -> None:
+    next(iter(metadata.storage_data.values())).transform_descriptors = ["stream.zstd/1"]
+
+
+def forget_all_tensors(metadata: Metadata) -> None:
+    del metadata.state_dict_metadata
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (remove_a_chunk, "does not say where all of model.weight is"),
+        (move_a_chunk, "a part of model.weight lies outside it, or in no file"),
+        (forget_a_place, "a part of model.weight lies outside it, or in no file"),
+        (transform_a_shard, "as transformed"),
+        (forget_all_tensors, "no attribute 'state_dict_metadata'"),
+    ],
+)
+def test_metadata_that_does_not_hang_together_is_refused(tmp_path: Path, change: Callable[[Metadata], None], reason: str) -> None:
+    save_tensors(some_tensors(), tmp_path)
+    with edited_metadata(tmp_path) as metadata:
+        change(metadata)
+    with pytest.raises(ValueError, match=f"is no checkpoint metadata: .*{reason}"):
+        load_tensors(some_tensors(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80\x04", b"cos\nsystem\n(S'true'\ntR.", b"ctorch\ndevice\n(S'nowhere'\ntR.", b"I1\n."]
+)
+def test_bytes_that_are_no_metadata_are_refused(tmp_path: Path, content: bytes) -> None:
+    save_tensors(some_tensors(), tmp_path)
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(ValueError, match="is no checkpoint metadata: "):
+        load_tensors(some_tensors(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (torch.zeros(2, 3), r"with shape \(2, 3\) as torch.float32, not \(5, 3\) as torch.float32"),
+        (torch.zeros(5, 3, dtype=torch.int64), r"with shape \(5, 3\) as torch.int64, not \(5, 3\) as torch.float32"),
+        (torch.zeros(5, 3, device="meta"), "no plain tensor for model.weight"),
+        (torch.zeros(5, 3).to_sparse(), "no plain tensor for model.weight"),
+        (torch.nn.Parameter(torch.zeros(5, 3)), "no plain tensor for model.weight"),
+        ({"weight": 1}, "no plain tensor for model.weight"),
+        (slice(1), r"no tensor for model.weight \(UnpicklingError\)"),
+    ],
+)
+def test_a_shard_that_holds_something_else_is_refused(tmp_path: Path, value: Any, reason: str) -> None:
+    save_tensors(some_tensors(), tmp_path)
+    with edited_metadata(tmp_path) as metadata:
+        info = metadata.storage_data[MetadataIndex("model.weight", [0, 0])]
+        with (tmp_path / info.relative_path).open("ab") as file:
+            info.offset = file.tell()
+            torch.save(value, file)
+            info.length = file.tell() - info.offset
+    with pytest.raises(ValueError, match=f"__0_0.distcp holds (model.weight )?{reason}$"):
+        load_tensors(some_tensors(), tmp_path)
+
+
+def test_a_missing_shard_is_told_without_a_traceback(tmp_path: Path) -> None:
+    save_tensors(some_tensors(), tmp_path)
+    (tmp_path / "__0_0.distcp").unlink()
+    with pytest.raises(ValueError, match=r"^\[Errno 2\] No such file or directory: '.*/__0_0.distcp'$"):
+        load_tensors(some_tensors(), tmp_path)
+
+
+def test_another_kind_of_numbers_is_refused_and_other_floats_are_converted(tmp_path: Path) -> None:
+    tensors = some_tensors()
+    save_tensors(tensors, tmp_path)
+    with pytest.raises(ValueError, match="holds model.weight as torch.float32, not torch.int64"):
+        load_tensors({"model.weight": torch.zeros(5, 3, dtype=torch.int64)}, tmp_path)
+    loaded = {"model.half": torch.zeros(4)}
+    load_tensors(loaded, tmp_path)
+    assert torch.equal(loaded["model.half"], tensors["model.half"].float())
+
+
+def test_entries_that_are_no_tensors_are_refused(tmp_path: Path) -> None:
+    """DCP would read them with torch.load(weights_only=False)."""
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"model.weight": torch.zeros(1), "note": "text"}, storage_writer=dcp.FileSystemWriter(tmp_path))
+    with pytest.raises(ValueError, match=r"is not a tensor|is not allowed"):
+        load_tensors({"model.weight": torch.zeros(1)}, tmp_path)
+
+
+@contextlib.contextmanager
+def edited_metadata(folder: Path) -> Iterator[Metadata]:
+    """The metadata, written back at the end."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    yield metadata
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))

@@ -1,0 +1,137 @@
+"""Which checkpoints exist, whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoint_files import change_manifest, make_checkpoint
+from toolkit.checkpoint.find import check_files, find_checkpoint, hash_model_config, newest_valid
+from toolkit.checkpoint.folders import list_checkpoints
+from toolkit.checkpoint.manifest import MANIFEST, read_manifest
+from toolkit.errors import UserError
+from toolkit.files.durable import describe_files
+
+
+def test_a_committed_checkpoint_is_the_newest_valid_one(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 3)
+    newest = make_checkpoint(tmp_path, 12)
+    assert newest_valid(tmp_path) == (newest, [])
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [3, 12]
+    assert not list(newest.parent.glob("*.tmp"))
+
+
+def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
+    assert newest_valid(tmp_path) == (None, [])
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda f: (f / MANIFEST).unlink(), "step-00000012 has no manifest.json: it was never finished"),
+        (lambda f: (f / MANIFEST).write_text("{"), "step-00000012/manifest.json cannot be read"),
+        (lambda f: (f / "rng-00000.safetensors").unlink(), "step-00000012 lacks rng-00000.safetensors"),
+        (
+            lambda f: ((f / "rng-00000.safetensors").unlink(), (f / "rng-00000.safetensors").mkdir()),
+            "step-00000012/rng-00000.safetensors is not a file",
+        ),
+        (lambda f: (f / "state" / ".metadata").write_bytes(b"\x0c" * 99), "state/.metadata has 99 bytes instead of 130"),
+        (lambda f: (f / "state" / ".metadata").write_bytes(b"\x0c" * 130), "state/.metadata does not have the sha256"),
+        (lambda f: f.rename(f.with_name("step-00000013")), "is of step 12, which is not what the folder is named after"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path: Path, damage, sentence: str) -> None:
+    older = make_checkpoint(tmp_path, 3)
+    damage(make_checkpoint(tmp_path, 12))
+    found, refused = newest_valid(tmp_path)
+    assert found == older
+    assert len(refused) == 1
+    assert sentence in refused[0]
+
+
+def test_sizes_alone_do_not_tell_a_changed_byte(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, 3)
+    (folder / "rng-00000.safetensors").write_bytes(b"state of chancE")
+    check_files(folder, read_manifest(folder), hashes=False)
+    with pytest.raises(ValueError, match="rng-00000.safetensors does not have the sha256"):
+        check_files(folder, read_manifest(folder))
+    (folder / "rng-00000.safetensors").write_bytes(b"state")
+    with pytest.raises(ValueError, match="rng-00000.safetensors has 5 bytes instead of 15"):
+        check_files(folder, read_manifest(folder), hashes=False)
+
+
+@pytest.mark.parametrize("name", ["../../secret", "state/../../../secret", "{outside}/secret", "", ".", "a\0b", "a\nb"])
+def test_a_manifest_cannot_name_files_outside(tmp_path: Path, name: str) -> None:
+    folder = make_checkpoint(tmp_path, 3)
+    (tmp_path / "secret").write_bytes(b"x")
+    about = describe_files(tmp_path, ["secret"])["secret"]
+    change_manifest(folder, lambda manifest: manifest["files"].update({name.format(outside=tmp_path): about}))
+    with pytest.raises(ValueError, match="outside the checkpoint"):
+        check_files(folder, read_manifest(folder))
+
+
+@pytest.mark.parametrize("name", ["rng-00000.safetensors", "state"])
+def test_links_do_not_lead_out_of_a_checkpoint(tmp_path: Path, name: str) -> None:
+    folder = make_checkpoint(tmp_path, 3)
+    (folder / name).rename(tmp_path / "elsewhere")
+    (folder / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=f"which is outside the checkpoint: {name} is a link"):
+        check_files(folder, read_manifest(folder))
+
+
+def test_a_file_that_the_disk_does_not_give_back_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path, 3)
+
+    def fail(path: Path) -> str:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr("toolkit.checkpoint.find.hash_file", fail)
+    assert newest_valid(tmp_path) == (None, ["step-00000003/state/.metadata cannot be read (Input/output error)"])
+
+
+def test_files_that_no_manifest_names_do_not_matter(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, 3)
+    (folder / "state" / ".nfs000001").write_bytes(b"x")
+    assert newest_valid(tmp_path) == (folder, [])
+
+
+def test_a_named_checkpoint_is_refused_while_there_are_later_ones(tmp_path: Path) -> None:
+    early, late = make_checkpoint(tmp_path, 3), make_checkpoint(tmp_path, 12)
+    assert find_checkpoint(tmp_path, str(late)) == (late, [])
+    sentence = f"checkpoint.resume is {early}, but {early.parent} has later ones: move step-00000012 away first"
+    with pytest.raises(UserError, match=f"^{re.escape(sentence)}$"):
+        find_checkpoint(tmp_path, str(early))
+    late.rename(tmp_path / "moved")
+    assert find_checkpoint(tmp_path, str(early)) == (early, [])
+
+
+def test_auto_starts_anew_only_where_there_is_no_checkpoint(tmp_path: Path) -> None:
+    assert find_checkpoint(tmp_path, "auto") == (None, [])
+    only = make_checkpoint(tmp_path, 3)
+    assert find_checkpoint(tmp_path, "auto") == (only, [])
+    (only / "rng-00000.safetensors").unlink()
+    with pytest.raises(
+        UserError, match=r"is valid \(step-00000003 lacks rng-00000.safetensors\): move them away to start from the first step"
+    ):
+        find_checkpoint(tmp_path, "auto")
+
+
+def test_a_model_config_is_told_by_what_it_says() -> None:
+    config = {"d_model": 16, "id2label": {0: "a"}, "transformers_version": "5.0.0"}
+    assert hash_model_config(config) == hash_model_config({**config, "transformers_version": "5.1.0"})
+    assert hash_model_config(config) != hash_model_config({**config, "d_model": 32})
+    assert hash_model_config(config) != hash_model_config({**config, "scale": 2.0})
+
+
+@pytest.mark.parametrize("name", ["state/.metadata", "rng-00000.safetensors", "state/__0_0.distcp"])
+def test_what_would_be_read_unchecked_is_named(tmp_path: Path, name: str) -> None:
+    folder = make_checkpoint(tmp_path, 3)
+    (folder / "state" / "__0_0.distcp").write_bytes(b"a shard")
+    change_manifest(folder, lambda m: m["files"].update(describe_files(folder, ["state/__0_0.distcp"])))
+    change_manifest(folder, lambda m: m["files"].pop(name))
+    with pytest.raises(ValueError, match=f"step-00000003/manifest.json does not name {name}"):
+        check_files(folder, read_manifest(folder))

@@ -1,0 +1,160 @@
+"""Checkpoints that take the place of others and go, with kills at each rename and in each removal."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.checkpoint_files import make_checkpoint, manifest_of, names, prune_to, write_unfinished
+from toolkit.checkpoint.find import commit, find_checkpoint, newest_valid
+from toolkit.checkpoint.folders import list_checkpoints, list_leftovers, step_folder
+from toolkit.checkpoint.manifest import read_manifest
+from toolkit.errors import UserError
+
+
+def test_what_stood_there_is_put_back_where_its_replacement_never_came(tmp_path: Path) -> None:
+    before, replaced = (make_checkpoint(tmp_path, step) for step in (3, 12))
+    replaced.rename(replaced.with_name("step-00000012.old"))
+    assert newest_valid(tmp_path) == (before, [])
+    sentence = "step-00000012.old is step-00000012 again: the save that was to replace it never came to its end"
+    assert find_checkpoint(tmp_path, "auto") == (replaced, [sentence])
+    assert find_checkpoint(tmp_path, "auto") == (replaced, [])
+
+
+def test_what_stood_there_goes_only_when_its_replacement_is_valid(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, 3)
+    replaced = Path(shutil.copytree(folder, folder.with_name("step-00000003.old")))
+    (folder / "rng-00000.safetensors").write_bytes(b"state of chancE")
+    with pytest.raises(UserError, match="is valid"):
+        find_checkpoint(tmp_path, "auto")
+    assert replaced.exists()
+    assert prune_to(tmp_path, make_checkpoint(tmp_path, 4), keep_last=2) == ([], [])
+    assert replaced.exists()  # beside a replacement that is kept
+    shutil.copytree(replaced, replaced.with_suffix(".removing"))
+    shutil.copytree(replaced, replaced.with_suffix(".tmp"))
+    assert prune_to(tmp_path, make_checkpoint(tmp_path, 5)) == ([folder, step_folder(tmp_path, 4)], [])
+    assert names(tmp_path) == ["step-00000005"]  # with its replacement, and not put back
+    last = make_checkpoint(tmp_path, 6)
+    shutil.copytree(last, last.with_name("step-00000006.old"))
+    assert find_checkpoint(tmp_path, "auto") == (last, [])
+    assert list_leftovers(tmp_path) == []
+
+
+def test_a_linked_checkpoint_is_unlinked_and_what_it_points_to_is_not_removed(tmp_path: Path) -> None:
+    moved, last = (make_checkpoint(tmp_path, step) for step in (1, 2))
+    moved.rename(tmp_path / "other_disk")
+    moved.symlink_to(tmp_path / "other_disk")
+    assert prune_to(tmp_path, last) == ([moved], [])
+    assert names(tmp_path) == ["step-00000002"]
+    assert (tmp_path / "other_disk" / "rng-00000.safetensors").is_file()
+
+
+def test_committing_again_replaces_the_checkpoint_of_that_step(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 3, loss=1.0)
+    make_checkpoint(tmp_path, 3, loss=2.0)
+    assert names(tmp_path) == ["step-00000003"]
+    assert read_manifest(step_folder(tmp_path, 3))["metrics"] == {"loss": 2.0}
+    assert newest_valid(tmp_path)[0] == step_folder(tmp_path, 3)
+
+
+def test_what_cannot_be_removed_yet_does_not_fail_the_save_and_goes_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, 3, loss=1.0)
+    real = shutil.rmtree
+
+    def refuse(path: Path, *args: Any, **kwargs: Any) -> None:
+        if path.suffix == ".removing":
+            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+        real(path, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", refuse)
+        make_checkpoint(tmp_path, 3, loss=2.0)
+    assert names(tmp_path) == ["step-00000003", "step-00000003.removing"]
+    last = make_checkpoint(tmp_path, 3, loss=3.0)  # its `.old` needs that name
+    assert names(tmp_path) == ["step-00000003"]
+    assert read_manifest(last)["metrics"] == {"loss": 3.0}
+    shutil.copytree(last, last.with_name("step-00000003.old"))
+    assert prune_to(tmp_path, last) == ([], [])
+    assert names(tmp_path) == ["step-00000003"]
+
+
+class Killed(BaseException):
+    """Not an Exception: nothing may catch it."""
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, call: int) -> list[str]:
+    """Die at the call-th moment: before each rename and removal, in the midst of each removal; returns the moments passed."""
+    moments: list[str] = []
+    rename, rmtree = os.rename, shutil.rmtree
+
+    def moment(what: str) -> None:
+        moments.append(what)
+        if len(moments) == call:
+            raise Killed
+
+    def killed_rename(source: Path, target: Path) -> None:
+        moment(f"before {Path(source).name} becomes {Path(target).name}")
+        rename(source, target)
+
+    def killed_rmtree(path: Path, *args: Any, **kwargs: Any) -> None:
+        moment(f"before the removal of {Path(path).name}")
+        (path / "state" / ".metadata").unlink(missing_ok=True)  # the manifest is still there
+        moment(f"in the removal of {Path(path).name}")
+        rmtree(path, *args, **kwargs)
+        moment(f"after the removal of {Path(path).name}")
+
+    monkeypatch.setattr(os, "rename", killed_rename)
+    monkeypatch.setattr(shutil, "rmtree", killed_rmtree)
+    return moments
+
+
+BEFORE_THE_SAVE = {
+    "a new step": (4, lambda folder: None),
+    "a step once more": (3, lambda folder: None),
+    "a broken step once more": (3, lambda folder: (folder / "rng-00000.safetensors").unlink()),
+    "a step with an .old that stayed": (3, lambda folder: shutil.copytree(folder, folder.with_name(f"{folder.name}.old"))),
+}
+
+
+def save_and_die(run: Path, what: str, call: int) -> list[str]:
+    """Steps 1, 2, 3 stand, another is committed and pruned to, as a run does it, and dies at a moment; those that it passed."""
+    step, prepare = BEFORE_THE_SAVE[what]
+    for earlier in (1, 2, 3):
+        last = make_checkpoint(run, earlier)
+    prepare(last)
+    folder = step_folder(run, step)
+    unfinished = write_unfinished(folder)
+    with pytest.MonkeyPatch.context() as patched:
+        moments = kill_at(patched, call)
+        with suppress(Killed):
+            commit(unfinished, folder, manifest_of(step, None, unfinished))
+            prune_to(run, folder)
+    return moments
+
+
+@pytest.mark.parametrize("what", BEFORE_THE_SAVE)
+def test_killed_at_any_moment_of_a_save_a_valid_one_is_left_and_the_next_save_tidies_up(tmp_path: Path, what: str) -> None:
+    for call in count(1):
+        run = tmp_path / str(call)
+        moments = save_and_die(run, what, call)
+        if len(moments) < call:
+            break
+        found, _ = find_checkpoint(run, "auto")
+        assert found is not None, moments
+        assert found >= step_folder(run, 2 if what == "a broken step once more" else 3), moments
+        for _, folder in list_checkpoints(run):
+            assert (folder / "state" / ".metadata").exists(), f"half removed under a name that counts: {moments}"
+        left = ["step-00000003"] if newest_valid(run)[1] else []  # broken from the start, and for the user to look at
+        assert prune_to(run, make_checkpoint(run, 5))[1] == [], moments
+        assert names(run) == [*left, "step-00000005"], moments
+    assert call > 10, moments
+    assert names(run) == [step_folder(run, BEFORE_THE_SAVE[what][0]).name]

@@ -1,0 +1,137 @@
+"""What a resume takes over, and disks that refuse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.checkpoint_files import LOSS, make_checkpoint
+from toolkit.checkpoint import load as checkpoint
+from toolkit.checkpoint.load import _check_identity, best_of_run, best_saved_value, forget_unequal
+from toolkit.checkpoint.state import Identity, TrainState
+from toolkit.errors import UserError
+
+SETTINGS = {"optim.lr": 1e-3, "eval.best_metric": "loss", "mixed_precision": "bf16"}
+
+
+def identity(model_config_hash: str = "m", **changes: Any) -> Identity:
+    return Identity({**SETTINGS, **changes}, model_config_hash, data_fingerprint="d", frozen_hashes={})
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "reason", "keeps_metrics"),
+    [
+        ({}, {}, None, True),
+        ({"num_beams": 4}, {}, None, False),
+        ({"rows": "b"}, {}, "other rows are evaluated", False),
+        ({"rows": "b"}, {"format_version": 3}, "an older version measured it", False),
+        ({"num_beams": 4}, {"compared": ("rows", "num_beams")}, "eval.num_beams is 1 now", False),
+        ({}, {"metric": "rougeL"}, "eval.best_metric is rougeL now", True),
+    ],
+)
+def test_the_best_value_is_forgotten_where_figures_would_not_be_equals(
+    theirs: dict[str, Any], ours: dict[str, Any], reason: str | None, keeps_metrics: bool
+) -> None:
+    manifest = {
+        "format_version": ours.pop("format_version", 4),
+        "identity": {"config": SETTINGS},
+        "measured_on": LOSS.measured_on | theirs,
+    }
+    state = TrainState(7, best_value=0.5, num_evaluations_without_gain=2, start_value=0.9, metrics={"loss": 0.6})
+    sentence = forget_unequal(state, manifest, replace(LOSS, **ours))
+    metrics = {"loss": 0.6} if keeps_metrics else {}
+    if reason is None:
+        assert sentence is None and state == TrainState(7, 0.5, 2, 0.9, metrics=metrics)
+    else:
+        assert sentence == f"the best loss so far, 0.5, is not compared with what is measured from here on: {reason}"
+        assert state == TrainState(7, metrics=metrics)
+
+
+@pytest.mark.parametrize(
+    ("ours", "sentence"),
+    [
+        (identity(mixed_precision="no"), "mixed_precision is 'no', but step-00000003 was made with 'bf16'"),
+        (identity("other"), "the model's config.json is not the one step-00000003 was trained with"),
+    ],
+)
+def test_precision_and_model_config_belong_to_a_run(ours: Identity, sentence: str) -> None:
+    theirs = {"config": SETTINGS, "model_config_hash": "m", "data_fingerprint": "d", "frozen_hashes": {}}
+    _check_identity(Path("step-00000003"), theirs, identity())
+    with pytest.raises(UserError, match=f"^{sentence}: set it back"):
+        _check_identity(Path("step-00000003"), theirs, ours)
+
+
+def test_files_of_a_mix_may_move_but_its_weights_may_not_change() -> None:
+    ours, moved, reweighted = (
+        identity(**{"data.mix": [{"source": "jsonl", "weight": weight, "files": files}]})
+        for weight, files in ((2.0, "a.jsonl"), (2.0, "elsewhere/a.jsonl"), (1.0, "a.jsonl"))
+    )
+    theirs = {"config": ours.config, "model_config_hash": "m", "data_fingerprint": "d", "frozen_hashes": {}}
+    _check_identity(Path("step-00000003"), theirs, moved)
+    with pytest.raises(UserError, match="^data.mix is "):
+        _check_identity(Path("step-00000003"), theirs, reweighted)
+
+
+def test_a_changed_base_is_named_by_its_first_tensor() -> None:
+    theirs = {"config": SETTINGS, "model_config_hash": "m", "data_fingerprint": "d", "frozen_hashes": {"a": "1", "b": "2"}}
+    ours = Identity(SETTINGS, "m", data_fingerprint="d", frozen_hashes={"a": "1", "b": "3"})
+    with pytest.raises(UserError, match="1 differ, b first"):
+        _check_identity(Path("step-00000003"), theirs, ours)
+
+
+@pytest.mark.parametrize(
+    ("key", "as_before", "other"), [("optim.skip_beyond_sigmas", None, 4.0), ("optim.skip_window_steps", 100, 50)]
+)
+def test_a_key_newer_than_the_checkpoint_may_not_change_the_run(key: str, as_before: Any, other: Any) -> None:
+    theirs = {"config": SETTINGS, "model_config_hash": "m", "data_fingerprint": "d", "frozen_hashes": {}}
+    _check_identity(Path("step-00000003"), theirs, identity(**{key: as_before}))
+    with pytest.raises(UserError, match=f"^{key} is {other}, but step-00000003 was made with {as_before}"):
+        _check_identity(Path("step-00000003"), theirs, identity(**{key: other}))
+
+
+OTHER = {"rows": "b", "num_beams": 1}
+
+
+def test_the_best_saved_is_of_these_rows_and_of_steps_done(tmp_path: Path) -> None:
+    """Without one every figure is the best: a run whose earlier best was never kept must keep the next."""
+    assert best_saved_value(tmp_path, LOSS, 9) is None
+    make_checkpoint(tmp_path, 1, 0.1, OTHER)
+    assert best_saved_value(tmp_path, LOSS, 9) is None
+    make_checkpoint(tmp_path, 2, 0.6)
+    make_checkpoint(tmp_path, 12, 0.5)
+    assert best_saved_value(tmp_path, LOSS, 9) == 0.6
+
+
+def test_checkpoints_that_only_rank_0_cannot_read_end_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise UserError("checkpoints: cannot be read")
+
+    make_checkpoint(tmp_path, 1, 0.1)
+    monkeypatch.setattr(checkpoint, "rank_checkpoints", refuse)
+    for choose in (partial(best_saved_value, step=9), best_of_run):
+        with pytest.raises(UserError) as refused:
+            choose(tmp_path, LOSS)
+        assert refused.value.agreed_by_all_ranks  # type: ignore[attr-defined]
+
+
+def test_without_any_checkpoint_the_weights_in_memory_are_the_choice(tmp_path: Path) -> None:
+    """Somebody has removed all of them since the last save; the training must not be lost for that."""
+    assert best_of_run(tmp_path, LOSS) == (
+        None,
+        f"{tmp_path} has no checkpoint any more, of which the best could be taken: exporting the last weights",
+    )
+
+
+def test_the_choice_of_the_best_names_what_was_not_compared(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 1, 0.1, OTHER)
+    chosen = make_checkpoint(tmp_path, 2, 0.25)
+    make_checkpoint(tmp_path, 3, 0.5)
+    sentence = "exporting the weights of step 2, the best loss (0.25) of the checkpoints kept"
+    why = "; not compared, as measured on other rows or with other settings: step-00000001"
+    assert best_of_run(tmp_path, LOSS) == (chosen, sentence + why)
+    with pytest.raises(UserError, match="no checkpoint in .* has rougeL, or only NaN: take last$"):
+        best_of_run(tmp_path, replace(LOSS, metric="rougeL"))

@@ -1,0 +1,72 @@
+"""The section of which preset to take: what stands on the page is what the planner found, and still finds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from toolkit.cli.presets import choice
+from toolkit.cli.presets.page import CHOICE_FILE, choice_table, update_choice
+from toolkit.errors import UserError
+from toolkit.planning.peak import estimate_peak
+from toolkit.planning.trace import fake_ranks
+
+PRESETS = Path(__file__).parents[4] / "accelerate_configs"
+CELLS = json.loads((PRESETS / CHOICE_FILE).read_text())["cells"]
+
+
+@pytest.fixture
+def presets(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(PRESETS, tmp_path / "presets"))
+
+
+def test_the_page_has_a_cell_for_every_model_way_and_number_of_gpus() -> None:
+    places = {(cell["model"], cell["way"], cell["num_gpus"]) for cell in CELLS}
+    assert places == {(model, way, num) for model in choice.MODELS for way in choice.WAYS for num in choice.NUM_GPUS}
+    names = {name for num in choice.NUM_GPUS for name, _ in choice.candidates(num, PRESETS)}
+    assert {cell["preset"] for cell in CELLS} <= names | {None}
+    assert all((PRESETS / f"{name.partition(',')[0]}.yaml").is_file() for name in names)
+
+
+def test_the_planner_still_finds_what_the_page_says() -> None:
+    (cell,) = [cell for cell in CELLS if (cell["model"], cell["way"], cell["num_gpus"]) == ("8B (Llama 3.1)", "full", 8)]
+    strategy = dict(choice.candidates(8, PRESETS))[cell["preset"]]
+    subject = choice.build_shape(cell["model"], cell["way"], PRESETS)
+    with fake_ranks(8):
+        assert estimate_peak(subject, strategy, rows=1) == pytest.approx(cell["peak_bytes"], rel=1e-3)  # other versions of torch
+
+
+def test_more_gpus_and_less_to_train_never_fit_worse() -> None:
+    fits = {(cell["model"], cell["way"], cell["num_gpus"]): cell["preset"] is not None for cell in CELLS}
+    for (model, way, num), does in fits.items():
+        if does:
+            assert all(fits[model, way, more] for more in choice.NUM_GPUS if more > num)
+            assert fits[model, "LoRA", num]
+
+
+def test_a_page_that_is_out_of_date_is_told_with_the_command(presets: Path) -> None:
+    update_choice(presets, write=False)
+    page = presets / "README.md"
+    page.write_text(page.read_text().replace("3B (Llama 3.2)", "3B"))
+    with pytest.raises(UserError, match=r"its section is not that of which_preset.json; run `python -m toolkit presets --write "):
+        update_choice(presets, write=False)
+    update_choice(presets, write=True)
+    update_choice(presets, write=False)
+    preset = presets / "ddp.yaml"
+    preset.write_text(f"# another comment\n{preset.read_text()}")
+    update_choice(presets, write=False)  # a comment changes no plan
+    preset.write_text(preset.read_text().replace("mixed_precision: bf16", "mixed_precision: 'no'"))
+    with pytest.raises(UserError, match=r"has changed since; run `python -m toolkit presets --write --plan "):
+        update_choice(presets, write=False)
+
+
+def test_a_folder_without_a_finding_needs_no_section(tmp_path: Path) -> None:
+    update_choice(tmp_path, write=False)
+
+
+def test_what_does_not_fit_is_said_so() -> None:
+    cells = [{"model": "m", "way": "full", "num_gpus": 1, "preset": None, "peak_bytes": None, "rows": None}]
+    assert choice_table(cells).splitlines()[-1] == "| m | full | does not fit |"

@@ -1,0 +1,399 @@
+"""The run config: YAML and flags, what is refused and in which words, and what is written back."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.launch import REPOSITORY
+from toolkit.config import names as config_names
+from toolkit.config.load import (
+    LLMConfig,
+    OptimConfig,
+    SummarizationConfig,
+    dotted_keys,
+    field_names,
+    load_config,
+    save_config,
+)
+from toolkit.config.messages import known_keys
+from toolkit.config.validate import check_evaluation_rows, check_num_steps
+from toolkit.errors import UserError
+
+REQUIRED = ["--model.name_or_path", "folder", "--data.source", "docstrings", "--train.max_steps", "20"]
+NUMBER_KEYS = {
+    "train.seed": 7, "train.micro_batch_size_rows": 3, "optim.lr": 0.5, "optim.weight_decay": 0.25, "model.dropout": 0.0,
+    "eval.num_beams": 2, "data.eval_fraction": 1.0,
+}  # fmt: skip
+
+
+WRONG_FLAG = """
+import runpy, sys
+sys.argv = ["t5.py", "--optim.lrr", "3"]
+try:
+    runpy.run_path("recipes/t5.py", run_name="__main__")
+except SystemExit as end:
+    print(end.code, sorted({"torch", "transformers", "datasets", "accelerate"} & set(sys.modules)))
+"""
+
+
+def load(*flags: str) -> SummarizationConfig:
+    return load_config(SummarizationConfig, [*REQUIRED, *flags])
+
+
+def refusal(*flags: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load(*flags)
+    sentence = str(caught.value)
+    assert "\n" not in sentence and "typing." not in sentence and "<class" not in sentence, sentence
+    return sentence
+
+
+def test_defaults_are_those_of_the_dataclasses() -> None:
+    config = load()
+    assert config.optim == OptimConfig()
+    assert (config.model.name_or_path, config.data.source, config.train.max_steps) == ("folder", "docstrings", 20)
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_flags_win_over_the_yaml_wherever_they_stand(tmp_path: Path, where: str) -> None:
+    path = write(tmp_path, "optim: {lr: 3e-4, schedule: cosine}\nmodel:\n  freeze: [a, b]\nlog_every_steps: 5\n")
+    files, flags = ["--config", str(path)], ["--optim.lr", "0.5", "--model.freeze", "[c]"]
+    config = load(*flags, *files) if where == "before" else load(*files, *flags)
+    assert (config.optim.lr, config.optim.schedule, config.log_every_steps) == (0.5, "cosine", 5)
+    assert config.model.freeze == ["c"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "value"),
+    [
+        (["--data.source=csv", "--data.files", "a", "--data.files", "b"], "data.files", ["a", "b"]),
+        (["--data.source=csv", "--data.files=a", "--optim.lr=1", "--data.files=[b, c]"], "data.files", ["a", "b", "c"]),
+        (["--data.source=csv", "--data.files=a"], "data.files", "a"),
+        (["--data.source=csv", "--data.files", "[a, b]"], "data.files", ["a", "b"]),
+        (
+            ["--data.source=csv", "--data.files=a", "--data.files=2024", "--data.files=ü😀: c"],
+            "data.files",
+            ["a", "2024", "ü😀: c"],
+        ),
+        (["--data.source=csv", "--data.files=a", "--data.eval_files=c", "--data.eval_files=d"], "data.eval_files", ["c", "d"]),
+        (["--model.freeze", "[a-c].*", "--model.freeze=d"], "model.freeze", ["[a-c].*", "d"]),
+        (["--model.freeze", "encoder"], "model.freeze", ["encoder"]),
+        (["--model.freeze", "[]"], "model.freeze", []),
+        (["--adapter.target_modules=q", "--adapter.target_modules=v"], "adapter.target_modules", ["q", "v"]),
+        (["--adapter.target_modules=all-linear"], "adapter.target_modules", "all-linear"),
+        (["--tracking.log_with=wandb", "--tracking.log_with=tensorboard"], "tracking.log_with", ["wandb", "tensorboard"]),
+        (["--tracking.log_with=[wandb]", "--tracking.log_with=[]"], "tracking.log_with", []),  # as verify overrides a run's
+        (["--data.source=csv", "--data.files=a", "--data.files=null", "--data.files=b"], "data.files", ["b"]),
+        (["--profile.steps=2", "--profile.steps=3"], "profile.steps", [2, 3]),
+        (["--optim.lr=0.5", "--optim.lr=0.25"], "optim.lr", 0.25),
+    ],
+)
+def test_a_flag_given_again_adds_to_a_list_and_wins_over_the_yaml(
+    tmp_path: Path, flags: list[str], key: str, value: object
+) -> None:
+    path = write(tmp_path, "model: {freeze: [z]}\ndata: {files: [x, y], eval_files: z}\nadapter: {target_modules: [z]}\n")
+    given = flags if any("data.files" in flag for flag in flags) else [*flags, "--data.files=null", "--data.eval_files=null"]
+    assert dotted_keys(load(*given, f"--config={path}"))[key] == value
+
+
+def test_later_files_win_over_earlier_ones(tmp_path: Path) -> None:
+    first = write(tmp_path, "optim: {lr: 0.1, gamma: 0.5}\n", "first.yaml")
+    second = write(tmp_path, "optim: {lr: 0.2}\n", "second.yaml")
+    config = load(f"--config={first}", f"--config={second}")
+    assert (config.optim.lr, config.optim.gamma) == (0.2, 0.5)
+
+
+def test_numbers_are_plain(tmp_path: Path) -> None:
+    """Restricted types of jsonargparse are subclasses, which YAML, JSON and a comparison by type would trip over."""
+    config = load(*(f"--{key}={value}" for key, value in NUMBER_KEYS.items()), "--profile.steps", "[2, 3]")
+    found = {key: value for key, value in dotted_keys(config).items() if key in NUMBER_KEYS}
+    assert found == NUMBER_KEYS
+    assert {key: type(value) for key, value in found.items()} == {key: type(value) for key, value in NUMBER_KEYS.items()}
+    assert [type(step) for step in config.profile.steps or []] == [int, int]
+    assert all(
+        type(value) in (int, float, str, bool, list, type(None)) for value in dotted_keys(load("--model.dropout", "0.5")).values()
+    )
+
+
+def test_a_saved_config_gives_the_same_config(tmp_path: Path) -> None:
+    config = load(
+        "--model.freeze", r"['encoder\..*', 'shared\..*']", "--data.files", "[a.csv, b.csv]", "--data.prefix", "summarize: ",
+        "--optim.lr", "1e-7", "--optim.max_grad_norm", "null", "--profile.steps", "[2, 3]", "--run.name", "2024",
+        "--model.revision", "null", "--tracking.project_name", "Zürich",
+    )  # fmt: skip
+    assert config.optim.lr == 1e-7 and config.model.freeze == [r"encoder\..*", r"shared\..*"] and config.run.name == "2024"
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(SummarizationConfig, ["--config", str(tmp_path / "config.yaml")]) == config
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text(encoding="utf-8"))["tracking"]["project_name"] == "Zürich"
+
+
+def test_dotted_keys_name_every_field_once() -> None:
+    flat = dotted_keys(load("--optim.lr", "0.5"))
+    assert list(flat) == list(known_keys(SummarizationConfig)[0])
+    assert (flat["optim.lr"], flat["log_every_steps"], flat["model.freeze"]) == (0.5, 10, [])
+
+
+def test_help_documents_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        load_config(SummarizationConfig, ["--help"], description="a recipe")
+    assert end.value.code == 0
+    options = capsys.readouterr().out.partition("options:")[2]
+    for key in known_keys(SummarizationConfig)[0]:
+        # The flag, its metavariable, and then words before jsonargparse's own "(type: ...".
+        told = re.search(rf"^  --{re.escape(key)} [^\n]*?\s+([A-Z`][^(]*)\(", options, re.MULTILINE)
+        assert told and len(told[1].split()) >= 2, f"{key} has no docstring"
+
+
+def test_a_wrong_flag_is_told_before_the_heavy_packages_load() -> None:
+    start_s = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", WRONG_FLAG], cwd=REPOSITORY, env={"PYTHONPATH": "."}, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "2 []\n", done.stderr
+    assert done.stderr == "error: unknown flag --optim.lrr: did you mean --optim.lr?\n"
+    assert time.perf_counter() - start_s < 20
+
+
+def test_the_run_configs_of_the_t5_recipe_are_read() -> None:
+    paths = sorted((REPOSITORY / "recipes" / "configs").glob("t5_*.yaml"))
+    assert paths
+    for path in paths:
+        # What a user may have to give beside it.
+        config = load_config(SummarizationConfig, ["--config", str(path), "--model.name_or_path=a", "--data.files=b.csv"])
+        assert config.model.name_or_path == "a"
+
+
+@pytest.mark.parametrize(
+    ("key", "suggested"),
+    [
+        ("optim.lrr", "optim.lr"),
+        ("optmi.lr", "optim.lr"),
+        ("lr", "optim.lr"),
+        ("train.batch_size_rows", "eval.batch_size_rows"),
+        ("evla.num_rows", "eval.num_rows"),
+        ("log_every", "log_every_steps"),
+        ("train.global_batch_size", "train.global_batch_size_rows"),
+        ("checkpoint.keep_lats", "checkpoint.keep_last"),
+        ("checkpoint.evry_steps", "checkpoint.every_steps"),
+    ],
+)
+def test_a_typo_gets_the_nearest_key(tmp_path: Path, key: str, suggested: str) -> None:
+    assert refusal(f"--{key}", "3") == f"unknown flag --{key}: did you mean --{suggested}?"
+    path = write(tmp_path, f"# a run\n{key}: 3\n")
+    assert refusal(f"--config={path}") == f"{path}, line 2: unknown key {key}: did you mean {suggested}?"
+
+
+@pytest.mark.parametrize(
+    ("key", "suggested"),
+    [
+        ("report_to", "tracking.log_with"),
+        ("learning_rate", "optim.lr"),
+        ("train.learning-rate", "optim.lr"),
+        ("per_device_train_batch_size", "train.micro_batch_size_rows"),
+        ("num_train_epochs", "train.num_epochs"),
+        ("train.logging_steps", "log_every_steps"),
+        ("save_steps", "checkpoint.every_steps"),
+        ("eval_steps", "eval.every_steps"),
+        ("eval.batch_size", "eval.batch_size_rows"),
+        ("max_seq_length", "data.max_source_length_tokens"),
+        ("lora_r", "adapter.rank"),
+        ("output_dir", "run.output_dir"),
+    ],
+)
+def test_what_other_trainers_call_it_is_understood(key: str, suggested: str) -> None:
+    assert refusal(f"--{key}", "3") == f"unknown flag --{key}: did you mean --{suggested}?"
+
+
+@pytest.mark.parametrize(
+    ("key", "where"),
+    [
+        ("bf16", "the precision is mixed_precision of the accelerate YAML"),
+        ("train.gradient_checkpointing", "it is fsdp_activation_checkpointing, in fsdp_config of the accelerate YAML"),
+        ("warmup_ratio", "the warm-up is given in steps, as optim.warmup_steps"),
+        ("gradient_accumulation_steps", "it follows from train.global_batch_size_rows, train.micro_batch_size_rows and the "),
+        ("deepspeed", "DeepSpeed is not used, models are sharded by FSDP: sharding is in the accelerate YAML, see"),
+    ],
+)
+def test_what_is_no_field_is_said_where_it_is(key: str, where: str) -> None:
+    assert refusal(f"--{key}", "3").startswith(f"unknown flag --{key}: {where}")
+
+
+def test_names_of_other_trainers_mean_one_field_of_each_recipe() -> None:
+    every_field = {*known_keys(SummarizationConfig)[0], *known_keys(LLMConfig)[0]}
+    assert config_names._NAMES.keys() <= every_field
+    assert not {name for names in config_names._ELSEWHERE for name in names.split()} & every_field
+    for config_class in (SummarizationConfig, LLMConfig):
+        fields = known_keys(config_class)[0]
+        for name in {name for names in config_names._NAMES.values() for name in names.split()}:
+            assert len(config_names.find_by_meaning(name, fields)) <= 1, name
+            assert config_names.say_elsewhere(name) is None, name
+
+
+def test_a_strange_key_gets_those_that_exist(tmp_path: Path) -> None:
+    assert refusal("--optim.zzz", "3").startswith("unknown flag --optim.zzz; known are --optim.lr, --optim.beta1, ")
+    assert refusal("--zzz", "3").startswith("unknown flag --zzz; known are --model, --data, ")
+    path = write(tmp_path, "optim:\n  lr: 1\n  zzz: 3\n")
+    assert refusal(f"--config={path}").startswith(f"{path}, line 3: unknown key optim.zzz; known are optim.lr, optim.beta1, ")
+
+
+def test_abbreviations_are_no_flags() -> None:
+    assert refusal("--optim.warm", "3") == "unknown flag --optim.warm: did you mean --optim.warmup_steps?"
+
+
+WRONG_TYPES = {
+    ("optim.lr", "fast"): "a number above 0",
+    ("optim.lr", "0"): "a number above 0",
+    ("optim.lr", "true"): "a number above 0",
+    ("optim.weight_decay", "-0.1"): "a number of 0 or more",
+    ("train.seed", "-1"): "a whole number of 0 or more",
+    ("train.global_batch_size_rows", "1.5"): "a whole number of 1 or more",
+    ("train.max_steps", "many"): "a whole number of 0 or more or null",
+    ("optim.schedule", "cosin"): "linear, cosine, constant or step",
+    ("eval.generate", "perhaps"): "true or false",
+    ("data.eval_fraction", "1.1"): "a number from 0 to 1",
+    ("model.dropout", "half"): "a number from 0 to 1 or null",
+    ("model.freeze", "{a: b}"): "a list as in ['a', 'b']",
+    ("profile.steps", "[0, 1]"): "a list as in [10, 12] or null",
+    ("profile.steps", "[a, b]"): "a list as in [10, 12] or null",
+}
+
+
+@pytest.mark.parametrize(("given", "allowed"), WRONG_TYPES.items(), ids=lambda value: "=".join(value) if value is tuple else None)
+def test_a_wrong_type_names_key_value_place_and_what_is_allowed(tmp_path: Path, given: tuple[str, str], allowed: str) -> None:
+    key, value = given
+    assert refusal(f"--{key}={value}") == f"--{key} is {value}: give {allowed}"
+    section, _, name = key.partition(".")
+    path = write(tmp_path, f"log_every_steps: 3\n{section}:\n  # why\n  {name}: {value}\n")
+    assert refusal(f"--config={path}") == f"{path}, line 4: {key} is {value}: write {allowed}"
+
+
+def test_a_wrong_type_is_told_of_the_file_or_of_the_flag(tmp_path: Path) -> None:
+    bad, good = write(tmp_path, "optim: {lr: fast}\n", "bad.yaml"), write(tmp_path, "optim: {lr: 0.5}\n", "good.yaml")
+    assert refusal(f"--config={bad}", "--optim.lr=0.1") == f"{bad}, line 1: optim.lr is fast: write a number above 0"
+    assert refusal(f"--config={good}", "--optim.lr", "slow") == "--optim.lr is slow: give a number above 0"
+    assert refusal("--optim.lr", "slow", f"--config={good}") == "--optim.lr is slow: give a number above 0"
+
+
+BROKEN_FILES = {
+    "": "{path} holds no keys and values: write them as in `log_every_steps: 10`",
+    "- 1\n": "{path} holds no keys and values: write them as in `log_every_steps: 10`",
+    "optim:\n": "{path}, line 1: optim is empty: indent its keys under it, such as optim.lr, or leave it out",
+    "optim: 3\n": "{path}, line 1: optim is 3: indent its keys under it, such as optim.lr, or leave it out",
+    "optim: {lr: 1}\ntrain: [a]\n": "{path}, line 2: train is [a]: indent its keys under it, such as "
+    "train.global_batch_size_rows, or leave it out",
+    "optim:\n  lr: 1\n  gamma: 1\n  lr: 2\n": "{path}, line 4: optim.lr was given before, on line 2: keep one of them",
+    "run: {}\noptim:\n  lr: 1\nrun:\n  name: a\n": "{path}, line 4: run was given before, on line 1: keep one of them",
+    "optim:\n  lr: 1\noptim.lr: 2\n": "{path}, line 3: optim.lr was given before, on line 2: keep one of them",
+    "model:\n  freeze: null\n": "{path}, line 2: model.freeze is null: write a list as in ['a', 'b']",
+    "optim:\n  lr:\n": "{path}, line 2: optim.lr is null: write a number above 0",
+    "run:\n  name: 2024\n": "{path}, line 2: run.name is 2024: write text, in quotes if it looks like a number",
+}
+
+
+@pytest.mark.parametrize("text", BROKEN_FILES)
+def test_a_broken_file_is_told_with_the_line(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path, text)
+    assert refusal(f"--config={path}") == BROKEN_FILES[text].replace("{path}", str(path))
+
+
+def test_a_file_that_is_no_yaml(tmp_path: Path) -> None:
+    path = write(tmp_path, "optim:\n  lr: [1\nrun: x\n")
+    assert re.fullmatch(re.escape(f"{path}, line ") + r"\d: broken YAML \(.+\): write .+", refusal(f"--config={path}"))
+    path.write_bytes(b"a: 1\nb: \xff\n")
+    assert refusal(f"--config={path}") == f"{path}, line 2: not valid UTF-8 (invalid start byte): convert the file"
+    path.write_bytes(b"\x00\x01")
+    assert refusal(f"--config={path}").endswith("is this a text file?")
+    assert refusal(f"--config={tmp_path}") == f"--config {tmp_path} cannot be read (Is a directory): check the path"
+    missing = tmp_path / "missing.yaml"
+    assert refusal(f"--config={missing}") == f"--config {missing} cannot be read (No such file or directory): check the path"
+
+
+def test_flags_that_are_no_flags() -> None:
+    assert refusal("--optim.lr") == "--optim.lr has no value: give one, as in --optim.lr VALUE"
+    assert refusal("--config") == "--config has no value: give one, as in --config VALUE"
+    assert refusal("--data.files", "a.csv", "b.csv").startswith("unexpected argument b.csv: ")
+    assert refusal("--optim", "3").startswith("--optim takes a section as a whole")
+    assert refusal("--optim", "{lrr: 3}") == "unknown key optim.lrr: did you mean optim.lr?"
+
+
+def test_missing_keys_are_named() -> None:
+    with pytest.raises(UserError, match=r"^missing in the run config: model.name_or_path, data.source \(give it in "):
+        load_config(SummarizationConfig, [])
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--train.num_epochs=1"], "give train.max_steps or train.num_epochs, one of them: both are given"),
+        (["--train.max_steps=null"], "give train.max_steps or train.num_epochs, one of them: neither is given"),
+        (["--profile.steps=[3]"], "profile.steps is [3]: give the first and the last step, as in [10, 12]"),
+        (["--profile.steps=[4, 3]"], "profile.steps is [4, 3]: give the first and the last step, as in [10, 12]"),
+        (["--profile.steps=[4, 21]"], "profile.steps is [4, 21], but the run has only 20 steps: end the window by then"),
+        (["--optim.warmup_steps=20"], "optim.warmup_steps is 20, but the run has only 20 steps: warm up for fewer"),
+        (["--data.source=csv"], "data.source csv needs data.files"),
+        (["--eval.best_metric=rougeL", "--eval.generate=false"], "eval.best_metric rougeL needs eval.generate true"),
+        (["--eval.stop_after=2"], "eval.stop_after is 2, but only the end is evaluated: set eval.every_steps too"),
+        (["--export.weights=best"], "export.weights best needs checkpoint.keep_best of 1 or more"),
+        (
+            ["--optim.skip_beyond_sigmas=6", "--optim.skip_window_steps=1"],
+            "optim.skip_window_steps is 1, and one step has no standard deviation: give 2 or more, as in 100",
+        ),
+        (["--run.name=a/b"], "run.name 'a/b' is not a plain folder name: take one without slashes"),
+        (["--run.name=.."], "run.name '..' is not a plain folder name: take one without slashes"),
+    ],
+)
+def test_keys_that_do_not_go_together(flags: list[str], sentence: str) -> None:
+    assert refusal(*flags) == sentence
+
+
+def test_number_of_steps_is_checked_once_it_is_known() -> None:
+    config = load("--train.max_steps=null", "--train.num_epochs=2", "--optim.warmup_steps=5", "--profile.steps=[6, 8]")
+    check_num_steps(config, 8)
+    with pytest.raises(UserError, match="profile.steps"):
+        check_num_steps(config, 7)
+    with pytest.raises(UserError, match="optim.warmup_steps"):
+        check_num_steps(config, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("export.weights best", ["--export.weights=best", "--checkpoint.keep_best=1"]),
+        ("eval.stop_after", ["--eval.stop_after=2", "--eval.every_steps=1"]),
+    ],
+)
+def test_held_out_rows_are_asked_for_once_they_are_counted(name: str, flags: list[str]) -> None:
+    check_evaluation_rows(load(), 0)
+    check_evaluation_rows(load(*flags), 1)
+    with pytest.raises(UserError, match=f"^{name} needs held-out rows, but there are none: raise data.eval_fraction"):
+        check_evaluation_rows(load(*flags), 0)
+
+
+def test_configs_are_frozen() -> None:
+    config: Any = load()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.optim.lr = 1.0
+    assert not math.isnan(config.optim.lr) and field_names(OptimConfig)[0] == "lr"
+
+
+def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_run_length_as_a_flag_wins_over_the_other_kind_in_the_yaml(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {name_or_path: m}\ndata: {source: docstrings}\ntrain: {num_epochs: 3}\n")
+    train = load_config(SummarizationConfig, ["--config", str(path), "--train.max_steps", "7"]).train
+    assert (train.max_steps, train.num_epochs) == (7, None)

@@ -1,0 +1,150 @@
+"""Relative paths of a run YAML: where they lead, what is refused, and that a run's own config leads there from anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.launch import REPOSITORY
+from toolkit.config.load import LLMConfig, SummarizationConfig, dotted_keys, load_config, save_config
+from toolkit.config.mnist import MnistConfig, check_mnist_config
+from toolkit.config.paths import write_paths
+from toolkit.errors import UserError
+
+TEXT = """
+model: {name_or_path: models/base, init_from: old}
+adapter: {name_or_path: adapter}
+data: {source: csv, files: ["rows/*.csv", one.csv], eval_files: held_out.csv, cache_dir: cache}
+train: {max_steps: 3}
+checkpoint: {resume: auto}
+run: {output_dir: runs}
+"""
+PATHS = {
+    "model.name_or_path": "models/base", "model.init_from": "old", "adapter.name_or_path": "adapter",
+    "data.files": ["rows/*.csv", "one.csv"], "data.eval_files": "held_out.csv", "data.cache_dir": "cache",
+    "checkpoint.resume": "auto", "run.output_dir": "runs",
+}  # fmt: skip
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a run YAML and what it names; the working directory is it, and there is an empty one beside."""
+    folder = tmp_path / "project"
+    for name in ("models/base", "old", "adapter", "rows", "cache", "runs/run"):
+        (folder / name).mkdir(parents=True)
+    for name in ("rows/a.csv", "rows/b.csv", "one.csv", "held_out.csv", "auto"):
+        (folder / name).touch()
+    (folder / "run.yaml").write_text(TEXT)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def paths(file: str | Path, *flags: str) -> dict[str, Any]:
+    keys = dotted_keys(load_config(SummarizationConfig, [f"--config={file}", *flags]))
+    return {key: keys[key] for key in PATHS}
+
+
+def test_paths_are_found_in_the_working_directory_or_beside_the_yaml(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert paths("run.yaml") == PATHS
+    monkeypatch.chdir(project.parent / "elsewhere")
+    beside = {key: f"../project/{value}" for key, value in PATHS.items() if isinstance(value, str)}
+    stay = {key: PATHS[key] for key in ("data.cache_dir", "checkpoint.resume", "run.output_dir")}
+    expected = {**beside, **stay, "data.files": ["../project/rows/*.csv", "../project/one.csv"]}
+    assert paths("../project/run.yaml") == paths(project / "run.yaml") == expected
+    (project / "run.yaml").rename("run.yaml")
+    monkeypatch.chdir(project)
+    assert paths("../elsewhere/run.yaml") == PATHS
+
+
+def test_flags_are_of_the_working_directory(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project.parent / "elsewhere")
+    found = paths(project / "run.yaml", "--data.files=one.csv", "--model.name_or_path", "models/base")
+    assert (found["data.files"], found["model.name_or_path"]) == ("one.csv", "models/base")
+    assert found["adapter.name_or_path"] == "../project/adapter"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("one.csv", "one.csv"), ("rows/c.csv", "rows/*.csv"), ("models/base", "models/base")]
+)
+def test_what_is_in_both_places_is_refused(project: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    other = project.parent / "elsewhere" / name
+    other.parent.mkdir(parents=True, exist_ok=True)
+    other.touch()
+    monkeypatch.chdir(project.parent / "elsewhere")
+    with pytest.raises(UserError) as caught:
+        paths(project / "run.yaml")
+    key, line = ("model.name_or_path", 2) if "models" in name else ("data.files", 4)
+    there = project / value.replace("*", "a")
+    assert str(caught.value) == (
+        f"{project / 'run.yaml'}, line {line}: {key} {value} is in the working directory ({other}) and beside the run YAML "
+        f"({there}): write the whole path, or give it as a flag, which is one of the working directory"
+    )
+    assert paths(project / "run.yaml", f"--{key}={value}")[key] == value
+    other.unlink()
+    other.symlink_to(there)  # one and the same
+    if "*" not in value:
+        found = paths(project / "run.yaml")[key]
+        assert value in (found if isinstance(found, list) else [found])
+
+
+def test_names_that_are_no_paths_stay(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("docstrings", "text", "{{ messages }}", "Qwen"):
+        (project / name).mkdir()
+    entries = "[{source: docstrings}, {source: jsonl, files: one.csv}, {source: ./text}]"
+    data = f"data: {{mix: {entries}, chat_template: '{{% a %}}'}}"
+    (project / "llm.yaml").write_text(f"model: {{name_or_path: Qwen/Qwen2.5-7B}}\n{data}\ntrain: {{max_steps: 3}}\n")
+    monkeypatch.chdir(project.parent / "elsewhere")
+    config = load_config(LLMConfig, [f"--config={project / 'llm.yaml'}"])
+    assert (config.model.name_or_path, config.data.chat_template) == ("Qwen/Qwen2.5-7B", "{% a %}")
+    found = [(entry.source, entry.files) for entry in config.data.mix]
+    assert found == [("docstrings", None), ("jsonl", "../project/one.csv"), ("../project/text", None)]
+    (project / "mnist.yaml").write_text("data: {source: idx, folder: rows}\ntrain: {max_steps: 3}\n")
+    images = load_config(MnistConfig, [f"--config={project / 'mnist.yaml'}"], check=check_mnist_config)
+    assert images.data.folder == "../project/rows"
+
+
+def test_a_saved_config_leads_to_the_same_from_anywhere(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = project / "runs" / "run"
+    save_config(load_config(SummarizationConfig, ["--config=run.yaml"]), run / "config.yaml")
+    written = yaml.safe_load((run / "config.yaml").read_text())
+    assert (written["model"]["name_or_path"], written["data"]["files"]) == (
+        "../../models/base",
+        ["../../rows/*.csv", "../../one.csv"],
+    )
+    assert paths(run / "config.yaml") == PATHS
+    monkeypatch.chdir(run)
+    assert paths("config.yaml")["model.name_or_path"] == "../../models/base"
+    moved = project.rename(project.parent / "moved")
+    monkeypatch.chdir(moved.parent / "elsewhere")
+    assert paths(moved / "runs" / "run" / "config.yaml")["model.init_from"] == "../moved/old"
+
+
+def test_what_a_resume_compares_does_not_depend_on_where_one_stands(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compared(file: str | Path, *flags: str) -> dict[str, Any]:
+        run = Path(project if project.exists() else moved) / "runs" / "run"
+        keys = dotted_keys(write_paths(load_config(SummarizationConfig, [f"--config={file}", *flags]), run))
+        return {key: value for key, value in keys.items() if key not in ("run.output_dir", "data.cache_dir")}
+
+    moved = project.parent / "moved"
+    first = compared("run.yaml")
+    save_config(load_config(SummarizationConfig, ["--config=run.yaml"]), project / "runs" / "run" / "config.yaml")
+    assert first["model.name_or_path"] == "../../models/base"
+    assert compared("runs/run/config.yaml") == first
+    monkeypatch.chdir(project.parent / "elsewhere")
+    assert compared("../project/run.yaml") == compared(project / "run.yaml") == first
+    assert compared(project / "run.yaml", "--model.name_or_path=../project/models/base") == first
+    project.rename(moved)
+    assert compared("../moved/run.yaml") == first
+
+
+@pytest.mark.parametrize("name", ["t5_docstrings", "llm_stdlib", "llm_100b"])
+def test_the_run_configs_here_find_their_models_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    config_class: Any = SummarizationConfig if name.startswith("t5") else LLMConfig
+    for folder in (REPOSITORY, tmp_path):
+        monkeypatch.chdir(folder)
+        config = load_config(config_class, [f"--config={REPOSITORY / 'recipes' / 'configs' / name}.yaml"])
+        assert (Path(config.model.name_or_path) / "config.json").is_file()

@@ -1,0 +1,231 @@
+"""Rows of chats, of prompts and of text: which columns they are read from, and each mistake in them with its sentence."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.support.chats import say
+from toolkit.config.schema import LLMDataConfig
+from toolkit.data.rows.messages import Columns, build_row, choose_columns, list_texts
+from toolkit.errors import UserError
+
+CONFIG = LLMDataConfig(source="jsonl")
+CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}
+
+
+def read(messages, tools=None):
+    row = build_row((messages, tools), Columns("chat", ("messages", "tools")), "a.jsonl, row 7", 3)
+    return row, json.loads(row.source) if row.source else None
+
+
+def weighted(*weights):
+    """A chat whose assistant turns have these weights; `...` is none."""
+    spoken = [message for number, _ in enumerate(weights) for message in say(f"question {number}", f"answer {number}")]
+    for message, weight in zip(spoken[1::2], weights, strict=True):
+        message.update({} if weight is ... else {"weight": weight})
+    return spoken
+
+
+def refuse(messages, *fragments, tools=None):
+    with pytest.raises(UserError) as caught:
+        read(messages, tools)
+    assert str(caught.value).startswith("a.jsonl, row 7, ") and "\n" not in str(caught.value)
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("existing", "settings", "expected"),
+    [
+        (["id", "messages"], {}, ("chat", ("messages",))),
+        (["messages", "prompt", "tools"], {}, ("chat", ("messages", "tools"))),
+        (["prompt", "completion", "score"], {}, ("pair", ("prompt", "completion"))),
+        (["text", "url"], {}, ("text", ("text",))),
+        (["text", "tools"], {}, ("text", ("text",))),
+        (["text", "messages"], {"text_column": "text"}, ("text", ("text",))),
+        (["talk", "text"], {"messages_column": "talk"}, ("chat", ("talk",))),
+        (["question", "completion", "text"], {"prompt_column": "question"}, ("pair", ("question", "completion"))),
+        # A mix: what the setting names is not in this file.
+        (["messages"], {"text_column": "body"}, ("chat", ("messages",))),
+    ],
+)
+def test_columns_are_the_named_ones_or_those_with_the_usual_names(existing, settings, expected):
+    assert choose_columns("a.csv", existing, replace(CONFIG, **settings)) == expected
+
+
+@pytest.mark.parametrize(
+    ("existing", "settings", "fragments"),
+    [
+        (["question", "answer"], {}, ["a.csv has none of the columns 'messages', 'prompt' and 'completion', 'text'", "answer)"]),
+        (["prompt", "answer"], {}, ["(its columns: prompt, answer): set data.messages_column, data.text_column"]),
+        (["text", "messages"], {}, ["columns of more than one kind, 'messages' and 'text' (its columns: text, messages)"]),
+        (
+            ["a", "text", "prompt", "completion"],
+            {"text_column": "a", "prompt_column": "prompt"},
+            ["'prompt' with 'completion' and 'a'"],
+        ),
+        (["text", "text"], {}, ["a.csv has more than one column 'text'"]),
+    ],
+)
+def test_no_column_or_several_kinds_are_refused_with_what_there_is(existing, settings, fragments):
+    with pytest.raises(UserError) as caught:
+        choose_columns("a.csv", existing, replace(CONFIG, **settings))
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+
+
+def test_a_chat_is_grouped_by_its_first_user_message():
+    messages = say("hello", "one", "two", "three", system="be brief")
+    row, example = read(messages)
+    assert example == {"messages": messages, "tools": None, "first_trained": 0, "weight_0": [], "mix_entry": 3}
+    assert (row.group, row.skip_reason, row.held_out) == ("hello", None, None)
+    assert list_texts(example) == ["be brief", "hello", "one", "two", "three"]
+
+
+def test_a_chat_may_be_json_text_with_tools_as_text_or_lists():
+    messages = say("hello", "one")
+    expected = read(messages, [{"name": "add"}])
+    assert expected[1]["tools"] == [{"name": "add"}]
+    assert read(json.dumps(messages), '[{"name": "add"}]') == expected
+    assert read(messages, ['{"name": "add"}']) == expected
+    assert read(messages, "")[1]["tools"] is read(messages, [])[1]["tools"] is None
+
+
+def test_nulls_that_columnar_files_add_are_dropped():
+    messages = [{"role": "user", "content": "hi", "tool_calls": None}, CALL | {"content": None, "name": None}]
+    messages += [{"role": "tool", "content": ""}, {"role": "assistant", "content": "one"}]
+    _, example = read(messages)
+    assert example["messages"] == [{"role": "user", "content": "hi"}, CALL | {"content": ""}, *messages[2:]]
+
+
+def test_weights_name_the_turns_that_do_not_count():
+    """As OpenAI writes them, and as columnar files do: null where there is none, 0.0 and 1.0."""
+    messages = weighted(0, 1, ..., None, 0.0, 1.0)
+    messages[2]["weight"] = 0  # of a user: it says what is so anyway
+    _, example = read(messages)
+    assert example["weight_0"] == [1, 2, 9]
+    assert all("weight" not in message for message in example["messages"])  # a template does not see it
+
+
+def test_a_chat_whose_turns_all_have_weight_0_is_left_out_and_counted():
+    assert read(weighted(0, 0))[0].skip_reason == "with weight 0 on every assistant turn"
+    columns = Columns("pair", ("prompt", "completion"))
+    prompt, completion = weighted(1)[:2] + say("b"), weighted(0)[1:]
+    assert build_row((prompt, completion), columns, "x", 0).skip_reason == "with weight 0 on every assistant turn"
+
+
+def test_arguments_of_tool_calls_may_be_json_text():
+    as_text = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]}
+    _, example = read([*say("hi"), as_text])
+    assert example["messages"][1]["tool_calls"] == [{"function": {"name": "add", "arguments": {"a": 1}}}]
+
+
+def test_pairs_and_text_are_grouped_by_what_comes_first():
+    row = build_row(("why", " because"), Columns("pair", ("q", "a")), "x", 0)
+    assert json.loads(row.source) == {"prompt": "why", "completion": " because", "mix_entry": 0}
+    assert (row.group, row.lead_text) == ("why", "why")
+    row = build_row(("once",), Columns("text", ("text",)), "x", 1, group="module", held_out=True)
+    assert (json.loads(row.source), row.group, row.held_out) == ({"text": "once", "mix_entry": 1}, "module", True)
+
+
+def test_a_pair_of_message_lists_is_a_chat_trained_on_its_completion():
+    columns = Columns("pair", ("prompt", "completion"))
+    row = build_row((say("hello", "one", "two"), say("x", "three")[1:]), columns, "x", 0)
+    assert json.loads(row.source)["messages"] == say("hello", "one", "two", "three")
+    assert (json.loads(row.source)["first_trained"], row.group) == (3, "hello")
+    with pytest.raises(UserError, match="x: columns prompt and completion are of different kinds, and completion is no list"):
+        build_row((say("hello"), "one"), columns, "x", 0)
+    with pytest.raises(UserError, match="x, column completion: no assistant turn"):
+        build_row((say("hello", "one"), say("two")), columns, "x", 0)
+
+
+def test_a_text_that_is_a_list_is_refused():
+    with pytest.raises(UserError, match=r"x, column text: \['a', 'b'\] is of type list, not text: write it as a string"):
+        build_row((["a", "b"],), Columns("text", ("text",)), "x", 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cells", "reason"),
+    [
+        ("chat", (None,), "chat"),
+        ("chat", ([],), "chat"),
+        ("chat", (" ",), "chat"),
+        ("chat", (say("hello", " "),), "assistant turn"),
+        ("chat", (say("", "one"),), "user turn"),
+        ("pair", (" ", "b"), "prompt"),
+        ("pair", ("a", ""), "completion"),
+        ("pair", ("a", None), "completion"),
+        ("pair", (say("a"), []), "completion"),
+        ("text", ("\n",), "text"),
+    ],
+)
+def test_empty_rows_come_with_their_reason(kind, cells, reason):
+    columns = Columns(kind, ("prompt", "completion") if kind == "pair" else ("column",))
+    assert build_row(cells, columns, "x", 0).skip_reason == f"with an empty {reason}"
+
+
+@pytest.mark.parametrize(
+    ("messages", "fragments"),
+    [
+        (3, ["column messages: 3 is no list of messages", 'write {"role": ..., "content": ...}']),
+        ({"role": "user", "content": "a"}, ["is no list of messages"]),
+        ("[{'role': 'user'}]", ["column messages: not JSON (Expecting property name"]),
+        (["hi"], ["message 1: 'hi' is no message"]),
+        ([{"from": "human", "value": "hi"}], ["message 1 has no role (its keys: from, value)"]),
+        ([{"role": "user"}], ["message 1 has no content (its keys: role)"]),
+        ([{"role": "user", "content": None}], ["message 1 has no content"]),
+        (
+            [*say("a"), {"role": "bot", "content": "b"}],
+            ["message 2: 'bot' is no role: write one of system, user, assistant, tool"],
+        ),
+        ([{"role": 1, "content": "b"}], ["message 1: 1 is no role"]),
+        (say("a", "b")[1:], ["message 1: roles out of order, the assistant speaks first"]),
+        ([*say(system="a"), *say("a", "b")[1:]], ["message 2: roles out of order, the assistant speaks first"]),
+        ([*say("a", "b"), *say(system="s")], ["message 3: roles out of order, a system turn comes after others"]),
+        ([*say("a", "b"), {"role": "tool", "content": "4"}], ["message 3: roles out of order, a tool turn follows no assistant"]),
+        ([*say("a"), {"role": "tool", "content": "4"}], ["message 2: roles out of order, a tool turn"]),
+        (say("a"), ["column messages: no assistant turn, so there is nothing to train on"]),
+        ([*say("a"), {"role": "assistant", "content": ["b"]}], ["message 2, content: ['b'] is of type list, not text"]),
+        (say("a\0", "b"), ["message 1, content: the text holds a NUL character"]),
+        (say("a", "b\ud83d"), ["message 2, content: character 2 is half a surrogate pair"]),
+        ([*say("a"), {"role": "assistant", "content": "b", "name": "c\0"}], ["message 2, name: the text holds a NUL"]),
+        ([*say("a"), {"role": "assistant", "content": "b", "at": b"c"}], ["message 2, at: b'c' is of type bytes"]),
+        ([*say("a"), CALL | {"role": "user"}], ["message 2: tool calls of role user"]),
+        ([*say("a"), CALL | {"tool_calls": "add"}], ["message 2: tool_calls 'add' is no list of calls"]),
+        ([*say("a"), CALL | {"tool_calls": [{"function": {}}]}], ["message 2: a tool call without a name"]),
+        (
+            [*say("a"), CALL | {"tool_calls": [{"function": {"name": "add", "arguments": "{"}}]}],
+            ["message 2, arguments of add: not JSON"],
+        ),
+        (
+            weighted(0.5),
+            ["message 2: weight 0.5: write 0 for a turn that does not count in the loss, 1 or none for one that does"],
+        ),
+        (weighted(2), ["message 2: weight 2: write 0"]),
+        (weighted(True), ["message 2: weight True: write 0"]),
+        (weighted("0"), ["message 2: weight '0': write 0"]),
+        (
+            [say("a")[0] | {"weight": 1}, *say("a", "b")[1:]],
+            ["message 1: weight 1 on a user turn: only assistant turns are trained"],
+        ),
+    ],
+)
+def test_chats_that_are_put_together_wrongly_are_refused_by_row_and_message(messages, fragments):
+    refuse(messages, *fragments)
+
+
+def test_tools_that_are_none_are_refused():
+    refuse(say("a", "b"), "column tools: not JSON", tools="add")
+    refuse(say("a", "b"), "column tools: {'name': 'add'} is no list of tools", tools={"name": "add"})
+    refuse(say("a", "b"), "tool 1: not JSON", tools=["add"])
+    refuse(say("a", "b"), "tool 2: 3 is no tool", tools=[{"name": "add"}, 3])
+
+
+def test_cells_that_are_not_text_are_refused():
+    with pytest.raises(UserError, match="x, column q: 3 is of type int, not text"):
+        build_row((3, "b"), Columns("pair", ("q", "a")), "x", 0)
+    with pytest.raises(UserError, match="x, column text: the text holds a NUL"):
+        build_row(("a\0",), Columns("text", ("text",)), "x", 0)

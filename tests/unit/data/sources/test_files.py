@@ -1,0 +1,265 @@
+"""csv, jsonl and parquet files: what is read, what is skipped and told, and the sentence for each kind of broken file."""
+
+import json
+
+import pytest
+
+from toolkit.config.schema import DataConfig
+from toolkit.data.rows.source_rows import load_text_rows
+from toolkit.data.sources import files
+from toolkit.errors import UserError
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Load rows from `tmp_path`, cached there too; everything goes to training unless told otherwise."""
+
+    def load(source, paths, **settings):
+        settings = {"eval_fraction": 0.0, "cache_dir": str(tmp_path / "cache"), **settings}
+        names = [paths] if isinstance(paths, str) else paths
+        return load_text_rows(DataConfig(source=source, files=[str(tmp_path / name) for name in names], **settings))
+
+    return load
+
+
+def write_parquet(path, columns):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table(columns), path)
+
+
+def pairs(rows):
+    return list(zip(rows.train["source"], rows.train["target"], strict=True))
+
+
+def refuse(load, source, name, *fragments, **settings):
+    """The load fails with one sentence that holds every fragment; returns it."""
+    with pytest.raises(UserError) as caught:
+        load(source, name, **settings)
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    for fragment in fragments:
+        assert fragment in sentence
+    return sentence
+
+
+def test_csv_reads_quotes_line_breaks_bom_and_crlf(tmp_path, load):
+    (tmp_path / "rows.csv").write_bytes(
+        b'\xef\xbb\xbfsource, target ,note\r\n"a, ""b""\r\nsecond line",short,1\r\n\r\n42,caf\xc3\xa9,\r\n'
+    )
+    rows = load("csv", "rows.csv")
+    assert pairs(rows) == [('a, "b"\r\nsecond line', "short"), ("42", "café")]
+    assert rows.train["lead_text"][:] == rows.train["source"][:]
+    assert rows.train["row_id"][:] == [0, 1]
+    assert rows.remarks == []
+    assert len(rows.evaluation) == 0
+
+
+def test_csv_takes_cells_beyond_the_csv_modules_own_limit(tmp_path, load):
+    long_text = "word " * 40_000
+    (tmp_path / "rows.csv").write_text(f"source,target\n{long_text},short\n")
+    assert pairs(load("csv", "rows.csv")) == [(long_text, "short")]
+
+
+def test_jsonl_reads_bom_crlf_blank_lines_and_absent_keys(tmp_path, load):
+    (tmp_path / "rows.jsonl").write_bytes(
+        b'\xef\xbb\xbf{"target": "no source"}\r\n\r\n{"source": "a\\nb \xc3\xa9", "target": "t", "more": [1]}\r\n'
+    )
+    rows = load("jsonl", "rows.jsonl")
+    assert pairs(rows) == [("a\nb é", "t")]
+    assert rows.remarks == [f"skipped 1 of 2 rows of {tmp_path / 'rows.jsonl'} with an empty source (row 1)"]
+
+
+def test_parquet_reads_the_columns_named(tmp_path, load):
+    write_parquet(tmp_path / "rows.parquet", {"id": [1, 2], "article": ["a", "b"], "summary": ["x", "y"]})
+    rows = load("parquet", "rows.parquet", source_column="article", target_column="summary")
+    assert pairs(rows) == [("a", "x"), ("b", "y")]
+
+
+def test_several_files_and_patterns_are_read_in_order_each_file_once(tmp_path, load):
+    for name in ("b2", "b1", "a"):
+        (tmp_path / f"{name}.csv").write_text(f"source,target\n{name},{name}\n")
+    rows = load("csv", ["b?.csv", "a.csv", "b1.csv"])
+    assert [source for source, _ in pairs(rows)] == ["b1", "b2", "a"]
+    assert rows.train["row_id"][:] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_empty_cells_are_counted_skipped_and_told(tmp_path, load, kind):
+    cells = [("a", "x"), ("b", ""), (" \t", "y"), ("c", "  "), ("d", "z"), ("", ""), ("e", None), ("f", "")]
+    path = tmp_path / f"rows.{kind}"
+    if kind == "csv":
+        path.write_text("source,target\n" + "".join(f"{source},{target or ''}\n" for source, target in cells))
+    elif kind == "jsonl":
+        path.write_text("".join(json.dumps({"source": source, "target": target}) + "\n" for source, target in cells))
+    else:
+        write_parquet(path, {"source": [source for source, _ in cells], "target": [target for _, target in cells]})
+    rows = load(kind, path.name)
+    assert pairs(rows) == [("a", "x"), ("d", "z")]
+    assert rows.train["row_id"][:] == [0, 4]
+    assert rows.remarks == [
+        f"skipped 4 of 8 rows of {path} with an empty target (first: rows 2, 4, 7)",
+        f"skipped 2 of 8 rows of {path} with an empty source (first: rows 3, 6)",
+    ]
+
+
+def test_all_rows_empty_is_an_error(tmp_path, load):
+    (tmp_path / "rows.csv").write_text("source,target\na,\n ,b\n")
+    refuse(
+        load, "csv", "rows.csv", "none of the 2 rows can be used", "1 of 2 rows", "empty target (row 1)", "empty source (row 2)"
+    )
+
+
+def test_missing_file_suggests_the_nearest_name(tmp_path, load):
+    (tmp_path / "train_rows.csv").write_text("source,target\na,b\n")
+    refuse(load, "csv", "train_row.csv", "data.files", "there is no file", f"did you mean {tmp_path / 'train_rows.csv'}?")
+    refuse(load, "csv", "nowhere/rows.csv", f"the folder {tmp_path / 'nowhere'} does not exist")
+    refuse(load, "csv", "zzz.csv", f"nothing in {tmp_path} has a name like it")
+    refuse(load, "csv", "*.tsv", "no file matches", "*.tsv")
+
+
+def test_folder_as_a_file_is_refused(tmp_path, load):
+    (tmp_path / "rows").mkdir()
+    refuse(load, "csv", "rows", f"{tmp_path / 'rows'} is a folder")
+
+
+def test_unreadable_file_is_refused(tmp_path, load, monkeypatch):
+    path = tmp_path / "rows.csv"
+    path.write_text("source,target\na,b\n")
+
+    def deny(self, *args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(type(path), "open", deny)  # chmod does not stop root
+    refuse(load, "csv", "rows.csv", f"{path} cannot be read (Permission denied)")
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_empty_file_is_refused(tmp_path, load, kind):
+    (tmp_path / "rows").touch()
+    refuse(load, kind, "rows", f"{tmp_path / 'rows'} is empty")
+
+
+def test_files_without_rows_are_refused(tmp_path, load):
+    (tmp_path / "rows.csv").write_text("source,target\n")
+    (tmp_path / "rows.jsonl").write_text("\n \n")
+    write_parquet(tmp_path / "rows.parquet", {"source": [], "target": []})
+    for kind in ("csv", "jsonl", "parquet"):
+        refuse(load, kind, f"rows.{kind}", f"{tmp_path / f'rows.{kind}'} holds no rows")
+
+
+def test_missing_column_names_those_that_exist(tmp_path, load):
+    (tmp_path / "rows.csv").write_text("article,summary\na,b\n")
+    (tmp_path / "rows.jsonl").write_text('{"article": "a"}\n{"summary": "b"}\n')
+    write_parquet(tmp_path / "rows.parquet", {"article": ["a"], "summary": ["b"]})
+    for kind in ("csv", "jsonl", "parquet"):
+        path = tmp_path / f"rows.{kind}"
+        refuse(load, kind, path.name, f"{path} has no column 'source' (its columns: article, summary)", "data.source_column")
+        refuse(load, kind, path.name, "no column 'target'", source_column="article")
+
+
+def test_missing_key_is_found_before_the_end_of_a_large_jsonl(tmp_path, load):
+    (tmp_path / "rows.jsonl").write_text('{"source": "a"}\n' * 1001 + "this line is never reached\n")
+    refuse(load, "jsonl", "rows.jsonl", "has no column 'target' (its columns: source)")
+
+
+def test_column_that_exists_twice_is_refused(tmp_path, load):
+    (tmp_path / "rows.csv").write_text("source,target,source\na,b,c\n")
+    refuse(load, "csv", "rows.csv", "more than one column 'source'")
+
+
+def test_rows_with_other_cell_counts_are_refused_by_line(tmp_path, load):
+    path = tmp_path / "rows.csv"
+    path.write_text('source,target\n"two\nlines",b\n\nc,d,e\n')
+    refuse(load, "csv", "rows.csv", f"{path}, line 5: 3 cells where the header has 2 (source, target)")
+    path.write_text("source,target\na,b\nc\n")
+    refuse(load, "csv", "rows.csv", f"{path}, line 3: 1 cells")
+
+
+def test_broken_quotes_are_refused_where_the_row_starts(tmp_path, load):
+    path = tmp_path / "rows.csv"
+    path.write_text('source,target\na,b\nc,"never closed\nd,e\nf,g\n')
+    refuse(load, "csv", "rows.csv", f"{path}: the row that starts on line 3 is not valid CSV")
+    path.write_text('source,target\n"a "quoted" word",b\n')
+    refuse(load, "csv", "rows.csv", "starts on line 2", "double the quotes inside")
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_invalid_utf8_is_refused_by_line(tmp_path, load, kind, monkeypatch):
+    path = tmp_path / f"rows.{kind}"
+    path.write_bytes("source,target\né,b\n".encode() + b"caf\xe9,c\n")
+    refuse(load, kind, path.name, f"{path}, line 3: byte 0xe9 is not valid UTF-8")
+    # The same where a read ends inside a good character, and where the file ends inside one.
+    for num_bytes in (1, 15, 20):
+        monkeypatch.setattr(files, "_BYTES_PER_READ", num_bytes)
+        refuse(load, kind, path.name, "line 3: byte 0xe9")
+    path.write_bytes("source,target\né,b\n".encode() + "c,é".encode()[:-1])
+    refuse(load, kind, path.name, "line 3: byte 0xc3", "unexpected end of data")
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_nul_byte_is_refused_by_line(tmp_path, load, kind):
+    path = tmp_path / f"rows.{kind}"
+    path.write_bytes(b"source,target\na,b\nc,\0d\n")
+    refuse(load, kind, path.name, f"{path}, line 3: a NUL byte")
+
+
+def test_utf16_file_is_refused(tmp_path, load):
+    (tmp_path / "rows.csv").write_bytes("source,target\na,b\n".encode("utf-16"))
+    refuse(load, "csv", "rows.csv", "line 1", "is not valid UTF-8", "convert the file")
+
+
+@pytest.mark.parametrize(
+    ("line", "fragment"),
+    [
+        ('{"source": "a" "target": "b"}', "not JSON (Expecting ',' delimiter: column 16"),
+        ('{"source": "a", "tar', "not JSON (Unterminated string"),
+        ("[" * 100_000, "not JSON (maximum recursion depth"),
+        ('["a", "b"]', "a JSON array, not an object"),
+        ('"a"', "a JSON string, not an object"),
+        ("null", "a JSON null, not an object"),
+        ("3", "a JSON number, not an object"),
+    ],
+)
+def test_bad_json_lines_are_refused_by_line(tmp_path, load, line, fragment):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"source": "a", "target": "b"}\n\n' + line + "\n")
+    refuse(load, "jsonl", "rows.jsonl", f"{path}, line 3: {fragment}")
+
+
+@pytest.mark.parametrize(("value", "type_name"), [("12", "int"), ("1.5", "float"), ("true", "bool"), ('["a"]', "list")])
+def test_jsonl_cells_that_are_not_text_are_refused_by_row(tmp_path, load, value, type_name):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"source": "a", "target": "b"}}\n{{"source": "c", "target": {value}}}\n')
+    refuse(load, "jsonl", "rows.jsonl", f"{path}, row 2, column target", f"is of type {type_name}, not text")
+
+
+def test_parquet_column_of_numbers_is_refused(tmp_path, load):
+    write_parquet(tmp_path / "rows.parquet", {"source": ["a", "b"], "target": [None, 7]})
+    refuse(load, "parquet", "rows.parquet", "row 2, column target: 7 is of type int, not text")
+
+
+@pytest.mark.parametrize(("text", "fragment"), [(r"a\u0000b", "NUL character"), (r"ab\ud83d", "character 3 is half a surrogate")])
+def test_text_that_cannot_be_written_is_refused_by_row(tmp_path, load, text, fragment):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"source": "{text}", "target": "b"}}\n')
+    refuse(load, "jsonl", "rows.jsonl", f"{path}, row 1, column source", fragment)
+
+
+def test_truncated_and_damaged_parquet_is_refused(tmp_path, load):
+    path = tmp_path / "rows.parquet"
+    write_parquet(path, {"source": [f"text {i}" for i in range(3000)], "target": [f"t {i}" for i in range(3000)]})
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    refuse(load, "parquet", "rows.parquet", f"{path} is not a whole parquet file")
+    path.write_bytes(whole[:8] + b"\xff" * 5000 + whole[5008:])  # the footer is whole, the first column is not
+    refuse(load, "parquet", "rows.parquet", f"{path} is not a whole parquet file")
+
+
+def test_parquet_text_that_is_not_utf8_is_refused_by_row(tmp_path, load):
+    import pyarrow as pa
+
+    source = pa.array([b"good", b"caf\xe9"]).view(pa.string())
+    write_parquet(tmp_path / "rows.parquet", {"source": source, "target": ["a", "b"]})
+    refuse(load, "parquet", "rows.parquet", "row 2: text that is not valid UTF-8")

@@ -1,0 +1,109 @@
+"""Hub datasets and local dataset folders, without a network."""
+
+import io
+import socket
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+
+from toolkit.config.schema import DataConfig
+from toolkit.data.rows.source_rows import load_text_rows
+from toolkit.errors import UserError
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """A local folder with a training and a test split in parquet."""
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    train = {
+        "article": [f"text {i}" for i in range(40)],
+        "summary": [f"t {i}" if i else None for i in range(40)],
+        "id": range(40),
+    }
+    pq.write_table(pa.table(train), folder / "train-0.parquet")
+    pq.write_table(pa.table({"article": ["only"], "summary": ["one"], "id": [0]}), folder / "test-0.parquet")
+    return {
+        "source": str(folder),
+        "source_column": "article",
+        "target_column": "summary",
+        "eval_fraction": 0.0,
+        "cache_dir": str(tmp_path / "cache"),
+    }
+
+
+def refuse(config, *fragments, **settings):
+    with pytest.raises(UserError) as caught:
+        load_text_rows(DataConfig(**{**config, **settings}))
+    assert "\n" not in str(caught.value)
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+
+
+def test_local_folder_is_read_split_and_told(config):
+    rows = load_text_rows(DataConfig(**config))
+    assert rows.train["source"][:] == [f"text {i}" for i in range(1, 40)]
+    assert rows.remarks == [f"skipped 1 of 40 rows of {config['source']} with an empty target (row 1)"]
+    assert load_text_rows(DataConfig(**{**config, "hub_split": "test"})).train["target"][:] == ["one"]
+    few = load_text_rows(DataConfig(**{**config, "num_rows": 10, "eval_fraction": 0.5}))
+    assert len(few.train) + len(few.evaluation) == 9 and len(few.evaluation)
+
+
+def test_fingerprint_is_of_the_rows(config, tmp_path):
+    first = load_text_rows(DataConfig(**config)).fingerprint
+    moved = (tmp_path / "dataset").rename(tmp_path / "moved")
+    assert load_text_rows(DataConfig(**{**config, "source": str(moved)})).fingerprint == first
+    assert load_text_rows(DataConfig(**{**config, "source": str(moved), "hub_split": "test"})).fingerprint != first
+
+
+def test_missing_columns_subsets_and_splits_are_refused(config):
+    refuse(config, "has no column 'source' (its columns: article, summary, id)", source_column=None)
+    refuse(config, "split dev", "Should be one of ['train', 'test']", hub_split="dev")
+    refuse(config, "subset german", "BuilderConfig 'german' not found", hub_subset="german")
+    refuse(config, "row 1, column id: 0 is of type int, not text", source_column="id", target_column="article")
+
+
+def test_folder_without_data_a_file_and_damaged_data_are_refused(config, tmp_path):
+    (tmp_path / "empty").mkdir()
+    refuse(config, f"data.source {tmp_path / 'empty'}", "doesn't contain any data files", source=str(tmp_path / "empty"))
+    path = tmp_path / "dataset" / "train-0.parquet"
+    refuse(config, f"data.source {path} is a file: set data.source to csv, jsonl or parquet", source=str(path))
+    refuse(config, "data.source ./no_such_folder: there is no such folder", source="./no_such_folder")
+    path.write_bytes(path.read_bytes()[:200])
+    refuse(config, f"data.source {tmp_path / 'dataset'}", "could not be loaded")
+
+
+def test_unreachable_hub_is_told_at_once(config, monkeypatch):
+    def fail(*args, **kwargs):
+        raise urllib.error.URLError(socket.gaierror(-2, "Name or service not known"))
+
+    monkeypatch.setattr(urllib.request, "urlopen", fail)
+    start_s = time.monotonic()
+    refuse(
+        config,
+        "data.source someone/some-dataset is none of docstrings",
+        "the hub cannot be reached",
+        source="someone/some-dataset",
+    )
+    refuse(config, "data.source cvs", "did you mean csv?", source="cvs")
+    assert time.monotonic() - start_s < 5
+
+
+def test_unknown_dataset_is_refused(config, monkeypatch):
+    import datasets
+
+    def fail(path, **kwargs):
+        raise datasets.exceptions.DatasetNotFoundError(f"Dataset '{path}' doesn't exist on the Hub or cannot be accessed.")
+
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *args, **kwargs: io.BytesIO())
+    monkeypatch.setattr(datasets, "load_dataset_builder", fail)
+    refuse(
+        config, "data.source someone/nothing is none of docstrings", "no dataset that the hub shows you", source="someone/nothing"
+    )

@@ -1,0 +1,105 @@
+"""Names and files that `datasets` would take for more than the user named: no file is opened that nobody named."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+
+from toolkit.config.mnist import ImageDataConfig
+from toolkit.config.schema import DataConfig, LLMDataConfig, MixEntry
+from toolkit.data.rows.causal_rows import load_llm_rows
+from toolkit.data.rows.source_rows import load_text_rows
+from toolkit.data.sources.images import load_images
+from toolkit.errors import UserError
+
+NAMES = sorted(_PACKAGED_DATASETS_MODULES)
+_opened: list[str] = []
+_is_watching = False
+
+
+@pytest.fixture
+def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Files opened by Python in a working directory that holds a secret in every form; it begins with the test."""
+    global _is_watching
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("toolkit.data.sources.hub._can_reach_hub", lambda: False)
+    here = tmp_path / "here"
+    (here / "fold").mkdir(parents=True)
+    (here / "secrets.txt").write_text("password: swordfish\n")
+    (here / "secrets.json").write_text('{"text": "swordfish"}\n')
+    (here / "secrets.csv").write_text("text\nswordfish\n")
+    monkeypatch.chdir(here)
+    if not _opened:  # a hook stays for good
+        _opened.append("")
+        sys.addaudithook(lambda event, args: _opened.append(str(args[0])) if _is_watching and event == "open" else None)
+    _opened[1:], _is_watching = [], True
+    yield _opened
+    _is_watching = False
+
+
+def llm(tmp_path: Path, **settings: Any) -> list[str]:
+    return load_llm_rows(LLMDataConfig(cache_dir=str(tmp_path / "rows"), eval_fraction=0.0, **settings)).train["source"][:]
+
+
+def refusal(load: Callable[[], Any]) -> str:
+    with pytest.raises(UserError) as caught:
+        load()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["", " ", *NAMES, "Text", "JSON"])
+def test_a_kind_of_file_is_no_dataset(tmp_path: Path, opened: list[str], name: str) -> None:
+    loads = [
+        lambda: llm(tmp_path, source=name),
+        lambda: llm(tmp_path, mix=[MixEntry(source="stdlib"), MixEntry(source=name)]),
+        lambda: load_text_rows(DataConfig(source=name, source_column="text", target_column="text2")),
+        lambda: load_images(ImageDataConfig(source=name), 1),
+    ]
+    for load in loads[2 * (name in ("csv", "parquet")) :]:  # our own names, which the check of the config wants files for
+        assert refusal(load)
+    assert not [path for path in opened if "secrets" in path]
+
+
+def test_the_sentence_names_what_there_is(tmp_path: Path, opened: list[str]) -> None:
+    Path("text").mkdir()
+    sources = "docstrings, stdlib, csv, jsonl, parquet"
+    assert refusal(lambda: llm(tmp_path, source="json", files="rows.json")) == (
+        "data.source json is a kind of file, not a dataset: did you mean jsonl?"
+    )
+    assert refusal(lambda: llm(tmp_path, mix=[MixEntry(source="Parquet")])) == (
+        "data.mix[0].source Parquet is written parquet: give that"
+    )
+    assert refusal(lambda: llm(tmp_path, source="text")) == (
+        f"data.source text is a kind of file, not a dataset: give one of {sources}, or a hub id as in user/text (./text for the "
+        "folder)"
+    )
+    assert refusal(lambda: load_images(ImageDataConfig(source="imagefolder"), 1)) == (
+        "data.source imagefolder is a kind of file, not a dataset: give one of digits, idx, or a hub id as in user/imagefolder"
+    )
+    assert refusal(lambda: llm(tmp_path, source="")) == f"data.source is empty: give one of {sources}, a hub id, or a folder"
+
+
+@pytest.mark.parametrize("source", ["./text", "text/", "{here}/text"])
+def test_a_folder_with_such_a_name_is_read_and_nothing_beside_it(tmp_path: Path, opened: list[str], source: str) -> None:
+    Path("text").mkdir()
+    Path("text", "rows.csv").write_text("text\nnamed by the user\n")
+    assert llm(tmp_path, source=source.format(here=Path.cwd())) == ['{"text": "named by the user", "mix_entry": 0}']
+    assert any("rows.csv" in path for path in opened) and not [path for path in opened if "secrets" in path]
+
+
+@pytest.mark.parametrize("file", ["../secrets.csv", "{here}/secrets.csv", "file://{here}/secrets.csv"])
+def test_a_readme_that_names_files_outside_its_folder(tmp_path: Path, opened: list[str], file: str) -> None:
+    given = file.format(here=Path.cwd())
+    Path("fold", "rows.csv").write_text("text\nnamed by the user\n")
+    Path("fold", "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {given}\n---\n")
+    assert refusal(lambda: llm(tmp_path, source="fold")) == (
+        f"data.source fold names a file outside of it in its README, {Path.cwd()}/secrets.csv: give that in data.files"
+    )
+    assert not [path for path in opened if "secrets" in path]

@@ -1,0 +1,163 @@
+"""Images of digits: what is read from IDX files, hub datasets and scikit-learn, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from toolkit.config.mnist import ImageDataConfig
+from toolkit.data.sources.images import IDX_FILES, load_images
+from toolkit.errors import UserError
+
+CPU = torch.device("cpu")
+
+
+def idx(array: np.ndarray) -> bytes:
+    """An array of bytes as an IDX file."""
+    return struct.pack(f">{1 + array.ndim}I", 0x0800 + array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
+
+
+def save_idx(folder: Path, num_train: int = 5, num_held_out: int = 3, side: int = 7, *, zipped: bool = False) -> dict[str, Any]:
+    """The four files of MNIST with random pixels; returns the arrays by file name."""
+    random = np.random.Generator(np.random.PCG64(0))
+    folder.mkdir(exist_ok=True)
+    arrays = {}
+    for (images, labels), number in zip(IDX_FILES.values(), (num_train, num_held_out), strict=True):
+        arrays |= {images: random.integers(0, 256, (number, side, side)), labels: np.arange(number) % 3}
+    for name, array in arrays.items():
+        path = folder / (f"{name}.gz" if zipped else name)
+        path.write_bytes(gzip.compress(idx(array)) if zipped else idx(array))
+    return arrays
+
+
+def refusal(config: ImageDataConfig, smallest_side: int = 6) -> str:
+    with pytest.raises(UserError) as caught:
+        load_images(config, smallest_side)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_idx_files_are_read_as_they_are_or_zipped(tmp_path: Path, zipped: bool) -> None:
+    arrays = save_idx(tmp_path, zipped=zipped)
+    images = load_images(ImageDataConfig(source="idx", folder=str(tmp_path)), 6)
+    for part, (pixels, labels) in zip((images.train, images.evaluation), IDX_FILES.values(), strict=True):
+        np.testing.assert_array_equal(part.pixels_NHW, arrays[pixels])
+        np.testing.assert_array_equal(part.labels_N, arrays[labels])
+    assert (images.train.pixels_NHW.dtype, images.train.labels_N.dtype, images.num_classes) == (torch.uint8, torch.int64, 3)
+    assert len(load_images(ImageDataConfig(source="idx", folder=str(tmp_path), num_rows=4), 6).train) == 4
+
+
+def test_a_batch_has_mean_0_and_deviation_1_and_labels_that_may_not_count(tmp_path: Path) -> None:
+    save_idx(tmp_path)
+    images = load_images(ImageDataConfig(source="idx", folder=str(tmp_path)), 6)
+    pixels, labels = images.collate(images.train, range(5), CPU, counts=True)
+    assert pixels.shape == (5, 1, 7, 7) and pixels.dtype == torch.float32 and labels.tolist() == [0, 1, 2, 0, 1]
+    assert pixels.mean().item() == pytest.approx(0, abs=1e-5) and pixels.std().item() == pytest.approx(1, abs=1e-5)
+    pixels, labels = images.collate(images.train, [3, 1], CPU, counts=False)
+    assert labels.tolist() == [-100, -100]
+    raw = images.train.pixels_NHW[3].double()
+    np.testing.assert_allclose(pixels[0, 0], (raw - images.mean) / images.std, rtol=1e-5)
+
+
+def test_digits_come_with_scikit_learn_and_are_held_out_by_place() -> None:
+    some, more = (load_images(ImageDataConfig(eval_fraction=share), 6) for share in (0.2, 0.3))
+    assert len(some.train) + len(some.evaluation) == 1797 and 300 < len(some.evaluation) < 420
+    assert some.num_classes == 10 and tuple(some.train.pixels_NHW.shape[1:]) == (8, 8)
+    held_out = [{image.numpy().tobytes() for image in images.evaluation.pixels_NHW} for images in (some, more)]
+    assert held_out[0] < held_out[1], "raising the share moves no image back"
+    assert not held_out[0] & {image.numpy().tobytes() for image in some.train.pixels_NHW}
+
+
+def test_what_is_wrong_with_idx_files(tmp_path: Path) -> None:
+    config = ImageDataConfig(source="idx", folder=str(tmp_path))
+    save_idx(tmp_path)
+    images, labels = (tmp_path / name for name in IDX_FILES["training"])
+    whole = images.read_bytes()
+    images.write_bytes(whole[:-1])
+    assert refusal(config) == f"{images} holds 244 bytes behind its header, not 245: get it again"
+    images.write_bytes(labels.read_bytes())
+    assert refusal(config) == f"{images} starts with 00000801, an IDX file of 3 dimensions with 00000803: get the file again"
+    images.write_bytes(b"")
+    assert refusal(config).startswith(f"{images} starts with nothing, an IDX file of 3 dimensions")
+    images.write_bytes(whole)
+    labels.write_bytes(idx(np.zeros(4)))
+    assert refusal(config) == f"{images} holds 5 images, but {labels.name} 4 labels: take both files from one place"
+    labels.unlink()
+    assert refusal(config) == f"data.folder {tmp_path} has neither {labels.name} nor {labels.name}.gz: check the path"
+    (tmp_path / f"{labels.name}.gz").write_bytes(gzip.compress(idx(np.zeros(5)))[:-9])
+    assert refusal(config).startswith(f"{labels}.gz cannot be read (")
+    nowhere = tmp_path / "nowhere"
+    config = ImageDataConfig(source="idx", folder=str(nowhere))
+    assert refusal(config).startswith(f"data.folder {nowhere} is no folder with train-images-idx3-ubyte or ")
+
+
+def test_images_that_cannot_be_trained_on(tmp_path: Path) -> None:
+    config = ImageDataConfig(source="idx", folder=str(tmp_path))
+    save_idx(tmp_path)
+    assert refusal(config, 8) == "data.source idx: images have 7 x 7 pixels, the convnet needs 8 x 8"
+    held_out_images, held_out_labels = (tmp_path / name for name in IDX_FILES["held-out"])
+    held_out_images.write_bytes(idx(np.zeros((3, 9, 7))))
+    assert "training images have 7 x 7 pixels, held-out ones 9 x 7" in refusal(config)
+    held_out_images.write_bytes(idx(np.zeros((3, 7, 7))))
+    held_out_labels.write_bytes(idx(np.array([0, 9, 1])))
+    assert "class 9 is among the held-out images only" in refusal(config)
+    save_idx(tmp_path, num_held_out=0)
+    assert "data.source idx has no held-out images" in refusal(config)
+    assert "data.source digits has no held-out images" in refusal(ImageDataConfig(eval_fraction=0.0))
+
+
+def test_an_unknown_source_gets_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    import toolkit.data.sources.hub
+
+    monkeypatch.setattr(toolkit.data.sources.hub, "_can_reach_hub", lambda: False)
+    assert refusal(ImageDataConfig(source="digit")).endswith("the hub cannot be reached: did you mean digits?")
+
+
+@pytest.fixture
+def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Writes a dataset folder whose images are these arrays; returns its config."""
+    import datasets
+    from PIL import Image
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+    def save(arrays: list[np.ndarray], labels: list[Any] | None = None, **columns: str) -> ImageDataConfig:
+        folder = tmp_path / f"dataset-{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        pictures = []
+        for array in arrays:
+            Image.fromarray(array.astype(np.uint8)).save(content := io.BytesIO(), format="PNG")
+            pictures.append({"bytes": content.getvalue(), "path": None})
+        values = {"image": pictures, "label": labels or list(range(len(arrays)))}
+        for split in ("train", "test"):
+            features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+            datasets.Dataset.from_dict(values, features=features).to_parquet(folder / f"{split}-0.parquet")
+        return ImageDataConfig(source=str(folder), **columns)
+
+    return save
+
+
+def test_a_hub_dataset_gives_its_images(dataset: Any) -> None:
+    arrays = [np.full((6, 8), value) for value in (0, 100, 255)]
+    images = load_images(dataset(arrays, [1, 0, 1]), 6)
+    np.testing.assert_array_equal(images.train.pixels_NHW, np.stack(arrays))
+    assert images.evaluation.labels_N.tolist() == [1, 0, 1] and images.num_classes == 2
+
+
+def test_what_is_wrong_with_a_hub_dataset(dataset: Any) -> None:
+    flat, colour = np.zeros((6, 8)), np.zeros((6, 8, 3))
+    assert "split train, image 1 has the shape 6 x 8 x 3: only grayscale images" in refusal(dataset([flat, colour]))
+    assert "image 1 has 7 x 7 pixels, those before 6 x 8" in refusal(dataset([flat, np.zeros((7, 7))]))
+    assert "image 1: its label is None, not a whole number" in refusal(dataset([flat, flat], [0, None]))
+    assert "a training image has class -1" in refusal(dataset([flat, flat], [0, -1]))
+    assert "has no column 'digit' (its columns: image, label): set data.image_column" in refusal(
+        dataset([flat], label_column="digit")
+    )

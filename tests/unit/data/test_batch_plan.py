@@ -1,0 +1,165 @@
+"""The batch plan: which rows a step takes, and how they are packed and cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from toolkit.config.schema import TrainConfig
+from toolkit.data.batch_plan import BatchPlan, Mix, cut, draw_mix
+from toolkit.errors import UserError
+
+NUM_ROWS = 203
+KINDS: dict[str, dict[str, Any]] = {
+    "bucketed": {},
+    "shuffled": {"bucket_by_length": False},
+    "packed": {"bucket_by_length": False, "pack_length_tokens": 256},
+    "packed and bucketed": {"pack_length_tokens": 256},
+    "by tokens": {"global_batch_size_tokens": 1600},
+    "packed by tokens": {"global_batch_size_tokens": 1600, "bucket_by_length": False, "pack_length_tokens": 256},
+    "mixed": {"mix": Mix(np.arange(NUM_ROWS) % 3, (3.0, 1.0, 0.5)), "bucket_by_length": False},
+}
+
+
+def build_plan(
+    world_size: int = 1,
+    micro_batch_size_rows: int = 4,
+    seed: int = 0,
+    global_batch_size_rows: int = 16,
+    global_batch_size_tokens: int | None = None,
+    **settings: Any,
+) -> BatchPlan:
+    random = np.random.Generator(np.random.PCG64(7))
+    sources, targets = random.integers(1, 200, NUM_ROWS), random.integers(1, 20, NUM_ROWS)
+    train = TrainConfig(
+        global_batch_size_rows=global_batch_size_rows,
+        global_batch_size_tokens=global_batch_size_tokens,
+        micro_batch_size_rows=micro_batch_size_rows,
+        seed=seed,
+    )
+    return BatchPlan(sources + targets, targets, train, world_size=world_size, **settings)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("world_size", "micro_batch_size_rows"), [(1, 1), (2, 3), (3, 16), (8, 3)])
+def test_rows_of_a_step_depend_on_no_cut(kind: str, world_size: int, micro_batch_size_rows: int) -> None:
+    reference, plan = build_plan(**KINDS[kind]), build_plan(world_size, micro_batch_size_rows, **KINDS[kind])
+    for number in range(1, 2 * reference.steps_per_epoch + 1):
+        step = plan.step(number)
+        assert step == reference.step(number)
+        cuts = [plan.micro_batches(step, rank) for rank in range(world_size)]
+        trained = [row for micro_batches in cuts for micro in micro_batches for row in micro.rows]
+        assert sorted(trained) == sorted(step.rows)
+        assert len({len(micro_batches) for micro_batches in cuts}) == 1, "ranks must run the same number of micro-batches"
+        for micro_batches in cuts:
+            assert [micro.is_last for micro in micro_batches] == [False] * (len(micro_batches) - 1) + [True]
+            assert all(1 <= len(micro.packs) <= micro_batch_size_rows for micro in micro_batches)
+
+
+@pytest.mark.parametrize("kind", ["packed", "packed and bucketed", "packed by tokens"])
+def test_packs_are_full_and_never_too_long(kind: str) -> None:
+    plan = build_plan(**KINDS[kind])
+    packed, width = 0, 0
+    for number in range(1, plan.steps_per_epoch + 1):
+        packs = [pack for micro in plan.micro_batches(plan.step(number), 0) for pack in micro.packs]
+        lengths = [plan.num_tokens[list(pack)].sum() for pack in packs]
+        assert max(lengths) <= 256
+        packed, width = packed + sum(lengths), width + 256 * len(packs)
+    assert packed / width > (0.7 if "bucketed" in kind else 0.8)
+
+
+def test_packing_and_cutting_leave_the_steps_alone() -> None:
+    plain, packed = build_plan(**KINDS["shuffled"]), build_plan(**KINDS["packed"])
+    assert [plain.step(n) for n in range(1, 30)] == [packed.step(n) for n in range(1, 30)]
+
+
+@pytest.mark.parametrize("kind", ["bucketed", "shuffled", "packed"])
+def test_an_epoch_takes_every_row_once_and_the_rest_last(kind: str) -> None:
+    plan = build_plan(**KINDS[kind])
+    steps = [plan.step(number) for number in range(1, plan.steps_per_epoch + 1)]
+    assert sorted(row for step in steps for row in step.rows) == list(range(NUM_ROWS))
+    assert [len(step.rows) for step in steps] == [16] * 12 + [NUM_ROWS - 12 * 16]
+    assert {step.epoch for step in steps} == {0}
+    assert plan.step(plan.steps_per_epoch + 1).epoch == 1
+
+
+@pytest.mark.parametrize("kind", ["by tokens", "packed by tokens"])
+def test_a_budget_of_tokens_is_filled_and_kept(kind: str) -> None:
+    plan = build_plan(**KINDS[kind])
+    num_steps = plan.num_steps(3)
+    steps = [plan.step(number) for number in range(1, num_steps + 1)]
+    assert [step.epoch for step in steps] == sorted(step.epoch for step in steps) and steps[-1].epoch == 2
+    for epoch in range(3):
+        rows = [row for step in steps if step.epoch == epoch for row in step.rows]
+        assert sorted(rows) == list(range(NUM_ROWS))
+    assert max(step.num_tokens for step in steps) <= 1600
+    assert sorted(step.num_tokens for step in steps)[3] > 1600 - 220, "but for the last of an epoch, no row more would fit"
+    assert plan.step(num_steps + 1).epoch == 3
+    assert [plan.step(n) for n in (1, num_steps, 2)] == [steps[0], steps[-1], steps[1]], "asked for in any order"
+
+
+def test_a_budget_below_the_longest_row_is_refused() -> None:
+    with pytest.raises(UserError, match=r"global_batch_size_tokens is 100, less than the longest row \(\d+ tokens\)"):
+        build_plan(global_batch_size_tokens=100)
+
+
+def test_a_mix_gives_each_source_its_share() -> None:
+    mix = Mix(np.array([0] * 10 + [1] * 90), (3.0, 1.0))
+    draws = [draw_mix(mix, np.random.Generator(np.random.PCG64(seed))) for seed in (0, 1)]
+    for rows in draws:
+        counts = np.bincount(rows, minlength=100)
+        assert len(rows) == 100 and counts[:10].sum() == 75 and counts[10:].sum() == 25
+        assert set(counts[:10]) == {7, 8} and set(counts[10:]) == {0, 1}
+    assert sorted(draws[0]) != sorted(draws[1]), "another part of a large source every epoch"
+
+
+def test_seed_and_epoch_change_the_order() -> None:
+    plan = build_plan()
+    first = [plan.step(number).rows for number in range(1, 13)]
+    second = [plan.step(plan.steps_per_epoch + number).rows for number in range(1, 13)]
+    other_seed = [build_plan(seed=1).step(number).rows for number in range(1, 13)]
+    assert len({tuple(map(tuple, order)) for order in (first, second, other_seed)}) == 3
+
+
+def test_label_tokens_are_those_of_the_rows() -> None:
+    plan = build_plan()
+    for number in (1, 5, plan.steps_per_epoch):
+        step = plan.step(number)
+        assert step.num_label_tokens == plan.num_label_tokens[list(step.rows)].sum()
+        assert step.num_tokens == plan.num_tokens[list(step.rows)].sum()
+
+
+def test_batches_hold_rows_of_similar_length() -> None:
+    """Padding to the longest of a batch costs far less than with random batches."""
+
+    def padding(plan: BatchPlan) -> float:
+        steps = [plan.step(number) for number in range(1, plan.steps_per_epoch + 1)]
+        return sum(len(s.rows) * plan.num_tokens[list(s.rows)].max() for s in steps) / plan.num_tokens.sum()
+
+    assert padding(build_plan()) < 1.35 < padding(build_plan(bucket_by_length=False))
+
+
+def test_ranks_get_balanced_tokens() -> None:
+    random = np.random.Generator(np.random.PCG64(1))
+    costs = random.integers(1, 500, 64)
+    for micro_batch in cut(np.arange(64), costs, num_ranks=4, micro_batch_size_rows=8):
+        tokens = [costs[rows].sum() for rows in micro_batch]
+        assert max(tokens) / min(tokens) < 1.2
+
+
+def test_a_rank_without_rows_stays_in_step_and_does_not_count() -> None:
+    plan = build_plan(world_size=8, micro_batch_size_rows=4)
+    last = plan.step(plan.steps_per_epoch)
+    assert len(last.rows) == 11
+    train = TrainConfig(global_batch_size_rows=2, micro_batch_size_rows=1)
+    few = BatchPlan(np.array([5, 3, 9]), np.array([1, 2, 3]), train, world_size=2)
+    ranks = [few.micro_batches(few.step(2), rank) for rank in range(2)]
+    assert [micro.counts for micro_batches in ranks for micro in micro_batches] == [True, False]
+    assert ranks[1][0].packs == (few.step(2).rows,) and ranks[1][0].rows == ()
+
+
+def test_fewer_rows_a_step_than_processes_is_refused() -> None:
+    with pytest.raises(UserError, match="global_batch_size_rows is 4, smaller than the 8 processes"):
+        build_plan(world_size=8, global_batch_size_rows=4)

@@ -1,0 +1,516 @@
+"""Rows of a causal model from file to tokens: masks, cuts, sources, the cache and what a resume compares."""
+
+from __future__ import annotations
+
+import csv
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support.chats import (
+    CHATML,
+    CLOSING,
+    LLAMA2,
+    MARKED,
+    SPACE_ADDING,
+    STRIPPING,
+    build_chat_tokenizer,
+    build_space_adding_tokenizer,
+    say,
+)
+from toolkit.config.schema import LLMDataConfig, MixEntry, ModelConfig
+from toolkit.data.tokens import causal as llm_tokens
+from toolkit.data.tokens.causal import prepare_llm_rows
+from toolkit.errors import UserError
+
+CHATS = [say("hello there", "it is four", "thanks", "welcome", system="be brief"), say("what is two", "two is it")]
+NO_SPLIT = {"eval_fraction": 0.0}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    build_chat_tokenizer("<|im_start|>", "<|im_end|>", template=CHATML).save_pretrained(folder)
+    return ModelConfig(name_or_path=str(folder))
+
+
+@pytest.fixture
+def prepare(tmp_path, model):
+    """Rows of a jsonl file (given as a list), or of what the settings say."""
+
+    def prepare(rows=None, *, model=model, **settings):
+        if rows is not None:
+            (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            settings = {"source": "jsonl", "files": str(tmp_path / "rows.jsonl")} | settings
+        config = LLMDataConfig(**{"cache_dir": str(tmp_path / "cache"), **NO_SPLIT, **settings})
+        return prepare_llm_rows(config, model, 400)
+
+    return prepare
+
+
+def chats(*conversations, **columns):
+    return [{"messages": messages, **columns} for messages in conversations]
+
+
+def counted(rows, place=0):
+    """The text of the tokens that count, one string for each run of them."""
+    row = rows.train[place]
+    runs: list[list[int]] = [[]]
+    for token, label in zip(row["input_ids"], row["labels"], strict=True):
+        assert label in (-100, token)
+        if label != -100:
+            runs[-1].append(token)
+        elif runs[-1]:
+            runs.append([])
+    return [rows.tokenizer.decode(run) for run in runs if run]
+
+
+def prompt_of(rows, place=0):
+    row = rows.train[place]
+    return row["input_ids"][: row["prompt_length"]]
+
+
+def test_columns(prepare):
+    rows = prepare(chats(*CHATS))
+    expected = {"row_id", "input_ids", "labels", "num_tokens", "num_label_tokens", "target_bytes", "target", "lead_text"}
+    expected |= {"prompt_length", "source_index"}
+    assert set(rows.train.features) == set(rows.evaluation.features) == expected
+    for row in rows.train:
+        assert row["num_tokens"] == len(row["input_ids"]) == len(row["labels"])
+        assert row["num_label_tokens"] == sum(label != -100 for label in row["labels"])
+        assert row["labels"][0] == -100
+    assert (rows.train["row_id"][:], len(rows.evaluation), rows.remarks) == ([0, 1], 0, [])
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_the_assistants_turns_count_with_their_end_token(prepare, template):
+    rows = prepare(chats(*CHATS), chat_template=template)
+    assert counted(rows, 0) == ["it is four<|im_end|>", "welcome<|im_end|>"]
+    assert counted(rows, 1) == ["two is it<|im_end|>"]
+    assert rows.train["target"][:] == ["welcome", "two is it"]
+    assert rows.train["lead_text"][:] == ["thanks", "what is two"]
+    assert rows.train["target_bytes"][:] == [len("it is fourwelcome"), len("two is it")]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, LLAMA2])
+def test_a_turn_of_weight_0_does_not_count_and_is_not_generated(prepare, template):
+    first, last = say("hello there", "it is four", "thanks", "welcome"), say("hello there", "it is four", "thanks", "welcome")
+    first[1]["weight"], last[3]["weight"] = 0, 0
+    rows, whole = (
+        prepare(chats(first, last), chat_template=template),
+        prepare(chats(*[say(*(m["content"] for m in first))] * 2), chat_template=template),
+    )
+    assert rows.train["input_ids"][:] == whole.train["input_ids"][:]
+    assert [run.replace("<|im_end|>", "").replace("</s>", "").strip() for place in (0, 1) for run in counted(rows, place)] == [
+        "welcome",
+        "it is four",
+    ]
+    assert (rows.train["target"][:], rows.train["lead_text"][:]) == (["welcome", "it is four"], ["thanks", "hello there"])
+    assert prompt_of(rows, 1) == rows.tokenizer.apply_chat_template(last[:1], add_generation_prompt=True, return_dict=False)
+
+
+def test_a_weight_of_0_beside_a_loss_on_all_tokens_is_refused(prepare, tmp_path):
+    messages = say("hello there", "it is four", "thanks", "welcome")
+    messages[1]["weight"] = 0
+    with pytest.raises(UserError) as caught:
+        prepare(chats(CHATS[1], messages), loss_on="all")
+    assert str(caught.value) == (
+        f"{tmp_path / 'rows.jsonl'}, row 2: message 2 has weight 0, but data.loss_on all counts every token: set it to "
+        "completions, or leave the weight out"
+    )
+
+
+def test_llama_2_turns_count_with_their_spaces(prepare):
+    rows = prepare(chats(*CHATS), chat_template=LLAMA2)
+    assert counted(rows, 0) == [" it is four </s>", " welcome </s>"]
+    assert rows.train[0]["target"] == "welcome"
+    assert rows.tokenizer.decode(rows.train[0]["input_ids"]).startswith("<s>[INST] <<SYS>>\nbe brief\n<</SYS>>\n\nhello")
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA2, MARKED])
+def test_the_prompt_is_what_generation_gets_from_the_template(prepare, template):
+    rows = prepare(chats(*CHATS, say("hello", "\n\nit is")), chat_template=template)
+    for place, messages in enumerate([*CHATS, say("hello", "\n\nit is")]):
+        told = rows.tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
+        assert prompt_of(rows, place) == told
+
+
+def test_tools_calls_and_answers(prepare):
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]}
+    messages = [*say("2 + 2"), call, {"role": "tool", "content": "4"}, {"role": "assistant", "content": "it is four"}]
+    rows = prepare(chats(messages, tools=[{"name": "add"}]))
+    assert rows.tokenizer.decode(rows.train[0]["input_ids"]).startswith('<|im_start|>system\nTools: {"name": "add"}<|im_end|>')
+    assert counted(rows) == ['<tool_call>add {"a": 2}</tool_call><|im_end|>', "it is four<|im_end|>"]
+    assert rows.train[0]["lead_text"] == "2 + 2"
+
+
+def test_all_tokens_count_if_asked_for(prepare):
+    rows = prepare(chats(CHATS[0]), loss_on="all")
+    row = rows.train[0]
+    assert row["labels"] == [-100, *row["input_ids"][1:]]
+    text = "system\nbe brief\nuser\nhello there\nassistant\nit is four\nuser\nthanks\nassistant\nwelcome\n"
+    assert row["target_bytes"] == len(text)
+    assert (row["target"], prompt_of(rows)) == ("welcome", row["input_ids"][: row["prompt_length"]])
+    assert rows.tokenizer.decode(prompt_of(rows)).endswith("assistant\n")
+
+
+def test_a_template_that_tells_no_masks_is_refused_with_the_way_out(prepare, tmp_path):
+    thinking = say("hello", "<think>a</think>it is", "thanks", "<think>b</think>four")
+    with pytest.raises(UserError) as caught:
+        prepare(chats(CHATS[1], thinking), chat_template=STRIPPING)
+    sentence = str(caught.value)
+    assert sentence.startswith(
+        f"{tmp_path / 'rows.jsonl'}, row 2: the chat template does not tell which tokens are the assistant's"
+    )
+    assert "{% generation %}" in sentence and "recipes/chat_templates/chatml_generation.jinja" in sentence
+    assert "data.loss_on all" in sentence and "earlier thinking" in sentence
+    rows = prepare(chats(CHATS[1], thinking), chat_template=STRIPPING, loss_on="all")
+    assert rows.train["prompt_length"][1] == 0 and rows.train["target"][1] == ""
+    assert rows.train[1]["labels"][1:] == rows.train[1]["input_ids"][1:]
+    assert counted(prepare(chats(thinking), chat_template=MARKED)) == ["it is<|im_end|>", "four<|im_end|>"]
+
+
+def test_a_template_that_refuses_a_chat_is_told_with_the_row(prepare, tmp_path):
+    with pytest.raises(UserError) as caught:
+        prepare(chats(CHATS[1], [*say("a"), *say("b", "c")]), chat_template=LLAMA2)
+    assert f"{tmp_path / 'rows.jsonl'}, row 2: the chat template refuses this conversation (Conversation roles must alt" in str(
+        caught.value
+    )
+    with pytest.raises(UserError, match=r"row 1: the chat template refuses this conversation \(can only concatenate str"):
+        prepare(chats(CHATS[1]), chat_template="{{ 'a' + messages }}")
+    with pytest.raises(UserError, match=r"row 1: the chat template refuses this conversation \(division by zero\)"):
+        prepare(chats(CHATS[1]), chat_template="{{ 1 / (messages | length - 2) }}" + CHATML)
+
+
+def test_a_template_that_leaves_out_a_turn_is_refused(prepare):
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    with pytest.raises(UserError, match=r"row 1: the chat template prints nothing of message 2 \(it has tool_calls, which"):
+        prepare(chats([*say("a"), call]), chat_template=MARKED)
+
+
+def test_broken_and_missing_templates_are_refused(prepare, tmp_path):
+    with pytest.raises(UserError, match="chat template is broken in line 2"):
+        prepare(chats(*CHATS), chat_template="{{ bos_token }}\n{% for %}")
+    bare = tmp_path / "bare"
+    build_chat_tokenizer().save_pretrained(bare)
+    with pytest.raises(UserError, match="has no chat template, which chats need: set data.chat_template"):
+        prepare(chats(*CHATS), model=ModelConfig(name_or_path=str(bare)))
+
+
+def test_turns_without_an_end_token_are_told(prepare):
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    rows = prepare(chats(CHATS[1]), chat_template=template)
+    assert "the turns of 1 of 1 training rows with no special token, so nothing tells generation to stop" in rows.remarks[0]
+
+
+def test_a_prompt_is_followed_by_its_completion_and_the_end_token(prepare):
+    rows = prepare([{"prompt": "what is ", "completion": "two \n"}, {"prompt": "hello", "completion": " there"}])
+    assert [counted(rows, 0), counted(rows, 1)] == [["two \n</s>"], [" there</s>"]]
+    assert prompt_of(rows, 0) == rows.tokenizer("what is ")["input_ids"]
+    assert rows.train["target"][:] == ["two", "there"] and rows.train["target_bytes"][:] == [5, 6]
+    assert rows.train["lead_text"][:] == ["what is ", "hello"]
+    everything = prepare([{"prompt": "what is ", "completion": "é"}], loss_on="all").train[0]
+    assert (everything["num_label_tokens"], everything["target_bytes"]) == (everything["num_tokens"] - 1, 6)
+    assert everything["input_ids"][0] == rows.tokenizer.convert_tokens_to_ids("what")  # no label, so no bytes either
+
+
+@pytest.mark.parametrize("way", SPACE_ADDING)
+def test_a_space_between_prompt_and_completion_is_the_prompts_where_it_ends_it(prepare, tmp_path, way):
+    """At inference the model is given the prompt as it is written, its last space included."""
+    build_space_adding_tokenizer(way).save_pretrained(tmp_path / way)
+    pairs = [("so: ", "it is"), ("so:", " it is"), ("so:  ", "it is"), ("so: ", " it is")]
+    rows = prepare(
+        [{"prompt": prompt, "completion": completion} for prompt, completion in pairs],
+        model=ModelConfig(name_or_path=str(tmp_path / way)),
+    )
+    for place, (prompt, completion) in enumerate(pairs):
+        row = rows.train[place]
+        assert rows.tokenizer.decode(row["input_ids"], skip_special_tokens=True) == prompt + completion
+        assert prompt_of(rows, place) == rows.tokenizer(prompt)["input_ids"]
+        assert (row["target"], row["target_bytes"]) == ("it is", len(completion))
+    tokens = [rows.tokenizer.convert_ids_to_tokens(rows.train[place]["input_ids"]) for place in (0, 1)]
+    assert tokens[0] == ["<s>", "▁so", ":", "▁", "it", "▁is", "</s>"]
+    assert tokens[1] == ["<s>", "▁so", ":", "▁it", "▁is", "</s>"]
+
+
+def test_text_counts_whole_and_a_tokenizer_with_a_first_token_keeps_it(prepare, tmp_path):
+    from tokenizers import processors
+
+    rows = prepare([{"text": "hello there é"}])
+    assert counted(rows) == [rows.tokenizer.decode(rows.train[0]["input_ids"][1:])]
+    assert rows.tokenizer.decode(rows.train[0]["input_ids"]) == "hello there é</s>"
+    # "hello" is the first token, which nothing predicts.
+    assert (rows.train[0]["target_bytes"], rows.train[0]["prompt_length"], rows.train[0]["target"]) == (9, 0, "")
+    tokenizer = build_chat_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    tokenizer.save_pretrained(tmp_path / "first")
+    model = ModelConfig(name_or_path=str(tmp_path / "first"))
+    hello = prepare([{"text": "hello"}], model=model)
+    assert counted(hello) == ["hello</s>"] and hello.train[0]["target_bytes"] == 5
+    pair = prepare([{"prompt": "hello", "completion": " there"}], model=model)
+    assert pair.tokenizer.decode(prompt_of(pair)) == "<s>hello" and counted(pair) == [" there</s>"]
+
+
+def test_a_cut_ends_a_row_and_its_target(prepare):
+    messages = say("hello there", "it is four", "thanks", "welcome back", system="be brief")
+    whole = prepare(chats(messages)).train[0]
+    limit = whole["prompt_length"] + 1
+    cut = prepare(chats(messages), max_length_tokens=limit)
+    row = cut.train[0]
+    assert (row["input_ids"], row["labels"]) == (whole["input_ids"][:limit], whole["labels"][:limit])
+    assert row["prompt_length"] == limit - 1 and row["target"] == counted(cut)[1] and row["target"] == "welcome"
+    assert row["target_bytes"] == len("it is four" + row["target"])
+    num_lost = whole["num_tokens"] - limit
+    lost = f"cut 1 of 1 training rows to data.max_length_tokens = {limit}: {100 * num_lost / whole['num_tokens']:.1f} % of all "
+    fix = f"raise data.max_length_tokens (the longest row has {whole['num_tokens']} tokens), or split these rows"
+    assert cut.remarks == [f"WARNING: {lost}training row tokens lost; {fix}"]
+    # The last turn is cut off: the one before is what is generated.
+    earlier = prepare(chats(messages), max_length_tokens=limit - 1)
+    assert counted(earlier) == ["it is four<|im_end|>"]
+    assert (earlier.train[0]["target"], earlier.train[0]["lead_text"]) == ("it is four", "hello there")
+    assert earlier.tokenizer.decode(prompt_of(earlier)).endswith("hello there<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_chats_that_lose_their_completion_are_left_out_and_counted(prepare):
+    long = say("hello there " * 50, "it is four")
+    rows = prepare(chats(*CHATS, long), max_length_tokens=80)
+    assert rows.train["row_id"][:] == [0, 1]
+    assert rows.remarks[0].startswith("WARNING: cut 1 of 3 training rows to data.max_length_tokens = 80: ")
+    assert rows.remarks[1:] == [
+        "1 of 3 conversations lost their whole completion to data.max_length_tokens = 80 and were left out (training rows)",
+    ]
+    with pytest.raises(
+        UserError, match="all 1 training conversations lost their whole completion to data.max_length_tokens = 80"
+    ):
+        prepare(chats(long), max_length_tokens=80)
+
+
+def test_rows_that_are_no_chats_lose_their_completion_as_rows(prepare):
+    pairs = [{"prompt": "hello there " * 50, "completion": "it is"}, {"prompt": "hello", "completion": " there"}]
+    rows = prepare(pairs, max_length_tokens=80)
+    assert rows.remarks[1].startswith("1 of 2 rows lost their whole completion to data.max_length_tokens = 80")
+    with pytest.raises(
+        UserError, match="all 1 training rows lost their whole completion to data.max_length_tokens = 80: raise it"
+    ):
+        prepare(pairs[:1], max_length_tokens=80)
+
+
+def test_a_run_goes_on_if_only_the_held_out_rows_are_lost(prepare, tmp_path):
+    (tmp_path / "held_out.jsonl").write_text(json.dumps({"messages": say("hello there " * 50, "it is four")}) + "\n")
+    rows = prepare(chats(*CHATS), max_length_tokens=80, eval_files=str(tmp_path / "held_out.jsonl"))
+    assert (len(rows.train), len(rows.evaluation)) == (2, 0)
+    assert rows.remarks[-2:] == [
+        "1 of 1 conversations lost their whole completion to data.max_length_tokens = 80 and were left out (evaluation rows)",
+        "no held-out row is left to evaluate on",
+    ]
+
+
+def test_an_entry_of_a_mix_without_training_rows_is_refused(prepare, tmp_path):
+    (tmp_path / "short.jsonl").write_text(json.dumps({"text": "hello there"}) + "\n")
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "hello there " * 50, "completion": "it is four"}) + "\n")
+    mix = [MixEntry(source="jsonl", files=str(tmp_path / f"{name}.jsonl")) for name in ("short", "long")]
+    for _ in range(2):  # nothing half done is cached
+        with pytest.raises(
+            UserError,
+            match=r"data.mix\[1\] \(jsonl\) has no training row left \(all its rows are held out, skipped or cut off\): ",
+        ):
+            prepare(mix=mix, max_length_tokens=80)
+    assert prepare(mix=mix).train["source_index"][:] == [0, 1]
+    with pytest.raises(UserError, match=r"data.mix\[0\] \(jsonl\) has no training row left"):
+        prepare(mix=mix, eval_files=str(tmp_path / "short.jsonl"))
+
+
+@pytest.mark.parametrize("template", [CHATML, CLOSING, MARKED.replace("+ '<|im_end|>' }}", "+ '<|im_end|>\\n' }}")])
+@pytest.mark.parametrize("loss_on", ["completions", "all"])
+def test_what_ends_a_turn_stops_generation(prepare, tmp_path, template, loss_on):
+    from tokenizers import AddedToken
+
+    tokenizer = build_chat_tokenizer()
+    # Special as Llama 3's <|eot_id|> is: in no list of named special tokens.
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>")], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path / "added")
+    model = ModelConfig(name_or_path=str(tmp_path / "added"))
+    for _ in range(2):  # built, and from the cache
+        rows = prepare(chats(*CHATS), model=model, chat_template=template, loss_on=loss_on)
+        assert "<|im_end|>" not in rows.tokenizer.all_special_tokens
+        assert set(rows.tokenizer.convert_ids_to_tokens(rows.stop_token_ids)) == {"<|im_end|>", "</s>"}
+    text = prepare([{"text": "hello <|im_end|>"}, {"text": "hello"}], model=model)
+    assert text.stop_token_ids == (rows.tokenizer.eos_token_id,)
+
+
+def test_a_conversational_pair_trains_on_its_completion_only(prepare):
+    rows = prepare([{"prompt": CHATS[0][:4], "completion": CHATS[0][4:]}])
+    assert counted(rows) == ["welcome<|im_end|>"]
+    assert rows.train[0]["input_ids"] == prepare(chats(CHATS[0])).train[0]["input_ids"]
+
+
+def test_every_kind_of_file_and_a_hub_folder_give_the_same_rows(prepare, tmp_path, monkeypatch):
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]}
+    conversations = [*CHATS, [*say("2 + 2"), call, {"role": "tool", "content": "4"}, {"role": "assistant", "content": "four"}]]
+    expected = prepare(chats(*conversations)).train
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["messages"], *([json.dumps(messages)] for messages in conversations)])
+    (tmp_path / "hub").mkdir()
+    pq.write_table(pa.table({"messages": conversations}), tmp_path / "hub" / "train.parquet")
+    for settings in (
+        {"source": "csv", "files": str(tmp_path / "rows.csv")},
+        {"source": "parquet", "files": str(tmp_path / "hub" / "train.parquet")},
+        {"source": str(tmp_path / "hub")},
+    ):
+        assert prepare(**settings).train[:] == expected[:]
+
+
+def test_a_mix_is_one_dataset_with_the_entry_of_each_row(prepare, tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"hello {i}"}) + "\n" for i in range(5)))
+    (tmp_path / "b.csv").write_text("prompt,completion\n" + "".join(f"what {i},it is {i}\n" for i in range(5)))
+    (tmp_path / "c.jsonl").write_text(json.dumps({"text": "user"}) + "\n" + json.dumps({"text": ""}) + "\n")
+    mix = [
+        MixEntry(source="jsonl", files=[str(tmp_path / "a.jsonl"), str(tmp_path / "c.jsonl")]),
+        MixEntry(source="csv", files=str(tmp_path / "b.csv"), weight=2.0),
+    ]
+    rows = prepare(mix=mix)
+    assert rows.train["source_index"][:] == [0] * 6 + [1] * 5
+    assert rows.train["row_id"][:] == [0, 1, 2, 3, 4, 5, 7, 8, 9, 10, 11]
+    assert rows.remarks == [f"skipped 1 of 2 rows of {tmp_path / 'c.jsonl'} with an empty text (row 2)"]
+    assert prepare(mix=mix, num_rows=3).train["source_index"][:] == [0] * 3 + [1] * 3
+    assert prepare(mix=mix, num_rows=6).train["source_index"][:] == [0] * 6 + [1] * 5
+    (tmp_path / "held_out.csv").write_text("text\nhello 1\nnew\n")
+    held_out = prepare(mix=mix, eval_files=str(tmp_path / "held_out.csv"))
+    assert (len(held_out.evaluation), len(held_out.train), held_out.evaluation["source_index"][:]) == (2, 10, [0, 0])
+    assert held_out.remarks[0] == f"skipped 1 of 5 rows of {tmp_path / 'a.jsonl'} that are in data.eval_files too (row 2)"
+    (tmp_path / "held_out.csv").rename(tmp_path / "held_out.txt")
+    with pytest.raises(UserError, match="held_out.txt does not say by its name what it is: let it end in .csv, .jsonl or"):
+        prepare(mix=mix, eval_files=str(tmp_path / "held_out.txt"))
+    with pytest.raises(UserError, match=r"data.mix\[1\].files: there is no file"):
+        prepare(mix=[mix[0], MixEntry(source="csv", files="nowhere.csv")])
+
+
+def test_rows_are_held_out_by_prompt(prepare):
+    conversations = [say(f"hello {i % 40}", f"it is {i}") for i in range(120)]
+    rows = prepare(chats(*conversations), eval_fraction=0.3)
+    assert 0 < len(rows.evaluation) < 80 and len(rows.train) + len(rows.evaluation) == 120
+    assert not set(rows.train["lead_text"]) & set(rows.evaluation["lead_text"])
+
+
+def test_docstrings_and_stdlib_bring_their_split(prepare, monkeypatch):
+    functions = [
+        {"prompt": f"def f{i}", "completion": f"does {i}", "group": "m", "split": split, "lead_text": f"f {i}"}
+        for i, split in enumerate(["train", "eval", "train"])
+    ]
+    modules = [{"text": "hello", "group": "m", "split": "train"}, {"text": "there", "group": "n", "split": "eval"}]
+    stdlib = SimpleNamespace(
+        read_functions=lambda: functions,
+        read_modules=lambda: modules,
+        identify_functions=lambda: "f",
+        identify_modules=lambda: "m",
+    )
+    monkeypatch.setitem(__import__("sys").modules, "toolkit.data.sources.stdlib", stdlib)
+    rows = prepare(source="docstrings", eval_fraction=0.9)
+    assert (rows.train["target"][:], rows.evaluation["target"][:]) == (["does 0", "does 2"], ["does 1"])
+    assert rows.evaluation[0]["lead_text"] == "f 1" and rows.remarks == []
+    rows = prepare(mix=[MixEntry(source="stdlib"), MixEntry(source="docstrings")])
+    assert (rows.train["source_index"][:], rows.evaluation["source_index"][:]) == ([0, 1, 1], [0, 1])
+
+
+def test_rows_that_occur_twice_are_told_over_all_sources_of_a_mix(prepare, tmp_path, monkeypatch):
+    """The split of a source of our own knows nothing of the rows of a file."""
+    modules = [{"text": "hello", "group": "m", "split": "train"}, {"text": "there", "group": "n", "split": "eval"}]
+    stdlib = SimpleNamespace(read_modules=lambda: modules, identify_modules=lambda: "m")
+    monkeypatch.setitem(__import__("sys").modules, "toolkit.data.sources.stdlib", stdlib)
+    (tmp_path / "a.jsonl").write_text('{"text": "hello"}\n{"text": "there"}\n{"text": "hello"}\n{"text": "hello there"}\n')
+    rows = prepare(mix=[MixEntry(source="stdlib"), MixEntry(source="jsonl", files=str(tmp_path / "a.jsonl"))])
+    assert rows.remarks[:2] == [
+        "training rows that repeat an earlier row exactly: 2 of 5, which are kept",
+        "held-out rows that are training rows too: 1 of 1, which say little of new rows",
+    ]
+
+
+def test_settings_that_do_not_fit_the_source_are_refused(prepare, tmp_path):
+    with pytest.raises(UserError, match="rows.jsonl has none of the columns .*'body' .its columns: text"):
+        prepare([{"text": "a"}], text_column="body")
+    with pytest.raises(UserError, match="data.text_column is body, but that is no column of .*rows.jsonl: name one that exists"):
+        prepare(chats(*CHATS), text_column="body")
+    with pytest.raises(UserError, match="data.files is given, but data.source docstrings reads no files"):
+        prepare(source="docstrings", files="a.csv")
+    with pytest.raises(UserError, match="rows.jsonl has none of the columns"):
+        prepare([{"body": "a"}])
+    with pytest.raises(UserError, match="data.source nodataset is none of docstrings, stdlib, csv, jsonl, parquet"):
+        prepare(source="nodataset")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(UserError, match="empty.jsonl holds no rows"):
+        prepare(source="jsonl", files=str(tmp_path / "empty.jsonl"))
+    with pytest.raises(UserError, match="none of the 2 rows can be used: .* with an empty text"):
+        prepare([{"text": ""}, {"text": None}])
+
+
+def test_tokenizers_that_cannot_do_it_are_refused(prepare, tmp_path):
+    from transformers import ByT5Tokenizer
+
+    ByT5Tokenizer().save_pretrained(tmp_path / "slow")
+    (tmp_path / "slow" / "config.json").write_text('{"model_type": "t5"}')
+    (tmp_path / "slow" / "vocab.txt").write_text("")  # what tells that the folder has a tokenizer
+    with pytest.raises(UserError, match="is a slow one .ByT5Tokenizer., which does not say where its tokens stand"):
+        prepare([{"text": "a"}], model=ModelConfig(name_or_path=str(tmp_path / "slow")))
+    endless = build_chat_tokenizer()
+    endless.eos_token = None
+    endless.save_pretrained(tmp_path / "endless")
+    with pytest.raises(UserError, match="endless has no end token to put after texts: set eos_token"):
+        prepare([{"text": "a"}], model=ModelConfig(name_or_path=str(tmp_path / "endless")))
+
+
+def test_the_second_run_reads_the_cache(prepare, monkeypatch):
+    first = prepare(chats(*CHATS))
+    monkeypatch.setattr(llm_tokens, "tokenize_rows", None)  # called again, it would raise
+    second = prepare(chats(*CHATS))
+    assert second.train[:] == first.train[:] and second.fingerprint == first.fingerprint
+
+
+def test_the_fingerprint_is_of_template_mask_and_length(prepare, tmp_path):
+    path = tmp_path / "chat.jinja"
+    path.write_text(LLAMA2)
+    settings = [{}, {"chat_template": LLAMA2}, {"loss_on": "all"}, {"max_length_tokens": 25}, {"num_rows": 1}]
+    prints = [prepare(chats(*CHATS), **changes).fingerprint for changes in settings]
+    assert len(set(prints)) == len(settings)
+    assert prepare(chats(*CHATS), chat_template=str(path)).fingerprint == prints[1]
+    assert prepare(chats(*CHATS), chat_template=CHATML).fingerprint == prints[0]  # the tokenizer's own
+    # It is that of the tokens, not of what they were made from.
+    assert prepare(chats(*CHATS), max_length_tokens=999).fingerprint == prints[0]
+    assert prepare(chats(CHATS[0], CHATS[1], [])).fingerprint == prints[0]
+
+
+def test_the_template_goes_with_the_tokenizer(prepare):
+    assert prepare(chats(*CHATS), chat_template=LLAMA2).tokenizer.chat_template == LLAMA2
+
+
+def test_a_folder_without_tokenizer_gets_one_trained_on_the_training_rows(prepare, tmp_path):
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").write_text("{}")
+    model = ModelConfig(name_or_path=str(tmp_path / "config"), from_scratch=True)
+    rows = prepare(chats(*[say("shibboleth", "shibboleth", system="shibboleth")] * 3), model=model, chat_template=CHATML)
+    assert "shibboleth" in rows.tokenizer.get_vocab() and rows.tokenizer.chat_template == CHATML
+    # Its only special tokens are its own: what ends a turn is plain text to it.
+    assert counted(rows)[0].startswith("shibboleth<|im_end|>")
+    assert "with no special token" in rows.remarks[-1]
+
+
+def test_several_processes_give_the_same_rows_and_tell_a_users_mistake(prepare, monkeypatch):
+    from toolkit.data.tokens import cache as token_cache
+
+    expected = prepare(chats(*CHATS)).train[:]
+    monkeypatch.setattr(token_cache, "_ROWS_WORTH_SEVERAL_PROCESSES", 1)
+    assert prepare(chats(*CHATS), num_tokenizer_workers=2, max_length_tokens=1023).train[:] == expected
+    with pytest.raises(UserError, match="row 2: the chat template refuses this conversation"):
+        prepare(chats(CHATS[1], [*say("a"), *say("b", "c")]), chat_template=LLAMA2, num_tokenizer_workers=2)
+
+
+def test_settings_of_the_batch_plan_do_not_change_the_fingerprint(prepare):
+    fingerprint = prepare(chats(*CHATS)).fingerprint
+    assert prepare(chats(*CHATS), packing=False, num_loader_workers=3).fingerprint == fingerprint

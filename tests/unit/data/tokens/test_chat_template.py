@@ -1,0 +1,223 @@
+"""Chat templates: which text is the assistant's, and templates that cannot say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.chats import CHATML, CLOSING, LLAMA2, MARKED, PROMPTING, STRIPPING, build_chat_tokenizer, say
+from toolkit.data.tokens.chat_template import NoMaskError, check_chat_template, find_turns, read_chat_template, render_chat
+from toolkit.data.tokens.prompts import prepare_chat
+from toolkit.errors import UserError
+
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}],
+}
+ANSWER = {"role": "tool", "content": "4"}
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_chat_tokenizer("<|im_start|>", "<|im_end|>")
+
+
+def find(tokenizer, template, messages, tools=None):
+    """(content, what ends the turn) of each turn."""
+    tokenizer.chat_template = template
+    text = render_chat(tokenizer, messages, tools)
+    turns = find_turns(tokenizer, text, messages, tools)
+    return [(text[turn.start : turn.content_end], text[turn.content_end : turn.end]) for turn in turns]
+
+
+@pytest.mark.parametrize("template", [CHATML, STRIPPING, MARKED])
+def test_every_turn_is_found_through_its_end_token_and_no_further(tokenizer, template):
+    messages = say("hello", "one", "two", " three\n", "four", "one", system="be brief")
+    expected = [("one", "<|im_end|>"), (" three\n" if template == CHATML else "three\n", "<|im_end|>"), ("one", "<|im_end|>")]
+    if template == STRIPPING:
+        with pytest.raises(NoMaskError):
+            find(tokenizer, template, messages)
+        messages[4]["content"] = "three\n"
+    assert find(tokenizer, template, messages) == expected
+
+
+def test_llama_2_prints_spaces_around_a_turn(tokenizer):
+    messages = say("hello", "one", "two", "three", system="be brief")
+    assert find(tokenizer, LLAMA2, messages) == [(" one ", "</s>"), (" three ", "</s>")]
+
+
+def test_a_template_may_close_the_text_after_the_last_turn(tokenizer):
+    messages = say("hello", "one", "two", "three")
+    assert find(tokenizer, CLOSING, messages) == [("one", "<|im_end|>"), ("three", "<|im_end|>")]
+    without_line_break = CLOSING.replace("'<|im_end|>\\n'", "'<|im_end|>'")
+    assert find(tokenizer, without_line_break, messages) == [("one", "<|im_end|>"), ("three", "<|im_end|>")]
+
+
+def test_a_template_may_print_the_generation_prompt_after_the_last_turn():
+    tokenizer = build_chat_tokenizer("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+    for content in ("one", "assistant", "<|eot_id|> is a token"):
+        assert find(tokenizer, PROMPTING, say("hello", content)) == [(content, "<|eot_id|>")]
+    with pytest.raises(NoMaskError, match="prints the first 2 messages differently when more follow"):
+        find(tokenizer, PROMPTING, say("hello", "one", "two", "three"))
+    # The text of a call is the template's own: where it ends is not known from the message.
+    with pytest.raises(NoMaskError, match="prints a generation prompt after the last turn without being asked"):
+        find(tokenizer, PROMPTING, [*say("hello"), CALL])
+    in_words = "{% for m in messages %}{{ '### ' + m.role + ':\n' + m.content + '\n' }}{% endfor %}{{ '### assistant:\n' }}"
+    with pytest.raises(NoMaskError, match="prints a generation prompt after the last turn without being asked"):
+        find(tokenizer, in_words, say("hello", "one"))
+
+
+def test_a_turn_that_the_template_words_anew_ends_where_its_text_does(tokenizer):
+    loud = CHATML.replace("message.content }}", "(message.content | upper) }}")
+    assert find(tokenizer, loud, say("hello", "one")) == [("ONE", "<|im_end|>")]
+    # "think" is in what the template prints before the content, too.
+    thinking = CHATML.replace(
+        "message.role + '\\n'", "message.role + '\\n' + ('' if message.role == 'user' else '<think></think>')"
+    )
+    assert find(tokenizer, thinking, say("hello", "think")) == [("<think></think>think", "<|im_end|>")]
+    assert find(tokenizer, thinking, say("hello", "one")) == [("<think></think>one", "<|im_end|>")]
+
+
+def test_a_template_that_ends_the_last_turn_with_another_token_gives_no_mask(tokenizer):
+    other = CLOSING.replace("{% else %}{{ eos_token }}{% endif %}", "{% endif %}").replace(
+        "'<|im_end|>\\n'", "('</s>' if loop.last and message.role == 'assistant' else '<|im_end|>')"
+    )
+    assert find(tokenizer, other, say("hello", "one")) == [("one", "</s>")]
+    with pytest.raises(NoMaskError, match="prints the first 2 messages differently when more follow"):
+        find(tokenizer, other, say("hello", "one", "two", "three"))
+
+
+def test_a_turn_may_hold_the_text_of_another_or_of_its_own_end(tokenizer):
+    messages = say("one", "one", "assistant\none", "<|im_end|> is a token", "x", "im_end|>")
+    told = [content for content, _ in find(tokenizer, CHATML, messages)]
+    assert told == ["one", "<|im_end|> is a token", "im_end|>"]
+
+
+def test_consecutive_turns_of_the_assistant_and_a_trailing_user_turn(tokenizer):
+    messages = [*say("hello", "one"), {"role": "assistant", "content": "two"}, {"role": "user", "content": "bye"}]
+    assert find(tokenizer, CHATML, messages) == [("one", "<|im_end|>"), ("two", "<|im_end|>")]
+
+
+def test_tool_calls_are_the_assistants_and_tool_answers_are_not(tokenizer):
+    messages = [*say("2 + 2?"), CALL, ANSWER, {"role": "assistant", "content": "four"}]
+    assert find(tokenizer, CHATML, messages, TOOLS) == [
+        ('<tool_call>add {"a": 2, "b": 2}</tool_call>', "<|im_end|>"),
+        ("four", "<|im_end|>"),
+    ]
+
+
+def test_an_end_mark_that_is_plain_text_to_the_tokenizer_ends_a_turn_too():
+    messages = say("hello", "end", "two", "im_end")
+    plain = build_chat_tokenizer()
+    assert find(plain, CHATML, messages) == [("end", "<|im_end|>"), ("im_end", "<|im_end|>")]
+    line_template = "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
+    prompt = "{% if add_generation_prompt %}assistant: {% endif %}"
+    assert find(plain, line_template + prompt, messages) == [("end", "\n"), ("im_end", "\n")]
+
+
+def test_a_template_that_changes_earlier_turns_gives_no_mask(tokenizer):
+    thinking = say("hello", "<think>hm</think>one", "two", "<think>hm</think>three")
+    with pytest.raises(NoMaskError, match="prints the first 2 messages differently when more follow"):
+        find(tokenizer, STRIPPING, thinking)
+    assert find(tokenizer, STRIPPING, thinking[:2]) == [("<think>hm</think>one", "<|im_end|>")]
+    assert find(tokenizer, MARKED, thinking) == [("one", "<|im_end|>"), ("three", "<|im_end|>")]
+
+
+def test_a_template_that_wants_whole_chats_gives_no_mask(tokenizer):
+    picky = "{% if messages | length != 2 %}{{ raise_exception('two, please') }}{% endif %}" + CHATML
+    with pytest.raises(NoMaskError, match=r"refuses the first 1 messages on their own \(two, please\)"):
+        find(tokenizer, picky, say("hello", "one"))
+
+
+def test_markers_must_mark_every_turn(tokenizer):
+    once = MARKED.replace("message.role == 'assistant'", "message.role == 'assistant' and loop.last")
+    with pytest.raises(NoMaskError, match="mark 1 texts for 2 assistant turns"):
+        find(tokenizer, once, say("hello", "one", "two", "three"))
+
+
+def test_markers_may_mark_a_turn_in_parts(tokenizer):
+    mark = "{% endgeneration %}{% generation %}{% endgeneration %}{% generation %}"
+    parts = MARKED.replace(" + '<|im_end|>' }}", " }}" + mark + "{{ '<|im_end|>' }}")
+    assert find(tokenizer, parts, say("hello", "one", "two", "three")) == [("one", "<|im_end|>"), ("three", "<|im_end|>")]
+
+
+def test_the_marked_chatml_template_prints_as_qwen_does_and_marks_every_turn(tokenizer):
+    template = (Path(__file__).parents[4] / "recipes/chat_templates/chatml_generation.jinja").read_text()
+    calls = {"role": "assistant", "content": "wait", "tool_calls": CALL["tool_calls"] * 2}
+    last = {"role": "assistant", "content": "it is four", "reasoning_content": "hm"}
+    messages = [*say("hello", " one\n", "<think>a</think>b", "<think>a</think>b", "2 + 2?", system="be brief"), CALL, ANSWER]
+    messages += [calls, ANSWER, ANSWER, last]
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
+    assert find(tokenizer, template, messages, TOOLS) == [
+        (text, "<|im_end|>")
+        for text in (" one\n", "<think>a</think>b", call, f"wait\n{call}\n{call}", "<think>\nhm\n</think>\n\nit is four")
+    ]
+    text = render_chat(tokenizer, messages, TOOLS)
+    assert text.startswith("<|im_start|>system\nbe brief\n\n# Tools\n\nYou may call one or more functions to assist")
+    assert '<tools>\n{"type": "function", "function": {"name": "add"}}\n</tools>\n\nFor each function call' in text
+    answer = "\n<tool_response>\n4\n</tool_response>"
+    assert f"{call}<|im_end|>\n<|im_start|>user{answer}{answer}<|im_end|>\n<|im_start|>assistant\n<think>" in text
+    assert render_chat(tokenizer, say("a", "b", "c", system="d"), None, for_generation=True) == (
+        "<|im_start|>system\nd<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+        "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert render_chat(tokenizer, say("a"), TOOLS).startswith("<|im_start|>system\n# Tools\n\nYou may call")
+
+
+def test_the_date_that_llamas_templates_print_does_not_depend_on_the_day(tokenizer):
+    tokenizer.chat_template = (
+        "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}{{ date_string }}"
+    )
+    assert render_chat(tokenizer, say("a"), None) == "26 Jul 2024"
+    tokenizer.chat_template = "{{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }}{% set now = strftime_now %}{{ now('%B') }}"
+    assert render_chat(tokenizer, say("a"), None) == "2024-07-26 00:00:00.000000July"
+
+
+def test_a_template_with_a_syntax_error_is_refused_by_line(tokenizer):
+    tokenizer.chat_template = "{{ bos_token }}\u2028\x0c\n{% for message in messages %}\n{{ message.content }\n{% endfor %}"
+    with pytest.raises(UserError, match=r"chat template is broken in line 3 \(unexpected '}'\): '{{ message.content }'"):
+        check_chat_template(tokenizer)
+    tokenizer.chat_template = "{{ raise_exception('never mind') }}"
+    check_chat_template(tokenizer)
+
+
+def test_no_template_and_no_default_one_are_refused(tokenizer):
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="has no chat template, which chats need: set data.chat_template"):
+        render_chat(tokenizer, say("a"), None)
+    tokenizer.chat_template = {"rag": CHATML, "tool_use": CHATML}
+    with pytest.raises(UserError, match="chat templates rag, tool_use, but no default one"):
+        render_chat(tokenizer, say("a"), None)
+    assert "Tools:" in render_chat(tokenizer, say("a"), TOOLS)
+
+
+def test_the_setting_is_a_template_or_a_file(tmp_path):
+    assert read_chat_template(CHATML) == CHATML
+    assert read_chat_template("{{ messages }}") == "{{ messages }}"
+    (tmp_path / "chat.jinja").write_text(LLAMA2)
+    assert read_chat_template(str(tmp_path / "chat.jinja")) == LLAMA2
+    with pytest.raises(UserError, match=r"data.chat_template chatml cannot be read \(No such file or directory\)"):
+        read_chat_template("chatml")
+    (tmp_path / "chat.jinja").write_bytes(b"caf\xe9 ")
+    with pytest.raises(UserError, match="chat.jinja is not valid UTF-8"):
+        read_chat_template(str(tmp_path / "chat.jinja"))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 1 // (messages | length - 2) }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{{ 10.0 ** (messages | length * 1000) }}",
+        "{% for i in range(10 ** 30) %}{% endfor %}",
+    ],
+)
+def test_arithmetic_and_recursion_of_a_template_are_one_sentence(tokenizer, template):
+    tokenizer.chat_template = template
+    check_chat_template(tokenizer)
+    example = {"messages": say("hello", "one"), "tools": None, "first_trained": 0, "weight_0": []}
+    with pytest.raises(UserError, match="row 3: the chat template refuses this conversation"):
+        prepare_chat(tokenizer, example, "completions", "row 3")

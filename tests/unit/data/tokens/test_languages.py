@@ -1,0 +1,99 @@
+"""Source and target language of the tokenizers of translation models, and how generation begins with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.model_folders import WORDS
+from tests.support.translation_tokenizers import LANGUAGES, save_translation_tokenizer
+from toolkit.data.collate import SummarizationCollator, own_label_shift
+from toolkit.data.tokens.languages import set_languages, start_generation
+from toolkit.data.tokens.tokenizer import hash_tokenizer
+from toolkit.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder with a tokenizer, by family; none has a target language."""
+    parent = tmp_path_factory.mktemp("tokenizers")
+    for family in LANGUAGES:
+        save_translation_tokenizer(family, WORDS, parent / family)
+    return {family: parent / family for family in LANGUAGES}
+
+
+def load(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "source", "target"),
+    [
+        ("m2m_100", ["__en__", "▁beta", "</s>"], ["__fr__", "▁beta", "</s>"]),
+        ("nllb", ["eng_Latn", "▁beta", "</s>"], ["fra_Latn", "▁beta", "</s>"]),
+        ("mbart", ["▁beta", "</s>", "en_XX"], ["▁beta", "</s>", "fr_XX"]),
+        ("plbart", ["▁beta", "</s>", "__python__"], ["▁beta", "</s>", "__en_XX__"]),
+    ],
+)
+def test_texts_are_marked_as_the_tokenizer_does_and_stay_so_when_it_is_saved(
+    folders: dict[str, Path], tmp_path: Path, family: str, source: list[str], target: list[str]
+) -> None:
+    tokenizer = load(folders[family])
+    set_languages(tokenizer, "tiny", *LANGUAGES[family])
+    tokenizer.save_pretrained(tmp_path)
+    saved = load(tmp_path)
+    for one in (tokenizer, saved):
+        assert one.convert_ids_to_tokens(one("beta")["input_ids"]) == source
+        assert one.convert_ids_to_tokens(one(text_target="beta")["input_ids"]) == target
+    assert hash_tokenizer(saved) == hash_tokenizer(tokenizer)
+    set_languages(saved, "tiny", None, None)  # the saved ones are kept
+
+
+@pytest.mark.parametrize("family", LANGUAGES)
+def test_a_language_that_is_missing_or_unknown_is_refused(folders: dict[str, Path], family: str) -> None:
+    source, _ = LANGUAGES[family]
+    with pytest.raises(UserError, match=r"marks each text with its language: set data.target_language to one of \w+, \w+, "):
+        set_languages(load(folders[family]), "tiny", source, None)
+    for wrong in ("klingon", "beta", "</s>", "<pad>", ""):  # the second is a token of the texts
+        with pytest.raises(
+            UserError, match=f"data.target_language '{wrong}' is not a language of the tokenizer of tiny: it has "
+        ):
+            set_languages(load(folders[family]), "tiny", source, wrong)
+
+
+def test_a_tokenizer_without_languages_takes_none() -> None:
+    from tests.support.model_folders import _build_tokenizer
+
+    tokenizer = _build_tokenizer(("<pad>", "</s>"))
+    set_languages(tokenizer, "tiny", None, None)
+    with pytest.raises(UserError, match="data.target_language is fr, but the tokenizer of tiny does not mark languages"):
+        set_languages(tokenizer, "tiny", None, "fr")
+
+
+@pytest.mark.parametrize(
+    ("family", "start", "forced"),
+    [("m2m_100", "</s>", "__fr__"), ("nllb", "</s>", "fra_Latn"), ("mbart", "fr_XX", None), ("plbart", "__en_XX__", None)],
+)
+def test_generation_begins_as_the_decoder_inputs_of_training(
+    folders: dict[str, Path], family: str, start: str, forced: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import transformers
+
+    from tests.support.model_folders import FAMILIES
+
+    tokenizer = load(folders[family])
+    set_languages(tokenizer, "tiny", *LANGUAGES[family])
+    config_class, settings = FAMILIES[family]
+    with torch.device("meta"):
+        config = getattr(transformers, config_class)(vocab_size=256, **settings)
+        model = transformers.AutoModelForSeq2SeqLM.from_config(config)
+    model.generation_config.forced_bos_token_id = 77  # of a model that was trained for another language
+    start_generation(model, tokenizer, SummarizationCollator(1, 2, own_label_shift(model)))
+    begins = [model.generation_config.decoder_start_token_id, model.generation_config.forced_bos_token_id]
+    assert [token if token is None else tokenizer.convert_ids_to_tokens(token) for token in begins] == [start, forced]
+    assert "forced_bos_token_id of the generation config is set to" in capsys.readouterr().out

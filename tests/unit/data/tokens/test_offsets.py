@@ -1,0 +1,100 @@
+"""Tokens of marked places: none reaches over the start of one, and no character is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.chats import SPACE_ADDING, build_chat_tokenizer, build_space_adding_tokenizer
+from tests.support.model_folders import _build_tokenizer
+from toolkit.data.tokens import offsets as spans
+from toolkit.data.tokens.offsets import tokenize_texts
+
+
+def as_lists(tokens):
+    return [column.tolist() for column in tokens[:3]]
+
+
+@pytest.fixture(scope="module")
+def byte_level():
+    from toolkit.data.tokens.tokenizer import train_byte_level_tokenizer
+
+    return train_byte_level_tokenizer(["yes yes yes no no no"] * 9, 300)
+
+
+def test_a_token_over_a_place_is_split_there_and_tokenized_like_the_part_before(byte_level):
+    text, place = "yes no yes", 4  # " no" is one token, the place between the space and "no"
+    (plain,) = tokenize_texts(byte_level, [text], [[]])
+    assert byte_level.convert_ids_to_tokens(plain.input_ids) == ["yes", "Ġno", "Ġyes"]
+    (split,) = tokenize_texts(byte_level, [text], [[place]])
+    assert byte_level.convert_ids_to_tokens(split.input_ids) == ["yes", "Ġ", "no", "Ġyes"]
+    assert list(zip(split.starts, split.ends, strict=True)) == [(0, 3), (3, 4), (4, 6), (6, 10)]
+    assert split.firsts == (2,) and split.input_ids[:2].tolist() == byte_level(text[:place])["input_ids"]
+
+
+def test_a_place_between_tokens_changes_nothing(byte_level):
+    texts = ["yes no yes", "no", "yes no"]
+    plain = tokenize_texts(byte_level, texts, [[], [], []])
+    marked = tokenize_texts(byte_level, texts, [[3, 6], [0, 2], [3]])
+    assert [as_lists(tokens) for tokens in marked] == [as_lists(tokens) for tokens in plain]
+    assert [tokens.firsts for tokens in marked] == [(1, 2), (0, 1), (1,)]
+    assert tokenize_texts(byte_level, [], []) == []
+
+
+def test_tokens_that_leave_out_their_space_begin_where_the_last_one_ended(byte_level):
+    import copy
+
+    from tokenizers import processors
+
+    trimming = copy.deepcopy(byte_level)
+    trimming.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    assert trimming("yes no", return_offsets_mapping=True)["offset_mapping"] == [(0, 3), (4, 6)]
+    trimmed, whole = (tokenize_texts(tokenizer, ["yes no yes"], [[4]])[0] for tokenizer in (trimming, byte_level))
+    assert as_lists(trimmed) == as_lists(whole)
+
+
+def test_a_character_of_several_tokens_is_whole(byte_level):
+    (tokens,) = tokenize_texts(byte_level, ["é€no"], [[2]])
+    assert list(zip(tokens.starts, tokens.ends, strict=True)) == [(0, 1)] * 2 + [(1, 2)] * 3 + [(2, 4)]
+
+
+@pytest.mark.parametrize("way", SPACE_ADDING)
+@pytest.mark.parametrize(
+    ("text", "place", "expected"),
+    [
+        ("so: it is", 4, ["▁so", ":", "▁", "it", "▁is"]),
+        ("so  it is", 4, ["▁so", "▁", "▁", "it", "▁is"]),
+        ("so it is", 1, ["▁s", "o", "▁it", "▁is"]),
+        ("so: it is", 3, ["▁so", ":", "▁it", "▁is"]),
+    ],
+)
+def test_what_follows_a_place_gets_no_space_of_its_own(way, text, place, expected):
+    tokenizer = build_space_adding_tokenizer(way)
+    (tokens,) = tokenize_texts(tokenizer, [text], [[place]])
+    assert tokenizer.convert_ids_to_tokens(tokens.input_ids) == expected
+    assert tokenizer.decode(tokens.input_ids) == text
+    (first,) = tokens.firsts
+    assert tokens.starts[first] == place
+    assert tokens.input_ids[:first].tolist() == tokenizer(text[:place], add_special_tokens=False)["input_ids"]
+    assert tokens.ends[-1] == len(text)
+
+
+@pytest.mark.parametrize("way", SPACE_ADDING)
+def test_a_long_text_is_tokenized_in_blocks_as_it_is_whole(byte_level, monkeypatch, way):
+    texts = ["so it is\n  it\n\nis so " * 40, "so it is " * 40, "so\n", "é€" * 90]
+    for tokenizer in (byte_level, build_space_adding_tokenizer(way)):
+        whole = tokenize_texts(tokenizer, texts, [[]] * len(texts))
+        with monkeypatch.context() as patched:
+            patched.setattr(spans, "_BLOCK_CHARACTERS", 64)
+            patched.setattr(spans, "_MOST_CHARACTERS_AT_ONCE", 200)
+            blocks = tokenize_texts(tokenizer, texts, [[]] * len(texts))
+        assert [as_lists(tokens) for tokens in blocks] == [as_lists(tokens) for tokens in whole]
+
+
+def test_special_tokens_are_those_in_the_text_only():
+    tokenizer = _build_tokenizer(("<s>", "<pad>", "</s>"))
+    assert tokenizer("alpha")["input_ids"][::2] == [0, 2]
+    (tokens,) = tokenize_texts(tokenizer, ["alpha beta</s>"], [[6]])
+    assert tokenizer.convert_ids_to_tokens(tokens.input_ids) == ["▁alpha", "▁", "beta", "</s>"]
+    chat = build_chat_tokenizer("<|im_end|>")
+    (tokens,) = tokenize_texts(chat, ["<|im_end|>a"], [[]])
+    assert tokens.starts.tolist() == [0, 10]

@@ -1,0 +1,124 @@
+"""The cache of tokenized rows and what a resume compares."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from datasets import Dataset, concatenate_datasets, load_from_disk
+
+from tests.support.tokenizer_kinds import build_byte_level
+from toolkit.config.schema import DataConfig, ModelConfig
+from toolkit.data.tokens import seq2seq as tokens
+from toolkit.data.tokens.cache import About, hash_contents, write_tokens
+from toolkit.data.tokens.seq2seq import prepare_rows
+from toolkit.data.tokens.tokenizer import train_tokenizer
+from toolkit.errors import UserError
+
+
+def test_the_fingerprint_follows_the_tokenizer_that_came_out_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training it again gives another one on the same rows, and a resume with other tokens must not look exact."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    words = ["read", "write", "open", "close", "file", "path", "line", "text", "count", "split"]
+    rows = [{"source": " ".join(words[i % 7 : i % 10 + 1] * 2) + f" {i}", "target": words[i % 10]} for i in range(60)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig(source="jsonl", files=str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / "cache"), eval_fraction=0.2)
+    model = ModelConfig(name_or_path=str(tmp_path / "model"), from_scratch=True)
+    first = prepare_rows(data, model, 80)
+    assert prepare_rows(data, model, 80).fingerprint == first.fingerprint
+    # On fewer rows: on the same ones it comes out the same now and then.
+    trained_apart = train_tokenizer(first.train.select(range(20)).rename_columns({"lead_text": "source"}), 80)
+    monkeypatch.setattr(tokens, "train_tokenizer", lambda rows, vocab_size: trained_apart)
+    elsewhere = prepare_rows(replace(data, cache_dir=str(tmp_path / "elsewhere")), model, 80)
+    assert elsewhere.fingerprint != first.fingerprint
+
+
+def test_two_machines_with_one_process_id_may_write_one_cache(tmp_path: Path) -> None:
+    def write(folder: Path, name: str) -> About:
+        write_rows(folder, [3 if name == "first" else 4])
+        return About([name])
+
+    def write_while_another_does(folder: Path) -> About:
+        write_tokens(tmp_path / "cache", {"a": 1}, lambda other: write(other, "first"))
+        return write(folder, "second")
+
+    name, contents = write_tokens(tmp_path / "cache", {"a": 1}, write_while_another_does)
+    folder = tmp_path / "cache" / name
+    assert os.listdir(tmp_path / "cache") == [name]
+    assert load_from_disk(str(folder / "train"))["input_ids"][:] == [[3]]
+    about = {"remarks": ["first"], "stop_token_ids": [], "contents": contents, "a": 1}
+    written = json.loads((folder / "about.json").read_text())
+    assert about.items() <= written.items() and written.keys() - about.keys() == {"files", "sha256"}
+    assert contents == hash_contents(folder)
+
+
+def write_rows(folder: Path, ids: list[int], **columns: list) -> None:
+    """Rows of one token each, and the tokenizer of test models."""
+    for part in ("train", "evaluation"):
+        rows = {"row_id": list(range(len(ids))), "input_ids": [[token] for token in ids], "target": [f"é{i}" for i in ids]}
+        Dataset.from_dict(rows | columns).save_to_disk(str(folder / part))
+    build_byte_level().save_pretrained(folder / "tokenizer")
+
+
+def test_the_hash_of_tokens_is_of_their_values_and_not_of_their_blocks(tmp_path: Path) -> None:
+    write_rows(tmp_path / "whole", list(range(9)))
+    whole = hash_contents(tmp_path / "whole")
+    write_rows(tmp_path / "blocks", list(range(9)))
+    blocks = Dataset.from_file(str(next((tmp_path / "blocks" / "train").glob("*.arrow"))))
+    blocks = concatenate_datasets([Dataset.from_dict(blocks[start : start + 3]) for start in (0, 3, 6)])
+    shutil.rmtree(tmp_path / "blocks" / "train")
+    blocks.save_to_disk(str(tmp_path / "blocks" / "train"), num_shards=3)
+    assert len(load_from_disk(str(tmp_path / "blocks" / "train")).data.table.column("input_ids").chunks) == 3
+    assert hash_contents(tmp_path / "blocks") == whole
+    changes: list[dict] = [
+        {"input_ids": [[token + (token == 4)] for token in range(9)]},
+        {"input_ids": [[0, 1], [], *([token] for token in range(2, 9))]},  # the same tokens, in other rows
+        {"target": ["é01", "é", *(f"é{i}" for i in range(2, 9))]},
+        {"row_id": [1, 0, *range(2, 9)]},
+    ]
+    for number, change in enumerate(changes):
+        write_rows(tmp_path / str(number), list(range(9)), **change)
+        assert hash_contents(tmp_path / str(number)) != whole, change
+
+
+@pytest.mark.parametrize("damage", ["ids", "cut off", "emptied", "tokenizer", "one more file", "about", "no about"])
+def test_a_cache_that_was_changed_is_named_and_built_again(
+    tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(folder: Path) -> About:
+        write_rows(folder, list(range(1000, 9000)))
+        return About([])
+
+    first = write_tokens(tmp_path, {"a": 1}, write)
+    assert write_tokens(tmp_path, {"a": 1}, write) == first and not capsys.readouterr().out
+    folder = tmp_path / first.name
+    (table,) = (folder / "train").glob("*.arrow")
+    if damage == "ids":  # one of them, and the file is as good as before
+        content = table.read_bytes()
+        table.write_bytes(content.replace((8765).to_bytes(4, "little"), (8766).to_bytes(4, "little")))
+        assert load_from_disk(str(folder / "train"))["input_ids"][8765 - 1000] == [8766]
+    elif damage == "cut off":
+        os.truncate(table, table.stat().st_size // 2)
+    elif damage == "emptied":
+        os.truncate(table, 0)
+    elif damage == "one more file":  # which the tokenizer would load
+        (folder / "tokenizer" / "chat_template.jinja").write_text("{{ messages }}")
+    elif damage == "no about":
+        (folder / "about.json").unlink()
+    else:
+        file = folder / {"tokenizer": "tokenizer/tokenizer.json", "about": "about.json"}[damage]
+        file.write_text(file.read_text().replace("1", "2", 1))
+    assert write_tokens(tmp_path, {"a": 1}, write) == first
+    assert capsys.readouterr().out == f"the token cache {folder} does not hold what was written to it: it is built again\n"
+    assert os.listdir(tmp_path) == [first.name] and hash_contents(folder) == first.contents
+
+
+def test_a_cache_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(UserError, match=r"cache folder .*cache cannot be written \(File exists\): set data.cache_dir"):
+        write_tokens(tmp_path / "cache", {}, lambda folder: About([]))

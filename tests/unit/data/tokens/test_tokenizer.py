@@ -1,0 +1,101 @@
+"""Tokenizers: trained ones, and what is asked of a model's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.config.schema import ModelConfig
+from toolkit.data.tokens.tokenizer import hash_tokenizer, load_tokenizer, train_byte_level_tokenizer
+from toolkit.errors import UserError
+
+TEXTS = [f'def take_oar_{i}(self):\n    """Return the oar."""\n    return self.oars[{i}]\n' for i in range(50)]
+
+
+def write_tokenizer(folder: Path, **special_tokens: str) -> ModelConfig:
+    vocab = {"<pad>": 0, "</s>": 1, "oar": 2}
+    tokenizer = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None, "decoder": None,
+        "post_processor": None, "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "unk_token": "oar", "vocab": vocab},
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special_tokens}))
+    return ModelConfig(name_or_path=str(folder))
+
+
+def test_byte_level_tokenizer_writes_every_text() -> None:
+    tokenizer = train_byte_level_tokenizer(TEXTS, vocab_size=300)
+    assert len(tokenizer) == 300
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) == (0, 1, 1)
+    for text in (TEXTS[3], "  Ruder – 櫂 🚣\r\n\t\x00", ""):
+        ids = tokenizer(text)["input_ids"]
+        assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
+        assert not {0, 1} & set(ids)
+    assert tokenizer("<|endoftext|>")["input_ids"] == [1]
+
+
+def test_byte_level_tokenizer_is_the_same_each_time(tmp_path: Path) -> None:
+    tokenizer, again = (train_byte_level_tokenizer(iter(TEXTS), vocab_size=320) for _ in range(2))
+    assert hash_tokenizer(tokenizer) == hash_tokenizer(again)
+    assert hash_tokenizer(tokenizer) != hash_tokenizer(train_byte_level_tokenizer(TEXTS, vocab_size=319))
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(ModelConfig(name_or_path=str(tmp_path)), vocab_size=320)
+    assert hash_tokenizer(loaded) == hash_tokenizer(tokenizer)
+
+
+def test_byte_level_tokenizer_needs_room_for_the_bytes() -> None:
+    assert len(train_byte_level_tokenizer(TEXTS, vocab_size=258)) == 258
+    with pytest.raises(UserError, match="^the model has 257 token embeddings, fewer than the 258 that a byte-level tokenizer"):
+        train_byte_level_tokenizer(TEXTS, vocab_size=257)
+
+
+def test_without_a_padding_token_the_end_token_pads(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, eos_token="</s>"), vocab_size=3)
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1
+
+
+def test_a_padding_token_is_kept(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, eos_token="</s>", pad_token="<pad>"), vocab_size=3)
+    assert tokenizer.pad_token_id == 0
+
+
+def test_neither_padding_nor_end_token_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        load_tokenizer(write_tokenizer(tmp_path), vocab_size=3)
+    assert str(error.value) == (
+        f"the tokenizer of {tmp_path} has neither a padding nor an end token: set pad_token or eos_token in its "
+        "tokenizer_config.json"
+    )
+
+
+def test_more_tokens_than_embeddings_are_refused(tmp_path: Path) -> None:
+    config = write_tokenizer(tmp_path, eos_token="</s>")
+    with pytest.raises(UserError) as error:
+        load_tokenizer(config, vocab_size=2)
+    assert str(error.value) == (
+        f"the tokenizer of {tmp_path} has 3 tokens, but the model only 2 embeddings: take the tokenizer that belongs to the "
+        "model; the vocabulary is not resized under sharding: resize the model with transformers' resize_token_embeddings and "
+        "save it first"
+    )
+
+
+@pytest.mark.parametrize("target_vocabulary", [{0: "<pad>", 1: "</s>", 2: "oar"}, {0: "<pad>", 1: "</s>", 2: "rame"}])
+def test_targets_with_a_vocabulary_of_their_own_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target_vocabulary: dict[int, str]
+) -> None:
+    """As of FSMT's tokenizer, whose package is not here."""
+    import transformers
+
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(write_tokenizer(tmp_path, pad_token="<pad>").name_or_path)
+    tokenizer.get_src_vocab = tokenizer.get_vocab
+    tokenizer.convert_ids_to_tokens = target_vocabulary.__getitem__
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *args, **options: tokenizer)
+    if target_vocabulary[2] == "oar":
+        assert load_tokenizer(ModelConfig(name_or_path="tiny"), vocab_size=3) is tokenizer
+    else:
+        with pytest.raises(UserError, match="the tokenizer of tiny decodes targets with a vocabulary of their own"):
+            load_tokenizer(ModelConfig(name_or_path="tiny"), vocab_size=3)

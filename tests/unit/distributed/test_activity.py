@@ -1,0 +1,79 @@
+"""What counts as work of a process that reports nothing: its CPU time, that of its children, and what they read and write."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.unit.distributed.test_watchdog import Bitten
+from toolkit.distributed.activity import Activity
+
+WINDOW_S = 0.3
+COMPUTE = "import time\nend = time.monotonic() + {seconds}\nwhile time.monotonic() < end: pass"
+
+
+def compute_in_a_child() -> None:
+    """A child's child computes; then it ends, and its parent lives on."""
+    inner = f"[sys.executable, '-c', {COMPUTE.format(seconds=2 * WINDOW_S)!r}]"
+    code = f"import subprocess, sys, time\nsubprocess.run({inner})\nprint('done', flush=True)\ntime.sleep(60)"
+    with subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE) as child:
+        assert child.stdout and child.stdout.readline() == b"done\n"
+        child.kill()
+
+
+def compute() -> None:
+    exec(COMPUTE.format(seconds=2 * WINDOW_S))
+
+
+def write_slowly() -> None:
+    with tempfile.TemporaryFile(buffering=0) as file:
+        for _ in range(10):
+            time.sleep(WINDOW_S / 10)
+            file.write(bytes(2**14))
+
+
+def sleep() -> None:
+    time.sleep(2 * WINDOW_S)
+
+
+@pytest.mark.parametrize(("act", "works"), [(compute, True), (compute_in_a_child, True), (write_slowly, True), (sleep, False)])
+def test_what_is_work(act: Callable[[], None], works: bool) -> None:
+    activity = Activity(WINDOW_S)
+    assert not activity.has_worked(0.0), "the window is not over"
+    act()
+    time.sleep(WINDOW_S / 10)
+    assert activity.has_worked(0.0) is works
+
+
+def test_threads_that_do_not_count() -> None:
+    """All of the CPU time is of such a thread."""
+    activity, before_s = Activity(WINDOW_S), time.thread_time()
+    activity.restart(before_s)
+    compute()
+    assert not activity.has_worked(time.thread_time())
+
+
+def test_a_watchdog_sees_work_of_a_child_while_its_own_thread_waits(tmp_path: Path) -> None:
+    code = COMPUTE.format(seconds=1.5)
+    with Bitten(0.6, tmp_path) as watchdog:
+        watchdog.at("tokenizing", works=True)
+        with subprocess.Popen([sys.executable, "-S", "-c", code]) as child:
+            child.wait()
+            assert not watchdog.bitten.is_set()
+            assert watchdog.bitten.wait(10)
+    assert "rank 0 stopped moving: in tokenizing, for " in watchdog.sentence
+
+
+def test_a_strict_phase_does_not_take_work_for_movement(tmp_path: Path) -> None:
+    """A host that waits for a GPU takes a whole core."""
+    with Bitten(0.5, tmp_path) as watchdog:
+        watchdog.at("evaluation", 3)
+        exec(COMPUTE.format(seconds=1.2))
+        assert watchdog.bitten.is_set()
+    assert "rank 0 stopped moving: in step 3, evaluation" in watchdog.sentence

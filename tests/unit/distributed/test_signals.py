@@ -1,0 +1,96 @@
+"""Signals are noted, told to all ranks at a step boundary, and known to all at the next one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Any
+
+import pytest
+
+from tests.support.launch import run_on_ranks
+from toolkit.distributed.signals import SIGNALS, Agreement, StopRequests
+
+NOTHING = Agreement(None, False)
+
+
+def send(number: int) -> None:
+    """To this process; Python handles it before the next line."""
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_signal_is_agreed_on_one_boundary_later(number: signal.Signals) -> None:
+    with StopRequests() as stops:
+        assert stops.agree() == NOTHING
+        send(number)
+        assert stops.agree() == NOTHING, "read before it was exchanged: the ranks would not have had time to answer"
+        assert stops.agree() == Agreement(number.name, False)
+        assert stops.agree() == Agreement(number.name, False), "forgotten"
+
+
+def test_second_signal_only_changes_the_name() -> None:
+    with StopRequests() as stops:
+        for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+            send(number)
+        stops.agree()
+        assert stops.agree() == Agreement("SIGTERM", False)
+
+
+def test_failed_save_is_told_once() -> None:
+    with StopRequests() as stops:
+        stops.agree(write_failed=True)
+        assert stops.agree() == Agreement(None, True)
+        assert stops.agree() == NOTHING
+
+
+def test_handlers_are_put_back() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with StopRequests():
+        assert all(signal.getsignal(number) not in before for number in SIGNALS)
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_beside_the_main_thread_no_handler_is_set() -> None:
+    """Python allows it nowhere else; training in a thread goes on without."""
+    before, agreements = [signal.getsignal(number) for number in SIGNALS], []
+
+    def train() -> None:
+        with StopRequests() as stops:
+            agreements.extend([stops.agree(), stops.agree()])
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert agreements == [NOTHING, NOTHING]
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_ranks_agree_at_the_same_boundary() -> None:
+    """Each rank gets other signals at other times, and one's save fails."""
+    sent = {1: {3: signal.SIGUSR1}, 0: {5: signal.SIGTERM}}
+    failed = {0: {6}}
+    first, second = run_on_ranks(agree_often, preset="ddp_cpu", overrides={"mixed_precision": "no"}, args=(sent, failed))
+    assert first == second
+    names = [agreement.signal_name for agreement in first]
+    # Sent between the boundaries 2 and 3: exchanged at 3, read at 4.
+    assert names == [None] * 4 + ["SIGUSR1"] * 2 + ["SIGTERM"] * 3 or names == [None] * 4 + ["SIGUSR1"] * 5
+    assert [agreement.write_failed for agreement in first] == [False] * 7 + [True, False]
+
+
+def agree_often(sent: dict[int, dict[int, Any]], failed: dict[int, set[int]]) -> list[Agreement]:
+    """Nine boundaries; before boundary n this rank gets `sent[rank][n]`."""
+    from toolkit.distributed.comm import rank
+    from toolkit.launch.accelerator import build_accelerator
+
+    build_accelerator([], ".")
+    agreements = []
+    with StopRequests() as stops:
+        for boundary in range(9):
+            if boundary in sent[rank()]:
+                send(sent[rank()][boundary])
+            agreements.append(stops.agree(write_failed=boundary in failed.get(rank(), ())))
+        stops.agree()  # its own collective is read too: none is under way when the group ends
+        stops._read()
+    return agreements

@@ -1,0 +1,164 @@
+"""Who did not arrive, and when a watchdog bites; on real ranks: tests/faults/test_hangs.py."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from toolkit.distributed.hang_report import Place, Verdict, explain, hang_file, late_ranks
+from toolkit.distributed.watchdog import Watchdog, _Peers
+
+WAITS = Place("forward and backward", 4, 31.2, "loop.py:9 in train_step", {"0/cpu": 12, "1/cpu": 3})
+LATE = replace(WAITS, line="rows.py:7 in read", num_collectives={"0/cpu": 11, "1/cpu": 3})
+IN_READ = "in step 4, forward and backward, for 31 s, at rows.py:7 in read"
+START = "error: no progress for 30 s (run.timeout_s): "
+END = ". Stacks are in runs/a/hang-rank-*.txt."
+
+
+def place(step: int | None = 4, **num_collectives: int) -> Place:
+    """A rank that stands still."""
+    return Place("update", step, 31.0, "a.py:1 in f", num_collectives)
+
+
+@pytest.mark.parametrize(
+    ("places", "late"),
+    [
+        ([place(a=5, b=2), place(a=4, b=2)], {1}),
+        ([place(a=5), place(a=3), place(a=4)], {1}),  # the others come next, but it is the last that all wait for
+        ([place(a=4), place(a=5), place(a=4)], {0, 2}),
+        ([place(a=5, b=2), place(a=4, b=3)], set()),  # each waits for the other
+        ([place(a=5), place(a=5)], set()),
+        ([place(a=5, b=1), place(a=5)], set()),  # a group of one part of the ranks
+        # A device that works behind lets one rank run ahead; without counters there is nothing but steps.
+        ([place(3), place(4), place(4)], {0}),
+        ([place(3, a=6), place(4, a=5)], {1}),
+        # Outside the loop there are no steps: who is before it, and who behind it, is not known.
+        ([place(None, a=6), place(4, a=5)], {1}),
+        ([place(None), place(4)], set()),
+        ([place()], set()),
+    ],
+)  # fmt: skip
+def test_late_ranks(places: list[Place], late: set[int]) -> None:
+    assert late_ranks(dict(enumerate(places))) == late
+
+
+@pytest.mark.parametrize(
+    ("places", "silent", "sentence"),
+    [
+        ({0: WAITS, 1: LATE}, set(), f"rank 1 did not arrive: {IN_READ}"),
+        ({0: LATE, 1: WAITS, 2: LATE}, set(), f"ranks 0 and 2 did not arrive: {IN_READ}"),
+        # A silent rank explains a hang by itself, whatever the counters of the others say.
+        ({0: WAITS, 1: LATE, 2: place(2)}, {2}, "rank 2 did not arrive: no answer, last heard of in step 2, update"),
+        ({0: WAITS}, {1}, "rank 1 did not arrive: no answer, never heard of"),
+        (
+            {0: WAITS, 2: place(3)}, {1, 2},
+            "ranks 1 and 2 did not arrive: rank 1: no answer, never heard of; rank 2: no answer, last heard of in step 3, update",
+        ),
+        ({0: WAITS}, set(), "rank 0 stopped moving: in step 4, forward and backward, for 31 s, at loop.py:9 in train_step"),
+        (
+            {0: place(a=2, b=1), 1: replace(place(a=1, b=2), phase="saving", idle_s=40.0)}, set(),
+            "ranks 0 and 1 stopped moving, none behind the others: rank 0: in step 4, update, for 31 s, at a.py:1 in f; "
+            "rank 1: in step 4, saving, for 40 s, at a.py:1 in f",
+        ),
+        ({0: place(None, a=2), 1: Place("tokenizing", None, 31.0, "a.py:1 in f", {"a": 1})}, set(),
+         "rank 1 did not arrive: in tokenizing, for 31 s, at a.py:1 in f"),
+        (
+            {number: place(a=1) for number in range(64)}, set(),
+            "ranks 0, 1, 2, 3, … (64 of them) stopped moving, none behind the others: "
+            "in step 4, update, for 31 s, at a.py:1 in f",
+        ),
+    ],
+)  # fmt: skip
+def test_the_sentence(places: dict[int, Place], silent: set[int], sentence: str) -> None:
+    assert explain(places, silent, 30, Path("runs/a")) == f"{START}{sentence}{END}"
+
+
+class Bitten(Watchdog):
+    """One that notes its verdict instead of ending the process."""
+
+    def __init__(self, timeout_s: float, folder: Path) -> None:
+        super().__init__(timeout_s, folder)
+        self.bitten = threading.Event()
+        self.sentence = ""
+
+    def _end(self, verdict: Verdict) -> None:
+        self.sentence = verdict.sentence
+        self.bitten.set()
+
+
+def test_it_bites_only_once_nothing_moves(tmp_path: Path) -> None:
+    with Bitten(1.0, tmp_path) as watchdog:
+        start_s = time.monotonic()
+        while time.monotonic() - start_s < 2.0:
+            watchdog.at("loading rows", 3)  # the same place again and again is progress: a micro-batch more
+            assert not watchdog.bitten.wait(0.2)
+        assert watchdog.bitten.wait(10)
+    assert "rank 0 stopped moving: in step 3, loading rows, for 1 s, at threading.py:" in watchdog.sentence
+
+
+def test_it_bites_before_the_first_step(tmp_path: Path) -> None:
+    with Bitten(0.2, tmp_path) as watchdog:
+        assert watchdog.bitten.wait(10)
+    assert "rank 0 stopped moving: in start" in watchdog.sentence
+
+
+def test_after_its_end_it_is_quiet(tmp_path: Path) -> None:
+    before = threading.active_count()
+    with Bitten(0.3, tmp_path) as watchdog:
+        watchdog.at("update", 1)
+    assert threading.active_count() == before
+    watchdog.__exit__(None, None, None)
+    watchdog.at("update", 2)
+    assert not watchdog.bitten.wait(0.6)
+    assert not hang_file(tmp_path, 0).exists()
+
+
+def test_leaving_by_an_error_stops_it_too(tmp_path: Path) -> None:
+    before = threading.active_count()
+    with pytest.raises(KeyError), Bitten(0.3, tmp_path):
+        raise KeyError("a")
+    assert threading.active_count() == before
+
+
+def test_without_a_run_folder_stacks_are_on_stderr() -> None:
+    assert explain({0: WAITS}, set(), 30, None).endswith(" Stacks are on stderr.")
+
+
+def judge(places: dict[int, Callable[[int], Place]], timeout_s: float = 1.0, patience_s: float = 0.3) -> str | None:
+    """What rank 0 of three says, which looks at all until it has been patient; each reports a place at every look, or None."""
+    store = dist.HashStore()
+    peers = [_Peers(store, number, 3) for number in range(3)]
+    for look in range(8):
+        for number, report in places.items():
+            peers[number].tell(replace(report(look), beat=look))
+        if verdict := peers[0].look(timeout_s, patience_s, None):
+            return verdict.sentence
+        time.sleep(timeout_s / 10)
+    return None
+
+
+def test_a_rank_that_has_left_is_not_waited_for() -> None:
+    left = replace(place(None), has_left=True)
+    still = Place("showing the results", None, 5.0, "results.py:3 in show")
+    sentence = judge({0: lambda _: still, 1: lambda _: left, 2: lambda _: left})
+    assert sentence and "rank 0 stopped moving: in showing the results, for 5 s" in sentence
+
+
+def test_a_rank_is_silent_only_after_as_long_a_time_as_the_patience() -> None:
+    """One whose threads a library call keeps from the GIL for a while is at work."""
+    still = {number: lambda _: place() for number in (0, 1)}
+    sentence = judge(still)
+    assert sentence and "rank 2 did not arrive: no answer, never heard of" in sentence
+    assert judge(still, patience_s=9.0) is None
+
+
+def test_a_job_in_which_one_rank_moves_does_not_hang() -> None:
+    still = {number: lambda _: place() for number in (0, 1)}
+    assert judge({**still, 2: lambda look: replace(place(), idle_s=0.1 * look)}) is None
+    assert judge({**still, 2: lambda look: replace(place(), idle_s=0.5 + 0.1 * look)}) is not None

@@ -1,0 +1,181 @@
+"""ROUGE rows, their mean and the `evaluate.Metric` around them."""
+
+from __future__ import annotations
+
+import math
+import random
+import socket
+
+import evaluate
+import pytest
+from rouge_score.rouge_scorer import RougeScorer
+
+from toolkit.evaluation.rouge import ROUGE_KEYS, Rouge, mean_scores, rouge_scores
+from toolkit.evaluation.text import (
+    ROUGE_SCORE_WORDS,
+    UNICODE_WORDS,
+    choose_tokenizer,
+    split_sentences,
+    stemmed_tokens,
+    unicode_tokens,
+)
+
+PREDICTIONS = ["Opened the files quickly. Then closes them.", "a cat", "", "return the running total", "café!"]
+REFERENCES = ["It opens a file. Closing follows.", "the cat sat on the mat", "nothing to say", "Return the total.", "!?"]
+
+
+def test_hand_computed_values():
+    rows = rouge_scores(["the cat sat", "down sat the cat", ""], ["the cat sat down", "the cat sat down", "the cat"])
+    # Row 1: 3 of 3 predicted and 3 of 4 true words, 2 of 2 and 2 of 3 pairs, a common subsequence of 3.
+    # Row 2: the same bag; one common pair ("the cat"); the longest common subsequence is "the cat" or "sat …": 2 words.
+    assert rows["rouge1"] == pytest.approx([100 * 6 / 7, 100.0, 0.0])
+    assert rows["rouge2"] == pytest.approx([100 * 4 / 5, 100 / 3, 0.0])
+    assert rows["rougeL"] == pytest.approx([100 * 6 / 7, 50.0, 0.0])
+
+
+def test_lsum_takes_each_line_for_a_sentence_wherever_it_stands():
+    rows = rouge_scores(["Close it.\nOpen the door.", "Close it. Open the door."], ["Open the door. Close it."] * 2)
+    assert rows["rougeLsum"] == pytest.approx([100.0, 60.0])
+    assert rows["rougeL"] == pytest.approx([60.0, 60.0])
+
+
+def draw_text(drawn: random.Random) -> str:
+    """Lines of a few words, as a summary; some empty, half in ASCII, the rest with breaks that ROUGE-Lsum does not know."""
+    words = ["opens", "opening", "file", "files", "the", "the", "a", "it.", "It", "closes!", "3", "to_string", "e.g."]
+    spaces = [" ", " ", " ", " ", "\n", "\n\n", "\r\n", "\x0c"]
+    if drawn.random() < 0.5:
+        words, spaces = [*words, "café", "naïve?", "—"], [*spaces, "\u2028", "\x85"]
+    return "".join(drawn.choice(words) + drawn.choice(spaces) for _ in range(drawn.randrange(30)))
+
+
+def test_every_row_equals_rouge_score_on_the_same_newlines():
+    """What `evaluate.load("rouge").compute(use_stemmer=True, use_aggregator=False)` calls, by its arguments."""
+    drawn = random.Random(0)
+    predictions, references = ([*given, *(draw_text(drawn) for _ in range(200))] for given in (PREDICTIONS, REFERENCES))
+    scorer = RougeScorer(rouge_types=["rouge1", "rouge2", "rougeL", "rougeLsum"], use_stemmer=True, tokenizer=None)
+    rows = rouge_scores(predictions, references, ROUGE_SCORE_WORDS)
+    for i, (prediction, reference) in enumerate(zip(predictions, references, strict=True)):
+        expected = scorer.score(reference, prediction)
+        assert {key: rows[key][i] for key in ROUGE_KEYS} == {key: 100 * expected[key].fmeasure for key in ROUGE_KEYS}
+    assert rows["rouge1"][0] > 0 and rows["rouge1"][3] > 0  # the stemmer joins opened / opens
+    assert rows["rougeL"] != rows["rougeLsum"]
+    ascii_only = [i for i, texts in enumerate(zip(predictions, references, strict=True)) if "".join(texts).isascii()]
+    some_predictions, some_references = ([texts[i] for i in ascii_only] for texts in (predictions, references))
+    of_unicode = rouge_scores(some_predictions, some_references, UNICODE_WORDS)
+    assert len(ascii_only) > 10 and of_unicode == {key: [rows[key][i] for i in ascii_only] for key in ROUGE_KEYS}
+
+
+def test_cached_stems_are_the_stems_of_the_package():
+    default = RougeScorer(["rouge1"], use_stemmer=True)._tokenizer
+    text = "Running runners ran; generalisations of 3 flies, agreed (dies) to_string NaN-aware naïveté"
+    assert stemmed_tokens(text) == default.tokenize(text)
+
+
+# The first article of the Universal Declaration of Human Rights.
+ENGLISH = "All human beings are born free and equal in dignity and rights. They are endowed with reason and conscience."
+NEEDS_UNICODE = {
+    "German": "Alle Menschen sind frei und gleich an Würde und Rechten geboren.",
+    "Italian": "Tutti gli esseri umani nascono liberi ed eguali in dignità e diritti. Essi sono dotati di ragione.",
+    "Russian": "Все люди рождаются свободными и равными в своем достоинстве и правах.",
+    "Arabic": "يولد جميع الناس أحرارا متساوين في الكرامة والحقوق.",
+    "Hindi": "सभी मनुष्यों को गौरव और अधिकारों के मामले में जन्मजात स्वतन्त्रता और समानता प्राप्त है।",
+    "Korean": "모든 인간은 태어날 때부터 자유로우며 그 존엄과 권리에 있어 동등하다.",
+    "Chinese": "人人生而自由，在尊严和权利上一律平等。",
+    "Japanese": "すべての人間は、生れながらにして自由であり、かつ、尊厳と権利とについて平等である。",
+    "Thai": "มนุษย์ทั้งหลายเกิดมามีอิสระและเสมอภาคกันในเกียรติศักดิ์และสิทธิ",
+}
+
+
+@pytest.mark.parametrize("language", NEEDS_UNICODE)
+def test_a_text_scores_100_against_itself_and_less_against_a_part_in_every_script(language):
+    text = NEEDS_UNICODE[language]
+    assert choose_tokenizer([text]) is UNICODE_WORDS
+    rows = rouge_scores([text, text[: len(text) // 2], ENGLISH], [text] * 3)
+    for key in ROUGE_KEYS:
+        whole, half, other = rows[key]
+        assert whole == pytest.approx(100) and 30 < half < 80 and other < 15
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("Köln, l'été: Straße_3", ["köln", "l", "été", "straße", "3"]),
+        ("Ko\u0308ln", ["köln"]),  # the same letter, typed in two
+        ("opened files", ["open", "file"]),
+        ("मनुष्यों को ❤️", ["मनुष्यों", "को"]),  # marks stay with their letters, and alone are no word
+        ("ＧＰＴ－４模型", ["gpt", "4", "模", "型"]),
+        ("コンピュータのー", list("コンピュータのー")),
+        ("ที่นี่ 2 ปี", ["ที่", "นี่", "2", "ปี"]),
+        ("모든 인간은", ["모든", "인간은"]),
+        ("Все люди", ["все", "люди"]),
+    ],
+)
+def test_words_of_any_script(text, tokens):
+    assert unicode_tokens(text) == tokens
+
+
+def test_all_references_together_decide():
+    assert choose_tokenizer([]) is ROUGE_SCORE_WORDS and choose_tokenizer(["!?", ""]) is ROUGE_SCORE_WORDS
+    assert choose_tokenizer(["a café"] + [ENGLISH] * 6) is ROUGE_SCORE_WORDS  # 1 word of 116
+    assert choose_tokenizer(["a café"] + [ENGLISH] * 5) is UNICODE_WORDS  # 1 word of 97
+
+
+def test_mean_is_the_same_to_the_bit_in_any_order():
+    values = [random.Random(0).random() * 100 for _ in range(1000)]
+    shuffled = random.Random(1).sample(values, len(values))
+    assert mean_scores({"rouge1": values}) == mean_scores({"rouge1": shuffled})
+
+
+def test_metric_is_the_mean_of_the_rows_in_one_call_and_in_batches():
+    expected = {key: math.fsum(row) / len(PREDICTIONS) for key, row in rouge_scores(PREDICTIONS, REFERENCES).items()}
+    metric = Rouge()
+    assert metric.compute(predictions=PREDICTIONS, references=REFERENCES) == expected
+    metric.add_batch(predictions=PREDICTIONS[:2], references=REFERENCES[:2])
+    metric.add_batch(predictions=PREDICTIONS[2:], references=REFERENCES[2:])
+    assert metric.compute() == expected
+    assert all(0 < value < 100 for value in expected.values())
+
+
+def test_two_metrics_at_once_do_not_share_rows():
+    first, second = Rouge(), Rouge()
+    first.add_batch(predictions=["a b"], references=["a b"])
+    second.add_batch(predictions=["a b"], references=["c d"])
+    assert (first.compute()["rouge1"], second.compute()["rouge1"]) == (100.0, 0.0)
+    assert first.data_dir != second.data_dir
+
+
+def test_works_without_network_or_a_writable_cache(tmp_path, monkeypatch):
+    def refuse(*_args, **_options):
+        raise AssertionError("network used")
+
+    a_file = tmp_path / "a file where the cache folder would be"
+    a_file.touch()
+    monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", str(a_file))
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    assert Rouge().compute(predictions=["a b"], references=["a c"])["rouge1"] == 50.0
+
+
+def test_no_rows_and_unequal_lengths_are_refused():
+    assert rouge_scores([], []) == {key: [] for key in ROUGE_KEYS}
+    with pytest.raises(ValueError, match="no rows"):
+        Rouge().compute(predictions=[], references=[])
+    with pytest.raises(ValueError, match="2 predictions for 1 references"):
+        rouge_scores(["a", "b"], ["a"])
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("", []),
+        (" \n ", []),
+        ("One line, no stop", ["One line, no stop"]),
+        ("Wrapped\nline. Next one!", ["Wrapped line.", "Next one!"]),
+        ("Heading\n\nText of it", ["Heading", "Text of it"]),
+        ('See e.g. Knuth (v1.2). "Really?" Yes.', ["See e.g. Knuth (v1.2).", '"Really?"', "Yes."]),
+        ("他来了。「真的吗？」他走了！ 再见", ["他来了。", "「真的吗？」", "他走了！", "再见"]),
+        ("वह आया। वह गया।", ["वह आया।", "वह गया।"]),
+        ("By J. Doe et al. in 1999. So do I. Fine.", ["By J. Doe et al. in 1999.", "So do I.", "Fine."]),
+    ],
+)
+def test_split_sentences(text, sentences):
+    assert split_sentences(text) == sentences

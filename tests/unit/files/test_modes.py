@@ -1,0 +1,200 @@
+"""Who may read what a run writes, and what is said where a file may not be read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.support.checkpoint_files import make_checkpoint, names
+from toolkit.checkpoint.find import find_checkpoint
+from toolkit.checkpoint.folders import checkpoints_folder
+from toolkit.checkpoint.init_from import find_weights
+from toolkit.cli.checkpoints import show_checkpoints
+from toolkit.data.cache_folders import find_or_build
+from toolkit.data.rows.cache import load_rows
+from toolkit.data.tokens.cache import About, write_tokens
+from toolkit.distributed.rng import capture_random_state, save_random_state
+from toolkit.errors import UserError
+from toolkit.export.write import _replace, _save_check
+from toolkit.files.modes import give_usual_mode
+from toolkit.models.lora_files import CONFIG_FILE, WEIGHTS_FILE, find_adapter
+
+
+@pytest.fixture
+def umask_002() -> Iterator[None]:
+    before = os.umask(0o002)
+    yield
+    os.umask(before)
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A folder that every user can enter; pytest's own are closed."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def another_user() -> Iterator[None]:
+    """The process as a user who owns nothing. Root may read everything; for others a file without modes is enough."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_files_of_safetensors_get_the_mode_of_any_other_file(tmp_path: Path, umask_002: None) -> None:
+    tensors = {"a": torch.zeros(2)}
+
+    def write(folder: Path) -> None:
+        (folder / "inner").mkdir()
+        save_file(tensors, folder / "inner" / "model.safetensors")
+
+    _replace(tmp_path / "export", write)
+    _save_check(tensors, tmp_path / "export_check.safetensors")
+    name = save_random_state(capture_random_state(), tmp_path)
+    files = [tmp_path / "export" / "inner" / "model.safetensors", tmp_path / "export_check.safetensors", tmp_path / name]
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == len(files)
+    assert [oct(mode(path)) for path in files] == ["0o664"] * 3
+    os.umask(0o077)
+    give_usual_mode(files[0])
+    assert mode(files[0]) == 0o600
+
+
+def test_a_file_system_without_modes_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+
+    def refuse(path: Path, mode: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "chmod", refuse)
+    give_usual_mode(tmp_path)
+
+
+@pytest.mark.parametrize("closed", ["rng-00000.safetensors", "manifest.json", "state", ""])
+def test_a_newest_checkpoint_that_may_not_be_read_stops_the_resume(shared: Path, closed: str) -> None:
+    make_checkpoint(shared, 3)
+    newest = make_checkpoint(shared, 6)
+    (newest / closed).chmod(0)
+    with another_user(), pytest.raises(UserError) as caught:
+        find_checkpoint(shared, "auto")
+    assert "step-00000006" in str(caught.value)
+    assert str(caught.value).endswith("cannot be read (Permission denied): ask its owner, or chmod")
+    assert names(shared) == ["step-00000003", "step-00000006"]
+
+
+def test_a_named_checkpoint_that_may_not_be_read_is_not_called_damaged(shared: Path) -> None:
+    folder = make_checkpoint(shared, 6)
+    (folder / "rng-00000.safetensors").chmod(0)
+    denial = "step-00000006/rng-00000.safetensors cannot be read (Permission denied): ask its owner, or chmod"
+    with another_user():
+        with pytest.raises(UserError) as caught:
+            find_checkpoint(shared, str(folder))
+        assert str(caught.value) == f"checkpoint.resume is {folder}, but {denial}"
+        with pytest.raises(UserError) as caught:
+            find_weights(str(folder))
+        assert str(caught.value) == f"model.init_from {folder}: {denial}"
+
+
+def test_checkpoints_that_may_not_be_listed_are_not_none(shared: Path) -> None:
+    newest = make_checkpoint(shared, 6)
+    folder = checkpoints_folder(shared)
+    folder.chmod(0)
+    denial = r"cannot be read \(Permission denied\): ask its owner, or chmod"
+    try:
+        with another_user():
+            with pytest.raises(UserError, match=f"^checkpoints: {folder} {denial}$"):
+                find_checkpoint(shared, "auto")
+            with pytest.raises(UserError, match=f"^checkpoint.resume: {newest} {denial}$"):
+                find_checkpoint(shared, str(newest))
+            with pytest.raises(UserError, match=denial):
+                find_weights(str(newest))
+    finally:
+        folder.chmod(0o755)
+
+
+def test_the_table_says_what_was_not_read(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint(shared, 3)
+    (make_checkpoint(shared, 6) / "rng-00000.safetensors").chmod(0)
+    with another_user():
+        assert not show_checkpoints(shared, verify=True, as_json=False)
+    assert (
+        "NOT READ: rng-00000.safetensors cannot be read (Permission denied): ask its owner, or chmod" in capsys.readouterr().out
+    )
+
+
+def test_an_export_that_may_not_be_read_is_not_said_to_be_absent(shared: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (shared / name).write_text("{}")
+    (shared / "model.safetensors").chmod(0)
+    denial = r"model.safetensors cannot be read \(Permission denied\): ask its owner, or chmod"
+    with another_user(), pytest.raises(UserError, match=denial):
+        find_weights(str(shared))
+    (shared / "model.safetensors").rename(shared / WEIGHTS_FILE)
+    (shared / CONFIG_FILE).touch()
+    with another_user(), pytest.raises(UserError, match=f"adapter.name_or_path.*{WEIGHTS_FILE} cannot be read"):
+        find_adapter(str(shared))
+
+
+def test_a_cache_that_may_not_be_read_is_one_sentence(shared: Path) -> None:
+    rows = shared / "rows"
+    rows.mkdir(mode=0)
+    with another_user(), pytest.raises(UserError, match=f"^data.cache_dir: {rows}.* cannot be read .*: ask its owner, or chmod"):
+        load_rows([], shared, identity={}, eval_fraction=None, num_rows=None)
+
+
+@pytest.mark.parametrize("closed", ["train/data.arrow", "train", ""])
+def test_a_token_cache_that_may_not_be_read_is_not_built_again(shared: Path, closed: str) -> None:
+    def write(folder: Path) -> About:
+        (folder / "train").mkdir()
+        (folder / "train" / "data.arrow").touch()
+        return About([])
+
+    cache = shared / "cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("toolkit.data.tokens.cache.hash_contents", lambda folder: "of the rows")
+        folder = cache / write_tokens(cache, {"a": 1}, write).name
+    cache.chmod(0o777)
+    before = mode(folder / closed)
+    (folder / closed).chmod(0)
+    try:
+        with another_user(), pytest.raises(UserError, match=f"^data.cache_dir: {folder}.* cannot be read .*: ask its owner, or"):
+            write_tokens(cache, {"a": 1}, write)
+    finally:
+        (folder / closed).chmod(before)
+
+
+def test_a_damaged_cache_of_another_user_is_one_sentence(shared: Path) -> None:
+    def build(folder: Path) -> dict[str, str]:
+        (folder / "rows.arrow").write_text("text")
+        return {}
+
+    folder = shared / "cache" / "a"
+    find_or_build("the cache", folder, build)
+    (folder / "rows.arrow").write_text("test")
+    # As /tmp: nobody moves what is not theirs. Who is not root owns it all, and moves no folder that is not writable.
+    (folder if os.geteuid() else folder.parent).chmod(0o555 if os.geteuid() else 0o1777)
+    sentence = f"^the cache {folder} does not hold .* cannot be replaced .*: ask its owner, or set data.cache_dir to a folder of"
+    with another_user(), pytest.raises(UserError, match=sentence):
+        find_or_build("the cache", folder, build)
+    assert (folder / "rows.arrow").read_text() == "test" and os.listdir(folder.parent) == ["a"]
+    folder.chmod(0o755)

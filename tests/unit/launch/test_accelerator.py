@@ -1,0 +1,63 @@
+"""What flags of `accelerate launch` put into the environment, and no YAML shows."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
+
+from tests.support.launch import REPOSITORY
+from toolkit.errors import UserError
+from toolkit.launch.accelerator import build_accelerator
+
+WRAP = ["--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
+MESH = ["--use_fsdp", *WRAP, "--use_parallelism_config", "--fsdp_version", "2", "--parallelism_config_dp_shard_size", "2"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--use_fsdp", *WRAP], "fsdp_cpu_ram_efficient_loading is true in the launch, as it is unless told otherwise"),
+        (["--use_fsdp", "--fsdp_cpu_ram_efficient_loading", "false"], "fsdp_auto_wrap_policy is NO_WRAP in the launch"),
+        (["--multi_gpu", "--dynamo_backend", "inductor"], "dynamo_backend is INDUCTOR in the launch, without"),
+        ([*MESH, "--parallelism_config_dp_replicate_size", "2"], r"their product must be num_processes \(2\), and dp_shard_size"),
+        ([*MESH, "--parallelism_config_tp_size", "2"], "parallelism_config_tp_size is 2: set it to 1, accelerate imports a part"),
+        (["--multi_gpu", "--mixed_precision", "fp16"], "mixed_precision fp16 is not supported"),
+    ],
+)
+def test_what_flags_of_the_launcher_ask_for_is_refused(monkeypatch: pytest.MonkeyPatch, flags: list[str], sentence: str) -> None:
+    command = ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", *flags, "t5.py"]
+    monkeypatch.setattr("toolkit.launch.accelerator.find_accelerate_yaml", lambda: None)
+    for name, value in {**launched_environment(command), "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=sentence) as raised:
+        build_accelerator([], ".")
+    assert "\n" not in str(raised.value)
+
+
+def launched_environment(command: list[str]) -> dict[str, str]:
+    """What `accelerate launch` sets, by its own functions."""
+    arguments = _validate_launch_command(launch_command_parser().parse_args(command))[0]
+    return prepare_multi_gpu_env(arguments)
+
+
+GPU_PRESETS = sorted(path for path in (REPOSITORY / "accelerate_configs").glob("*.yaml") if "_cpu" not in path.stem)
+
+
+@pytest.mark.parametrize("path", [path for path in GPU_PRESETS if path.stem != "single"], ids=lambda path: path.stem)
+def test_a_gpu_preset_without_a_gpu_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    num_processes = yaml.safe_load(path.read_text())["num_processes"]
+    os.environ.update({"TOOLKIT_ACCELERATE_YAML": str(path), "RANK": "0", "WORLD_SIZE": str(num_processes)})
+    with pytest.raises(UserError) as raised:
+        build_accelerator([], ".")
+    fp8 = "needs a CUDA GPU of compute capability 8.9 (Ada, Hopper) or newer; torch sees none: write bf16"
+    others = "this accelerate config wants GPUs, but torch sees none here: take a CPU one"
+    assert (fp8 if path.stem == "fsdp2_fp8" else others) in str(raised.value)

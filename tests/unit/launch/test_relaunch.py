@@ -1,0 +1,83 @@
+"""Presets changed to this box, each still a valid accelerate YAML."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from tests.support.launch import GPU_CHECKS, REPOSITORY
+from toolkit.errors import UserError
+from toolkit.launch.accelerate_yaml import check_accelerate_yaml
+from toolkit.launch.relaunch import adapt_preset, find_preset, launch, reason_of_failure, save_preset
+
+PRESETS = sorted(path.stem for path in (REPOSITORY / "accelerate_configs").glob("*.yaml"))
+GPU_ONLY = set(GPU_CHECKS)
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in GPU_ONLY])
+def test_presets_run_on_the_cpu_of_one_machine(name: str, tmp_path: Path) -> None:
+    given = check_accelerate_yaml(find_preset(name))
+    adapted = check_accelerate_yaml(
+        save_preset(adapt_preset(given, num_processes=4, use_cpu=True), tmp_path / "folder" / f"{name}.yaml")
+    )
+    assert adapted["use_cpu"] is True and adapted["num_machines"] == 1
+    assert adapted.get("num_processes", 1) == (1 if name == "single" else 4)
+    changed = {key for key in adapted if adapted[key] != given.get(key)} - {"fsdp_config", "parallelism_config"}
+    assert changed <= {"use_cpu", "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port"}
+
+
+def test_gpu_only_preset_is_refused_by_name(tmp_path: Path) -> None:
+    for name in GPU_ONLY:
+        adapted = adapt_preset(check_accelerate_yaml(find_preset(name)), num_processes=2, use_cpu=True)
+        with pytest.raises(UserError, match="on CPU|with use_cpu"):
+            save_preset(adapted, tmp_path / f"{name}.yaml")
+
+
+def test_mesh_needs_an_even_number_of_processes() -> None:
+    with pytest.raises(UserError, match="4 or more, not 3"):
+        adapt_preset(check_accelerate_yaml(find_preset("fsdp2_hsdp")), num_processes=3, use_cpu=True)
+
+
+def test_presets_are_found_by_name_and_by_path(tmp_path: Path) -> None:
+    assert find_preset("ddp") == find_preset("ddp.yaml") == find_preset(str(find_preset("ddp")))
+    with pytest.raises(UserError, match="preset nosuch is no file.*fsdp2_full_shard"):
+        find_preset("nosuch")
+
+
+def test_launch_returns_what_the_ranks_exit_with_and_their_sentence(tmp_path: Path) -> None:
+    script, preset, log = tmp_path / "script.py", tmp_path / "preset.yaml", tmp_path / "log" / "log.txt"
+    script.write_text(
+        "import sys\nfrom toolkit.errors import UserError, exit_on_user_error\n"
+        "with exit_on_user_error():\n    raise UserError(f'{sys.argv[1]} is wrong: write another')\n"
+    )
+    preset.write_text(yaml.safe_dump({"distributed_type": "NO", "num_processes": 1, "use_cpu": True}))
+    assert launch(preset, [str(script), "this\u2028one"], log) != 0
+    assert reason_of_failure(log) == "this\u2028one is wrong: write another"
+    script.write_text("print('fine')\n")
+    assert launch(preset, [str(script)], log) == 0
+    script.write_text("raise ZeroDivisionError('by zero')\n")
+    assert launch(preset, [str(script)], log) != 0
+    assert reason_of_failure(log) == "ZeroDivisionError: by zero"
+
+
+def test_ctrl_c_ends_the_rank_too(tmp_path: Path) -> None:
+    """Told to this process alone, as a supervisor would: a terminal tells all of them."""
+    script, preset, told = tmp_path / "script.py", tmp_path / "preset.yaml", tmp_path / "pid.txt"
+    script.write_text(f"import os, pathlib, time\npathlib.Path({str(told)!r}).write_text(f'{{os.getpid()}}.')\ntime.sleep(120)\n")
+    preset.write_text(yaml.safe_dump({"distributed_type": "NO", "num_processes": 1, "use_cpu": True}))
+    calls = "from pathlib import Path; from toolkit.launch.relaunch import launch; launch(Path({!r}), [{!r}], Path({!r}))"
+    call = calls.format(str(preset), str(script), str(tmp_path / "log.txt"))
+    with subprocess.Popen([sys.executable, "-c", call], cwd=REPOSITORY, stderr=subprocess.PIPE) as process:
+        deadline = time.monotonic() + 60
+        while not (told.exists() and told.read_text().endswith(".")):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) != 0
+    rank = int(told.read_text().rstrip("."))
+    assert not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE

@@ -1,0 +1,177 @@
+"""The folder of a run."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from toolkit.config.load import SummarizationConfig
+from toolkit.config.schema import DataConfig, ModelConfig, RunConfig
+from toolkit.errors import UserError
+from toolkit.launch import run_folder
+from toolkit.launch.run_folder import lock_run_folder, open_run_folder, restore_run_folder, save_run_config
+
+
+def config(output_dir: Path | str, name: str = "run", files: str | list[str] | None = None) -> SummarizationConfig:
+    run = RunConfig(output_dir=str(output_dir), name=name)
+    return SummarizationConfig(model=ModelConfig(name_or_path="model"), data=DataConfig(source="jsonl", files=files), run=run)
+
+
+def contents(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_the_folder_is_made_and_left_empty(tmp_path: Path) -> None:
+    assert open_run_folder(config(tmp_path / "runs")) == tmp_path / "runs/run"
+    assert list((tmp_path / "runs/run").iterdir()) == []
+
+
+def test_what_another_wrote_under_the_name_of_the_probe_does_not_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = run_folder._write_probe
+    monkeypatch.setattr(run_folder, "PROBE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(run_folder, "_write_probe", lambda folder, probe, _, *rest: write(folder, probe, "old", *rest))
+    with pytest.raises(UserError, match=f"into {tmp_path}/run is not there in .+: name a folder on a file system that all nodes"):
+        open_run_folder(config(tmp_path))
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.fixture
+def at_exit(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """What the end of the process does to folders."""
+    registered: list[Callable[[], None]] = []
+    monkeypatch.setattr("atexit.register", lambda work, *arguments: registered.append(partial(work, *arguments)))
+    monkeypatch.setattr(run_folder, "_held_locks", {})
+
+    def end() -> None:
+        while registered:
+            registered.pop()()
+
+    return end
+
+
+def test_a_refused_run_leaves_no_folder_that_it_made(tmp_path: Path, at_exit: Callable[[], None]) -> None:
+    (tmp_path / "disk").mkdir()
+    folder = open_run_folder(config(tmp_path / "disk/new/runs"))
+    lock_run_folder(folder)
+    (folder / "metrics.jsonl").touch()
+    at_exit()
+    assert contents(tmp_path) == ["disk"]
+
+
+def test_a_folder_that_is_used_or_was_there_before_stays(tmp_path: Path, at_exit: Callable[[], None]) -> None:
+    (tmp_path / "before/run").mkdir(parents=True)
+    lock_run_folder(open_run_folder(config(tmp_path / "before")))
+    lock_run_folder(used := open_run_folder(config(tmp_path / "used")))
+    (used / "metrics.jsonl").write_text("{}")
+    open_run_folder(config(tmp_path / "shared", "refused"))
+    (tmp_path / "shared/another").mkdir()
+    (held_by_another := open_run_folder(config(tmp_path / "locked")) / ".lock").touch()
+    at_exit()
+    assert held_by_another.exists()
+    assert contents(tmp_path) == [
+        "before", "before/run", "before/run/.lock", "locked", "locked/run", "locked/run/.lock", "shared", "shared/another",
+        "used", "used/run", "used/run/.lock", "used/run/metrics.jsonl",
+    ]  # fmt: skip
+
+
+def test_a_run_that_waits_for_the_lock_of_one_that_is_refused_gets_a_folder(
+    tmp_path: Path, at_exit: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the other has locked and removed is another file than the one that a third run would lock."""
+    folder = open_run_folder(config(tmp_path))
+    lock = fcntl.lockf
+
+    def remove_and_lock(file: IO[bytes], operation: int) -> None:
+        monkeypatch.setattr("fcntl.lockf", lock)
+        shutil.rmtree(folder)
+        lock(file, operation)
+
+    monkeypatch.setattr("fcntl.lockf", remove_and_lock)
+    lock_run_folder(folder)
+    assert (folder / ".lock").stat().st_ino == os.fstat(run_folder._held_locks[folder].fileno()).st_ino
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/../../b", "/x", "linked", "linked/x"])
+def test_a_name_that_leads_out_is_refused_and_nothing_written(tmp_path: Path, name: str) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/linked").symlink_to(tmp_path)
+    with pytest.raises(UserError, match=f"^run.name {name} leads to /.*, out of run.output_dir {tmp_path}/runs: give that"):
+        open_run_folder(config(tmp_path / "runs", name))
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["linked", "runs"]
+
+
+def test_links_that_stay_inside_or_are_above_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "disk/old").mkdir(parents=True)
+    (tmp_path / "disk/run").symlink_to("old")
+    (tmp_path / "runs").symlink_to("disk")
+    assert open_run_folder(config(tmp_path / "runs")) == tmp_path / "runs/run"
+
+
+@pytest.mark.parametrize(("output_dir", "name"), [("runs", "a\0b"), ("ru\0ns", "run")])
+def test_a_nul_is_told(output_dir: str, name: str) -> None:
+    with pytest.raises(
+        UserError, match=r"^run.output_dir .* with run.name .* is no folder \(embedded null byte\): take other names$"
+    ):
+        open_run_folder(config(output_dir, name))
+
+
+@pytest.mark.parametrize(
+    ("files", "is_secret"),
+    [
+        ("https://me:secret@host/rows.jsonl", True),
+        (["rows.jsonl", "s3://key:secret@bucket/rows.jsonl"], True),
+        ("https://secret@host/rows.jsonl", True),
+        ("https://host/me@secret:1", False),
+        ("abfs://container@account.host/rows.jsonl", False),
+    ],
+)
+def test_a_secret_in_a_url_is_refused_without_telling_it(tmp_path: Path, files: str | list[str], is_secret: bool) -> None:
+    if not is_secret:
+        assert open_run_folder(config(tmp_path, files=files))
+        return
+    with pytest.raises(UserError, match="^data.files holds a URL with a password or token") as caught:
+        open_run_folder(config(tmp_path, files=files))
+    assert "secret" not in str(caught.value) and list(tmp_path.iterdir()) == []
+
+
+def test_a_second_run_is_kept_out_until_the_first_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "LOCK_TIMEOUT_S", 0.3)
+    code = "import pathlib, sys, toolkit.launch.run_folder as f; f.lock_run_folder(pathlib.Path(sys.argv[1]))"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", f"{code}; print('held', flush=True); sys.stdin.read()", str(tmp_path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=f"^another run is writing into {tmp_path}: wait for its end"):
+            lock_run_folder(tmp_path)
+    finally:
+        holder.kill()
+        holder.wait()
+    lock_run_folder(tmp_path)
+
+
+def test_a_folder_that_was_removed_is_made_again_with_lock_and_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "_held_locks", {})
+    monkeypatch.setattr(run_folder, "_saved_configs", {})
+    folder = open_run_folder(config(tmp_path))
+    lock_run_folder(folder)
+    save_run_config(config(tmp_path), folder)
+    written = (folder / "config.yaml").read_text()
+    assert restore_run_folder(folder) == "; there is no checkpoint before the next save"
+    shutil.rmtree(folder)
+    told = restore_run_folder(folder)
+    assert told.startswith("; so are its lock and config.yaml, and what else was in the folder is lost; there is no checkpoint")
+    assert (folder / "config.yaml").read_text() == written
+    code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    another = subprocess.run([sys.executable, "-c", code, folder / ".lock"], capture_output=True, text=True)
+    assert "BlockingIOError" in another.stderr

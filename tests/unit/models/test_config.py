@@ -1,0 +1,73 @@
+"""What is read from a model's config before its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from toolkit.config.schema import ModelConfig
+from toolkit.errors import UserError
+from toolkit.models.config import AutoClass, _has_experts, load_model_config
+
+DROPOUT_RATES: dict[str, tuple[AutoClass, list[str]]] = {
+    "T5Config": ("AutoModelForSeq2SeqLM", ["dropout_rate"]),
+    "BartConfig": ("AutoModelForSeq2SeqLM", ["dropout", "attention_dropout", "activation_dropout"]),
+    "LlamaConfig": ("AutoModelForCausalLM", ["attention_dropout"]),
+    "GPT2Config": ("AutoModelForCausalLM", ["attn_pdrop", "embd_pdrop", "resid_pdrop"]),
+    "GPTNeoXConfig": ("AutoModelForCausalLM", ["attention_dropout", "hidden_dropout"]),
+    "Phi3Config": ("AutoModelForCausalLM", ["attention_dropout", "embd_pdrop", "resid_pdrop"]),
+    "Starcoder2Config": ("AutoModelForCausalLM", ["attention_dropout", "embedding_dropout", "residual_dropout"]),
+}
+
+
+@pytest.mark.parametrize("family", DROPOUT_RATES)
+def test_dropout_is_that_of_every_rate(tmp_path: Path, family: str) -> None:
+    auto_class, names = DROPOUT_RATES[family]
+    getattr(transformers, family)().save_pretrained(tmp_path)
+    own, changed = (load_model_config(ModelConfig(name_or_path=str(tmp_path), dropout=p), auto_class) for p in (None, 0.25))
+    assert [getattr(changed, name) for name in names] == [0.25] * len(names)
+    assert all(getattr(own, name) != 0.25 for name in names)
+
+
+def test_layers_are_never_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers.OPTConfig(layerdrop=0.1).save_pretrained(tmp_path)
+    config = load_model_config(ModelConfig(name_or_path=str(tmp_path), dropout=0.25), "AutoModelForCausalLM")
+    assert (config.dropout, config.layerdrop) == (0.25, 0.0)
+    assert f"layerdrop of {tmp_path} is set to 0: every rank must run every layer\n" in capsys.readouterr().out
+
+
+ENCODERS: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "bert": ("BertConfig", {}, True),
+    "bert that decodes": ("BertConfig", {"is_decoder": True}, False),
+    "bart": ("BartConfig", {}, True),
+    "a decoder that does not say so": ("GPTNeoXConfig", {"is_decoder": False}, False),
+}
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_a_model_with_an_encoder_is_no_causal_one(tmp_path: Path, name: str) -> None:
+    family, settings, is_refused = ENCODERS[name]
+    getattr(transformers, family)(**settings).save_pretrained(tmp_path)
+    model = ModelConfig(name_or_path=str(tmp_path))
+    if is_refused:
+        with pytest.raises(UserError, match="not a causal language model: take one such as Llama"):
+            load_model_config(model, "AutoModelForCausalLM")
+    else:
+        assert load_model_config(model, "AutoModelForCausalLM").model_type
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_experts"),
+    [
+        ({"num_experts": 8}, True),
+        ({"num_local_experts": 1, "text_config": {"hidden_size": 4}}, False),
+        ({"text_config": {"num_local_experts": 16}}, True),
+        ({"ffn_config": {"moe_num_experts": 4}}, True),
+        ({"num_experts": None, "n_routed_experts": 0}, False),
+    ],
+)
+def test_experts_are_found_in_nested_configs_too(settings: dict[str, Any], has_experts: bool) -> None:
+    assert _has_experts(settings) is has_experts

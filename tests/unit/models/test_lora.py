@@ -1,0 +1,180 @@
+"""Adapters in place on tiny models: what trains, what stays as it was, and every sentence of a refusal."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from tests.support.adapter_models import (
+    BASES,
+    adapted,
+    adapter_config,
+    export_adapter,
+    forward_inputs,
+    load_base,
+    logits,
+    randomize,
+    save_base,
+)
+from toolkit.config.schema import ModelConfig
+from toolkit.models.lora import add_adapter
+from toolkit.models.lora_files import BASE_FILE, CONFIG_FILE, WEIGHTS_FILE, base_name, hash_base
+
+METHODS = ("lora", "rslora", "dora")
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bases")
+    for name in BASES:
+        save_base(folder / name, name)
+    return folder
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", list(BASES))
+def test_a_new_adapter_changes_nothing_but_what_trains(bases: Path, name: str, method: str) -> None:
+    base = load_base(bases / name, name)
+    expected, original = logits(base, inputs := forward_inputs(base)), dict(base.named_parameters())
+    model = adapted(bases / name, name, method=method)
+    assert type(model) is type(base)
+    assert torch.equal(logits(model, inputs), expected) or method == "dora"
+    torch.testing.assert_close(logits(model, inputs), expected)
+    randomize(model)
+    frozen = {base_name(n): p for n, p in model.named_parameters() if not p.requires_grad}
+    assert frozen.keys() == original.keys()
+    assert all(torch.equal(frozen[n], original[n]) for n in original)
+    kinds = {re.search(r"lora_[A-Za-z_]+", n).group() for n, p in model.named_parameters() if p.requires_grad}  # type: ignore[union-attr]
+    assert kinds == {"lora_A", "lora_B"} | ({"lora_magnitude_vector"} if method == "dora" else set())
+    assert not torch.allclose(logits(model, inputs), expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", list(BASES))
+def test_the_skeleton_is_adapted_as_the_model_is(bases: Path, name: str, method: str) -> None:
+    settings = {"method": method, "modules_to_save": [] if name == "t5" else ["lm_head"]}
+    with torch.device("meta"):
+        skeleton: Any = BASES[name][0](BASES[name][1])
+    add_adapter(skeleton, adapter_config(**settings), ModelConfig(name_or_path=str(bases / name)), 0)
+    model = adapted(bases / name, name, **settings)
+
+    def about(m: torch.nn.Module) -> dict[str, Any]:
+        return {n: (p.shape, p.dtype, p.requires_grad) for n, p in m.named_parameters(remove_duplicate=False)}
+
+    assert about(skeleton) == about(model)
+    assert {p.device.type for p in skeleton.parameters()} == {"meta"}
+
+
+def test_all_linear_is_all_but_the_head(bases: Path) -> None:
+    names = {
+        base_name(n.replace("lora_A.default", "base_layer"))
+        for n, _ in adapted(bases / "llama", "llama").named_parameters()
+        if "lora_A" in n
+    }
+    ends = [
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        "self_attn.o_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+    ]
+    assert names == {f"model.layers.{layer}.{end}.weight" for layer in range(2) for end in ends}
+
+
+def test_a_is_drawn_from_the_seed(bases: Path) -> None:
+    def a(seed: int) -> torch.Tensor:
+        torch.rand(seed + 1)  # whatever was drawn before
+        model = adapted(bases / "llama", "llama", seed=seed)
+        return model.get_parameter("model.layers.1.mlp.up_proj.lora_A.default.weight")
+
+    assert torch.equal(a(3), a(3))
+    assert not torch.equal(a(3), a(4))
+
+
+def test_what_trains_is_fp32_on_a_bf16_base(bases: Path) -> None:
+    base = load_base(bases / "gpt2", "gpt2").to(torch.bfloat16)
+    norms = base.transformer.h[0].attn.c_attn.weight.detach().float().norm(dim=0)
+    add_adapter(base, adapter_config(method="dora", modules_to_save=["ln_f"]), ModelConfig(name_or_path="gpt2"), 0)
+    assert {p.dtype for p in base.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in base.parameters() if not p.requires_grad} == {torch.bfloat16}
+    magnitudes = base.get_parameter("transformer.h.0.attn.c_attn.lora_magnitude_vector.default.weight")
+    torch.testing.assert_close(magnitudes.detach(), norms, rtol=1e-6, atol=0)
+
+
+def test_modules_to_save_are_matched_at_a_dot(bases: Path) -> None:
+    """peft alone would take `norm` for an end of `input_layernorm` too."""
+    model = adapted(bases / "llama", "llama", target_modules=["q_proj"], modules_to_save=["norm"])
+    assert [n for n, p in model.named_parameters() if p.requires_grad and "lora_" not in n] == [
+        "model.norm.modules_to_save.default.weight"
+    ]
+
+
+@pytest.mark.parametrize(("name", "module"), [("llama_tied", "embed_tokens"), ("llama_tied", "lm_head"), ("gpt2", "wte")])
+def test_tied_modules_to_save_stay_tied(bases: Path, name: str, module: str) -> None:
+    model = adapted(bases / name, name, modules_to_save=[module])
+    copies = [p for n, p in model.named_parameters(remove_duplicate=False) if ".modules_to_save." in n]
+    assert len(copies) == 2 and copies[0] is copies[1]
+    model(**forward_inputs(model)).logits.sum().backward()
+    assert copies[0].grad is not None
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", list(BASES))
+def test_go_on_from_an_exported_adapter(bases: Path, tmp_path: Path, name: str, method: str) -> None:
+    settings = {"method": method, "rank": 3, "alpha": 5.0, "modules_to_save": [] if name == "t5" else ["lm_head"]}
+    model = adapted(bases / name, name, **settings)
+    randomize(model)
+    folder = export_adapter(tmp_path / "adapter", model)
+    again = adapted(bases / name, name, method=method, name_or_path=str(folder), rank=7, alpha=1.0, seed=9)
+    assert torch.equal(logits(again, inputs := forward_inputs(model)), logits(model, inputs))
+    ours, theirs = dict(model.named_parameters()), dict(again.named_parameters())
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[n], theirs[n]) and ours[n].requires_grad == theirs[n].requires_grad for n in ours)
+    export_adapter(tmp_path / "again", again)
+    for file in (CONFIG_FILE, WEIGHTS_FILE, BASE_FILE):
+        assert (tmp_path / "again" / file).read_bytes() == (folder / file).read_bytes()
+
+
+def test_go_on_from_an_adapter_of_plain_peft(bases: Path, tmp_path: Path) -> None:
+    config = LoraConfig(r=2, target_modules=r".*\.[01]\..*(q|v)_proj", rank_pattern={"v_proj": 5}, init_lora_weights=False)
+    theirs = get_peft_model(load_base(bases / "llama", "llama"), config)
+    theirs.save_pretrained(str(tmp_path))
+    ours = adapted(bases / "llama", "llama", name_or_path=str(tmp_path), dropout=0.1)
+    assert torch.equal(logits(ours, inputs := forward_inputs(ours)), logits(theirs, inputs))
+    assert ours.get_submodule("model.layers.0.self_attn.v_proj.lora_dropout.default").p == 0.1
+
+
+def test_the_base_is_known_again_in_any_dtype(bases: Path) -> None:
+    model = load_base(bases / "gpt2", "gpt2")
+    expected = hash_base(model)
+    assert hash_base(adapted(bases / "gpt2", "gpt2", modules_to_save=["lm_head"])) == expected
+    assert hash_base(model.to(torch.bfloat16)) == expected
+    with torch.no_grad():
+        model.transformer.ln_f.weight[0] += 1
+    changed = hash_base(model)
+    assert {n for n in expected if changed[n] != expected[n]} == {"transformer.ln_f.weight"}
+
+
+def test_a_new_adapter_is_drawn_as_peft_draws_it_but_each_tensor_by_its_name(bases: Path) -> None:
+    model = adapted(bases / "llama", "llama", seed=3, target_modules=["q_proj", "embed_tokens"])
+    drawn = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    matrices = {name: p for name, p in drawn.items() if ".lora_A." in name}
+    assert len({p.flatten()[0].item() for p in matrices.values()}) == len(matrices) == 2
+    for weight in matrices.values():
+        bound = weight.shape[1] ** -0.5  # of kaiming_uniform_ with a = sqrt(5)
+        assert 0.8 * bound < weight.abs().max() <= bound
+    (embedding,) = (p for name, p in drawn.items() if ".lora_embedding_B." in name)
+    assert 0.7 < embedding.std() < 1.3
+    assert all(p.count_nonzero() == 0 for name, p in drawn.items() if ".lora_B." in name or ".lora_embedding_A." in name)
+    fewer = adapted(bases / "llama", "llama", seed=3, target_modules=["q_proj"])
+    own = {name: p for name, p in fewer.named_parameters() if name in matrices}
+    assert own.keys() == matrices.keys() and all(torch.equal(own[name], matrices[name]) for name in own)
+    other = adapted(bases / "llama", "llama", seed=4, target_modules=["q_proj"])
+    assert not any(torch.equal(p, own[name]) for name, p in other.named_parameters() if name in own)

@@ -1,0 +1,218 @@
+"""Every sentence with which an adapter is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.adapter_models import BASES, adapted, adapter_config, export_adapter, load_base, randomize, save_base
+from toolkit.config.schema import ExportConfig, ModelConfig
+from toolkit.errors import UserError
+from toolkit.models.lora import add_adapter, check_adapter_config
+from toolkit.models.lora_files import BASE_FILE, CONFIG_FILE, WEIGHTS_FILE
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bases")
+    for name in BASES:
+        save_base(folder / name, name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained adapter of the untied Llama."""
+    model = adapted(bases / "llama", "llama", rank=3, alpha=5.0, target_modules=["q_proj", "down_proj"])
+    randomize(model)
+    return export_adapter(tmp_path_factory.mktemp("adapters") / "llama", model)
+
+
+def rewritten(exported: Path, folder: Path, *, weights: Any = None, **settings: Any) -> Path:
+    """A copy of an adapter's folder with other settings, or with `weights` done to its tensors; without a recorded base."""
+    folder.mkdir()
+    config = json.loads((exported / CONFIG_FILE).read_text())
+    (folder / CONFIG_FILE).write_text(json.dumps(config | settings))
+    tensors = load_file(exported / WEIGHTS_FILE)
+    save_file(weights(tensors) if weights else tensors, folder / WEIGHTS_FILE)
+    return folder
+
+
+def test_another_base_is_refused(bases: Path, tmp_path: Path, exported: Path) -> None:
+    other = load_base(bases / "llama", "llama")
+    with torch.no_grad():
+        other.model.layers[1].self_attn.k_proj.weight[0, 0] += 1
+    other.save_pretrained(tmp_path)
+    sentence = (
+        f"adapter.name_or_path {exported} was trained on another base than model.name_or_path {tmp_path}: 1 tensors differ, "
+        f"model.layers.1.self_attn.k_proj.weight the first; its base was {bases / 'llama'}"
+    )
+    with pytest.raises(UserError, match=f"^{re.escape(sentence)}$"):
+        adapted(tmp_path, "llama", name_or_path=str(exported))
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "target_modules": (
+        "llama", {"target_modules": ["q_proj", "query"]},
+        "adapter.target_modules query matches no module; linear ones end in: down_proj, gate_proj, k_proj, lm_head, o_proj, "
+        "q_proj, up_proj, v_proj (all-linear takes all of them but the output head)",
+    ),
+    "target_modules_conv1d": (
+        "gpt2", {"target_modules": "q_proj"},
+        "adapter.target_modules q_proj matches no module; linear ones end in: c_attn, c_fc, c_proj, lm_head (",
+    ),
+    "not_linear": (
+        "llama", {"target_modules": ["self_attn"]},
+        "adapter.target_modules self_attn matches model.layers.0.self_attn, a LlamaAttention, but an adapter goes on linear",
+    ),
+    "modules_to_save": (
+        "gpt2", {"modules_to_save": ["embed_tokens"]},
+        "adapter.modules_to_save embed_tokens matches no module; ends of names that exist: attn, c_attn, c_fc, c_proj, h, "
+        "lm_head, ln_1, ln_2, ln_f, mlp, transformer, wpe, wte",
+    ),
+    "both": (
+        "llama", {"target_modules": ["q_proj"], "modules_to_save": ["q_proj"]},
+        "adapter.target_modules q_proj matches model.layers.0.self_attn.q_proj, which adapter.modules_to_save trains "
+        "whole: choose one",
+    ),
+    "tied_head": (
+        "llama_tied", {"target_modules": ["lm_head"]},
+        "the adapter adapts lm_head.weight, which is one tied weight with model.embed_tokens.weight: the merged model would need "
+        "two; leave it out of adapter.target_modules, or train it whole by adapter.modules_to_save",
+    ),
+    "tied_embedding": (
+        "gpt2", {"target_modules": ["wte"]},
+        "the adapter adapts transformer.wte.weight, which is one tied weight with lm_head.weight",
+    ),
+    "tied_t5": (
+        "t5", {"modules_to_save": ["shared"]},
+        "the adapter trains shared.weight, which is one tied weight with encoder.embed_tokens.weight and "
+        "decoder.embed_tokens.weight and lm_head.weight: peft keeps only a token embedding and an output head together",
+    ),
+    "tied_inside": (
+        "t5", {"modules_to_save": ["encoder"]}, "trains encoder.embed_tokens.weight, which is one tied weight with shared.weight",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("on_meta", [True, False], ids=["skeleton", "model"])
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_new_adapters_that_are_refused(bases: Path, case: str, on_meta: bool) -> None:
+    name, settings, sentence = REFUSED[case]
+    model = load_base(bases / name, name).to("meta" if on_meta else "cpu")
+    model.tie_weights()
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        add_adapter(model, adapter_config(**settings), ModelConfig(name_or_path=str(bases / name)), 0)
+
+
+def without(end: str) -> Any:
+    return lambda tensors: {n: t for n, t in tensors.items() if not n.endswith(end)}
+
+
+def with_tensor(name: str, *shape: int) -> Any:
+    return lambda tensors: tensors | {f"base_model.model.{name}": torch.zeros(shape)}
+
+
+REFUSED_FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "method": ("llama", {}, {"method": "dora"}, "is a lora adapter, but adapter.method is dora: set adapter.method lora"),
+    "kind": ("llama", {"peft_type": "IA3"}, {}, "is an adapter of type IA3, and only LORA (LoRA, rsLoRA, DoRA) is supported"),
+    "pissa": ("llama", {"init_lora_weights": "pissa"}, {}, "began by init_lora_weights pissa, which changes the base: convert"),
+    "setting": ("llama", {"bias": "all"}, {}, "has bias 'all' in its adapter_config.json, which is not supported"),
+    "newer": ("llama", {"of_tomorrow": True}, {}, "has of_tomorrow True in its adapter_config.json, which is not supported"),
+    "names": ("gpt2", {}, {}, "does not fit {base}: Target modules down_proj, q_proj not found in the base model."),
+    "lacks": (
+        "llama", {"weights": without("0.self_attn.q_proj.lora_B.weight")}, {},
+        "does not fit {base}: it lacks model.layers.0.self_attn.q_proj.lora_B.weight",
+    ),
+    "also": (
+        "llama", {"weights": with_tensor("model.layers.5.mlp.up_proj.lora_A.weight", 1)}, {},
+        "does not fit {base}: it also has model.layers.5.mlp.up_proj.lora_A.weight",
+    ),
+    "shape": (
+        "llama", {"weights": with_tensor("model.layers.1.self_attn.q_proj.lora_A.weight", 3, 8)}, {},
+        "does not fit {base}: it has model.layers.1.self_attn.q_proj.lora_A.weight of shape (3, 8) instead of (3, 16)",
+    ),
+    "resized": (
+        "llama", {"weights": with_tensor("model.embed_tokens.weight", 65, 16)}, {},
+        "brings an embedding of its own, model.embed_tokens.weight of shape (65, 16), as after a resized vocabulary, which is "
+        "not supported: resize the base, save it and give that as model.name_or_path",
+    ),
+    "untied": (
+        "llama_tied",
+        {"modules_to_save": ["embed_tokens"], "weights": with_tensor("model.embed_tokens.weight", 64, 16)}, {},
+        "trains model.embed_tokens.weight, which is one tied weight with lm_head.weight: peft keeps only",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("on_meta", [True, False], ids=["skeleton", "model"])
+@pytest.mark.parametrize("case", list(REFUSED_FOLDERS))
+def test_folders_that_are_refused(bases: Path, exported: Path, tmp_path: Path, case: str, on_meta: bool) -> None:
+    name, changes, settings, sentence = REFUSED_FOLDERS[case]
+    folder = rewritten(exported, tmp_path / "adapter", **changes)
+    model = load_base(bases / name, name).to("meta" if on_meta else "cpu")
+    model.tie_weights()
+    expected = f"adapter.name_or_path {folder} " + sentence.format(base=bases / name)
+    with pytest.raises(UserError, match=re.escape(expected)):
+        add_adapter(model, adapter_config(name_or_path=str(folder), **settings), ModelConfig(name_or_path=str(bases / name)), 0)
+
+
+@pytest.mark.parametrize(
+    ("missing", "sentence"),
+    [
+        (CONFIG_FILE, "has no adapter_config.json: give the folder of an adapter saved by peft"),
+        (WEIGHTS_FILE, "has no adapter_model.safetensors (pickled .bin weights are not loaded): give the folder of an adapter"),
+    ],
+)
+def test_files_that_are_missing(bases: Path, exported: Path, tmp_path: Path, missing: str, sentence: str) -> None:
+    folder = rewritten(exported, tmp_path / "adapter")
+    (folder / missing).rename(folder / "adapter_model.bin")
+    with pytest.raises(UserError, match=re.escape(f"adapter.name_or_path {folder} {sentence}")):
+        adapted(bases / "llama", "llama", name_or_path=str(folder))
+
+
+@pytest.mark.parametrize("file", [CONFIG_FILE, WEIGHTS_FILE, BASE_FILE])
+def test_files_that_cannot_be_read(bases: Path, exported: Path, tmp_path: Path, file: str) -> None:
+    folder = rewritten(exported, tmp_path / "adapter")
+    (folder / file).write_bytes(b"\x80{")
+    with pytest.raises(UserError, match=re.escape(f"the {file} of adapter.name_or_path {folder} cannot be read: ")):
+        adapted(bases / "llama", "llama", name_or_path=str(folder))
+
+
+def test_a_config_that_peft_refuses(bases: Path, exported: Path, tmp_path: Path) -> None:
+    folder = rewritten(exported, tmp_path / "adapter", layers_pattern="h")
+    with pytest.raises(
+        UserError, match=f"^peft refuses the {CONFIG_FILE} of adapter.name_or_path {folder}: When `layers_pattern`"
+    ):
+        adapted(bases / "llama", "llama", name_or_path=str(folder))
+
+
+def test_neither_a_folder_nor_on_the_hub(bases: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="adapter.name_or_path no/such is no folder here, and the hub does not give it"):
+        adapted(bases / "llama", "llama", name_or_path="no/such")
+
+
+@pytest.mark.parametrize(
+    ("adapter", "model", "merge", "sentence"),
+    [
+        ({"method": "none", "name_or_path": "a"}, {}, False, "adapter.name_or_path is a, but adapter.method is none: set it"),
+        ({"method": "none"}, {}, True, "export.merge is true, but adapter.method is none: there is no adapter to merge"),
+        ({}, {"from_scratch": True}, False, "adapter.method is lora and model.from_scratch true: an adapter needs a base"),
+        ({}, {"init_from": "runs/a"}, False, "adapter.method is lora and model.init_from runs/a: the adapter would belong to"),
+        ({}, {"freeze": ["a"]}, False, "model.freeze is ['a'], but adapter.method lora freezes the whole base: leave it out"),
+    ],
+)
+def test_settings_that_exclude_each_other(adapter: dict, model: dict, merge: bool, sentence: str) -> None:
+    config = SimpleNamespace(
+        adapter=adapter_config(**adapter), model=ModelConfig(name_or_path="m", **model), export=ExportConfig(merge=merge)
+    )
+    with pytest.raises(UserError, match=f"^{re.escape(sentence)}"):
+        check_adapter_config(config)

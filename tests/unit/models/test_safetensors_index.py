@@ -1,0 +1,122 @@
+"""Parts of tensors out of safetensors files, and which tensor of a file is which of a model's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
+
+from toolkit.errors import UserError
+from toolkit.models import shard_reader as weight_sources
+from toolkit.models.load import hash_header, hash_parameters
+from toolkit.models.safetensors_index import DTYPES, WeightFiles, WholeOnly, find_weight_files, match_names
+from toolkit.models.shard_reader import hash_sources, pieces
+
+SIZES = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
+
+
+def test_any_part_of_any_tensor_is_read(tmp_path: Path) -> None:
+    kept = [dtype for dtype in DTYPES.values() if dtype != torch.bool]
+    tensors = {f"{dtype}": (torch.arange(120).view(6, 5, 4) - 7).to(dtype) for dtype in kept}
+    tensors |= {"bools": torch.tensor([True, False, True]), "scalar": torch.tensor(3.5), "empty": torch.zeros(0, 4)}
+    save_file(tensors, tmp_path / "some.safetensors")
+    files = WeightFiles([tmp_path / "some.safetensors"], "a test")
+    assert files.stored.keys() == tensors.keys()
+    boxes = [
+        (slice(0, 6), slice(0, 5), slice(0, 4)),
+        (slice(2, 3), slice(0, 5), slice(0, 4)),
+        (slice(1, 5), slice(2, 4), slice(3, 4)),
+    ]
+    for dtype in kept:
+        source = files.source(f"{dtype}", dtype)
+        assert source.shape == (6, 5, 4)
+        for box in boxes:
+            assert torch.equal(source.read(box), tensors[f"{dtype}"][box])
+    assert files.source("bools", torch.bool).read((slice(1, 3),)).tolist() == [False, True]
+    assert files.source("scalar", torch.float64).read(()).item() == 3.5
+    assert files.source("empty", torch.float32).read((slice(0, 0), slice(0, 4))).shape == (0, 4)
+    halves = files.source("torch.float32", torch.bfloat16).read(boxes[1])
+    assert torch.equal(halves, tensors["torch.float32"][boxes[1]].bfloat16())
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"\xff" * 64)
+    with pytest.raises(
+        UserError, match=r"model.safetensors of the model cannot be read as safetensors \(.*\): save the model again"
+    ):
+        WeightFiles([path], "the model")
+    save_file({"weight": torch.ones(100)}, path)
+    source = WeightFiles([path], "the model").source("weight", torch.float32)
+    os.truncate(path, path.stat().st_size - 8)
+    assert source.read((slice(0, 98),)).sum() == 98
+    with pytest.raises(UserError, match="model.safetensors changed or went away while it was read .it has become shorter."):
+        source.read((slice(0, 100),))
+    save_file({"weight": torch.ones(100).to(torch.float8_e4m3fn)}, path)
+    with pytest.raises(WholeOnly, match="weight is stored as F8_E4M3"):
+        WeightFiles([path], "the model")
+
+
+def test_one_file_is_taken_before_an_index(tmp_path: Path) -> None:
+    with pytest.raises(WholeOnly, match=r"has no model.safetensors or model.safetensors.index.json"):
+        find_weight_files(str(tmp_path), None)
+    model = GPT2LMHeadModel(GPT2Config(**SIZES))
+    model.save_pretrained(tmp_path, max_shard_size="5kB")
+    parts = find_weight_files(str(tmp_path), None)
+    assert len(parts) > 2 and all(path.parent == tmp_path for path in parts)
+    assert WeightFiles(parts, "it").stored.keys() == model.state_dict().keys() - {"lm_head.weight"}
+    save_file({"weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert [path.name for path in find_weight_files(str(tmp_path), None)] == ["model.safetensors"]
+    assert len(find_weight_files(str(tmp_path), None, "model.safetensors.index.json")) == len(parts)
+
+
+def test_names_are_matched_as_transformers_does(tmp_path: Path) -> None:
+    model = GPT2LMHeadModel(GPT2Config(**SIZES))
+    tensors = {name.removeprefix("transformer."): p.detach() for name, p in model.named_parameters()}
+    tensors["more"] = tensors.pop("wpe.weight")
+    save_file(tensors, tmp_path / "model.safetensors")
+    match = match_names(model, WeightFiles([tmp_path / "model.safetensors"], "it"))
+    assert match.tensors["transformer.wte.weight"] == "wte.weight"
+    assert match.tensors["transformer.h.1.mlp.c_fc.bias"] == "h.1.mlp.c_fc.bias"
+    assert (match.missing, match.unknown, match.other_shapes) == (["transformer.wpe.weight"], ["more"], {})
+
+
+def test_tensors_that_are_put_together_are_not_guessed(tmp_path: Path) -> None:
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=32, num_local_experts=2, **sizes))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(WholeOnly, match="transformers makes .* out of tensors of another form"):
+        match_names(model, WeightFiles(find_weight_files(str(tmp_path), None), "it"))
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (100, 3), (2, 1000), (5, 4, 3)])
+def test_pieces_make_up_a_tensor(shape: tuple[int, ...]) -> None:
+    values = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+    with patch.object(weight_sources, "PIECE_BYTES", 64):
+        boxes = list(pieces(shape))
+    rows = [values[box] for box in boxes]
+    assert torch.equal(torch.cat([row.reshape(-1) for row in rows]) if rows else values.reshape(-1), values.reshape(-1))
+    assert all(row.numel() <= 16 or len(row) == 1 for row in rows)
+
+
+def test_hashes_of_files_are_those_of_the_loaded_model(tmp_path: Path) -> None:
+    model: nn.Module = GPT2LMHeadModel(GPT2Config(**SIZES)).bfloat16()
+    named = dict(model.named_parameters())
+    save_file({name: p.detach() for name, p in named.items()}, tmp_path / "model.safetensors")
+    files = WeightFiles([tmp_path / "model.safetensors"], "it")
+    sources = {name: files.source(name, torch.float32) for name in named}
+    with patch.object(weight_sources, "PIECE_BYTES", 256):
+        hashes = hash_sources(sources, {n: hash_header(p) for n, p in named.items()}, {n: p.dtype for n, p in named.items()})
+    assert hashes == hash_parameters(model, set(named))

@@ -1,0 +1,69 @@
+"""The loss is a sum; dividing it by the global count makes it exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from toolkit.loss import IGNORED_LABEL, chunked_cross_entropy, share_of_global_mean, summed_cross_entropy
+
+
+def test_sum_over_label_tokens_in_fp32() -> None:
+    torch.manual_seed(0)
+    logits_BTV = torch.randn(3, 4, 11, dtype=torch.bfloat16)
+    labels_BT = torch.randint(0, 11, (3, 4))
+    labels_BT[1, 2:] = IGNORED_LABEL
+    expected = F.cross_entropy(logits_BTV.float().view(-1, 11), labels_BT.view(-1)) * (labels_BT != IGNORED_LABEL).sum()
+    actual = summed_cross_entropy(logits_BTV, labels_BT)
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual, expected)
+
+
+def test_a_batch_without_labels_gives_zero_loss_and_zero_gradient() -> None:
+    logits_BTV = torch.randn(2, 3, 5, requires_grad=True)
+    loss = summed_cross_entropy(logits_BTV, torch.full((2, 3), IGNORED_LABEL))
+    loss.backward()
+    assert loss.item() == 0
+    assert (logits_BTV.grad == 0).all()
+
+
+def test_shares_average_to_the_global_mean() -> None:
+    sums, num_label_tokens = [torch.tensor(6.0), torch.tensor(1.0)], 14
+    averaged = sum(share_of_global_mean(s, num_label_tokens, world_size=2) for s in sums) / 2
+    torch.testing.assert_close(averaged, torch.tensor(0.5))
+
+
+@pytest.mark.parametrize("max_logits", [1, 4 * 11, 10**6])
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_chunks_give_the_loss_and_the_gradients_of_whole_logits(max_logits: int, cap: float | None) -> None:
+    torch.manual_seed(0)
+    head = torch.nn.Linear(8, 11, dtype=torch.float64)
+    hidden_ND = torch.randn(13, 8, dtype=torch.float64, requires_grad=True)
+    labels_N = torch.randint(0, 11, (13,))
+    labels_N[3] = IGNORED_LABEL
+    most_logits = 0
+
+    def logits_of(hidden_nD: torch.Tensor) -> torch.Tensor:
+        nonlocal most_logits
+        logits_nV = head(hidden_nD)
+        most_logits = max(most_logits, logits_nV.numel())
+        return logits_nV if cap is None else cap * torch.tanh(logits_nV / cap)
+
+    parameters = [hidden_ND, *head.parameters()]
+    expected = F.cross_entropy(logits_of(hidden_ND), labels_N, ignore_index=IGNORED_LABEL, reduction="sum")
+    expected_gradients = torch.autograd.grad(expected, parameters)
+    most_logits = 0
+    actual, _ = chunked_cross_entropy(hidden_ND, labels_N, logits_of, 11, max_logits)
+    gradients = torch.autograd.grad(actual, parameters)
+    assert most_logits <= max(max_logits, 11)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=0)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_correct_tokens_are_counted_without_gradients_only() -> None:
+    hidden_ND, labels_N = torch.eye(4), torch.tensor([0, 1, 3, IGNORED_LABEL])
+    assert chunked_cross_entropy(hidden_ND, labels_N, lambda hidden: hidden, 4, max_logits=8)[1] == 0
+    with torch.no_grad():
+        assert chunked_cross_entropy(hidden_ND, labels_N, lambda hidden: hidden, 4, max_logits=8)[1] == 2

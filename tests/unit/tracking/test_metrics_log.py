@@ -1,0 +1,262 @@
+"""The record of a run, its progress lines and trackers."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from toolkit.config.schema import TrackingConfig
+from toolkit.errors import UserError
+from toolkit.tracking import metrics_log as tracking
+from toolkit.tracking.metrics_log import MetricsLog, check_trackers, load_metrics, log_to_trackers, start_trackers
+
+
+def test_a_line_is_whole_json_as_soon_as_it_is_written(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, is_writer=True)
+    log.write("train", 3, loss=0.1 + 0.2, num_rows=16, note="Zürich")
+    # Read while the log is still open: nothing waits in a buffer, and the float keeps every digit.
+    assert load_metrics(path) == [{"kind": "train", "step": 3, "loss": 0.30000000000000004, "num_rows": 16, "note": "Zürich"}]
+
+
+def test_figures_that_json_does_not_know(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl", is_writer=True)
+    log.write("train", 1, loss=float("nan"), grad_norm=float("inf"), low=float("-inf"), fine=1.0)
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    figures = json.loads(line, parse_constant=pytest.fail)
+    assert figures["loss"] is None and figures["loss_is"] == "nan"
+    assert figures["grad_norm"] is None and figures["grad_norm_is"] == "inf"
+    assert figures["low"] is None and figures["low_is"] == "-inf"
+    assert figures["fine"] == 1.0 and "fine_is" not in figures
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl", is_writer=False)
+    log.write("train", 1, loss=1.0)
+    log.truncate_after(0)
+    log.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_resume_drops_later_steps_and_a_torn_line_and_goes_on(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, is_writer=True)
+    for step in (1, 2, 3):
+        log.write("train", step, loss=float(step))
+    log.write("checkpoint", 2)
+    log.close()
+    path.write_bytes(path.read_bytes() + b'{"kind": "train", "st')
+    before = path.read_bytes().splitlines(keepends=True)
+
+    log = MetricsLog(path, is_writer=True)
+    log.truncate_after(2)
+    log.write("train", 3, loss=0.5)
+    assert path.read_bytes().splitlines(keepends=True)[:3] == [before[0], before[1], before[3]]
+    assert load_metrics(path)[3:] == [{"kind": "train", "step": 3, "loss": 0.5}]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_run_that_starts_over_drops_all_its_lines_and_row_ids(tmp_path):
+    for name in ("metrics.jsonl", "rows-00000.jsonl", "rows-00001.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps({"kind": "train", "step": step}) + "\n" for step in range(4)))
+    (tmp_path / "predictions-3.jsonl").write_text("kept")
+    log = MetricsLog(tmp_path / "metrics.jsonl", is_writer=True)
+    log.truncate_after(1)
+    for name in ("metrics.jsonl", "rows-00000.jsonl", "rows-00001.jsonl"):
+        assert [line["step"] for line in load_metrics(tmp_path / name)] == [0, 1]
+    log.truncate_after(-1)
+    assert sorted((path.name, path.stat().st_size) for path in tmp_path.iterdir()) == [
+        ("metrics.jsonl", 0),
+        ("predictions-3.jsonl", 4),
+        ("rows-00000.jsonl", 0),
+        ("rows-00001.jsonl", 0),
+    ]
+
+
+def test_a_torn_line_never_joins_the_next_one(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"kind": "train", "step": 1}\n{"kind": "tra')
+    assert load_metrics(path) == [{"kind": "train", "step": 1}]
+    MetricsLog(path, is_writer=True).write("train", 2)
+    assert [line["step"] for line in load_metrics(path)] == [1, 2]
+
+
+def test_a_crash_while_truncating_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, is_writer=True)
+    log.write("train", 1)
+    log.write("train", 2)
+    before = path.read_bytes()
+
+    def crash(*_paths):
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(tracking.os, "replace", crash)
+    with pytest.raises(UserError, match=f"^{path} cannot be used \\(no space\\): mend that"):
+        log.truncate_after(1)
+    assert path.read_bytes() == before
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: not JSON"):
+        load_metrics(path)
+
+
+def test_unknown_and_absent_trackers_are_refused_in_one_sentence():
+    check_trackers(TrackingConfig())
+    with pytest.raises(UserError, match="log_with: 'tensorbord' is not a tracker that accelerate knows; (installed|none)"):
+        check_trackers(TrackingConfig(log_with=["tensorbord"]))
+
+
+def test_absent_and_installed_trackers(monkeypatch):
+    import accelerate.tracking
+
+    monkeypatch.setattr(accelerate.tracking, "get_available_trackers", lambda: ["wandb", "aim"])
+    check_trackers(TrackingConfig(log_with=["wandb"]))
+    with pytest.raises(UserError) as refused:
+        check_trackers(TrackingConfig(log_with=["wandb", "mlflow"]))
+    assert "'mlflow' is not installed; installed are aim, wandb" in str(refused.value)
+
+
+REAL_ACCELERATOR = """
+import json
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker, register_tracker_class
+from toolkit.config.schema import TrackingConfig
+from toolkit.tracking.metrics_log import check_trackers, log_to_trackers, start_trackers
+
+class Recorder(GeneralTracker):
+    name, requires_logging_directory, tracker, seen = "recorder", False, None, []
+    def __init__(self, project): self.seen.append(project)
+    def store_init_configuration(self, values): self.seen.append(values)
+    def log(self, values, step=None): self.seen.append([step, values])
+
+register_tracker_class(Recorder)
+config = TrackingConfig(log_with=["recorder"], project_name="project")
+check_trackers(config)
+accelerator = Accelerator(cpu=True, log_with=config.log_with)
+start_trackers(accelerator, config, "run", {"optim.lr": 1e-3, "data.files": ["a"], "model.revision": None, "run.name": "run"})
+log_to_trackers(accelerator, {"loss": 1.5, "loss_is": "fine", "kind": "train", "rouge": None, "num_rows": 3}, step=7)
+print(json.dumps(Recorder.seen))
+"""
+
+
+def test_a_tracker_gets_the_config_and_the_numbers():
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", REAL_ACCELERATOR], capture_output=True, text=True, timeout=120, cwd=root)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [
+        "project",
+        {"optim.lr": 1e-3, "data.files": '["a"]', "model.revision": "null", "run.name": "run"},
+        [7, {"loss": 1.5, "num_rows": 3}],
+    ]
+
+
+def test_a_run_is_named_where_the_tracker_has_a_name_for_it():
+    calls = []
+
+    class RecordingAccelerator:
+        def init_trackers(self, project_name, config, init_kwargs):
+            calls.append((project_name, config, init_kwargs))
+
+        def log(self, values, step):
+            calls.append((values, step))
+
+    start_trackers(RecordingAccelerator(), TrackingConfig(), "run", {})
+    log_to_trackers(RecordingAccelerator(), {"kind": "train"}, step=1)
+    assert calls == []
+    start_trackers(RecordingAccelerator(), TrackingConfig(log_with=["wandb", "tensorboard"]), "run", {})
+    assert calls == [("toolkit", {}, {"wandb": {"name": "run"}})]
+
+
+def test_an_evaluation_that_is_still_due_has_one_line(tmp_path):
+    """Stopped in the evaluation at step 2, it was done by a run that was killed before its next checkpoint."""
+    log = MetricsLog(tmp_path / "metrics.jsonl", is_writer=True)
+    for kind, step in (("eval", 1), ("train", 2), ("eval", 2), ("train", 3)):
+        log.write(kind, step)
+    log.truncate_after(2, evaluation_due=True)
+    assert [(line["kind"], line["step"]) for line in load_metrics(log.path)] == [("eval", 1), ("train", 2)]
+
+
+def test_a_full_disk_is_remembered_and_nothing_torn_is_read(tmp_path, monkeypatch):
+    log = MetricsLog(tmp_path / "metrics.jsonl", is_writer=True)
+    log.write("train", 1)
+
+    class AlmostFull:
+        def write(self, text: bytes) -> int:
+            return (tmp_path / "metrics.jsonl").open("ab").write(text[:7])
+
+    monkeypatch.setattr(log, "_file", AlmostFull())
+    log.write("train", 2)
+    log.write("train", 3)
+    assert "metrics.jsonl cannot be written (No space left on device)" in str(log.error)
+    assert [line["step"] for line in load_metrics(log.path)] == [1]
+
+
+def removed(log):
+    log.path.unlink()
+
+
+def removed_with_its_folder(log):
+    shutil.rmtree(log.path.parent)
+
+
+def replaced(log):
+    log.path.unlink()
+    log.path.write_text('{"kind": "train", "step": 9}\n')
+
+
+def cut(log):
+    os.truncate(log.path, 0)
+
+
+@pytest.mark.parametrize("happens", [removed, removed_with_its_folder, replaced, cut])
+def test_what_happens_to_the_file_is_noticed_by_the_next_write(tmp_path, capsys, happens):
+    log = MetricsLog(tmp_path / "run" / "metrics.jsonl", is_writer=False)
+    log.path.parent.mkdir()
+    log = MetricsLog(log.path, is_writer=True, restore_folder=lambda folder: folder.mkdir(exist_ok=True) or "; and more")
+    log.write("train", 1, loss=2.0)
+    log.write("eval", 1, loss=float("nan"))
+    happens(log)
+    log.write("train", 2, loss=1.0)
+    log.write("eval", 2, loss=1.0)
+    lines = load_metrics(log.path)
+    every = [("train", 1), ("eval", 1), ("train", 2), ("eval", 2)]
+    assert [(line["kind"], line["step"]) for line in lines] == every[happens is cut :]
+    assert log.error is None and log.load() == lines
+    kept = "1 lines, with all evaluations, are left" if happens is cut else "its 2 lines are restored"
+    found = " (the other file is metrics.jsonl.found now)" if happens is replaced else ""
+    what = happens.__name__.partition("_")[0]
+    assert capsys.readouterr().out == f"{log.path} was {what} while the run goes on{found}: {kept}; and more\n"
+    if happens is replaced:
+        assert [line["step"] for line in load_metrics(log.path.with_name("metrics.jsonl.found"))] == [9]
+
+
+def test_evaluations_of_before_a_resume_outlive_the_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "eval", "step": 0}\n{"kind": "train", "step": 1}\n{"kind": "eval", "step": 1}\n')
+    log = MetricsLog(path, is_writer=True)
+    log.truncate_after(0)
+    cut(log)
+    assert log.load() == load_metrics(path) == [{"kind": "eval", "step": 0}]
+
+
+def test_a_folder_that_another_run_has_taken_is_left_to_it(tmp_path):
+    def refuse(folder):
+        raise UserError("another run is writing into it")
+
+    log = MetricsLog(tmp_path / "metrics.jsonl", is_writer=True, restore_folder=refuse)
+    log.write("eval", 1, loss=1.0)
+    replaced(log)
+    log.write("train", 2, loss=1.0)
+    assert str(log.error) == "another run is writing into it"
+    assert log.path.read_text() == '{"kind": "train", "step": 9}\n' and len(log.load()) == 1

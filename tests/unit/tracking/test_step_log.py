@@ -1,0 +1,121 @@
+"""Lines of steps, and what is told of those that were skipped."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from toolkit.checkpoint.state import SkipHistory
+from toolkit.data.batch_plan import MicroBatch, Step
+from toolkit.errors import UserError
+from toolkit.tracking.metrics_log import MetricsLog, load_metrics
+from toolkit.tracking.progress import Progress
+from toolkit.tracking.step_log import StepFigures, StepLog
+
+NAN = math.nan
+ROWS: Any = [{"row_id": 1000 + row} for row in range(100)]
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> StepLog:
+    return new_log(tmp_path, SkipHistory())
+
+
+def new_log(folder: Path, skips: SkipHistory, max_skipped_steps: int = 3) -> StepLog:
+    accelerator = SimpleNamespace(device=torch.device("cpu"), log=lambda figures, step: None)
+    metrics = MetricsLog(folder / "metrics.jsonl", is_writer=True)
+    sharded: Any = SimpleNamespace(accelerator=accelerator)
+    return StepLog(metrics, sharded, Progress(100, 0, enabled=True), ROWS, skips, max_skipped_steps)
+
+
+def figures(step: int, *losses: float, norm: float = 1.0, skipped: bool | None = None) -> StepFigures:
+    """A step of two rows a micro-batch, rows 2·step and so on, with these summed losses."""
+    first = 2 * step
+    rows = tuple(range(first, first + 2 * len(losses)))
+    micro_batches = [
+        (MicroBatch(step, i, i == len(losses) - 1, ((first + 2 * i,), (first + 2 * i + 1,)), True), torch.tensor(loss))
+        for i, loss in enumerate(losses)
+    ]
+    total = sum(losses)
+    bad = not math.isfinite(total + norm) if skipped is None else skipped
+    return StepFigures(
+        Step(step, 0, rows, 10, 20), 1e-3, torch.tensor(total), torch.tensor(norm), torch.tensor(float(bad)), micro_batches
+    )
+
+
+def test_rows_of_the_bad_micro_batch_are_named(log: StepLog, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log.add(figures(4, 1.0, NAN, 2.0))
+    log.flush()
+    (skip,) = [line for line in load_metrics(tmp_path / "metrics.jsonl") if line["kind"] == "skip"]
+    expected = {"kind": "skip", "step": 4, "loss": None, "loss_is": "nan", "grad_norm": 1.0, "row_ids": [1010, 1011]}
+    assert skip == expected
+    assert (
+        "step 4: update skipped on all ranks (loss nan, gradient norm 1); rows 1010, 1011; 1 skipped so far\n"
+        in capsys.readouterr().out
+    )
+
+
+def test_rows_of_the_whole_step_are_named_where_no_loss_is_bad(log: StepLog, tmp_path: Path) -> None:
+    log.add(figures(4, 1.0, 2.0, norm=NAN))
+    log.flush()
+    (skip,) = [line for line in load_metrics(tmp_path / "metrics.jsonl") if line["kind"] == "skip"]
+    assert skip["row_ids"] == [1008, 1009, 1010, 1011]
+
+
+def test_every_step_has_a_line_and_only_skipped_ones_another(log: StepLog, tmp_path: Path) -> None:
+    for step, loss in enumerate([5.0, NAN, 7.0], start=1):
+        log.add(figures(step, loss))
+    assert not (tmp_path / "metrics.jsonl").read_text(), "read before it was asked to"
+    log.flush()
+    log.flush()
+    lines = load_metrics(tmp_path / "metrics.jsonl")
+    assert [(line["kind"], line["step"]) for line in lines] == [("train", 1), ("train", 2), ("skip", 2), ("train", 3)]
+    assert [line["loss"] for line in lines] == [0.5, None, None, 0.7]
+    assert log.skips == SkipHistory(num_skipped=1, num_in_a_row=0)
+
+
+@pytest.mark.parametrize("flush_every", [1, 2, 5])
+def test_too_many_in_a_row_stop_the_run_and_name_steps_and_rows(log: StepLog, flush_every: int) -> None:
+    """Counted across flushes; one that is taken starts the count again."""
+    losses = [1.0, NAN, NAN, 1.0, NAN, NAN, NAN]
+    with pytest.raises(UserError) as error:
+        for step, loss in enumerate(losses, start=1):
+            log.add(figures(step, loss))
+            if step % flush_every == 0 or step == len(losses):
+                log.flush()
+    sentence = str(error.value)
+    assert sentence.startswith("3 updates in a row were skipped, up to step 7 (optim.max_skipped_steps)")
+    assert "steps 5, 6, 7: rows 1010, 1011, 1012, 1013, 1014, 1015; " in sentence
+    assert error.value.agreed_by_all_ranks  # type: ignore[attr-defined]
+
+
+def test_too_many_in_a_row_stop_the_run_though_the_next_one_was_taken(log: StepLog, tmp_path: Path) -> None:
+    """All of it is read at once, as with a large `log_every_steps`."""
+    for step, loss in enumerate([1.0, NAN, NAN, NAN, 1.0, NAN, 1.0], start=1):
+        log.add(figures(step, loss))
+    with pytest.raises(UserError, match=r"^3 updates in a row were skipped, up to step 4 .* steps 2, 3, 4: rows 1004, "):
+        log.flush()
+    assert [line["step"] for line in load_metrics(tmp_path / "metrics.jsonl") if line["kind"] == "train"] == list(range(1, 8))
+
+
+def test_skips_in_a_row_are_counted_from_before_a_resume(tmp_path: Path) -> None:
+    log = new_log(tmp_path, SkipHistory(num_skipped=7, num_in_a_row=2))
+    log.add(figures(9, NAN))
+    with pytest.raises(UserError, match=r"^3 updates in a row were skipped, up to step 9 .* rows 1018, 1019; "):
+        log.flush()
+    assert log.skips == SkipHistory(num_skipped=8, num_in_a_row=3)
+
+
+def test_many_rows_are_cut_short_in_the_sentence_but_not_in_the_log(
+    log: StepLog, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log.add(figures(1, *[1.0] * 10, norm=NAN))
+    log.flush()
+    (skip,) = [line for line in load_metrics(tmp_path / "metrics.jsonl") if line["kind"] == "skip"]
+    assert len(skip["row_ids"]) == 20
+    assert "1017 and 4 more; 1 skipped so far" in capsys.readouterr().out

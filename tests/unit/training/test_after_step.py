@@ -1,0 +1,56 @@
+"""What is done after a step, and what a run says of its start."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from tests.support.checkpoint_files import LOSS
+from toolkit.checkpoint.state import TrainState
+from toolkit.config.schema import CheckpointConfig, EvalConfig
+from toolkit.tracking.progress import Progress
+from toolkit.training import after_step as module
+from toolkit.training.after_step import Session, after_step, say_without_gain
+
+
+@pytest.mark.parametrize(
+    ("state", "at_best"),
+    [
+        ({"start_value": 2.0, "best_value": 2.5}, "2.5"),
+        ({"start_value": 2.0, "best_value": 2.0}, "2"),
+        ({"start_value": 2.0, "num_evaluations_without_gain": 3}, "nan"),  # every figure was a NaN
+        ({"start_value": 2.0, "best_value": 1.9}, None),
+        ({"start_value": 2.0}, None),
+        ({"best_value": 2.5}, None),
+    ],
+)
+def test_it_is_said_where_no_step_gained_on_the_start(
+    state: dict[str, Any], at_best: str | None, capsys: pytest.CaptureFixture
+) -> None:
+    say_without_gain(Progress(9, 0, enabled=True), TrainState(9, **state), LOSS)
+    sentence = f"no evaluated step gained on the start: loss 2 before the first step, {at_best} at best after it\n"
+    assert capsys.readouterr().out == (sentence if at_best else "")
+
+
+@pytest.mark.parametrize("is_resumed", [True, False])
+def test_a_checkpoint_gets_the_figures_of_an_evaluation_that_a_signal_ended(
+    is_resumed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without them it could not be the best: `export.weights best` took a worse one of those that stood."""
+    saved: list[dict[str, float]] = []
+    monkeypatch.setattr(module, "evaluate", lambda *_: {"loss": 0.4})
+    monkeypatch.setattr(module, "log_to_trackers", lambda *_: None)
+    monkeypatch.setattr(module, "_save", lambda session, wait: saved.append(session.state.metrics))
+    stand_ins = {name: MagicMock() for name in ("bar", "log", "guard", "stops", "writer")}
+    stand_ins["stops"].agree.return_value = SimpleNamespace(signal_name=None, write_failed=False)
+    stand_ins["writer"].goal = LOSS
+    config: Any = SimpleNamespace(eval=EvalConfig(), checkpoint=CheckpointConfig(every_steps=None, keep_best=0))
+    run: Any = MagicMock(num_steps=9)
+    run.evaluation.rows = [1]
+    state = TrainState(4, evaluation_due=True)
+    assert not after_step(Session(config, run, state, **stand_ins), is_resumed=is_resumed)
+    assert state.metrics == {"loss": 0.4}
+    assert saved == ([state.metrics] if is_resumed else [])

@@ -1,0 +1,89 @@
+"""What a run tries on its causal model before it trains."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.parallel.test_causal_loss import build_model
+from toolkit.data.collate import CausalCollator
+from toolkit.errors import UserError
+from toolkit.parallel import causal_loss
+from toolkit.training import model_checks
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A tiny Llama, as if it were sharded."""
+    model = build_model("llama")
+    causal_loss.install(model)
+
+    @dataclasses.dataclass
+    class Entered:
+        model: Any
+
+        def __enter__(self) -> tuple[Any, bool]:
+            return self.model, False
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(model_checks, "evaluation_model", lambda sharded, unshard: Entered(model))
+    return model
+
+
+def check(model: Any, collator: Any = None, packing: bool = True) -> None:
+    accelerator = type("Accelerator", (), {"device": torch.device("cpu")})
+    sharded: Any = type("Sharded", (), {"plain": model, "accelerator": accelerator})
+    model_checks.check_causal_model(sharded, collator or CausalCollator(0), packing=packing)
+
+
+def test_a_good_model_passes_in_rows_and_in_one_row(model: Any) -> None:
+    check(model)
+    check(model, CausalCollator(0, one_row=True))
+
+
+def test_packs_that_leak_only_where_a_micro_batch_has_several_are_found(model: Any) -> None:
+    class Forgetful(CausalCollator):
+        """As flash attention: positions of several rows go unheard."""
+
+        def collate(self, packs: Any, *, counts: bool = True) -> Any:
+            batch = super().collate(packs, counts=counts)
+            if len(packs) > 1:
+                batch.pop("position_ids", None)
+            return batch
+
+    with pytest.raises(UserError, match="lets packed rows see each other: set data.packing to false"):
+        check(model, Forgetful(0))
+    check(model, Forgetful(0), packing=False)
+
+
+def test_a_model_whose_tokens_see_later_ones_is_refused(model: Any) -> None:
+    for layer in model.model.layers:
+        forward = layer.self_attn.forward
+        layer.self_attn.is_causal = False
+        layer.self_attn.forward = lambda *args, forward=forward, **inputs: forward(*args, **{**inputs, "attention_mask": None})
+    with pytest.raises(UserError, match="its tokens see later ones"):
+        check(model)
+
+
+def test_another_loss_than_that_of_the_logits_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(causal_loss, "_logits", lambda model, hidden_nD: 1.1 * model.lm_head(hidden_nD))
+    with pytest.raises(UserError, match="its loss by hidden states is .*, by its logits "):
+        check(model)
+
+
+def test_a_rank_that_died_during_the_trial_is_no_fault_of_the_model() -> None:
+    """It was reported as a model that cannot be trained, with advice on precision."""
+    gone = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:4242")
+    with pytest.raises(RuntimeError, match="closed by peer") as raised, model_checks._failing_as("T5 cannot be trained here", ""):
+        raise gone
+    assert raised.value is gone
+    with (
+        pytest.raises(UserError, match="T5 cannot be trained here .mat1 and mat2"),
+        model_checks._failing_as("T5 cannot be trained here", "try another"),
+    ):
+        raise RuntimeError("mat1 and mat2 must have the same dtype")

@@ -1,0 +1,113 @@
+"""Parameter groups, the learning rate, and clipping."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from toolkit.config.schema import OptimConfig
+from toolkit.training.optim import build_optimizer, clip_gradients, describe_rate_change, learning_rate
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.linear = nn.Linear(4, 4)
+        self.layer_norm = nn.LayerNorm(4)
+        self.relative_attention_bias = nn.Embedding(3, 2)  # as T5 names its own
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def rates(num_steps: int, steps_per_epoch: int = 5, **settings: object) -> list[float]:
+    config = OptimConfig(lr=1.0, **settings)  # type: ignore[arg-type]
+    return [round(learning_rate(config, step, num_steps, steps_per_epoch), 6) for step in range(1, num_steps + 1)]
+
+
+def test_norms_and_biases_are_not_decayed_and_tied_weights_come_once() -> None:
+    model = Model()
+    decayed, plain = build_optimizer(OptimConfig(weight_decay=0.1), model).param_groups
+    assert decayed["weight_decay"] == 0.1
+    assert plain["weight_decay"] == 0
+    assert {id(p) for p in decayed["params"]} == {id(model.embed.weight), id(model.linear.weight)}
+    biases = [model.linear.bias, model.layer_norm.bias, model.relative_attention_bias.weight]
+    assert {id(p) for p in plain["params"]} == {id(model.layer_norm.weight), *map(id, biases)}
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = Model()
+    model.embed.weight.requires_grad_(False)
+    model.linear.requires_grad_(False)
+    (group,) = build_optimizer(OptimConfig(), model).param_groups
+    assert len(group["params"]) == 3
+
+
+def test_schedules() -> None:
+    assert rates(5, schedule="constant", warmup_steps=2) == [0.5, 1, 1, 1, 1]
+    assert rates(4, schedule="linear") == [1, 0.75, 0.5, 0.25]
+    assert rates(6, schedule="linear", warmup_steps=2, min_lr_ratio=0.2) == [0.5, 1, 1, 0.8, 0.6, 0.4]
+    assert rates(4, schedule="cosine") == [1, 0.853553, 0.5, 0.146447]
+    assert rates(6, schedule="step", gamma=0.5, decay_every_steps=2) == [1, 1, 0.5, 0.5, 0.25, 0.25]
+    assert rates(6, schedule="step", gamma=0.5, steps_per_epoch=3) == [1, 1, 1, 0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5, 1e6])
+def test_clipping_is_that_of_torch(max_norm: float | None) -> None:
+    ours, theirs = Model(), Model()
+    torch.manual_seed(0)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        a.grad = torch.randn_like(a)
+        b.grad = a.grad.clone()
+    expected = nn.utils.clip_grad_norm_(theirs.parameters(), max_norm or float("inf"))
+    torch.testing.assert_close(clip_gradients(ours, max_norm), expected)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("holds", ["no gradient", "an empty one"])
+def test_a_rank_without_a_part_of_the_gradient_clips_nothing(holds: str) -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.empty(0, 4))
+    if holds == "an empty one":
+        model.weight.grad = torch.zeros_like(model.weight)
+    torch.testing.assert_close(clip_gradients(model, 1.0), torch.tensor(0.0))
+
+
+def test_norms_of_dora_are_not_decayed() -> None:
+    model = nn.Module()
+    model.lora_magnitude_vector = nn.ModuleDict({"default": nn.Linear(4, 1, bias=False)})
+    model.lora_A = nn.ModuleDict({"default": nn.Linear(4, 2, bias=False)})
+    decays = {
+        group["weight_decay"]: len(group["params"])
+        for group in build_optimizer(OptimConfig(weight_decay=0.1), model).param_groups
+    }
+    assert decays == {0.1: 1, 0.0: 1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "step", "before", "now", "begins"),
+    [
+        ({}, 11, 10, 20, "jumps up to 0.5 in step 11, after 0.1 in step 10"),
+        ({"schedule": "cosine"}, 11, 10, 20, "jumps up to 0.5 in step 11, after 0.0245 in step 10"),
+        ({}, 6, 20, 10, "drops to 0.5 in step 6, after 0.8 in step 5"),
+        ({}, 6, 10, 11, "is 0.545 in step 6, after 0.6 in step 5"),
+        ({}, 6, 1000, 1001, None),
+        ({}, 11, 20, 10, None),
+        ({"warmup_steps": 8}, 6, 10, 20, None),
+        ({"schedule": "constant"}, 6, 10, 20, None),
+        ({"schedule": "step"}, 6, 10, 20, None),
+    ],
+)
+def test_a_learning_rate_that_another_length_changes_is_said(
+    settings: dict[str, object], step: int, before: int, now: int, begins: str | None
+) -> None:
+    config = OptimConfig(lr=1.0, **{"schedule": "linear", "warmup_steps": 0} | settings)  # type: ignore[arg-type]
+    sentence = describe_rate_change(config, step, before, now, steps_per_epoch=5)
+    if begins is None:
+        assert sentence is None
+    else:
+        assert sentence is not None and sentence.startswith(
+            f"the learning rate {begins}: the {config.schedule} schedule now ends with"
+        )

@@ -1,0 +1,84 @@
+"""The checks of frozen and trainable parameters see what they are there for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from toolkit.training.parameter_checks import ParameterWatch
+
+
+@pytest.fixture
+def model() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    model[0].requires_grad_(False)
+    return model
+
+
+def step(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def test_a_sound_step_passes(model: nn.Sequential) -> None:
+    watch = ParameterWatch(model)
+    optimizer = step(model)
+    watch.check_gradients()
+    watch.check_moments(optimizer)
+    watch.check_moved()
+    watch.check_frozen()
+
+
+def test_a_trainable_without_gradient_is_named(model: nn.Sequential) -> None:
+    watch = ParameterWatch(model)
+    step(model)
+    model[1].bias.grad = None
+    with pytest.raises(RuntimeError, match=r"trainable parameters got no gradient in the first step: 1.bias"):
+        watch.check_gradients()
+
+
+def test_a_frozen_one_with_gradient_is_named(model: nn.Sequential) -> None:
+    watch = ParameterWatch(model)
+    step(model)
+    model[0].weight.grad = torch.zeros(3, 3)
+    with pytest.raises(RuntimeError, match=r"frozen parameters got a gradient: 0.weight"):
+        watch.check_gradients()
+
+
+def test_a_trainable_without_moments_is_named(model: nn.Sequential) -> None:
+    watch = ParameterWatch(model)
+    optimizer = step(model)
+    del optimizer.state[model[1].weight]
+    with pytest.raises(RuntimeError, match=r"no optimizer state after the first update: 1.weight"):
+        watch.check_moments(optimizer)
+
+
+def test_a_trainable_that_does_not_move_is_named(model: nn.Sequential) -> None:
+    watch = ParameterWatch(model)
+    before = model[1].bias.detach().clone()
+    step(model)
+    with torch.no_grad():
+        model[1].bias.copy_(before)
+    with pytest.raises(RuntimeError, match=r"have not moved after 3 updates: 1.bias$"):
+        watch.check_moved()
+
+
+def test_a_changed_frozen_one_is_named(model: nn.Sequential) -> None:
+    watch = ParameterWatch(model)
+    with torch.no_grad():
+        model[0].weight[1, 2] += 1e-6
+    with pytest.raises(RuntimeError, match=r"frozen parameters have changed: 0.weight"):
+        watch.check_frozen()
+
+
+def test_equal_elements_that_move_alike_are_seen_to_move() -> None:
+    """Norms start as ones and may all move by the same amount; the xor of an even number of equal values is 0."""
+    model = nn.LayerNorm(768)
+    watch = ParameterWatch(model)
+    with torch.no_grad():
+        model.weight -= 1e-6
+        model.bias += 1e-6
+    watch.check_moved()

@@ -1,0 +1,157 @@
+"""Which updates are skipped: what is not finite on any rank, and what spikes, by a window that a resume takes over exactly."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.launch import run_on_ranks
+from toolkit.checkpoint.state import SkipHistory
+from toolkit.config.schema import OptimConfig
+from toolkit.training.skip_guard import SkipGuard
+
+NAN, INF = math.nan, math.inf
+GUARDED = OptimConfig(skip_beyond_sigmas=3.0, skip_window_steps=4)
+STEADY = [1.0, 1.5, 2.0, 1.25]
+"""Fills the window of `GUARDED`: its mean is 1.4375, its standard deviation 0.427, and 2.72 is the highest norm let through."""
+
+
+def judge(guard: SkipGuard, *norms: float, loss: float = 1.0) -> list[bool]:
+    """Which of these steps are skipped."""
+    return [bool(guard.judge(torch.tensor(loss), torch.tensor(norm))[1]) for norm in norms]
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "skipped"),
+    [
+        (1.0, 1.0, False),
+        (0.0, 0.0, False),
+        (NAN, 1.0, True),
+        (INF, 1.0, True),
+        (-INF, 1.0, True),
+        (1.0, NAN, True),
+        (1.0, INF, True),
+    ],
+)
+def test_what_is_not_finite_is_skipped(loss: float, norm: float, skipped: bool) -> None:
+    total, verdict = SkipGuard(OptimConfig(), SkipHistory()).judge(torch.tensor(loss), torch.tensor(norm))
+    assert verdict.item() == float(skipped)
+    assert verdict.dtype == torch.float32, "the fused kernel reads a float"
+    assert total.item() == loss or math.isnan(total.item()) and math.isnan(loss)
+
+
+def test_spikes_are_let_through_unless_asked_for() -> None:
+    guard, history = SkipGuard(OptimConfig(skip_window_steps=4), SkipHistory()), SkipHistory()
+    assert judge(guard, *STEADY, 1e30) == [False] * 5
+    guard.remember(history)
+    assert history == SkipHistory(), "a guard that is off has something to remember"
+
+
+def test_spike_is_skipped_once_the_window_is_full() -> None:
+    assert judge(SkipGuard(GUARDED, SkipHistory()), *STEADY[:3], 1e6) == [False] * 4, "three norms are no window of four"
+    assert judge(SkipGuard(GUARDED, SkipHistory()), *STEADY, 2.71) == [False] * 5
+    assert judge(SkipGuard(GUARDED, SkipHistory()), *STEADY, 2.73, 1.5) == [False] * 4 + [True, False]
+
+
+def test_guard_is_that_of_the_formula() -> None:
+    """A random walk with spikes and NaNs, beside the same rule in NumPy."""
+    random = np.random.Generator(np.random.PCG64(0))
+    norms = np.exp(random.normal(0, 0.3, 200)).astype(np.float32)
+    norms[random.permutation(200)[:30]] *= 20
+    norms[random.permutation(200)[:20]] = NAN
+    norms[random.permutation(200)[:10]] = INF
+    window: list[float] = []
+    expected = []
+    for norm in norms.tolist():
+        highest = np.mean(window) + 3 * np.std(window, ddof=1) if len(window) == 4 else INF
+        expected.append(not math.isfinite(norm) or norm > highest)
+        if math.isfinite(norm):
+            window = [*window, min(norm, highest)][-4:]
+    guard = SkipGuard(GUARDED, SkipHistory())
+    assert judge(guard, *norms.tolist()) == expected
+    assert expected.count(True) > 40 and expected.count(False) > 100
+    assert sorted(guard.window.tolist()) == pytest.approx(sorted(window), rel=1e-5)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_what_is_not_finite_never_enters_the_window(bad: float) -> None:
+    clean, dirty = (SkipGuard(GUARDED, SkipHistory()) for _ in range(2))
+    judge(clean, *STEADY, 1.5)
+    assert judge(dirty, bad, *STEADY[:2], bad, *STEADY[2:], bad, bad, 1.5).count(True) == 4
+    assert dirty.window.tolist() == clean.window.tolist()
+    assert dirty.num_seen.item() == clean.num_seen.item() == 5
+
+
+def test_finite_norm_beside_a_loss_that_is_not_is_remembered() -> None:
+    guard = SkipGuard(GUARDED, SkipHistory())
+    assert judge(guard, 1.0, loss=NAN) == [True]
+    assert guard.num_seen.item() == 1
+
+
+def test_one_spike_does_not_blind_the_guard_and_a_lasting_change_is_accepted() -> None:
+    guard = SkipGuard(GUARDED, SkipHistory())
+    assert judge(guard, *STEADY, 1e30, 100.0) == [False] * 4 + [True, True], "blind after the first spike"
+    verdicts = judge(guard, *[100.0] * 50)
+    assert verdicts.index(False) < 10 and not any(verdicts[verdicts.index(False) :])
+
+
+def test_saved_window_is_the_window_bit_for_bit() -> None:
+    random = np.random.Generator(np.random.PCG64(1))
+    norms = np.exp(random.normal(0, 1, 30)).tolist()
+    for stop in range(12):  # at every filling of the window, and at every place in it
+        whole, first = (SkipGuard(GUARDED, SkipHistory()) for _ in range(2))
+        judge(whole, *norms[:stop])
+        judge(first, *norms[:stop])
+        history = SkipHistory(num_skipped=3, num_in_a_row=2)
+        first.remember(history)
+        assert (history.num_skipped, history.num_in_a_row) == (3, 2)
+        resumed = SkipGuard(GUARDED, SkipHistory(**json.loads(json.dumps(asdict(history), allow_nan=False))))
+        assert judge(resumed, *norms[stop:]) == judge(whole, *norms[stop:])
+        assert resumed.window.tolist() == whole.window.tolist()
+        assert resumed.num_seen.item() == whole.num_seen.item() == 30
+
+
+@pytest.mark.parametrize("config", [OptimConfig(), GUARDED])
+def test_host_does_not_wait_for_the_device(config: OptimConfig) -> None:
+    guard = SkipGuard(config, SkipHistory())
+    with NoReads():
+        for norm in (*STEADY, 1e6, NAN):
+            guard.judge(torch.tensor(1.0), torch.tensor(norm))
+
+
+class NoReads(TorchDispatchMode):
+    """Fails where a value goes from the device to the host; on a CPU that costs nothing, and shows all the same."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert "_local_scalar_dense" not in str(function), "a tensor's value is read"
+        return function(*args, **(kwargs or {}))
+
+
+def test_ranks_skip_together() -> None:
+    """Rank 1 alone has a bad loss, or a bad norm (which FSDP would have spread, and DDP's replicas may not)."""
+    steps = [(1.0, 1.0), (NAN, 1.0), (1.0, NAN), (INF, 1.0), (1.0, INF), (2.0, 1.0)]
+    first, second = run_on_ranks(judge_on_ranks, preset="ddp_cpu", overrides={"mixed_precision": "no"}, args=(steps,))
+    assert first == second
+    assert first == [(2.0, 0.0), ("nan", 1.0), (2.0, 1.0), ("inf", 1.0), (2.0, 1.0), (3.0, 0.0)]
+
+
+def judge_on_ranks(steps: list[tuple[float, float]]) -> list[tuple[float | str, float]]:
+    """Rank 1 has these losses and norms, rank 0 finite ones: loss over both, and verdict."""
+    from toolkit.distributed.comm import rank
+    from toolkit.launch.accelerator import build_accelerator
+
+    build_accelerator([], ".")
+    guard = SkipGuard(OptimConfig(), SkipHistory())
+    verdicts: list[tuple[float | str, float]] = []
+    for figures in steps:
+        loss, norm = figures if rank() == 1 else (1.0, 1.0)
+        total, skipped = guard.judge(torch.tensor(loss), torch.tensor(norm))
+        verdicts.append((total.item() if total.isfinite() else str(total.item()), skipped.item()))
+    return verdicts

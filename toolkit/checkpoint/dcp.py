@@ -1,0 +1,206 @@
+"""Sharded tensors on disk through torch.distributed.checkpoint (DCP), without running code from the files.
+
+DCP's `.metadata` is a pickle (pytorch#189308: `weights_only` does not cover it), so it is read through an allowlist of the
+classes it is made of, and held against itself before anything is read by it. Only tensors are put in: DCP loads anything else
+with `torch.load(weights_only=False)`. Shards are read one tensor at a time, each of which must be what the metadata says.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+
+from toolkit.distributed.comm import control_group, gather_objects, rank
+
+# DCP says so whenever one process saves without a process group, which is what the `single` preset does.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+Tensors = dict[str, torch.Tensor]
+
+_SHARD_NAME = re.compile(r"__\d+_\d+\.distcp")
+
+_ALLOWED = {
+    ("torch.distributed.checkpoint.metadata", name)
+    for name in (
+        "Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "MetadataIndex", "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    )
+} | {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"), ("torch", "device"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"), ("builtins", "set"), ("builtins", "tuple"),
+}  # fmt: skip
+
+
+def save_tensors(tensors: Tensors, folder: Path, group: dist.ProcessGroup | None = None) -> list[str]:
+    """Write this rank's shards of `tensors` (DTensors, ShardedTensors or plain ones); returns its file names. Collective.
+
+    Args:
+        group: a gloo group over all ranks that no other thread uses meanwhile; None for one process.
+    """
+    writer = dcp.FileSystemWriter(folder, sync_files=True)
+    try:
+        dcp.save(tensors, storage_writer=writer, process_group=group)
+    except CheckpointException as error:  # a BaseException, whose text holds the tracebacks of all ranks
+        raise next(failure for failure, _ in error.failures.values()) from None
+    names = [path.name for path in folder.glob(f"__{rank()}_*.distcp")]
+    return [*names, ".metadata"] if rank() == 0 else names
+
+
+def load_tensors(tensors: Tensors, folder: Path) -> None:
+    """Fill `tensors` in place, whatever number of ranks wrote the files. Collective.
+
+    Raises:
+        ValueError: a tensor is missing or has another shape, or a file is not what `save_tensors` wrote; on every rank.
+    """
+    reader = _SafeReader(folder)
+    _raise_together(lambda: _check_fits(tensors, reader.read_metadata(), folder))
+    try:
+        dcp.load(tensors, storage_reader=reader, process_group=control_group())
+    except CheckpointException as error:  # whose own text holds the tracebacks of all ranks
+        reason = next(failure for failure, _ in error.failures.values())
+        raise ValueError(" ".join(str(reason).split()) or type(reason).__name__) from None
+
+
+def stored_names(folder: Path) -> set[str]:
+    """Names of the tensors in a folder that `save_tensors` wrote.
+
+    Raises:
+        ValueError: it is not what `save_tensors` wrote.
+    """
+    return set(_SafeReader(folder).read_metadata().state_dict_metadata)
+
+
+def _check_fits(tensors: Tensors, metadata: Metadata, folder: Path) -> None:
+    for name, tensor in tensors.items():
+        stored = metadata.state_dict_metadata.get(name)
+        if not isinstance(stored, TensorStorageMetadata):
+            raise ValueError(f"{folder} holds no {name}")
+        if tuple(stored.size) != tuple(tensor.size()):
+            raise ValueError(f"{folder} holds {name} with shape {tuple(stored.size)}, not {tuple(tensor.size())}")
+        # Between floating types it is converted: FSDP1 keeps buffers in bf16 where other strategies have fp32.
+        if stored.properties.dtype != tensor.dtype and not (
+            stored.properties.dtype.is_floating_point and tensor.is_floating_point()
+        ):
+            raise ValueError(f"{folder} holds {name} as {stored.properties.dtype}, not {tensor.dtype}")
+
+
+def _raise_together(check: Callable[[], None]) -> None:
+    """A rank that went on alone would wait for the others without end. Collective."""
+    sentence = None
+    try:
+        check()
+    except (ValueError, OSError) as error:
+        sentence = str(error)
+    if first := next((told for told in gather_objects(sentence) if told is not None), None):
+        raise ValueError(first)
+
+
+class _SafeReader(dcp.FileSystemReader):
+    """DCP's reader with the metadata read once and through an allowlist, and only tensors out of files inside the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.folder = folder
+        self.metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The metadata, of tensors only."""
+        if self.metadata is None:
+            path = _inside(self.folder, ".metadata")
+            with path.open("rb") as file:
+                try:
+                    metadata = _AllowlistUnpickler(file).load()
+                    _check_metadata(metadata)
+                except Exception as error:  # a pickle raises whatever it leads to, and what it makes may lack anything
+                    raise ValueError(f"{path} is no checkpoint metadata: {error}") from None
+            metadata.storage_meta = StorageMeta(load_id=self.load_id)
+            self.metadata = metadata
+        return self.metadata
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> torch.futures.Future[None]:
+        """Copy the parts of stored tensors that the plan asks for into place."""
+        by_file: dict[str, list[Any]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            with _inside(self.folder, name).open("rb") as file:
+                for item in items:
+                    stored = self._read_tensor(file, name, item.storage_index)
+                    part = tuple(
+                        slice(begin, begin + length) for begin, length in zip(item.storage_offsets, item.lengths, strict=True)
+                    )
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(stored[part])
+                    planner.commit_tensor(item, target)
+        done: torch.futures.Future[None] = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+    def _read_tensor(self, file: IO[bytes], name: str, index: MetadataIndex) -> torch.Tensor:
+        """One stored tensor, which is a whole one or a rank's shard of it."""
+        about: Any = self.read_metadata().state_dict_metadata[index.fqn]
+        shape = next(tuple(chunk.sizes) for chunk in about.chunks if chunk.offsets == index.offset)
+        try:
+            stored = torch.load(self._slice_file(file, self.storage_data[index]), map_location="cpu", weights_only=True)
+        except Exception as error:  # as above; torch's own text advises to load it with weights_only=False
+            raise ValueError(f"{self.folder / name} holds no tensor for {index.fqn} ({type(error).__name__})") from None
+        if type(stored) is not torch.Tensor or stored.layout != torch.strided or stored.device.type != "cpu":
+            raise ValueError(f"{self.folder / name} holds no plain tensor for {index.fqn}")
+        dtype = about.properties.dtype
+        if tuple(stored.shape) != shape or stored.dtype != dtype:
+            found = f"with shape {tuple(stored.shape)} as {stored.dtype}"
+            raise ValueError(f"{self.folder / name} holds {index.fqn} {found}, not {shape} as {dtype}")
+        return stored
+
+
+def _check_metadata(metadata: Any) -> None:
+    """Refuse metadata that names other files than shards, or whose tensors are not put together of what is in them."""
+    if type(metadata) is not Metadata:
+        raise ValueError("it is something else")
+    for name, entry in metadata.state_dict_metadata.items():
+        if type(entry) is not TensorStorageMetadata or not isinstance(entry.properties.dtype, torch.dtype):
+            raise ValueError(f"{name} is not a tensor")
+        for chunk in entry.chunks:
+            ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+            fits = all(0 <= offset <= end <= size for offset, end, size in zip(chunk.offsets, ends, entry.size, strict=True))
+            if not fits or MetadataIndex(name, chunk.offsets) not in metadata.storage_data:
+                raise ValueError(f"a part of {name} lies outside it, or in no file")
+        if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
+            raise ValueError(f"it does not say where all of {name} is")
+    for info in metadata.storage_data.values():
+        if not _SHARD_NAME.fullmatch(info.relative_path):
+            raise ValueError(f"it names {info.relative_path}, which is no shard of the checkpoint")
+        if info.transform_descriptors:
+            raise ValueError(f"it names {info.relative_path} as transformed, which none of ours is")
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """A file of the folder, which is no link that leads out of it."""
+    path = folder / name
+    if path.resolve().parent != folder.resolve():
+        raise ValueError(f"{path} is a link that leads out of the checkpoint")
+    return path
+
+
+class _AllowlistUnpickler(pickle.Unpickler):
+    """Builds the few classes of DCP's metadata and refuses everything else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class, if it is one that metadata is made of."""
+        if module == "pathlib._local":  # where Python 3.13 says that its paths are; other versions have no such module
+            module = "pathlib"
+        if (module, name) not in _ALLOWED and not (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed")
+        return super().find_class(module, name)

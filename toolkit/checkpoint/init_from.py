@@ -1,0 +1,133 @@
+"""`model.init_from`: a new run that starts from the weights of another one, or of an exported model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from toolkit.checkpoint.dcp import load_tensors, stored_names
+from toolkit.checkpoint.find import check_files, newest_valid
+from toolkit.checkpoint.manifest import Unread, read_manifest
+from toolkit.distributed.comm import agreed, broadcast_object, raise_together, rank
+from toolkit.errors import UserError
+from toolkit.files.modes import denials_named
+from toolkit.models.config import check_weight_files
+from toolkit.models.load import hash_parameters
+from toolkit.models.lora_files import CONFIG_FILE, base_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def find_weights(path: str) -> Path:
+    """What `path` names: an exported model, a checkpoint, or the newest valid checkpoint of a run folder. Collective.
+
+    Raises:
+        UserError: there is none, as rank 0 sees it, or it may not be read.
+    """
+
+    def find() -> Path:
+        with denials_named(f"model.init_from {path}"):
+            return _find_weights(Path(path)) if rank() == 0 else Path(path)
+
+    return broadcast_object(agreed(find))
+
+
+def load_into(model: PreTrainedModel, folder: Path) -> None:
+    """Overwrite an unsharded model's weights with those of the folder that `find_weights` found. Collective.
+
+    Raises:
+        UserError: they are of another model, or a checkpoint's run had frozen other weights than the model has.
+    """
+    if _is_model_folder(folder):
+        agreed(lambda: _load_exported(model, folder))
+    else:
+        _load_checkpoint(model, folder)
+
+
+def _find_weights(folder: Path) -> Path:
+    if _is_model_folder(folder):
+        check_weight_files(folder, f"model.init_from {folder}")
+        return folder
+    if (folder / CONFIG_FILE).is_file():
+        raise UserError(f"model.init_from {folder} is an adapter: give it as adapter.name_or_path, with its adapter.method")
+    if (folder / "manifest.json").is_file():
+        try:
+            check_files(folder, read_manifest(folder))
+        except Unread as error:
+            raise UserError(f"model.init_from {folder}: {error}") from None
+        except ValueError as error:
+            raise UserError(f"model.init_from {folder}: {error}: give a whole checkpoint, or its run folder") from None
+        return folder
+    found, refused = newest_valid(folder)
+    if found is None:
+        why = f" ({'; '.join(refused)})" if refused else ""
+        raise UserError(
+            f"model.init_from {folder} holds no valid checkpoint{why}: "
+            "give a run folder that has one, the checkpoint itself, or an exported model"
+        )
+    return found
+
+
+def _is_model_folder(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
+
+
+def _load_exported(model: PreTrainedModel, folder: Path) -> None:
+    try:
+        loaded: Any = type(model).from_pretrained(
+            folder,
+            config=model.config,
+            dtype=torch.float32,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # told below, in one sentence
+            output_loading_info=True,
+        )
+    except OSError as error:
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f"model.init_from {folder} has no loadable safetensors weights ({first_line})") from None
+    other, about = loaded
+    for kind, what in (("missing_keys", "lacks"), ("mismatched_keys", "has another shape of"), ("unexpected_keys", "also has")):
+        if about[kind]:
+            name = min(key if isinstance(key, str) else key[0] for key in about[kind])
+            raise UserError(f"model.init_from {folder} does not fit {model.name_or_path}: it {what} {name}")
+    model.load_state_dict(other.state_dict())
+
+
+def _load_checkpoint(model: PreTrainedModel, folder: Path) -> None:
+    """A checkpoint lacks what its run had frozen: those weights must be the model's already. Collective."""
+    state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    stored = agreed(lambda: _stored_weights(model, folder))
+    error = None
+    try:
+        load_tensors({name: state[name] for name in sorted(stored)}, folder / "state")
+    except (ValueError, OSError) as e:
+        error = UserError(f"model.init_from {folder} does not fit {model.name_or_path}: {' '.join(str(e).split())}")
+    raise_together(error)
+    absent = {name for name, _ in model.named_parameters() if f"model.{name}" not in stored}
+    if hash_parameters(model, absent) != read_manifest(folder)["identity"]["frozen_hashes"]:
+        raise UserError(
+            f"the weights that the run of model.init_from {folder} had frozen are not those of {model.name_or_path}: "
+            "take that run's model.name_or_path, or its exported model"
+        )
+
+
+def _stored_weights(model: PreTrainedModel, folder: Path) -> set[str]:
+    """Names of the weights in a checkpoint, all of which the model must have."""
+    try:
+        stored = {name for name in stored_names(folder / "state") if name.startswith("model.")}
+    except (ValueError, OSError) as error:
+        raise UserError(f"model.init_from {folder} cannot be read: {' '.join(str(error).split())}") from None
+    unknown = sorted(stored - {f"model.{name}" for name in model.state_dict()})
+    if unknown and base_name(unknown[0]) is None:
+        raise UserError(
+            f"model.init_from {folder} is of a run that trained an adapter: give its export as adapter.name_or_path, or its "
+            "merged model (export.merge) as model.name_or_path"
+        )
+    if unknown:
+        raise UserError(
+            f"model.init_from {folder} does not fit {model.name_or_path}: it also has {unknown[0].removeprefix('model.')}"
+        )
+    return stored

@@ -1,0 +1,238 @@
+"""Which checkpoint a run goes on from, and the exact resume from it. `checkpoint_writer` makes them:
+
+    checkpoints/step-00000120/
+      manifest.json            step, config, fingerprints, metrics, and every other file's size and sha256; written last
+      state/                   trainable parameters, buffers and optimizer moments, sharded (DCP)
+      rng-00000.safetensors    random state of each rank
+
+The learning rate and the place in the batch plan are functions of the step; the manifest's step restores them.
+Frozen parameters are not in it: the base is recorded by its hash.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from toolkit.checkpoint.dcp import Tensors, load_tensors
+from toolkit.checkpoint.find import check_files, find_checkpoint
+from toolkit.checkpoint.folders import list_checkpoints
+from toolkit.checkpoint.manifest import read_manifest
+from toolkit.checkpoint.ranking import Goal, Ranked, rank_checkpoints
+from toolkit.checkpoint.state import Identity, TrainState, model_tensors, state_tensors
+from toolkit.distributed import watchdog
+from toolkit.distributed.comm import agreed, broadcast_object, print_rank0, raise_together, rank
+from toolkit.distributed.rng import load_random_state
+from toolkit.errors import UserError
+from toolkit.models.lora_files import base_name
+from toolkit.parallel.float8 import refresh_scales
+from toolkit.parallel.wrap import ShardedModel
+
+MAY_CHANGE_ON_RESUME = (
+    "train.max_steps", "train.num_epochs", "train.micro_batch_size_rows", "log_every_steps", "log_row_ids",
+    "data.num_tokenizer_workers", "data.num_loader_workers", "data.cache_dir", "data.files", "data.eval_files",
+    "eval.", "checkpoint.", "export.", "tracking.", "profile.", "run.", "optim.max_skipped_steps",
+)  # fmt: skip
+"""Config keys (or sections) that a resumed run may set differently. Data files are compared by content, not by path."""
+
+ADDED_SINCE_FORMAT_2 = {"optim.skip_window_steps": 100}
+"""Config keys that checkpoints of format 2 do not have, with what they were made as by; others as by None."""
+
+
+def choose_checkpoint(run_folder: Path, resume: str, config: dict[str, Any]) -> Path | None:
+    """The checkpoint to go on from; tells about newer ones that are not valid. Rank 0 chooses. Collective.
+
+    Args:
+        config: as in `Identity`; a difference that forbids the resume is told here, before anything loads.
+
+    Raises:
+        UserError: there are checkpoints but none is valid; a named one is not valid or the run has gone on from it; `never`
+            in a folder that holds checkpoints; another run's config.
+    """
+    error: UserError | None = None
+    choice: Path | None = None
+    refused: list[str] = []
+    if rank() == 0:
+        try:
+            choice, refused = find_checkpoint(run_folder, resume)
+            if choice is not None:
+                _check_config(choice, read_manifest(choice)["identity"]["config"], config)
+        except UserError as e:
+            error = e
+    raise_together(error)
+    for sentence in refused:
+        print_rank0(sentence)
+    return broadcast_object(choice)
+
+
+def load_checkpoint(folder: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer, identity: Identity) -> TrainState:
+    """Load weights, moments and random state in place, on any number of ranks. Collective.
+
+    Raises:
+        UserError: run or model config, data or frozen base differ from those of the checkpoint; the sentence names what.
+    """
+    manifest = agreed(lambda: load_manifest(folder, identity))
+    options = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
+    tensors = state_tensors(sharded, optimizer)
+    _load(tensors, folder)
+    watchdog.at("loading the checkpoint")
+    _put_back(sharded, tensors)
+    everything: dict[str, Any] = get_optimizer_state_dict(sharded.model, optimizer, options=options)
+    everything |= {name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")}
+    set_optimizer_state_dict(sharded.model, optimizer, everything, options=options)
+    load_random_state(folder, manifest["world_size"])
+    return TrainState.from_manifest(manifest)
+
+
+def load_weights(folder: Path, sharded: ShardedModel) -> None:
+    """Load only the parameters of a checkpoint, in place. Collective."""
+    tensors = model_tensors(sharded)
+    _load(tensors, folder)
+    watchdog.at("loading the checkpoint")
+    _put_back(sharded, tensors)
+
+
+def forget_unequal(state: TrainState, manifest: dict[str, Any], goal: Goal) -> str | None:
+    """Forget what this run's figures must not be compared with; a sentence where it was a best value."""
+    if manifest["measured_on"] != goal.measured_on:
+        state.metrics = {}  # saved again, they would count as measured on what this run measures on
+    metric = manifest["identity"]["config"].get("eval.best_metric")
+    other_rows = "other rows are evaluated" if manifest["format_version"] >= 4 else "an older version measured it"
+    changes = goal.changes(manifest["measured_on"])
+    reasons = [other_rows if key == "rows" else f"eval.{key} is {goal.measured_on[key]} now" for key in changes]
+    reasons += [f"eval.best_metric is {goal.metric} now"] if metric != goal.metric else []
+    if not reasons:
+        return None
+    best, state.best_value, state.start_value, state.num_evaluations_without_gain = state.best_value, None, None, 0
+    if best is None:
+        return None
+    return f"the best {metric} so far, {best:.4g}, is not compared with what is measured from here on: {', '.join(reasons)}"
+
+
+def best_saved_value(run_folder: Path, goal: Goal, step: int) -> float | None:
+    """The best figure, of this run's goal, of the checkpoints up to `step`, as rank 0 sees them. Collective.
+
+    Raises:
+        UserError: the folder of checkpoints may not be read; on every rank.
+    """
+    ranked = agreed(lambda: rank_checkpoints(run_folder, goal, step) if rank() == 0 else [])
+    return broadcast_object(ranked[0].value if ranked and ranked[0].is_comparable else None)
+
+
+def best_of_run(run_folder: Path, goal: Goal) -> tuple[Path | None, str]:
+    """The best checkpoint, as rank 0 sees it, with every byte checked, and a sentence on the choice; None where somebody has
+    removed all of them, and the weights in memory are all there is. Collective.
+
+    Raises:
+        UserError: no kept checkpoint has that metric, or the one that has is damaged; on every rank.
+    """
+
+    watchdog.working("choosing the best checkpoint")
+
+    def find() -> tuple[Path | None, str] | None:
+        if rank() != 0:
+            return None
+        if not list_checkpoints(run_folder):
+            return None, f"{run_folder} has no checkpoint any more, of which the best could be taken: exporting the last weights"
+        ranked = rank_checkpoints(run_folder, goal)
+        if not ranked:
+            raise UserError(
+                f"export.weights is best, but no checkpoint in {run_folder} has {goal.metric}, or only NaN: take last"
+            )
+        best = ranked[0]
+        try:
+            check_files(best.folder, read_manifest(best.folder))
+        except ValueError as error:
+            raise UserError(f"export.weights is best, but {error}: set it to last") from None
+        return best.folder, _describe_choice(best, ranked, goal.metric)
+
+    found = broadcast_object(agreed(find))
+    assert found is not None
+    return found
+
+
+def load_manifest(folder: Path, identity: Identity) -> dict[str, Any]:
+    """The manifest of a checkpoint of this run.
+
+    Raises:
+        UserError: as `load_checkpoint`.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except ValueError as error:  # it was valid when it was chosen
+        raise UserError(f"checkpoint {folder} cannot be loaded: {error}") from None
+    _check_identity(folder, manifest["identity"], identity)
+    try:
+        TrainState.from_manifest(manifest)
+    except TypeError as error:
+        raise UserError(f"checkpoint {folder} cannot be loaded: its state is none of this version's ({error})") from None
+    return manifest
+
+
+def _describe_choice(best: Ranked, ranked: list[Ranked], metric: str) -> str:
+    chosen = f"exporting the weights of step {best.step}, the best {metric} ({best.value:.4g}) of the checkpoints kept"
+    if not best.is_comparable:
+        return f"{chosen}; none was measured on the rows, or with the settings, that this run evaluates with now"
+    if others := [other.folder.name for other in ranked if not other.is_comparable]:
+        return f"{chosen}; not compared, as measured on other rows or with other settings: {', '.join(sorted(others))}"
+    return chosen
+
+
+def _check_identity(folder: Path, theirs: dict[str, Any], ours: Identity) -> None:
+    """Refuse a resume that would not go on with the same run."""
+    _check_config(folder, theirs["config"], ours.config)
+    if theirs.get("model_config_hash") != ours.model_config_hash:
+        raise UserError(f"the model's config.json is not the one {folder} was trained with: {_ways_out()}")
+    if theirs["data_fingerprint"] != ours.data_fingerprint:
+        raise UserError(f"the data is not what {folder} was trained on: {_ways_out()}")
+    frozen = theirs["frozen_hashes"]
+    changed = [name for name in {**frozen, **ours.frozen_hashes} if frozen.get(name) != ours.frozen_hashes.get(name)]
+    if changed:
+        raise UserError(
+            f"the frozen base weights are not those {folder} was trained on: {len(changed)} differ, {base_name(changed[0])} "
+            "first; give the same base, or take another run.name"
+        )
+
+
+def _check_config(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    for key, value in ours.items():
+        before = theirs.get(key, ADDED_SINCE_FORMAT_2.get(key))
+        if not key.startswith(MAY_CHANGE_ON_RESUME) and _without_files(before) != _without_files(value):
+            raise UserError(f"{key} is {value!r}, but {folder} was made with {before!r}: {_ways_out()}")
+
+
+def _without_files(value: Any) -> Any:
+    """Entries of `data.mix` without their files, which are compared by content."""
+    if not isinstance(value, list):
+        return value
+    return [{k: v for k, v in item.items() if k != "files"} if isinstance(item, dict) else item for item in value]
+
+
+def _ways_out() -> str:
+    return "set it back to resume, or take another run.name (model.init_from starts a new run from these weights)"
+
+
+def _put_back(sharded: ShardedModel, tensors: Tensors) -> None:
+    """Loaded tensors are views of the parameters but under FSDP1; aliases and frozen ones are not among them. Collective."""
+    state: dict[str, Any] = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+    set_model_state_dict(sharded.model, state, options=StateDictOptions(strict=False))
+    refresh_scales(sharded.model)
+
+
+def _load(tensors: Tensors, folder: Path) -> None:
+    """Fill `tensors` in place; where a rank cannot, stop all with one sentence. Collective."""
+    watchdog.working("loading the checkpoint")
+    error = None
+    try:
+        load_tensors(tensors, folder / "state")
+    except (ValueError, OSError) as e:
+        error = UserError(f"checkpoint {folder} cannot be loaded: {' '.join(str(e).split())}")
+    raise_together(error)

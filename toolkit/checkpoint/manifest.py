@@ -1,0 +1,110 @@
+"""What a checkpoint's `manifest.json` holds, and which versions of it are read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint.folders import step_folder, step_of_name
+from toolkit.files.modes import WAY_IN
+
+FORMAT_VERSION = 4
+"""3: `state` also holds what is needed to go on after bad numbers; whoever reads a 2 takes the defaults. 4: `measured_on`, what
+`metrics` were measured on; of an older one it is made of its config. `state.start_value`."""
+_READABLE_VERSIONS = (2, 3, 4)
+MANIFEST = "manifest.json"
+_KINDS = {int: "a whole number", str: "a text", dict: "a mapping"}
+
+
+class Unread(ValueError):
+    """A file of a checkpoint could not be read: what is in it is not known, and may be whole."""
+
+    def __init__(self, name: str, error: OSError) -> None:
+        self.is_denied = isinstance(error, PermissionError)
+        super().__init__(f"{name} cannot be read ({error.strerror}){f': {WAY_IN}' * self.is_denied}")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint.
+
+    Raises:
+        Unread: the file system refuses.
+        ValueError: it is missing, is not JSON, has another format version, or is not what `commit` writes; the sentence says
+            which.
+    """
+    where = f"{folder.name}/{MANIFEST}"
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{folder.name} has no {MANIFEST}: it was never finished") from None
+    except OSError as error:
+        raise Unread(where, error) from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} cannot be read ({error})") from None
+    _check_kind(manifest, dict, f"{where} is")
+    _check_version(manifest.get("format_version"), folder)
+    if manifest["format_version"] >= 3 and manifest.get("sha256") != seal(manifest)["sha256"]:
+        raise ValueError(f"{where} does not have the sha256 that it names: its content changed")
+    fields = {"step": int, "world_size": int, "identity": dict, "state": dict, "metrics": dict, "files": dict}
+    if manifest["format_version"] >= 4:
+        fields["measured_on"] = dict
+    _check_fields(manifest, fields, f"{where}: ")
+    _check_fields(manifest["identity"], {"config": dict, "data_fingerprint": str, "frozen_hashes": dict}, f"{where}: identity.")
+    for name, about in manifest["files"].items():
+        _check_kind(about, dict, f"{where}: files[{name!r}] is")
+        _check_fields(about, {"bytes": int, "sha256": str}, f"{where}: files[{name!r}].")
+    for name, value in manifest["metrics"].items():
+        if type(value) not in (int, float):
+            raise ValueError(f"{where}: metrics[{name!r}] is {_short(value)}, not a number")
+    if not manifest["files"]:
+        raise ValueError(f"{where} names no file")
+    if step_of_name(folder.name) is not None and folder.name != step_folder(Path(), manifest["step"]).name:
+        raise ValueError(f"{where} is of step {manifest['step']}, which is not what the folder is named after")
+    if manifest["format_version"] < 4:
+        manifest["measured_on"] = _measured_before_4(manifest["identity"]["config"])
+    return manifest
+
+
+def seal(manifest: dict[str, Any]) -> dict[str, Any]:
+    """A manifest with the sha256 of all else that it says: a changed byte would be taken for the run's own words."""
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
+    return {**content, "sha256": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
+
+
+def _measured_before_4(config: dict[str, Any]) -> dict[str, Any]:
+    """What an older run's figures were measured on, as its rows were the first so many of those held out."""
+    generated = {key: config.get(f"eval.{key}") for key in ("max_new_tokens", "num_beams", "no_repeat_ngram_size")}
+    return {"rows": f"the first {config.get('eval.num_rows')}", **generated}
+
+
+def _check_version(version: Any, folder: Path) -> None:
+    *others, last = map(str, _READABLE_VERSIONS)
+    ours = f"{', '.join(others)} and {last}"
+    if type(version) is not int:
+        raise ValueError(f"{folder.name} names no checkpoint format (format_version is {_short(version)}): it is none of ours")
+    if version > FORMAT_VERSION:
+        raise ValueError(f"{folder.name} has checkpoint format {version}; this version reads {ours}: update the toolkit")
+    if version not in _READABLE_VERSIONS:
+        raise ValueError(
+            f"{folder.name} has checkpoint format {version}; this version reads {ours}: export it with the version that wrote "
+            "it, and give the export as model.init_from"
+        )
+
+
+def _check_fields(mapping: dict[str, Any], kinds: dict[str, type], prefix: str) -> None:
+    for key, kind in kinds.items():
+        if key not in mapping:
+            raise ValueError(f"{prefix}{key} is missing")
+        _check_kind(mapping[key], kind, f"{prefix}{key} is")
+
+
+def _check_kind(value: Any, kind: type, what: str) -> None:
+    if type(value) is not kind:  # not isinstance: a bool is no number here
+        raise ValueError(f"{what} {_short(value)}, not {_KINDS[kind]}")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"

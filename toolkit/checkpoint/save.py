@@ -1,0 +1,253 @@
+"""Saves that training hardly waits for: a copy in host memory, and a thread that writes it.
+
+    training   step 20 | copy | step 21 | step 22 | …
+    thread                    | write, hash, fsync | gather | manifest, rename | prune |
+
+At most one save is under way. The thread's collectives run on a gloo group of their own. A failure reaches every rank's
+training at the second step boundary after it, by `StopRequests.agree`, or by `finish`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from toolkit import __version__
+from toolkit.checkpoint.dcp import Tensors, save_tensors
+from toolkit.checkpoint.find import commit, step_folder
+from toolkit.checkpoint.host_copy import HostCopier
+from toolkit.checkpoint.ranking import Goal, prune
+from toolkit.checkpoint.state import Identity, TrainState, state_tensors
+from toolkit.config.schema import CheckpointConfig
+from toolkit.distributed import watchdog
+from toolkit.distributed.comm import gather_objects, raise_together, rank, save_group, world_size
+from toolkit.distributed.rng import capture_random_state, save_random_state
+from toolkit.errors import Stopped, UserError
+from toolkit.files.durable import describe_files
+from toolkit.parallel.wrap import ShardedModel
+
+PATIENCE_S = 10.0
+"""How long a rank that fails alone waits for its save under way; gloo notices a dead peer at once."""
+
+
+@dataclass
+class Save:
+    """One checkpoint on its way to the disk, and how that went."""
+
+    step: int
+    blocking_s: float = 0.0
+    """Time that training has waited for it."""
+    write_s: float = 0.0
+    num_bytes: int = 0
+    """Of all ranks."""
+    remarks: list[str] = field(default_factory=list)
+    """Old checkpoints that could not be removed, on rank 0."""
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """This rank's part of a checkpoint, which later steps no longer change."""
+
+    tensors: Tensors
+    random_state: dict[str, torch.Tensor]
+    manifest: dict[str, Any]
+
+
+class _Removed(UserError):
+    """Somebody has removed what was being written."""
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run. Collective: build it, and call every method, on every rank."""
+
+    def __init__(
+        self,
+        run_folder: Path,
+        sharded: ShardedModel,
+        optimizer: torch.optim.Optimizer,
+        identity: Identity,
+        config: CheckpointConfig,
+        goal: Goal,
+        best_saved: float | None = None,
+    ) -> None:
+        """`goal` is what `config.keep_best` goes by, `best_saved` the best figure of the checkpoints that stand."""
+        self.run_folder, self.sharded, self.optimizer = run_folder, sharded, optimizer
+        self.identity, self.config = identity, config
+        self.goal, self.best_saved = goal, best_saved
+        self.copier = HostCopier(sharded.accelerator.device)
+        self.group = save_group()
+        self.under_way: Save | None = None
+        self.thread: threading.Thread | None = None
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Let a save under way come to its end: without limit where all ranks leave together, else a peer may be gone.
+
+        A thread that still runs at the interpreter's end would abort the process, and the root cause be told as SIGABRT.
+        """
+        if self.thread is not None:
+            self.thread.join(None if isinstance(error, UserError | Stopped) else PATIENCE_S)
+        self.copier.close()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the save under way is known on this rank to have failed. Not a collective."""
+        return self.under_way is not None and self.under_way.error is not None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank's thread is at work. Not a collective."""
+        return self.thread is not None and self.thread.is_alive()
+
+    def is_best(self, state: TrainState) -> bool:
+        """Whether `state` was evaluated at its step and beats all checkpoints saved. Not a collective."""
+        value = state.metrics.get(self.goal.metric)
+        return value is not None and self.goal.is_better(value, self.best_saved)
+
+    def save(self, state: TrainState, *, wait: bool = False) -> Save | None:
+        """Save the run as it is after `state.step`; returns the save before, if it had not been taken yet.
+
+        Training may go on at once, but for `wait` or without `checkpoint.async_save`: then the checkpoint stands.
+
+        Raises:
+            UserError: on every rank: this save or the one before could not be written (disk full, folder read-only).
+        """
+        start_s = time.perf_counter()
+        watchdog.working("saving", state.step)  # the one before may still be written
+        before = self.finish()
+        watchdog.at("saving", state.step)
+        tensors = state_tensors(self.sharded, self.optimizer)
+        behind = self.config.async_save and not wait
+        if behind:
+            tensors = self.copier.copy(tensors)
+        snapshot = _Snapshot(tensors, capture_random_state(), self._manifest(state))
+        if self.is_best(state):
+            self.best_saved = state.metrics[self.goal.metric]
+        self.under_way = Save(state.step)
+        if behind:
+            self.thread = threading.Thread(target=self._write, args=(snapshot, self.under_way), name="checkpoint", daemon=True)
+            self.thread.start()
+        else:
+            watchdog.working("saving", state.step)
+            self._write(snapshot, self.under_way)
+            self._raise_failure()
+        self.under_way.blocking_s = time.perf_counter() - start_s
+        return before
+
+    def take_finished(self) -> Save | None:
+        """The save that was under way, if this rank's thread is done with it and it went well. Not a collective."""
+        if self.under_way is None or self.is_writing or self.under_way.error is not None:
+            return None
+        done, self.under_way, self.thread = self.under_way, None, None
+        return done
+
+    def finish(self) -> Save | None:
+        """Wait for the save under way; returns it, if `take_finished` has not yet.
+
+        Raises:
+            UserError: it could not be written; on every rank.
+        """
+        if self.thread is not None:
+            self.thread.join()
+        self._raise_failure()
+        return self.take_finished()
+
+    def _raise_failure(self) -> None:
+        error = self.under_way.error if self.under_way else None
+        if error is not None and not isinstance(error, UserError):
+            raise error
+        raise_together(error)
+
+    def _write(self, snapshot: _Snapshot, save: Save) -> None:
+        """Body of the thread: whatever goes wrong is kept for the training thread."""
+        start_s = time.perf_counter()
+        try:
+            self._write_and_commit(snapshot, save)
+        except BaseException as error:
+            save.error = error
+        save.write_s = time.perf_counter() - start_s
+
+    def _write_and_commit(self, snapshot: _Snapshot, save: Save, *, is_again: bool = False) -> None:
+        folder = step_folder(self.run_folder, save.step)
+        unfinished = folder.with_name(f"{folder.name}.tmp")
+
+        def start() -> None:
+            if rank() == 0:
+                shutil.rmtree(unfinished, ignore_errors=True)  # left behind by a crash
+                (unfinished / "state").mkdir(parents=True)
+
+        def write() -> dict[str, dict[str, Any]]:
+            names = [f"state/{name}" for name in save_tensors(snapshot.tensors, unfinished / "state", self.group)]
+            names.append(save_random_state(snapshot.random_state, unfinished))
+            return describe_files(unfinished, names)
+
+        def finish() -> None:
+            if rank() == 0:
+                commit(unfinished, folder, {**snapshot.manifest, "files": files})
+
+        def remove() -> list[str]:
+            if rank() != 0:
+                return []
+            config = self.config
+            return prune(self.run_folder, config.keep_last, config.keep_best, self.goal, folder)[1]
+
+        try:
+            self._together(start, folder)
+            files = {name: about for part in self._together(write, folder) for name, about in part.items()}
+            self._together(finish, folder)
+        except (UserError, RuntimeError) as error:
+            if rank() == 0:
+                shutil.rmtree(unfinished, ignore_errors=True)  # a full disk has room again
+            if is_again or not isinstance(error, _Removed):
+                raise
+            save.remarks.append(f"checkpoint {folder} was removed while it was written: it was written again")
+            return self._write_and_commit(snapshot, save, is_again=True)
+        save.num_bytes = sum(about["bytes"] for about in files.values())
+        save.remarks += self._together(remove, folder)[0]
+
+    def _together(self, work: Callable[[], Any], folder: Path) -> list[Any]:
+        """`work` of every rank; where it fails on any, all fail with the first one's sentence.
+
+        Raises:
+            UserError: a file system refuses.
+            RuntimeError: anything else.
+        """
+        result, failure, error = None, None, None
+        try:
+            result = work()
+        except BaseException as e:  # whatever it is: a rank that left here would let the others wait
+            error = e
+            text = " ".join(str(e).split())[:300]
+            refuses = isinstance(e, OSError | SafetensorError)
+            failure = (UserError, text) if refuses else (RuntimeError, f"{type(e).__name__}: {text}")
+            if isinstance(e, FileNotFoundError):
+                failure = (_Removed, text)
+        gathered = gather_objects((result, failure), self.group)
+        if first := next((failure for _, failure in gathered if failure is not None), None):
+            kind, sentence = first
+            raise kind(f"checkpoint {folder} could not be written: {sentence}") from error
+        return [result for result, _ in gathered]
+
+    def _manifest(self, state: TrainState) -> dict[str, Any]:
+        """All of it but the files."""
+        return {
+            "step": state.step,
+            "world_size": world_size(),
+            "versions": {"toolkit": __version__, "torch": torch.__version__},
+            "identity": asdict(self.identity),
+            "state": state.in_manifest(),
+            "metrics": dict(state.metrics),
+            "measured_on": self.goal.measured_on,
+        }

@@ -1,0 +1,52 @@
+"""The whole state dict of a sharded model in one file of rank 0: for models small enough; others have sharded checkpoints."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from toolkit.distributed import watchdog
+from toolkit.distributed.comm import agreed, rank
+from toolkit.errors import UserError
+from toolkit.files.durable import written_beside
+from toolkit.files.modes import give_usual_mode
+from toolkit.parallel.wrap import ShardedModel, whole_parameters
+
+
+def save_whole_state(sharded: ShardedModel, path: Path) -> dict[str, float]:
+    """Gather the parameters one unit at a time into rank 0's host memory and write them as safetensors. Collective.
+
+    The file exists whole or not at all. It holds parameters only, under the names of the model before it was wrapped.
+
+    Returns:
+        `blocking_s`, the time that every rank waited, `write_s`, and `num_bytes` of the file.
+
+    Raises:
+        UserError: it cannot be written; on every rank.
+    """
+    start_s = time.perf_counter()
+    weights: dict[str, torch.Tensor] = {}
+    for name, whole in whole_parameters(sharded):
+        if rank() == 0:
+            weights[name] = whole.to("cpu", copy=True).contiguous()
+    gathered_s = time.perf_counter()
+
+    def write() -> int:
+        if rank() != 0:
+            return 0
+        try:
+            with written_beside(path) as unfinished:
+                save_file(weights, unfinished)
+                give_usual_mode(unfinished)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path} could not be written: {error}") from None
+        return path.stat().st_size
+
+    watchdog.working("saving")
+    num_bytes = agreed(write)
+    end_s = time.perf_counter()
+    return {"blocking_s": end_s - start_s, "write_s": end_s - gathered_s, "num_bytes": num_bytes}

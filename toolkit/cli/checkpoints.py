@@ -1,0 +1,209 @@
+"""`python -m toolkit checkpoints`: what lies in a run's checkpoints folder, and whether each is whole. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint.find import check_file, check_files
+from toolkit.checkpoint.folders import (
+    REMOVING,
+    REPLACED,
+    UNFINISHED,
+    checkpoints_folder,
+    list_checkpoints,
+    list_leftovers,
+    step_of_name,
+)
+from toolkit.checkpoint.manifest import MANIFEST, Unread, read_manifest
+from toolkit.errors import UserError
+
+_METRICS = ("loss", "bits_per_byte", "token_accuracy", "rouge1", "rougeL", "exact_match")
+_LARGE_BYTES = 2**28  # hashed in about a second
+_LEFTOVERS = {
+    UNFINISHED: "unfinished: a save under way, or one that a crash ended; the next save removes it",
+    REPLACED: "replaced by another of that step; a resume puts it back where that one is missing",
+    REMOVING: "half removed; the next save removes the rest",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A folder in a run's checkpoints folder."""
+
+    name: str
+    step: int
+    is_checkpoint: bool
+    """Named like a checkpoint; else a leftover."""
+    valid: bool | None
+    """None for a leftover."""
+    note: str
+    """Why it is not valid or not read, what a leftover is, or what else there is to say."""
+    num_bytes: int
+    """On the disk."""
+    written_at: str | None
+    """Local time, ISO 8601, of its manifest; of the folder where there is none."""
+    world_size: int | None = None
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    """As evaluated at this step; None for what is not finite, which JSON cannot say."""
+    measured_on: dict[str, Any] = field(default_factory=dict)
+    """The sha256 of the rows of `metrics`, and how texts were generated."""
+    best_metric: str | None = None
+    """What the run goes by."""
+    unread: bool = False
+    """The file system refuses to read it: it is not known to be valid, and may be whole."""
+
+
+def show_checkpoints(run_folder: Path, verify: bool, as_json: bool) -> bool:
+    """Print a table, or JSON, of a run's checkpoints and leftovers; with `verify` every file is hashed again.
+
+    Returns:
+        Whether every folder named like a checkpoint is valid.
+
+    Raises:
+        UserError: there is no such run folder, or no checkpoint in it.
+    """
+    folder = checkpoints_folder(run_folder)
+    if not folder.is_dir():
+        what = "has no checkpoints folder" if run_folder.is_dir() else "is no folder"
+        raise UserError(f"{run_folder} {what}: give the folder of a run, as in runs/t5_docstrings")
+    leftovers = [_leftover(path) for path in list_leftovers(run_folder)]
+    checked = [entry for _, path in list_checkpoints(run_folder) if (entry := _check(path, verify)) is not None]
+    if not checked:
+        beside = f", only {', '.join(entry.name for entry in leftovers)}" if leftovers else ""
+        raise UserError(f"{folder} holds no checkpoint{beside}: let the run reach checkpoint.every_steps, or its end")
+    checked = [_note_other_rows(entry, [other for other in checked if other.metrics][-1:]) for entry in checked]
+    entries = sorted([*checked, *leftovers], key=lambda entry: (entry.step, entry.name))
+    if as_json:
+        print(json.dumps([asdict(entry) for entry in entries], indent=1, allow_nan=False))
+    else:
+        print(_format(entries))
+        if not verify:
+            print("Presence and size of every file were compared with the manifest; --verify hashes them too.")
+    return all(entry.valid for entry in checked)
+
+
+def _check(path: Path, verify: bool) -> Entry | None:
+    """What is known of a folder named like a checkpoint; None where a run removed it in the meantime."""
+    manifest: dict[str, Any] = {}
+    try:
+        manifest = read_manifest(path)
+        check_files(path, manifest, hashes=False)
+        if verify:
+            _hash_files(path, manifest)
+    except ValueError as error:
+        if not path.is_dir():
+            return None
+        problem = str(error).removeprefix(path.name).lstrip(" /")
+        return replace(_entry(path, manifest, valid=False, note=problem), unread=isinstance(error, Unread))
+    named = {MANIFEST, *(os.path.normpath(name) for name in manifest["files"])}
+    extra = sorted(repr(name) for file in _files(path) if (name := str(file.relative_to(path))) not in named)
+    note = f"also holds {', '.join(extra[:3])}{', …' * (len(extra) > 3)}, which nothing reads" if extra else ""
+    return _entry(path, manifest, valid=True, note=note)
+
+
+def _note_other_rows(entry: Entry, newest: list[Entry]) -> Entry:
+    """The entry with a note where its metrics are no equals of those of the newest that has any."""
+    if not entry.metrics or not newest or entry.measured_on == newest[0].measured_on:
+        return entry
+    is_of_rows = entry.measured_on.get("rows") != newest[0].measured_on.get("rows")
+    what = "metrics are of other rows" if is_of_rows else "texts were generated with other settings"
+    return replace(entry, note=f"{entry.note}; " * bool(entry.note) + f"{what} than {newest[0].name}'s")
+
+
+def _leftover(path: Path) -> Entry:
+    return _entry(path, {}, valid=None, note=_LEFTOVERS[path.suffix])
+
+
+def _entry(path: Path, manifest: dict[str, Any], valid: bool | None, note: str) -> Entry:
+    best_metric = manifest["identity"]["config"].get("eval.best_metric") if manifest else None
+    return Entry(
+        name=path.name,
+        step=step_of_name(path.name.partition(".")[0]) or 0,
+        is_checkpoint=valid is not None,
+        valid=valid,
+        note=note,
+        num_bytes=sum(_num_bytes(file) for file in _files(path)),
+        written_at=_written_at(path),
+        world_size=manifest.get("world_size"),
+        metrics={name: value if math.isfinite(value) else None for name, value in manifest.get("metrics", {}).items()},
+        measured_on=manifest.get("measured_on", {}) if manifest.get("metrics") else {},
+        best_metric=best_metric if isinstance(best_metric, str) else None,
+    )
+
+
+def _hash_files(path: Path, manifest: dict[str, Any]) -> None:
+    """`check_files`, with a line that tells how far it is where that takes long and someone looks on."""
+    total = sum(about["bytes"] for about in manifest["files"].values())
+    told = total >= _LARGE_BYTES and sys.stderr.isatty()
+    done = 0
+    try:
+        for name, about in manifest["files"].items():
+            if told:
+                print(f"\r{path.name}: hashed {_readable(done)} of {_readable(total)}\033[K", end="", file=sys.stderr, flush=True)
+            check_file(path, name, about, hashes=True)
+            done += about["bytes"]
+    finally:
+        if told:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def _files(path: Path) -> list[Path]:
+    """Every file below a folder; not `rglob`, which stops at a folder that a run removes meanwhile."""
+    return [Path(place, name) for place, _, names in os.walk(path) for name in names]
+
+
+def _num_bytes(file: Path) -> int:
+    try:
+        return file.lstat().st_size
+    except OSError:  # a run may be saving or pruning; or it may not be looked at
+        return 0
+
+
+def _written_at(path: Path) -> str | None:
+    for place in (path / MANIFEST, path):
+        try:
+            return datetime.fromtimestamp(place.stat().st_mtime).astimezone().isoformat(timespec="seconds")
+        except OSError:
+            continue
+    return None
+
+
+def _format(entries: list[Entry]) -> str:
+    """Entries as aligned text: a row each, numbers to the right; metrics that no checkpoint has are left out."""
+    wanted = dict.fromkeys([*_METRICS, *(entry.best_metric for entry in entries if entry.best_metric)])
+    metrics = [name for name in wanted if any(name in entry.metrics for entry in entries)]
+    table = [["", "size", "written", "processes", *metrics, ""]]
+    for entry in entries:
+        state = "NOT READ" if entry.unread else {True: "valid", False: "NOT VALID", None: "leftover"}[entry.valid]
+        table.append(
+            [
+                entry.name,
+                _readable(entry.num_bytes),
+                entry.written_at[:16].replace("T", " ") if entry.written_at else "–",
+                "–" if entry.world_size is None else str(entry.world_size),
+                *("–" if (value := entry.metrics.get(name)) is None else f"{value:.2f}" for name in metrics),
+                f"{state}: {entry.note}" if entry.note else state,
+            ]
+        )
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    lines = []
+    for first, *cells, last in table:
+        middle = "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths[1:-1], strict=True))
+        lines.append(f"{first:<{widths[0]}}{middle}  {last}".rstrip())
+    return "\n".join(lines)
+
+
+def _readable(num_bytes: int) -> str:
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

@@ -1,0 +1,170 @@
+"""What a run under one preset came to, read from its `metrics.jsonl`, and several of them as one table."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.tracking.metrics_log import load_metrics, speed_unit
+
+METRICS = {"accuracy": "accuracy %", "rougeL": "ROUGE-L", "token_accuracy": "token accuracy %"}
+"""Figures of an evaluation with the heads of their columns; the first that the runs have is shown beside the held-out loss."""
+ABSENT = "–"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one run came to."""
+
+    losses: dict[int, float | None]
+    """Training loss by step; None where it was not finite."""
+    num_timed_steps: int
+    loop_s: float
+    """Time of the timed steps: without the first ones, evaluations and waiting for saves."""
+    speed: float
+    """Rows or tokens a second over all ranks in the timed steps; `unit` says which."""
+    unit: str
+    peak_memory_gib: float
+    """Of the rank with most, from the start of its process to the last step, evaluations between among it."""
+    save_waits_s: float | None
+    """Time that training waits for a save, mean over the saves; None without one."""
+    save_stands_s: float | None
+    """Time from the start of a save until the checkpoint stands, mean over the saves."""
+    num_bytes: int | None
+    """Of the last save, all ranks together."""
+    evaluation: dict[str, float]
+    """Figures of the last evaluation; empty without one."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One preset: how it ran here, and what came out, or why nothing did."""
+
+    preset: str
+    num_processes: int
+    precision: str
+    changes: list[str]
+    """What is not as in the preset's file, as in "num_processes 8 → 2"."""
+    figures: Figures | None = None
+    failure: str | None = None
+    """A sentence, where there are no figures."""
+
+
+def read_figures(metrics_path: Path, warmup_steps: int) -> Figures:
+    """The figures of one run, of whose time the first `warmup_steps` steps are left out.
+
+    Raises:
+        ValueError: no step is left, or the file is broken.
+    """
+    lines = load_metrics(metrics_path)
+    steps = [line for line in lines if line["kind"] == "train"]
+    timed = [line for line in steps if line["step"] > warmup_steps]
+    if not timed:
+        raise ValueError(f"{metrics_path} holds no step after step {warmup_steps}")
+    loop_s = sum(line["step_time_s"] for line in timed)
+    saves = [(line["blocking_s"], line["write_s"], line["num_bytes"]) for line in lines if line["kind"] == "checkpoint"]
+    # A save that training waited for has its writing inside the waiting; else the thread began to write when training went on.
+    stands_s = [waits_s if waits_s >= write_s else waits_s + write_s for waits_s, write_s, _ in saves]
+    evaluations = [line for line in lines if line["kind"] == "eval"]
+    return Figures(
+        losses={line["step"]: line["loss"] for line in steps},
+        num_timed_steps=len(timed),
+        loop_s=loop_s,
+        speed=sum(line["num_tokens"] for line in timed) / loop_s,
+        unit=speed_unit(lines),
+        peak_memory_gib=max(line["peak_memory_gib"] for line in steps),
+        save_waits_s=sum(waits_s for waits_s, _, _ in saves) / len(saves) if saves else None,
+        save_stands_s=sum(stands_s) / len(saves) if saves else None,
+        num_bytes=saves[-1][2] if saves else None,
+        evaluation={name: evaluations[-1][name] for name in ("loss", *METRICS) if evaluations and name in evaluations[-1]},
+    )
+
+
+def loss_difference(figures: Figures, reference: Figures) -> float:
+    """Largest relative difference of the training loss over the steps; infinite where only one of two losses is finite."""
+    largest = 0.0
+    for step in figures.losses.keys() & reference.losses.keys():
+        loss, expected = figures.losses[step], reference.losses[step]
+        if loss is not None and expected is not None:
+            largest = max(largest, abs(loss - expected) / max(abs(expected), 1e-12))
+        elif loss is not expected:
+            largest = math.inf
+    return largest
+
+
+def find_reference(outcomes: Sequence[Outcome]) -> Outcome | None:
+    """The first preset that ran to its end: what the losses of the others are compared with."""
+    return next((outcome for outcome in outcomes if outcome.figures), None)
+
+
+def common_changes(outcomes: Sequence[Outcome]) -> list[str]:
+    """What was changed in all of the presets alike."""
+    return [change for change in outcomes[0].changes if all(change in outcome.changes for outcome in outcomes)]
+
+
+def format_comparison(outcomes: Sequence[Outcome]) -> str:
+    """The outcomes as a Markdown table that a terminal shows aligned; failures and changes of their own stand at the end."""
+    reference = find_reference(outcomes)
+    ran = [outcome.figures for outcome in outcomes if outcome.figures]
+    unit = " or ".join(sorted({figures.unit for figures in ran})) or "tokens/s"
+    metric = next((name for name in METRICS if any(name in figures.evaluation for figures in ran)), "")
+    head = ["preset", "ranks", "precision", "loop s", unit, "peak GiB", "loss difference", "save waits s", "save stands s"]
+    head += ["held-out loss", METRICS.get(metric, ""), "remarks"]
+    rows = [head]
+    common = common_changes(outcomes)
+    for outcome in outcomes:
+        figures = [ABSENT] * 8
+        if outcome.figures is not None and reference is not None and reference.figures is not None:
+            figures = _cells(outcome.figures, reference.figures, metric)
+            if outcome is reference:
+                figures[3] = ABSENT
+        failure = [f"failed: {outcome.failure}"] if outcome.failure else []
+        remarks = "; ".join([*failure, *(change for change in outcome.changes if change not in common)])
+        rows.append([outcome.preset, str(outcome.num_processes), outcome.precision, *figures, remarks.replace("|", "\\|")])
+    kept = [column for column, name in enumerate(head[:-1]) if name]
+    widths = [max(len(row[column]) for row in rows) for column in kept]
+    lines = [_line([row[column] for column in kept], widths, row[-1]) for row in rows]
+    rule = _line(["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])], widths, "-" * len("remarks"))
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def _cells(figures: Figures, reference: Figures, metric: str) -> list[str]:
+    """From loop time to final metric."""
+    difference = loss_difference(figures, reference)
+    return [
+        f"{figures.loop_s:.2f}",
+        f"{figures.speed:,.0f}",
+        f"{figures.peak_memory_gib:.2f}",
+        f"{difference:.1e}" if difference else "0",
+        _number(figures.save_waits_s, ".3f"),
+        _number(figures.save_stands_s, ".3f"),
+        _number(figures.evaluation.get("loss"), ".4f"),
+        _number(figures.evaluation.get(metric), ".2f"),
+    ]
+
+
+def as_json(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """The outcomes as plain values, with the loss difference beside each one's figures."""
+    reference = find_reference(outcomes)
+    plain = []
+    for outcome in outcomes:
+        values = dataclasses.asdict(outcome)
+        if outcome.figures and reference and reference.figures:
+            difference = loss_difference(outcome.figures, reference.figures)
+            values["loss_difference"] = difference if math.isfinite(difference) else None
+        plain.append(values)
+    return plain
+
+
+def _number(value: float | None, form: str) -> str:
+    return ABSENT if value is None else format(value, form)
+
+
+def _line(cells: list[str], widths: list[int], remarks: str) -> str:
+    first, *figures = cells
+    padded = [f"{first:<{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(figures, widths[1:], strict=True))]
+    return f"| {' | '.join(padded)} | {remarks} |"

@@ -1,0 +1,113 @@
+"""Which preset for which model on how many GPUs: the cheapest that fits, by the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from toolkit.cli.presets.page import CHOICE_FILE, hash_inputs
+from toolkit.planning.peak import MOMENT_BYTES, estimate_peak
+from toolkit.planning.plan import USABLE_SHARE, largest_micro_batch
+from toolkit.planning.strategy import Strategy, load_strategy
+from toolkit.planning.subject import Subject, build_subject
+from toolkit.planning.trace import fake_ranks
+
+GPU_MEMORY_GIB = 80
+NUM_GPUS = (1, 8, 64)
+GPUS_A_MACHINE = 8
+LLM_ROWS = ["--data.max_length_tokens=4096"]
+T5_ROWS = ["--data.max_source_length_tokens=512", "--data.max_target_length_tokens=128"]
+LORA = ["--adapter.method=lora", "--adapter.target_modules=all-linear", "--adapter.rank=16"]
+WAYS: dict[str, list[str]] = {"full": [], "LoRA": LORA}
+
+
+def _llama(hidden: int, inner: int, layers: int, heads: int, *, is_tied: bool = False) -> dict[str, Any]:
+    return {
+        "model_type": "llama", "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+        "tie_word_embeddings": is_tied,
+    }  # fmt: skip
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "0.2B (T5-base)": {
+        "model_type": "t5", "d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "vocab_size": 32128,
+        "pad_token_id": 0, "decoder_start_token_id": 0, "eos_token_id": 1,
+    },
+    "3B (Llama 3.2)": _llama(3072, 8192, 28, 24, is_tied=True),
+    "8B (Llama 3.1)": _llama(4096, 14336, 32, 32),
+    "70B (Llama 3.1)": _llama(8192, 28672, 80, 64),
+}  # fmt: skip
+"""Shapes of well-known models, by the name that the page has."""
+
+
+def save_choice(folder: Path) -> None:
+    """Plan every cell of the page and write `which_preset.json` into the folder of presets. Takes minutes.
+
+    Raises:
+        UserError: a preset that is not valid.
+    """
+    cells = [
+        {"model": model, "way": way, "num_gpus": num_gpus, **choose_preset(subject, num_gpus, folder)}
+        for model in MODELS
+        for way in WAYS
+        for subject in [build_shape(model, way, folder)]
+        for num_gpus in NUM_GPUS
+    ]
+    text = json.dumps({"inputs": hash_inputs(folder), "cells": cells}, indent=1)
+    (folder / CHOICE_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def build_shape(model: str, way: str, folder: Path) -> Subject:
+    """One of `MODELS` as it is trained, weightless."""
+    strategy = load_strategy(folder / "fsdp2_full_shard.yaml", 1)
+    rows = T5_ROWS if MODELS[model]["model_type"] == "t5" else LLM_ROWS
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "config.json").write_text(json.dumps(MODELS[model]))
+        return build_subject(name, strategy, [*rows, *WAYS[way]], None)
+
+
+def choose_preset(subject: Subject, num_gpus: int, folder: Path) -> dict[str, Any]:
+    """The first of `candidates` that fits: its name, a rank's peak with one row in bytes, and the most rows; else None each."""
+    usable = int(GPU_MEMORY_GIB * 2**30 * USABLE_SHARE)
+    with fake_ranks(num_gpus):
+        for name, strategy in candidates(num_gpus, folder):
+            if _state_bytes(subject, strategy) > usable:
+                continue
+            if (peak := estimate_peak(subject, strategy, rows=1)) <= usable:
+                return {"preset": name, "peak_bytes": peak, "rows": largest_micro_batch(subject, strategy, usable)}
+    return {"preset": None, "peak_bytes": None, "rows": None}
+
+
+def candidates(num_gpus: int, folder: Path) -> Iterator[tuple[str, Strategy]]:
+    """Presets for so many GPUs, the cheapest in time first."""
+
+    def load(preset: str) -> Strategy:
+        return load_strategy(folder / f"{preset}.yaml", num_gpus)
+
+    if num_gpus == 1:
+        yield "single", load("single")
+    else:
+        yield "ddp", load("ddp")
+        if num_gpus <= GPUS_A_MACHINE:
+            yield "fsdp2_shard_grad_op", load("fsdp2_shard_grad_op")
+        else:
+            num_machines = num_gpus // GPUS_A_MACHINE
+            mesh = dataclasses.replace(load("fsdp2_full_shard"), num_shards=GPUS_A_MACHINE, num_replicas=num_machines)
+            yield "fsdp2_hsdp", mesh
+        yield "fsdp2_full_shard" if num_gpus <= GPUS_A_MACHINE else "fsdp2_multi_node", load("fsdp2_full_shard")
+    checkpointing = load("fsdp2_activation_checkpointing")
+    yield "fsdp2_activation_checkpointing", checkpointing
+    yield "fsdp2_offload", load("fsdp2_offload")
+    yield "fsdp2_offload, fsdp_activation_checkpointing: true", dataclasses.replace(checkpointing, offload=True)
+
+
+def _state_bytes(subject: Subject, strategy: Strategy) -> int:
+    """Of parameters and moments on one rank: more than this is needed in any case."""
+    parameters = list(subject.skeleton.parameters())
+    moments = MOMENT_BYTES * sum(p.numel() for p in parameters if p.requires_grad)
+    return 0 if strategy.offload else (sum(p.nbytes for p in parameters) + moments) // strategy.num_shards

@@ -1,0 +1,63 @@
+"""What the plan says of a run that was: its prediction beside what the run's training steps took."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.paths import find_path
+from toolkit.errors import UserError
+from toolkit.planning.plan import build_plan
+from toolkit.tracking.memory import ACCELERATE_FILE, MEMORY_FILE
+
+GIB = 2**30
+
+
+def compare_with_plan(run_folder: Path) -> str:
+    """A sentence of the prediction and of what was measured on each rank; of why there is none, where there cannot be one.
+
+    Planned is the largest micro-batch that a rank had. On a CPU resident memory is measured: what was there before the model
+    loaded is taken off, but not what gloo and the C library hold.
+    """
+    path = run_folder / MEMORY_FILE
+    if not path.is_file():
+        return f"no {MEMORY_FILE}: it has taken no training step to its end"
+    try:
+        measured = json.loads(path.read_text(encoding="utf-8"))
+        predicted_gib = _predict(run_folder, measured) / GIB
+        is_cpu = measured["device"] == "cpu"
+        before = measured["before_model_gib"] if is_cpu else [0.0] * len(measured["peak_gib"])
+        above = [peak - start for peak, start in zip(measured["peak_gib"], before, strict=True)]
+    except UserError as error:
+        return f"not planned: {error}"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"not compared: {path} cannot be read ({error})"
+    ranks = ", ".join(f"{gib:.2f}" for gib in above[:8]) + (", …" if len(above) > 8 else "")
+    at_first = f"{min(before):.2f} to {max(before):.2f} GiB before the model loaded"
+    how = f"resident above the {at_first}, with what gloo and malloc hold" if is_cpu else "allocated on the GPU"
+    error_percent = 100 * (predicted_gib / max(above) - 1)
+    return f"predicted {predicted_gib:.2f} GiB; measured {ranks} GiB by rank ({how}); {error_percent:+.0f} %"
+
+
+def _predict(run_folder: Path, measured: dict[str, Any]) -> int:
+    """Bytes of one rank for this run's own config, accelerate YAML and largest micro-batch.
+
+    Raises:
+        UserError: there is no such plan.
+    """
+    import yaml
+
+    if not (run_folder / ACCELERATE_FILE).is_file():
+        raise UserError("it was launched without an accelerate YAML")
+    if not measured["row_tokens"]:
+        raise UserError("its rows are no tokens")
+    config_file = run_folder / "config.yaml"
+    name = yaml.safe_load(config_file.read_text(encoding="utf-8"))["model"]["name_or_path"]
+    lengths = {"row": "max_length_tokens", "source": "max_source_length_tokens", "target": "max_target_length_tokens"}
+    flags = [f"--data.{lengths[name]}={length}" for name, length in measured["row_tokens"].items()]
+    arguments = [f"--config={config_file}", *flags]
+    arguments.append(f"--train.micro_batch_size_rows={measured['micro_batch_size_rows']}")
+    model = find_path(name, config_file, f"{config_file}: model.name_or_path")
+    plan = build_plan(model, run_folder / ACCELERATE_FILE, measured["num_processes"], arguments, None, 80.0, searches=False)
+    return plan.total

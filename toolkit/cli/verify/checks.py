@@ -1,0 +1,299 @@
+"""What the runs have left is held against each other: each check gives rows of the table, passed or FAILED."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from toolkit.cli.verify.records import NotReached, Tensors, load_about, load_lines, load_rows_of_steps, load_tensors
+from toolkit.cli.verify.runs import NUM_STEPS, SAVED_STEP, WatchedRun
+
+GRADIENT_FLOOR = 0.01
+"""A gradient that is zero but for rounding (of an attention key's bias) is compared with this share of the model's mean one."""
+LATE_TOLERANCE = 0.01
+"""Of gradients in step 2: where one of step 1 is zero but for rounding, Adam may move that weight either way."""
+SHARD_SLACK = 0.01
+"""Padding that FSDP may add to a rank's share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """One row of the table."""
+
+    check: str
+    compared: str
+    difference: float | None
+    """Largest one found, in what `tolerance` is given in; None where there was nothing to measure."""
+    tolerance: float
+    """0: equal bit for bit."""
+    passed: bool
+    is_reached: bool = True
+    """False: a run has ended before; why is in a row of its own."""
+    detail: str = ""
+    """Which tensor or step is wrong."""
+
+
+def check_all(runs: dict[str, WatchedRun], tolerance: float, *, expects_frozen: bool) -> list[Proof]:
+    """Every check but the exports'; a run that ended early fails one of them, and leaves others open.
+
+    Args:
+        runs: by name, as `runs.plan_runs` gives them.
+        tolerance: largest relative difference of losses and gradients.
+        expects_frozen: whether the config freezes anything.
+    """
+    reference, main = runs["reference"], runs["preset-0"]
+    strategies = [run for name, run in runs.items() if name in ("reference", "ddp") or name.startswith("preset-")]
+    resharded, dropout, resumed = runs["resharded"], runs["dropout"], runs["resumed"]
+    others = strategies[1:]
+    with_curves = [*others, resharded]
+    proofs = [prove("start", run, lambda run: compare_starts(reference, run)) for run in others]
+    proofs += [prove("rows", run, lambda run: compare_rows(reference, run)) for run in with_curves]
+    proofs += [prove("loss", run, lambda run: compare_losses(reference, run, tolerance)) for run in with_curves]
+    proofs += [prove("gradients", run, lambda run: compare_gradients(reference, run, tolerance)) for run in others]
+    proofs += [prove("gradients", run, lambda run: compare_late_gradients(reference, run)) for run in others]
+    proofs += [prove("evaluation", run, lambda run: compare_evaluations(reference, run, tolerance)) for run in with_curves]
+    proofs += [prove("sharding", run, check_shards) for run in others if run.plan.num_shards]
+    proofs += [prove("ties", run, check_ties) for run in (*strategies, resharded, resumed)]
+    proofs += [prove("moved", run, check_moved) for run in strategies]
+    proofs += [prove("frozen", run, lambda run: check_frozen(run, expects_frozen)) for run in strategies]
+    proofs.append(prove("save", resharded, lambda run: compare_loaded(main, run)))
+    proofs.append(prove("save", resumed, lambda run: compare_loaded(dropout, run)))
+    proofs.append(prove("resume", resumed, lambda run: compare_resumed(dropout, run, without_dropout=main)))
+    ended_early = [
+        failed(run.failed_check, run.title, run.failure or "") for run in runs.values() if run.failed_check is not None
+    ]
+    return [*(proof for proof in proofs if proof is not None), *ended_early]
+
+
+def not_reached(check: str, run: WatchedRun) -> Proof:
+    """The row of a check that a run, or the one whose checkpoint it needs, did not live to see."""
+    return Proof(check=check, compared=run.title, difference=None, tolerance=0.0, passed=False, is_reached=False)
+
+
+def failed(check: str, compared: str, detail: str) -> Proof:
+    """The row of what cannot be measured, but is wrong."""
+    return Proof(check=check, compared=compared, difference=None, tolerance=0.0, passed=False, detail=detail)
+
+
+def prove(check: str, run: WatchedRun, work: Callable[[WatchedRun], Proof | None]) -> Proof | None:
+    try:
+        return work(run)
+    except NotReached as missing:
+        if missing.run.failure:
+            return not_reached(check, run)
+        return failed(check, run.title, f"{missing.run.title} ended well, but has not left what is compared")
+
+
+# --- Equal over processes, micro-batches and presets.
+
+
+def compare_starts(reference: WatchedRun, run: WatchedRun) -> Proof:
+    """Weights before the first step, trainable and frozen, are bit for bit those that one process loads."""
+    expected, actual = load_about(reference, "loaded")["frozen"], load_about(run, "loaded")["frozen"]
+    title = f"{run.title}: weights as loaded"
+    if changed := [name for name in {**expected, **actual} if expected.get(name) != actual.get(name)]:
+        return failed("start", title, named(changed, "is not what one process loads"))
+    return _same_tensors("start", title, load_tensors(reference, "loaded"), load_tensors(run, "loaded"))
+
+
+def compare_rows(reference: WatchedRun, run: WatchedRun) -> Proof:
+    """Every step takes the same rows, none of them twice."""
+    expected, actual = load_rows_of_steps(reference), load_rows_of_steps(run)
+    wrong = [step for step, rows in actual.items() if sorted(rows) != sorted(expected.get(step, []))]
+    detail = f"step {wrong[0]} takes other rows, or some twice" if wrong else ""
+    return _exact("rows", f"{run.title}: rows of {len(actual)} steps", len(wrong), detail)
+
+
+def compare_losses(reference: WatchedRun, run: WatchedRun, tolerance: float) -> Proof:
+    """The loss of every step."""
+    expected = {line["step"]: line["loss"] for line in load_lines(reference, "train")}
+    lines = load_lines(run, "train")
+    worst = max((_relative(line["loss"], expected[line["step"]]), line["step"]) for line in lines)
+    return _within("loss", f"{run.title}: {len(lines)} steps", *worst, tolerance, "that of step {}")
+
+
+def compare_gradients(reference: WatchedRun, run: WatchedRun, tolerance: float) -> Proof:
+    """Whole gradients of step 1 before clipping, each by its norm; and the global norm of every step."""
+    expected, actual = load_tensors(reference, "gradients"), load_tensors(run, "gradients")
+    if expected.keys() != actual.keys():
+        names = sorted(expected.keys() ^ actual.keys())
+        return failed("gradients", run.title, f"{names[0]} has a gradient on one side only")
+    worst = _largest_gradient(expected, actual)
+    norms = {line["step"]: line["grad_norm"] for line in load_lines(reference, "train")}
+    for line in load_lines(run, "train"):
+        worst = max(worst, (_relative(line["grad_norm"], norms[line["step"]]), f"the norm of step {line['step']}"))
+    return _within("gradients", f"{run.title}: {len(expected)} tensors, {NUM_STEPS} norms", *worst, tolerance, "largest in {}")
+
+
+def compare_late_gradients(reference: WatchedRun, run: WatchedRun) -> Proof | None:
+    """Whole gradients of step 2 of what had none in step 1, as LoRA's A while its B is zero; None where all had one."""
+    zero = {name for name, gradient in load_tensors(reference, "gradients").items() if not gradient.any()}
+    if not zero:
+        return None
+    expected, actual = (
+        {name: gradient for name, gradient in load_tensors(of, "late_gradients").items() if name in zero}
+        for of in (reference, run)
+    )
+    if expected.keys() != actual.keys():
+        names = sorted(expected.keys() ^ actual.keys())
+        return failed("gradients", run.title, f"{names[0]} has a gradient in step 2 on one side only")
+    title = f"{run.title}: {len(expected)} tensors that are zero in step 1, in step 2"
+    return _within("gradients", title, *_largest_gradient(expected, actual), LATE_TOLERANCE, "largest in {}")
+
+
+def _largest_gradient(expected: Tensors, actual: Tensors) -> tuple[float, str]:
+    """Largest difference of two sets of gradients, each by its norm, and whose it is."""
+    squares = sum(float(np.square(g, dtype=np.float64).sum()) for g in expected.values())
+    mean = math.sqrt(squares / max(1, sum(g.size for g in expected.values())))
+
+    def difference(name: str) -> float:
+        floor = GRADIENT_FLOOR * mean * math.sqrt(expected[name].size)
+        if actual[name].shape != expected[name].shape:
+            return math.inf
+        whole = max(float(np.linalg.norm(expected[name])), floor, 1e-30)
+        return _number(float(np.linalg.norm(actual[name] - expected[name])) / whole)
+
+    return max((difference(name), name) for name in expected)
+
+
+def compare_evaluations(reference: WatchedRun, run: WatchedRun, tolerance: float) -> Proof | None:
+    """The held-out loss after the last step; None where there are no held-out rows."""
+    expected, actual = load_lines(reference, "eval", needed=False), load_lines(run, "eval", needed=False)
+    if not expected:
+        return None
+    if not actual:
+        raise NotReached(run)
+    difference = _relative(actual[-1]["loss"], expected[-1]["loss"])
+    title = f"{run.title}: {expected[-1]['num_rows']} held-out rows"
+    return _within("evaluation", title, difference, "", tolerance, "the held-out loss differs{}")
+
+
+# --- What each rank holds.
+
+
+def check_shards(run: WatchedRun) -> Proof:
+    """No rank holds more of the parameters than its shard, nor ranks on average more of the moments: a silent DDP holds all.
+
+    FSDP1 cuts trainable and frozen parameters as one, so that a rank alone may hold most of the trainable ones.
+    """
+    about, num_shards = load_about(run, f"saved-{SAVED_STEP}"), run.plan.num_shards or 1
+    whole = fair = trainable = 0
+    for parameter in about["parameters"].values():
+        first, *rest = parameter["shape"] or [1]
+        row_bytes = math.prod(rest) * parameter["itemsize"]
+        whole, fair = whole + first * row_bytes, fair + -(-first // num_shards) * row_bytes
+        trainable += first * row_bytes * parameter["is_trainable"]
+    of_ranks = {kind: [rank[f"{kind}_bytes"] for rank in about["ranks"]] for kind in ("parameter", "moment")}
+    shares = {
+        "parameters": (max(of_ranks["parameter"]) / whole, fair / whole),
+        "moments": (sum(of_ranks["moment"]) / len(about["ranks"]) / (2 * trainable), fair / whole),
+    }
+    name, (share, limit) = max(shares.items(), key=lambda item: item[1][0] - item[1][1])
+    where = ", ".join(about["placements"])
+    title = f"{run.title}: largest share of a rank" + (f", {where}" if where else "")
+    return _within("sharding", title, share, f"a rank holds {share:.0%} of the {name}", limit + SHARD_SLACK, "{}")
+
+
+def check_ties(run: WatchedRun) -> Proof | None:
+    """Names that are one weight in transformers' own model are one in the wrapped one; None where nothing is tied."""
+    ties = load_about(run, "loaded")["ties"]
+    if not ties["tied"]:
+        return None
+    broken = [" = ".join(names) for names in ties["broken"]]
+    num_names = sum(map(len, ties["tied"]))
+    title = f"{run.title}: {num_names} names in {len(ties['tied'])} group(s)"
+    return _exact("ties", title, len(broken), f"no longer one weight: {'; '.join(broken)}" if broken else "")
+
+
+def check_moved(run: WatchedRun) -> Proof:
+    """Every trainable parameter differs from the start."""
+    before, after = load_tensors(run, "loaded"), load_tensors(run, "trained")
+    names = [name for name in before if name.startswith("model.")]
+    still = [name for name in names if before[name].tobytes() == after[name].tobytes()]
+    return _exact("moved", f"{run.title}: {len(names)} trainable tensors", len(still), named(still, "has not moved"))
+
+
+def check_frozen(run: WatchedRun, expects_frozen: bool) -> Proof | None:
+    """Every frozen parameter is bit for bit what it was at the start; None where nothing is frozen, nor should be."""
+    before, after = load_about(run, "loaded")["frozen"], load_about(run, "trained")["frozen"]
+    if not before:
+        return failed("frozen", run.title, "nothing is frozen") if expects_frozen else None
+    changed = [name for name in before if after.get(name) != before[name]]
+    return _exact("frozen", f"{run.title}: {len(before)} frozen tensors", len(changed), named(changed, "has changed"))
+
+
+# --- Checkpoints.
+
+
+def compare_loaded(of: WatchedRun, run: WatchedRun) -> Proof:
+    """What a run has after loading a checkpoint is what the run that saved it had: weights and moments, bit for bit."""
+    title = f"{of.title}, loaded by {run.plan.mapping['num_processes']}"
+    return _same_tensors("save", title, load_tensors(of, f"saved-{SAVED_STEP}"), load_tensors(run, "loaded"))
+
+
+def compare_resumed(whole: WatchedRun, resumed: WatchedRun, without_dropout: WatchedRun) -> Proof:
+    """With dropout on: rows, losses, gradient norms, learning rates, and at the end weights and moments are bit for bit those of
+    the run that was not stopped. A model may have no dropout: its resume needs no random state and proves none."""
+    after = [line for line in load_lines(whole, "train") if line["step"] > SAVED_STEP]
+    lines = load_lines(resumed, "train")
+    title = f"{resumed.title} after step {SAVED_STEP}: curves, weights, moments"
+    if not without_dropout.failure and load_lines(without_dropout, "train")[0]["loss"] == load_lines(whole, "train")[0]["loss"]:
+        title += " (dropout changes nothing in this model)"
+    if len(lines) != len(after):
+        return failed("resume", title, f"steps {[line['step'] for line in lines]} were logged")
+    for expected, line in zip(after, lines, strict=True):
+        for figure in ("step", "loss", "grad_norm", "learning_rate", "num_tokens"):
+            if line[figure] != expected[figure]:
+                difference = _relative(line[figure], expected[figure])
+                return _exact("resume", title, difference, f"{figure} of step {expected['step']} differs")
+    rows = load_rows_of_steps(whole)
+    if wrong := [step for step, of_step in load_rows_of_steps(resumed).items() if of_step != rows[step]]:
+        return _exact("resume", title, 1.0, f"step {wrong[0]} takes other rows")
+    return _same_tensors("resume", title, load_tensors(whole, f"saved-{NUM_STEPS}"), load_tensors(resumed, f"saved-{NUM_STEPS}"))
+
+
+def _same_tensors(check: str, title: str, expected: Tensors, actual: Tensors) -> Proof:
+    if expected.keys() != actual.keys():
+        return _exact(check, title, math.inf, f"{sorted(expected.keys() ^ actual.keys())[0]} is on one side only")
+    unequal = {name: _largest(actual[name], t) for name, t in expected.items() if t.tobytes() != actual[name].tobytes()}
+    compared = f"{title}, {len(expected)} tensors" if check == "save" else title
+    return _exact(check, compared, max(unequal.values(), default=0.0), named(sorted(unequal), "differs"))
+
+
+# --- Rows of the table.
+
+
+def _exact(check: str, compared: str, difference: float, detail: str) -> Proof:
+    passed = difference == 0 and not detail
+    return Proof(check=check, compared=compared, difference=difference, tolerance=0.0, passed=passed, detail=detail)
+
+
+def _within(check: str, compared: str, difference: float, where: Any, tolerance: float, detail: str) -> Proof:
+    passed = difference <= tolerance  # False of a NaN
+    told = "" if passed else detail.format(where)
+    return Proof(check=check, compared=compared, difference=difference, tolerance=tolerance, passed=passed, detail=told)
+
+
+def _relative(actual: float | None, expected: float | None) -> float:
+    """Of figures in metrics.jsonl, which holds null for one that was not finite."""
+    if actual is None or expected is None:
+        return math.inf
+    return _number(abs(actual - expected) / max(abs(expected), 1e-30))
+
+
+def _largest(actual: np.ndarray, expected: np.ndarray) -> float:
+    return _number(float(np.abs(actual - expected).max())) if actual.shape == expected.shape else math.inf
+
+
+def _number(difference: float) -> float:
+    """NaN is the largest difference of all."""
+    return math.inf if math.isnan(difference) else difference
+
+
+def named(names: list[str], what: str) -> str:
+    """The first of the names, with what is said of it, and how many more there are."""
+    return f"{names[0]} {what}" + (f", and {len(names) - 1} more" if len(names) > 1 else "") if names else ""

@@ -1,0 +1,87 @@
+"""What a rank of `verify` tries out beside the steps: which elements dropout drops, and what `generate` is given and gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from toolkit.cli.verify import PROBED_STEPS
+from toolkit.distributed.rng import random_state_kept
+from toolkit.loss import summed_loss
+from toolkit.training import loop
+
+
+@dataclass
+class DropoutWatch:
+    """Losses of one row, each with the dropout of a micro-batch."""
+
+    session: Any = None
+    """Of the run; None before its first step."""
+    seen: list[dict[str, Any]] = field(default_factory=list)
+    """`rank`, `step`, `micro_batch`, `loss`, `plain_loss` without dropout, and `mask`, what torch's dropout leaves of ones."""
+
+
+def watch_dropout() -> DropoutWatch:
+    """Wrap the call that seeds a micro-batch, in this process, for good.
+
+    After it, in `PROBED_STEPS` and where the run has dropout, the loss of the first training row is computed: the same row and
+    weights on all ranks, so that two losses are equal only where all masks are. LoRA's dropout shows from the second step on.
+    Attention draws its masks in a kernel of its own, which would hide that the others are equal: torch's dropout is tried alone
+    too.
+    """
+    watch, seed_all = DropoutWatch(), loop.seed_all
+
+    def seed_and_look(*parts: Any) -> None:
+        seed_all(*parts)
+        _, _, step, rank, micro_batch = parts
+        if watch.session is not None and watch.session.config.model.dropout and step in PROBED_STEPS:
+            place = {"rank": rank, "step": step, "micro_batch": micro_batch}
+            losses = {"loss": _loss(watch.session), "plain_loss": _loss(watch.session, dropout=False)}
+            watch.seen.append(place | losses | {"mask": _mask(watch.session.run.sharded.accelerator.device)})
+
+    loop.seed_all = seed_and_look
+    return watch
+
+
+def _loss(session: Any, *, dropout: bool = True) -> float:
+    """Of the first training row, with the random state as it is, which stays. Collective under FSDP."""
+    model, run = session.run.sharded.model, session.run
+    batch = run.evaluation.collator.collate([[run.train_rows[0]]])
+    with random_state_kept(), torch.no_grad():
+        model.train(dropout)
+        loss_sum, _ = summed_loss(model, {name: t.to(run.sharded.accelerator.device) for name, t in batch.items()})
+        model.train()
+    return loss_sum.item()
+
+
+def _mask(device: torch.device) -> str:
+    with random_state_kept():
+        return "".join(str(int(kept)) for kept in torch.nn.functional.dropout(torch.ones(64, device=device), 0.5).bool().tolist())
+
+
+def watch_generation(steps: DropoutWatch) -> list[dict[str, Any]]:
+    """Wrap transformers' `generate`, in this process, for good; returns the list that `prompt` and `new` tokens go into.
+
+    Args:
+        steps: knows whether steps were taken; what is generated before is a trial of two tokens.
+    """
+    from transformers import GenerationMixin
+
+    seen: list[dict[str, Any]] = []
+    generate = GenerationMixin.generate
+
+    def generate_and_note(self: Any, *args: Any, **settings: Any) -> Any:
+        tokens_BT = generate(self, *args, **settings)
+        if steps.session is None:
+            return tokens_BT
+        input_ids_BS, mask_BS = settings["input_ids"], settings["attention_mask"].bool()
+        first = 0 if self.config.is_encoder_decoder else input_ids_BS.shape[1]
+        for prompt, mask, tokens in zip(input_ids_BS, mask_BS, tokens_BT, strict=True):
+            new = {"prompt": prompt[mask].tolist(), "new": tokens[first:].tolist()}
+            seen.append(new | {"eos": settings["eos_token_id"], "pad": settings["pad_token_id"]})
+        return tokens_BT
+
+    GenerationMixin.generate = generate_and_note  # type: ignore[method-assign]
+    return seen

@@ -1,0 +1,250 @@
+"""The few short runs of a recipe that everything is proven with: where each runs, with which flags, and what it is for."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.cli.verify import EXPORT, LEAVE
+from toolkit.config.load import LLMConfig, RecipeConfig
+from toolkit.errors import UserError
+from toolkit.launch.accelerate_yaml import check_accelerate_yaml
+from toolkit.launch.relaunch import adapt_preset, find_preset, reason_of_failure, save_preset
+
+NUM_STEPS = 4
+"""Of every run: the recipe itself checks after three updates that all trainables have moved."""
+SAVED_STEP = 2
+DROPOUT = 0.1
+"""Of the runs that a resume is proven with; any other run has none, as masks differ from rank to rank."""
+LARGEST_LR = 1e-4
+"""Where a gradient is zero but for rounding, Adam makes a step of the learning rate of it."""
+
+LARGEST_GRAD_NORM = 0.1
+"""So that clipping acts."""
+NUM_EVAL_ROWS = 11
+"""No number of processes and rows a batch divides it: the last batches are not full."""
+GENERATION = {"eval.generate": True, "eval.num_beams": 2, "eval.no_repeat_ngram_size": 2, "eval.max_new_tokens": 8}
+"""Of the run that is exported: settings that change what is generated."""
+
+Launch = Callable[[Path, list[str], Path], int]
+"""As `launching.launch`: preset, command and log → exit status."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """Where and with what is verified."""
+
+    recipe: Path
+    arguments: list[str]
+    """Of the recipe, as the user would give them."""
+    config: RecipeConfig
+    """What the arguments say."""
+    num_positions: int | None
+    """Of a causal model; None where there is no limit."""
+    presets: list[str]
+    num_processes: int
+    use_cpu: bool
+    output: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """One launch."""
+
+    name: str
+    """Of its folder."""
+    title: str
+    """In the table."""
+    mapping: dict[str, Any]
+    """Its accelerate YAML."""
+    flags: dict[str, Any]
+    exports: bool = False
+    after: str | None = None
+    """The run whose checkpoint it loads."""
+
+    @property
+    def num_shards(self) -> int | None:
+        """Over how many ranks a parameter is sharded; None without FSDP."""
+        if self.mapping["distributed_type"] != "FSDP":
+            return None
+        mesh = self.mapping.get("parallelism_config") or {}
+        return mesh.get("parallelism_config_dp_shard_size", self.mapping["num_processes"])
+
+
+@dataclass(frozen=True)
+class WatchedRun:
+    """A run that has ended, well or not."""
+
+    plan: PlannedRun
+    folder: Path
+    """The recipe's run folder."""
+    records: Path
+    """What `watched_run` has written."""
+    failure: str | None
+    """The sentence that it ended with, or that the run ended with whose checkpoint it needs."""
+    failed_check: str | None
+    """Which check that sentence speaks for; None also where another run has failed."""
+
+    @property
+    def title(self) -> str:
+        """In the table."""
+        return self.plan.title
+
+
+def plan_runs(box: Box) -> dict[str, PlannedRun]:
+    """All runs, in order, by what they are for: `preset-0`, … are the user's. The first that is FSDP is resumed and exported.
+
+    Raises:
+        UserError: a preset that does not exist, is wrong, or does not fit the number of processes.
+    """
+    processes, rows = box.num_processes, 4 * box.num_processes
+    chosen = [(name, _adapted(box, name, processes)) for name in box.presets]
+    if alone := [name for name, mapping in chosen if mapping["distributed_type"] == "NO"]:
+        raise UserError(f"--presets names {alone[0]}, which has one process: leave it out, all others are compared with one")
+    is_sharded = [mapping["distributed_type"] == "FSDP" for _, mapping in chosen]
+    main = is_sharded.index(True) if any(is_sharded) else 0
+    chosen = [chosen[main], *chosen[:main], *chosen[main + 1 :]]
+    single, ddp = _adapted(box, "single", None), _adapted(box, "ddp", processes)
+    (main_name, main_mapping), dropout = chosen[0], _flags(box, rows=rows, micro=1, dropout=DROPOUT)
+
+    def planned(name: str, where: str, mapping: dict[str, Any], flags: dict[str, Any], after: str | None = None) -> PlannedRun:
+        checkpoint = box.output / "runs" / after / "checkpoints" / f"step-{SAVED_STEP:08d}" if after else "never"
+        flags = {**flags, "checkpoint.resume": checkpoint, "run.name": name, **(GENERATION if name == "preset-0" else {})}
+        return PlannedRun(name=name, title=where, mapping=mapping, flags=flags, exports=name == "preset-0", after=after)
+
+    def title(name: str) -> str:
+        return f"{Path(name).stem} x {processes}"
+
+    runs = [planned("reference", "single", single, _flags(box, rows=rows, micro=4))]
+    if not any(mapping["distributed_type"] == "MULTI_GPU" for _, mapping in chosen):
+        runs.append(planned("ddp", title("ddp"), ddp, _flags(box, rows=rows, micro=2)))
+    for place, (name, mapping) in enumerate(chosen):
+        runs.append(planned(f"preset-{place}", title(name), mapping, _flags(box, rows=rows, micro=1 + place % 2)))
+    moved = _flags(box, rows=rows, micro=2)
+    runs += [
+        planned("resharded", f"{title(main_name)}, resumed as single", single, moved, after="preset-0"),
+        planned("dropout", f"{title(main_name)}, dropout {DROPOUT}", main_mapping, dropout),
+        planned("resumed", f"{title(main_name)}, resumed", main_mapping, dropout, after="dropout"),
+    ]
+    return {run.name: run for run in runs}
+
+
+def launch_all(box: Box, plans: dict[str, PlannedRun], launch: Launch) -> Iterator[WatchedRun]:
+    """Launch one after the other, and say how long each took.
+
+    Raises:
+        UserError: what the first run refuses: nothing of the toolkit is on trial yet.
+    """
+    width = max(len(plan.title) for plan in plans.values())
+    failures: dict[str, str | None] = {}
+    for number, plan in enumerate(plans.values(), start=1):
+        records, log = box.output / "records" / plan.name, box.output / "logs" / f"{plan.name}.txt"
+        preset = save_preset(plan.mapping, box.output / "presets" / f"{plan.name}.yaml")
+        flags = [f"--{key}={value if isinstance(value, str | Path) else json.dumps(value)}" for key, value in plan.flags.items()]
+        end = EXPORT if plan.exports else LEAVE
+        command = ["-m", "toolkit.cli.verify.watched_run", str(box.recipe), str(records), end, *box.arguments, *flags]
+        print(f"run {number} of {len(plans)}: {plan.title:<{width}}", end="  ", flush=True)
+        start_s = time.perf_counter()
+        failure, check = None, None
+        if plan.after and (reason := failures[plan.after]):
+            failure = reason
+            print("not started", flush=True)
+        else:
+            if launch(preset, command, log):
+                failure, check = _failure(records, log)
+            print(f"{time.perf_counter() - start_s:5.1f} s{'  failed' if failure else ''}", flush=True)
+        if failure and number == 1 and f"error: {failure}" in log.read_text(encoding="utf-8", errors="replace").split("\n"):
+            raise UserError(failure)
+        failures[plan.name] = failure
+        if not failure:
+            _drop_checkpoints(box, plan, needed={later.after for later in list(plans.values())[number:]})
+        yield WatchedRun(plan, box.output / "runs" / plan.name, records, failure, check)
+
+
+def _drop_checkpoints(box: Box, ended: PlannedRun, needed: set[str | None]) -> None:
+    """Of a run that has ended and the one it has loaded; all of them together may take more room than there is."""
+    for name in {ended.name, ended.after} - needed - {None}:
+        shutil.rmtree(box.output / "runs" / str(name) / "checkpoints", ignore_errors=True)
+
+
+def _failure(records: Path, log: Path) -> tuple[str, str]:
+    """The sentence that a run ended with and the check it speaks for: those of the rank that failed first."""
+    told = [json.loads(path.read_text(encoding="utf-8")) for path in records.glob("failed-*.json")]
+    if not told:
+        return reason_of_failure(log), "run"
+    first = min(told, key=lambda about: about["time_s"])
+    return first["reason"], first["check"]
+
+
+def _adapted(box: Box, name: str, num_processes: int | None) -> dict[str, Any]:
+    """A preset in fp32 on this box, which a run would take.
+
+    Raises:
+        UserError: naming the preset.
+    """
+    mapping = check_accelerate_yaml(find_preset(name))
+    if mapping.get("mixed_precision") == "fp8":
+        raise UserError(f"--presets names {name}, whose float8 products only come near those of one process: leave it out")
+    adapted = adapt_preset(mapping, num_processes=num_processes, use_cpu=box.use_cpu) | {
+        "mixed_precision": "no",
+        "use_cpu": box.use_cpu,  # as all the runs that it is compared with, whatever the preset says
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            save_preset(adapted, path := Path(folder, "adapted.yaml"))
+        except UserError as error:
+            raise UserError(f"--presets names {name}, which cannot run here: {str(error).removeprefix(f'{path}: ')}") from None
+    return adapted
+
+
+def _flags(box: Box, *, rows: int, micro: int, dropout: float = 0.0) -> dict[str, Any]:
+    """What a run overrides of the user's config: few steps and rows, everything logged and saved.
+
+    Args:
+        rows: of a step.
+        micro: most rows of a micro-batch; no more than the user's, for which there is memory.
+    """
+    config = box.config
+    micro = min(micro, config.train.micro_batch_size_rows)
+    has_adapter = config.adapter.method != "none"
+    # A prompt as long as the rows may be leaves no position to generate into.
+    room = (box.num_positions or math.inf) - GENERATION["eval.max_new_tokens"]
+    is_cut = isinstance(config, LLMConfig) and config.data.max_length_tokens > room
+    return {
+        **({"data.max_length_tokens": room} if is_cut else {}),
+        "model.dropout": dropout,
+        "model.frozen_dtype": "float32",
+        **({"adapter.dropout": dropout, "export.merge": True} if has_adapter else {}),
+        "train.max_steps": NUM_STEPS,
+        "train.num_epochs": None,
+        "train.global_batch_size_rows": rows,
+        "train.global_batch_size_tokens": None,
+        "train.micro_batch_size_rows": micro,
+        "optim.lr": min(float(config.optim.lr), LARGEST_LR),
+        "optim.warmup_steps": 0,
+        "optim.max_grad_norm": min(config.optim.max_grad_norm or LARGEST_GRAD_NORM, LARGEST_GRAD_NORM),
+        "optim.skip_beyond_sigmas": None,
+        "eval.every_steps": None,
+        "eval.at_start": False,
+        "eval.num_rows": NUM_EVAL_ROWS,
+        "eval.batch_size_rows": micro,
+        "eval.generate": False,
+        "eval.best_metric": "loss",
+        "eval.stop_after": None,
+        "checkpoint.every_steps": SAVED_STEP,
+        "checkpoint.keep_last": NUM_STEPS,
+        "checkpoint.keep_best": 0,
+        "export.weights": "last",
+        "tracking.log_with": [],
+        "profile.steps": None,
+        "log_every_steps": 1,
+        "log_row_ids": True,
+        "run.output_dir": box.output / "runs",
+    }

@@ -1,0 +1,224 @@
+"""`python -m toolkit verify`: short runs of the recipe with the user's model on this box, and a table of what they prove."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any, Final
+
+from toolkit.cli.verify.checks import Proof, check_all
+from toolkit.cli.verify.runs import Box, Launch, launch_all, plan_runs
+from toolkit.config.load import LLMConfig, RecipeConfig, SummarizationConfig, load_config
+from toolkit.config.paths import find_path
+from toolkit.errors import UserError
+from toolkit.launch.relaunch import PRESET_FOLDER, launch
+from toolkit.models.config import AutoClass, is_encoder_decoder, load_model_config
+
+RECIPE_FOLDER = PRESET_FOLDER.parent / "recipes"
+DEFAULT_PRESETS = ("fsdp2_full_shard",)
+DEFAULT_TOLERANCE = 1e-5
+SMALL_ROWS: Final = {
+    "t5": {"data.source": "docstrings", "data.max_source_length_tokens": 64, "data.max_target_length_tokens": 32},
+    "llm": {"data.source": "docstrings", "data.max_length_tokens": 128},
+}
+"""What is trained on where no run YAML says what: docstrings of this Python."""
+TITLES = ("check", "compared with one process, or as said", "difference", "tolerance", "")
+
+
+def verify(
+    run_arguments: list[str],
+    *,
+    model: str | None = None,
+    config: str | None = None,
+    recipe: str | None = None,
+    presets: list[str] | None = None,
+    num_processes: int | None = None,
+    use_cpu: bool = False,
+    output: Path = Path("runs/verify"),
+    tolerance: float = DEFAULT_TOLERANCE,
+    launch: Launch = launch,
+) -> bool:
+    """Launch, compare, print; returns whether everything that was to be proven is. The table is also in `output`.
+
+    Args:
+        run_arguments: dotted flags of the recipe.
+        model: folder or hub id; unset: that of `config`, else the small T5 of the recipes.
+        config: run YAML; its rows are trained on. Unset: docstrings.
+        recipe: `t5` or `llm`; unset: by the model.
+        presets: names or paths of accelerate YAMLs to prove beside one process and DDP.
+        num_processes: unset: the GPUs of this box, else 2.
+        tolerance: largest relative difference of losses and gradients in fp32.
+
+    Raises:
+        UserError: settings that no run would take, or more processes than GPUs.
+    """
+    box = build_box(run_arguments, model, config, recipe, presets or list(DEFAULT_PRESETS), num_processes, use_cpu, output)
+    plans = plan_runs(box)
+    _clear(output)
+    where = f"{box.num_processes} processes on {'the CPU' if box.use_cpu else 'GPUs'}"
+    print(f"{box.config.model.name_or_path} by recipes/{box.recipe.name}, {where}, fp32: {len(plans)} runs", flush=True)
+    runs = {run.plan.name: run for run in launch_all(box, plans, launch)}
+    # transformers and torch take seconds to import
+    from toolkit.cli.verify.exports import check_exports
+    from toolkit.cli.verify.updates import check_all_updates
+
+    expects_frozen = box.config.adapter.method != "none" or bool(box.config.model.freeze)
+    auto_class: AutoClass = "AutoModelForCausalLM" if isinstance(box.config, LLMConfig) else "AutoModelForSeq2SeqLM"
+    proofs = check_all(runs, tolerance, expects_frozen=expects_frozen)
+    proofs += check_all_updates(runs, box.config.optim)
+    proofs += check_exports(runs["preset-0"], box.config, auto_class)
+    passed = all(proof.passed for proof in proofs)
+    _tell(proofs, output, passed)
+    return passed
+
+
+def build_box(
+    run_arguments: list[str],
+    model: str | None,
+    config: str | None,
+    recipe: str | None,
+    presets: list[str],
+    num_processes: int | None,
+    use_cpu: bool,
+    output: Path,
+) -> Box:
+    """What is to be verified, with what `verify` is not told filled in.
+
+    Raises:
+        UserError: as `verify`.
+    """
+    if not RECIPE_FOLDER.is_dir():
+        raise UserError(f"{RECIPE_FOLDER} is not there: install the toolkit with `pip install -e` from its checkout")
+    if any(argument.partition("=")[0] == "--model.name_or_path" for argument in run_arguments):
+        raise UserError("--model.name_or_path: give the model as --model, by which verify chooses recipe and weights")
+    if model is None and config is None:
+        model = str(RECIPE_FOLDER / "models" / "t5_docstrings")
+        run_arguments = ["--model.from_scratch=true", *run_arguments]
+    is_t5 = is_encoder_decoder(model or _model_of(config)) if recipe is None else recipe == "t5"
+    name = "t5" if is_t5 else "llm"
+    given = [f"--config={config}"] if config else [f"--{key}={value}" for key, value in SMALL_ROWS[name].items()]
+    arguments = [*given, *([f"--model.name_or_path={model}"] if model else []), *run_arguments]
+    config_class: Any = SummarizationConfig if is_t5 else LLMConfig
+    # Every run needs a length, and here it is no business of the user's.
+    parsed = load_config(config_class, arguments if config else ["--train.max_steps=1", *arguments])
+    if "flash" in (attention := parsed.model.attn_implementation or ""):
+        raise UserError(
+            f"model.attn_implementation is {attention}, which cannot compute in fp32, as verify does to tell rounding from "
+            "mistakes: add --model.attn_implementation sdpa"
+        )
+    on_cpu, chosen = _processes(num_processes, use_cpu)
+    return Box(
+        recipe=RECIPE_FOLDER / f"{name}.py",
+        arguments=arguments,
+        config=parsed,
+        num_positions=None if is_t5 else _num_positions(parsed),
+        presets=presets,
+        num_processes=chosen,
+        use_cpu=on_cpu,
+        output=output.absolute(),
+    )
+
+
+def _num_positions(config: RecipeConfig) -> int | None:
+    """Of a causal model, where its config says so."""
+    model_config = load_model_config(config.model, "AutoModelForCausalLM")
+    return getattr(model_config.get_text_config(), "max_position_embeddings", None)
+
+
+def _processes(num_processes: int | None, use_cpu: bool) -> tuple[bool, int]:
+    """Whether on the CPU, and how many."""
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    on_cpu = use_cpu or num_gpus == 0
+    chosen = num_processes if num_processes is not None else (2 if on_cpu else num_gpus)
+    if chosen < 2:
+        raise UserError(
+            f"{chosen} process proves nothing about several: give --num-processes 2 or more, with --use-cpu if need be"
+        )
+    if not on_cpu and chosen > num_gpus:
+        raise UserError(f"--num-processes is {chosen}, but there are {num_gpus} GPUs here: give fewer, or --use-cpu")
+    return on_cpu, chosen
+
+
+def _model_of(config: str | None) -> str:
+    """`model.name_or_path` of a run YAML; empty where it has none, which `load_config` tells better.
+
+    Raises:
+        UserError: it leads to two places.
+    """
+    import yaml
+
+    try:
+        name = yaml.safe_load(Path(config or "").read_text(encoding="utf-8"))["model"]["name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return ""
+    return find_path(name, Path(config or ""), f"{config}: model.name_or_path") if isinstance(name, str) else ""
+
+
+def _clear(output: Path) -> None:
+    """Make the folder, or remove what an earlier `verify` has left in it.
+
+    Raises:
+        UserError: it holds anything else, or cannot be made.
+    """
+    if output.exists() and (not output.is_dir() or (any(output.iterdir()) and not (output / "verify.json").exists())):
+        raise UserError(f"--output {output} is there and not of an earlier verify: take another folder")
+    for name in ("runs", "records", "logs", "presets"):
+        shutil.rmtree(output / name, ignore_errors=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "verify.md").unlink(missing_ok=True)
+        (output / "verify.json").write_text('{"passed": null}\n', encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--output {output} cannot be written ({error.strerror}): name a folder that you can write to") from None
+
+
+def _tell(proofs: list[Proof], output: Path, passed: bool) -> None:
+    """Print the table and write it. Runs whose proofs all passed are removed: they take as much room as their checkpoints."""
+    rows = [TITLES, *(_cells(proof) for proof in proofs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(TITLES))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    failed = [proof for proof in proofs if proof.is_reached and not proof.passed]
+    causes: dict[tuple[str, str], list[str]] = {}
+    for proof in failed:
+        causes.setdefault((proof.check, proof.detail), []).append(proof.compared)
+    lines += ["", *(f"FAILED {check} ({'; '.join(where)}): {detail}" for (check, detail), where in causes.items())]
+    open_checks = dict.fromkeys(proof.check for proof in proofs if not proof.is_reached)
+    if passed:
+        lines.append(f"all {len(proofs)} proven")
+    else:
+        names = ", ".join(dict.fromkeys(proof.check for proof in failed))
+        lines.append(f"FAILED: {names}" + (f"; not reached: {', '.join(open_checks)}" if open_checks else ""))
+    text = "\n".join(lines)
+    print(f"\n{text}")
+    (output / "verify.md").write_text(f"```\n{text}\n```\n", encoding="utf-8")
+    about = {"passed": passed, "proofs": [_plain(dataclasses.asdict(proof)) for proof in proofs]}
+    (output / "verify.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    if passed:
+        shutil.rmtree(output / "runs")
+        shutil.rmtree(output / "records")
+    else:
+        print(f"what the runs printed and wrote is in {output}")
+
+
+def _cells(proof: Proof) -> tuple[str, ...]:
+    def number(value: float) -> str:
+        if proof.check == "sharding":
+            return f"{value:.1%}"
+        is_count = proof.check in ("rows", "ties", "moved", "frozen")
+        return f"{value:.0f}" if is_count or value == 0 else f"{value:.1e}"
+
+    state = "passed" if proof.passed else ("FAILED" if proof.is_reached else "not reached")
+    if proof.difference is None:
+        return proof.check, proof.compared, "-", "-", state
+    tolerance = "exact" if proof.tolerance == 0 else number(proof.tolerance)
+    return proof.check, proof.compared, number(proof.difference), tolerance, state
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity."""
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}

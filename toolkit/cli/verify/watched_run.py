@@ -1,0 +1,259 @@
+"""What a rank of `python -m toolkit verify` runs: the recipe as it stands, watched from outside.
+
+    accelerate launch --config_file PRESET.yaml -m toolkit.cli.verify.watched_run RECIPE.py FOLDER export|leave FLAG...
+
+Calls of the recipe's run are wrapped; what they see goes into FOLDER, written by rank 0:
+
+    loaded.*        after the checkpoint is loaded, or before the first step
+    gradients.*     in the first step, before they are clipped; late_gradients.*: in the second
+    updated-1.*     after the first step
+    saved-<step>.*  whenever a checkpoint is saved
+    dropout.json    losses of one row, by the dropout of each rank and micro-batch (`rank_probes`)
+    generated.json  prompts and what was generated (`rank_probes`)
+    trained.*       after the last step; then the run exports, or leaves
+    failed-<rank>.json   the error that the rank ended with, and the check that it speaks for
+
+`*.safetensors` holds whole tensors, `*.json` what the ranks hold of them. They are gathered by torch's own full state dict and
+not by the functions of the toolkit that are on trial. Rank 0 takes all of it into host memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import runpy
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from toolkit.checkpoint.save import CheckpointWriter, Save
+from toolkit.checkpoint.state import TrainState
+from toolkit.cli.verify import EXPORT
+from toolkit.cli.verify.rank_probes import watch_dropout, watch_generation
+from toolkit.config.load import RecipeConfig
+from toolkit.data.batch_plan import Step
+from toolkit.distributed.comm import gather_objects, rank, world_size
+from toolkit.errors import UserError
+from toolkit.parallel.units import clean, local_tensor
+from toolkit.parallel.wrap import ShardedModel
+from toolkit.tracking.step_log import StepFigures
+from toolkit.training import loop
+from toolkit.training import setup as stages
+
+CHECK_OF_FUNCTION = {
+    ("toolkit.checkpoint.load", "load_checkpoint"): "save",
+    ("toolkit.training.parameter_checks", "check_gradients"): "gradients",
+    ("toolkit.training.parameter_checks", "check_moments"): "moved",
+    ("toolkit.training.parameter_checks", "check_moved"): "moved",
+    ("toolkit.training.parameter_checks", "check_frozen"): "frozen",
+}
+CHECK_OF_MODULE = {
+    "toolkit.checkpoint.save": "save",
+    "toolkit.evaluation.loop": "evaluation",
+    "toolkit.export.write": "export",
+}
+"""A run checks itself: which check of ours an error speaks for that comes from there."""
+
+
+def main() -> None:
+    """Run a recipe with all its flags, watched."""
+    recipe, folder, end, *flags = sys.argv[1:]
+    if torch.cuda.is_available():  # equal bit for bit on a GPU only by kernels that add in a fixed order
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    watch(Path(folder), exports=end == EXPORT)
+    sys.argv = [recipe, *flags]
+    try:
+        runpy.run_path(recipe, run_name="__main__")
+    except BaseException as error:  # it goes on its way; a `UserError` is a SystemExit by now
+        if not isinstance(error, SystemExit) or error.code:
+            _note_failure(Path(folder), error)
+        raise
+
+
+def watch(folder: Path, *, exports: bool) -> None:
+    """Wrap the calls that are looked at, in this process, for good.
+
+    Args:
+        exports: whether the recipe's export is made; it takes as long as a run of a few steps.
+    """
+    resume, clip, save, finish = stages.resume, loop.clip_gradients, CheckpointWriter.save, stages.finish
+    train_step = loop.train_step
+    records = ["gradients", "late_gradients"]
+    masks = watch_dropout()
+    texts = watch_generation(masks)
+
+    def resume_and_look(config: RecipeConfig, begun: stages.Beginning, run: loop.Run) -> TrainState:
+        state = resume(config, begun, run)
+        _record(folder / "loaded", run.sharded, run.optimizer)
+        return state
+
+    def look_and_clip(model: Any, max_norm: float | None) -> torch.Tensor:
+        if records:  # on all ranks alike
+            _save(folder / records.pop(0), _whole_gradients(model))
+        return clip(model, max_norm)
+
+    def step_and_look(session: Any, step: Step, *args: Any) -> StepFigures:
+        masks.session = session
+        figures = train_step(session, step, *args)
+        if step.step == 1:
+            _record(folder / "updated-1", session.run.sharded, session.run.optimizer)
+        return figures
+
+    def look_and_save(writer: CheckpointWriter, state: TrainState, *, wait: bool = False) -> Save | None:
+        _record(folder / f"saved-{state.step}", writer.sharded, writer.optimizer)
+        return save(writer, state, wait=wait)
+
+    def look_and_finish(config: RecipeConfig, run: loop.Run) -> None:
+        _record(folder / "trained", run.sharded)
+        for name, seen in (("dropout", masks.seen), ("generated", texts)):
+            every = [item for part in gather_objects(seen) for item in part]
+            if rank() == 0 and every:
+                (folder / f"{name}.json").write_text(json.dumps(every), encoding="utf-8")
+        if exports:
+            finish(config, run)
+        else:
+            stages.leave(run.sharded.accelerator)
+
+    stages.resume, stages.finish = resume_and_look, look_and_finish
+    loop.clip_gradients, loop.train_step = look_and_clip, step_and_look  # type: ignore[assignment]
+    CheckpointWriter.save = look_and_save  # type: ignore[method-assign,assignment]
+
+
+def _note_failure(folder: Path, error: BaseException) -> None:
+    """Write what the rank ended with. A peer may end of it too, later, with an error that says nothing."""
+    cause = error.__context__ if isinstance(error, SystemExit) and error.__context__ else error
+    frames = [(str(frame.f_globals.get("__name__")), frame.f_code.co_name) for frame, _ in traceback.walk_tb(cause.__traceback__)]
+    checks = (CHECK_OF_FUNCTION.get(frame) or CHECK_OF_MODULE.get(frame[0]) for frame in frames)
+    text = " ".join(str(cause).split())
+    told = text if isinstance(cause, UserError) else f"{type(cause).__name__}: {text}"
+    about = {"check": next(filter(None, checks), "run"), "reason": told, "time_s": time.time()}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"failed-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(about), encoding="utf-8")
+
+
+def _record(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Write parameters and moments whole (of frozen parameters a hash), and what each rank holds of them. Collective.
+
+    Args:
+        optimizer: None: parameters alone.
+    """
+    named = dict(sharded.skeleton.named_parameters())
+    weights = _on_rank_0(get_model_state_dict(sharded.model, options=_whole(sharded.model)))
+    assert rank() != 0 or weights.keys() >= named.keys(), f"not gathered: {sorted(named.keys() - weights.keys())}"
+    moments = {}
+    if optimizer is not None and optimizer.state:  # else torch would take a step to make them
+        options = _whole(sharded.model, flatten_optimizer_state_dict=True)
+        state: dict[str, Any] = get_optimizer_state_dict(sharded.model, optimizer, options=options)
+        moments = _on_rank_0({name: t for name, t in state.items() if name.startswith("state.")})
+    local = {
+        "parameter_bytes": sum(_num_bytes(local_tensor(p)) for p in sharded.model.parameters()),
+        "moment_bytes": sum(
+            _num_bytes(local_tensor(t))
+            for state in (optimizer.state.values() if optimizer is not None else ())
+            for t in state.values()
+            if isinstance(t, torch.Tensor) and t.dim()
+        ),
+    }
+    about = {
+        "ranks": gather_objects(local),
+        "placements": sorted({str(p.placements) for p in sharded.model.parameters() if isinstance(p, DTensor)}),
+        "weight_decay": _weight_decay(sharded.model, optimizer),
+        "parameters": {
+            name: {"shape": list(p.shape), "itemsize": p.element_size(), "is_trainable": p.requires_grad}
+            for name, p in named.items()
+        },
+        "ties": _ties(sharded),
+        "frozen": {name: hash_tensor(t) for name, t in weights.items() if name in named and not named[name].requires_grad},
+    }
+    trained = {f"model.{name}": t for name, t in weights.items() if name in named and named[name].requires_grad}
+    _save(path, trained | {f"optimizer.{name}": t for name, t in moments.items()}, about)
+
+
+def _weight_decay(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, float]:
+    """Of each trainable parameter, by clean name."""
+    groups = optimizer.param_groups if optimizer is not None else []
+    decay = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
+    named = {clean(name).removeprefix("module."): id(parameter) for name, parameter in model.named_parameters()}
+    return {name: decay[parameter] for name, parameter in named.items() if parameter in decay}
+
+
+def _whole(model: torch.nn.Module, *, flatten_optimizer_state_dict: bool = False) -> StateDictOptions:
+    """For rank 0 alone, on its CPU; FSDP1 on a CPU, whose offload to the CPU ends in a segmentation fault, gives it to all."""
+    gathers = world_size() > 1
+    offloads = gathers and not (isinstance(model, FullyShardedDataParallel) and next(model.parameters()).device.type == "cpu")
+    return StateDictOptions(
+        full_state_dict=gathers, cpu_offload=offloads, flatten_optimizer_state_dict=flatten_optimizer_state_dict
+    )
+
+
+def _on_rank_0(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    if rank() != 0:
+        return {}
+    return {clean(name): t.detach().to("cpu", copy=True).contiguous() for name, t in state.items()}
+
+
+def _whole_gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Gradients of trainables by clean name. Collective."""
+
+    def whole(gradient: torch.Tensor) -> torch.Tensor:
+        return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).detach().to("cpu", copy=True).contiguous()
+
+    def of_parameters() -> dict[str, torch.Tensor]:
+        named = {clean(name).removeprefix("module."): p for name, p in model.named_parameters()}
+        return {name: whole(p.grad) for name, p in named.items() if p.requires_grad and p.grad is not None}
+
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True, writeback=False):
+            return of_parameters()
+    return of_parameters()
+
+
+def _ties(sharded: ShardedModel) -> dict[str, list[list[str]]]:
+    """Names that are one weight in the model as transformers builds it, and those of them that are no longer here."""
+    with torch.device("meta"):
+        plain: Any = type(sharded.skeleton)(sharded.skeleton.config)  # type: ignore[arg-type]
+    here = {}
+    for name, parameter in sharded.plain.named_parameters(remove_duplicate=False):
+        name = clean(name)
+        if ".original_module." not in name:
+            here[name.replace(".modules_to_save.default.", ".").replace(".base_layer.", ".")] = id(parameter)
+    groups: dict[int, list[str]] = {}
+    for name, parameter in plain.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    tied = [names for names in groups.values() if len(names) > 1]
+    return {"tied": tied, "broken": [names for names in tied if len({here.get(name, name) for name in names}) > 1]}
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def hash_tensor(tensor: torch.Tensor) -> str:
+    """sha256 of dtype, shape and bytes of a tensor on the CPU."""
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _save(path: Path, tensors: dict[str, torch.Tensor], about: dict[str, Any] | None = None) -> None:
+    """On rank 0; the JSON comes last, so that with it the record is whole."""
+    if rank() != 0:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path.with_suffix(".safetensors"))
+    if about is not None:
+        path.with_suffix(".json").write_text(json.dumps(about), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""What jsonargparse leaves undone about flags of the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any, get_args, get_origin
+
+from toolkit.config.messages import known_keys, sentence
+from toolkit.errors import UserError
+
+
+def unset_counterparts(flags: list[str]) -> list[str]:
+    """A run length given as a flag wins over the other kind of length in the YAML."""
+    lengths = {"--train.max_steps", "--train.num_epochs"}
+    given = {flag.split("=")[0] for flag in flags} & lengths
+    return [f"{other}=null" for other in lengths - given] if len(given) == 1 else []
+
+
+def split_files_and_flags(argv: list[str]) -> tuple[list[str], list[str]]:
+    """The values of `--config`, and the rest: jsonargparse lets a file win over flags that stand before it."""
+    splitter = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
+    splitter.add_argument("--config", action="append", default=[])
+    try:
+        known, flags = splitter.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise UserError(sentence(str(error), object, [], {})) from None
+    return known.config, flags
+
+
+def join_lists(flags: list[str], config_class: type) -> list[str]:
+    """`--data.files a --data.files b` as one flag with a list, where the first one stands: argparse would take the last alone."""
+    hints = {
+        key: hint
+        for key, hint in known_keys(config_class)[0].items()
+        if any(get_origin(option) is list for option in (hint, *get_args(hint)))
+    }
+    joined: list[str] = []
+    places: dict[str, int] = {}
+    values: dict[str, list[str]] = {}
+    rest = flags[::-1]
+    while rest:
+        flag = rest.pop()
+        key, equals, value = flag.removeprefix("--").partition("=")
+        is_whole = equals or (rest and not rest[-1].startswith("--"))
+        if not (flag.startswith("--") and key in hints and is_whole):
+            joined.append(flag)
+            continue
+        if key not in places:
+            places[key] = len(joined)
+            joined.append("")
+        values.setdefault(key, []).append(value if equals else rest.pop())
+    for key, place in places.items():
+        joined[place] = f"--{key}={_join(values[key], hints[key])}"
+    return joined
+
+
+def _join(values: list[str], hint: Any) -> str:
+    """One list of items and lists; null and [] forget those before. A single item becomes a list in a field of texts alone."""
+    loaded = [_load(value) for value in values]
+    if len(values) == 1 and (hint != list[str] or isinstance(loaded[0], list | dict | None)):
+        return values[0]
+    holds_texts = list[str] in (hint, *get_args(hint))
+    items: list[Any] = []
+    for value, content in zip(values, loaded, strict=True):
+        added = content if isinstance(content, list) else [value if holds_texts else content]
+        items = [] if content in (None, []) else [*items, *added]
+    return json.dumps(items, ensure_ascii=False, default=str)
+
+
+def _load(value: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError:
+        return value

@@ -1,0 +1,176 @@
+"""The run YAML and its dotted flags, read into frozen dataclasses.
+
+The accelerate YAML says *where* a run happens (processes, sharding, precision); this one says *what* happens. Every field
+is also a flag: `--optim.lr 1e-4`. Unknown keys and wrong types are refused with the nearest key that exists.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+from jsonargparse.typing import PositiveInt
+
+from toolkit.config.flags import join_lists, split_files_and_flags, unset_counterparts
+from toolkit.config.messages import Entry, load_entries, sentence
+from toolkit.config.paths import find_paths, write_paths
+from toolkit.config.schema import (
+    AdapterConfig,
+    CheckpointConfig,
+    DataConfig,
+    EvalConfig,
+    ExportConfig,
+    LLMDataConfig,
+    ModelConfig,
+    OptimConfig,
+    ProfileConfig,
+    RunConfig,
+    TrackingConfig,
+    TrainConfig,
+)
+from toolkit.config.validate import check_config
+from toolkit.errors import UserError
+from toolkit.files.durable import written_beside
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+ConfigT = TypeVar("ConfigT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SummarizationConfig:
+    """What `recipes/t5.py` does."""
+
+    model: ModelConfig
+    data: DataConfig
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    log_every_steps: PositiveInt = 10  # type: ignore[valid-type]
+    """Steps between two reads of the loss (each read waits for the device)."""
+    log_row_ids: bool = False
+    """Write the row ids of every micro-batch to `rows-<rank>.jsonl`: which rank trained on what."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLMConfig:
+    """What `recipes/llm.py` does."""
+
+    model: ModelConfig
+    data: LLMDataConfig
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    log_every_steps: PositiveInt = 10  # type: ignore[valid-type]
+    """Steps between two reads of the loss (each read waits for the device)."""
+    log_row_ids: bool = False
+    """Write the row ids of every micro-batch to `rows-<rank>.jsonl`: which rank trained on what."""
+
+
+RecipeConfig = SummarizationConfig | LLMConfig
+"""What every recipe's config has: all sections but `data` are the same."""
+
+
+def load_config(
+    config_class: type[ConfigT],
+    argv: list[str] | None = None,
+    *,
+    description: str | None = None,
+    check: Callable[[Any], None] = check_config,
+) -> ConfigT:
+    """Read `--config FILE` and dotted flags (flags win, wherever they stand) into `config_class`.
+
+    Args:
+        check: what refuses fields that exclude or need each other.
+
+    Raises:
+        UserError: an unknown key (the nearest one is suggested), a wrong type, a missing or broken file, a path in it that
+            leads to two places.
+    """
+    # No abbreviations: a flag that is nearly right would be taken for another, and for a third one in the next version.
+    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, description=description)
+    parser.add_argument(
+        "--config",
+        action="config",
+        help="Run YAML; flags given beside it win. A flag of a list may be given again for every item. Relative paths in the "
+        "YAML are found in the working directory or beside it (in both: an error), those in flags in the working directory.",
+    )
+    parser.add_class_arguments(config_class, None)
+    files, flags = split_files_and_flags(sys.argv[1:] if argv is None else argv)
+    flags = join_lists(flags, config_class)
+    entries: dict[str, Entry] = {}
+    for file in files:
+        entries |= load_entries(Path(file), config_class)
+    file_arguments = [f"--config={file}" for file in files]
+    try:
+        parser.parse_args(file_arguments)  # alone, so that an error is theirs
+    except ArgumentError as error:
+        if "arguments are required" not in str(error):  # flags may give them
+            raise UserError(sentence(str(error), config_class, [], entries)) from None
+    try:
+        namespace = parser.parse_args([*file_arguments, *unset_counterparts(flags), *flags])
+        namespace.pop("config")
+        config = parser.instantiate(namespace)
+    except ArgumentError as error:
+        raise UserError(sentence(str(error), config_class, flags, {})) from None
+    built = _with_plain_numbers(config_class(**{name: config[name] for name in field_names(config_class)}))
+    built = find_paths(built, entries, {flag.removeprefix("--").partition("=")[0] for flag in flags})
+    check(built)
+    return built
+
+
+def field_names(config_class: type) -> list[str]:
+    """Names of a config dataclass's own fields."""
+    return [f.name for f in dataclasses.fields(config_class)]
+
+
+def dotted_keys(config: Any, prefix: str = "") -> dict[str, Any]:
+    """`{"optim.lr": 1e-3, …}` of a config, in the order of its fields; plain values, lists and dicts only."""
+    flat: dict[str, Any] = {}
+    for name in field_names(type(config)):
+        value = getattr(config, name)
+        if dataclasses.is_dataclass(value):
+            flat.update(dotted_keys(value, f"{prefix}{name}."))
+        else:
+            is_list_of_sections = isinstance(value, list) and any(map(dataclasses.is_dataclass, value))
+            flat[f"{prefix}{name}"] = [dataclasses.asdict(item) for item in value] if is_list_of_sections else value
+    return flat
+
+
+def save_config(config: Any, path: Path) -> None:
+    """Write the resolved config as YAML that `--config` reads again, from wherever; relative paths are those from its folder."""
+    import yaml
+
+    written = dataclasses.asdict(write_paths(config, path.parent))
+    with written_beside(path) as beside:
+        beside.write_text(yaml.safe_dump(written, sort_keys=False, allow_unicode=True))
+
+
+def _with_plain_numbers(value: Any) -> Any:
+    """jsonargparse's restricted types are subclasses of int and float, which YAML cannot write."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        plain = {name: _with_plain_numbers(getattr(value, name)) for name in field_names(type(value))}
+        return dataclasses.replace(value, **plain)
+    if isinstance(value, list):
+        return [_with_plain_numbers(item) for item in value]
+    for number_type in (int, float):
+        if isinstance(value, number_type) and not isinstance(value, bool):
+            return number_type(value)
+    return value

@@ -1,0 +1,87 @@
+"""The run config of `recipes/mnist.py`: images instead of tokens, a convnet instead of a Hugging Face model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from jsonargparse.typing import ClosedUnitInterval, PositiveFloat, PositiveInt
+
+from toolkit.config.schema import RunConfig, TrainConfig
+from toolkit.config.validate import check_length_and_name
+from toolkit.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageDataConfig:
+    """Which images."""
+
+    source: str = "digits"
+    """`digits` of scikit-learn, 8 x 8 pixels; `idx`, the files of MNIST; or the id of a hub dataset, as in `ylecun/mnist`."""
+    folder: str | None = None
+    """Folder of `idx`: train-images-idx3-ubyte, train-labels-idx1-ubyte and the two t10k- files, each as it is or as .gz."""
+    hub_subset: str | None = None
+    """Configuration name of a hub dataset."""
+    hub_split: str = "train"
+    """Split of a hub dataset to train on."""
+    hub_eval_split: str = "test"
+    """Split of a hub dataset that is held out."""
+    image_column: str = "image"
+    """Column of a hub dataset with the image."""
+    label_column: str = "label"
+    """Column of a hub dataset with the class, a whole number."""
+    num_rows: PositiveInt | None = None  # type: ignore[valid-type]
+    """Use only the first so many training images."""
+    eval_fraction: ClosedUnitInterval = 0.2  # type: ignore[valid-type]
+    """Share of `digits` held out, chosen by a hash; the other sources come with held-out images."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvNetConfig:
+    """Two convolutions, a pooling and two linear layers."""
+
+    hidden_size: PositiveInt = 128  # type: ignore[valid-type]
+    """Width of the first linear layer, which holds most of the parameters."""
+    conv_dropout: ClosedUnitInterval = 0.25  # type: ignore[valid-type]
+    """Dropout before the first linear layer."""
+    linear_dropout: ClosedUnitInterval = 0.5  # type: ignore[valid-type]
+    """Dropout before the last linear layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdadeltaConfig:
+    """torch's Adadelta, its learning rate by torch's StepLR."""
+
+    lr: PositiveFloat = 1.0  # type: ignore[valid-type]
+    """Learning rate of the first epoch."""
+    gamma: PositiveFloat = 0.7  # type: ignore[valid-type]
+    """The learning rate is multiplied by it after every epoch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MnistConfig:
+    """What `recipes/mnist.py` does."""
+
+    data: ImageDataConfig = field(default_factory=ImageDataConfig)
+    model: ConvNetConfig = field(default_factory=ConvNetConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: AdadeltaConfig = field(default_factory=AdadeltaConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    eval_batch_size_rows: PositiveInt = 500  # type: ignore[valid-type]
+    """Images of one evaluation batch of one process; held-out images are evaluated after every epoch."""
+    log_every_steps: PositiveInt = 10  # type: ignore[valid-type]
+    """Steps between two reads of the loss (each read waits for the device)."""
+
+
+def check_mnist_config(config: Any) -> None:
+    """Refuse what no single field's type can: fields that exclude or need each other.
+
+    Raises:
+        UserError: naming both fields.
+    """
+    check_length_and_name(config)
+    data = config.data
+    if data.source == "idx" and data.folder is None:
+        raise UserError("data.source idx needs data.folder: give the folder that holds train-images-idx3-ubyte")
+    if data.source != "idx" and data.folder is not None:
+        raise UserError(f"data.folder is {data.folder}, which only data.source idx reads: data.source is {data.source}")

@@ -1,0 +1,110 @@
+"""Rows of text, checked, split into training and evaluation, cached as Arrow files under a name made of what they depend on.
+
+What the rows depend on is hashed first, so that a second run reads the cache instead of a 600 MB file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.data.cache_folders import find_or_build
+from toolkit.data.rows.split import InputReport, RowInput, write_rows
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+READER_VERSION = 3
+"""Goes into the fingerprint: raise it when the same file would give other rows than before, another report of them, or files that
+an older version wrote otherwise."""
+
+
+@dataclass(frozen=True)
+class TextRows:
+    """Rows of all inputs as text, split for training and evaluation."""
+
+    train: Dataset
+    """Columns: `row_id` int64 (position in the source, evaluation files first; unique over both sides), `source`, `target`
+    and `lead_text`, the text whose first sentence is the lead baseline."""
+    evaluation: Dataset
+    """The same columns. Empty where `data.eval_fraction` is 0 and there are no evaluation files."""
+    fingerprint: str
+    """Hex sha256 of everything that decides the rows: contents, settings that matter, reader version. No paths, no times."""
+    remarks: list[str]
+    """Sentences to tell the user."""
+    origins: list[tuple[str, int]]
+    """Label of each input and the rows read of it: row ids count through them."""
+
+
+def cache_folder(cache_dir: str | None) -> Path:
+    """Where rows (and whatever is made of them) are cached: `data.cache_dir`, or a folder in the Hugging Face cache."""
+    if cache_dir:
+        return Path(cache_dir).expanduser()
+    from huggingface_hub.constants import HF_HOME
+
+    return Path(HF_HOME) / "toolkit"
+
+
+def load_rows(
+    inputs: list[RowInput],
+    cache: Path,
+    *,
+    identity: dict[str, Any],
+    eval_fraction: float | None,
+    num_rows: int | None,
+    drop_repeats: bool = False,
+) -> TextRows:
+    """The rows of `inputs`, from the cache where they are there. On one process of a node; no collectives.
+
+    Args:
+        identity: what decides the rows beside the contents of the inputs and the arguments here.
+        eval_fraction: share of the groups held out by hash; None where the inputs say what is held out.
+
+    Raises:
+        UserError: the cache cannot be written or read; whatever is wrong with the rows, see `write_rows`.
+    """
+    identity = {
+        "reader_version": READER_VERSION,
+        **identity,
+        "num_rows": num_rows,
+        "eval_fraction": eval_fraction,
+        "inputs": [(item.is_eval_file, item.digest) for item in inputs],
+    }
+    fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    folder = cache / "rows" / fingerprint
+
+    def build(unfinished: Path) -> dict[str, Any]:
+        reports, repeats = write_rows(
+            inputs, unfinished, eval_fraction=eval_fraction or 0.0, num_rows=num_rows, drop_repeats=drop_repeats
+        )
+        return {"inputs": [asdict(report) for report in reports], "repeats": repeats}
+
+    return _load_cache(inputs, folder, find_or_build("the cache of rows", folder, build), eval_fraction)
+
+
+def hash_rows(rows: Iterable[Sequence[Any]]) -> str:
+    """Hex sha256 of rows that come from no file."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(repr(tuple(row)).encode())
+    return digest.hexdigest()
+
+
+def _load_cache(inputs: list[RowInput], folder: Path, about: dict[str, Any], eval_fraction: float | None) -> TextRows:
+    from datasets import Dataset
+
+    train = Dataset.from_file(str(folder / "train.arrow"))
+    evaluation = Dataset.from_file(str(folder / "evaluation.arrow"))
+    # Remarks are put into words now: a file may have another name than when it was cached.
+    reports = [InputReport(**report) for report in about["inputs"]]
+    remarks = [sentence for item, report in zip(inputs, reports, strict=True) for sentence in report.sentences(item.label)]
+    remarks += about["repeats"]
+    if eval_fraction and len(evaluation) == 0:
+        share = f"data.eval_fraction {eval_fraction}"
+        remarks.append(f"{share} holds out none of the {len(train)} rows: there is nothing to evaluate on")
+    origins = [(item.label, report.num_rows) for item, report in zip(inputs, reports, strict=True)]
+    return TextRows(train, evaluation, folder.name, remarks, origins)

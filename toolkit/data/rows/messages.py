@@ -1,0 +1,266 @@
+"""What the columns of a row mean to a causal model: a chat, a prompt with its completion, or plain text; checked, as JSON.
+
+An example travels through the row files as one JSON object, so that all kinds share their reading, splitting and caching:
+
+- `{"text"}`
+- `{"prompt", "completion"}`
+- `{"messages", "tools", "first_trained", "weight_0"}`: assistant turns from `first_trained` on are trained on, but for the
+  places in `weight_0`. A prompt and a completion that are lists of messages are such a chat too, in which only the completion's
+  turns are.
+
+A conversation that is put together wrongly is an error that names the row, because it hints at a broken export; one with nothing
+in it is left out and counted, as empty cells are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from toolkit.config.schema import LLMDataConfig
+from toolkit.data.rows.split import Row, check_text
+from toolkit.data.sources.files import check_columns
+from toolkit.errors import UserError
+
+ROLES = ("system", "user", "assistant", "tool")
+TOOLS_COLUMN = "tools"
+_MESSAGE_FORM = 'write {"role": ..., "content": ...}'
+
+
+class Columns(NamedTuple):
+    """The columns of an input that make its examples."""
+
+    kind: str
+    """`chat`, `pair` (a prompt and its completion) or `text`."""
+    names: tuple[str, ...]
+    """Of the messages; of prompt and completion; or of the text. Then `tools` where there are any."""
+
+
+def choose_columns(where: object, existing: Sequence[str], config: LLMDataConfig) -> Columns:
+    """Which columns of an input to read: those that the config names, else those that have the usual names.
+
+    Raises:
+        UserError: no kind of example has its columns, or more than one kind has.
+    """
+    kinds = {
+        "chat": (config.messages_column or "messages",),
+        "pair": (config.prompt_column or "prompt", config.completion_column or "completion"),
+        "text": (config.text_column or "text",),
+    }
+    fitting = [kind for kind, names in kinds.items() if all(name in existing for name in names)]
+    configured = set(configured_columns(config).values())
+    chosen = [kind for kind in fitting if configured.intersection(kinds[kind])] or fitting
+    settings = "data.messages_column, data.text_column, or data.prompt_column and data.completion_column"
+    if not chosen:
+        wanted = ", ".join(" and ".join(map(repr, names)) for names in kinds.values())
+        raise UserError(
+            f"{where} has none of the columns {wanted} (its columns: {', '.join(existing) or 'none'}): set {settings}"
+        )
+    if len(chosen) > 1:
+        found = " and ".join(" with ".join(map(repr, kinds[kind])) for kind in chosen)
+        raise UserError(
+            f"{where} has columns of more than one kind, {found} (its columns: {', '.join(existing)}): choose by {settings}"
+        )
+    (kind,) = chosen
+    check_columns(where, existing, kinds[kind], way_out="keep one of them")
+    has_tools = kind != "text" and TOOLS_COLUMN in existing
+    return Columns(kind, kinds[kind] + (TOOLS_COLUMN,) * has_tools)
+
+
+def configured_columns(config: LLMDataConfig) -> dict[str, str]:
+    """The columns that the config names, by the setting that does."""
+    names = ("messages_column", "prompt_column", "completion_column", "text_column")
+    return {f"data.{name}": getattr(config, name) for name in names if getattr(config, name)}
+
+
+def build_row(cells: Sequence[Any], columns: Columns, where: str, mix_entry: int, **row_fields: Any) -> Row:
+    """One row of the row files, or one with the reason to skip it.
+
+    Args:
+        cells: values of `columns.names`.
+        where: file and row, for messages.
+        row_fields: of `Row`, where the source knows more than its cells.
+
+    Raises:
+        UserError: a cell of the wrong type; a conversation that is put together wrongly.
+    """
+    cells_by_name = dict(zip(columns.names, cells, strict=True))
+    tools = cells_by_name.pop(TOOLS_COLUMN, None)
+    values = list(cells_by_name.values())
+    for what, value in zip({"pair": ("prompt", "completion")}.get(columns.kind, (columns.kind,)), values, strict=True):
+        if value is None or value == [] or (isinstance(value, str) and not value.strip()):
+            return Row(None, None, skip_reason=f"with an empty {what}")
+    names = list(cells_by_name)
+    if columns.kind == "chat":
+        example = _read_chat([], values[0], tools, (where, names[0]))
+    elif columns.kind == "pair" and any(isinstance(value, list) for value in values):
+        example = _read_conversational_pair(values, names, tools, where)
+    else:
+        for name, value in cells_by_name.items():
+            check_text(value, f"{where}, column {name}")
+        example = dict(zip(("prompt", "completion") if columns.kind == "pair" else ("text",), values, strict=True))
+    if isinstance(example, str):
+        return Row(None, None, skip_reason=example)
+    group = _first_user_message(example["messages"]) if "messages" in example else values[0]
+    row_fields = {"group": group, "lead_text": example.get("prompt", "")} | row_fields
+    content = json.dumps(example, ensure_ascii=False)
+    return Row(f'{content[:-1]}, "mix_entry": {mix_entry}}}', "", content=content, **row_fields)
+
+
+def list_texts(example: dict[str, Any]) -> list[str]:
+    """All text of an example that a tokenizer should know."""
+    if "messages" in example:
+        return [message["content"] for message in example["messages"]]
+    return [example[name] for name in ("text", "prompt", "completion") if name in example]
+
+
+def _first_user_message(messages: list[dict[str, Any]]) -> str:
+    return next(message["content"] for message in messages if message["role"] == "user")
+
+
+def _read_conversational_pair(values: list[Any], names: list[str], tools: Any, where: str) -> dict[str, Any] | str:
+    for name, value in zip(names, values, strict=True):
+        if not isinstance(value, list):
+            raise UserError(
+                f"{where}: columns {names[0]} and {names[1]} are of different kinds, and {name} is no list of messages: "
+                "make both text, or both lists of messages"
+            )
+    return _read_chat(values[0], values[1], tools, (where, names[1]))
+
+
+def _read_chat(prompt: list[Any], completion: Any, tools: Any, place: tuple[str, str]) -> dict[str, Any] | str:
+    """The example, or the reason to skip it."""
+    where, column = place
+    if isinstance(completion, str):
+        completion = _read_json(completion, f"{where}, column {column}")
+    if not isinstance(completion, list):
+        raise UserError(
+            f"{where}, column {column}: {completion!r:.60} is no list of messages: {_MESSAGE_FORM} for each in a list"
+        )
+    messages = [_read_message(item, f"{where}, message {i}") for i, item in enumerate([*prompt, *completion], start=1)]
+    _check_order(messages, where)
+    if all(message["role"] != "assistant" for message in messages[len(prompt) :]):
+        raise UserError(f"{where}, column {column}: no assistant turn, so there is nothing to train on: leave the row out")
+    for message in messages:
+        if message["role"] in ("user", "assistant") and not (message["content"].strip() or message.get("tool_calls")):
+            return f"with an empty {message['role']} turn"
+    weight_0 = [i for i, message in enumerate(messages) if _take_weight(message, f"{where}, message {i + 1}") == 0]
+    if all(message["role"] != "assistant" or i in weight_0 for i, message in enumerate(messages) if i >= len(prompt)):
+        return "with weight 0 on every assistant turn"
+    return {"messages": messages, "tools": _read_tools(tools, where), "first_trained": len(prompt), "weight_0": weight_0}
+
+
+def _read_message(item: Any, where: str) -> dict[str, Any]:
+    if not isinstance(item, dict):
+        raise UserError(f"{where}: {item!r:.60} is no message: {_MESSAGE_FORM}")
+    # Parquet and hub datasets give every message all keys that any has, with null where it has none.
+    message = _without_nulls(item)
+    if "role" not in message:
+        raise UserError(f"{where} has no role (its keys: {', '.join(map(str, message)) or 'none'}): {_MESSAGE_FORM}")
+    if message["role"] not in ROLES:
+        raise UserError(f"{where}: {message['role']!r:.60} is no role: write one of {', '.join(ROLES)}")
+    if message.get("tool_calls"):
+        if message["role"] != "assistant":
+            raise UserError(f"{where}: tool calls of role {message['role']}: only an assistant turn calls tools")
+        message["tool_calls"] = _read_tool_calls(message["tool_calls"], where)
+        message.setdefault("content", "")
+    if "content" not in message:
+        raise UserError(f"{where} has no content (its keys: {', '.join(map(str, message))}): {_MESSAGE_FORM}")
+    check_text(message["content"], f"{where}, content")
+    _check_values(message, where)
+    return message
+
+
+def _take_weight(message: dict[str, Any], where: str) -> int:
+    """The weight that OpenAI's chats may give an assistant turn, taken out of the message: 0, or 1 if it has none.
+
+    0 on another turn is as it is anyway. Columns with nulls make 0.0 and 1.0 of whole numbers.
+    """
+    weight = message.pop("weight", None)
+    if weight is None:
+        return 1
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise UserError(
+            f"{where}: weight {weight!r:.60}: write 0 for a turn that does not count in the loss, 1 or none for one that does"
+        )
+    if weight == 1 and message["role"] != "assistant":
+        raise UserError(f"{where}: weight 1 on a {message['role']} turn: only assistant turns are trained on: leave it out")
+    return int(weight)
+
+
+def _read_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise UserError(f"{where}: tool_calls {calls!r:.60} is no list of calls: write a list of objects")
+    read = []
+    for call in calls:
+        function = call.get("function", call)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise UserError(f'{where}: a tool call without a name: write {{"function": {{"name": ..., "arguments": {{...}}}}}}')
+        if isinstance(function.get("arguments"), str):  # as OpenAI writes them; templates want the object
+            function = {**function, "arguments": _read_json(function["arguments"], f"{where}, arguments of {function['name']}")}
+        read.append({**call, "function": function} if "function" in call else function)
+    return read
+
+
+def _check_order(messages: list[dict[str, Any]], where: str) -> None:
+    """Refuse what no conversation looks like; whether roles alternate is the chat template's matter."""
+    before = None
+    calls_are_open = False
+    for number, message in enumerate(messages, start=1):
+        role = message["role"]
+        if role == "system" and before is not None:
+            trouble = "a system turn comes after others: put it first"
+        elif role == "assistant" and before in (None, "system"):
+            trouble = "the assistant speaks first: begin with a user turn"
+        elif role == "tool" and not calls_are_open:
+            trouble = "a tool turn follows no assistant turn with tool_calls: put it behind its call"
+        else:
+            before = role
+            calls_are_open = calls_are_open if role == "tool" else bool(message.get("tool_calls"))
+            continue
+        raise UserError(f"{where}, message {number}: roles out of order, {trouble}")
+
+
+def _read_tools(tools: Any, where: str) -> list[Any] | None:
+    if isinstance(tools, str) and tools.strip():
+        tools = _read_json(tools, f"{where}, column {TOOLS_COLUMN}")
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise UserError(f"{where}, column {TOOLS_COLUMN}: {tools!r:.60} is no list of tools: write their JSON schemas in a list")
+    read = []
+    for number, tool in enumerate(tools, start=1):
+        tool = _read_json(tool, f"{where}, tool {number}") if isinstance(tool, str) else _without_nulls(tool)
+        if not isinstance(tool, dict):
+            raise UserError(f"{where}, tool {number}: {tool!r:.60} is no tool: write its JSON schema as an object")
+        _check_values(tool, f"{where}, tool {number}")
+        read.append(tool)
+    return read
+
+
+def _read_json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = str(error).replace("line 1 column", "column")
+        raise UserError(f"{where}: not JSON ({reason}): {text!r:.60}") from None
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _check_values(value: Any, where: str) -> None:
+    """Every text in a message is text, and nothing is there that JSON cannot say."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            check_text(key, f"{where}, a key")
+            _check_values(item, f"{where}, {key}")
+    elif isinstance(value, list):
+        for item in value:
+            _check_values(item, where)
+    elif not isinstance(value, bool | int | float | None):
+        check_text(value, where)

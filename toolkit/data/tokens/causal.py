@@ -1,0 +1,300 @@
+"""Rows of a causal model's run → token ids with a mask of what counts, on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from toolkit.config.schema import LLMDataConfig, ModelConfig
+from toolkit.data.rows.cache import TextRows, cache_folder
+from toolkit.data.rows.causal_rows import load_llm_rows
+from toolkit.data.rows.messages import list_texts
+from toolkit.data.tokens.cache import About, TokenizedRows, Written, build_once_a_node, save_tokens, tokenize_rows, write_tokens
+from toolkit.data.tokens.chat_template import check_chat_template, list_special_tokens, read_chat_template
+from toolkit.data.tokens.cuts import ROW_IDS_OF_A_PIECE, SIDES, split_text, tell_cut, tell_split
+from toolkit.data.tokens.offsets import TokenizedText, tokenize_texts
+from toolkit.data.tokens.prompts import Prepared, prepare_chat, prepare_text
+from toolkit.data.tokens.tokenizer import (
+    has_tokenizer,
+    hash_tokenizer,
+    load_tokenizer,
+    tell_lost_text,
+    train_byte_level_tokenizer,
+)
+from toolkit.errors import UserError
+from toolkit.loss import IGNORED_LABEL
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+FORMAT_VERSION = 5
+"""Goes into the cache's name: raise it when the columns or their meaning change."""
+
+_OF_TOKENIZING = ("num_given_tokens", "num_lost_tokens", "piece", "is_chat", "is_endless")
+"""Columns that are not kept: tokens before a cut and those lost to it; the number of a row in its text, from 0; whether it is a
+chat, and whether a turn of it ends with no special token."""
+_NUM_ROWS_TRIED = 100
+"""That a tokenizer keeps their text."""
+
+
+def prepare_llm_rows(config: LLMDataConfig, model: ModelConfig, vocab_size: int) -> TokenizedRows:
+    """Read, tokenize and cache the rows on each node's first process; the others load the cache. Collective.
+
+    A chat is what its template makes of it. A prompt is followed by its completion and the end token, a text by the end token;
+    both begin with what the tokenizer puts before any text (Llama's `<s>`). Chats and pairs longer than `data.max_length_tokens`
+    are cut, a longer text becomes several rows (see `cuts.py`).
+
+    Raises:
+        UserError: whatever is wrong with the source, the tokenizer or the chat template, no training row with a label left after
+            the cut, of all or of one entry of `data.mix`, or nodes that read different data; on every rank.
+    """
+    return build_once_a_node(cache_folder(config.cache_dir), partial(_build_cache, config, model, vocab_size))
+
+
+def _build_cache(config: LLMDataConfig, model: ModelConfig, vocab_size: int) -> Written:
+    """Make sure the tokenized rows lie in the cache. On one process of a node."""
+    template = read_chat_template(config.chat_template) if config.chat_template else None
+    tokenizer = load_tokenizer(model, vocab_size) if has_tokenizer(model) else None
+    if tokenizer is not None:
+        _set_up(tokenizer, template, config.max_length_tokens)
+    rows = load_llm_rows(config)
+    identity = {
+        "format": FORMAT_VERSION,
+        "rows": rows.fingerprint,
+        "tokenizer": hash_tokenizer(tokenizer) if tokenizer else f"byte-level trained on the rows, {vocab_size} tokens",
+        "chat_template": hashlib.sha256(json.dumps(tokenizer.chat_template if tokenizer else template).encode()).hexdigest(),
+        "loss_on": config.loss_on,
+        "max_length_tokens": config.max_length_tokens,
+    }
+
+    def write(folder: Path) -> About:
+        if tokenizer is not None:
+            return _write_tokens(rows, tokenizer, config, folder)
+        texts = (text for row in rows.train for text in list_texts(json.loads(row["source"])))
+        trained = train_byte_level_tokenizer(texts, vocab_size)
+        _set_up(trained, template, config.max_length_tokens)
+        return _write_tokens(rows, trained, config, folder)
+
+    return write_tokens(cache_folder(config.cache_dir), identity, write)
+
+
+def _set_up(tokenizer: PreTrainedTokenizerBase, template: str | None, max_length_tokens: int) -> None:
+    """Give the tokenizer the template, which goes into the export with it, and refuse what cannot do what is needed."""
+    name = tokenizer.name_or_path or "trained on the rows"
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"the tokenizer {name} is a slow one ({type(tokenizer).__name__}), which does not say where its tokens stand in a "
+            "text: convert it to a tokenizer.json"
+        )
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"the tokenizer {name} has no end token to put after texts: set eos_token in its tokenizer_config.json")
+    least = len(_get_prefix(tokenizer)) + 2
+    if max_length_tokens < least:
+        raise UserError(f"data.max_length_tokens = {max_length_tokens} leaves no room for a label: give a row at least {least}")
+    if template is not None:
+        tokenizer.chat_template = template
+    check_chat_template(tokenizer)
+
+
+def _write_tokens(rows: TextRows, tokenizer: PreTrainedTokenizerBase, config: LLMDataConfig, folder: Path) -> About:
+    first_rows = rows.train.select(range(min(_NUM_ROWS_TRIED, len(rows.train))))["source"]
+    remarks = rows.remarks + tell_lost_text(tokenizer, [list_texts(json.loads(source)) for source in first_rows])
+    stop_token_ids = {int(tokenizer.eos_token_id)}
+    arguments = {
+        "tokenizer": tokenizer,
+        "loss_on": config.loss_on,
+        "max_length_tokens": config.max_length_tokens,
+        "origins": rows.origins,
+    }
+    for name, dataset in (("train", rows.train), ("evaluation", rows.evaluation)):
+        tokenized = tokenize_rows(
+            dataset,
+            _tokenize_batch,
+            arguments,
+            name,
+            folder,
+            num_workers=config.num_tokenizer_workers,
+            placeholder={"source": '{"text": "", "mix_entry": 0}', "target": "", "lead_text": ""},
+        )
+        kept, told = _drop_lost_rows(tokenized, config, name)
+        remarks += told
+        if name == "train":
+            _check_mix(kept, config)
+        stop_token_ids.update(*kept["stop_token_ids"])
+        save_tokens(kept.remove_columns([*_OF_TOKENIZING, "stop_token_ids"]), name, folder)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    return About(remarks, sorted(stop_token_ids))
+
+
+def _check_mix(train: Dataset, config: LLMDataConfig) -> None:
+    left = set(train.with_format("numpy")["source_index"][:].tolist())
+    for number, entry in enumerate(config.mix):
+        if number not in left:
+            raise UserError(
+                f"data.mix[{number}] ({entry.source}) has no training row left (all its rows are held out, skipped or cut off): "
+                "leave it out, or change data.eval_fraction or data.max_length_tokens"
+            )
+
+
+def _drop_lost_rows(tokenized: Dataset, config: LLMDataConfig, name: str) -> tuple[Dataset, list[str]]:
+    """The rows with a label that counts, and remarks on what the limit and the template did to them."""
+    numbers = tokenized.select_columns(["num_label_tokens", *_OF_TOKENIZING]).with_format("numpy")[:]
+    is_kept = numbers["num_label_tokens"] > 0
+    is_bare = ~is_kept & (numbers["num_lost_tokens"] == 0)  # as of zero-width characters, which BERT's leaves out
+    limit, side = f"data.max_length_tokens = {config.max_length_tokens}", SIDES[name]
+    what = "conversations" if numbers["is_chat"].all() else "rows"
+    num_rows, num_bare, num_lost = int((numbers["piece"] == 0).sum()), int(is_bare.sum()), int((~is_kept & ~is_bare).sum())
+    if num_bare and num_bare == num_rows and name == "train":
+        raise UserError(
+            f"the tokenizer makes nothing to predict of all {num_rows} {side} {what}: give other rows, or another model"
+        )
+    if name == "train" and num_lost + num_bare == num_rows:
+        raise UserError(f"all {num_rows} {side} {what} lost their whole completion to {limit}: raise it")
+    given = numbers["num_given_tokens"]
+    told = tell_split(numbers["piece"], name, limit)
+    told += tell_cut(given, np.where(is_kept | is_bare, numbers["num_lost_tokens"], given), num_rows, name, limit)
+    if num_lost:
+        told.append(f"{num_lost} of {num_rows} {what} lost their whole completion to {limit} and were left out ({side} rows)")
+    if num_bare:
+        told.append(f"left out {num_bare} of {num_rows} {side} {what}, of which the tokenizer makes nothing to predict")
+    if num_rows and not is_kept.any():
+        told.append("no held-out row is left to evaluate on")
+    if num_endless := int(numbers["is_endless"].sum()):
+        told.append(
+            f"the chat template ends the turns of {num_endless} of {num_rows} {side} rows with no special token, so nothing "
+            "tells generation to stop: end assistant turns with eos_token in data.chat_template"
+        )
+    return tokenized.select(np.flatnonzero(is_kept)) if num_lost or num_bare else tokenized, told
+
+
+def _tokenize_batch(
+    rows: dict[str, list],
+    tokenizer: PreTrainedTokenizerBase,
+    loss_on: str,
+    max_length_tokens: int,
+    origins: list[tuple[str, int]],
+) -> dict[str, list]:
+    """The columns of `TokenizedRows`, those of `_OF_TOKENIZING`, and `stop_token_ids`."""
+    examples = [json.loads(source) for source in rows["source"]]
+    prepared = [
+        prepare_chat(tokenizer, example, loss_on, _locate(row_id, origins))
+        if "messages" in example
+        else prepare_text(example, loss_on, lead_text)
+        for row_id, example, lead_text in zip(rows["row_id"], examples, rows["lead_text"], strict=True)
+    ]
+    tokenized = tokenize_texts(
+        tokenizer, [item.text for item in prepared], [[turn.start for turn in item.turns] for item in prepared]
+    )
+    prefix = _get_prefix(tokenizer)
+    special_tokens = re.compile("|".join(map(re.escape, list_special_tokens(tokenizer))) or "(?!)")
+    all_columns = []
+    for row_id, example, item, tokens in zip(rows["row_id"], examples, prepared, tokenized, strict=True):
+        if not item.is_chat:
+            length, before = len(item.text), np.zeros(len(prefix), dtype=np.int64)
+            tokens = TokenizedText(
+                np.concatenate([prefix, tokens.input_ids, [tokenizer.eos_token_id]]).astype(np.int32),
+                np.concatenate([before, tokens.starts, [length]]),
+                np.concatenate([before, tokens.ends, [length]]),
+                tuple(first + len(prefix) for first in tokens.firsts),
+            )
+        if "text" in example:
+            columns = _split(item, tokens, len(prefix), max_length_tokens)
+        else:
+            columns = [_mask(item, tokens, max_length_tokens, special_tokens)]
+        of_row = {**_find_stops(item, tokenizer, special_tokens), "source_index": example["mix_entry"]}
+        all_columns += [
+            {**part, **of_row, "row_id": row_id + piece * ROW_IDS_OF_A_PIECE, "piece": piece}
+            for piece, part in enumerate(columns)
+        ]
+    return {name: [columns[name] for columns in all_columns] for name in all_columns[0]}
+
+
+def _locate(row_id: int, origins: list[tuple[str, int]]) -> str:
+    """Input and row number, for messages."""
+    for label, num_rows in origins:
+        if row_id < num_rows:
+            return f"{label}, row {row_id + 1}"
+        row_id -= num_rows
+    raise AssertionError("row ids count through the inputs")
+
+
+def _get_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The special tokens that the tokenizer puts before any text."""
+    encoded = tokenizer("a", return_special_tokens_mask=True)
+    num_special = [*encoded["special_tokens_mask"], 0].index(0)
+    return encoded["input_ids"][:num_special]
+
+
+def _split(item: Prepared, tokens: TokenizedText, num_prefix: int, max_length_tokens: int) -> list[dict[str, Any]]:
+    """The columns of the rows that a text becomes."""
+    return [
+        {
+            "input_ids": piece.input_ids,
+            "labels": piece.labels,
+            "num_tokens": len(piece.input_ids),
+            "num_label_tokens": int((piece.labels != IGNORED_LABEL).sum()),
+            # Nothing predicts the first token: its text is not counted either.
+            "target_bytes": len(item.text[tokens.ends[max(piece.begin - 1, 0)] : tokens.ends[piece.end - 1]].encode()),
+            "prompt_length": 0,
+            "target": "",
+            "lead_text": "",
+            "num_given_tokens": piece.end - piece.begin,
+            "num_lost_tokens": 0,
+        }
+        for piece in split_text(tokens.input_ids, num_prefix, max_length_tokens)
+    ]
+
+
+def _mask(item: Prepared, tokens: TokenizedText, max_length_tokens: int, special_tokens: re.Pattern) -> dict[str, Any]:
+    """The columns of one chat or pair."""
+    input_ids = tokens.input_ids[:max_length_tokens]
+    is_cut = len(tokens.input_ids) > len(input_ids)
+    end_place = tokens.ends[len(input_ids) - 1] if is_cut else len(item.text)
+    labels = input_ids.copy() if item.counts_whole else np.full_like(input_ids, IGNORED_LABEL)
+    # Nothing predicts the first token: its text is not counted either.
+    pieces = [item.text[tokens.ends[:1].max(initial=0) : end_place]] if item.counts_whole else []
+    prompt_length, target, lead_text = 0, "", ""
+    for turn, turn_lead_text, first in zip(item.turns, item.lead_texts, tokens.firsts, strict=True):
+        last = min(int(np.searchsorted(tokens.starts, turn.end)), len(input_ids))
+        if first >= last:  # cut off
+            continue
+        said = item.text[turn.start : min(turn.content_end, end_place)]
+        if not item.counts_whole:
+            labels[first:last] = input_ids[first:last]
+            pieces.append(said)
+        prompt_length, target, lead_text = first, said, turn_lead_text
+    labels[:1] = IGNORED_LABEL
+    if item.is_chat:  # elsewhere what looks like a special token is the row's own text
+        pieces, target = [special_tokens.sub("", piece) for piece in pieces], special_tokens.sub("", target)
+    return {
+        "input_ids": input_ids,
+        "labels": labels,
+        "num_tokens": len(input_ids),
+        "num_label_tokens": int((labels != IGNORED_LABEL).sum()),
+        "target_bytes": sum(len(piece.encode()) for piece in pieces),
+        "prompt_length": prompt_length,
+        "target": target.strip(),
+        "lead_text": lead_text,
+        "num_given_tokens": len(tokens.input_ids),
+        "num_lost_tokens": len(tokens.input_ids) - len(input_ids),
+    }
+
+
+def _find_stops(item: Prepared, tokenizer: PreTrainedTokenizerBase, special_tokens: re.Pattern) -> dict[str, Any]:
+    """The columns that say how the turns of one example end; `stop_token_ids` has the tokenizer's end too: a list that is empty
+    has no type."""
+    ends = [special_tokens.findall(item.text[turn.content_end : turn.end]) for turn in item.turns] if item.is_chat else []
+    stop_tokens = [str(tokenizer.eos_token), *(tokens[-1] for tokens in ends if tokens)]
+    stop_token_ids: Any = tokenizer.convert_tokens_to_ids(stop_tokens)
+    return {
+        "is_chat": item.is_chat,
+        "is_endless": any(not tokens for tokens in ends),
+        "stop_token_ids": sorted(set(stop_token_ids)),
+    }

@@ -1,0 +1,101 @@
+"""The languages of a translation model: what marks its sources and targets, and what its generated texts begin with.
+
+The tokenizers of M2M-100, NLLB, mBART and PLBart put a language's token around a text, each at a place of its own. Where it
+stands is found by encoding a text, not by the model's name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from toolkit.data.collate import SummarizationCollator
+from toolkit.distributed.comm import print_rank0
+from toolkit.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+NUM_LANGUAGES_SHOWN = 6
+
+
+def marks_languages(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer has a language for sources (`src_lang`) and one for targets (`tgt_lang`)."""
+    return hasattr(tokenizer, "set_tgt_lang_special_tokens")
+
+
+def set_languages(tokenizer: PreTrainedTokenizerBase, name: str, source: str | None, target: str | None) -> None:
+    """Have the tokenizer mark sources and targets with these languages; None keeps the one saved with it.
+
+    Args:
+        name: the model's, for errors.
+
+    Raises:
+        UserError: the tokenizer marks no languages, lacks this one, or is left without one.
+    """
+    wanted = {"source": source, "target": target}
+    if not marks_languages(tokenizer):
+        for side, language in wanted.items():
+            if language is not None:
+                raise UserError(
+                    f"data.{side}_language is {language}, but the tokenizer of {name} does not mark languages: leave it out"
+                )
+        return
+    for side, attribute, argument in (("source", "src_lang", "text"), ("target", "tgt_lang", "text_target")):
+        language = getattr(tokenizer, attribute) if wanted[side] is None else wanted[side]
+        if language is None:
+            raise UserError(
+                f"the tokenizer of {name} marks each text with its language: set data.{side}_language to one of "
+                f"{_languages(tokenizer)}"
+            )
+        try:
+            setattr(tokenizer, attribute, language)
+            marks = tokenizer(**{argument: ""})["input_ids"]
+        except KeyError:
+            marks = [tokenizer.unk_token_id]
+        # Any token would do as a mark otherwise: `fr` is a piece of words for NLLB, its French is `fra_Latn`.
+        languages = set(_language_ids(tokenizer).values())
+        if not languages.intersection(marks) or not {*tokenizer.all_special_ids, *languages}.issuperset(marks):
+            raise UserError(
+                f"data.{side}_language {language!r} is not a language of the tokenizer of {name}: it has {_languages(tokenizer)}"
+            )
+
+
+def start_generation(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, collator: SummarizationCollator) -> None:
+    """Have `generate` begin as the decoder inputs of training do; an export then does so too.
+
+    The first decoder input is its start token: the target's language for mBART, `</s>` for NLLB. Where targets begin with a
+    language, as NLLB's do, it is the first token that is generated, whatever the model would choose.
+    """
+    labels = tokenizer(text_target="a")["input_ids"]
+    start = int(collator.decoder_inputs(torch.tensor([labels]))[0, 0])
+    generation: Any = model.generation_config
+    used = generation.decoder_start_token_id
+    settings: dict[str, int | None] = {}
+    if start != (generation.bos_token_id if used is None else used):
+        settings["decoder_start_token_id"] = start
+    if marks_languages(tokenizer):
+        plain = tokenizer(text_target="a", add_special_tokens=False)["input_ids"]
+        forced = labels[0] if labels[: len(plain)] != plain else None
+        if forced != generation.forced_bos_token_id:
+            settings["forced_bos_token_id"] = forced
+    for setting, token_id in settings.items():
+        setattr(generation, setting, token_id)
+        token = None if token_id is None else tokenizer.convert_ids_to_tokens(token_id)
+        print_rank0(f"{setting} of the generation config is set to {token_id} ({token}): targets begin so")
+
+
+def _language_ids(tokenizer: Any) -> dict[str, int]:
+    """Token id of each language; without a table of them, of the special tokens that have no role of their own."""
+    if table := getattr(tokenizer, "lang_code_to_id", None):
+        return table
+    named = {token for token in tokenizer.special_tokens_map.values() if isinstance(token, str)}
+    return {token: tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens if token not in named}
+
+
+def _languages(tokenizer: Any) -> str:
+    """Some of those that exist."""
+    codes = _language_ids(tokenizer)
+    shown = ", ".join(sorted(codes)[:NUM_LANGUAGES_SHOWN])
+    return f"{shown}, … ({len(codes)} in all)" if len(codes) > NUM_LANGUAGES_SHOWN else shown

@@ -1,0 +1,75 @@
+"""Examples of a causal model's run as text, with the places of what the model is to write."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from toolkit.data.tokens.chat_template import TEMPLATE_ERRORS, NoMaskError, Turn, find_turns, render_chat
+from toolkit.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Prepared(NamedTuple):
+    """An example as text, with the places of what the model is to write."""
+
+    text: str
+    turns: list[Turn]
+    """Those to train on: of a prompt with its completion, the completion."""
+    lead_texts: list[str]
+    """What the lead baseline reads, for each turn."""
+    counts_whole: bool
+    is_chat: bool
+
+
+def prepare_text(example: dict[str, Any], loss_on: str, lead_text: str) -> Prepared:
+    """A text, or a prompt with its completion."""
+    if "text" in example:
+        return Prepared(example["text"], [], [], counts_whole=True, is_chat=False)
+    prompt, completion = example["prompt"], example["completion"]
+    text = prompt + completion
+    turn = Turn(len(prompt), len(text), len(text) + 1)  # one character more, for the end token
+    return Prepared(text, [turn], [lead_text], counts_whole=loss_on == "all", is_chat=False)
+
+
+def prepare_chat(tokenizer: PreTrainedTokenizerBase, example: dict[str, Any], loss_on: str, where: str) -> Prepared:
+    """A chat as its template prints it.
+
+    Raises:
+        UserError: the template refuses it, prints nothing of a turn, or does not tell which text is the assistant's; a turn has
+            weight 0 where all tokens count.
+    """
+    messages, tools, weight_0 = example["messages"], example["tools"], example["weight_0"]
+    if weight_0 and loss_on == "all":
+        raise UserError(
+            f"{where}: message {weight_0[0] + 1} has weight 0, but data.loss_on all counts every token: set it to completions, "
+            "or leave the weight out"
+        )
+    try:
+        text = render_chat(tokenizer, messages, tools)
+        turns = find_turns(tokenizer, text, messages, tools)
+    except NoMaskError as error:
+        if loss_on == "completions":
+            raise UserError(
+                f"{where}: the chat template does not tell which tokens are the assistant's: {error}; give "
+                "data.chat_template with {% generation %} ... {% endgeneration %} around the assistant's text "
+                "(recipes/chat_templates/chatml_generation.jinja is one for ChatML), or set data.loss_on all"
+            ) from None
+        return Prepared(text, [], [], counts_whole=True, is_chat=True)
+    except UserError:
+        raise
+    except TEMPLATE_ERRORS as error:
+        raise UserError(
+            f"{where}: the chat template refuses this conversation ({str(error) or type(error).__name__}): change the row, or "
+            "set data.chat_template to a template that takes it"
+        ) from None
+    spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    for i, turn in zip(spoken, turns, strict=True):
+        if not text[turn.start : turn.content_end].strip():
+            has_calls = " (it has tool_calls, which the template may not know)" if messages[i].get("tool_calls") else ""
+            raise UserError(f"{where}: the chat template prints nothing of message {i + 1}{has_calls}: set data.chat_template")
+    first = example["first_trained"]
+    trained = [(i, turn) for i, turn in zip(spoken, turns, strict=True) if i >= first and i not in weight_0]
+    lead_texts = [next(m["content"] for m in reversed(messages[:i]) if m["role"] == "user") for i, _ in trained]
+    return Prepared(text, [turn for _, turn in trained], lead_texts, counts_whole=loss_on == "all", is_chat=True)

@@ -1,0 +1,171 @@
+"""The tokenizer of a model folder, or one trained on the rows where the folder has none."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.config.schema import ModelConfig
+from toolkit.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+MAX_TRAINING_ROWS = 10_000
+MAX_TRAINING_CHARACTERS = 400
+TOKENIZER_FILES = ("tokenizer.json", "spiece.model", "sentencepiece.bpe.model", "source.spm", "vocab.json", "vocab.txt")
+
+
+def has_tokenizer(config: ModelConfig) -> bool:
+    """Whether the model comes with a tokenizer. A hub id is taken to: transformers answers for it."""
+    folder = Path(config.name_or_path)
+    return not folder.is_dir() or any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
+def load_tokenizer(config: ModelConfig, vocab_size: int) -> PreTrainedTokenizerBase:
+    """The model's own tokenizer. Without a padding token, as most LLMs have it, it pads with its end token.
+
+    That is safe: which labels count is kept apart and never told from the token ids.
+
+    Args:
+        vocab_size: token embeddings of the model.
+
+    Raises:
+        UserError: it cannot be read, has neither a padding nor an end token, more tokens than the model has embeddings, or
+            another vocabulary for targets that it does not encode with (FSMT's).
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            config.name_or_path, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f"the tokenizer of {config.name_or_path} could not be read ({first_line})") from None
+    has_two = hasattr(tokenizer, "get_src_vocab")  # FSMT's: it decodes with the targets' vocabulary
+    if has_two and any(tokenizer.convert_ids_to_tokens(place) != token for token, place in tokenizer.get_src_vocab().items()):
+        raise UserError(
+            f"the tokenizer of {config.name_or_path} decodes targets with a vocabulary of their own, but encodes them with that "
+            "of the sources, so their labels would be wrong: take a model with one vocabulary, such as Marian or M2M-100"
+        )
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise UserError(
+                f"the tokenizer of {config.name_or_path} has neither a padding nor an end token: set pad_token or eos_token "
+                "in its tokenizer_config.json"
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    if len(tokenizer) > vocab_size:
+        raise UserError(
+            f"the tokenizer of {config.name_or_path} has {len(tokenizer)} tokens, but the model only {vocab_size} embeddings: "
+            "take the tokenizer that belongs to the model; the vocabulary is not resized under sharding: resize the model with "
+            "transformers' resize_token_embeddings and save it first"
+        )
+    return tokenizer
+
+
+def train_tokenizer(rows: Dataset, vocab_size: int) -> PreTrainedTokenizerBase:
+    """A unigram tokenizer like T5's (`<pad>` 0, `</s>` 1, `<unk>` 2), trained with the tokenizers library.
+
+    On sources and targets of at most `MAX_TRAINING_ROWS` rows, spread evenly, each cut: more text makes a small vocabulary
+    slower, not better.
+
+    Raises:
+        UserError: the rows have more different characters than `vocab_size` allows.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    every = -(-len(rows) // MAX_TRAINING_ROWS)
+    chosen = rows.select(range(0, len(rows), every))
+    texts = (text[:MAX_TRAINING_CHARACTERS] for row in chosen for text in (row["source"], row["target"]))
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace("\n", " ")])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=vocab_size, special_tokens=["<pad>", "</s>", "<unk>"], unk_token="<unk>", show_progress=False
+    )
+    try:
+        tokenizer.train_from_iterator(texts, trainer)
+    except Exception as error:  # the library raises nothing narrower
+        if "vocabulary is not large enough" not in str(error):
+            raise
+        raise UserError(
+            f"the model has {vocab_size} token embeddings, fewer than the rows have different characters: raise vocab_size in "
+            "its config.json, or give it a tokenizer"
+        ) from None
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+
+
+def train_byte_level_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+    """A byte-level BPE tokenizer like GPT-2's (`<pad>` 0, `<|endoftext|>` 1, which begins and ends a text).
+
+    Every text can be written with it, and the same texts in the same order give the same tokenizer. It adds no special tokens
+    by itself. Texts are read once and all of them count.
+
+    Raises:
+        UserError: `vocab_size` is too small for the 256 bytes and the special tokens.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special_tokens = ["<pad>", "<|endoftext|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    num_least = len(alphabet) + len(special_tokens)
+    if vocab_size < num_least:
+        raise UserError(
+            f"the model has {vocab_size} token embeddings, fewer than the {num_least} that a byte-level tokenizer begins with: "
+            "raise vocab_size in its config.json, or give it a tokenizer"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special_tokens, initial_alphabet=sorted(alphabet), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<|endoftext|>", bos_token="<|endoftext|>"
+    )
+
+
+def tell_lost_text(tokenizer: PreTrainedTokenizerBase, rows: Sequence[list[str]]) -> list[str]:
+    """A sentence where decoding the tokens of texts does not give the texts: BERT's lose case and line breaks, others what they
+    do not know. A space before the first word does not count, which many add or leave out.
+
+    Args:
+        rows: texts of each row.
+    """
+    num_lost, example = 0, ("", "")
+    for texts in rows:
+        begun = [text[:MAX_TRAINING_CHARACTERS] for text in texts]
+        decoded = [
+            str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+            for ids in tokenizer(begun, add_special_tokens=False)["input_ids"]
+        ]
+        lost = [pair for pair in zip(begun, decoded, strict=True) if pair[0].lstrip(" ") != pair[1].lstrip(" ")]
+        example = lost[0] if lost and not num_lost else example
+        num_lost += bool(lost)
+    if not num_lost:
+        return []
+    return [
+        f"the tokenizer {tokenizer.name_or_path} does not give back {num_lost} of the first {len(rows)} training rows as they "
+        f"are ({example[0]!r:.60} as {example[1]!r:.60}): what it leaves out is not learnt"
+    ]
+
+
+def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """sha256 of all that decides how text becomes ids, independent of where the files lie."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    body = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    extra = json.dumps([type(tokenizer).__name__, tokenizer.special_tokens_map], sort_keys=True, default=str)
+    return hashlib.sha256((body + extra).encode()).hexdigest()

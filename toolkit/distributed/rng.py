@@ -1,0 +1,84 @@
+"""Random state of each rank as tensors in a file beside a checkpoint's shards; no pickle."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from toolkit.distributed.comm import agreed, rank, world_size
+from toolkit.errors import UserError
+from toolkit.files.modes import give_usual_mode
+
+
+def capture_random_state() -> dict[str, torch.Tensor]:
+    """This rank's random state of Python, NumPy and torch (every device) as it is now, as tensors on the CPU."""
+    import numpy as np
+
+    _, python_state, _ = random.getstate()
+    numpy_state: Sequence[Any] = np.random.get_state(legacy=True)  # type: ignore[assignment]
+    state = {
+        "python": torch.tensor(python_state, dtype=torch.int64),
+        "numpy": torch.tensor([*numpy_state[1].tolist(), numpy_state[2]], dtype=torch.int64),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Nothing in it advances this rank's random state, not even a library that draws when it is imported (nltk's, for ROUGE)."""
+    state = capture_random_state()
+    try:
+        yield
+    finally:
+        _set(state)
+
+
+def save_random_state(state: dict[str, torch.Tensor], folder: Path) -> str:
+    """Write what `capture_random_state` gave; returns the file's name."""
+    from safetensors.torch import save_file
+
+    name = f"rng-{rank():05d}.safetensors"
+    save_file(state, folder / name)
+    give_usual_mode(folder / name)
+    return name
+
+
+def load_random_state(folder: Path, saved_world_size: int) -> None:
+    """Restore this rank's random state; on another number of ranks there is none to restore, and training reseeds itself.
+    Collective.
+
+    Raises:
+        UserError: a rank's file is missing or is not what `save_random_state` wrote; on every rank.
+    """
+    if saved_world_size == world_size():
+        agreed(lambda: _restore(folder / f"rng-{rank():05d}.safetensors"))
+
+
+def _restore(path: Path) -> None:
+    from safetensors.torch import load_file
+
+    try:
+        _set(load_file(path))
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"the random state {path} cannot be restored ({reason}): resume from another checkpoint") from None
+
+
+def _set(state: dict[str, torch.Tensor]) -> None:
+    import numpy as np
+
+    random.setstate((3, tuple(state["python"].tolist()), None))
+    *keys, position = state["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, 0, 0.0))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,294 @@
+"""The end of a run that no longer moves: every rank shows its stacks and exits, and the rank that did not arrive is named.
+
+The main thread says where it is: with `at` in what it does step by step, where each call of `at` or `moved` is a movement; with
+`working` around library calls that report nothing (tokenizing, loading, writing), where CPU time or IO of the process and its
+children is movement (`toolkit.distributed.activity`). Work that takes long but moves is never ended. A host that waits for a GPU takes a
+whole core too: what communicates over the device is `at`.
+
+Two threads beside it keep watch. One reports the rank's place to the key-value store of the process group about once a second
+and, when this rank has stood still for half of `timeout_s`, reads the places of the others; it may hang itself, with the host of
+the store. The other talks to nobody, keeps the time and ends the process.
+
+A job hangs when none of its ranks that answer has moved for `timeout_s`: waiting for a slow rank is no hang. The first rank to
+see it writes the sentence into the store, so that all say the same; `toolkit.distributed.hang_report` finds out who did not arrive. Where a
+thread holds the GIL for ever, these threads stand still too: the others name that rank, and the launcher has to kill it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from toolkit.distributed.activity import MIN_IO_BYTES_PER_S, Activity
+from toolkit.distributed.comm import rank, world_size
+from toolkit.distributed.hang_report import Place, Verdict, explain, hang_file, line_of_main_thread, num_collectives
+from toolkit.errors import EXIT_HANG
+
+ANSWER_S = 5.0
+"""How long a rank or the store is waited for before it counts as one that does not answer; or half of the timeout, if longer."""
+LOOK_S = 10.0
+"""At most so long between two looks at the others."""
+WINDOW_S = 30.0
+"""At most so long between two looks at the process's own activity."""
+REPORT_BYTES = 512
+"""More than a report of a rank's place, which the store's host reads: rank 0, unless the launcher is."""
+STDERR = 2
+"""The file descriptor: a hung thread may hold the lock of `sys.stderr`."""
+
+_Where = tuple[str, int | None, bool]
+"""Phase, step, and whether the process's own activity counts."""
+_current: Watchdog | None = None
+
+
+def start(timeout_s: float) -> None:
+    """Watch this process from here to `stop` or its end. Not a collective, but for every rank of a run."""
+    global _current
+    _leave()
+    _current = Watchdog(timeout_s).__enter__()
+    atexit.register(_leave)  # a thread inside the store must not meet a finalizing Python
+
+
+def stop() -> None:
+    """The run came to its end: nobody waits for this rank any more."""
+    if _current is not None:
+        _current.has_left = True
+    _leave()
+
+
+def _leave() -> None:
+    global _current
+    watchdog, _current = _current, None
+    atexit.unregister(_leave)
+    if watchdog is not None:
+        watchdog.__exit__()
+
+
+def keep_stacks_in(folder: Path) -> None:
+    """From now on the stacks go into files of the run's folder too."""
+    if _current is not None:
+        _current.folder = folder
+
+
+def at(phase: str, step: int | None = None) -> None:
+    """As `Watchdog.at`, of the process's watchdog, if there is one: the next call is the next movement."""
+    if _current is not None:
+        _current.at(phase, step)
+
+
+def working(phase: str, step: int | None = None) -> None:
+    """As `at`, but whatever the process and its children do is movement."""
+    if _current is not None:
+        _current.at(phase, step, works=True)
+
+
+def moved() -> None:
+    """The main thread is where it was, one part further."""
+    if _current is not None:
+        _current.moved()
+
+
+class Watchdog:
+    """Ends the process with exit code `EXIT_HANG` once the job has stood still for `timeout_s`; at work inside its `with`.
+
+    Args:
+        folder: the stacks of a rank go to its stderr and, where it is known, to `hang-rank-<rank>.txt` in here.
+    """
+
+    def __init__(self, timeout_s: float, folder: Path | None = None) -> None:
+        self.timeout_s, self.folder, self.has_left = timeout_s, folder, False
+        self._interval_s = min(1.0, timeout_s / 10)
+        self._patience_s = max(ANSWER_S, timeout_s / 2)
+        self._here: _Where = ("start", None, True)
+        self._idle_s = 0.0
+        self._last_answer_s = 0.0
+        self._cpu_s_of_peers = 0.0
+        self._verdict: Verdict | None = None
+        self._threads: list[threading.Thread] = []
+        self._stopped, self._shown, self._seen_by_all = threading.Event(), threading.Event(), threading.Event()
+
+    def __enter__(self) -> Watchdog:
+        # Kept: the process group may end before its watchdog.
+        self._rank, self._world_size = rank(), world_size()
+        reports_bytes_per_s = REPORT_BYTES * self._world_size / self._interval_s if self._rank == 0 else 0
+        self._activity = Activity(min(WINDOW_S, self.timeout_s / 5), MIN_IO_BYTES_PER_S + reports_bytes_per_s)
+        self._threads = [threading.Thread(target=self._keep_time, name="watchdog", daemon=True)]
+        if self._world_size > 1:
+            store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+            self._threads.append(threading.Thread(target=self._ask_peers, args=(store,), name="watchdog peers", daemon=True))
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join(timeout=1)  # one that hangs with the store is left behind
+
+    def at(self, phase: str, step: int | None = None, *, works: bool = False) -> None:
+        """The main thread is in `phase` of `step` now; restarts the clock. No collective; costs next to nothing."""
+        self._here = (phase, step, works)  # a new object at every call: the other thread sees that this one moved
+
+    def moved(self) -> None:
+        """The main thread is where it was, and moves."""
+        self._here = (*self._here,)
+
+    def _keep_time(self) -> None:
+        seen, last_s = self._here, time.monotonic()
+        while not self._stopped.wait(self._interval_s):
+            now_s, here = time.monotonic(), self._here
+            # A process that was stopped and goes on (a suspended job) has not hung meanwhile: its own standstill counts little.
+            stood_s = min(now_s - last_s, self._interval_s + 1)
+            self._idle_s = 0.0 if self._has_moved(seen, here) else self._idle_s + stood_s
+            seen, last_s = here, now_s
+            if self._verdict is not None:
+                self._end(self._verdict)
+            elif self._idle_s < self.timeout_s / 2:
+                self._last_answer_s = now_s
+            elif self._idle_s >= self.timeout_s and (self._world_size == 1 or self._is_cut_off(now_s)):
+                sentence = explain({self._rank: self._place()}, set(), self.timeout_s, self.folder)
+                if self._world_size > 1:
+                    sentence += " The other ranks cannot be asked: the key-value store on the first node does not answer."
+                self._end(Verdict(sentence, []))
+
+    def _is_cut_off(self, now_s: float) -> bool:
+        return now_s - self._last_answer_s > max(2 * ANSWER_S, self.timeout_s / 2)
+
+    def _has_moved(self, seen: _Where, here: _Where) -> bool:
+        """From one to the other; for the thread that keeps the time."""
+        cpu_s = time.thread_time() + self._cpu_s_of_peers
+        if here is not seen:
+            if here[2]:
+                self._activity.restart(cpu_s)
+            return True
+        return here[2] and self._activity.has_worked(cpu_s)
+
+    def _ask_peers(self, store: dist.Store) -> None:
+        peers: _Peers | None = None
+        while not self._stopped.wait(self._interval_s) and self._verdict is None:
+            try:
+                peers = peers or _Peers(store, self._rank, self._world_size)
+                self._ask(peers)
+            except dist.DistError:
+                # An answer may still be on its way there: the next try has a connection of its own. Where none comes to the
+                # store, this rank can only go on alone: `_keep_time` sees that no answer comes.
+                peers = None
+            self._cpu_s_of_peers = time.thread_time()
+        with suppress(dist.DistError):
+            if peers is not None and self._verdict is not None:
+                self._shown.wait()
+                peers.wait_until_shown(self._verdict)
+            elif peers is not None and self.has_left:
+                peers.tell(self._place())
+        self._seen_by_all.set()
+
+    def _ask(self, peers: _Peers) -> None:
+        place = self._place()
+        peers.tell(place)
+        if place.idle_s < self.timeout_s / 2:
+            peers.forget()
+        else:
+            self._verdict = peers.look(self.timeout_s, self._patience_s, self.folder)
+        self._last_answer_s = time.monotonic()
+
+    def _place(self) -> Place:
+        (phase, step, _), idle_s = self._here, self._idle_s
+        if idle_s < self.timeout_s / 2:
+            return Place(phase, step, idle_s, beat=time.time_ns(), has_left=self.has_left)
+        return Place(phase, step, idle_s, line_of_main_thread(), num_collectives(), time.time_ns(), self.has_left)
+
+    def _end(self, verdict: Verdict) -> None:
+        if self._stopped.is_set():
+            return
+        # Should anything below hang in its turn (a full pipe, a dead file system), the process still ends, with exit code 1.
+        faulthandler.dump_traceback_later(4 * ANSWER_S, exit=True, file=STDERR)
+        faulthandler.dump_traceback(file=STDERR, all_threads=True)
+        os.write(STDERR, f"{verdict.sentence}\n".encode())
+        if self.folder is not None:
+            with suppress(OSError):
+                self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
+            with suppress(OSError), hang_file(self.folder, self._rank).open("w", encoding="utf-8") as file:
+                print(time.strftime("%Y-%m-%d %H:%M:%S"), verdict.sentence, sep="\n", flush=True, file=file)
+                faulthandler.dump_traceback(file=file, all_threads=True)
+        self._shown.set()
+        if verdict.answering:
+            # A launcher ends all ranks soon after the first has ended, and with rank 0 the store may end: nobody leaves early.
+            self._seen_by_all.wait(ANSWER_S)
+        sys.stdout.flush()
+        os._exit(EXIT_HANG)
+
+
+class _Peers:
+    """A rank's view of the others, through a connection to the store of its own: the main thread may wait in its one."""
+
+    def __init__(self, store: Any, own_rank: int, num_ranks: int) -> None:
+        # The group's store is of this attempt alone (`toolkit.distributed.rendezvous`): no verdict of an earlier one is found.
+        self._store = dist.PrefixStore("watchdog", store.clone())
+        self._store.set_timeout(timedelta(seconds=ANSWER_S))
+        self._keys = [f"place/{number}" for number in range(num_ranks)]
+        self._own_key = self._keys[own_rank]
+        self.forget()
+
+    def tell(self, place: Place) -> None:
+        """Tell the others where this rank stands."""
+        self._store.set(self._own_key, json.dumps(asdict(place)))
+
+    def forget(self) -> None:
+        """This rank moves: the next `look` is a first one."""
+        self._last_look_s: float | None = None
+        self._before: dict[int, Place] = {}
+        self._heard: set[int] = set()
+        """Ranks that have reported since the first look."""
+        self._silent_s = [0.0] * len(self._keys)
+
+    def look(self, timeout_s: float, patience_s: float, folder: Path | None) -> Verdict | None:
+        """The verdict, if the job hangs; None while it may still move."""
+        if self._store.check(["verdict"]):
+            return Verdict(**json.loads(self._store.get("verdict")))
+        now_s, every_s = time.monotonic(), min(LOOK_S, timeout_s / 10)
+        since_last_s = None if self._last_look_s is None else now_s - self._last_look_s
+        if since_last_s is not None and since_last_s < every_s:
+            return None
+        before, places = self._before, self._places()
+        self._last_look_s, self._before = now_s, places
+        if since_last_s is None:
+            return None
+        told = {number for number, place in places.items() if place != before.get(number)}
+        self._heard |= told
+        for number in range(len(self._keys)):
+            # Nor have the others of a suspended job been silent meanwhile.
+            self._silent_s[number] = 0.0 if number in told else self._silent_s[number] + min(since_last_s, every_s + 1)
+        silent = {number for number, seconds in enumerate(self._silent_s) if seconds >= patience_s}
+        gone = {number for number, place in places.items() if place.has_left}
+        answering = set(range(len(self._keys))) - silent - gone
+        if not answering <= self._heard or any(places[number].idle_s < timeout_s for number in answering):
+            return None
+        here = {number: place for number, place in places.items() if number not in gone}
+        verdict = Verdict(explain(here, silent - gone, timeout_s, folder), sorted(answering))
+        return Verdict(**json.loads(self._store.compare_set("verdict", "", json.dumps(asdict(verdict)))))
+
+    def wait_until_shown(self, verdict: Verdict) -> None:
+        """Return once every rank that answers has written its stacks. A rank outside `answering` that came back waits too."""
+        num_shown = self._store.add("shown", 1)
+        while num_shown < len(verdict.answering):
+            time.sleep(0.05)
+            num_shown = self._store.add("shown", 0)
+
+    def _places(self) -> dict[int, Place]:
+        """By rank, of those that have ever told."""
+        told = list(range(len(self._keys)))
+        if not self._store.check(self._keys):
+            told = [number for number in told if self._store.check([self._keys[number]])]
+        values = self._store.multi_get([self._keys[number] for number in told])
+        return {number: Place(**json.loads(value)) for number, value in zip(told, values, strict=True)}

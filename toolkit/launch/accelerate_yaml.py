@@ -1,0 +1,271 @@
+"""Strict reading of the accelerate YAML, which `accelerate launch` itself reads loosely.
+
+The launcher turns the values it knows into environment variables and drops the rest without a word: a misspelt key in
+`fsdp_config`, or one that the chosen FSDP version has no use for, changes nothing and says nothing. So the file that
+launched this process is found and checked here. The known keys come from the installed accelerate's own parser.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path, PurePath
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+from toolkit.errors import UserError
+from toolkit.launch.accelerate_rules import check_accumulation, check_rules
+
+PATH_VARIABLE = "TOOLKIT_ACCELERATE_YAML"
+"""Names the file where no launching command line can be read: another launcher, or another PID namespace."""
+
+HEADER_FIELDS = ("What it shards", "When to pick it", "Cost", "Needs")
+TABLE_BEGIN, TABLE_END = "<!-- begin: made from the headers of the presets -->\n", "<!-- end -->"
+
+SECTIONS = {
+    "fsdp_config": "fsdp_",
+    "parallelism_config": "parallelism_config_",
+    "fp8_config": "fp8_",
+    "dynamo_config": "dynamo_",
+}
+"""Nested sections with the prefix of their keys."""
+REFUSED_SECTIONS = {
+    "deepspeed_config": "DEEPSPEED",
+    "megatron_lm_config": "MEGATRON_LM",
+    "mpirun_config": "MULTI_CPU under MPI",
+}
+TPU_KEYS = ("downcast_bf16", "commands", "command_file")  # and tpu_*; `accelerate config` writes them empty
+REFUSED_FSDP_KEYS = {
+    "fsdp_limit_all_gathers": "accelerate has no key for it, it is always on under FSDP1 and FSDP2 has no such limit",
+    "fsdp_ignored_modules": "FSDP does not average the gradients of ignored modules, so the ranks would drift apart",
+    "fsdp_activation_checkpointing_offload": "activations are checkpointed by transformers, which keeps them on the device",
+}
+SPELLING = {
+    bool: "true or false, without quotes",
+    int: "a whole number, without quotes",
+    str: "text, in quotes if it looks like a number or a list",
+    dict: "indented keys and values under it",
+}
+
+
+def find_accelerate_yaml() -> Path | None:
+    """The file that `accelerate launch` read for this process; None if it read none, or was not what started us.
+
+    The launcher hands over values but not the path, so its command line is read from among this process's parents.
+    """
+    if given := os.environ.get(PATH_VARIABLE):
+        return Path(given)
+    import psutil
+
+    for parent in psutil.Process().parents():
+        try:
+            arguments, folder = _launch_arguments(parent.cmdline()), parent.cwd()
+        except psutil.Error:  # it has ended, or belongs to another user
+            continue
+        if arguments is not None:
+            return _config_file(arguments, Path(folder))
+    return None
+
+
+def check_accelerate_yaml(path: Path) -> dict[str, Any]:
+    """Read the file and refuse whatever would be ignored, misread or fail later; returns the parsed mapping.
+
+    Raises:
+        UserError: one sentence that names the file, the key, the value and the fix.
+    """
+    mapping = _load_mapping(path)
+    try:
+        check_accumulation(mapping)
+        _check_top_level(mapping)
+        sections = {name: _check_section(name, mapping.get(name) or {}) for name in SECTIONS}
+        check_rules(mapping, sections)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    return mapping
+
+
+def preset_header(path: Path) -> dict[str, str]:
+    """The fixed fields of a preset's header comment, and its `Usage` line.
+
+    Raises:
+        UserError: a field is missing.
+    """
+    header = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        name, _, text = line.removeprefix("# ").partition(": ")
+        if line.startswith("# accelerate launch "):
+            header["Usage"] = line.removeprefix("# ")
+        elif line.startswith("# ") and name in HEADER_FIELDS and text:
+            header[name] = text
+    if missing := [name for name in (*HEADER_FIELDS, "Usage") if name not in header]:
+        raise UserError(f"{path}: the header comment has no `# {missing[0]}: …` line")
+    return header
+
+
+def preset_table(folder: Path) -> str:
+    """The presets of a folder as a Markdown table, made of their headers."""
+    rows = [("Preset", *HEADER_FIELDS), ("---",) * (1 + len(HEADER_FIELDS))]
+    for path in sorted(folder.glob("*.yaml")):
+        header = preset_header(path)
+        rows.append((f"[{path.stem}]({path.name})", *(header[name] for name in HEADER_FIELDS)))
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def update_preset_table(folder: Path, *, write: bool) -> None:
+    """Put the table between its two marks in the folder's README.md, or see that it stands there.
+
+    Raises:
+        UserError: no marks, a preset without its header, or, unless it is to be written, another table.
+    """
+    path = folder / "README.md"
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    before, begin, rest = text.partition(TABLE_BEGIN)
+    _, end, after = rest.partition(TABLE_END)
+    if not end:
+        raise UserError(f"{path}: has no lines {TABLE_BEGIN.strip()} and {TABLE_END}, between which the table of presets stands")
+    updated = before + begin + preset_table(folder) + end + after
+    if write:
+        path.write_text(updated, encoding="utf-8")
+    elif updated != text:
+        raise UserError(
+            f"{path}: its table is not that of the presets' headers; run `python -m toolkit presets --write {folder}`"
+        )
+
+
+def _launch_arguments(command: list[str]) -> list[str] | None:
+    """What follows `accelerate launch` in a command line, in any of the ways to call it."""
+    for index, word in enumerate(command):
+        name, rest = PurePath(word).name, command[index + 1 :]
+        if name == "accelerate-launch" or word == "accelerate.commands.launch" or word.endswith("accelerate/commands/launch.py"):
+            return rest
+        if name in ("accelerate", "accelerate.commands.accelerate_cli") and rest[:1] == ["launch"]:
+            return rest[1:]
+    return None
+
+
+def _config_file(arguments: list[str], folder: Path) -> Path | None:
+    """`--config_file`, relative to the launcher's folder, else accelerate's default file where it would be read."""
+    from accelerate.commands.config.config_args import default_config_file
+    from accelerate.commands.launch import launch_command_parser
+
+    args = launch_command_parser().parse_known_args(arguments)[0]
+    if args.config_file is not None:
+        return folder / args.config_file
+    default = Path(default_config_file)
+    return default if default.is_file() and not args.cpu else None
+
+
+def _load_mapping(path: Path) -> dict[str, Any]:
+    import yaml
+
+    if not path.is_file():
+        raise UserError(f"{path}: there is no such accelerate config; accelerate_configs/ holds presets")
+    try:
+        mapping = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else "unknown"
+        raise UserError(f"{path}: broken YAML at line {line}: {error.problem}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not a text file in UTF-8: {' '.join(str(error).split())}") from None
+    if not isinstance(mapping, dict):
+        raise UserError(f"{path}: holds no keys and values, as in `num_processes: 2`")
+    return mapping
+
+
+def _check_top_level(mapping: dict[str, Any]) -> None:
+    """Keys, types, and sections and values that belong to what is not supported."""
+    kinds = _top_level_kinds()
+    for key, value in mapping.items():
+        if key not in kinds:
+            raise UserError(_unknown(str(key), list(kinds)))
+        if key.startswith("tpu_") or key in TPU_KEYS:
+            if value and value != "no":
+                raise UserError(f"{key} is {value!r}: it serves TPUs, which are not supported; leave it out")
+        elif key not in ("mixed_precision", "distributed_type", "compute_environment"):
+            _check_value(key, value, kinds[key])
+        if key in REFUSED_SECTIONS and value:
+            raise UserError(f"{key} belongs to {REFUSED_SECTIONS[key]}, which is not supported: leave it out")
+
+
+def _unknown(key: str, known: list[str]) -> str:
+    """A misspelt key, one that stands outside its section, or a flag of the launcher, which has no key."""
+    for section, prefix in SECTIONS.items():
+        if key in _section_kinds(prefix):
+            return f"unknown key {key}: indent it under {section}"
+    if key in _launcher_flags():
+        return f"unknown key {key}: it is a flag of accelerate launch, write --{key} there"
+    return f"unknown key {key}{_suggestion(key, known)}"
+
+
+def _check_section(name: str, section: dict[str, Any]) -> dict[str, Any]:
+    """Keys and types of a nested section; returns it with full key names."""
+    prefix, kinds = SECTIONS[name], _section_kinds(SECTIONS[name])
+    full: dict[str, Any] = {}
+    for key, value in section.items():
+        # The launcher adds the prefix where it is missing, but not in parallelism_config.
+        has_prefix = name == "parallelism_config" or str(key).startswith(prefix.rstrip("_"))
+        long_key = str(key) if has_prefix else f"{prefix}{key}"
+        if long_key in REFUSED_FSDP_KEYS:
+            raise UserError(f"{name}.{key} cannot be set: {REFUSED_FSDP_KEYS[long_key]}; leave it out")
+        if long_key not in kinds:
+            near = long_key if long_key.startswith(prefix) else f"{prefix}{key}"
+            raise UserError(f"unknown key {name}.{key}{_suggestion(near, list(kinds))}")
+        _check_value(f"{name}.{key}", value, kinds[long_key])
+        full[long_key] = value
+    return full
+
+
+def _top_level_kinds() -> dict[str, tuple[Any, ...]]:
+    """Accelerate's top-level keys, each with the types it takes."""
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    return {key: get_args(hint) or (hint,) for key, hint in get_type_hints(ClusterConfig).items()}
+
+
+def _launcher_flags() -> set[str]:
+    from accelerate.commands.launch import launch_command_parser
+
+    return {action.dest for action in launch_command_parser()._actions if action.option_strings}
+
+
+def _section_kinds(prefix: str) -> dict[str, Any]:
+    """The launcher's options with a prefix, each with the types it takes or the list of its choices."""
+    from accelerate.commands.launch import launch_command_parser
+    from accelerate.utils import constants
+
+    kinds: dict[str, Any] = {}
+    for action in launch_command_parser()._actions:
+        if action.dest.startswith(prefix):
+            is_bool = action.nargs == 0 or isinstance(action.default, bool) or action.default in ("true", "false")
+            plain = (bool,) if is_bool else (int,) if action.type is int else (str, NoneType)
+            kinds[action.dest] = list(action.choices) if action.choices else plain
+    if prefix == "fsdp_":
+        kinds |= {
+            "fsdp_version": [1, 2],
+            "fsdp_reshard_after_forward": [True, False, *constants.FSDP_SHARDING_STRATEGY],
+            "fsdp_sharding_strategy": constants.FSDP_SHARDING_STRATEGY,
+            "fsdp_auto_wrap_policy": constants.FSDP_AUTO_WRAP_POLICY,
+            "fsdp_backward_prefetch": constants.FSDP_BACKWARD_PREFETCH,
+            "fsdp_state_dict_type": constants.FSDP_STATE_DICT_TYPE,
+        }
+    return kinds
+
+
+def _check_value(where: str, value: Any, kind: Any) -> None:
+    """Refuse a value of none of the types, or not in the list (names in any case, as accelerate takes them)."""
+    if isinstance(kind, list):
+        # With its type: True == 1 in Python, but fsdp_version: true is not 1.
+        if _spelt(value) not in [_spelt(choice) for choice in kind]:
+            names = [choice if isinstance(choice, str) else str(choice).lower() for choice in kind]
+            raise UserError(f"{where} is {value!r}: choose {', '.join(names)}")
+    elif type(value) not in kind:
+        raise UserError(f"{where} is {value!r}: write {SPELLING[kind[0]]}")
+
+
+def _spelt(value: Any) -> tuple[type, Any]:
+    return type(value), value.upper() if isinstance(value, str) else value
+
+
+def _suggestion(key: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    return f": did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"

@@ -1,0 +1,279 @@
+"""The `Accelerator`, built from the accelerate YAML alone, and all that depends on the kind of device.
+
+CPU runs get the real FSDP: accelerate turns it on only for accelerators and silently gives plain DDP elsewhere, so the
+environment that `accelerate launch` made from the YAML is read here and the CPU put in an accelerator's place.
+This is the only module with branches for the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import resource
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from toolkit.distributed.comm import control_group
+from toolkit.distributed.rendezvous import connecting, rendezvous_arguments
+from toolkit.errors import UserError
+from toolkit.launch.accelerate_rules import check_mesh
+from toolkit.launch.accelerate_yaml import check_accelerate_yaml, find_accelerate_yaml
+from toolkit.launch.environment import is_launched, join_launch
+from toolkit.parallel.float8 import check_capability, check_torchao
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+GIB = 2**30
+PRIMITIVES_PER_SHAPE = 30
+"""What oneDNN makes for a padded shape of a micro-batch, however many blocks a model has: 17 in a Llama, 20 in a T5. With room to
+spare: a cache that drops the oldest and lacks one of those that come round again drops each before it is asked for."""
+MOST_PRIMITIVES, FEWEST_PRIMITIVES = 1024, 128
+"""oneDNN's own limit, about half a GiB; and enough for the shapes at work, whose blocks are alike."""
+
+
+def build_accelerator(log_with: list[str], project_dir: str, timeout_s: float = 1800) -> Accelerator:
+    """Check the accelerate YAML this process was launched with and build the `Accelerator` it asks for. Collective.
+
+    Args:
+        timeout_s: until when all ranks must have come; after which `watchdog.Watchdog` names a rank that hangs. Torch's own
+            timeout, which names none, comes later.
+
+    Raises:
+        UserError: an unknown or useless key in the YAML, bf16 or fp8 on hardware without it, a GPU preset without a GPU, ranks
+            that do not find each other.
+    """
+    if path := find_accelerate_yaml():
+        mapping = check_accelerate_yaml(path)
+        if not is_launched():
+            if mapping.get("mixed_precision") == "fp8":
+                check_torchao()
+            join_launch(path, mapping)
+        if mapping.get("use_cpu"):
+            # The launcher hands `use_cpu` to a single process only; several would take the GPUs of a machine that has them.
+            os.environ["ACCELERATE_USE_CPU"] = "true"
+    _check_environment()
+    _check_hardware()
+
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import DataLoaderConfiguration
+
+    on_cpu = _asked_for_cpu()
+    # It chooses the backend and connects the ranks; the `Accelerator` then takes it over.
+    meeting = rendezvous_arguments(timeout_s)
+    with connecting():
+        PartialState(cpu=on_cpu, timeout=datetime.timedelta(seconds=2 * timeout_s), **meeting)
+        control_group()  # gloo beside nccl too, which does not connect yet
+    _put_cpu_in_an_accelerators_place()
+    accelerator = Accelerator(
+        cpu=on_cpu,
+        log_with=log_with or None,
+        project_dir=project_dir,
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=False),
+    )
+    if uses_fsdp(accelerator):
+        _set_fsdp_precision(accelerator, on_cpu)
+    if accelerator.device.type == "cpu":
+        # accelerate launch sets OMP_NUM_THREADS; torch reads it before, or not at all, when imported by a parent.
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads()))))
+    return accelerator
+
+
+def uses_fsdp(accelerator: Accelerator) -> bool:
+    """Whether the model is sharded, by FSDP1 or FSDP2."""
+    return accelerator.distributed_type.value == "FSDP"
+
+
+def fsdp_version(accelerator: Accelerator) -> int | None:
+    """1 or 2; None without FSDP."""
+    return accelerator.state.fsdp_plugin.fsdp_version if uses_fsdp(accelerator) else None
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Highest memory of this process since `reset_peak_memory`: allocated on a CUDA device, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Let `peak_memory_gib` look anew, where the system allows it; else it goes on from the start of the process."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # man proc: resets the peak resident size
+
+
+def held_memory_gib(device: torch.device) -> float:
+    """What this process holds now: allocated on a CUDA device, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) / GIB
+    import psutil
+
+    return psutil.Process().memory_info().rss / GIB
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Memory this process could still take: free on its CUDA device, or its share of the host's available memory."""
+    if device.type == "cuda":
+        # What torch's allocator holds in reserve is free to this process too.
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    import psutil
+
+    return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def bound_primitive_cache(num_shapes: int) -> None:
+    """Let oneDNN keep what a CPU rank needs for the shapes that come again; before the first product, as it reads this once.
+
+    Shapes that fit are all kept. Of more of them a cache that drops the oldest first would hold half a GiB and be asked for
+    little: then the shapes at work are kept. A value that the user has set stays. On a GPU nothing reads it.
+    """
+    wanted = num_shapes * PRIMITIVES_PER_SHAPE
+    capacity = max(wanted, FEWEST_PRIMITIVES) if wanted <= MOST_PRIMITIVES else FEWEST_PRIMITIVES
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(capacity))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device's queued work, for an honest clock."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def compute_dtype(accelerator: Accelerator) -> torch.dtype:
+    """Dtype of forward and backward; with fp8 that of all but the products inside converted Linears."""
+    return torch.bfloat16 if accelerator.mixed_precision in ("bf16", "fp8") else torch.float32
+
+
+def frozen_dtype(accelerator: Accelerator, setting: str, *, has_adapter: bool) -> torch.dtype:
+    """Dtype that frozen parameters are stored in, as `model.frozen_dtype` says.
+
+    Raises:
+        UserError: bfloat16 where FSDP1 cannot flatten it with trainable fp32, or where nothing casts it for the computation.
+    """
+    if setting == "auto":
+        return compute_dtype(accelerator) if has_adapter and fsdp_version(accelerator) != 1 else torch.float32
+    if setting == "bfloat16" and fsdp_version(accelerator) == 1:
+        raise UserError(
+            "model.frozen_dtype is bfloat16, but FSDP1 keeps frozen and trainable parameters in one tensor of one dtype: leave "
+            "it out, or set fsdp_version: 2"
+        )
+    if setting == "bfloat16" and compute_dtype(accelerator) == torch.float32 and not uses_fsdp(accelerator):
+        raise UserError(
+            "model.frozen_dtype is bfloat16, but mixed_precision is 'no': leave it out, or write mixed_precision: bf16"
+        )
+    return getattr(torch, setting)
+
+
+def _asked_for_cpu() -> bool:
+    return os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")
+
+
+def _check_environment() -> None:
+    """What a YAML check cannot see: values given as flags of `accelerate launch`."""
+    accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if accumulation != "1":
+        raise UserError(
+            f"gradient_accumulation_steps is {accumulation} in the launch: accumulation follows from "
+            "train.global_batch_size_rows and train.micro_batch_size_rows, so leave it out"
+        )
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision not in ("no", "bf16", "fp8"):
+        raise UserError(f"mixed_precision {precision} is not supported: use bf16, or no for fp32")
+    if precision == "fp8":
+        _check_float8_environment()
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO")
+    if backend.upper() != "NO" and os.environ.get("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "False") != "True":
+        raise UserError(
+            f"dynamo_backend is {backend} in the launch, without dynamo_use_regional_compilation: set that too, blocks are "
+            "compiled one by one"
+        )
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false") == "true":
+        names = [f"{dimension}_size" for dimension in ("dp_replicate", "dp_shard", "tp", "cp", "sp")]
+        sizes = {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")) for name in names}
+        check_mesh(sizes, int(os.environ.get("WORLD_SIZE", "1")))
+    if os.environ.get("ACCELERATE_USE_FSDP", "false") == "true":
+        _check_fsdp_environment()
+
+
+def _check_float8_environment() -> None:
+    """Float8 asked for by flags; the YAML's rules are the same."""
+    backend = os.environ.get("ACCELERATE_FP8_BACKEND", "NO").upper()
+    on_fsdp2 = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" and os.environ.get("FSDP_VERSION") == "2"
+    if backend != "AO" or not on_fsdp2:
+        raise UserError(
+            f"mixed_precision is fp8 in the launch with fp8_backend {backend.lower()}: it works by torchao (ao) under FSDP2 "
+            "only, launch with accelerate_configs/fsdp2_fp8.yaml, or take bf16"
+        )
+    check_torchao()
+    os.environ["ACCELERATE_FP8_BACKEND"] = backend  # accelerate knows its own choice `ao` in capitals only
+
+
+def _check_fsdp_environment() -> None:
+    """Defaults of `accelerate launch --use_fsdp` that would go wrong."""
+    if os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() in ("true", "1", "yes"):
+        # transformers then loads weights on rank 0 only, and the other ranks would shard placeholders.
+        raise UserError(
+            "fsdp_cpu_ram_efficient_loading is true in the launch, as it is unless told otherwise: launch with a YAML of "
+            "accelerate_configs/, or add --fsdp_cpu_ram_efficient_loading false"
+        )
+    if os.environ.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP").upper() == "NO_WRAP":
+        raise UserError(
+            "fsdp_auto_wrap_policy is NO_WRAP in the launch, as it is unless told otherwise: launch with a YAML of "
+            "accelerate_configs/, or add --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"
+        )
+
+
+def _check_hardware() -> None:
+    """Refuse bf16, fp8 and GPU presets where the hardware cannot do them."""
+    if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "fp8":
+        check_capability()
+    has_accelerator = torch.accelerator.is_available()
+    wants_many = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" or int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if not _asked_for_cpu() and wants_many and not has_accelerator:
+        raise UserError(
+            "this accelerate config wants GPUs, but torch sees none here: take a CPU one (accelerate_configs/fsdp2_cpu.yaml, "
+            "ddp_cpu.yaml), or set use_cpu: true in it"
+        )
+    wants_bf16 = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "bf16"
+    on_cuda = not _asked_for_cpu() and torch.cuda.is_available()
+    if wants_bf16 and on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UserError(
+            f"mixed_precision is bf16, but {torch.cuda.get_device_name()} has no bf16: set mixed_precision: no in the "
+            "accelerate config, or take a GPU of compute capability 8.0 or newer"
+        )
+
+
+def _put_cpu_in_an_accelerators_place() -> None:
+    """Let accelerate choose FSDP on the CPU.
+
+    `PartialState` demotes any distributed type on a CPU to MULTI_CPU, and the `Accelerator` turns FSDP on only for
+    accelerators. Setting the type back between the two makes it read the YAML's FSDP section as on a GPU. Needed as
+    long as accelerate/state.py lists device types for FSDP without the CPU.
+    """
+    if not _asked_for_cpu() or os.environ.get("ACCELERATE_USE_FSDP", "false") != "true":
+        return
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    PartialState._shared_state["device"] = torch.device("cpu")
+
+
+def _set_fsdp_precision(accelerator: Accelerator, on_cpu: bool) -> None:
+    """Compute in bf16, reduce gradients in fp32: accelerate reduces, and so accumulates, in bf16."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
+
+    plugin = accelerator.state.fsdp_plugin
+    dtype = compute_dtype(accelerator)
+    if plugin.fsdp_version == 2:
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        if on_cpu and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+            plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs an accelerator's driver
+    else:
+        plugin.mixed_precision_policy = MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32)

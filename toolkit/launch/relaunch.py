@@ -1,0 +1,128 @@
+"""Presets changed to the processes of this box, and recipes launched with them: what `compare` and `verify` have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import UserError
+from toolkit.launch.accelerate_yaml import check_accelerate_yaml
+
+PRESET_FOLDER = Path(__file__).resolve().parents[1] / "accelerate_configs"
+"""Of this checkout: where a preset is looked for that is given by its name alone."""
+
+
+STOP_TO_KILL_S = 30.0
+"""How long ranks that were told to end may take, as under torch elastic: they save a checkpoint."""
+EXCEPTION = re.compile(r"(\[rank\d+\]: ?)?(?P<all>(?P<kind>[\w.]+(Error|Exception)): .*)")
+"""The last line of a traceback; torch puts the rank before each line."""
+
+
+def find_preset(name: str) -> Path:
+    """The accelerate YAML that `name` is the path of, or the name in `accelerate_configs/` with or without its ending.
+
+    Raises:
+        UserError: there is none; names those that exist.
+    """
+    for path in (Path(name), PRESET_FOLDER / name, PRESET_FOLDER / f"{name}.yaml"):
+        if path.is_file():
+            return path
+    existing = ", ".join(sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml"))) or "none here"
+    raise UserError(f"preset {name} is no file and none of {PRESET_FOLDER} ({existing}): give one of them, or a path")
+
+
+def adapt_preset(mapping: dict[str, Any], *, num_processes: int | None, use_cpu: bool) -> dict[str, Any]:
+    """A preset as it runs on one machine, with other processes or on the CPU; nothing else of it changes.
+
+    Args:
+        mapping: the parsed accelerate YAML, which is not changed.
+        num_processes: None: as the preset says. One process stays one.
+
+    Raises:
+        UserError: a mesh of two dimensions over an odd number of processes, or fewer than four.
+    """
+    adapted = {**mapping, "num_machines": 1, "machine_rank": 0, "main_process_ip": None, "main_process_port": 0}
+    if num_processes is not None and mapping["distributed_type"] != "NO":
+        adapted["num_processes"] = num_processes
+    if use_cpu:
+        adapted["use_cpu"] = True
+        fsdp = mapping.get("fsdp_config") or {}
+        if mapping["distributed_type"] == "FSDP" and fsdp.get("fsdp_version", 1) == 1:
+            # FSDP1 broadcasts module states through an accelerator only ("no available devices found").
+            adapted["fsdp_config"] = {**fsdp, "fsdp_sync_module_states": False}
+    if mapping.get("parallelism_config"):
+        total = adapted["num_processes"]
+        if total < 4 or total % 2:
+            raise UserError(f"a mesh of replicas and shards needs an even number of processes, 4 or more, not {total}")
+        mesh = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": total // 2}
+        adapted["parallelism_config"] = mapping["parallelism_config"] | mesh
+    return adapted
+
+
+def save_preset(mapping: dict[str, Any], path: Path) -> Path:
+    """Write an accelerate YAML and check it as a run would.
+
+    Raises:
+        UserError: what a run would refuse.
+    """
+    import yaml
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(mapping, sort_keys=False), encoding="utf-8")
+    check_accelerate_yaml(path)
+    return path
+
+
+def launch(preset: Path, command: list[str], log_path: Path) -> int:
+    """`accelerate launch --config_file PRESET COMMAND…`, waited for; returns its exit status.
+
+    All it prints goes into `log_path`. Ranks import the toolkit that this process has, installed or not.
+    """
+    root = str(Path(__file__).resolve().parents[1])
+    python_path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with log_path.open("wb") as log:
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(preset), *command],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": python_path},
+        )
+        try:
+            return launcher.wait()
+        except BaseException:  # Ctrl-C
+            _stop(launcher)
+            raise
+
+
+def _stop(launcher: subprocess.Popen[bytes]) -> None:
+    """End a launcher and its ranks, which outlive it where it is killed or has started a single process."""
+    import psutil
+
+    ranks: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):  # it has ended
+        ranks = psutil.Process(launcher.pid).children(recursive=True)
+    launcher.terminate()
+    for rank in ranks:
+        with contextlib.suppress(psutil.Error):
+            rank.terminate()
+    for rank in psutil.wait_procs(ranks, timeout=STOP_TO_KILL_S)[1]:
+        with contextlib.suppress(psutil.Error):
+            rank.kill()
+    launcher.wait()
+
+
+def reason_of_failure(log_path: Path) -> str:
+    """The sentence that a rank ended with, else the last line that is no traceback of the launcher."""
+    lines = [line.strip() for line in log_path.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
+    if told := [line for line in lines if line.startswith("error: ")]:
+        return told[-1].removeprefix("error: ")
+    of_launcher = ("ChildFailedError", "CalledProcessError")
+    ends = [match for line in lines if (match := EXCEPTION.fullmatch(line)) and not match["kind"].endswith(of_launcher)]
+    errors = [match["all"] for match in ends]
+    return (errors or lines or ["it printed nothing"])[-1]

@@ -1,0 +1,266 @@
+"""A model's `config.json`: read, checked for what cannot be trained here, and what of it bounds the rows."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, Literal
+
+from toolkit.config.schema import EvalConfig, ModelConfig
+from toolkit.distributed.comm import print_rank0
+from toolkit.errors import UserError
+from toolkit.files.modes import check_readable
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+WEIGHTS_INDEX = "model.safetensors.index.json"
+WEIGHTS_FILES = ("model.safetensors", WEIGHTS_INDEX)
+LAYER_DROP_RATES = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+
+AutoClass = Literal["AutoModelForSeq2SeqLM", "AutoModelForCausalLM"]
+KINDS: dict[AutoClass, str] = {
+    "AutoModelForSeq2SeqLM": "an encoder-decoder that generates text: take one such as T5, BART or Pegasus",
+    "AutoModelForCausalLM": "a causal language model: take one such as Llama, Qwen or Gemma",
+}
+"""transformers' class that finds a model's own, and what it finds."""
+
+
+def load_model_config(config: ModelConfig, auto_class: AutoClass) -> PretrainedConfig:
+    """Read the model's `config.json`, from a folder or the hub, with `model.dropout` put in.
+
+    Raises:
+        UserError: no such model, no config, a model of another kind, or weights that are not safetensors files of its own.
+    """
+    import transformers
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    name = config.name_or_path
+    folder = Path(name)
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise UserError(
+            f"model.name_or_path {name} is an adapter: give its base there, and this folder as adapter.name_or_path with "
+            "adapter.method"
+        )
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise UserError(f"model.name_or_path {name} has no config.json: give a Hugging Face model folder")
+    if not folder.is_dir() and (folder.is_absolute() or name.startswith(".") or name.count("/") > 1):
+        raise UserError(f"model.name_or_path {name} is not a folder here: give an existing folder or a hub id")
+    if folder.is_dir() and not config.from_scratch:
+        check_weight_files(folder, f"model.name_or_path {name}")
+    try:
+        model_config = AutoConfig.from_pretrained(name, revision=config.revision, trust_remote_code=config.trust_remote_code)
+        index = None if folder.is_dir() or config.from_scratch else _download_index(name, model_config)
+    except (OSError, ValueError, StrictDataclassError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+        if isinstance(error, StrictDataclassError):  # which key is on the first line, what is wrong with it on the second
+            reason = "config.json: " + " ".join(str(error).split())
+        raise UserError(
+            f"model.name_or_path {name} could not be read ({reason}): give a Hugging Face model folder, or a hub id within reach"
+        ) from None
+    if index is not None:
+        _check_index(index, f"model.name_or_path {name}")
+    if (file := getattr(model_config, "transformers_weights", None)) not in (None, *WEIGHTS_FILES) and not config.from_scratch:
+        raise UserError(
+            f"the config.json of {name} names {file!r} as its weights (transformers_weights), and only "
+            f"{' or '.join(WEIGHTS_FILES)} is read: take that line out"
+        )
+    attention = model_config._attn_implementation or ""
+    if "/" in attention and not (config.attn_implementation or config.trust_remote_code):
+        raise UserError(
+            f"the config.json of {name} names the attention {attention}, which is code of the hub: set model.attn_implementation "
+            "sdpa or eager, or model.trust_remote_code true"
+        )
+    is_known = config.trust_remote_code or type(model_config) in getattr(transformers, auto_class)._model_mapping
+    if not is_known or (auto_class == "AutoModelForCausalLM" and _has_encoder(model_config)):
+        raise UserError(f"model.name_or_path {name} is a {model_config.model_type} model, not {KINDS[auto_class]}")
+    _check_trainable(model_config, name, auto_class)
+    if config.dropout is not None:
+        for name_of_rate in _dropout_rates(model_config):
+            setattr(model_config, name_of_rate, config.dropout)
+    for rate in LAYER_DROP_RATES:
+        if getattr(model_config, rate, None):
+            # A layer that one rank draws to leave out is a collective that the others wait for (M2M100 has a rate of 0.05).
+            setattr(model_config, rate, 0.0)
+            print_rank0(f"{rate} of {name} is set to 0: every rank must run every layer")
+    return model_config
+
+
+def is_encoder_decoder(name_or_path: str) -> bool:
+    """Whether it is a T5's kind; of a folder that cannot be read False: `load_model_config` tells what is wrong with it.
+
+    Raises:
+        UserError: a hub id that is out of reach; it would be tried for half a minute once more.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        return bool(AutoConfig.from_pretrained(name_or_path, trust_remote_code=False).is_encoder_decoder)
+    except (ValueError, StrictDataclassError):
+        return False
+    except OSError as error:
+        if Path(name_or_path).is_dir() or Path(name_or_path).is_absolute() or name_or_path.startswith("."):
+            return False
+        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+        raise UserError(
+            f"model {name_or_path} is no folder here and could not be read from the hub ({reason}): give a folder with its "
+            "config.json"
+        ) from None
+
+
+def check_weight_files(folder: Path, what: str) -> None:
+    """Refuse a folder whose weights transformers would look for elsewhere, or unpickle, before it does.
+
+    Args:
+        what: names the folder in an error, by its setting.
+
+    Raises:
+        UserError: naming the file and the entry.
+    """
+    check_readable(what, folder)
+    if (folder / "adapter_config.json").is_file():  # its adapter would be loaded too, from a pickle if need be
+        raise UserError(
+            f"{what} has an adapter_config.json beside its config.json: give a folder with the model alone, and the adapter's as "
+            "adapter.name_or_path"
+        )
+    if (folder / WEIGHTS_INDEX).is_file():
+        _check_index(folder / WEIGHTS_INDEX, what)
+
+
+def check_positions(model_config: PretrainedConfig, name: str, longest: dict[str, int], evaluation: EvalConfig) -> None:
+    """Refuse rows, or generated texts, longer than an encoder-decoder has positions; T5 and its like have no limit.
+
+    Args:
+        longest: tokens of the longest `source` and `target`.
+
+    Raises:
+        UserError: naming both lengths and the setting to lower.
+    """
+    both = getattr(model_config, "max_position_embeddings", None)
+    encoder = getattr(model_config, "max_encoder_position_embeddings", both)
+    decoder = getattr(model_config, "max_decoder_position_embeddings", both)
+    new = evaluation.max_new_tokens if evaluation.generate else 0
+    _check_fits(name, "the longest source has", longest["source"], encoder, "data.max_source_length_tokens")
+    _check_fits(name, "the longest target has", longest["target"], decoder, "data.max_target_length_tokens")
+    _check_fits(name, "a generated text may have", new, decoder, "eval.max_new_tokens")
+
+
+def check_causal_positions(model_config: PretrainedConfig, name: str, longest: dict[str, int], evaluation: EvalConfig) -> None:
+    """Refuse rows, or prompts with what is generated, longer than a causal model has positions.
+
+    Args:
+        longest: tokens of the longest `row` and `prompt`.
+
+    Raises:
+        UserError: naming both lengths and the setting to lower.
+    """
+    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    new = evaluation.max_new_tokens if evaluation.generate and longest["prompt"] else 0
+    _check_fits(name, "the longest row has", longest["row"], limit, "data.max_length_tokens")
+    what = f"a prompt has up to {longest['prompt']} tokens and eval.max_new_tokens is {new}, together"
+    _check_fits(name, what, longest["prompt"] + new, limit, "data.max_length_tokens plus eval.max_new_tokens")
+
+
+def special_tokens(model_config: PretrainedConfig, name: str) -> tuple[int, int]:
+    """`(pad_token_id, decoder_start_token_id)` of the model.
+
+    Raises:
+        UserError: the config lacks one of them.
+    """
+    pad, start = model_config.pad_token_id, getattr(model_config, "decoder_start_token_id", None)
+    if start is None:
+        start = model_config.bos_token_id
+    for token, value in (("pad_token_id", pad), ("decoder_start_token_id", start)):
+        if value is None:
+            raise UserError(f"the config.json of {name} has no {token}: add it")
+    return int(pad), int(start)
+
+
+def _check_index(index: Path, what: str) -> None:
+    """Refuse shards that are no safetensors files beside their index."""
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted(set(weight_map.values()))
+        foreign = [file for file in files if PurePath(file).name != file or not file.endswith(".safetensors")]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"the {WEIGHTS_INDEX} of {what} cannot be read ({reason}): save the model again") from None
+    if foreign:
+        raise UserError(
+            f"the {WEIGHTS_INDEX} of {what} names {foreign[0]!r} in its weight_map, and only safetensors files of the same "
+            "folder are read: save the model again with transformers' save_pretrained"
+        )
+
+
+def _download_index(name: str, model_config: PretrainedConfig) -> Path | None:
+    """The index of a hub model's shards, where it has one; it would be downloaded with the weights in any case."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    with contextlib.suppress(EntryNotFoundError):
+        return Path(hf_hub_download(name, WEIGHTS_INDEX, revision=getattr(model_config, "_commit_hash", None)))
+    return None
+
+
+def _check_fits(name: str, what: str, length: int, limit: int | None, setting: str) -> None:
+    if limit is not None and length > limit:
+        raise UserError(f"{what} {length} tokens, but {name} has only {limit} positions: set {setting} to at most {limit}")
+
+
+def _check_trainable(model_config: PretrainedConfig, name: str, auto_class: AutoClass) -> None:
+    """Refuse what is not trained by the labels of a text alone."""
+    what = f"model.name_or_path {name} is a {model_config.model_type} model"
+    if (other := _other_inputs(model_config, auto_class)) is not None:
+        raise UserError(f"{what}, which takes {other} beside text, and rows here are text: take a model of text alone")
+    if _has_experts(model_config.to_dict()):
+        raise UserError(
+            f"model.name_or_path {name} is a mixture of experts: its auxiliary loss is a mean over each micro-batch, which "
+            "cannot be made exact over the global batch, so it is not supported: take a dense model"
+        )
+    if not getattr(model_config, "disable_ngram_loss", True) and model_config.ngram > 1:
+        raise UserError(
+            f"{what} that predicts {model_config.ngram} tokens at once (ngram), so its loss is not that of its labels: set "
+            "disable_ngram_loss true in its config.json"
+        )
+
+
+def _has_experts(settings: dict[str, Any]) -> bool:
+    """Whether a config, or one inside it (`text_config`, DBRX's `ffn_config`), counts several experts."""
+    counts = [settings.get(key) for key in EXPERT_COUNTS]
+    nested = [value for value in settings.values() if isinstance(value, dict)]
+    return any(isinstance(count, int) and count > 1 for count in counts) or any(map(_has_experts, nested))
+
+
+def _other_inputs(model_config: PretrainedConfig, auto_class: AutoClass) -> str | None:
+    """What an encoder-decoder, or a model that stands among them, takes beside text: `audio`, `image`; None: nothing."""
+    import transformers
+
+    mapping = getattr(transformers, auto_class)._model_mapping
+    if auto_class != "AutoModelForSeq2SeqLM" or type(model_config) not in mapping:
+        return None
+    if hasattr(model_config, "speech_encoder_layers"):  # SeamlessM4T's text model is a part of it, and says text alone
+        return "audio"
+    modalities = mapping[type(model_config)].input_modalities
+    others = set([modalities] if isinstance(modalities, str) else modalities) - {"text"}
+    return " and ".join(sorted(others)) or None
+
+
+def _dropout_rates(model_config: PretrainedConfig) -> list[str]:
+    """Every family has names of its own: `dropout_rate`, `attention_dropout`, `resid_pdrop`, …; layers are not dropped here."""
+    numbers = [key for key, value in model_config.to_dict().items() if type(value) in (int, float)]
+    return [key for key in numbers if "drop" in key and "layerdrop" not in key]
+
+
+def _has_encoder(model_config: PretrainedConfig) -> bool:
+    """Whether it is BART's kind, whose decoder alone would be trained, or BERT's, whose tokens see later ones.
+
+    transformers maps both to causal models of theirs.
+    """
+    from transformers import AutoModelForMaskedLM
+
+    is_decoder = getattr(model_config, "is_decoder", True)  # also False in GPT-NeoX', which has no use for it
+    return model_config.is_encoder_decoder or (type(model_config) in AutoModelForMaskedLM._model_mapping and not is_decoder)

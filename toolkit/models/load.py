@@ -1,0 +1,214 @@
+"""Hugging Face models: early checks on a weightless skeleton, loading, freezing."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import re
+import sys
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from toolkit.config.schema import ModelConfig
+from toolkit.distributed.comm import rank, seed_all
+from toolkit.errors import UserError
+from toolkit.models.config import AutoClass
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, auto_class: AutoClass) -> PreTrainedModel:
+    """The model without weights (meta device): names, shapes and classes for checks that should not wait for a download.
+
+    Raises:
+        UserError: the attention implementation does not exist for this model.
+    """
+    import transformers
+
+    try:
+        with torch.device("meta"):
+            model = getattr(transformers, auto_class).from_config(
+                model_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code, **_attention(config)
+            )
+    except (ValueError, ImportError) as error:
+        reason = " ".join(str(error).split())
+        if config.attn_implementation:
+            first_sentence = reason.split(". ")[0]
+            raise UserError(
+                f"model.attn_implementation {config.attn_implementation} cannot be used with {config.name_or_path} "
+                f"({first_sentence}): take sdpa or eager, or leave it out"
+            ) from None
+        raise UserError(f"model {config.name_or_path} cannot be built from its config.json: {reason}") from None
+    return model
+
+
+def build_weightless(
+    config: ModelConfig, model_config: PretrainedConfig, auto_class: AutoClass, dtype: torch.dtype
+) -> PreTrainedModel:
+    """What `load_model` would load in `dtype`, with its parameters on the meta device; buffers are real, on the CPU."""
+    import transformers
+    from accelerate import init_empty_weights
+    from transformers.initialization import no_init_weights
+
+    model_config = copy.deepcopy(model_config)
+    model_config.name_or_path = config.name_or_path
+    with no_init_weights(), init_empty_weights(include_buffers=False):
+        model = getattr(transformers, auto_class).from_config(model_config, dtype=dtype, **_attention(config))
+    model.tie_weights()
+    # Buffers that are in no file are computed again, as `from_pretrained` does: a constructor in bf16 rounds GPT-J's positions.
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True
+    model.initialize_weights()
+    # As `from_pretrained` ends: what the model's generation_config.json says.
+    hub = {"cache_dir": None, "force_download": False, "proxies": None, "local_files_only": False, "token": None, "subfolder": ""}
+    model.adjust_generation_fn(
+        None, True, False, config.name_or_path, **hub, revision=config.revision, trust_remote_code=config.trust_remote_code
+    )
+    return model.eval()
+
+
+def load_model(
+    config: ModelConfig, model_config: PretrainedConfig, auto_class: AutoClass, seed: int, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """The model on the CPU in `dtype`, with random weights (`from_scratch`, drawn from `seed`) or its pretrained ones.
+
+    Raises:
+        UserError: there are no safetensors weights, or not all of them, or of another shape.
+    """
+    import transformers
+    from transformers.utils import logging
+
+    if rank() != 0 or not sys.stderr.isatty():  # bars are for terminals
+        logging.disable_progress_bar()
+    if config.from_scratch:
+        seed_all("weights", seed)
+        model = getattr(transformers, auto_class).from_config(
+            model_config, dtype=dtype, trust_remote_code=config.trust_remote_code, **_attention(config)
+        )
+    else:
+        try:
+            model, report = getattr(transformers, auto_class).from_pretrained(
+                config.name_or_path,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # told below, in one sentence
+                config=model_config,
+                revision=config.revision,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=config.trust_remote_code,
+                **_attention(config),
+            )
+        except OSError as error:
+            first_line = next(iter(str(error).splitlines()), type(error).__name__)
+            raise UserError(
+                f"model {config.name_or_path} has no loadable safetensors weights ({first_line}): "
+                "give a folder with them, or model.from_scratch true for random ones"
+            ) from None
+        if missing := sorted(report["missing_keys"]):
+            raise missing_weights(config.name_or_path, missing)
+        for name, stored, wanted in sorted(report["mismatched_keys"]):
+            raise other_shape(config.name_or_path, name, tuple(stored), tuple(wanted))
+    return model
+
+
+def missing_weights(name_or_path: str, missing: list[str]) -> UserError:
+    """The error of weights that are not whole."""
+    return UserError(
+        f"the weights of model.name_or_path {name_or_path} lack {len(missing)} of the model's parameters "
+        f"({', '.join(missing[:3])}, …), which would stay random: give whole weights, or model.from_scratch true"
+    )
+
+
+def other_shape(name_or_path: str, name: str, stored: tuple[int, ...], wanted: tuple[int, ...]) -> UserError:
+    """The error of a weight, by its name in the model, that is not as the config says."""
+    return UserError(
+        f"the weights of model.name_or_path {name_or_path} have {name} of shape {stored}, but its config.json makes it {wanted}: "
+        "give the config.json that the weights were saved with"
+    )
+
+
+def freeze(model: nn.Module, patterns: list[str]) -> None:
+    """Freeze every parameter one of whose names (tied aliases included) is matched whole by a pattern.
+
+    Raises:
+        UserError: a pattern that is no regular expression or matches nothing, or nothing left to train.
+    """
+    named = list(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        try:
+            matched = [parameter for name, parameter in named if re.fullmatch(pattern, name)]
+        except re.error as error:
+            raise UserError(f"model.freeze {pattern!r} is not a regular expression ({error})") from None
+        if not matched:
+            raise UserError(f"model.freeze {pattern!r} matches no parameter; names look like {named[0][0]}, {named[-1][0]}")
+        for parameter in matched:
+            parameter.requires_grad_(False)
+    if not any(p.requires_grad for _, p in named):
+        raise UserError(f"model.freeze {patterns} freezes every parameter: leave something to train")
+
+
+def freeze_as(model: nn.Module, skeleton: nn.Module) -> None:
+    """Freeze what is frozen in the skeleton: by `freeze`, or by the model's own code (Pegasus' sinusoidal positions).
+
+    transformers 5.23 forgets the latter when it loads weights: every parameter comes back trainable.
+    """
+    frozen = {name for name, parameter in skeleton.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in frozen:
+            parameter.requires_grad_(False)
+
+
+def cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
+    """Store frozen parameters in `dtype`, and those that train in fp32; LayerNorms too.
+
+    Under autocast a LayerNorm gets fp32 hidden states behind an fp32 embedding, and on a CPU it takes no two dtypes.
+    """
+    kept = {id(p) for module in model.modules() if isinstance(module, nn.LayerNorm) for p in module.parameters()}
+    for parameter in model.parameters():
+        in_fp32 = parameter.requires_grad or id(parameter) in kept
+        parameter.data = parameter.data.to(torch.float32 if in_fp32 else dtype)
+
+
+def hash_frozen(model: nn.Module) -> dict[str, str]:
+    """`hash_parameters` of the frozen ones.
+
+    Checkpoints leave frozen weights out and record this instead, so that a resume can tell another base.
+    """
+    return hash_parameters(model, {name for name, parameter in model.named_parameters() if not parameter.requires_grad})
+
+
+def hash_parameters(model: nn.Module, names: set[str]) -> dict[str, str]:
+    """sha256 of dtype, shape and bytes of an unsharded model's parameters, by name."""
+    hashes = {}
+    for name, parameter in sorted(model.named_parameters()):
+        if name in names:
+            digest = hashlib.sha256(hash_header(parameter).encode())
+            digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().data)
+            hashes[name] = digest.hexdigest()
+    return hashes
+
+
+def hash_header(parameter: torch.Tensor) -> str:
+    """What a parameter's hash begins with."""
+    return f"{parameter.dtype} {tuple(parameter.shape)}"
+
+
+def uses_flash_attention(model: PreTrainedModel) -> bool:
+    """Whether packed rows must stand in one row of the tensors, see `CausalCollator`."""
+    return "flash" in (model.config._attn_implementation or "")
+
+
+def num_token_embeddings(model: PreTrainedModel) -> int:
+    """The largest vocabulary that the model takes: rows of the input embedding, or of the output head where it has fewer.
+
+    The two differ where an encoder and a decoder were put together.
+    """
+    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+    return min(cast(nn.Embedding, module).weight.shape[0] for module in embeddings if module is not None)
+
+
+def _attention(config: ModelConfig) -> dict[str, Any]:
+    return {"attn_implementation": config.attn_implementation} if config.attn_implementation else {}

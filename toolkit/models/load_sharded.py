@@ -1,0 +1,208 @@
+"""A model that is about to be sharded: its structure without weights, and where each rank can read its part of every weight.
+
+What `models.load_model` and `adapters.add_adapter` make of a model that is loaded whole, bit for bit. FSDP2 only: others need the
+whole model on every rank anyway (DDP, one process), or flatten it there (FSDP1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from toolkit.config.schema import AdapterConfig, ModelConfig
+from toolkit.distributed.comm import agreed, broadcast_object, gather_objects
+from toolkit.errors import UserError
+from toolkit.models import load as models
+from toolkit.models import lora as adapters
+from toolkit.models.config import AutoClass
+from toolkit.models.lora_files import BASE_FILE, WEIGHTS_FILE, base_name, check_base, file_names, find_adapter
+from toolkit.models.safetensors_index import (
+    Match,
+    WeightFiles,
+    WholeOnly,
+    check_computed,
+    check_ties,
+    find_weight_files,
+    match_names,
+)
+from toolkit.models.shard_reader import Box, Source, Sources, hash_sources, pieces, whole_source
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+T = TypeVar("T")
+
+
+def open_weights(
+    config: ModelConfig,
+    model_config: PretrainedConfig,
+    auto_class: AutoClass,
+    skeleton: PreTrainedModel,
+    dtype: torch.dtype,
+    init_from: Path | None,
+) -> tuple[PreTrainedModel, Sources]:
+    """The model on the meta device, buffers filled, and where its parameters are, under all their names. Collective.
+
+    Args:
+        dtype: as in `models.load_model`.
+        init_from: an exported model or a checkpoint whose weights take the place of the model's own.
+
+    Raises:
+        WholeOnly: some of it cannot be read in parts; on every rank.
+        UserError: the weights are not those of the model; on every rank.
+    """
+
+    def begin() -> tuple[PreTrainedModel, WeightFiles, Match]:
+        if not type(skeleton).__module__.startswith("transformers."):
+            raise WholeOnly("its code is not transformers' own")
+        if getattr(model_config, "quantization_config", None):
+            raise WholeOnly("its weights are quantized")
+        if getattr(type(model_config), "extra_files", ()):
+            raise WholeOnly("some of its weights lie in files of another kind")
+        if init_from is not None and not (init_from / "config.json").is_file():
+            raise WholeOnly(f"model.init_from {init_from} is a checkpoint, which says what it lacks only when it is loaded")
+        model = models.build_weightless(config, model_config, auto_class, dtype)
+        if model._get_dtype_plan(dtype):
+            raise WholeOnly("transformers keeps some of its weights in fp32")
+        files, match = _match(model, config.name_or_path, config.revision, f"model.name_or_path {config.name_or_path}")
+        if match.missing:
+            raise models.missing_weights(config.name_or_path, match.missing)
+        for name, shape in match.other_shapes.items():
+            raise models.other_shape(config.name_or_path, name, shape, tuple(model.state_dict()[name].shape))
+        if init_from is not None:
+            files, match = _match(model, str(init_from), None, f"model.init_from {init_from}")
+            _check_same(model, match, init_from)
+        return model, files, match
+
+    model, files, match = _decided_together(begin)
+    check_ties(model, files, match)
+
+    def fill_buffers() -> None:
+        for name, buffer in model.named_buffers():
+            if name in match.tensors:
+                for piece in pieces(tuple(buffer.shape)):
+                    buffer[piece].copy_(files.source(match.tensors[name], buffer.dtype).read(piece))
+
+    agreed(fill_buffers)
+    return model, _sources_of(model, files, match)
+
+
+def complete_sources(model: PreTrainedModel, weights: Sources, config: AdapterConfig, base: ModelConfig, seed: int) -> Sources:
+    """Where each parameter of the adapted model is. Collective.
+
+    Args:
+        weights: the model's own, as `open_weights` gives them; and `base` what it is called.
+
+    Raises:
+        UserError: an existing adapter has another base; on every rank.
+    """
+    name_or_path = config.name_or_path
+    folder = agreed(lambda: find_adapter(name_or_path)) if name_or_path else None
+    if folder is not None:
+        what = f"adapter.name_or_path {name_or_path}"
+        if broadcast_object((folder / BASE_FILE).is_file()):
+            hashes = hash_base(model, weights)
+            agreed(lambda: check_base(folder, base.name_or_path, hashes, what))
+        try:
+            files = WeightFiles([folder / WEIGHTS_FILE], what)
+        except WholeOnly as reason:
+            raise UserError(f"{what}: {reason}, which is not supported: convert it to float32 or bfloat16") from None
+        stored = {own: files.source(name, torch.float32) for name, own in file_names(model).items()}
+    sources = {}
+    for name, parameter in model.named_parameters():
+        own = base_name(name)
+        if own is not None:
+            sources[name] = weights[own]
+        elif folder is not None:
+            sources[name] = stored[name]
+        elif ".modules_to_save." in name:
+            sources[name] = weights[name.replace(".modules_to_save.default.", ".")]
+        elif ".lora_magnitude_vector." in name:
+            sources[name] = _norms(model, name, weights)
+        else:
+            sources[name] = whole_source(parameter.shape, _drawing(name, parameter.shape, seed))
+    return sources
+
+
+def hash_base(model: nn.Module, weights: Sources) -> dict[str, str]:
+    """`adapter_files.hash_base` of a model whose weights are still in files. Collective."""
+    names = {base for name, _ in model.named_parameters() if (base := base_name(name)) is not None}
+    headers = {name: str(weights[name].shape) for name in names}
+    return hash_sources(weights, headers, dict.fromkeys(names, torch.bfloat16))
+
+
+def hash_frozen(model: nn.Module, sources: Sources) -> dict[str, str]:
+    """`models.hash_frozen` of a model whose weights are still in files: the same hashes. Collective."""
+    frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    headers = {name: models.hash_header(parameter) for name, parameter in frozen.items()}
+    return hash_sources(sources, headers, {name: parameter.dtype for name, parameter in frozen.items()})
+
+
+def _decided_together(work: Callable[[], T]) -> T:
+    """As `agreed`, for `WholeOnly` too: the ways to load talk to other ranks in different ways. Collective."""
+
+    def attempt() -> tuple[T | None, str | None]:
+        try:
+            return work(), None
+        except WholeOnly as reason:
+            return None, str(reason)
+
+    result, reason = agreed(attempt)
+    if first := next((told for told in gather_objects(reason) if told is not None), None):
+        raise WholeOnly(first)
+    return result  # type: ignore[return-value]
+
+
+def _match(model: PreTrainedModel, name_or_path: str, revision: str | None, what: str) -> tuple[WeightFiles, Match]:
+    named = getattr(model.config, "transformers_weights", None)
+    files = WeightFiles(find_weight_files(name_or_path, revision, named), what)
+    match = match_names(model, files)
+    check_computed(model, match)
+    return files, match
+
+
+def _check_same(model: PreTrainedModel, match: Match, init_from: Path) -> None:
+    if match.unknown:
+        raise WholeOnly(f"model.init_from {init_from} also has {match.unknown[0]}")
+    for names, what in ((match.missing, "lacks"), (sorted(match.other_shapes), "has another shape of")):
+        if names:
+            raise UserError(f"model.init_from {init_from} does not fit {model.name_or_path}: it {what} {names[0]}")
+
+
+def _sources_of(model: PreTrainedModel, files: WeightFiles, match: Match) -> Sources:
+    """Under every name of every parameter; of a tied one from whichever name is stored."""
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
+    sources: Sources = {}
+    for parameter in model.parameters():
+        names = names_of[id(parameter)]
+        stored = next(name for name in names if name in match.tensors)
+        sources |= dict.fromkeys(names, files.source(match.tensors[stored], parameter.dtype))
+    return sources
+
+
+def _drawing(name: str, shape: torch.Size, seed: int) -> Callable[[], torch.Tensor]:
+    return lambda: adapters.draw_new(name, shape, seed)
+
+
+def _norms(model: nn.Module, name: str, weights: Sources) -> Source:
+    """DoRA's magnitudes, see `adapters.magnitudes`: of some of them only their own rows (or columns) of the base are read."""
+    module_name = name.partition(".lora_magnitude_vector.")[0]
+    base: Any = model.get_submodule(module_name).base_layer
+    weight = weights[str(base_name(f"{module_name}.base_layer.weight"))]
+
+    def read(box: Box) -> torch.Tensor:
+        (part,) = box
+        if not isinstance(base, nn.Linear):
+            return adapters.magnitudes(base, torch.cat([weight.read((rows, part)) for rows, _ in pieces(weight.shape)]))
+        size = (part.stop - part.start, weight.shape[1])
+        boxes = [(slice(part.start + rows.start, part.start + rows.stop), columns) for rows, columns in pieces(size)]
+        return torch.cat([adapters.magnitudes(base, weight.read(box)) for box in boxes])
+
+    num = weight.shape[0] if isinstance(base, nn.Linear) else weight.shape[1]
+    return Source((num,), read)

@@ -1,0 +1,245 @@
+"""LoRA, rsLoRA and DoRA adapters (peft) on a frozen model, in place: the model stays the transformers model that it is."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from toolkit.config.schema import AdapterConfig, ModelConfig
+from toolkit.distributed.comm import derive_seed
+from toolkit.errors import UserError
+from toolkit.models.lora_files import base_name, check_base, find_adapter, hash_base, load_adapter_weights, read_lora_config
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import PreTrainedModel
+
+ALL_LINEAR = "all-linear"
+LORA_NAME = re.compile(r"\.lora_(embedding_)?[AB]\.default")
+TIED_NAMES = ("embed_tokens", "lm_head")
+"""peft keeps tied modules together that it knows by these names."""
+
+
+def check_adapter_config(config: Any) -> None:
+    """Refuse sections of a recipe's config that exclude each other, and an adapter that could not train.
+
+    Raises:
+        UserError: naming the fields.
+    """
+    adapter, model = config.adapter, config.model
+    if not is_wanted(adapter):
+        if adapter.name_or_path is not None:
+            raise UserError(
+                f"adapter.name_or_path is {adapter.name_or_path}, but adapter.method is none: set it to that adapter's method"
+            )
+        if config.export.merge:
+            raise UserError("export.merge is true, but adapter.method is none: there is no adapter to merge")
+        return
+    if adapter.dropout == 1:
+        raise UserError("adapter.dropout is 1, which leaves the adapter no input: give less")
+    if model.from_scratch:
+        raise UserError(
+            f"adapter.method is {adapter.method} and model.from_scratch true: an adapter needs a base with trained weights, "
+            "which is there again when the adapter is loaded"
+        )
+    if model.init_from is not None:
+        raise UserError(
+            f"adapter.method is {adapter.method} and model.init_from {model.init_from}: the adapter would belong to weights that "
+            "model.name_or_path does not have; give the exported model as model.name_or_path"
+        )
+    if model.freeze:
+        raise UserError(
+            f"model.freeze is {model.freeze}, but adapter.method {adapter.method} freezes the whole base: leave it out"
+        )
+
+
+def is_wanted(config: AdapterConfig) -> bool:
+    """Whether an adapter is trained."""
+    return config.method != "none"
+
+
+def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig, seed: int) -> None:
+    """Freeze a model that is not sharded and add an adapter, a new one or that of `adapter.name_or_path`, in place.
+
+    Call it on the skeleton (meta device) to tell mistakes early, then on the model. Trainable parameters are fp32
+    whatever the base is. A new adapter changes no output: its A is drawn from `seed`, its B zero, DoRA's magnitudes are
+    the base's norms.
+
+    Raises:
+        UserError: names that match nothing, ties that would break, or an adapter that does not fit or has another base.
+    """
+    from peft import inject_adapter_in_model
+
+    folder = find_adapter(config.name_or_path) if config.name_or_path else None
+    what = f"adapter.name_or_path {config.name_or_path}" if folder else "the adapter"
+    lora = read_lora_config(folder, config) if folder else _new_lora(model, config)
+    lora.task_type = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
+    lora.base_model_name_or_path = base.name_or_path
+    lora.revision = base.revision or getattr(model.config, "_commit_hash", None)
+    is_meta = any(parameter.is_meta for parameter in model.parameters())
+    if folder and not is_meta:
+        check_base(folder, base.name_or_path, hash_base(model), what)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # GPT-2's Conv1D, ties that `_check_ties` tells better, …
+        try:
+            inject_adapter_in_model(lora, model, low_cpu_mem_usage=is_meta)
+        except ValueError as error:
+            reason = " ".join(str(error).split())
+            if isinstance(lora.target_modules, set):  # which is written in another order by every process
+                reason = reason.replace(str(lora.target_modules), ", ".join(sorted(lora.target_modules)))
+            raise UserError(f"{what} does not fit {base.name_or_path}: {reason}") from None
+    _check_ties(model, what)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    _reset_magnitudes(model)
+    if folder:
+        load_adapter_weights(model, folder, base.name_or_path, what)
+    elif not is_meta:
+        for name, parameter in model.named_parameters():
+            if LORA_NAME.search(name):
+                parameter.data.copy_(draw_new(name, parameter.shape, seed))
+
+
+def draw_new(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
+    """A tensor of a new LoRA in fp32, drawn as peft does, but each from a seed of its own: the same however the base is loaded.
+
+    Args:
+        name: the parameter's in the adapted model.
+    """
+    values = torch.zeros(shape)
+    generator = torch.Generator().manual_seed(derive_seed("adapter", seed, name))
+    if ".lora_A." in name:
+        nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+    elif ".lora_embedding_B." in name:
+        nn.init.normal_(values, generator=generator)
+    return values
+
+
+def magnitudes(layer: nn.Module, weight: torch.Tensor) -> torch.Tensor:
+    """DoRA's first magnitudes of a base layer's weight (or of whole outputs of it): its outputs' norms, in fp32."""
+    # Conv1D and embeddings have their outputs last.
+    return torch.linalg.vector_norm(weight.float(), dim=1 if isinstance(layer, nn.Linear) else 0)
+
+
+def _new_lora(model: PreTrainedModel, config: AdapterConfig) -> LoraConfig:
+    """peft's config of a new adapter."""
+    from peft import LoraConfig
+
+    modules_to_save, is_tied = _modules_to_save(model, config.modules_to_save)
+    targets: list[str] | str = config.target_modules
+    if targets != ALL_LINEAR:
+        targets = [targets] if isinstance(targets, str) else targets
+        _check_targets(model, targets, modules_to_save)
+    return LoraConfig(
+        r=config.rank,
+        lora_alpha=int(config.alpha) if float(config.alpha).is_integer() else config.alpha,  # type: ignore[arg-type]
+        lora_dropout=config.dropout,
+        target_modules=targets,
+        modules_to_save=modules_to_save or None,
+        use_rslora=config.method == "rslora",
+        use_dora=config.method == "dora",
+        ensure_weight_tying=is_tied,
+    )
+
+
+def _modules_to_save(model: PreTrainedModel, ends: list[str]) -> tuple[list[str], bool]:
+    """Whole names of the modules, with those that are tied to one of them; and whether any are.
+
+    Whole, as peft would take `head` for an end of `lm_head`.
+    """
+    named = [name for name, module in model.named_modules() if any(True for _ in module.parameters())]
+    matched: set[str] = set()
+    for end in ends:
+        found = [name for name in named if _ends_with(name, end)]
+        if not found:
+            existing = sorted({name.rpartition(".")[2] for name in named if not name.rpartition(".")[2].isdigit()} - {""})
+            raise UserError(f"adapter.modules_to_save {end} matches no module; ends of names that exist: {', '.join(existing)}")
+        matched |= set(found)
+    tied: set[str] = set()
+    for names in _aliases(model):
+        modules = {name.rpartition(".")[0] for name in names}
+        if len(modules) > 1 and modules & matched:
+            tied |= modules
+    return sorted(matched | tied), bool(tied)
+
+
+def _check_targets(model: PreTrainedModel, ends: list[str], modules_to_save: list[str]) -> None:
+    """Every end must match, and only layers that an adapter goes on."""
+    from transformers.pytorch_utils import Conv1D
+
+    named = dict(model.named_modules())
+    linear = sorted({name.rpartition(".")[2] for name, module in named.items() if isinstance(module, (nn.Linear, Conv1D))})
+    for end in ends:
+        found = [name for name in named if name and _ends_with(name, end)]
+        if not found:
+            raise UserError(
+                f"adapter.target_modules {end} matches no module; linear ones end in: {', '.join(linear)} ({ALL_LINEAR} takes "
+                "all of them but the output head)"
+            )
+        for name in found:
+            if not isinstance(named[name], (nn.Linear, Conv1D, nn.Embedding)):
+                raise UserError(
+                    f"adapter.target_modules {end} matches {name}, a {type(named[name]).__name__}, but an adapter goes on linear "
+                    f"layers and embeddings; linear ones end in: {', '.join(linear)}"
+                )
+            if any(name == saved or name.startswith(f"{saved}.") for saved in modules_to_save):
+                raise UserError(
+                    f"adapter.target_modules {end} matches {name}, which adapter.modules_to_save trains whole: choose one"
+                )
+
+
+def _ends_with(name: str, end: str) -> bool:
+    return name == end or name.endswith(f".{end}")
+
+
+def _aliases(model: nn.Module) -> list[list[str]]:
+    """Names of each parameter."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return list(names.values())
+
+
+def _check_ties(model: PreTrainedModel, what: str) -> None:
+    """After the injection: a tied weight is adapted nowhere, or trained whole in all its places as one."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for names in _aliases(model):
+        adapted = [name for name in names if ".base_layer." in name]
+        saved = [name for name in names if ".original_module." in name]
+        if len(names) == 1 or not (adapted or saved):
+            continue
+        first = base_name((adapted + saved)[0])
+        others = " and ".join(str(base_name(name)) for name in names if base_name(name) != first)
+        if adapted:
+            or_whole = "" if model.config.is_encoder_decoder else ", or train it whole by adapter.modules_to_save"
+            raise UserError(
+                f"{what} adapts {first}, which is one tied weight with {others}: the merged model would need two; leave it out "
+                f"of adapter.target_modules{or_whole}"
+            )
+        copies = {name: name.replace(".original_module.", ".modules_to_save.default.") for name in names}
+        # peft puts a linear layer into each place but the input embedding's, which breaks T5's three embeddings.
+        same_kind = len(saved) == len(names) and all(_owner(model, old) is _owner(model, new) for old, new in copies.items())
+        if not same_kind or len({id(parameters[new]) for new in copies.values()}) > 1:
+            raise UserError(
+                f"{what} trains {first}, which is one tied weight with {others}: peft keeps only a token embedding and an output "
+                f"head together, one of them named {' or '.join(TIED_NAMES)}; leave it out of adapter.modules_to_save"
+            )
+
+
+def _owner(model: nn.Module, parameter_name: str) -> type[nn.Module]:
+    return type(model.get_submodule(parameter_name.rpartition(".")[0]))
+
+
+def _reset_magnitudes(model: nn.Module) -> None:
+    """DoRA's magnitudes in fp32; peft takes them in the base's dtype."""
+    for module in model.modules():
+        vectors: Any = getattr(module, "lora_magnitude_vector", None)
+        if vectors:
+            base: Any = module.base_layer
+            vectors["default"].weight.data = magnitudes(base, base.weight.data)

@@ -1,0 +1,232 @@
+"""An adapter's folder: what peft reads, and beside it which base the adapter belongs to.
+
+    adapter_config.json          peft's
+    adapter_model.safetensors    the trainable tensors
+    base.json                    where the base is, and a hash of each of its tensors
+
+In names of parameters (`…` is a module, `default` peft's name of the adapter):
+
+    ….weight → ….base_layer.weight                                     frozen
+               ….lora_A.default.weight   ….lora_B.default.weight       trainable; `lora_embedding_A.default` of an embedding
+               ….lora_magnitude_vector.default.weight                  trainable (DoRA)
+    ….weight → ….original_module.weight                                frozen (adapter.modules_to_save)
+               ….modules_to_save.default.weight                        trainable copy
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from toolkit.config.schema import AdapterConfig
+from toolkit.errors import UserError
+from toolkit.files.modes import check_readable
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import PreTrainedModel
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+BASE_FILE = "base.json"
+
+_TAKEN_OVER = (
+    "r", "lora_alpha", "target_modules", "exclude_modules", "modules_to_save", "use_rslora", "use_dora", "rank_pattern",
+    "alpha_pattern", "layers_to_transform", "layers_pattern", "ensure_weight_tying",
+)  # fmt: skip
+_WITHOUT_EFFECT = (
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "lora_dropout", "fan_in_fan_out", "init_lora_weights", "runtime_config", "loftq_config", "eva_config", "corda_config",
+    "lora_ga_config",
+)  # fmt: skip
+"""Settings that say where an adapter comes from or how it began; dropout is the run's own."""
+_KEEPING_THE_BASE = (True, False, "gaussian", "orthogonal", "eva")
+"""Values of `init_lora_weights` that leave the base's weights as they are."""
+
+
+def find_adapter(name_or_path: str) -> Path:
+    """The folder of an adapter, here or in the hub's cache after a download.
+
+    Raises:
+        UserError: it has no `adapter_config.json` or no safetensors weights, or may not be read.
+    """
+    folder = Path(name_or_path)
+    if not folder.is_dir():
+        return _download(name_or_path)
+    for file, why in ((CONFIG_FILE, ""), (WEIGHTS_FILE, " (pickled .bin weights are not loaded)")):
+        if not (folder / file).is_file():
+            raise UserError(f"adapter.name_or_path {folder} has no {file}{why}: give the folder of an adapter saved by peft")
+    check_readable(f"adapter.name_or_path {folder}", folder)
+    return folder
+
+
+def read_lora_config(folder: Path, config: AdapterConfig) -> LoraConfig:
+    """peft's config of the adapter in `folder`, to go on training it.
+
+    Raises:
+        UserError: it is no LoRA, of another method than `adapter.method`, or has settings that are not supported.
+    """
+    from peft import LoraConfig
+
+    what = f"adapter.name_or_path {config.name_or_path}"
+    settings = _read_json(folder / CONFIG_FILE, what)
+    if settings.get("peft_type") != "LORA":
+        raise UserError(
+            f"{what} is an adapter of type {settings.get('peft_type')}, and only LORA (LoRA, rsLoRA, DoRA) is supported"
+        )
+    method = "dora" if settings.get("use_dora") else "rslora" if settings.get("use_rslora") else "lora"
+    if method != config.method:
+        raise UserError(f"{what} is a {method} adapter, but adapter.method is {config.method}: set adapter.method {method}")
+    if (began := settings.get("init_lora_weights", True)) not in _KEEPING_THE_BASE:
+        raise UserError(
+            f"{what} began by init_lora_weights {began}, which changes the base: convert it to plain LoRA with peft first"
+        )
+    defaults = {field.name: field.default for field in dataclasses.fields(LoraConfig)}
+    for key, value in settings.items():
+        if key not in (*_TAKEN_OVER, *_WITHOUT_EFFECT) and value and value != defaults.get(key):
+            raise UserError(f"{what} has {key} {value!r} in its {CONFIG_FILE}, which is not supported")
+    taken_over = {key: settings[key] for key in _TAKEN_OVER if key in settings}
+    try:
+        return LoraConfig(**taken_over, lora_dropout=config.dropout)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"peft refuses the {CONFIG_FILE} of {what}: {' '.join(str(error).split())}") from None
+
+
+def load_adapter_weights(model: PreTrainedModel, folder: Path, base: str, what: str) -> None:
+    """Fill the trainable parameters from a folder's safetensors; on the meta device only compare names and shapes.
+
+    Args:
+        base: what the model is called in an error, and `what` the adapter.
+
+    Raises:
+        UserError: naming the first that is missing, unknown or of another shape.
+    """
+    names, parameters = file_names(model), dict(model.named_parameters())
+    try:
+        with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            _check_fits(model, shapes, {name: tuple(parameters[own].shape) for name, own in names.items()}, base, what)
+            for name, own in names.items():
+                if not parameters[own].is_meta:
+                    parameters[own].data.copy_(file.get_tensor(name))
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"the {WEIGHTS_FILE} of {what} cannot be read: {error}") from None
+
+
+def file_names(model: nn.Module) -> dict[str, str]:
+    """Names in an adapter file, as peft writes them → names of the model's trainable parameters. Aliases are in it too."""
+    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            stored = name.replace(".modules_to_save.default.", ".")
+            stored = re.sub(r"\.(lora_[AB])\.default\.", r".\1.", stored)
+            stored = re.sub(r"\.(lora_embedding_[AB]|lora_magnitude_vector)\.default(\.weight)?$", r".\1", stored)
+            names[f"base_model.model.{stored}"] = first_names[id(parameter)]
+    return names
+
+
+def base_name(name: str) -> str | None:
+    """A parameter's name as it is without the adapter; None for the adapter's own."""
+    if re.search(r"\.(lora_\w+|modules_to_save)\.default(\.|$)", name):
+        return None
+    return re.sub(r"\.(base_layer|original_module)\.", ".", name)
+
+
+def hash_base(model: nn.Module) -> dict[str, str]:
+    """`hash_weight` of each of the base's parameters, by name; equal before and after the adapter was added."""
+    named = {base_name(name): parameter.detach() for name, parameter in model.named_parameters()}
+    weights = {name: weight for name, weight in named.items() if name is not None}
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # hashing releases the interpreter's lock
+        return dict(zip(weights, threads.map(hash_weight, weights.values()), strict=True))
+
+
+def hash_weight(weight: torch.Tensor) -> str:
+    """sha256 of shape and bytes in bf16 of a whole weight: the same whether the base is stored in fp32 or bf16."""
+    digest = hashlib.sha256(str(tuple(weight.shape)).encode())
+    digest.update(weight.to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def check_base(folder: Path, name_or_path: str, tensors: dict[str, str], what: str) -> None:
+    """Refuse a base that is not the one recorded in an adapter's folder; adapters that only peft has saved record none.
+
+    Args:
+        name_or_path: of the base that is to be used, and `tensors` its `hash_base`.
+
+    Raises:
+        UserError: naming the first tensor that differs.
+    """
+    if not (folder / BASE_FILE).is_file():
+        return
+    recorded = _read_json(folder / BASE_FILE, what)
+    theirs = recorded.get("tensors")
+    if not isinstance(theirs, dict):
+        raise UserError(f"the {BASE_FILE} of {what} is not what an export writes: take it away, or export again")
+    differing = sorted(name for name in theirs.keys() | tensors.keys() if theirs.get(name) != tensors.get(name))
+    if differing:
+        at = f" at revision {recorded['revision']}" if recorded.get("revision") else ""
+        raise UserError(
+            f"{what} was trained on another base than model.name_or_path {name_or_path}: {len(differing)} tensors differ, "
+            f"{differing[0]} the first; its base was {recorded.get('name_or_path')}{at}"
+        )
+
+
+def _read_json(file: Path, what: str) -> dict[str, Any]:
+    """The object in a file of the adapter `what`."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"the {file.name} of {what} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"the {file.name} of {what} is no JSON object")
+    return value
+
+
+def _check_fits(
+    model: PreTrainedModel, stored: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], base: str, what: str
+) -> None:
+    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+    places = tuple(f"base_model.model.{name}." for name, module in model.named_modules() if module in embeddings)
+    for name in sorted(stored.keys() | wanted.keys()):
+        if stored.get(name) == wanted.get(name):
+            continue
+        own = name.removeprefix("base_model.model.")
+        if name in stored and name.startswith(places) and "lora_" not in name:
+            raise UserError(
+                f"{what} brings an embedding of its own, {own} of shape {stored[name]}, as after a resized vocabulary, which is "
+                "not supported: resize the base, save it and give that as model.name_or_path"
+            )
+        if name not in stored:
+            raise UserError(f"{what} does not fit {base}: it lacks {own}")
+        if name not in wanted:
+            raise UserError(f"{what} does not fit {base}: it also has {own}")
+        raise UserError(f"{what} does not fit {base}: it has {own} of shape {stored[name]} instead of {wanted[name]}")
+
+
+def _download(name_or_path: str) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        hf_hub_download(name_or_path, WEIGHTS_FILE)
+        folder = Path(hf_hub_download(name_or_path, CONFIG_FILE)).parent
+    except (OSError, ValueError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+        raise UserError(
+            f"adapter.name_or_path {name_or_path} is no folder here, and the hub does not give it ({reason}): give an adapter's "
+            f"folder, or a hub id within reach that has {CONFIG_FILE} and {WEIGHTS_FILE}"
+        ) from None
+    with contextlib.suppress(EntryNotFoundError):
+        hf_hub_download(name_or_path, BASE_FILE)
+    return folder

@@ -1,0 +1,63 @@
+"""What the accelerate YAML asks of each repeated block's forward: to be compiled, or to forget its activations.
+
+In place, inside the hooks of FSDP: one way for all models and strategies.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from toolkit.parallel.units import repeated_blocks
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel
+
+
+def compile_blocks(accelerator: Accelerator, model: PreTrainedModel) -> None:
+    """Compile each repeated block's forward, as the YAML's dynamo section says; hooks of FSDP stay outside.
+
+    Shapes change from batch to batch: without `dynamo_use_dynamic` torch finds out which do after the first few.
+    """
+    from accelerate.utils import DynamoBackend
+
+    plugin = accelerator.state.dynamo_plugin
+    if plugin.backend == DynamoBackend.NO:
+        return
+    options = {"backend": plugin.backend.value.lower(), "mode": None if plugin.mode == "default" else plugin.mode}
+    for block in repeated_blocks(model).values():
+        compiled = torch.compile(block.forward, **options, fullgraph=plugin.fullgraph, dynamic=plugin.dynamic or None)
+        block.forward = functools.partial(_compiled, block, block.forward, compiled)
+    plugin.backend = DynamoBackend.NO  # else `prepare_model` compiles once more
+
+
+def checkpoint_activations(accelerator: Accelerator, model: PreTrainedModel) -> None:
+    """Let each repeated block forget its activations and compute them again in the backward, with the same dropout masks.
+
+    Non-reentrant, inside the hooks of FSDP. accelerate's FSDP2 path draws other masks the second time
+    (`preserve_rng_state=False`), which makes gradients wrong.
+    """
+    plugin = accelerator.state.fsdp_plugin
+    if not plugin.activation_checkpointing:
+        return
+    for block in repeated_blocks(model).values():
+        block.forward = functools.partial(_checkpointed, block, block.forward)
+    plugin.activation_checkpointing = False  # else `prepare_model` does it once more
+
+
+def _compiled(block: nn.Module, forward: Callable[..., Any], compiled: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
+    """Compiled in training only: in generation the growing cache of every layer would use up the limit of recompilations, which
+    all blocks share, and training would go on uncompiled without a word."""
+    return (compiled if block.training else forward)(*args, **inputs)
+
+
+def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
+    if not (block.training and torch.is_grad_enabled()):
+        return forward(*args, **inputs)
+    return checkpoint(forward, *args, use_reentrant=False, **inputs)

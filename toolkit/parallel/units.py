@@ -1,0 +1,227 @@
+"""Which modules of a model are gathered together, found by looking at the model and not by its name.
+
+A *shard unit* is what FSDP gathers at once: a block of the model, or the root with everything outside the blocks
+(embeddings, final norm, output head). Modules that are tied to one weight must lie in one unit; as embeddings and heads
+stay in the root, T5's four tied modules do, whatever they are called.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from toolkit.errors import UserError
+from toolkit.parallel import float8
+
+if TYPE_CHECKING:
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+WRAPPER_PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+@dataclass(frozen=True)
+class ShardUnit:
+    """Parameters that are gathered together."""
+
+    name: str
+    """Path of the module; empty for the root."""
+    class_name: str
+    """Its class before wrapping."""
+    module: nn.Module
+    parameter_names: tuple[str, ...]
+    num_parameters: int
+    num_trainable: int
+    dtypes: tuple[str, ...]
+
+    def local_bytes(self) -> int:
+        """Bytes of this unit's parameters on this rank; after sharding about 1/world of the whole."""
+        own = {name: parameter for name, parameter in self.module.named_parameters() if clean(name) in self.parameter_names}
+        return sum(local_tensor(p).numel() * p.element_size() for p in own.values())
+
+
+def find_blocks(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that become shard units of their own, by name, outermost ones only.
+
+    Raises:
+        UserError: a wrap class of the YAML is not in the model, or there is no repeated block to infer.
+    """
+    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+    if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
+        return _large_modules(model, plugin.min_num_params or 0)
+    if plugin.auto_wrap_policy is not transformer_auto_wrap_policy:
+        return {}
+    existing = _class_names(model)
+    named = [name for name in plugin.transformer_cls_names_to_wrap or [] if name not in ("", "None")]
+    for name in named:
+        if name not in existing:
+            raise UserError(
+                f"fsdp_transformer_layer_cls_to_wrap names {name}, which is not in {type(model).__name__}; "
+                f"classes that exist: {', '.join(existing)}"
+            )
+    blocks = _outermost(model, set(named)) if named else repeated_blocks(model)
+    if not blocks:
+        raise UserError(
+            f"no repeated block found in {type(model).__name__}: name one in fsdp_transformer_layer_cls_to_wrap; "
+            f"classes that exist: {', '.join(existing)}"
+        )
+    _check_called_alike(model, blocks)
+    return blocks
+
+
+def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The model's repeated layers by name: of the classes that it says not to split, else the elements of its module lists.
+
+    One that shares a weight with what is outside is left out: BERT says not to split its embeddings, and its head ties them.
+    """
+    unsplit = set(getattr(model, "_no_split_modules", None) or []) & set(_class_names(model))
+    blocks = _outermost(model, unsplit or _repeated_classes(model))
+    owners_of: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = next((block for block in blocks if name.startswith(f"{block}.")), "")
+        owners_of.setdefault(id(parameter), set()).add(owner)
+    shared = {owner for owners in owners_of.values() if "" in owners for owner in owners}
+    return {name: block for name, block in blocks.items() if name not in shared}
+
+
+def _check_called_alike(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
+    """Refuse units that ranks would gather a different number of times, each waiting for the others, and the whole model as one.
+
+    A causal model's loss calls whatever comes after its backbone once for each chunk of a rank's rows (`causal_loss`).
+    """
+    backbone: Any = getattr(model, str(getattr(model, "base_model_prefix", "")), None)
+    is_causal = backbone is not None and not getattr(model.config, "is_encoder_decoder", False)
+    inside = {id(module) for module in backbone.modules()} if is_causal else set()
+    for name, block in blocks.items():
+        what = f"fsdp_transformer_layer_cls_to_wrap names {type(block).__name__}"
+        if not name:
+            raise UserError(f"{what}, which is the whole model: name the class of its repeated layers")
+        if is_causal and id(block) not in inside:
+            raise UserError(
+                f"{what}, which makes {name} a shard unit of its own, but the loss calls it once for each chunk of a rank's "
+                "rows, and ranks have different numbers of chunks: name the class of the repeated layers only"
+            )
+
+
+def _outermost(model: nn.Module, class_names: set[str]) -> dict[str, nn.Module]:
+    blocks: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if type(module).__name__ in class_names and not any(name.startswith(f"{outer}.") for outer in blocks):
+            blocks[name] = module
+    return blocks
+
+
+def _class_names(model: nn.Module) -> list[str]:
+    return sorted({type(module).__name__ for module in model.modules()})
+
+
+def _repeated_classes(model: nn.Module) -> set[str]:
+    """Classes of the elements of the model's outermost module lists: its repeated layers."""
+    lists: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
+            lists[name] = module
+    return {type(layer).__name__ for layers in lists.values() for layer in layers if any(True for _ in layer.parameters())}
+
+
+def _large_modules(model: nn.Module, min_num_parameters: int) -> dict[str, nn.Module]:
+    """Size-based wrap, bottom up: a module with at least so many parameters that no child of it took already.
+
+    Left out are modules that are never called, as lists of modules are: FSDP gathers when a module is called. So are those
+    that hold a tied weight of which another name lies outside them: it goes up to the first module that holds all of them.
+    And the output head: the loss calls it once for each chunk of its rows, of which ranks have different numbers.
+    """
+    blocks: dict[str, nn.Module] = {}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
+
+    def visit(path: str, module: nn.Module) -> dict[int, int]:
+        """Sizes of the parameters under `module` that no unit has, by id: tied ones count once."""
+        left = {id(p): p.numel() for p in module.parameters(recurse=False)}
+        for child_name, child in module.named_children():
+            left |= visit(f"{path}.{child_name}".lstrip("."), child)
+        is_called_once = type(module).forward is not nn.Module.forward and module is not head
+        holds_all = all(name.startswith(f"{path}.") for parameter in left for name in names_of[parameter])
+        if path and is_called_once and holds_all and sum(left.values()) >= max(1, min_num_parameters):
+            blocks[path] = module
+            return {}
+        return left
+
+    visit("", model)
+    return blocks
+
+
+def build_units(model: nn.Module, blocks: dict[str, nn.Module]) -> list[ShardUnit]:
+    """Blocks and the root, each with the parameters that no inner unit holds."""
+    units, taken = [], set()
+    for name, module in sorted(blocks.items(), key=lambda item: -item[0].count(".")) + [("", model)]:
+        own = {n: p for n, p in module.named_parameters() if id(p) not in taken}
+        taken |= {id(p) for p in own.values()}
+        units.append(
+            ShardUnit(
+                name=name,
+                class_name=type(module).__name__,
+                module=module,
+                parameter_names=tuple(own),
+                num_parameters=sum(p.numel() for p in own.values()),
+                num_trainable=sum(p.numel() for p in own.values() if p.requires_grad),
+                dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in own.values()})),
+            )
+        )
+    return units
+
+
+def check_ties(model: nn.Module, units: list[ShardUnit]) -> None:
+    """A weight used by two units would be gathered by one and missing in the other.
+
+    Raises:
+        UserError: naming the tied names.
+    """
+    unit_prefixes = [unit.name for unit in units if unit.name]
+    places: dict[int, dict[str, str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        unit = max((p for p in unit_prefixes if name.startswith(f"{p}.")), key=len, default="")
+        places.setdefault(id(parameter), {})[name] = unit
+    for names in places.values():
+        if len(set(names.values())) > 1:
+            raise UserError(
+                f"{' and '.join(names)} are one tied weight, but lie in different shard units: "
+                "choose wrap classes that keep them together"
+            )
+
+
+def describe(units: list[ShardUnit]) -> str:
+    """The shard units as a table: parameters, dtype, trainable share, bytes on this rank. Equal blocks share a line."""
+    lines = [f"{'unit':<38}{'count':>6}{'parameters':>14}  {'dtype':<10}{'trainable':>10}{'MiB a rank':>12}"]
+    kinds: dict[tuple, list[ShardUnit]] = {}
+    for unit in units:
+        kinds.setdefault((unit.class_name, unit.num_parameters, unit.num_trainable, unit.dtypes), []).append(unit)
+    for (class_name, num, num_trainable, dtypes), equal in kinds.items():
+        share = num_trainable / max(1, num)
+        local_mib = sum(unit.local_bytes() for unit in equal) / 2**20
+        name = class_name if len(equal) > 1 else f"{class_name} {equal[0].name or '(the rest)'}"
+        dtype = "+".join(dtypes)
+        lines.append(f"{name:<38}{len(equal):>6}{num * len(equal):>14,}  {dtype:<10}{share:>10.0%}{local_mib:>12.1f}")
+    total = sum(unit.num_parameters for unit in units)
+    trainable = sum(unit.num_trainable for unit in units) / max(1, total)
+    local = sum(unit.local_bytes() for unit in units) / 2**20
+    lines.append(f"{'total':<38}{len(units):>6}{total:>14,}  {'':<10}{trainable:>10.0%}{local:>12.1f}")
+    return "\n".join(lines)
+
+
+def clean(name: str) -> str:
+    """A parameter's name without what wrappers put into it."""
+    for prefix in WRAPPER_PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, its plain values."""
+    return float8.plain(tensor.to_local() if isinstance(tensor, DTensor) else tensor)

@@ -1,0 +1,82 @@
+"""Memory that training steps took on each rank, kept in the run folder: `python -m toolkit results` puts the plan beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.distributed.comm import gather_objects, print_rank0, rank, world_size
+from toolkit.launch.accelerate_yaml import find_accelerate_yaml
+from toolkit.launch.accelerator import held_memory_gib, peak_memory_gib, reset_peak_memory
+from toolkit.tracking.metrics_log import MetricsLog
+
+MEMORY_FILE, ACCELERATE_FILE = "memory.json", "accelerate.yaml"
+_before_model_gib = [0.0]
+
+
+def note_before_model(device: torch.device) -> None:
+    """Remember what this process holds before its model loads: on a CPU that is Python, the libraries and the rows."""
+    _before_model_gib[0] = held_memory_gib(device)
+
+
+class StepMemory:
+    """The highest memory of this rank's training steps so far, and the shape of its largest micro-batch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.peak_gib = 0.0
+        self.num_rows = self.num_tokens = 0
+        self.row_tokens: dict[str, int] = {}
+
+    def restart(self) -> None:
+        """Leave out what was no step."""
+        reset_peak_memory(self.device)
+
+    def read(self) -> float:
+        """GiB at the highest moment since `restart`."""
+        peak_gib = peak_memory_gib(self.device)
+        self.peak_gib = max(self.peak_gib, peak_gib)
+        return peak_gib
+
+    def see(self, batch: dict[str, torch.Tensor]) -> None:
+        """Take note of a micro-batch of token ids; others have no shape that a plan could take."""
+        targets = batch.get("decoder_input_ids")
+        if "input_ids" not in batch:
+            return
+        num_rows, length = batch["input_ids"].shape
+        row_tokens = {"row": length} if targets is None else {"source": length, "target": targets.shape[1]}
+        if num_rows * sum(row_tokens.values()) > self.num_tokens:
+            self.num_rows, self.row_tokens = num_rows, row_tokens
+            self.num_tokens = num_rows * sum(row_tokens.values())
+
+
+def save_memory(folder: Path, memory: StepMemory, metrics: MetricsLog) -> None:
+    """Write what the ranks' steps took into the run folder, with the accelerate YAML, and tell. Collective."""
+    ranks = gather_objects((memory.peak_gib, _before_model_gib[0], memory.num_tokens, memory.num_rows, memory.row_tokens))
+    peaks, before, _, _, _ = zip(*ranks, strict=True)
+    if rank() != 0 or not any(peaks):  # no step was taken
+        return
+    largest = max(ranks, key=lambda entry: entry[2])
+    found: dict[str, Any] = {
+        "device": memory.device.type,
+        "num_processes": world_size(),
+        "peak_gib": peaks,
+        "before_model_gib": before,
+        "micro_batch_size_rows": largest[3],
+        "row_tokens": largest[4],
+    }
+    launched_with = find_accelerate_yaml()
+    metrics.restore()  # with the folder, should it be gone
+    try:
+        (folder / MEMORY_FILE).write_text(json.dumps(found, indent=2) + "\n")
+        if launched_with is not None:
+            (folder / ACCELERATE_FILE).write_text(launched_with.read_text(encoding="utf-8"), encoding="utf-8")
+    except OSError as error:
+        metrics.note_failure(folder / MEMORY_FILE, error)
+    print_rank0(
+        f"memory of training steps: {max(peaks):.2f} GiB on the rank with most; `python -m toolkit results {folder}` puts the "
+        "plan beside it"
+    )

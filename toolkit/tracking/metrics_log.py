@@ -1,0 +1,261 @@
+"""The record of a run while it trains: `metrics.jsonl`, and trackers beside it.
+
+`metrics.jsonl` is the record: one JSON object a line with `kind` (`train`, `eval`, `checkpoint`), `step` and figures whose
+names carry their units. Everything else here is a view of it. Only the rank that is told to writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.schema import TrackingConfig
+from toolkit.distributed import watchdog
+from toolkit.distributed.comm import agreed, print_rank0
+from toolkit.errors import UserError
+from toolkit.files.json_lines import encode_json_line, load_json_lines
+
+# Where each tracker of accelerate takes the name of a run; the others know a project only.
+_RUN_NAME_OPTION = {
+    "wandb": "name",
+    "trackio": "name",
+    "swanlab": "experiment_name",
+    "clearml": "task_name",
+    "mlflow": "run_name",
+}
+
+
+class MetricsLog:
+    """`metrics.jsonl`, open for appending. A line is on its way to the disk when `write` returns.
+
+    Only one rank writes, so a disk that refuses does not raise there: `error` is to be agreed on by all. A file that somebody
+    removes, replaces or cuts meanwhile is restored by the next write, from what is still open and the evaluations in memory.
+    """
+
+    def __init__(self, path: Path, is_writer: bool, restore_folder: Callable[[Path], str] = lambda folder: ""):
+        """`restore_folder` puts back what else a folder that was removed needs, and returns what to say of it."""
+        self.path = path
+        self.error: UserError | None = None
+        self._restore_folder = restore_folder
+        self._evaluations: list[dict[str, Any]] = []
+        self._file: Any = None
+        if is_writer:
+            with _told_as_user_error(path):
+                _keep_lines(path, lambda line: True)
+                self._open()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this rank writes and no line is there."""
+        return self._file is not None and self._num_bytes == 0
+
+    def write(self, kind: str, step: int, **figures: Any) -> None:
+        """Append one line. JSON knows no NaN: such a figure is null, and `<name>_is` says "nan", "inf" or "-inf"."""
+        if self._file is None or self.error is not None:
+            return
+        line: dict[str, Any] = {"kind": kind, "step": step}
+        for name, value in figures.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                line |= {name: None, f"{name}_is": str(value)}
+            else:
+                line[name] = value
+        text = encode_json_line(line)
+        self.restore()
+        if kind == "eval":
+            self._evaluations.append(line)
+        if self.error is not None:
+            return
+        try:
+            if self._file.write(text) < len(text):  # the last bytes of a disk; the torn line is dropped by the next run
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._num_bytes += len(text)
+        except OSError as error:
+            self.note_failure(self.path, error)
+
+    def load(self) -> list[dict[str, Any]]:
+        """All lines so far, on the rank that writes: whatever becomes of the file, all evaluations at least."""
+        self.restore()
+        return self._lines_left()
+
+    def restore(self) -> None:
+        """See that the file stands as it was written; else write its lines again, and print what was lost. It costs a stat."""
+        if self._file is None or self.error is not None:
+            return
+        try:
+            if (trouble := self._trouble()) is None:
+                return
+            about_folder = self._restore_folder(self.path.parent)
+            lines = self._lines_left()
+            content = b"".join(map(encode_json_line, lines))
+            if trouble == "replaced":
+                os.replace(self.path, self.path.with_name(f"{self.path.name}.found"))
+            is_whole = len(content) >= self._num_bytes
+            _write_whole(self.path, content)
+            self._file.close()
+            self._open()
+        except OSError as error:
+            self.note_failure(self.path, error)
+        except UserError as error:
+            self.error = error
+        else:
+            kept = f"its {len(lines)} lines are restored" if is_whole else f"{len(lines)} lines, with all evaluations, are left"
+            found = f" (the other file is {self.path.name}.found now)" if trouble == "replaced" else ""
+            print_rank0(f"{self.path} was {trouble} while the run goes on{found}: {kept}{about_folder}")
+
+    def note_failure(self, path: Path, error: OSError) -> None:
+        """Remember that a file of figures cannot be written, on whichever rank; the first one counts."""
+        if self.error is None:
+            reason = error.strerror or str(error)
+            self.error = UserError(f"{path} cannot be written ({reason}): mend that, and run the same command again")
+
+    def sync(self) -> None:
+        """See to it that all lines so far outlive a power cut, as a checkpoint does."""
+        self.restore()
+        if self._file is not None and self.error is None:
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                self.note_failure(self.path, error)
+
+    def truncate_after(self, step: int, *, evaluation_due: bool = False) -> None:
+        """Drop the lines of later steps, here and in every rank's `rows-<rank>.jsonl`: the run goes on after `step` and writes
+        them again. Each file whole or not at all. Collective: no rank goes on before.
+
+        Args:
+            evaluation_due: the run goes on with the evaluation at `step`; a line of it, from a run between, goes too.
+
+        Raises:
+            UserError: a file cannot be read or written, or a line of it is broken; on every rank.
+        """
+
+        def stays(line: dict[str, Any]) -> bool:
+            return line["step"] < step or (line["step"] == step and not (evaluation_due and line.get("kind") == "eval"))
+
+        def truncate() -> None:
+            if self._file is not None:
+                self.restore()
+                self._file.close()
+                for path in (self.path, *self.path.parent.glob("rows-*.jsonl")):
+                    with _told_as_user_error(path):
+                        _keep_lines(path, stays)
+                self._open()
+                self._evaluations = [line for line in load_metrics(self.path) if line["kind"] == "eval"]
+
+        agreed(truncate)
+
+    def close(self) -> None:
+        """Close the file; nothing can be written after it."""
+        if self._file is not None:
+            self._file.close()
+
+    def _open(self) -> None:
+        self._file = self.path.open("ab", buffering=0)
+        there = os.fstat(self._file.fileno())
+        self._place, self._num_bytes = (there.st_dev, there.st_ino), there.st_size
+
+    def _trouble(self) -> str | None:
+        try:
+            there = os.stat(self.path)
+        except FileNotFoundError:
+            return "removed"
+        if (there.st_dev, there.st_ino) != self._place:
+            return "replaced"
+        return "cut" if there.st_size < self._num_bytes else None
+
+    def _lines_left(self) -> list[dict[str, Any]]:
+        """Of the file that is open, which may have no name any more, and evaluations that it has lost."""
+        lines: list[dict[str, Any]] = []
+        with contextlib.suppress(OSError, ValueError):  # removed on another node of a network file system, or damaged
+            lines = load_metrics(Path(f"/dev/fd/{self._file.fileno()}"))
+        there = {line["step"] for line in lines if line["kind"] == "eval"}
+        return lines + [line for line in self._evaluations if line["step"] not in there]
+
+
+@contextlib.contextmanager
+def _told_as_user_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be used ({error.strerror}): mend that, and run the same command again") from None
+    except UserError as error:  # says file and line
+        raise UserError(f"{error}, and run the same command again") from None
+
+
+def load_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl`, in order. A last line that a crash has torn is left out.
+
+    Raises:
+        UserError: any other line is not JSON; names the file and the line.
+    """
+    return load_json_lines(path, skip_torn_end=True)
+
+
+def speed_unit(lines: list[dict[str, Any]]) -> str:
+    """What `tokens_per_s` counts: rows where every row is one token, as images are."""
+    steps = [line for line in lines if line["kind"] == "train"]
+    return "rows/s" if all("num_rows" in line and line["num_rows"] == line["num_tokens"] for line in steps) else "tokens/s"
+
+
+def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    """Rewrite the file with its wanted whole lines only, if there are others; whole or not at all."""
+    if not path.exists():
+        return
+    kept = b"".join(encode_json_line(figures) for figures in load_metrics(path) if wanted(figures))
+    if kept == path.read_bytes():
+        return
+    _write_whole(path, kept)
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """The file has the content or what it had before, whatever happens meanwhile."""
+    temporary = path.with_name(path.name + ".new")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def check_trackers(config: TrackingConfig) -> None:
+    """Refuse a tracker that accelerate does not know or that is not installed; accelerate would leave it out silently.
+
+    Raises:
+        UserError: names it and the trackers that would work.
+    """
+    if not config.log_with:
+        return
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+    from accelerate.utils import LoggerType
+
+    built_in = {str(name) for name in LoggerType}
+    usable = {str(name) for name in get_available_trackers()} | (set(LOGGER_TYPE_TO_CLASS) - built_in)
+    for name in config.log_with:
+        if name in usable:
+            continue
+        trouble = "is not installed" if name in LOGGER_TYPE_TO_CLASS else "is not a tracker that accelerate knows"
+        choice = f"installed are {', '.join(sorted(usable))}" if usable else "none is installed"
+        raise UserError(f"tracking.log_with: {name!r} {trouble}; {choice} (metrics.jsonl is written in any case)")
+
+
+def start_trackers(accelerator: Any, config: TrackingConfig, run_name: str, flat_config: dict[str, Any]) -> None:
+    """Start the trackers that the `Accelerator` was built with (`log_with`), and hand them the run's dotted config."""
+    if not config.log_with:
+        return
+    watchdog.working("starting the trackers")
+    # Trackers take numbers, strings and booleans only (accelerate's tensorboard fails on None and on lists).
+    plain = {key: value if isinstance(value, int | float | str) else json.dumps(value) for key, value in flat_config.items()}
+    names = {tracker: {_RUN_NAME_OPTION[tracker]: run_name} for tracker in config.log_with if tracker in _RUN_NAME_OPTION}
+    accelerator.init_trackers(config.project_name, config=plain, init_kwargs=names)
+
+
+def log_to_trackers(accelerator: Any, figures: dict[str, Any], step: int) -> None:
+    """Send the numbers among `figures` to every tracker; does nothing where none was started."""
+    numbers = {key: value for key, value in figures.items() if isinstance(value, int | float) and not isinstance(value, bool)}
+    if numbers:
+        accelerator.log(numbers, step=step)

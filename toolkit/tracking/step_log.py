@@ -1,0 +1,143 @@
+"""Figures of the steps since the last read: they stay on the device until `flush` reads all of them at once."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from toolkit.checkpoint.state import SkipHistory
+from toolkit.data.batch_plan import MicroBatch, Step
+from toolkit.distributed.comm import gather_objects, reduce_on_cpu
+from toolkit.errors import UserError
+from toolkit.launch.accelerator import synchronize
+from toolkit.parallel.wrap import ShardedModel
+from toolkit.tracking.memory import StepMemory
+from toolkit.tracking.metrics_log import MetricsLog, log_to_trackers
+from toolkit.tracking.progress import Progress
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+MOST_ROWS_NAMED = 16
+
+
+@dataclass
+class StepFigures:
+    """What a step leaves behind; the tensors are fp32 on the device."""
+
+    step: Step
+    lr: float
+    loss_sum: torch.Tensor
+    """Nats over all ranks, scalar."""
+    grad_norm: torch.Tensor
+    """Before clipping, scalar."""
+    skipped: torch.Tensor
+    """1 where the update was not taken, scalar."""
+    micro_batches: list[tuple[MicroBatch, torch.Tensor]] = field(default_factory=list)
+    """This rank's, each with its summed loss, to find the rows of one that is not finite."""
+
+
+class StepLog:
+    """Collects the figures of steps and writes a line for each. Collective: every rank must build and call it."""
+
+    def __init__(
+        self, metrics: MetricsLog, sharded: ShardedModel, bar: Progress, rows: Dataset, skips: SkipHistory, max_skipped_steps: int
+    ) -> None:
+        self.metrics, self.sharded, self.bar, self.rows = metrics, sharded, bar, rows
+        self.skips, self.max_skipped_steps = skips, max_skipped_steps
+        self.memory = StepMemory(sharded.accelerator.device)
+        self.pending: list[StepFigures] = []
+        self.last_skipped: list[tuple[int, list[int]]] = []
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leave out of the step time and of the peak memory what was no step."""
+        self.memory.restart()
+        self.start_s = time.perf_counter()
+
+    def add(self, figures: StepFigures) -> None:
+        """Remember a step's figures; nothing is read."""
+        self.pending.append(figures)
+
+    def flush(self) -> None:
+        """Read the pending figures and write a line a step. Collective.
+
+        Raises:
+            UserError: `optim.max_skipped_steps` updates in a row were skipped; names their rows; on every rank.
+        """
+        if not self.pending:
+            return
+        device = self.sharded.accelerator.device
+        read = torch.stack([torch.stack([f.loss_sum, f.grad_norm, f.skipped]) for f in self.pending]).cpu().double().tolist()
+        synchronize(device)
+        seconds = time.perf_counter() - self.start_s
+        tokens_per_s = sum(f.step.num_tokens for f in self.pending) / seconds
+        peak_gib = reduce_on_cpu(torch.tensor(self.memory.read(), dtype=torch.float64), dist.ReduceOp.MAX).item()
+        too_many: UserError | None = None
+        for f, (loss_sum, grad_norm, skipped) in zip(self.pending, read, strict=True):
+            loss = loss_sum / f.step.num_label_tokens
+            figures = {
+                "epoch": f.step.epoch,
+                "loss": loss,
+                "learning_rate": f.lr,
+                "grad_norm": grad_norm,
+                "tokens_per_s": tokens_per_s,
+                "step_time_s": seconds / len(self.pending),
+                "peak_memory_gib": peak_gib,  # of the rank with most
+                "num_rows": len(f.step.rows),
+                "num_tokens": f.step.num_tokens,
+                "num_label_tokens": f.step.num_label_tokens,
+            }
+            self.metrics.write("train", f.step.step, **figures)
+            log_to_trackers(self.sharded.accelerator, {f"train/{name}": value for name, value in figures.items()}, f.step.step)
+            if self._count(f, loss, grad_norm, bool(skipped)) and too_many is None:
+                too_many = self._too_many()  # now: a later step may have been taken, and the count begun again
+        self.bar.update(f.step.step, loss=loss, learning_rate=f.lr, tokens_per_s=tokens_per_s)
+        self.pending.clear()
+        self.restart_clock()
+        if too_many is not None:
+            raise too_many
+
+    def _count(self, f: StepFigures, loss: float, grad_norm: float, skipped: bool) -> bool:
+        """Take a step into the history of skips; whether there were too many in a row. Collective where it was skipped."""
+        if not skipped:
+            self.skips.num_in_a_row = 0
+            self.last_skipped.clear()
+            return False
+        self.skips.num_skipped += 1
+        self.skips.num_in_a_row += 1
+        row_ids = self._suspects(f)
+        self.last_skipped.append((f.step.step, row_ids))
+        self.metrics.write("skip", f.step.step, loss=loss, grad_norm=grad_norm, row_ids=row_ids)
+        self.bar.say(
+            f"step {f.step.step}: update skipped on all ranks (loss {loss:.4g}, gradient norm {grad_norm:.4g}); "
+            f"{_named(row_ids)}; {self.skips.num_skipped} skipped so far"
+        )
+        return self.skips.num_in_a_row >= self.max_skipped_steps
+
+    def _suspects(self, f: StepFigures) -> list[int]:
+        """Row ids of the micro-batches whose loss was not finite, on any rank; of the whole step where all losses were finite."""
+        rows = [row for micro_batch, loss in f.micro_batches if not loss.isfinite().item() for row in micro_batch.rows]
+        found = sorted({row for part in gather_objects(rows) for row in part}) or f.step.rows
+        return sorted(self.rows[int(row)]["row_id"] for row in found)
+
+    def _too_many(self) -> UserError:
+        """Equal on all ranks."""
+        steps = ", ".join(str(step) for step, _ in self.last_skipped)
+        rows = sorted({row for _, row_ids in self.last_skipped for row in row_ids})
+        error = UserError(
+            f"{self.skips.num_in_a_row} updates in a row were skipped, up to step {self.last_skipped[-1][0]} (optim."
+            f"max_skipped_steps), as loss or gradient were not finite or spiked; steps {steps}: {_named(rows)}; look at these "
+            "rows (metrics.jsonl has all of them), or take another run.name with a lower optim.lr and this run as model.init_from"
+        )
+        error.agreed_by_all_ranks = True  # type: ignore[attr-defined]
+        return error
+
+
+def _named(row_ids: list[int]) -> str:
+    shown = ", ".join(map(str, row_ids[:MOST_ROWS_NAMED]))
+    return f"rows {shown}" + (f" and {len(row_ids) - MOST_ROWS_NAMED} more" if len(row_ids) > MOST_ROWS_NAMED else "")

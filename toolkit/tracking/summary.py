@@ -1,0 +1,161 @@
+"""What a run shows at its end: before and after beside the baselines, samples, and the curves; and runs side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.checkpoint.folders import list_checkpoints
+from toolkit.distributed.comm import rank
+from toolkit.errors import UserError, escape_controls
+from toolkit.evaluation.loop import ROUGE_METRICS
+from toolkit.evaluation.rows import EvaluationRows
+from toolkit.evaluation.text import ROUGE_SCORE_WORDS
+from toolkit.files.json_lines import load_json_lines
+from toolkit.tracking.memory import MEMORY_FILE
+from toolkit.tracking.metrics_log import MetricsLog, load_metrics
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+NUM_SAMPLES = 3
+_COLUMNS = ("loss", "bits_per_byte", "token_accuracy", "accuracy", *ROUGE_METRICS, "exact_match", "percent_distinct")
+_COLUMNS_OF_RUNS = ("loss", "bits_per_byte", "token_accuracy", "accuracy", "rouge1", "rougeL", "rougeL_line1", "percent_distinct")
+
+
+def show_results(metrics: MetricsLog, train_rows: Dataset, evaluation: EvaluationRows, measured_on: dict[str, Any]) -> None:
+    """Print the before/after table and sample texts, draw `curves.png`. On rank 0; does nothing without evaluation rows.
+
+    The figures are those that the run remembers: it needs no file that may be gone.
+
+    Args:
+        measured_on: of the run's `Goal`: evaluations of other rows, or of texts generated otherwise, are not in the table.
+
+    Raises:
+        UserError: the picture cannot be written; all is printed then.
+    """
+    if rank() != 0 or len(evaluation.rows) == 0:
+        return
+    from toolkit.tracking.curves import draw_curves
+
+    _print_results(metrics.path.parent, metrics.load(), train_rows, evaluation, measured_on)
+    draw_curves(metrics.load(), metrics.path.parent / "curves.png")
+
+
+def _print_results(
+    run_folder: Path, lines: list[dict[str, Any]], train_rows: Dataset, evaluation: EvaluationRows, measured_on: dict[str, Any]
+) -> None:
+    """The table and the samples."""
+    everything = [line for line in lines if line["kind"] == "eval"]
+    evaluations = [line for line in everything if line.get("measured_on") == measured_on]
+    if num_others := len(everything) - len(evaluations):
+        why = "measured on other rows, with other settings, or by a version that did not record it"
+        print(f"\n{num_others} evaluations of {run_folder} are not shown: {why}", flush=True)
+    if not evaluations:
+        print(f"\nno table: {run_folder} has no evaluation of these {len(evaluation.rows)} held-out rows", flush=True)
+        return
+    named = {f"step {line['step']}": line for line in (evaluations[0], evaluations[-1])}
+    if evaluations[0]["step"] == 0:
+        named["before training"] = named.pop("step 0")
+    prompted = evaluation.rows.select(evaluation.prompted)
+    baselines = _baselines(train_rows, prompted) if any("rougeL" in line for line in evaluations) else {}
+    table = {**baselines, **dict(sorted(named.items()))}
+    words = f"; ROUGE counts {evaluation.rouge_tokenizer.description}" if baselines else ""
+    print(f"\n{len(evaluation.rows)} held-out rows{words}\n{format_table(table)}\n", flush=True)
+    if "rougeL" in evaluations[-1]:
+        _print_samples(run_folder / f"predictions-{evaluations[-1]['step']}.jsonl", prompted)
+
+
+def show_runs(run_folders: Sequence[Path]) -> None:
+    """Print one table of the first and the last evaluation of each run, in the order given, and its memory beside the plan's.
+
+    `rougeL_line1` is ROUGE-L of each text's first line alone: a model that says the right headline but was never taught to stop
+    there is told from one that says a wrong one.
+
+    Raises:
+        UserError: a folder that holds no evaluation.
+    """
+    table = {}
+    for folder in run_folders:
+        path = folder / "metrics.jsonl"
+        if not path.is_file():
+            way_out = "give folders of runs, as in runs/t5_docstrings"
+            if list_checkpoints(folder):
+                way_out = "the run's command writes one again, from its last checkpoint's evaluation on"
+            raise UserError(f"{folder} has no metrics.jsonl: {way_out}")
+        evaluations = [line for line in load_metrics(path) if line["kind"] == "eval"]
+        if not evaluations:
+            raise UserError(f"{path} holds no evaluation yet: let the run evaluate first")
+        for line in {line["step"]: line for line in (evaluations[0], evaluations[-1])}.values():
+            when = f"after step {line['step']:,}" if line["step"] else "as loaded"
+            words = "" if line.get("rouge_tokenizer") in (None, ROUGE_SCORE_WORDS.name) else f", {line['rouge_tokenizer']} words"
+            are_other = line.get("measured_on", {}).get("rows") != evaluations[-1].get("measured_on", {}).get("rows")
+            name = f"{folder.name}, {when} ({line['num_rows']}{' other' * are_other} rows{words})"
+            table[name] = line | _score_first_lines(folder / f"predictions-{line['step']}.jsonl")
+    print(format_table(table, _COLUMNS_OF_RUNS))
+    if any((folder / MEMORY_FILE).is_file() for folder in run_folders):
+        from toolkit.cli.results import compare_with_plan
+
+        print("\nmemory of a rank in training steps, predicted by `plan` against measured")
+        for folder in run_folders:
+            print(f"{folder.name}: {compare_with_plan(folder)}", flush=True)
+
+
+def format_table(rows: dict[str, dict[str, float]], choice: Sequence[str] = _COLUMNS) -> str:
+    """Figures by row name as aligned text; a column that no row has is left out."""
+    columns = [c for c in choice if any(c in row for row in rows.values())]
+    width = max(len(name) for name in rows)
+    lines = [" " * width + "".join(f"{column.replace('percent_', '% '):>15}" for column in columns)]
+    for name, row in rows.items():
+        cells = (f"{row[c]:>15.2f}" if row.get(c) is not None else f"{'–':>15}" for c in columns)
+        lines.append(f"{name:<{width}}" + "".join(cells))
+    return escape_controls("\n".join(lines))
+
+
+def _baselines(train_rows: Dataset, eval_rows: Dataset) -> dict[str, dict[str, float]]:
+    """ROUGE of the lead sentence and of the best constant summary."""
+    from toolkit.evaluation.baselines import best_constant, lead_sentence
+    from toolkit.evaluation.rouge import Rouge
+
+    references = eval_rows["target"][:]
+    constant = best_constant(train_rows["target"][:], references)
+    predictions = {
+        "lead sentence": [lead_sentence(text) for text in eval_rows["lead_text"][:]],
+        f"constant {json.dumps(constant, ensure_ascii=False)}"[:48]: [constant] * len(references),
+    }
+    return {
+        name: Rouge().compute(predictions=texts, references=references) | {"percent_distinct": 100 * len(set(texts)) / len(texts)}
+        for name, texts in predictions.items()
+    }
+
+
+def _score_first_lines(predictions_path: Path) -> dict[str, float]:
+    """`rougeL_line1` in percent, or nothing where no texts were generated."""
+    if not predictions_path.exists():
+        return {}
+    from toolkit.evaluation.rouge import Rouge
+
+    if not (lines := load_json_lines(predictions_path)):
+        return {}
+    first_lines = [line["prediction"].strip().partition("\n")[0] for line in lines]
+    scores = Rouge().compute(predictions=first_lines, references=[line["reference"] for line in lines])
+    return {"rougeL_line1": scores["rougeL"]}
+
+
+def _print_samples(predictions_path: Path, eval_rows: Dataset) -> None:
+    """A few rows evenly spread over the held-out rows, so that they are not chosen for their looks."""
+    lines: list[dict[str, Any]] = []
+    with suppress(OSError, UserError):
+        lines = load_json_lines(predictions_path)
+    if len(lines) != len(eval_rows):
+        print(f"no samples: {predictions_path} was removed or changed after the evaluation\n", flush=True)
+        return
+    for place in range(NUM_SAMPLES):
+        index = (2 * place + 1) * len(lines) // (2 * NUM_SAMPLES)
+        body = " ".join(eval_rows[index]["lead_text"].split())
+        sample = f"  text:      {body[:160]}{'…' if len(body) > 160 else ''}\n"
+        sample += f"  reference: {lines[index]['reference']}\n  generated: {lines[index]['prediction']}\n"
+        print(escape_controls(sample), flush=True)

@@ -1,0 +1,227 @@
+"""What may be due after a step: an evaluation, a checkpoint, or the end, by plan or by a signal."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from toolkit.checkpoint.ranking import Goal
+from toolkit.checkpoint.save import CheckpointWriter, Save
+from toolkit.checkpoint.state import Identity, TrainState
+from toolkit.config.load import RecipeConfig
+from toolkit.data.batch_plan import BatchPlan
+from toolkit.distributed import watchdog
+from toolkit.distributed.comm import raise_together
+from toolkit.distributed.signals import StopRequests
+from toolkit.errors import Stopped
+from toolkit.evaluation.loop import evaluate
+from toolkit.evaluation.rows import EvaluationRows
+from toolkit.parallel.wrap import ShardedModel
+from toolkit.tracking.metrics_log import MetricsLog, log_to_trackers
+from toolkit.tracking.progress import Progress
+from toolkit.tracking.step_log import StepLog
+from toolkit.training.skip_guard import SkipGuard
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run is made of."""
+
+    folder: Path
+    sharded: ShardedModel
+    optimizer: torch.optim.Optimizer
+    plan: BatchPlan
+    train_rows: Dataset
+    evaluation: EvaluationRows
+    identity: Identity
+    metrics: MetricsLog
+    num_steps: int
+
+
+@dataclass(frozen=True)
+class Session:
+    """What lives as long as one call of `loop.train`."""
+
+    config: RecipeConfig
+    run: Run
+    state: TrainState
+    bar: Progress
+    log: StepLog
+    guard: SkipGuard
+    stops: StopRequests
+    writer: CheckpointWriter
+
+
+def after_step(session: Session, *, is_resumed: bool = False) -> bool:
+    """Evaluate and save where it is due after `state.step`; whether training is over. Collective.
+
+    Args:
+        is_resumed: the checkpoint of `state.step` stands, but a signal ended its evaluation: it is saved again with the figures.
+
+    Raises:
+        Stopped: on every rank, once there is a checkpoint.
+    """
+    config, run, state = session.config, session.run, session.state
+    if signal_name := _agree(session):
+        _stop(session, signal_name)
+    if state.evaluation_due:
+        _evaluate_and_log(session)
+    if run.num_steps == 0:
+        return True
+    over = state.step == run.num_steps or gains_no_more(config, state)
+    keeps = config.checkpoint.keep_best > 0 and session.writer.is_best(state)
+    if state.step > 0 and (over or keeps or is_resumed or is_due(state.step, config.checkpoint.every_steps)):
+        _save(session, wait=over)
+    if over and state.step < run.num_steps:
+        session.bar.say(
+            f"stopping at step {state.step}: {config.eval.stop_after} evaluations without gain in {config.eval.best_metric}"
+        )
+    if over:
+        say_without_gain(session.bar, state, session.writer.goal)
+    return over
+
+
+def say_without_gain(bar: Progress, state: TrainState, goal: Goal) -> None:
+    """Say where no evaluated step is better than the start."""
+    best = math.nan if state.best_value is None else state.best_value
+    is_evaluated = state.best_value is not None or state.num_evaluations_without_gain > 0
+    if state.start_value is not None and is_evaluated and not goal.is_better(best, state.start_value):
+        start = f"{goal.metric} {state.start_value:.4g} before the first step"
+        bar.say(f"no evaluated step gained on the start: {start}, {best:.4g} at best after it")
+
+
+def _agree(session: Session) -> str | None:
+    """The signal that has asked for the end, if all ranks know of one. Tells about saves that are done. Collective.
+
+    Raises:
+        UserError: a rank could not write its checkpoint or its figures; on every rank.
+    """
+    writer, metrics = session.writer, session.run.metrics
+    agreement = session.stops.agree(write_failed=writer.has_failed or metrics.error is not None)
+    if agreement.write_failed:
+        finish_writing(session)
+    _log_save(session, writer.take_finished())
+    return agreement.signal_name
+
+
+def finish_writing(session: Session) -> None:
+    """Wait for a save under way. Collective.
+
+    Raises:
+        UserError: a rank could not write its checkpoint or its figures; on every rank.
+    """
+    watchdog.working("saving", session.state.step)
+    _log_save(session, session.writer.finish())
+    raise_together(session.run.metrics.error)
+
+
+def _evaluate_and_log(session: Session) -> None:
+    """Evaluate, write the figures, and count evaluations without gain in `best_metric`. Collective.
+
+    Raises:
+        Stopped: a signal came meanwhile; the evaluation is done again by the run that goes on.
+    """
+    config, run, state, bar = session.config, session.run, session.state, session.bar
+    if len(run.evaluation.rows) == 0:
+        state.evaluation_due = False
+        return
+
+    def between_batches() -> None:
+        watchdog.at("evaluation", state.step)
+        if signal_name := _agree(session):
+            raise _SignalInEvaluation(signal_name)
+
+    watchdog.at("evaluation", state.step)
+    predictions = run.folder / f"predictions-{state.step}.jsonl"
+    try:
+        figures: dict[str, Any] = evaluate(config.eval, run.sharded, run.evaluation, predictions, between_batches)
+    except _SignalInEvaluation as stop:
+        _stop(session, str(stop))
+    words = {"rouge_tokenizer": run.evaluation.rouge_tokenizer.name} if "rougeL" in figures else {}
+    goal = session.writer.goal
+    run.metrics.write("eval", state.step, **figures, **words, measured_on=goal.measured_on)
+    log_to_trackers(run.sharded.accelerator, {f"eval/{name}": value for name, value in figures.items()}, state.step)
+    of_sources = (name for name in figures if name.startswith("loss/"))
+    shown = ("loss", *of_sources, "bits_per_byte", "token_accuracy", "rouge1", "rougeL", "percent_distinct", "rows_per_s")
+    bar.say(f"evaluation at step {state.step}: " + ", ".join(f"{n} {figures[n]:.4g}" for n in shown if n in figures))
+    state.metrics, state.evaluation_due = figures, False
+    session.log.restart_clock()
+    value = figures[goal.metric]
+    if state.step == 0:  # no gain of training, and no weights to keep
+        state.start_value = None if math.isnan(value) else value
+    elif goal.is_better(value, state.best_value):
+        state.best_value, state.num_evaluations_without_gain = value, 0
+    else:
+        state.num_evaluations_without_gain += 1
+
+
+class _SignalInEvaluation(Exception):
+    """All ranks have agreed to end, between two batches of an evaluation."""
+
+
+def _stop(session: Session, signal_name: str) -> NoReturn:
+    """Save the last step done and end. Collective."""
+    if session.state.step > 0 and session.run.num_steps > 0:
+        _save(session, wait=True)
+    _end(session, signal_name)
+
+
+def stop_after_end(session: Session) -> None:
+    """End before the export where a signal came too late for a step boundary. Collective.
+
+    Raises:
+        Stopped: on every rank.
+    """
+    if signal_name := session.stops.agree_now().signal_name:
+        _end(session, signal_name)
+
+
+def _end(session: Session, signal_name: str) -> NoReturn:
+    step = session.state.step
+    way_on = "the same command" + ("" if session.config.checkpoint.resume == "auto" else " with checkpoint.resume auto")
+    place = f"after step {step}, with a checkpoint: {way_on} goes on from there" if step else "before the first step"
+    session.bar.close()
+    session.bar.say(f"stopped by {signal_name} {place}")
+    for tracker in session.run.sharded.accelerator.trackers:
+        tracker.finish()
+    raise Stopped  # the process group stays: a process that has one is left without Python's finalization (`errors._leave`)
+
+
+def _save(session: Session, *, wait: bool) -> None:
+    """Save a checkpoint; with `wait` it stands when this returns. Collective."""
+    watchdog.at("saving", session.state.step)
+    session.log.flush()
+    metrics = session.run.metrics
+    metrics.sync()
+    raise_together(metrics.error)  # a checkpoint must not be newer than the lines that a resume leaves before it
+    session.guard.remember(session.state.skips)
+    _log_save(session, session.writer.save(session.state, wait=wait))
+    _log_save(session, session.writer.take_finished())
+    session.log.restart_clock()
+
+
+def _log_save(session: Session, save: Save | None) -> None:
+    """Write a line about a checkpoint that stands."""
+    if save is not None:
+        for remark in save.remarks:
+            session.bar.say(remark)
+        session.run.metrics.write(
+            "checkpoint", save.step, blocking_s=save.blocking_s, write_s=save.write_s, num_bytes=save.num_bytes
+        )
+
+
+def gains_no_more(config: RecipeConfig, state: TrainState) -> bool:
+    """Whether `eval.stop_after` ends the run here."""
+    return config.eval.stop_after is not None and state.num_evaluations_without_gain >= config.eval.stop_after
+
+
+def is_due(step: int, every_steps: int | None) -> bool:
+    """Whether what is done every so many steps is done after this one."""
+    return every_steps is not None and step % every_steps == 0

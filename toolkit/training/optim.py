@@ -1,0 +1,125 @@
+"""AdamW with parameter groups, the learning rate as a function of the step, and the true global gradient norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from toolkit.config.schema import OptimConfig
+from toolkit.parallel import float8
+
+
+def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters of a sharded model; norms and biases are not decayed.
+
+    Built after sharding: FSDP2 replaces parameters, and accelerate's remapping of an optimizer built before it goes
+    wrong on the meta device. `fused` is one kernel for all parameters, and one DTensor dispatch instead of thousands.
+    """
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    decayed_names = {name for name, _ in _decayed_parameters(model)}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (decayed if name in decayed_names else plain).append(parameter)
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )
+    if float8.is_sharded_with_cast(model):
+        optimizer.register_step_post_hook(lambda *_: float8.refresh_scales(model))
+    return optimizer
+
+
+def _decayed_parameters(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
+    """All but norms and biases, T5's `relative_attention_bias.weight` among them. FSDP1 flattens shapes, so names tell."""
+    for module_name, module in model.named_modules():
+        is_norm = "norm" in type(module).__name__.lower()
+        for name, parameter in module.named_parameters(recurse=False):
+            path = f"{module_name}.{name}".lstrip(".")
+            is_bias = any(part == "bias" or part.endswith("_bias") for part in path.split("."))
+            is_norm |= "lora_magnitude_vector" in path  # DoRA: the norms of the base's weights
+            if not is_norm and not is_bias:
+                yield path, parameter
+
+
+def learning_rate(config: OptimConfig, step: int, num_steps: int, steps_per_epoch: int) -> float:
+    """Learning rate of the 1-based `step`: a pure function, so that a resume needs no scheduler state.
+
+    Linear warm-up reaches `lr` at step `warmup_steps`; linear and cosine then fall so that step `num_steps + 1` would be the
+    first at `min_lr_ratio * lr`: the last step still counts, as in transformers. `step` multiplies by `gamma` every
+    `decay_every_steps` (default: an epoch).
+    """
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    progress = (step - 1 - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
+    progress = min(max(progress, 0.0), 1.0)
+    if config.schedule == "constant":
+        return config.lr
+    if config.schedule == "step":
+        return config.lr * config.gamma ** ((step - 1) // (config.decay_every_steps or steps_per_epoch))
+    falling = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * falling)
+
+
+def describe_rate_change(
+    config: OptimConfig, step: int, num_steps_before: int, num_steps: int, steps_per_epoch: int
+) -> str | None:
+    """A sentence where a run that goes on with `step` has another learning rate there, as it now has `num_steps` steps."""
+    expected = learning_rate(config, step, num_steps_before, steps_per_epoch)
+    rate = learning_rate(config, step, num_steps, steps_per_epoch)
+    if step > num_steps or math.isclose(rate, expected, rel_tol=0.01):
+        return None
+    last = learning_rate(config, step - 1, num_steps_before, steps_per_epoch)
+    verb = "jumps up to" if rate > last else "drops to" if rate < expected else "is"
+    return (
+        f"the learning rate {verb} {rate:.3g} in step {step}, after {last:.3g} in step {step - 1}: the {config.schedule} "
+        f"schedule now ends with step {num_steps}, before with step {num_steps_before} (where step {step} had {expected:.3g})"
+    )
+
+
+@torch.no_grad()
+def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
+    """Scale gradients to a global 2-norm of at most `max_norm`; returns the norm before it, an fp32 scalar. Collective.
+
+    The norm is that of the whole gradient over all shards (accelerate#4219: the local one is wrong under DTensor). Local
+    squares are summed and reduced over the shard dimension of the parameters' mesh only: replicas hold equal gradients.
+    Nothing is read by the host. A rank may hold none of the gradient: with FSDP1, or with more ranks than rows of a weight.
+    """
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    filled = [g for g in local if g.numel()]  # with many ranks a small parameter leaves some of them nothing
+    if filled:
+        squares = torch.stack(list(torch._foreach_norm(filled, 2.0, dtype=torch.float32))).square().sum()
+    else:
+        squares = torch.zeros((), dtype=torch.float32, device=next(model.parameters()).device)
+    for group in _shard_groups(model, gradients):
+        dist.all_reduce(squares, group=group)
+    norm = squares.sqrt()
+    if max_norm is not None and filled:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(filled, scale)
+    return norm
+
+
+def _shard_groups(model: nn.Module, gradients: list[torch.Tensor]) -> list[dist.ProcessGroup]:
+    """Process groups over which gradients are sharded; none for plain tensors (single, DDP)."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor.placement_types import Shard
+
+    if isinstance(model, FullyShardedDataParallel):
+        return [cast(dist.ProcessGroup, model.process_group)]
+    sharded = next((g for g in gradients if isinstance(g, DTensor)), None)
+    if sharded is None:
+        return []
+    mesh = sharded.device_mesh
+    return [mesh.get_group(dim) for dim, placement in enumerate(sharded.placements) if isinstance(placement, Shard)]

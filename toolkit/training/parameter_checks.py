@@ -1,0 +1,100 @@
+"""Frozen means frozen and trainable means trained: checked in every run, on the real parameters.
+
+Each check compares checksums of local shards, reduced over the ranks, as a shard may be empty on one of them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from toolkit.distributed.comm import reduce_on_cpu
+from toolkit.parallel.units import clean, local_tensor
+
+UPDATES_UNTIL_MOVED = 3
+"""A trainable parameter must differ after so many updates that are large enough to show."""
+SMALLEST_SHOWING_LR = 1e-6
+"""Adam moves a weight by about the learning rate; at 1.0 an fp32 weight cannot move by less than 6e-8."""
+
+
+class ParameterWatch:
+    """Remembers a checksum of every parameter at the start of a run. Collective: build and call it on every rank."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.start = _checksums(model)
+
+    def check_gradients(self) -> None:
+        """After the first backward: every trainable has a gradient on some rank, no frozen one has. Collective.
+
+        Raises:
+            RuntimeError: with the names.
+        """
+        named = list(self.model.named_parameters())
+        has_gradient = _on_any_rank([p.grad is not None for _, p in named])
+        missing = [n for (n, p), has in zip(named, has_gradient, strict=True) if p.requires_grad and not has]
+        unwanted = [n for (n, p), has in zip(named, has_gradient, strict=True) if not p.requires_grad and has]
+        _raise_if(missing, "trainable parameters got no gradient in the first step")
+        _raise_if(unwanted, "frozen parameters got a gradient")
+
+    def check_moments(self, optimizer: torch.optim.Optimizer) -> None:
+        """After the first update: every trainable has optimizer state, and nothing else has. Collective.
+
+        Raises:
+            RuntimeError: with the names.
+        """
+        named = list(self.model.named_parameters())
+        has_state = _on_any_rank([bool(optimizer.state.get(p)) for _, p in named])
+        missing = [n for (n, p), has in zip(named, has_state, strict=True) if p.requires_grad and not has]
+        unwanted = [n for (n, p), has in zip(named, has_state, strict=True) if not p.requires_grad and has]
+        _raise_if(missing, "trainable parameters have no optimizer state after the first update")
+        _raise_if(unwanted, "frozen parameters have optimizer state")
+
+    def check_moved(self) -> None:
+        """After the first updates: every trainable differs from the start. Collective.
+
+        Raises:
+            RuntimeError: with the names.
+        """
+        moved = _on_any_rank((_checksums(self.model) != self.start).any(dim=1).tolist())
+        still = [n for (n, p), m in zip(self.model.named_parameters(), moved, strict=True) if p.requires_grad and not m]
+        _raise_if(still, f"trainable parameters have not moved after {UPDATES_UNTIL_MOVED} updates")
+
+    def check_frozen(self) -> None:
+        """At the end: every frozen parameter is bit-identical to the start. Collective.
+
+        Raises:
+            RuntimeError: with the names.
+        """
+        moved = _on_any_rank((_checksums(self.model) != self.start).any(dim=1).tolist())
+        changed = [n for (n, p), m in zip(self.model.named_parameters(), moved, strict=True) if not p.requires_grad and m]
+        _raise_if(changed, "frozen parameters have changed")
+
+
+@torch.no_grad()
+def _checksums(model: nn.Module) -> torch.Tensor:
+    """Two int64 a parameter, shape (parameters, 2), on the CPU; 0 where this rank holds nothing of it.
+
+    The xor of its local elements' bits, and the bits of their fp64 sum: equal elements that move alike cancel in the first.
+    """
+    sums = []
+    for parameter in model.parameters():
+        local = local_tensor(parameter).detach()
+        if local.numel():
+            xor, total = torch.hash_tensor(local), local.sum(dtype=torch.float64)
+            sums.append(torch.stack([xor.view(torch.int64), total.view(torch.int64)]))
+        else:
+            sums.append(local.new_zeros(2, dtype=torch.int64))
+    return torch.stack(sums).cpu()
+
+
+def _on_any_rank(flags: list[bool]) -> list[bool]:
+    """Elementwise or over the ranks. Collective."""
+    return reduce_on_cpu(torch.tensor(flags, dtype=torch.int32), dist.ReduceOp.MAX).bool().tolist()
+
+
+def _raise_if(names: list[str], what: str) -> None:
+    if names:
+        shown = ", ".join(clean(name) for name in names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        raise RuntimeError(f"{what}: {shown}")

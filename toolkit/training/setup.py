@@ -1,0 +1,268 @@
+"""What recipes do alike between the steps that a reader looks for: checks before the data, before the weights, and the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from toolkit.checkpoint import init_from as initial_weights
+from toolkit.checkpoint import load as checkpoint
+from toolkit.checkpoint.find import hash_model_config
+from toolkit.checkpoint.state import Identity, TrainState
+from toolkit.config.load import RecipeConfig, dotted_keys
+from toolkit.config.paths import write_paths
+from toolkit.config.validate import check_evaluation_rows, check_num_steps
+from toolkit.data.batch_plan import BatchPlan, check_global_batch_size
+from toolkit.data.tokens.cache import TokenizedRows
+from toolkit.distributed import watchdog
+from toolkit.distributed.comm import agreed, close_groups, print_rank0, rank, world_size
+from toolkit.evaluation.loop import build_goal, check_metric
+from toolkit.evaluation.rows import EvaluationRows
+from toolkit.export.write import check_export_places, export_model
+from toolkit.launch.accelerator import bound_primitive_cache, build_accelerator, frozen_dtype, fsdp_version
+from toolkit.launch.run_folder import lock_run_folder, open_run_folder, restore_run_folder
+from toolkit.models import load as models
+from toolkit.models import load_sharded as sharded_loading
+from toolkit.models import lora as adapters
+from toolkit.models.config import AutoClass, load_model_config
+from toolkit.models.safetensors_index import WholeOnly
+from toolkit.models.shard_reader import Sources
+from toolkit.parallel import wrap as sharding
+from toolkit.tracking import metrics_log as tracking
+from toolkit.tracking.memory import note_before_model
+from toolkit.tracking.summary import show_results
+from toolkit.training import loop
+from toolkit.training.optim import describe_rate_change
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+NUM_STEPS_LOOKED_AT = 100
+"""Steps whose shapes say whether shapes come again."""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What is known before data and model."""
+
+    accelerator: Accelerator
+    frozen_dtype: torch.dtype
+    """What frozen parameters are stored in."""
+    run_folder: Path
+    settings: dict[str, Any]
+    """As in `train_state.Identity`."""
+    resume_from: Path | None
+    """This run's checkpoint to go on from."""
+    init_from: Path | None
+    """Another run's weights to start from, where they are needed."""
+
+
+def begin(config: RecipeConfig) -> Beginning:
+    """Check what needs no data, open the run's folder and choose the checkpoint to go on from. Collective.
+
+    Raises:
+        UserError: whatever is wrong with the two YAML files, the folder or its checkpoints; on every rank.
+    """
+    tracking.check_trackers(config.tracking)
+    check_metric(config.eval)
+    adapters.check_adapter_config(config)
+    accelerator = build_accelerator(config.tracking.log_with, config.run.output_dir, config.run.timeout_s)
+    watchdog.start(config.run.timeout_s)
+    watchdog.working("opening the run")
+    has_adapter = adapters.is_wanted(config.adapter)
+    dtype = agreed(lambda: frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=has_adapter))
+    check_global_batch_size(config.train, world_size())
+    run_folder = open_run_folder(config)
+    watchdog.keep_stacks_in(run_folder)
+    agreed(lambda: lock_run_folder(run_folder) if rank() == 0 else None)
+    resolved = {"model.frozen_dtype": str(dtype).removeprefix("torch."), "mixed_precision": accelerator.mixed_precision}
+    agreed(lambda: check_export_places(config, run_folder) if rank() == 0 else None)
+    # Paths as seen from the run's folder: the same wherever one stands, and where the whole project has moved.
+    settings = {**dotted_keys(write_paths(config, run_folder)), **resolved}
+    watchdog.working("choosing the checkpoint")
+    resume_from = checkpoint.choose_checkpoint(run_folder, config.checkpoint.resume, settings)
+    # Our own checkpoint has all weights but frozen ones.
+    needs_start = resume_from is None or bool(config.model.freeze)
+    init_from = initial_weights.find_weights(config.model.init_from) if config.model.init_from and needs_start else None
+    return Beginning(accelerator, dtype, run_folder, settings, resume_from, init_from)
+
+
+def build_skeleton(
+    config: RecipeConfig, accelerator: Accelerator, auto_class: AutoClass
+) -> tuple[PretrainedConfig, PreTrainedModel]:
+    """The model without weights: what is wrong with its config, wrap classes, freezing or adapter is told now. Collective.
+
+    Raises:
+        UserError: on every rank.
+    """
+    watchdog.working("building the model")
+    model_config = agreed(lambda: load_model_config(config.model, auto_class))
+    skeleton = agreed(lambda: models.build_skeleton(config.model, model_config, auto_class))
+    agreed(lambda: _adapt(skeleton, config))
+    agreed(lambda: sharding.check_wrap(accelerator, skeleton))
+    return model_config, skeleton
+
+
+def check_rows(config: RecipeConfig, rows: TokenizedRows, plan: BatchPlan, evaluation: EvaluationRows) -> int:
+    """Tell what the rows are and refuse what they cannot do; returns the optimizer updates of the run.
+
+    Raises:
+        UserError: naming the setting.
+    """
+    watchdog.working("planning the batches")
+    num_steps = loop.num_steps(config, plan)
+    check_num_steps(config, num_steps)
+    check_evaluation_rows(config, len(evaluation.rows))
+    check_metric(config.eval, evaluation)
+    bound_primitive_cache(plan.num_shapes(min(num_steps, NUM_STEPS_LOOKED_AT), rank()))
+    counted = [f"{(evaluation.sources == place).sum():,} of {name}" for place, name in enumerate(evaluation.source_names)]
+    of_sources = f" ({', '.join(counted)})" if counted and len(evaluation.rows) else ""
+    print_rank0(
+        *rows.remarks,
+        f"{len(rows.train):,} training rows, {len(evaluation.rows):,} held-out rows{of_sources}; {plan.steps_per_epoch:,} steps "
+        f"an epoch, {num_steps:,} in all; {len(plan.micro_batches(plan.step(1), 0))} micro-batches a step on each of "
+        f"{world_size()} processes",
+        *([f"ROUGE counts {evaluation.rouge_tokenizer.description}"] if config.eval.generate and evaluation.prompted else []),
+    )
+    return num_steps
+
+
+def longest(rows: TokenizedRows, evaluation: EvaluationRows, column: str, minus: str | None = None) -> int:
+    """The largest value of a column (less that of another) over all rows of a run; 0 without rows."""
+    found = 0
+    for part in (rows.train, evaluation.rows):
+        columns = part.with_format("numpy")
+        values = columns[column][:] - (columns[minus][:] if minus else 0)
+        found = max(found, int(values.max(initial=0)))
+    return found
+
+
+def load_model(
+    config: RecipeConfig,
+    begun: Beginning,
+    auto_class: AutoClass,
+    model_config: PretrainedConfig,
+    skeleton: PreTrainedModel,
+) -> tuple[PreTrainedModel, Sources | None]:
+    """The model, adapted and frozen as its skeleton is, and where `shard_model` finds its weights. Collective.
+
+    Under FSDP2 it has no weights yet where each rank can read its part of them from the files; else they are on the CPU, and
+    the second is None.
+
+    Raises:
+        UserError: on every rank.
+    """
+    watchdog.working("loading the model")
+    note_before_model(begun.accelerator.device)
+    loaded_dtype = begun.frozen_dtype if adapters.is_wanted(config.adapter) else torch.float32  # nearly all of it is frozen
+    opened = None
+    if fsdp_version(begun.accelerator) == 2 and not config.model.from_scratch:
+        try:
+            opened = sharded_loading.open_weights(config.model, model_config, auto_class, skeleton, loaded_dtype, begun.init_from)
+        except WholeOnly as reason:
+            print_rank0(f"every rank loads all of {config.model.name_or_path} before it is sharded: {reason}")
+    if opened is not None:
+        model, weights = opened
+    else:
+        model = agreed(lambda: models.load_model(config.model, model_config, auto_class, config.train.seed, loaded_dtype))
+        if begun.init_from is not None:
+            initial_weights.load_into(model, begun.init_from)
+    agreed(lambda: _adapt(model, config))
+    models.freeze_as(model, skeleton)
+    models.cast_frozen(model, begun.frozen_dtype)
+    if opened is None:
+        return model, None
+    return model, sharded_loading.complete_sources(model, weights, config.adapter, config.model, config.train.seed)
+
+
+def open_metrics(run_folder: Path) -> tracking.MetricsLog:
+    """The run's record, which rank 0 writes. Collective.
+
+    Raises:
+        UserError: it cannot be read or written, or is broken; on every rank.
+    """
+    return agreed(lambda: tracking.MetricsLog(run_folder / "metrics.jsonl", rank() == 0, restore_run_folder))
+
+
+def resume(config: RecipeConfig, begun: Beginning, run: loop.Run) -> TrainState:
+    """Load the checkpoint to go on from, if there is one. What the run has logged after it will be done again. Collective.
+
+    Raises:
+        UserError: the checkpoint is of another run; on every rank.
+    """
+    watchdog.working("loading the checkpoint")
+    if begun.resume_from is None:
+        run.metrics.truncate_after(-1)
+        return TrainState()
+    folder = begun.resume_from
+    state = checkpoint.load_checkpoint(folder, run.sharded, run.optimizer, run.identity)
+    manifest = agreed(lambda: checkpoint.load_manifest(folder, run.identity))
+    theirs = manifest["identity"]["config"]
+    num_steps_before = theirs["train.max_steps"] or run.plan.num_steps(theirs["train.num_epochs"])
+    remarks = [
+        checkpoint.forget_unequal(state, manifest, build_goal(config.eval, run.evaluation)),
+        describe_rate_change(config.optim, state.step + 1, num_steps_before, run.num_steps, run.plan.steps_per_epoch),
+    ]
+    print_rank0(f"resuming from {folder}, after step {state.step}", *(remark for remark in remarks if remark))
+    watchdog.working("resuming")
+    run.metrics.truncate_after(state.step, evaluation_due=state.evaluation_due)
+    if run.metrics.is_empty:  # a checkpoint stands only once its lines do
+        known = "" if not manifest["metrics"] else ", but for the checkpoint's own evaluation"
+        print_rank0(f"{run.metrics.path} was removed or emptied: figures of earlier steps are missing{known}")
+        if manifest["metrics"]:
+            run.metrics.write("eval", state.step, **manifest["metrics"], measured_on=manifest["measured_on"])
+    return state
+
+
+def finish(config: RecipeConfig, run: loop.Run) -> None:
+    """Export, reload and compare; show what came out. Collective.
+
+    A run of no steps exports nothing, but where it is asked to merge its adapter.
+
+    Raises:
+        UserError: the export or the picture of the curves cannot be written; on every rank.
+    """
+    goal = build_goal(config.eval, run.evaluation)
+    exports = run.num_steps > 0 or config.export.merge
+    if run.num_steps > 0 and config.export.weights == "best":
+        best, choice = checkpoint.best_of_run(run.folder, goal)
+        print_rank0(choice)
+        if best is not None:
+            checkpoint.load_weights(best, run.sharded)
+    if exports:
+        export_model(config, run.sharded, run.evaluation, run.folder)
+    merged = f", merged into its base to {run.folder / 'merged'}" if config.export.merge else ""
+    print_rank0(f"exported to {run.folder / 'export'}{merged}" if exports else "nothing is exported: train.max_steps is 0")
+    watchdog.working("showing the results")
+    agreed(lambda: show_results(run.metrics, run.train_rows, run.evaluation, goal.measured_on))
+    leave(run.sharded.accelerator)
+
+
+def leave(accelerator: Accelerator) -> None:
+    """The end of a run that came to its end: of its trackers, its process groups and its watchdog. Collective."""
+    watchdog.working("closing the trackers")
+    accelerator.end_training()
+    watchdog.stop()
+    close_groups()
+
+
+def identity_of(
+    begun: Beginning, model_config: PretrainedConfig, rows: TokenizedRows, model: PreTrainedModel, sources: Sources | None
+) -> Identity:
+    """What a resume compares; model and sources as `load_model` gives them, so not sharded yet. Collective."""
+    watchdog.working("hashing frozen weights")
+    frozen_hashes = models.hash_frozen(model) if sources is None else sharded_loading.hash_frozen(model, sources)
+    return Identity(begun.settings, hash_model_config(model_config.to_diff_dict()), rows.fingerprint, frozen_hashes)
+
+
+def _adapt(model: PreTrainedModel, config: RecipeConfig) -> None:
+    """Add the adapter, which freezes all else, or freeze what `model.freeze` names."""
+    if adapters.is_wanted(config.adapter):
+        adapters.add_adapter(model, config.adapter, config.model, config.train.seed)
+    else:
+        models.freeze(model, config.model.freeze)
