@@ -128,7 +128,8 @@ def describe_versions(packages: Sequence[str]) -> str:
 
 def describe_command() -> str:
     """The command line that started this benchmark, without the folders of this machine."""
-    return " ".join(["python", Path(sys.argv[0]).resolve().relative_to(REPOSITORY).as_posix(), *sys.argv[1:]])
+    module = Path(sys.argv[0]).resolve().relative_to(REPOSITORY).with_suffix("").as_posix().replace("/", ".")
+    return " ".join(["python -m", module, *sys.argv[1:]])
 
 
 def format_spread(values: Sequence[float], digits: int = 1) -> str:

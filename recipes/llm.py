@@ -5,7 +5,8 @@ accelerate launch --config_file accelerate_configs/fsdp2_cpu.yaml recipes/llm.py
 
 from typing import Final
 
-from toolkit.config.load import LLMConfig, dotted_keys, load_config
+from toolkit.config.load import dotted_keys, load_config
+from toolkit.config.schema import LLMConfig
 from toolkit.errors import exit_on_user_error
 
 CAUSAL: Final = "AutoModelForCausalLM"
@@ -18,26 +19,29 @@ def main() -> None:
     from toolkit.data.batch_plan import BatchPlan, Mix
     from toolkit.data.collate import CausalCollator
     from toolkit.data.tokens.causal import prepare_llm_rows
-    from toolkit.distributed import comm as distributed
+    from toolkit.distributed.comm import print_rank0, world_size
     from toolkit.evaluation.rows import EvaluationRows, choose_rows, name_sources
     from toolkit.launch.run_folder import save_run_config
-    from toolkit.models import load as models
     from toolkit.models.config import check_causal_positions
-    from toolkit.parallel import wrap as sharding
+    from toolkit.models.load import num_token_embeddings, uses_flash_attention
     from toolkit.parallel.units import describe
-    from toolkit.tracking import metrics_log as tracking
-    from toolkit.training import loop, optim
-    from toolkit.training import setup as stages
+    from toolkit.parallel.wrap import shard_model
+    from toolkit.tracking.trackers import start_trackers
+    from toolkit.training import setup
+    from toolkit.training.after_step import Run
+    from toolkit.training.loop import train
     from toolkit.training.model_checks import check_causal_model
+    from toolkit.training.optim import build_optimizer
+    from toolkit.training.setup import begin, build_skeleton, check_rows, finish, identity_of, load_model, open_metrics, resume
 
-    begun = stages.begin(config)
+    begun = begin(config)
     accelerator, run_folder = begun.accelerator, begun.run_folder
 
     # The model without weights: whatever is wrong with it is told before data and weights load.
-    model_config, skeleton = stages.build_skeleton(config, accelerator, CAUSAL)
+    model_config, skeleton = build_skeleton(config, accelerator, CAUSAL)
 
     # Rows: text → tokens on disk → the plan of which rows each step takes, and the held-out ones.
-    rows = prepare_llm_rows(config.data, config.model, models.num_token_embeddings(skeleton))
+    rows = prepare_llm_rows(config.data, config.model, num_token_embeddings(skeleton))
     num_tokens, num_label_tokens = (rows.train.with_format("numpy")[name][:] for name in ("num_tokens", "num_label_tokens"))
     weights = tuple(entry.weight for entry in config.data.mix)
     mix = Mix(rows.train.with_format("numpy")["source_index"][:], weights) if weights else None
@@ -45,7 +49,7 @@ def main() -> None:
         num_tokens=num_tokens,
         num_label_tokens=num_label_tokens,
         train=config.train,
-        world_size=distributed.world_size(),
+        world_size=world_size(),
         bucket_by_length=not config.data.packing if config.data.bucket_by_length is None else config.data.bucket_by_length,
         pack_length_tokens=config.data.max_length_tokens if config.data.packing else None,
         mix=mix,
@@ -53,34 +57,34 @@ def main() -> None:
     evaluation = EvaluationRows(
         rows=choose_rows(rows.evaluation, config.eval.num_rows),
         tokenizer=rows.tokenizer,
-        collator=CausalCollator(rows.tokenizer.pad_token_id, one_row=models.uses_flash_attention(skeleton)),
+        collator=CausalCollator(rows.tokenizer.pad_token_id, one_row=uses_flash_attention(skeleton)),
         stop_token_ids=rows.stop_token_ids,
         source_names=name_sources(config.data),
     )
     longest = {
-        name: stages.longest(rows, evaluation, column) for name, column in (("row", "num_tokens"), ("prompt", "prompt_length"))
+        name: setup.longest(rows, evaluation, column) for name, column in (("row", "num_tokens"), ("prompt", "prompt_length"))
     }
     check_causal_positions(model_config, config.model.name_or_path, longest, config.eval)
-    num_steps = stages.check_rows(config, rows, plan, evaluation)
+    num_steps = check_rows(config, rows, plan, evaluation)
 
     # Model → frozen or adapted → shards → optimizer. Under FSDP2 `sources` say where each rank reads its shards.
-    model, sources = stages.load_model(config, begun, CAUSAL, model_config, skeleton)
-    identity = stages.identity_of(begun, model_config, rows, model, sources)
-    sharded = sharding.shard_model(accelerator, model, sources)
-    optimizer = optim.build_optimizer(config.optim, sharded.model)
-    distributed.print_rank0(describe(sharded.units))
+    model, sources = load_model(config, begun, CAUSAL, model_config, skeleton)
+    identity = identity_of(begun, model_config, rows, model, sources)
+    sharded = shard_model(accelerator, model, sources)
+    optimizer = build_optimizer(config.optim, sharded.model)
+    print_rank0(describe(sharded.units))
     check_causal_model(sharded, evaluation.collator, packing=config.data.packing)
 
     # This run's own last checkpoint, if there is one.
-    metrics = stages.open_metrics(run_folder)
-    run = loop.Run(run_folder, sharded, optimizer, plan, rows.train, evaluation, identity, metrics, num_steps)
-    state = stages.resume(config, begun, run)
+    metrics = open_metrics(run_folder)
+    run = Run(run_folder, sharded, optimizer, plan, rows.train, evaluation, identity, metrics, num_steps)
+    state = resume(config, begun, run)
     save_run_config(config, run_folder)
 
     # Train: step, evaluate, save. Then export, reload, compare, and show what came out.
-    tracking.start_trackers(accelerator, config.tracking, config.run.name, dotted_keys(config))
-    loop.train(config, run, state)
-    stages.finish(config, run)
+    start_trackers(accelerator, config.tracking, config.run.name, dotted_keys(config))
+    train(config, run, state)
+    finish(config, run)
 
 
 if __name__ == "__main__":

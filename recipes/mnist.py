@@ -35,27 +35,28 @@ def main() -> None:
     from toolkit.checkpoint.state import SkipHistory
     from toolkit.data.batch_plan import BatchPlan, check_global_batch_size
     from toolkit.data.sources.images import load_images
-    from toolkit.distributed import watchdog
-    from toolkit.distributed.comm import agreed, print_rank0, rank, seed_all, world_size
+    from toolkit.distributed.comm import agreed, print_rank0, rank, world_size
+    from toolkit.distributed.rng import seed_all
+    from toolkit.distributed.watchdog import at, keep_stacks_in, start, working
     from toolkit.evaluation.accuracy import evaluate_accuracy
     from toolkit.launch.accelerator import build_accelerator
     from toolkit.launch.run_folder import lock_run_folder, open_run_folder, save_run_config
-    from toolkit.parallel import wrap as sharding
     from toolkit.parallel.units import describe
+    from toolkit.parallel.wrap import check_wrap, shard_model
     from toolkit.tracking.curves import draw_curves
     from toolkit.tracking.progress import Progress
     from toolkit.tracking.step_log import StepLog
-    from toolkit.training import setup as stages
+    from toolkit.training.setup import leave, open_metrics
 
     accelerator = build_accelerator([], config.run.output_dir, config.run.timeout_s)
-    watchdog.start(config.run.timeout_s)
+    start(config.run.timeout_s)
     check_global_batch_size(config.train, world_size())
     run_folder = open_run_folder(config)
-    watchdog.keep_stacks_in(run_folder)
+    keep_stacks_in(run_folder)
     agreed(lambda: lock_run_folder(run_folder) if rank() == 0 else None)
 
     # Images → the plan of which of them each step takes. To the plan an image is a row of one token with one label.
-    watchdog.working("loading images")
+    working("loading images")
     images = agreed(lambda: load_images(config.data, SMALLEST_SIDE))
     ones = np.ones(len(images.train), dtype=np.int64)
     plan = BatchPlan(ones, ones, config.train, world_size(), bucket_by_length=False)
@@ -65,39 +66,39 @@ def main() -> None:
     # Model → shards → optimizer and its schedule, both torch's own.
     seed_all("weights", config.train.seed)
     model: Any = build_convnet(config.model, images)
-    agreed(lambda: sharding.check_wrap(accelerator, model))
-    sharded = sharding.shard_model(accelerator, model)
+    agreed(lambda: check_wrap(accelerator, model))
+    sharded = shard_model(accelerator, model)
     optimizer = torch.optim.Adadelta(sharded.model.parameters(), lr=config.optim.lr)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=config.optim.gamma)
     print_rank0(describe(sharded.units))
 
     # Train: step; after every epoch evaluate and lower the learning rate. There is no resume: it starts afresh.
-    metrics = stages.open_metrics(run_folder)
+    metrics = open_metrics(run_folder)
     metrics.truncate_after(-1)
     save_run_config(config, run_folder)
     bar = Progress(num_steps, 0, enabled=rank() == 0)
     log = StepLog(metrics, sharded, bar, [], SkipHistory(), max_skipped_steps=1)
     for number in range(num_steps + 1):
-        watchdog.at("step", number)
+        at("step", number)
         epoch_ends = number > 0 and number == plan.num_steps(plan.step(number).epoch + 1)
         if number > 0:
             log.add(train_step(config.train.seed, sharded, optimizer, images, plan, plan.step(number)))
         if epoch_ends or number == num_steps or number % config.log_every_steps == 0:
             log.flush()
         if epoch_ends or number in (0, num_steps):
-            watchdog.at("evaluation", number)
+            at("evaluation", number)
             figures = evaluate_accuracy(sharded, images, config.eval_batch_size_rows)
             metrics.write("eval", number, **figures)
             bar.say(f"evaluation at step {number}: loss {figures['loss']:.4f}, accuracy {figures['accuracy']:.2f} %")
             log.restart_clock()
         if epoch_ends:
             schedule.step()
-    watchdog.at("saving", num_steps)
+    at("saving", num_steps)
     metrics.write("checkpoint", num_steps, **save_whole_state(sharded, run_folder / "model.safetensors"))
     bar.close()
-    watchdog.working("drawing the curves")
+    working("drawing the curves")
     agreed(lambda: draw_curves(metrics.load(), run_folder / "curves.png") if rank() == 0 else None)
-    stages.leave(accelerator)
+    leave(accelerator)
 
 
 def build_convnet(config: ConvNetConfig, images: ImageSets) -> torch.nn.Module:
@@ -121,7 +122,8 @@ def train_step(
     import torch
     import torch.distributed as dist
 
-    from toolkit.distributed.comm import rank, seed_all, world_size
+    from toolkit.distributed.comm import rank, world_size
+    from toolkit.distributed.rng import seed_all
     from toolkit.loss import share_of_global_mean, summed_cross_entropy
     from toolkit.tracking.step_log import StepFigures
     from toolkit.training.optim import clip_gradients

@@ -5,7 +5,8 @@ accelerate launch --config_file accelerate_configs/fsdp2_cpu.yaml recipes/t5.py 
 
 from typing import Final
 
-from toolkit.config.load import SummarizationConfig, dotted_keys, load_config
+from toolkit.config.load import dotted_keys, load_config
+from toolkit.config.schema import SummarizationConfig
 from toolkit.errors import exit_on_user_error
 
 SEQ2SEQ: Final = "AutoModelForSeq2SeqLM"
@@ -19,33 +20,36 @@ def main() -> None:
     from toolkit.data.collate import SummarizationCollator, own_label_shift
     from toolkit.data.tokens.languages import start_generation
     from toolkit.data.tokens.seq2seq import prepare_rows
-    from toolkit.distributed import comm as distributed
+    from toolkit.distributed.comm import print_rank0, world_size
     from toolkit.evaluation.rows import EvaluationRows, choose_rows
     from toolkit.launch.run_folder import save_run_config
-    from toolkit.models import load as models
     from toolkit.models.config import check_positions, special_tokens
-    from toolkit.parallel import wrap as sharding
+    from toolkit.models.load import num_token_embeddings
     from toolkit.parallel.units import describe
-    from toolkit.tracking import metrics_log as tracking
-    from toolkit.training import loop, optim
-    from toolkit.training import setup as stages
+    from toolkit.parallel.wrap import shard_model
+    from toolkit.tracking.trackers import start_trackers
+    from toolkit.training import setup
+    from toolkit.training.after_step import Run
+    from toolkit.training.loop import train
     from toolkit.training.model_checks import check_seq2seq_model
+    from toolkit.training.optim import build_optimizer
+    from toolkit.training.setup import begin, build_skeleton, check_rows, finish, identity_of, load_model, open_metrics, resume
 
-    begun = stages.begin(config)
+    begun = begin(config)
     accelerator, run_folder = begun.accelerator, begun.run_folder
 
     # The model without weights: whatever is wrong with it is told before data and weights load.
-    model_config, skeleton = stages.build_skeleton(config, accelerator, SEQ2SEQ)
+    model_config, skeleton = build_skeleton(config, accelerator, SEQ2SEQ)
     collator = SummarizationCollator(*special_tokens(model_config, config.model.name_or_path), own_label_shift(skeleton))
 
     # Rows: text → tokens on disk → the plan of which rows each step takes, and the held-out ones.
-    rows = prepare_rows(config.data, config.model, models.num_token_embeddings(skeleton))
+    rows = prepare_rows(config.data, config.model, num_token_embeddings(skeleton))
     num_tokens, num_label_tokens = (rows.train.with_format("numpy")[name][:] for name in ("num_tokens", "num_label_tokens"))
     plan = BatchPlan(
         num_tokens=num_tokens,
         num_label_tokens=num_label_tokens,
         train=config.train,
-        world_size=distributed.world_size(),
+        world_size=world_size(),
     )
     evaluation = EvaluationRows(
         rows=choose_rows(rows.evaluation, config.eval.num_rows),
@@ -53,31 +57,31 @@ def main() -> None:
         collator=collator,
     )
     longest = {
-        "source": stages.longest(rows, evaluation, "num_tokens", minus="num_label_tokens"),
-        "target": stages.longest(rows, evaluation, "num_label_tokens"),
+        "source": setup.longest(rows, evaluation, "num_tokens", minus="num_label_tokens"),
+        "target": setup.longest(rows, evaluation, "num_label_tokens"),
     }
     check_positions(model_config, config.model.name_or_path, longest, config.eval)
-    num_steps = stages.check_rows(config, rows, plan, evaluation)
+    num_steps = check_rows(config, rows, plan, evaluation)
 
     # Model → frozen or adapted → shards → optimizer. Under FSDP2 `sources` say where each rank reads its shards.
-    model, sources = stages.load_model(config, begun, SEQ2SEQ, model_config, skeleton)
+    model, sources = load_model(config, begun, SEQ2SEQ, model_config, skeleton)
     start_generation(model, rows.tokenizer, collator)
-    identity = stages.identity_of(begun, model_config, rows, model, sources)
-    sharded = sharding.shard_model(accelerator, model, sources)
-    optimizer = optim.build_optimizer(config.optim, sharded.model)
-    distributed.print_rank0(describe(sharded.units))
+    identity = identity_of(begun, model_config, rows, model, sources)
+    sharded = shard_model(accelerator, model, sources)
+    optimizer = build_optimizer(config.optim, sharded.model)
+    print_rank0(describe(sharded.units))
     check_seq2seq_model(sharded, collator, config.eval)
 
     # This run's own last checkpoint, if there is one.
-    metrics = stages.open_metrics(run_folder)
-    run = loop.Run(run_folder, sharded, optimizer, plan, rows.train, evaluation, identity, metrics, num_steps)
-    state = stages.resume(config, begun, run)
+    metrics = open_metrics(run_folder)
+    run = Run(run_folder, sharded, optimizer, plan, rows.train, evaluation, identity, metrics, num_steps)
+    state = resume(config, begun, run)
     save_run_config(config, run_folder)
 
     # Train: step, evaluate, save. Then export, reload, compare, and show what came out.
-    tracking.start_trackers(accelerator, config.tracking, config.run.name, dotted_keys(config))
-    loop.train(config, run, state)
-    stages.finish(config, run)
+    start_trackers(accelerator, config.tracking, config.run.name, dotted_keys(config))
+    train(config, run, state)
+    finish(config, run)
 
 
 if __name__ == "__main__":

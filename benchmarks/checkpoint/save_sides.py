@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from toolkit.checkpoint.find import Goal
 from toolkit.checkpoint.load import choose_checkpoint, load_checkpoint
-from toolkit.checkpoint.ranking import Goal
 from toolkit.checkpoint.save import CheckpointWriter, Save
 from toolkit.checkpoint.state import Identity, TrainState
 from toolkit.config.schema import CheckpointConfig, OptimConfig

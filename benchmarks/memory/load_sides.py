@@ -17,15 +17,16 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from toolkit.config.load import LLMConfig, load_config
+from toolkit.config.load import load_config
+from toolkit.config.schema import LLMConfig
 from toolkit.distributed.comm import barrier, gather_objects, print_rank0
 from toolkit.launch.accelerator import build_accelerator, frozen_dtype
 from toolkit.models import load_sharded as sharded_loading
 from toolkit.models.lora import is_wanted
 from toolkit.models.safetensors_index import WholeOnly
-from toolkit.parallel import wrap as sharding
 from toolkit.parallel.units import local_tensor
-from toolkit.training import setup as stages
+from toolkit.parallel.wrap import shard_model
+from toolkit.training.setup import Beginning, build_skeleton, identity_of, load_model
 
 CAUSAL: Any = "AutoModelForCausalLM"
 SAMPLED_EVERY_S = 0.005
@@ -36,16 +37,16 @@ def main() -> None:
     config = load_config(LLMConfig, flags)
     accelerator = build_accelerator([], config.run.output_dir)
     dtype = frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=is_wanted(config.adapter))
-    begun = stages.Beginning(accelerator, dtype, Path(config.run.output_dir), {}, None, None)
-    model_config, skeleton = stages.build_skeleton(config, accelerator, CAUSAL)
+    begun = Beginning(accelerator, dtype, Path(config.run.output_dir), {}, None, None)
+    model_config, skeleton = build_skeleton(config, accelerator, CAUSAL)
     whole = patch.object(sharded_loading, "open_weights", side_effect=WholeOnly("the benchmark asks for it"))
     gc.collect()
     barrier()
     before, started = read_memory(), time.monotonic()
     with sampled_peak() as peak, whole if way == "whole" else contextlib.nullcontext():
-        model, sources = stages.load_model(config, begun, CAUSAL, model_config, skeleton)
-        stages.identity_of(begun, model_config, SimpleNamespace(fingerprint=""), model, sources)
-        sharded = sharding.shard_model(accelerator, model, sources)
+        model, sources = load_model(config, begun, CAUSAL, model_config, skeleton)
+        identity_of(begun, model_config, SimpleNamespace(fingerprint=""), model, sources)
+        sharded = shard_model(accelerator, model, sources)
     seconds = time.monotonic() - started
     gc.collect()
     figures = {

@@ -1,7 +1,7 @@
 """Memory of one forward and backward of a causal model, the loss taken in one of three ways: prints one JSON line of figures.
 
-`python -m benchmarks.memory.loss_memory plain 131072 4096`: the loss, the vocabulary, the tokens (all of them labels but the first of
-each row). A process of its own, since a process never tells how much less it would have needed.
+`python -m benchmarks.memory.loss_memory plain 131072 4096`: the loss, the vocabulary, the tokens (all of them labels but
+the first of each row). A process of its own, since a process never tells how much less it would have needed.
 """
 
 from __future__ import annotations

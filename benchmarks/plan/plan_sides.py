@@ -18,18 +18,20 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from toolkit.config.load import LLMConfig, SummarizationConfig, load_config
+from toolkit.config.load import load_config
+from toolkit.config.schema import LLMConfig, SummarizationConfig
 from toolkit.distributed.comm import gather_objects, print_rank0
 from toolkit.launch.accelerator import build_accelerator, frozen_dtype
 from toolkit.loss import share_of_global_mean, summed_loss
-from toolkit.models import load as models
-from toolkit.models import lora as adapters
 from toolkit.models.config import load_model_config
-from toolkit.parallel import wrap as sharding
+from toolkit.models.freeze import cast_frozen
+from toolkit.models.load import load_model
+from toolkit.models.lora import add_adapter, is_wanted
 from toolkit.parallel.units import local_tensor
+from toolkit.parallel.wrap import shard_model
 from toolkit.planning.strategy import load_strategy
 from toolkit.planning.subject import build_batch, build_subject
-from toolkit.training import optim
+from toolkit.training.optim import build_optimizer, clip_gradients
 
 NUM_WARMUP_STEPS = 2
 """Moments are there from the second on."""
@@ -49,14 +51,14 @@ def main() -> None:
         batch["attention_mask"][0, -1] = 0  # as in any batch of real rows: without padding transformers drops the mask
     before_gib = _memory_gib("VmRSS")
     model = _load(config, accelerator, auto_class, model_config)
-    sharded = sharding.shard_model(accelerator, model)
-    optimizer = optim.build_optimizer(config.optim, sharded.model)
+    sharded = shard_model(accelerator, model)
+    optimizer = build_optimizer(config.optim, sharded.model)
     del model
 
     def take_step() -> None:
         for _ in range(settings["num_micro_batches"]):
             share_of_global_mean(summed_loss(sharded.model, batch)[0], 1, 1).backward()
-        optim.clip_gradients(sharded.model, 1.0)
+        clip_gradients(sharded.model, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -86,13 +88,13 @@ def main() -> None:
 
 
 def _load(config: Any, accelerator: Any, auto_class: Any, model_config: Any) -> Any:
-    has_adapter = adapters.is_wanted(config.adapter)
+    has_adapter = is_wanted(config.adapter)
     dtype = frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=has_adapter)
     from_scratch = dataclasses.replace(config.model, from_scratch=True)
-    model = models.load_model(from_scratch, model_config, auto_class, 0, dtype if has_adapter else torch.float32)
+    model = load_model(from_scratch, model_config, auto_class, 0, dtype if has_adapter else torch.float32)
     if has_adapter:
-        adapters.add_adapter(model, config.adapter, config.model, 0)
-        models.cast_frozen(model, dtype)
+        add_adapter(model, config.adapter, config.model, 0)
+        cast_frozen(model, dtype)
     return model.train()
 
 

@@ -61,7 +61,7 @@ def write_data(folder: Path, shapes: dict[str, dict[str, Any]], max_train_rows: 
 
 def load_docstrings(folder: Path, max_train_rows: int, max_eval_rows: int) -> dict[str, list[dict[str, str]]]:
     """Docstrings with a body, `source` and `target`, of the splits `train` and `eval`; `folder` takes a cache."""
-    from toolkit.config.schema import DataConfig
+    from toolkit.config.data import DataConfig
     from toolkit.data.rows.source_rows import load_text_rows
 
     rows = load_text_rows(DataConfig(source="docstrings", cache_dir=str(folder / "cache")))

@@ -53,11 +53,13 @@ def forward_and_backward(family: str, seed: int) -> dict[str, Any]:
     from tests.support.model_folders import CAUSAL_FAMILIES
     from toolkit.config.schema import AdapterConfig, ModelConfig
     from toolkit.data.collate import CausalCollator, SummarizationCollator
-    from toolkit.distributed.comm import rank, seed_all
+    from toolkit.distributed.comm import rank
+    from toolkit.distributed.rng import seed_all
     from toolkit.launch.accelerator import build_accelerator
     from toolkit.loss import summed_loss
     from toolkit.models.lora import add_adapter
-    from toolkit.parallel.wrap import evaluation_model, generation_ready, shard_model
+    from toolkit.parallel.gather import evaluation_model, generation_ready
+    from toolkit.parallel.wrap import shard_model
 
     torch._dynamo.utils.counters.clear()
     accelerator = build_accelerator([], ".")

@@ -162,8 +162,9 @@ def report_shards() -> dict[str, Any]:
     from tests.distributed.small_run import T5_CONFIG
     from toolkit.config.schema import OptimConfig
     from toolkit.launch.accelerator import build_accelerator
+    from toolkit.parallel.gather import whole_parameters
     from toolkit.parallel.units import local_tensor
-    from toolkit.parallel.wrap import shard_model, whole_parameters
+    from toolkit.parallel.wrap import shard_model
     from toolkit.training.optim import build_optimizer
 
     accelerator = build_accelerator([], ".")

@@ -12,8 +12,8 @@ from unittest.mock import patch
 import pytest
 import yaml
 
-from tests import launch as launcher
 from tests.distributed.small_run import read_lines, write_inputs
+from tests.support import launch as launcher
 from tests.support.launch import REPOSITORY, LaunchResult, _free_port, launch, start
 from toolkit.errors import EXIT_USER_ERROR
 

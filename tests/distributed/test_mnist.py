@@ -73,7 +73,7 @@ def test_one_process_trains_as_the_tutorial_does(expected: tuple[list[dict[str, 
     from toolkit.config.schema import TrainConfig
     from toolkit.data.batch_plan import BatchPlan
     from toolkit.data.sources.images import load_images
-    from toolkit.distributed.comm import seed_all
+    from toolkit.distributed.rng import seed_all
 
     images = load_images(ImageDataConfig(num_rows=NUM_ROWS, eval_fraction=0.15), 6)
     seed_all("weights", 3)

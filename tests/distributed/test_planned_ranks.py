@@ -14,6 +14,7 @@ from toolkit.launch.accelerator import build_accelerator, frozen_dtype
 from toolkit.loss import share_of_global_mean, summed_loss
 from toolkit.models import load as models
 from toolkit.models import lora as adapters
+from toolkit.models.freeze import cast_frozen
 from toolkit.parallel import wrap as sharding
 from toolkit.parallel.units import local_tensor
 from toolkit.planning.plan import build_plan
@@ -42,7 +43,7 @@ def allocated(model_folder: str, arguments: list[str]) -> tuple[int, int]:
     model = models.load_model(subject.config.model, subject.model_config, "AutoModelForCausalLM", 0)
     if adapters.is_wanted(subject.config.adapter):
         adapters.add_adapter(model, subject.config.adapter, subject.config.model, 0)
-        models.cast_frozen(model, frozen_dtype(accelerator, "auto", has_adapter=True))
+        cast_frozen(model, frozen_dtype(accelerator, "auto", has_adapter=True))
     sharded = sharding.shard_model(accelerator, model.train())
     optimizer = optim.build_optimizer(subject.config.optim, sharded.model)
 

@@ -123,14 +123,14 @@ def train_family(family: str, accelerator: Any, folder: Path) -> tuple[float, fl
     from datasets import Dataset
 
     from tests.support.model_folders import _build_tokenizer
-    from toolkit.config.load import SummarizationConfig
-    from toolkit.config.schema import DataConfig, EvalConfig, ModelConfig, OptimConfig
+    from toolkit.config.data import DataConfig
+    from toolkit.config.schema import EvalConfig, ModelConfig, OptimConfig, SummarizationConfig
     from toolkit.data.tokens.seq2seq import _tokenize_batch
     from toolkit.evaluation.loop import evaluate
     from toolkit.evaluation.rows import EvaluationRows
     from toolkit.export.write import export_model
     from toolkit.loss import share_of_global_mean, summed_loss
-    from toolkit.models.load import freeze
+    from toolkit.models.freeze import freeze
     from toolkit.parallel.wrap import shard_model
     from toolkit.training.model_checks import check_seq2seq_model
     from toolkit.training.optim import build_optimizer

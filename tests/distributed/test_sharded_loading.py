@@ -168,9 +168,11 @@ def load_both_ways(folders: dict[str, Path], run: Path, cases: tuple[str, ...]) 
 def load(accelerator: Any, folders: dict[str, Path], name: str, flags: dict[str, Any]) -> dict[str, Any]:
     """Load as a recipe does; returns what a run can see of the model, whole, and what was read to make its shards."""
     from toolkit.checkpoint.init_from import find_weights
-    from toolkit.config.load import LLMConfig, SummarizationConfig, load_config
+    from toolkit.config.load import load_config
+    from toolkit.config.schema import LLMConfig, SummarizationConfig
     from toolkit.launch.accelerator import frozen_dtype
     from toolkit.parallel import wrap as sharding
+    from toolkit.parallel.gather import whole_parameters
     from toolkit.training import setup as stages
 
     is_seq2seq = json.loads((folders[name] / "config.json").read_text()).get("is_encoder_decoder", False)
@@ -197,7 +199,7 @@ def load(accelerator: Any, folders: dict[str, Path], name: str, flags: dict[str,
     sharded = sharding.shard_model(accelerator, model, sources and counted(sources, reads))
     named = dict(model.named_parameters(remove_duplicate=False))
     return {
-        "parameters": {name: whole.clone() for name, whole in sharding.whole_parameters(sharded)},
+        "parameters": {name: whole.clone() for name, whole in whole_parameters(sharded)},
         "buffers": {name: buffer.clone() for name, buffer in model.named_buffers()},
         "placed": {name: (str(p.placements), p.requires_grad, str(p.device)) for name, p in named.items()},
         "aliases": {name: sorted(other for other, q in named.items() if q is p) for name, p in named.items()},

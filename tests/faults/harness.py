@@ -29,8 +29,8 @@ from unittest.mock import patch
 from tests.recipes.runs import FP32, RECIPES, Workbench
 from tests.recipes.test_resume import curves, rows_by_place
 from tests.support.launch import PEER_GRACE_S, Running, start
-from toolkit.checkpoint.manifest import seal
 from toolkit.errors import EXIT_USER_ERROR
+from toolkit.files.durable import seal
 
 NUM_STEPS = 6
 SAVED = (2, 4, 6)

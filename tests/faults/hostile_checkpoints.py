@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from toolkit.checkpoint.manifest import seal
+from toolkit.files.durable import seal
 
 
 class Attack:

@@ -35,7 +35,7 @@ import toolkit.distributed.comm
 
 how, run_folder, *sys.argv[1:] = sys.argv[1:]
 run_folder = Path(run_folder)
-seed_all = toolkit.distributed.comm.seed_all
+seed_all = toolkit.distributed.rng.seed_all
 
 
 def crash_or_seed(purpose, *parts):
@@ -52,7 +52,7 @@ def crash_or_seed(purpose, *parts):
 
 if os.environ["RANK"] == "0" and (run_folder / "crashed").exists():
     time.sleep(3)  # rank 1 comes first, and must not take what the dead rank 0 left in the store for an answer
-toolkit.distributed.comm.seed_all = crash_or_seed
+toolkit.distributed.rng.seed_all = crash_or_seed
 try:
     runpy.run_path({str(RECIPE)!r}, run_name="__main__")
 except RuntimeError:

@@ -75,8 +75,7 @@ def load_after_save() -> None:
     from toolkit.checkpoint import load as checkpoint
     from toolkit.checkpoint import save as checkpoint_writer
     from toolkit.checkpoint.folders import step_folder
-    from toolkit.distributed.comm import seed_all
-    from toolkit.distributed.rng import capture_random_state
+    from toolkit.distributed.rng import capture_random_state, seed_all
 
     save = checkpoint_writer.CheckpointWriter.save
 

@@ -20,8 +20,8 @@ from tests.recipes.bad_input_cases import ROWS
 from tests.recipes.runs import RECIPE
 from tests.recipes.test_bad_input import WORKING_RUN
 from tests.support.launch import launch, run_on_ranks
-from toolkit.config.load import SummarizationConfig
-from toolkit.config.schema import DataConfig, ModelConfig, RunConfig
+from toolkit.config.data import DataConfig
+from toolkit.config.schema import ModelConfig, RunConfig, SummarizationConfig
 from toolkit.errors import UserError
 
 NOBODY = 65534

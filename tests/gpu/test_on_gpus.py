@@ -9,7 +9,7 @@ import torch
 
 from tests.gpu.needs import needs_gpus
 from tests.support.launch import run_on_ranks
-from toolkit.checkpoint.host_copy import HostCopier
+from toolkit.checkpoint.save import HostCopier
 
 
 @needs_gpus(1)

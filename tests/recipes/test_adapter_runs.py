@@ -239,7 +239,7 @@ def save_slices(base: Path, folder: Path) -> dict[str, np.ndarray]:
     """On every rank: save an adapter and its moments with values that occur nowhere else; this rank's slices, by name."""
     import torch
 
-    from toolkit.checkpoint.ranking import Goal
+    from toolkit.checkpoint.find import Goal
     from toolkit.checkpoint.save import CheckpointWriter
     from toolkit.checkpoint.state import TrainState
     from toolkit.config.schema import CheckpointConfig

@@ -1,4 +1,4 @@
-"""Runs of the recipes that `tests/support/plain_pytorch.py` can follow, on tiny models; inputs and references are made once a process."""
+"""Runs of the recipes that `plain_pytorch.py` can follow, on tiny models; inputs and references are made once a process."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tests import plain_pytorch as plain
 from tests.planting.plant import NO_FAULT
+from tests.support import plain_pytorch as plain
 from tests.support.launch import REPOSITORY, run_on_ranks
 from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, build_model_folders, make_rows, save_jsonl
 

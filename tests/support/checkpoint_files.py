@@ -8,11 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.find import commit
+from toolkit.checkpoint.find import Goal, prune
 from toolkit.checkpoint.folders import checkpoints_folder, step_folder
-from toolkit.checkpoint.manifest import MANIFEST, seal
-from toolkit.checkpoint.ranking import Goal, prune
-from toolkit.files.durable import describe_files
+from toolkit.checkpoint.manifest import MANIFEST, commit
+from toolkit.files.durable import describe_files, seal
 
 LOSS = Goal("loss", higher_is_better=False, measured_on={"rows": "a", "num_beams": 1}, compared=("rows",))
 

@@ -7,67 +7,26 @@ of that name with a manifest whose files match is whole, and nothing else is.
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from toolkit.checkpoint.folders import (
+    REMOVING,
     REPLACED,
     checkpoints_folder,
     list_checkpoints,
     list_leftovers,
-    put_in_place,
     remove_folder,
     step_folder,
 )
-from toolkit.checkpoint.manifest import FORMAT_VERSION, MANIFEST, Unread, read_manifest, seal
+from toolkit.checkpoint.manifest import Unread, check_files, read_manifest
 from toolkit.errors import UserError
-from toolkit.files.durable import fsync_names, fsync_path, hash_file, save_json
+from toolkit.files.durable import fsync_path
 from toolkit.files.modes import denials_named
-
-
-def check_files(folder: Path, manifest: dict[str, Any], hashes: bool = True) -> None:
-    """Compare size and sha256 of every file of a checkpoint with its manifest; without `hashes`, presence and size alone.
-
-    Files that the manifest does not name are let be, as nothing reads them; but for shards and what every checkpoint has, which
-    would be read unchecked.
-
-    Raises:
-        Unread: the file system refuses to read a file.
-        ValueError: naming the first file that is outside the folder, missing, or has another size or hash.
-    """
-    if not 1 <= manifest["world_size"] <= len(manifest["files"]):
-        raise ValueError(
-            f"{folder.name}/{MANIFEST} has world_size {manifest['world_size']}, but names {len(manifest['files'])} files"
-        )
-    read = ["state/.metadata", *(f"rng-{rank:05d}.safetensors" for rank in range(manifest["world_size"]))]
-    read += sorted(f"state/{path.name}" for path in (folder / "state").glob("__*.distcp"))
-    if unnamed := [name for name in read if name not in manifest["files"]]:
-        raise ValueError(f"{folder.name}/{MANIFEST} does not name {unnamed[0]}")
-    for name, expected in manifest["files"].items():
-        check_file(folder, name, expected, hashes)
-
-
-def check_file(folder: Path, name: str, expected: dict[str, Any], hashes: bool) -> None:
-    """Compare one file with what the manifest says of it.
-
-    Raises:
-        ValueError: as `check_files`.
-    """
-    try:
-        path = _inside(folder, name)
-        if not path.exists():
-            raise ValueError(f"{folder.name} lacks {name}")
-        if not path.is_file():
-            raise ValueError(f"{folder.name}/{name} is not a file")
-        if (num_bytes := path.stat().st_size) != expected["bytes"]:
-            raise ValueError(f"{folder.name}/{name} has {num_bytes} bytes instead of {expected['bytes']}")
-        if hashes and hash_file(path) != expected["sha256"]:
-            raise ValueError(f"{folder.name}/{name} does not have the sha256 of the manifest: its content changed")
-    except OSError as error:
-        raise Unread(f"{folder.name}/{name}", error) from None
 
 
 def newest_valid(run_folder: Path) -> tuple[Path | None, list[str]]:
@@ -138,22 +97,6 @@ def find_checkpoint(run_folder: Path, resume: str) -> tuple[Path | None, list[st
     return folder, told
 
 
-def hash_model_config(settings: dict[str, Any]) -> str:
-    """sha256 of what a model's `config.json` says, but for the version that wrote it."""
-    kept = {key: value for key, value in settings.items() if key != "transformers_version" and not key.startswith("_")}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def commit(unfinished: Path, folder: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest, make it durable and rename the folder into place: from then on the checkpoint exists.
-
-    Where a folder of that step exists, it is removed once the new one stands.
-    """
-    save_json(unfinished / MANIFEST, seal({"format_version": FORMAT_VERSION, **manifest}))
-    fsync_names(unfinished)
-    put_in_place(unfinished, folder)
-
-
 def restore_replaced(run_folder: Path) -> list[str]:
     """Put back each `.old` whose replacement never came into place, and remove those whose replacement is valid.
 
@@ -190,13 +133,108 @@ def _is_valid(folder: Path) -> bool:
     return True
 
 
-def _inside(folder: Path, name: str) -> Path:
-    """Path of a file that a manifest names, which may not lead out of the folder, by links neither."""
-    parts = Path(name).parts
-    if not parts or ".." in parts or Path(name).is_absolute() or not name.isprintable():
-        raise ValueError(f"{folder.name}/{MANIFEST} names {name!r}, which is outside the checkpoint or no name at all")
-    for place in range(1, len(parts) + 1):
-        if (part := folder.joinpath(*parts[:place])).is_symlink():
-            link = part.relative_to(folder)
-            raise ValueError(f"{folder.name}/{MANIFEST} names {name}, which is outside the checkpoint: {link} is a link")
-    return folder / name
+@dataclass(frozen=True)
+class Goal:
+    """What makes one checkpoint better than another."""
+
+    metric: str
+    higher_is_better: bool
+    measured_on: dict[str, Any]
+    """What this run evaluates on: the sha256 of its `rows`, and the settings of its generated texts."""
+    compared: tuple[str, ...]
+    """Keys of `measured_on` that must be equal for two figures of `metric` to be compared."""
+
+    def is_better(self, new: float, old: float | None) -> bool:
+        """Whether `new` gains on `old`, the best so far, if there is one; a NaN never does."""
+        if old is None:
+            return not math.isnan(new)
+        return new > old if self.higher_is_better else new < old
+
+    def changes(self, measured_on: dict[str, Any]) -> list[str]:
+        """Keys that forbid a comparison of figures measured on those with this run's."""
+        return [key for key in self.compared if measured_on.get(key) != self.measured_on[key]]
+
+
+class Ranked(NamedTuple):
+    """A whole checkpoint that was evaluated."""
+
+    folder: Path
+    step: int
+    value: float
+    """Of the goal's metric."""
+    is_comparable: bool
+    """Measured on what the run measures on now."""
+
+
+def rank_checkpoints(run_folder: Path, goal: Goal, last_step: int | None = None) -> list[Ranked]:
+    """Checkpoints up to `last_step` that have the goal's metric, and no NaN, best first; of equals the earlier: a tie is no gain.
+
+    Whole by presence and size of their files. Those measured as the run measures now come first; the others after them, in groups
+    that were measured alike, the group with the newest checkpoint first.
+    """
+    whole = _whole_manifests(run_folder)
+    return _rank([(folder, manifest) for folder, manifest in whole if last_step is None or manifest["step"] <= last_step], goal)
+
+
+def prune(run_folder: Path, keep_last: int, keep_best: int, goal: Goal, just_written: Path) -> tuple[list[Path], list[str]]:
+    """Remove checkpoints but the newest `keep_last` and the `keep_best` best by `goal`, and what crashes left behind.
+
+    `just_written` is always kept, and nothing is removed unless it is whole (presence and sizes; its hashes are as old as it
+    is). Folders that are not whole are left for the user to look at, and so are later ones: a resume went back past them, so
+    they were not valid. No save may be under way.
+
+    Returns:
+        The checkpoints removed, and a sentence for each that could not be; those are tried again by the next call.
+    """
+    try:
+        step = _read_whole(just_written)["step"]
+    except ValueError as error:
+        return [], [f"no checkpoint was removed, as the one just written is not whole: {error}"]
+    told = restore_replaced(run_folder)
+    whole = [(folder, manifest) for folder, manifest in _whole_manifests(run_folder) if manifest["step"] <= step]
+    kept = {folder.name for folder, _ in whole[-keep_last:]}  # the one just written is the newest of these
+    kept |= {ranked.folder.name for ranked in _rank(whole, goal)[:keep_best]}
+    going = [folder for folder, _ in whole if folder.name not in kept]
+    # An `.old` that restore_replaced left stands beside a broken replacement, and goes before that: else it would come back.
+    leftovers = [path for path in list_leftovers(run_folder) if path.suffix != REPLACED or path.with_suffix("") in going]
+    leftovers.sort(key=lambda path: path.suffix != REMOVING)  # the others take this name on their way out
+    removed = []
+    for folder in [*leftovers, *going]:
+        try:
+            remove_folder(folder)
+        except OSError as error:
+            told.append(f"{folder} could not be removed ({error.strerror}): the next save tries again")
+        else:
+            removed.append(folder)
+    return [folder for folder in removed if folder in going], told
+
+
+def _rank(whole: list[tuple[Path, dict[str, Any]]], goal: Goal) -> list[Ranked]:
+    groups: dict[str, list[Ranked]] = {}
+    for folder, manifest in reversed(whole):
+        measured_on, value = manifest["measured_on"], manifest["metrics"].get(goal.metric, math.nan)
+        if not math.isnan(value):
+            alike = json.dumps([measured_on.get(key) for key in goal.compared], sort_keys=True)
+            ranked = Ranked(folder, manifest["step"], value, not goal.changes(measured_on))
+            groups.setdefault(alike, []).append(ranked)
+    best_first = sorted(groups.values(), key=lambda group: not group[0].is_comparable)  # stable: else the newest group first
+    sign = -1 if goal.higher_is_better else 1
+    return [ranked for group in best_first for ranked in sorted(group, key=lambda ranked: (sign * ranked.value, ranked.step))]
+
+
+def _whole_manifests(run_folder: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """`(folder, manifest)` of every checkpoint that is whole by presence and size of its files, oldest first."""
+    whole = []
+    for _, folder in list_checkpoints(run_folder):
+        try:
+            whole.append((folder, _read_whole(folder)))
+        except ValueError:
+            continue
+    return whole
+
+
+def _read_whole(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint whose files are there in full length."""
+    manifest = read_manifest(folder)
+    check_files(folder, manifest, hashes=False)
+    return manifest

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from toolkit.checkpoint.dcp import load_tensors, stored_names
-from toolkit.checkpoint.find import check_files, newest_valid
-from toolkit.checkpoint.manifest import Unread, read_manifest
+from toolkit.checkpoint.find import newest_valid
+from toolkit.checkpoint.manifest import Unread, check_files, read_manifest
 from toolkit.distributed.comm import agreed, broadcast_object, raise_together, rank
 from toolkit.errors import UserError
 from toolkit.files.modes import denials_named
 from toolkit.models.config import check_weight_files
-from toolkit.models.load import hash_parameters
+from toolkit.models.freeze import hash_parameters
 from toolkit.models.lora_files import CONFIG_FILE, base_name
 
 if TYPE_CHECKING:

@@ -23,14 +23,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from toolkit.checkpoint.dcp import Tensors, load_tensors
-from toolkit.checkpoint.find import check_files, find_checkpoint
+from toolkit.checkpoint.find import Goal, Ranked, find_checkpoint, rank_checkpoints
 from toolkit.checkpoint.folders import list_checkpoints
-from toolkit.checkpoint.manifest import read_manifest
-from toolkit.checkpoint.ranking import Goal, Ranked, rank_checkpoints
+from toolkit.checkpoint.manifest import check_files, read_manifest
 from toolkit.checkpoint.state import Identity, TrainState, model_tensors, state_tensors
-from toolkit.distributed import watchdog
 from toolkit.distributed.comm import agreed, broadcast_object, print_rank0, raise_together, rank
 from toolkit.distributed.rng import load_random_state
+from toolkit.distributed.watchdog import at, working
 from toolkit.errors import UserError
 from toolkit.models.lora_files import base_name
 from toolkit.parallel.float8 import refresh_scales
@@ -83,7 +82,7 @@ def load_checkpoint(folder: Path, sharded: ShardedModel, optimizer: torch.optim.
     options = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
     tensors = state_tensors(sharded, optimizer)
     _load(tensors, folder)
-    watchdog.at("loading the checkpoint")
+    at("loading the checkpoint")
     _put_back(sharded, tensors)
     everything: dict[str, Any] = get_optimizer_state_dict(sharded.model, optimizer, options=options)
     everything |= {name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")}
@@ -96,7 +95,7 @@ def load_weights(folder: Path, sharded: ShardedModel) -> None:
     """Load only the parameters of a checkpoint, in place. Collective."""
     tensors = model_tensors(sharded)
     _load(tensors, folder)
-    watchdog.at("loading the checkpoint")
+    at("loading the checkpoint")
     _put_back(sharded, tensors)
 
 
@@ -135,7 +134,7 @@ def best_of_run(run_folder: Path, goal: Goal) -> tuple[Path | None, str]:
         UserError: no kept checkpoint has that metric, or the one that has is damaged; on every rank.
     """
 
-    watchdog.working("choosing the best checkpoint")
+    working("choosing the best checkpoint")
 
     def find() -> tuple[Path | None, str] | None:
         if rank() != 0:
@@ -229,7 +228,7 @@ def _put_back(sharded: ShardedModel, tensors: Tensors) -> None:
 
 def _load(tensors: Tensors, folder: Path) -> None:
     """Fill `tensors` in place; where a rank cannot, stop all with one sentence. Collective."""
-    watchdog.working("loading the checkpoint")
+    working("loading the checkpoint")
     error = None
     try:
         load_tensors(tensors, folder / "state")

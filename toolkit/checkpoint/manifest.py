@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.folders import step_folder, step_of_name
+from toolkit.checkpoint.folders import (
+    put_in_place,
+    step_folder,
+    step_of_name,
+)
+from toolkit.files.durable import fsync_names, hash_file, save_json, seal
 from toolkit.files.modes import WAY_IN
 
 FORMAT_VERSION = 4
@@ -67,12 +71,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def seal(manifest: dict[str, Any]) -> dict[str, Any]:
-    """A manifest with the sha256 of all else that it says: a changed byte would be taken for the run's own words."""
-    content = {key: value for key, value in manifest.items() if key != "sha256"}
-    return {**content, "sha256": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
-
-
 def _measured_before_4(config: dict[str, Any]) -> dict[str, Any]:
     """What an older run's figures were measured on, as its rows were the first so many of those held out."""
     generated = {key: config.get(f"eval.{key}") for key in ("max_new_tokens", "num_beams", "no_repeat_ngram_size")}
@@ -108,3 +106,67 @@ def _check_kind(value: Any, kind: type, what: str) -> None:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def check_files(folder: Path, manifest: dict[str, Any], hashes: bool = True) -> None:
+    """Compare size and sha256 of every file of a checkpoint with its manifest; without `hashes`, presence and size alone.
+
+    Files that the manifest does not name are let be, as nothing reads them; but for shards and what every checkpoint has, which
+    would be read unchecked.
+
+    Raises:
+        Unread: the file system refuses to read a file.
+        ValueError: naming the first file that is outside the folder, missing, or has another size or hash.
+    """
+    if not 1 <= manifest["world_size"] <= len(manifest["files"]):
+        raise ValueError(
+            f"{folder.name}/{MANIFEST} has world_size {manifest['world_size']}, but names {len(manifest['files'])} files"
+        )
+    read = ["state/.metadata", *(f"rng-{rank:05d}.safetensors" for rank in range(manifest["world_size"]))]
+    read += sorted(f"state/{path.name}" for path in (folder / "state").glob("__*.distcp"))
+    if unnamed := [name for name in read if name not in manifest["files"]]:
+        raise ValueError(f"{folder.name}/{MANIFEST} does not name {unnamed[0]}")
+    for name, expected in manifest["files"].items():
+        check_file(folder, name, expected, hashes)
+
+
+def check_file(folder: Path, name: str, expected: dict[str, Any], hashes: bool) -> None:
+    """Compare one file with what the manifest says of it.
+
+    Raises:
+        ValueError: as `check_files`.
+    """
+    try:
+        path = _inside(folder, name)
+        if not path.exists():
+            raise ValueError(f"{folder.name} lacks {name}")
+        if not path.is_file():
+            raise ValueError(f"{folder.name}/{name} is not a file")
+        if (num_bytes := path.stat().st_size) != expected["bytes"]:
+            raise ValueError(f"{folder.name}/{name} has {num_bytes} bytes instead of {expected['bytes']}")
+        if hashes and hash_file(path) != expected["sha256"]:
+            raise ValueError(f"{folder.name}/{name} does not have the sha256 of the manifest: its content changed")
+    except OSError as error:
+        raise Unread(f"{folder.name}/{name}", error) from None
+
+
+def commit(unfinished: Path, folder: Path, manifest: dict[str, Any]) -> None:
+    """Write the manifest, make it durable and rename the folder into place: from then on the checkpoint exists.
+
+    Where a folder of that step exists, it is removed once the new one stands.
+    """
+    save_json(unfinished / MANIFEST, seal({"format_version": FORMAT_VERSION, **manifest}))
+    fsync_names(unfinished)
+    put_in_place(unfinished, folder)
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """Path of a file that a manifest names, which may not lead out of the folder, by links neither."""
+    parts = Path(name).parts
+    if not parts or ".." in parts or Path(name).is_absolute() or not name.isprintable():
+        raise ValueError(f"{folder.name}/{MANIFEST} names {name!r}, which is outside the checkpoint or no name at all")
+    for place in range(1, len(parts) + 1):
+        if (part := folder.joinpath(*parts[:place])).is_symlink():
+            link = part.relative_to(folder)
+            raise ValueError(f"{folder.name}/{MANIFEST} names {name}, which is outside the checkpoint: {link} is a link")
+    return folder / name

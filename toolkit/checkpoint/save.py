@@ -20,17 +20,19 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 
 from toolkit import __version__
 from toolkit.checkpoint.dcp import Tensors, save_tensors
-from toolkit.checkpoint.find import commit, step_folder
-from toolkit.checkpoint.host_copy import HostCopier
-from toolkit.checkpoint.ranking import Goal, prune
+from toolkit.checkpoint.find import Goal, prune
+from toolkit.checkpoint.folders import step_folder
+from toolkit.checkpoint.manifest import commit
 from toolkit.checkpoint.state import Identity, TrainState, state_tensors
 from toolkit.config.schema import CheckpointConfig
-from toolkit.distributed import watchdog
 from toolkit.distributed.comm import gather_objects, raise_together, rank, save_group, world_size
 from toolkit.distributed.rng import capture_random_state, save_random_state
+from toolkit.distributed.watchdog import at, working
 from toolkit.errors import Stopped, UserError
 from toolkit.files.durable import describe_files
 from toolkit.parallel.wrap import ShardedModel
@@ -125,9 +127,9 @@ class CheckpointWriter:
             UserError: on every rank: this save or the one before could not be written (disk full, folder read-only).
         """
         start_s = time.perf_counter()
-        watchdog.working("saving", state.step)  # the one before may still be written
+        working("saving", state.step)  # the one before may still be written
         before = self.finish()
-        watchdog.at("saving", state.step)
+        at("saving", state.step)
         tensors = state_tensors(self.sharded, self.optimizer)
         behind = self.config.async_save and not wait
         if behind:
@@ -140,7 +142,7 @@ class CheckpointWriter:
             self.thread = threading.Thread(target=self._write, args=(snapshot, self.under_way), name="checkpoint", daemon=True)
             self.thread.start()
         else:
-            watchdog.working("saving", state.step)
+            working("saving", state.step)
             self._write(snapshot, self.under_way)
             self._raise_failure()
         self.under_way.blocking_s = time.perf_counter() - start_s
@@ -251,3 +253,26 @@ class CheckpointWriter:
             "metrics": dict(state.metrics),
             "measured_on": self.goal.measured_on,
         }
+
+
+class HostCopier:
+    """Takes host memory, pinned beside a CUDA device, for this rank's shards at its first copy, and uses it for the next ones;
+    but for FSDP1, see `copy`."""
+
+    def __init__(self, device: torch.device) -> None:
+        on_cuda = device.type == "cuda"
+        options = StagingOptions(
+            use_pinned_memory=on_cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_cuda
+        )
+        self.stager = DefaultStager(options)
+
+    def copy(self, tensors: Tensors) -> Tensors:
+        """Copies with the same placements; they are complete when this returns, and stay until the next call."""
+        # torch's stager does not know FSDP1's ShardedTensors; its older one does, and takes new memory each time.
+        fsdp1 = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, ShardedTensor)}
+        others = {name: tensor for name, tensor in tensors.items() if name not in fsdp1}
+        return {**self.stager.stage(others), **BlockingAsyncStager().stage(fsdp1)}  # type: ignore[dict-item]
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.stager.close()

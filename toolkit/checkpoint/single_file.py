@@ -9,12 +9,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from toolkit.distributed import watchdog
 from toolkit.distributed.comm import agreed, rank
+from toolkit.distributed.watchdog import working
 from toolkit.errors import UserError
 from toolkit.files.durable import written_beside
 from toolkit.files.modes import give_usual_mode
-from toolkit.parallel.wrap import ShardedModel, whole_parameters
+from toolkit.parallel.gather import whole_parameters
+from toolkit.parallel.wrap import ShardedModel
 
 
 def save_whole_state(sharded: ShardedModel, path: Path) -> dict[str, float]:
@@ -46,7 +47,7 @@ def save_whole_state(sharded: ShardedModel, path: Path) -> dict[str, float]:
             raise UserError(f"{path} could not be written: {error}") from None
         return path.stat().st_size
 
-    watchdog.working("saving")
+    working("saving")
     num_bytes = agreed(write)
     end_s = time.perf_counter()
     return {"blocking_s": end_s - start_s, "write_s": end_s - gathered_s, "num_bytes": num_bytes}

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 from toolkit.checkpoint.dcp import Tensors
-from toolkit.parallel import float8
+from toolkit.parallel.float8 import plain
 from toolkit.parallel.units import clean
 from toolkit.parallel.wrap import ShardedModel
 
@@ -76,7 +76,7 @@ def model_tensors(sharded: ShardedModel) -> Tensors:
     wanted = {clean(name) for name, p in sharded.plain.named_parameters() if p.requires_grad}
     wanted |= {clean(name) for name, _ in sharded.plain.named_buffers()}
     state: dict[str, Any] = get_model_state_dict(sharded.model, options=StateDictOptions())
-    return {f"model.{name}": float8.plain(tensor) for name, tensor in state.items() if name in wanted}
+    return {f"model.{name}": plain(tensor) for name, tensor in state.items() if name in wanted}
 
 
 def state_tensors(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> Tensors:

@@ -11,7 +11,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.find import check_file, check_files
 from toolkit.checkpoint.folders import (
     REMOVING,
     REPLACED,
@@ -21,7 +20,7 @@ from toolkit.checkpoint.folders import (
     list_leftovers,
     step_of_name,
 )
-from toolkit.checkpoint.manifest import MANIFEST, Unread, read_manifest
+from toolkit.checkpoint.manifest import MANIFEST, Unread, check_file, check_files, read_manifest
 from toolkit.errors import UserError
 
 _METRICS = ("loss", "bits_per_byte", "token_accuracy", "rouge1", "rougeL", "exact_match")

@@ -170,7 +170,7 @@ def _add_results(jobs: Any) -> None:
 
 
 def _results(arguments: Namespace, _: list[str]) -> bool:
-    from toolkit.tracking.summary import show_runs
+    from toolkit.cli.results import show_runs
 
     show_runs(arguments.run_folders)
     return True

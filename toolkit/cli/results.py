@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from toolkit.checkpoint.folders import list_checkpoints
 from toolkit.config.paths import find_path
 from toolkit.errors import UserError
+from toolkit.evaluation.text import ROUGE_SCORE_WORDS
+from toolkit.files.json_lines import load_json_lines
 from toolkit.planning.plan import build_plan
 from toolkit.tracking.memory import ACCELERATE_FILE, MEMORY_FILE
+from toolkit.tracking.metrics_log import load_metrics
+
+if TYPE_CHECKING:
+    pass
+from toolkit.tracking.summary import format_table
 
 GIB = 2**30
 
@@ -61,3 +70,52 @@ def _predict(run_folder: Path, measured: dict[str, Any]) -> int:
     model = find_path(name, config_file, f"{config_file}: model.name_or_path")
     plan = build_plan(model, run_folder / ACCELERATE_FILE, measured["num_processes"], arguments, None, 80.0, searches=False)
     return plan.total
+
+
+_COLUMNS_OF_RUNS = ("loss", "bits_per_byte", "token_accuracy", "accuracy", "rouge1", "rougeL", "rougeL_line1", "percent_distinct")
+
+
+def show_runs(run_folders: Sequence[Path]) -> None:
+    """Print one table of the first and the last evaluation of each run, in the order given, and its memory beside the plan's.
+
+    `rougeL_line1` is ROUGE-L of each text's first line alone: a model that says the right headline but was never taught to stop
+    there is told from one that says a wrong one.
+
+    Raises:
+        UserError: a folder that holds no evaluation.
+    """
+    table = {}
+    for folder in run_folders:
+        path = folder / "metrics.jsonl"
+        if not path.is_file():
+            way_out = "give folders of runs, as in runs/t5_docstrings"
+            if list_checkpoints(folder):
+                way_out = "the run's command writes one again, from its last checkpoint's evaluation on"
+            raise UserError(f"{folder} has no metrics.jsonl: {way_out}")
+        evaluations = [line for line in load_metrics(path) if line["kind"] == "eval"]
+        if not evaluations:
+            raise UserError(f"{path} holds no evaluation yet: let the run evaluate first")
+        for line in {line["step"]: line for line in (evaluations[0], evaluations[-1])}.values():
+            when = f"after step {line['step']:,}" if line["step"] else "as loaded"
+            words = "" if line.get("rouge_tokenizer") in (None, ROUGE_SCORE_WORDS.name) else f", {line['rouge_tokenizer']} words"
+            are_other = line.get("measured_on", {}).get("rows") != evaluations[-1].get("measured_on", {}).get("rows")
+            name = f"{folder.name}, {when} ({line['num_rows']}{' other' * are_other} rows{words})"
+            table[name] = line | _score_first_lines(folder / f"predictions-{line['step']}.jsonl")
+    print(format_table(table, _COLUMNS_OF_RUNS))
+    if any((folder / MEMORY_FILE).is_file() for folder in run_folders):
+        print("\nmemory of a rank in training steps, predicted by `plan` against measured")
+        for folder in run_folders:
+            print(f"{folder.name}: {compare_with_plan(folder)}", flush=True)
+
+
+def _score_first_lines(predictions_path: Path) -> dict[str, float]:
+    """`rougeL_line1` in percent, or nothing where no texts were generated."""
+    if not predictions_path.exists():
+        return {}
+    from toolkit.evaluation.rouge import Rouge
+
+    if not (lines := load_json_lines(predictions_path)):
+        return {}
+    first_lines = [line["prediction"].strip().partition("\n")[0] for line in lines]
+    scores = Rouge().compute(predictions=first_lines, references=[line["reference"] for line in lines])
+    return {"rougeL_line1": scores["rougeL"]}

@@ -9,29 +9,17 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
-from jsonargparse.typing import PositiveInt
 
 from toolkit.config.flags import join_lists, split_files_and_flags, unset_counterparts
 from toolkit.config.messages import Entry, load_entries, sentence
 from toolkit.config.paths import find_paths, write_paths
 from toolkit.config.schema import (
-    AdapterConfig,
-    CheckpointConfig,
-    DataConfig,
-    EvalConfig,
-    ExportConfig,
-    LLMDataConfig,
-    ModelConfig,
-    OptimConfig,
-    ProfileConfig,
-    RunConfig,
-    TrackingConfig,
-    TrainConfig,
+    LLMConfig,
+    SummarizationConfig,
 )
 from toolkit.config.validate import check_config
 from toolkit.errors import UserError
@@ -40,48 +28,6 @@ from toolkit.files.durable import written_beside
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 ConfigT = TypeVar("ConfigT")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SummarizationConfig:
-    """What `recipes/t5.py` does."""
-
-    model: ModelConfig
-    data: DataConfig
-    adapter: AdapterConfig = field(default_factory=AdapterConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    export: ExportConfig = field(default_factory=ExportConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    profile: ProfileConfig = field(default_factory=ProfileConfig)
-    run: RunConfig = field(default_factory=RunConfig)
-    log_every_steps: PositiveInt = 10  # type: ignore[valid-type]
-    """Steps between two reads of the loss (each read waits for the device)."""
-    log_row_ids: bool = False
-    """Write the row ids of every micro-batch to `rows-<rank>.jsonl`: which rank trained on what."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LLMConfig:
-    """What `recipes/llm.py` does."""
-
-    model: ModelConfig
-    data: LLMDataConfig
-    adapter: AdapterConfig = field(default_factory=AdapterConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    export: ExportConfig = field(default_factory=ExportConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    profile: ProfileConfig = field(default_factory=ProfileConfig)
-    run: RunConfig = field(default_factory=RunConfig)
-    log_every_steps: PositiveInt = 10  # type: ignore[valid-type]
-    """Steps between two reads of the loss (each read waits for the device)."""
-    log_row_ids: bool = False
-    """Write the row ids of every micro-batch to `rows-<rank>.jsonl`: which rank trained on what."""
 
 
 RecipeConfig = SummarizationConfig | LLMConfig

@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from toolkit.config.data import MixEntry
 from toolkit.config.messages import Entry
-from toolkit.config.schema import MixEntry
 from toolkit.errors import UserError
 
 PATH_FIELDS = {

@@ -16,7 +16,7 @@ import numpy as np
 
 from toolkit.config.schema import TrainConfig
 from toolkit.data.packing import pack_best_fit
-from toolkit.distributed.comm import derive_seed
+from toolkit.distributed.rng import derive_seed
 from toolkit.errors import UserError
 
 LENGTH_NOISE = 0.05

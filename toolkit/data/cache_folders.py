@@ -20,9 +20,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.manifest import seal
 from toolkit.errors import UserError
-from toolkit.files.durable import describe_files, fsync_names, fsync_path, hash_file, list_files, refused_write, save_json
+from toolkit.files.durable import describe_files, fsync_names, fsync_path, hash_file, list_files, refused_write, save_json, seal
 from toolkit.files.modes import denials_named
 
 ABOUT = "about.json"

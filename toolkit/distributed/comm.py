@@ -9,9 +9,7 @@ from __future__ import annotations
 import datetime
 import functools
 import gc
-import hashlib
 import os
-import random
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -142,26 +140,6 @@ def agreed(work: Callable[[], T]) -> T:
         error = e
     raise_together(error)
     return result  # type: ignore[return-value]
-
-
-def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from its parts, equal on every machine (blake2b of their text)."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
-
-
-def seed_all(*parts: int | str) -> None:
-    """Seed Python, NumPy and torch (every device) from `parts`.
-
-    Called before every micro-batch with (seed, step, rank, micro-batch): dropout is then a function of the place in the
-    run, so that a restart draws the same masks and an evaluation in between changes nothing.
-    """
-    import numpy as np
-
-    seed = derive_seed(*parts)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    torch.manual_seed(seed)
 
 
 def print_rank0(*lines: str) -> None:

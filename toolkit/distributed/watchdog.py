@@ -2,16 +2,17 @@
 
 The main thread says where it is: with `at` in what it does step by step, where each call of `at` or `moved` is a movement; with
 `working` around library calls that report nothing (tokenizing, loading, writing), where CPU time or IO of the process and its
-children is movement (`toolkit.distributed.activity`). Work that takes long but moves is never ended. A host that waits for a GPU takes a
-whole core too: what communicates over the device is `at`.
+children is movement (`toolkit.distributed.activity`). Work that takes long but moves is never ended. A host that waits for a
+GPU takes a whole core too: what communicates over the device is `at`.
 
 Two threads beside it keep watch. One reports the rank's place to the key-value store of the process group about once a second
 and, when this rank has stood still for half of `timeout_s`, reads the places of the others; it may hang itself, with the host of
 the store. The other talks to nobody, keeps the time and ends the process.
 
 A job hangs when none of its ranks that answer has moved for `timeout_s`: waiting for a slow rank is no hang. The first rank to
-see it writes the sentence into the store, so that all say the same; `toolkit.distributed.hang_report` finds out who did not arrive. Where a
-thread holds the GIL for ever, these threads stand still too: the others name that rank, and the launcher has to kill it.
+see it writes the sentence into the store, so that all say the same; `toolkit.distributed.hang_report` finds out who did not
+arrive. Where a thread holds the GIL for ever, these threads stand still too: the others name that rank, and the launcher has to
+kill it.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ from toolkit.data.batch_plan import cut
 from toolkit.data.sources.images import ImageSets
 from toolkit.distributed.comm import rank, reduce_on_cpu, world_size
 from toolkit.loss import summed_cross_entropy
-from toolkit.parallel.wrap import ShardedModel, evaluation_model
+from toolkit.parallel.gather import evaluation_model
+from toolkit.parallel.wrap import ShardedModel
 
 
 @torch.no_grad()

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from toolkit.config.schema import LLMDataConfig
+from toolkit.config.data import LLMDataConfig
 from toolkit.data.collate import Collator
-from toolkit.distributed.comm import derive_seed
+from toolkit.distributed.rng import derive_seed
 from toolkit.evaluation.text import Tokenizer, choose_tokenizer
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 
 from toolkit.export.compare import compare_logits, compare_weights, reload
 from toolkit.models.lora_files import BASE_FILE, WEIGHTS_FILE, base_name, file_names
-from toolkit.parallel.wrap import assign_parameters, weightless_copy
+from toolkit.parallel.gather import assign_parameters
+from toolkit.parallel.wrap import weightless_copy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

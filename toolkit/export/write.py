@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 from toolkit.checkpoint.folders import put_in_place
 from toolkit.config.load import RecipeConfig
-from toolkit.distributed import watchdog
 from toolkit.distributed.comm import agreed, barrier, rank
+from toolkit.distributed.watchdog import at, moved, working
 from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export.compare import compare_logits, compare_weights, reload
@@ -25,7 +25,8 @@ from toolkit.files.modes import give_usual_mode
 from toolkit.launch.accelerator import compute_dtype
 from toolkit.models.lora import is_wanted
 from toolkit.models.lora_files import base_name, hash_weight
-from toolkit.parallel.wrap import ShardedModel, assign_parameters, evaluation_model, weightless_copy, whole_parameters
+from toolkit.parallel.gather import assign_parameters, evaluation_model, whole_parameters
+from toolkit.parallel.wrap import ShardedModel, weightless_copy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -50,9 +51,9 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
         UserError: a folder cannot be written.
     """
     has_adapter, merges = is_wanted(config.adapter), config.export.merge
-    watchdog.at("export")
+    at("export")
     check = _trained_logits(sharded, data)
-    watchdog.moved()
+    moved()
     weights: Tensors = {}
     base_hashes: dict[str, str] = {}
     trained = {name for name, parameter in sharded.skeleton.named_parameters() if parameter.requires_grad}
@@ -81,7 +82,7 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
             if merges:
                 _replace(run_folder / "merged", lambda unfinished: _write_merged(exported, weights, unfinished))
 
-    watchdog.working("export")
+    working("export")
     agreed(lambda: _guarded(run_folder / "export", write))
     barrier()
 

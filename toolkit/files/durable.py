@@ -88,3 +88,9 @@ def save_json(path: Path, value: Any) -> None:
         json.dump(value, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
+
+
+def seal(manifest: dict[str, Any]) -> dict[str, Any]:
+    """A manifest with the sha256 of all else that it says: a changed byte would be taken for the run's own words."""
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
+    return {**content, "sha256": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}

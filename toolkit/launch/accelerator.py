@@ -7,11 +7,8 @@ This is the only module with branches for the device.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
-import resource
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,12 +19,11 @@ from toolkit.errors import UserError
 from toolkit.launch.accelerate_rules import check_mesh
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml, find_accelerate_yaml
 from toolkit.launch.environment import is_launched, join_launch
-from toolkit.parallel.float8 import check_capability, check_torchao
+from toolkit.launch.float8 import check_capability, check_torchao
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-GIB = 2**30
 PRIMITIVES_PER_SHAPE = 30
 """What oneDNN makes for a padded shape of a micro-batch, however many blocks a model has: 17 in a Llama, 20 in a T5. With room to
 spare: a cache that drops the oldest and lacks one of those that come round again drops each before it is asked for."""
@@ -92,42 +88,6 @@ def fsdp_version(accelerator: Accelerator) -> int | None:
     return accelerator.state.fsdp_plugin.fsdp_version if uses_fsdp(accelerator) else None
 
 
-def peak_memory_gib(device: torch.device) -> float:
-    """Highest memory of this process since `reset_peak_memory`: allocated on a CUDA device, resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / GIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    """Let `peak_memory_gib` look anew, where the system allows it; else it goes on from the start of the process."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # man proc: resets the peak resident size
-
-
-def held_memory_gib(device: torch.device) -> float:
-    """What this process holds now: allocated on a CUDA device, resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device) / GIB
-    import psutil
-
-    return psutil.Process().memory_info().rss / GIB
-
-
-def free_memory_bytes(device: torch.device) -> int:
-    """Memory this process could still take: free on its CUDA device, or its share of the host's available memory."""
-    if device.type == "cuda":
-        # What torch's allocator holds in reserve is free to this process too.
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
-    import psutil
-
-    return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
 def bound_primitive_cache(num_shapes: int) -> None:
     """Let oneDNN keep what a CPU rank needs for the shapes that come again; before the first product, as it reads this once.
 
@@ -137,12 +97,6 @@ def bound_primitive_cache(num_shapes: int) -> None:
     wanted = num_shapes * PRIMITIVES_PER_SHAPE
     capacity = max(wanted, FEWEST_PRIMITIVES) if wanted <= MOST_PRIMITIVES else FEWEST_PRIMITIVES
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(capacity))
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device's queued work, for an honest clock."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def compute_dtype(accelerator: Accelerator) -> torch.dtype:

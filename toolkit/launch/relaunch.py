@@ -13,7 +13,7 @@ from typing import Any
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 
-PRESET_FOLDER = Path(__file__).resolve().parents[1] / "accelerate_configs"
+PRESET_FOLDER = Path(__file__).resolve().parents[2] / "accelerate_configs"
 """Of this checkout: where a preset is looked for that is given by its name alone."""
 
 
@@ -83,7 +83,7 @@ def launch(preset: Path, command: list[str], log_path: Path) -> int:
 
     All it prints goes into `log_path`. Ranks import the toolkit that this process has, installed or not.
     """
-    root = str(Path(__file__).resolve().parents[1])
+    root = str(Path(__file__).resolve().parents[2])
     python_path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("wb") as log:

@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from toolkit.checkpoint.folders import list_checkpoints
 from toolkit.config.load import dotted_keys, save_config
 from toolkit.distributed.comm import agreed, broadcast_object, rank
 from toolkit.errors import UserError
@@ -117,7 +116,7 @@ def restore_run_folder(folder: Path) -> str:
         save_config(_saved_configs[folder], folder / "config.yaml")
         restored.append("config.yaml")
     said = f"; so are {' and '.join(restored)}, and what else was in the folder is lost" if restored else ""
-    return said + ("" if list_checkpoints(folder) else "; there is no checkpoint before the next save")
+    return said + ("" if any((folder / "checkpoints").glob("step-*")) else "; there is no checkpoint before the next save")
 
 
 def open_inside(folder: Path, name: str, mode: str) -> IO[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal
@@ -264,3 +265,9 @@ def _has_encoder(model_config: PretrainedConfig) -> bool:
 
     is_decoder = getattr(model_config, "is_decoder", True)  # also False in GPT-NeoX', which has no use for it
     return model_config.is_encoder_decoder or (type(model_config) in AutoModelForMaskedLM._model_mapping and not is_decoder)
+
+
+def hash_model_config(settings: dict[str, Any]) -> str:
+    """sha256 of what a model's `config.json` says, but for the version that wrote it."""
+    kept = {key: value for key, value in settings.items() if key != "transformers_version" and not key.startswith("_")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()

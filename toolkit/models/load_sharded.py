@@ -16,9 +16,10 @@ from torch import nn
 from toolkit.config.schema import AdapterConfig, ModelConfig
 from toolkit.distributed.comm import agreed, broadcast_object, gather_objects
 from toolkit.errors import UserError
-from toolkit.models import load as models
-from toolkit.models import lora as adapters
 from toolkit.models.config import AutoClass
+from toolkit.models.freeze import hash_header
+from toolkit.models.load import build_weightless, missing_weights, other_shape
+from toolkit.models.lora import draw_new, magnitudes
 from toolkit.models.lora_files import BASE_FILE, WEIGHTS_FILE, base_name, check_base, file_names, find_adapter
 from toolkit.models.safetensors_index import (
     Match,
@@ -65,14 +66,14 @@ def open_weights(
             raise WholeOnly("some of its weights lie in files of another kind")
         if init_from is not None and not (init_from / "config.json").is_file():
             raise WholeOnly(f"model.init_from {init_from} is a checkpoint, which says what it lacks only when it is loaded")
-        model = models.build_weightless(config, model_config, auto_class, dtype)
+        model = build_weightless(config, model_config, auto_class, dtype)
         if model._get_dtype_plan(dtype):
             raise WholeOnly("transformers keeps some of its weights in fp32")
         files, match = _match(model, config.name_or_path, config.revision, f"model.name_or_path {config.name_or_path}")
         if match.missing:
-            raise models.missing_weights(config.name_or_path, match.missing)
+            raise missing_weights(config.name_or_path, match.missing)
         for name, shape in match.other_shapes.items():
-            raise models.other_shape(config.name_or_path, name, shape, tuple(model.state_dict()[name].shape))
+            raise other_shape(config.name_or_path, name, shape, tuple(model.state_dict()[name].shape))
         if init_from is not None:
             files, match = _match(model, str(init_from), None, f"model.init_from {init_from}")
             _check_same(model, match, init_from)
@@ -138,7 +139,7 @@ def hash_base(model: nn.Module, weights: Sources) -> dict[str, str]:
 def hash_frozen(model: nn.Module, sources: Sources) -> dict[str, str]:
     """`models.hash_frozen` of a model whose weights are still in files: the same hashes. Collective."""
     frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    headers = {name: models.hash_header(parameter) for name, parameter in frozen.items()}
+    headers = {name: hash_header(parameter) for name, parameter in frozen.items()}
     return hash_sources(sources, headers, {name: parameter.dtype for name, parameter in frozen.items()})
 
 
@@ -187,7 +188,7 @@ def _sources_of(model: PreTrainedModel, files: WeightFiles, match: Match) -> Sou
 
 
 def _drawing(name: str, shape: torch.Size, seed: int) -> Callable[[], torch.Tensor]:
-    return lambda: adapters.draw_new(name, shape, seed)
+    return lambda: draw_new(name, shape, seed)
 
 
 def _norms(model: nn.Module, name: str, weights: Sources) -> Source:
@@ -199,10 +200,10 @@ def _norms(model: nn.Module, name: str, weights: Sources) -> Source:
     def read(box: Box) -> torch.Tensor:
         (part,) = box
         if not isinstance(base, nn.Linear):
-            return adapters.magnitudes(base, torch.cat([weight.read((rows, part)) for rows, _ in pieces(weight.shape)]))
+            return magnitudes(base, torch.cat([weight.read((rows, part)) for rows, _ in pieces(weight.shape)]))
         size = (part.stop - part.start, weight.shape[1])
         boxes = [(slice(part.start + rows.start, part.start + rows.stop), columns) for rows, columns in pieces(size)]
-        return torch.cat([adapters.magnitudes(base, weight.read(box)) for box in boxes])
+        return torch.cat([magnitudes(base, weight.read(box)) for box in boxes])
 
     num = weight.shape[0] if isinstance(base, nn.Linear) else weight.shape[1]
     return Source((num,), read)

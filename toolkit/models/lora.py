@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from toolkit.config.schema import AdapterConfig, ModelConfig
-from toolkit.distributed.comm import derive_seed
+from toolkit.distributed.rng import derive_seed
 from toolkit.errors import UserError
 from toolkit.models.lora_files import base_name, check_base, find_adapter, hash_base, load_adapter_weights, read_lora_config
 

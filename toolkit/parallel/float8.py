@@ -8,7 +8,6 @@ a tensor of a class of its own, with the fp32 tensor inside: checkpoints and che
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from typing import Any
 
@@ -18,27 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
 
-LEAST_CAPABILITY = (8, 9)
-"""CUDA compute capability from which GPUs multiply float8: Ada, Hopper and newer."""
 MULTIPLE_OF = 16
 """Both sizes of a weight that the float8 kernels take."""
-
-
-def check_torchao() -> None:
-    """Raises UserError where torchao is not installed."""
-    if importlib.util.find_spec("torchao") is None:
-        raise UserError("mixed_precision is fp8, but torchao is not installed: run pip install 'torchao>=0.18', or write bf16")
-
-
-def check_capability() -> None:
-    """Raises UserError where this process has no GPU that multiplies float8."""
-    wanted = ".".join(map(str, LEAST_CAPABILITY))
-    needed = f"mixed_precision is fp8, which needs a CUDA GPU of compute capability {wanted} (Ada, Hopper) or newer"
-    if not torch.cuda.is_available():
-        raise UserError(f"{needed}; torch sees none: write bf16, or take such a machine")
-    if (capability := torch.cuda.get_device_capability()) < LEAST_CAPABILITY:
-        has = f"{torch.cuda.get_device_name()} has {'.'.join(map(str, capability))}"
-        raise UserError(f"{needed}; {has}: write bf16, or take such a machine")
 
 
 def choose_linears(model: nn.Module, blocks: dict[str, nn.Module], num_shards: int) -> dict[str, nn.Linear]:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
-from toolkit.parallel import float8
+from toolkit.parallel.float8 import plain
 
 if TYPE_CHECKING:
     from accelerate.utils import FullyShardedDataParallelPlugin
@@ -224,4 +224,4 @@ def clean(name: str) -> str:
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor, its plain values."""
-    return float8.plain(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+    return plain(tensor.to_local() if isinstance(tensor, DTensor) else tensor)

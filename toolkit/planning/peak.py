@@ -10,12 +10,20 @@ import torch
 from torch import nn
 
 from toolkit.loss import summed_loss
-from toolkit.parallel import wrap as sharding
 from toolkit.parallel.units import ShardUnit, local_tensor
-from toolkit.planning import trace as tracing
+from toolkit.parallel.wrap import ShardedModel, shard_model
 from toolkit.planning.strategy import Strategy, planned_accelerator
 from toolkit.planning.subject import Subject, build_batch, even_stack_length, find_stacks, num_micro_batches, shortened
-from toolkit.planning.trace import GATHERED, GRADIENTS, SHARDED_PARAMETERS, UNSHARDED_GRADIENTS, Trace
+from toolkit.planning.trace import (
+    GATHERED,
+    GRADIENTS,
+    SHARDED_PARAMETERS,
+    UNSHARDED_GRADIENTS,
+    Trace,
+    fake_copy,
+    first_shards,
+    trace_micro_batch,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,7 +35,7 @@ FEW_BLOCKS = (3, 5)
 """Lengths of the stacks that are extrapolated from; with fewer, first and last block prefetch each other."""
 
 
-def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, rows: int) -> tuple[Trace, sharding.ShardedModel]:
+def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, rows: int) -> tuple[Trace, ShardedModel]:
     """One micro-batch of so many rows, `optimizer state` among its kinds, and the model it ran on; within `fake_ranks`.
 
     Raises:
@@ -50,8 +58,8 @@ def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, 
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), unpacked:
         # A copy asks for it, and nothing reads it.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        with tracing.first_shards():
-            sharded = sharding.shard_model(accelerator, cast("PreTrainedModel", tracing.fake_copy(skeleton)))
+        with first_shards():
+            sharded = shard_model(accelerator, cast("PreTrainedModel", fake_copy(skeleton)))
         if num_micro_batches(subject.config, strategy, rows) > 1:
             for parameter in sharded.model.parameters():
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
@@ -63,7 +71,7 @@ def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, 
             mask_dtype = embedding_dtype if is_eager else torch.bool
             fake_batch["attention_mask"] = torch.zeros((num_rows, 1, length, length), dtype=mask_dtype)
         stacks = find_stacks(sharded.plain)
-        trace = tracing.trace_micro_batch(sharded.model, stacks, fake_batch, loss, vocab_size, off_device, strategy.is_cpu)
+        trace = trace_micro_batch(sharded.model, stacks, fake_batch, loss, vocab_size, off_device, strategy.is_cpu)
         num_trainable = sum(local_tensor(p).numel() for p in sharded.model.parameters() if p.requires_grad)
     if strategy.kind == "fsdp1":
         _add_flat_gradients(trace, sharded.units, strategy)

@@ -20,11 +20,10 @@ from torch import nn
 from toolkit.errors import UserError
 from toolkit.models.shard_reader import PIECE_BYTES
 from toolkit.parallel.units import ShardUnit, local_tensor
-from toolkit.planning import trace as tracing
 from toolkit.planning.peak import MOMENT_BYTES, OPTIMIZER, estimate_peak, trace_rank
 from toolkit.planning.strategy import Strategy, load_strategy
 from toolkit.planning.subject import Subject, build_subject, num_micro_batches, row_tokens
-from toolkit.planning.trace import Bytes, Trace
+from toolkit.planning.trace import Bytes, Trace, fake_ranks
 
 USABLE_SHARE = 0.92
 """Of a GPU's memory; the CUDA context, nccl's buffers and what the allocator cannot join take the rest. Not measured."""
@@ -98,7 +97,7 @@ def build_plan(
     subject = build_subject(model, strategy, run_arguments, recipe)
     usable = int(gpu_memory_gib * 2**30 * USABLE_SHARE)
     rows = subject.config.train.micro_batch_size_rows
-    with tracing.fake_ranks(num_processes):
+    with fake_ranks(num_processes):
         trace, sharded = trace_rank(subject, strategy, subject.skeleton, rows)
         largest = largest_micro_batch(subject, strategy, usable) if searches else None
         fits = sum(trace.peak.values()) <= usable

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from toolkit.config.load import LLMConfig, RecipeConfig, SummarizationConfig, load_config
+from toolkit.config.load import RecipeConfig, load_config
+from toolkit.config.schema import LLMConfig, SummarizationConfig
 from toolkit.data.batch_plan import check_global_batch_size
 from toolkit.data.collate import CausalCollator, SummarizationCollator
-from toolkit.models import load as models
-from toolkit.models import lora as adapters
 from toolkit.models.config import (
     AutoClass,
     check_causal_positions,
@@ -23,6 +22,9 @@ from toolkit.models.config import (
     load_model_config,
     special_tokens,
 )
+from toolkit.models.freeze import cast_frozen, freeze
+from toolkit.models.load import build_skeleton
+from toolkit.models.lora import add_adapter, check_adapter_config, is_wanted
 from toolkit.parallel.units import repeated_blocks
 from toolkit.planning.strategy import Strategy, planned_frozen_dtype
 
@@ -54,7 +56,7 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
     config_class: Any = SummarizationConfig if is_t5 else LLMConfig
     config: RecipeConfig = load_config(config_class, [*run_arguments, f"--model.name_or_path={model}"])
     check_global_batch_size(config.train, strategy.num_processes)
-    adapters.check_adapter_config(config)
+    check_adapter_config(config)
     auto_class: AutoClass = "AutoModelForSeq2SeqLM" if is_t5 else "AutoModelForCausalLM"
     # Of the weights nothing is needed, not even their index.
     weightless = dataclasses.replace(config.model, from_scratch=True)
@@ -69,13 +71,13 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
         check_positions(model_config, model, lengths, no_generation)
     else:
         check_causal_positions(model_config, model, {**lengths, "prompt": 0}, no_generation)
-    skeleton = models.build_skeleton(weightless, model_config, auto_class)
-    if adapters.is_wanted(config.adapter):
-        adapters.add_adapter(skeleton, config.adapter, config.model, config.train.seed)
+    skeleton = build_skeleton(weightless, model_config, auto_class)
+    if is_wanted(config.adapter):
+        add_adapter(skeleton, config.adapter, config.model, config.train.seed)
     else:
-        models.freeze(skeleton, config.model.freeze)
-    dtype = planned_frozen_dtype(strategy, config.model.frozen_dtype, has_adapter=adapters.is_wanted(config.adapter))
-    models.cast_frozen(skeleton, dtype)
+        freeze(skeleton, config.model.freeze)
+    dtype = planned_frozen_dtype(strategy, config.model.frozen_dtype, has_adapter=is_wanted(config.adapter))
+    cast_frozen(skeleton, dtype)
     return Subject(config=config, model_config=model_config, skeleton=skeleton.train(), is_flash=is_flash)
 
 

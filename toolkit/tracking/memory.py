@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from toolkit.distributed.comm import gather_objects, print_rank0, rank, world_size
+from toolkit.distributed.device import held_memory_gib, peak_memory_gib, reset_peak_memory
 from toolkit.launch.accelerate_yaml import find_accelerate_yaml
-from toolkit.launch.accelerator import held_memory_gib, peak_memory_gib, reset_peak_memory
 from toolkit.tracking.metrics_log import MetricsLog
 
 MEMORY_FILE, ACCELERATE_FILE = "memory.json", "accelerate.yaml"

@@ -8,27 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.schema import TrackingConfig
-from toolkit.distributed import watchdog
 from toolkit.distributed.comm import agreed, print_rank0
 from toolkit.errors import UserError
 from toolkit.files.json_lines import encode_json_line, load_json_lines
-
-# Where each tracker of accelerate takes the name of a run; the others know a project only.
-_RUN_NAME_OPTION = {
-    "wandb": "name",
-    "trackio": "name",
-    "swanlab": "experiment_name",
-    "clearml": "task_name",
-    "mlflow": "run_name",
-}
 
 
 class MetricsLog:
@@ -220,42 +208,3 @@ def _write_whole(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-
-
-def check_trackers(config: TrackingConfig) -> None:
-    """Refuse a tracker that accelerate does not know or that is not installed; accelerate would leave it out silently.
-
-    Raises:
-        UserError: names it and the trackers that would work.
-    """
-    if not config.log_with:
-        return
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-    from accelerate.utils import LoggerType
-
-    built_in = {str(name) for name in LoggerType}
-    usable = {str(name) for name in get_available_trackers()} | (set(LOGGER_TYPE_TO_CLASS) - built_in)
-    for name in config.log_with:
-        if name in usable:
-            continue
-        trouble = "is not installed" if name in LOGGER_TYPE_TO_CLASS else "is not a tracker that accelerate knows"
-        choice = f"installed are {', '.join(sorted(usable))}" if usable else "none is installed"
-        raise UserError(f"tracking.log_with: {name!r} {trouble}; {choice} (metrics.jsonl is written in any case)")
-
-
-def start_trackers(accelerator: Any, config: TrackingConfig, run_name: str, flat_config: dict[str, Any]) -> None:
-    """Start the trackers that the `Accelerator` was built with (`log_with`), and hand them the run's dotted config."""
-    if not config.log_with:
-        return
-    watchdog.working("starting the trackers")
-    # Trackers take numbers, strings and booleans only (accelerate's tensorboard fails on None and on lists).
-    plain = {key: value if isinstance(value, int | float | str) else json.dumps(value) for key, value in flat_config.items()}
-    names = {tracker: {_RUN_NAME_OPTION[tracker]: run_name} for tracker in config.log_with if tracker in _RUN_NAME_OPTION}
-    accelerator.init_trackers(config.project_name, config=plain, init_kwargs=names)
-
-
-def log_to_trackers(accelerator: Any, figures: dict[str, Any], step: int) -> None:
-    """Send the numbers among `figures` to every tracker; does nothing where none was started."""
-    numbers = {key: value for key, value in figures.items() if isinstance(value, int | float) and not isinstance(value, bool)}
-    if numbers:
-        accelerator.log(numbers, step=step)

@@ -8,22 +8,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.checkpoint.folders import list_checkpoints
 from toolkit.distributed.comm import rank
 from toolkit.errors import UserError, escape_controls
-from toolkit.evaluation.loop import ROUGE_METRICS
+from toolkit.evaluation.generate import ROUGE_METRICS
 from toolkit.evaluation.rows import EvaluationRows
-from toolkit.evaluation.text import ROUGE_SCORE_WORDS
 from toolkit.files.json_lines import load_json_lines
-from toolkit.tracking.memory import MEMORY_FILE
-from toolkit.tracking.metrics_log import MetricsLog, load_metrics
+from toolkit.tracking.metrics_log import MetricsLog
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 NUM_SAMPLES = 3
 _COLUMNS = ("loss", "bits_per_byte", "token_accuracy", "accuracy", *ROUGE_METRICS, "exact_match", "percent_distinct")
-_COLUMNS_OF_RUNS = ("loss", "bits_per_byte", "token_accuracy", "accuracy", "rouge1", "rougeL", "rougeL_line1", "percent_distinct")
 
 
 def show_results(metrics: MetricsLog, train_rows: Dataset, evaluation: EvaluationRows, measured_on: dict[str, Any]) -> None:
@@ -69,41 +65,6 @@ def _print_results(
         _print_samples(run_folder / f"predictions-{evaluations[-1]['step']}.jsonl", prompted)
 
 
-def show_runs(run_folders: Sequence[Path]) -> None:
-    """Print one table of the first and the last evaluation of each run, in the order given, and its memory beside the plan's.
-
-    `rougeL_line1` is ROUGE-L of each text's first line alone: a model that says the right headline but was never taught to stop
-    there is told from one that says a wrong one.
-
-    Raises:
-        UserError: a folder that holds no evaluation.
-    """
-    table = {}
-    for folder in run_folders:
-        path = folder / "metrics.jsonl"
-        if not path.is_file():
-            way_out = "give folders of runs, as in runs/t5_docstrings"
-            if list_checkpoints(folder):
-                way_out = "the run's command writes one again, from its last checkpoint's evaluation on"
-            raise UserError(f"{folder} has no metrics.jsonl: {way_out}")
-        evaluations = [line for line in load_metrics(path) if line["kind"] == "eval"]
-        if not evaluations:
-            raise UserError(f"{path} holds no evaluation yet: let the run evaluate first")
-        for line in {line["step"]: line for line in (evaluations[0], evaluations[-1])}.values():
-            when = f"after step {line['step']:,}" if line["step"] else "as loaded"
-            words = "" if line.get("rouge_tokenizer") in (None, ROUGE_SCORE_WORDS.name) else f", {line['rouge_tokenizer']} words"
-            are_other = line.get("measured_on", {}).get("rows") != evaluations[-1].get("measured_on", {}).get("rows")
-            name = f"{folder.name}, {when} ({line['num_rows']}{' other' * are_other} rows{words})"
-            table[name] = line | _score_first_lines(folder / f"predictions-{line['step']}.jsonl")
-    print(format_table(table, _COLUMNS_OF_RUNS))
-    if any((folder / MEMORY_FILE).is_file() for folder in run_folders):
-        from toolkit.cli.results import compare_with_plan
-
-        print("\nmemory of a rank in training steps, predicted by `plan` against measured")
-        for folder in run_folders:
-            print(f"{folder.name}: {compare_with_plan(folder)}", flush=True)
-
-
 def format_table(rows: dict[str, dict[str, float]], choice: Sequence[str] = _COLUMNS) -> str:
     """Figures by row name as aligned text; a column that no row has is left out."""
     columns = [c for c in choice if any(c in row for row in rows.values())]
@@ -130,19 +91,6 @@ def _baselines(train_rows: Dataset, eval_rows: Dataset) -> dict[str, dict[str, f
         name: Rouge().compute(predictions=texts, references=references) | {"percent_distinct": 100 * len(set(texts)) / len(texts)}
         for name, texts in predictions.items()
     }
-
-
-def _score_first_lines(predictions_path: Path) -> dict[str, float]:
-    """`rougeL_line1` in percent, or nothing where no texts were generated."""
-    if not predictions_path.exists():
-        return {}
-    from toolkit.evaluation.rouge import Rouge
-
-    if not (lines := load_json_lines(predictions_path)):
-        return {}
-    first_lines = [line["prediction"].strip().partition("\n")[0] for line in lines]
-    scores = Rouge().compute(predictions=first_lines, references=[line["reference"] for line in lines])
-    return {"rougeL_line1": scores["rougeL"]}
 
 
 def _print_samples(predictions_path: Path, eval_rows: Dataset) -> None:

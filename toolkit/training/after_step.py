@@ -9,21 +9,22 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from toolkit.checkpoint.ranking import Goal
+from toolkit.checkpoint.find import Goal
 from toolkit.checkpoint.save import CheckpointWriter, Save
 from toolkit.checkpoint.state import Identity, TrainState
 from toolkit.config.load import RecipeConfig
 from toolkit.data.batch_plan import BatchPlan
-from toolkit.distributed import watchdog
 from toolkit.distributed.comm import raise_together
 from toolkit.distributed.signals import StopRequests
+from toolkit.distributed.watchdog import at, working
 from toolkit.errors import Stopped
 from toolkit.evaluation.loop import evaluate
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.parallel.wrap import ShardedModel
-from toolkit.tracking.metrics_log import MetricsLog, log_to_trackers
+from toolkit.tracking.metrics_log import MetricsLog
 from toolkit.tracking.progress import Progress
 from toolkit.tracking.step_log import StepLog
+from toolkit.tracking.trackers import log_to_trackers
 from toolkit.training.skip_guard import SkipGuard
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def finish_writing(session: Session) -> None:
     Raises:
         UserError: a rank could not write its checkpoint or its figures; on every rank.
     """
-    watchdog.working("saving", session.state.step)
+    working("saving", session.state.step)
     _log_save(session, session.writer.finish())
     raise_together(session.run.metrics.error)
 
@@ -134,11 +135,11 @@ def _evaluate_and_log(session: Session) -> None:
         return
 
     def between_batches() -> None:
-        watchdog.at("evaluation", state.step)
+        at("evaluation", state.step)
         if signal_name := _agree(session):
             raise _SignalInEvaluation(signal_name)
 
-    watchdog.at("evaluation", state.step)
+    at("evaluation", state.step)
     predictions = run.folder / f"predictions-{state.step}.jsonl"
     try:
         figures: dict[str, Any] = evaluate(config.eval, run.sharded, run.evaluation, predictions, between_batches)
@@ -196,7 +197,7 @@ def _end(session: Session, signal_name: str) -> NoReturn:
 
 def _save(session: Session, *, wait: bool) -> None:
     """Save a checkpoint; with `wait` it stands when this returns. Collective."""
-    watchdog.at("saving", session.state.step)
+    at("saving", session.state.step)
     session.log.flush()
     metrics = session.run.metrics
     metrics.sync()

@@ -20,10 +20,10 @@ from toolkit.checkpoint.state import TrainState
 from toolkit.config.load import RecipeConfig
 from toolkit.data.batch_plan import BatchPlan, MicroBatch, Step
 from toolkit.data.collate import Batch, load_micro_batches
-from toolkit.distributed import watchdog
-from toolkit.distributed.comm import rank, seed_all, world_size
+from toolkit.distributed.comm import rank, world_size
+from toolkit.distributed.rng import seed_all
 from toolkit.distributed.signals import StopRequests
-from toolkit.evaluation.loop import build_goal
+from toolkit.distributed.watchdog import at, working
 from toolkit.files.json_lines import encode_json_line
 from toolkit.launch.run_folder import open_inside
 from toolkit.loss import share_of_global_mean, summed_loss
@@ -40,6 +40,7 @@ from toolkit.training.after_step import (
     say_without_gain,
     stop_after_end,
 )
+from toolkit.training.goal import build_goal
 from toolkit.training.optim import clip_gradients, learning_rate
 from toolkit.training.parameter_checks import SMALLEST_SHOWING_LR, UPDATES_UNTIL_MOVED, ParameterWatch
 from toolkit.training.skip_guard import SkipGuard
@@ -63,7 +64,7 @@ def train(config: RecipeConfig, run: Run, state: TrainState) -> TrainState:
         Stopped: a signal has reached a rank; there is a checkpoint of the last step done.
         UserError: a checkpoint cannot be written, or `optim.max_skipped_steps` updates in a row were skipped; on every rank.
     """
-    watchdog.working("starting the training")
+    working("starting the training")
     bar = Progress(run.num_steps, state.step, enabled=rank() == 0)
     goal = build_goal(config.eval, run.evaluation)
     state.evaluation_due |= run.num_steps == 0 or (state.step == 0 and config.eval.at_start)
@@ -98,7 +99,7 @@ def _train_steps(session: Session) -> None:
     run.sharded.model.train()
     log.restart_clock()
     for step_number in range(first_step, run.num_steps + 1):
-        watchdog.at("loading rows", step_number)
+        at("loading rows", step_number)
         step = run.plan.step(step_number)
         with _profiled(config.profile.steps, step_number, run.folder):
             lr = learning_rate(config.optim, step_number, run.num_steps, run.plan.steps_per_epoch)
@@ -133,7 +134,7 @@ def train_step(
     losses: list[tuple[MicroBatch, torch.Tensor]] = []
     for micro_batch, batch in micro_batches:
         assert micro_batch.step == step.step
-        watchdog.at("forward and backward", step.step)
+        at("forward and backward", step.step)
         seed_all("step", config.train.seed, step.step, rank(), micro_batch.index)
         if config.log_row_ids:
             _log_row_ids(run, micro_batch)
@@ -147,8 +148,8 @@ def train_step(
         losses.append((micro_batch, loss_sum.detach()))
         if micro_batch.is_last:
             break
-        watchdog.at("loading rows", step.step)
-    watchdog.at("update", step.step)
+        at("loading rows", step.step)
+    at("update", step.step)
     if watch:
         watch.check_gradients()
     grad_norm = clip_gradients(model, config.optim.max_grad_norm)

@@ -9,12 +9,13 @@ import torch
 
 from toolkit.config.schema import EvalConfig
 from toolkit.data.collate import Collator, SummarizationCollator
-from toolkit.distributed import watchdog
 from toolkit.distributed.rendezvous import is_connection_error
 from toolkit.distributed.rng import random_state_kept
+from toolkit.distributed.watchdog import at
 from toolkit.errors import UserError
 from toolkit.loss import summed_cross_entropy, summed_loss
-from toolkit.parallel.wrap import ShardedModel, evaluation_model, generation_ready
+from toolkit.parallel.gather import evaluation_model, generation_ready
+from toolkit.parallel.wrap import ShardedModel
 
 NUM_TOKENS = 6
 """Of each of the texts that are tried; enough to see the one before."""
@@ -122,7 +123,7 @@ def _loss(sharded: ShardedModel, model: torch.nn.Module, collator: Collator, pac
 
 
 def _on_device(sharded: ShardedModel, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    watchdog.at("checking the model")
+    at("checking the model")
     return {name: tensor.to(sharded.accelerator.device) for name, tensor in batch.items()}
 
 

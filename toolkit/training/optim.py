@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.config.schema import OptimConfig
-from toolkit.parallel import float8
+from toolkit.parallel.float8 import is_sharded_with_cast, refresh_scales
 
 
 def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.AdamW:
@@ -35,8 +35,8 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.AdamW:
         eps=config.eps,
         fused=True,
     )
-    if float8.is_sharded_with_cast(model):
-        optimizer.register_step_post_hook(lambda *_: float8.refresh_scales(model))
+    if is_sharded_with_cast(model):
+        optimizer.register_step_post_hook(lambda *_: refresh_scales(model))
     return optimizer
 
 

@@ -8,33 +8,35 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toolkit.checkpoint import init_from as initial_weights
-from toolkit.checkpoint import load as checkpoint
-from toolkit.checkpoint.find import hash_model_config
+from toolkit.checkpoint.init_from import find_weights, load_into
+from toolkit.checkpoint.load import best_of_run, choose_checkpoint, forget_unequal, load_checkpoint, load_manifest, load_weights
 from toolkit.checkpoint.state import Identity, TrainState
 from toolkit.config.load import RecipeConfig, dotted_keys
 from toolkit.config.paths import write_paths
 from toolkit.config.validate import check_evaluation_rows, check_num_steps
 from toolkit.data.batch_plan import BatchPlan, check_global_batch_size
 from toolkit.data.tokens.cache import TokenizedRows
-from toolkit.distributed import watchdog
 from toolkit.distributed.comm import agreed, close_groups, print_rank0, rank, world_size
-from toolkit.evaluation.loop import build_goal, check_metric
+from toolkit.distributed.watchdog import keep_stacks_in, start, stop, working
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export.write import check_export_places, export_model
 from toolkit.launch.accelerator import bound_primitive_cache, build_accelerator, frozen_dtype, fsdp_version
 from toolkit.launch.run_folder import lock_run_folder, open_run_folder, restore_run_folder
-from toolkit.models import load as models
-from toolkit.models import load_sharded as sharded_loading
-from toolkit.models import lora as adapters
-from toolkit.models.config import AutoClass, load_model_config
+from toolkit.models import load, load_sharded
+from toolkit.models.config import AutoClass, hash_model_config, load_model_config
+from toolkit.models.freeze import cast_frozen, freeze, freeze_as, hash_frozen
+from toolkit.models.load_sharded import complete_sources, open_weights
+from toolkit.models.lora import add_adapter, check_adapter_config, is_wanted
 from toolkit.models.safetensors_index import WholeOnly
 from toolkit.models.shard_reader import Sources
-from toolkit.parallel import wrap as sharding
-from toolkit.tracking import metrics_log as tracking
+from toolkit.parallel.wrap import check_wrap
 from toolkit.tracking.memory import note_before_model
+from toolkit.tracking.metrics_log import MetricsLog
 from toolkit.tracking.summary import show_results
+from toolkit.tracking.trackers import check_trackers
 from toolkit.training import loop
+from toolkit.training.after_step import Run
+from toolkit.training.goal import build_goal, check_metric
 from toolkit.training.optim import describe_rate_change
 
 if TYPE_CHECKING:
@@ -68,27 +70,27 @@ def begin(config: RecipeConfig) -> Beginning:
     Raises:
         UserError: whatever is wrong with the two YAML files, the folder or its checkpoints; on every rank.
     """
-    tracking.check_trackers(config.tracking)
+    check_trackers(config.tracking)
     check_metric(config.eval)
-    adapters.check_adapter_config(config)
+    check_adapter_config(config)
     accelerator = build_accelerator(config.tracking.log_with, config.run.output_dir, config.run.timeout_s)
-    watchdog.start(config.run.timeout_s)
-    watchdog.working("opening the run")
-    has_adapter = adapters.is_wanted(config.adapter)
+    start(config.run.timeout_s)
+    working("opening the run")
+    has_adapter = is_wanted(config.adapter)
     dtype = agreed(lambda: frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=has_adapter))
     check_global_batch_size(config.train, world_size())
     run_folder = open_run_folder(config)
-    watchdog.keep_stacks_in(run_folder)
+    keep_stacks_in(run_folder)
     agreed(lambda: lock_run_folder(run_folder) if rank() == 0 else None)
     resolved = {"model.frozen_dtype": str(dtype).removeprefix("torch."), "mixed_precision": accelerator.mixed_precision}
     agreed(lambda: check_export_places(config, run_folder) if rank() == 0 else None)
     # Paths as seen from the run's folder: the same wherever one stands, and where the whole project has moved.
     settings = {**dotted_keys(write_paths(config, run_folder)), **resolved}
-    watchdog.working("choosing the checkpoint")
-    resume_from = checkpoint.choose_checkpoint(run_folder, config.checkpoint.resume, settings)
+    working("choosing the checkpoint")
+    resume_from = choose_checkpoint(run_folder, config.checkpoint.resume, settings)
     # Our own checkpoint has all weights but frozen ones.
     needs_start = resume_from is None or bool(config.model.freeze)
-    init_from = initial_weights.find_weights(config.model.init_from) if config.model.init_from and needs_start else None
+    init_from = find_weights(config.model.init_from) if config.model.init_from and needs_start else None
     return Beginning(accelerator, dtype, run_folder, settings, resume_from, init_from)
 
 
@@ -100,11 +102,11 @@ def build_skeleton(
     Raises:
         UserError: on every rank.
     """
-    watchdog.working("building the model")
+    working("building the model")
     model_config = agreed(lambda: load_model_config(config.model, auto_class))
-    skeleton = agreed(lambda: models.build_skeleton(config.model, model_config, auto_class))
+    skeleton = agreed(lambda: load.build_skeleton(config.model, model_config, auto_class))
     agreed(lambda: _adapt(skeleton, config))
-    agreed(lambda: sharding.check_wrap(accelerator, skeleton))
+    agreed(lambda: check_wrap(accelerator, skeleton))
     return model_config, skeleton
 
 
@@ -114,7 +116,7 @@ def check_rows(config: RecipeConfig, rows: TokenizedRows, plan: BatchPlan, evalu
     Raises:
         UserError: naming the setting.
     """
-    watchdog.working("planning the batches")
+    working("planning the batches")
     num_steps = loop.num_steps(config, plan)
     check_num_steps(config, num_steps)
     check_evaluation_rows(config, len(evaluation.rows))
@@ -157,59 +159,59 @@ def load_model(
     Raises:
         UserError: on every rank.
     """
-    watchdog.working("loading the model")
+    working("loading the model")
     note_before_model(begun.accelerator.device)
-    loaded_dtype = begun.frozen_dtype if adapters.is_wanted(config.adapter) else torch.float32  # nearly all of it is frozen
+    loaded_dtype = begun.frozen_dtype if is_wanted(config.adapter) else torch.float32  # nearly all of it is frozen
     opened = None
     if fsdp_version(begun.accelerator) == 2 and not config.model.from_scratch:
         try:
-            opened = sharded_loading.open_weights(config.model, model_config, auto_class, skeleton, loaded_dtype, begun.init_from)
+            opened = open_weights(config.model, model_config, auto_class, skeleton, loaded_dtype, begun.init_from)
         except WholeOnly as reason:
             print_rank0(f"every rank loads all of {config.model.name_or_path} before it is sharded: {reason}")
     if opened is not None:
         model, weights = opened
     else:
-        model = agreed(lambda: models.load_model(config.model, model_config, auto_class, config.train.seed, loaded_dtype))
+        model = agreed(lambda: load.load_model(config.model, model_config, auto_class, config.train.seed, loaded_dtype))
         if begun.init_from is not None:
-            initial_weights.load_into(model, begun.init_from)
+            load_into(model, begun.init_from)
     agreed(lambda: _adapt(model, config))
-    models.freeze_as(model, skeleton)
-    models.cast_frozen(model, begun.frozen_dtype)
+    freeze_as(model, skeleton)
+    cast_frozen(model, begun.frozen_dtype)
     if opened is None:
         return model, None
-    return model, sharded_loading.complete_sources(model, weights, config.adapter, config.model, config.train.seed)
+    return model, complete_sources(model, weights, config.adapter, config.model, config.train.seed)
 
 
-def open_metrics(run_folder: Path) -> tracking.MetricsLog:
+def open_metrics(run_folder: Path) -> MetricsLog:
     """The run's record, which rank 0 writes. Collective.
 
     Raises:
         UserError: it cannot be read or written, or is broken; on every rank.
     """
-    return agreed(lambda: tracking.MetricsLog(run_folder / "metrics.jsonl", rank() == 0, restore_run_folder))
+    return agreed(lambda: MetricsLog(run_folder / "metrics.jsonl", rank() == 0, restore_run_folder))
 
 
-def resume(config: RecipeConfig, begun: Beginning, run: loop.Run) -> TrainState:
+def resume(config: RecipeConfig, begun: Beginning, run: Run) -> TrainState:
     """Load the checkpoint to go on from, if there is one. What the run has logged after it will be done again. Collective.
 
     Raises:
         UserError: the checkpoint is of another run; on every rank.
     """
-    watchdog.working("loading the checkpoint")
+    working("loading the checkpoint")
     if begun.resume_from is None:
         run.metrics.truncate_after(-1)
         return TrainState()
     folder = begun.resume_from
-    state = checkpoint.load_checkpoint(folder, run.sharded, run.optimizer, run.identity)
-    manifest = agreed(lambda: checkpoint.load_manifest(folder, run.identity))
+    state = load_checkpoint(folder, run.sharded, run.optimizer, run.identity)
+    manifest = agreed(lambda: load_manifest(folder, run.identity))
     theirs = manifest["identity"]["config"]
     num_steps_before = theirs["train.max_steps"] or run.plan.num_steps(theirs["train.num_epochs"])
     remarks = [
-        checkpoint.forget_unequal(state, manifest, build_goal(config.eval, run.evaluation)),
+        forget_unequal(state, manifest, build_goal(config.eval, run.evaluation)),
         describe_rate_change(config.optim, state.step + 1, num_steps_before, run.num_steps, run.plan.steps_per_epoch),
     ]
     print_rank0(f"resuming from {folder}, after step {state.step}", *(remark for remark in remarks if remark))
-    watchdog.working("resuming")
+    working("resuming")
     run.metrics.truncate_after(state.step, evaluation_due=state.evaluation_due)
     if run.metrics.is_empty:  # a checkpoint stands only once its lines do
         known = "" if not manifest["metrics"] else ", but for the checkpoint's own evaluation"
@@ -219,7 +221,7 @@ def resume(config: RecipeConfig, begun: Beginning, run: loop.Run) -> TrainState:
     return state
 
 
-def finish(config: RecipeConfig, run: loop.Run) -> None:
+def finish(config: RecipeConfig, run: Run) -> None:
     """Export, reload and compare; show what came out. Collective.
 
     A run of no steps exports nothing, but where it is asked to merge its adapter.
@@ -230,24 +232,24 @@ def finish(config: RecipeConfig, run: loop.Run) -> None:
     goal = build_goal(config.eval, run.evaluation)
     exports = run.num_steps > 0 or config.export.merge
     if run.num_steps > 0 and config.export.weights == "best":
-        best, choice = checkpoint.best_of_run(run.folder, goal)
+        best, choice = best_of_run(run.folder, goal)
         print_rank0(choice)
         if best is not None:
-            checkpoint.load_weights(best, run.sharded)
+            load_weights(best, run.sharded)
     if exports:
         export_model(config, run.sharded, run.evaluation, run.folder)
     merged = f", merged into its base to {run.folder / 'merged'}" if config.export.merge else ""
     print_rank0(f"exported to {run.folder / 'export'}{merged}" if exports else "nothing is exported: train.max_steps is 0")
-    watchdog.working("showing the results")
+    working("showing the results")
     agreed(lambda: show_results(run.metrics, run.train_rows, run.evaluation, goal.measured_on))
     leave(run.sharded.accelerator)
 
 
 def leave(accelerator: Accelerator) -> None:
     """The end of a run that came to its end: of its trackers, its process groups and its watchdog. Collective."""
-    watchdog.working("closing the trackers")
+    working("closing the trackers")
     accelerator.end_training()
-    watchdog.stop()
+    stop()
     close_groups()
 
 
@@ -255,14 +257,14 @@ def identity_of(
     begun: Beginning, model_config: PretrainedConfig, rows: TokenizedRows, model: PreTrainedModel, sources: Sources | None
 ) -> Identity:
     """What a resume compares; model and sources as `load_model` gives them, so not sharded yet. Collective."""
-    watchdog.working("hashing frozen weights")
-    frozen_hashes = models.hash_frozen(model) if sources is None else sharded_loading.hash_frozen(model, sources)
+    working("hashing frozen weights")
+    frozen_hashes = hash_frozen(model) if sources is None else load_sharded.hash_frozen(model, sources)
     return Identity(begun.settings, hash_model_config(model_config.to_diff_dict()), rows.fingerprint, frozen_hashes)
 
 
 def _adapt(model: PreTrainedModel, config: RecipeConfig) -> None:
     """Add the adapter, which freezes all else, or freeze what `model.freeze` names."""
-    if adapters.is_wanted(config.adapter):
-        adapters.add_adapter(model, config.adapter, config.model, config.train.seed)
+    if is_wanted(config.adapter):
+        add_adapter(model, config.adapter, config.model, config.train.seed)
     else:
-        models.freeze(model, config.model.freeze)
+        freeze(model, config.model.freeze)

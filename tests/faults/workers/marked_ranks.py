@@ -47,7 +47,6 @@ def main() -> None:
     marks = open_marks(folder, int(os.environ["RANK"]), "r+")
     marks["phase"] = b"start-up"
 
-    from toolkit.checkpoint import load as checkpoint
     from toolkit.checkpoint import save as checkpoint_writer
     from toolkit.checkpoint.save import CheckpointWriter
     from toolkit.distributed.watchdog import Watchdog
@@ -104,7 +103,7 @@ def main() -> None:
         patch.object(checkpoint_writer, "describe_files", saving(b"hashes", checkpoint_writer.describe_files)),
         patch.object(checkpoint_writer, "commit", saving(b"manifest and rename", marked_commit)),
         patch.object(checkpoint_writer, "prune", saving(b"pruning", checkpoint_writer.prune)),
-        patch.object(checkpoint, "load_checkpoint", training(b"loading the checkpoint", checkpoint.load_checkpoint)),
+        patch.object(stages, "load_checkpoint", training(b"loading the checkpoint", stages.load_checkpoint)),
         patch.object(stages, "finish", training(b"export", stages.finish)),
     ):
         runpy.run_path(recipe, run_name="__main__")

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoint_files import change_manifest, make_checkpoint
-from toolkit.checkpoint.find import check_files, find_checkpoint, hash_model_config, newest_valid
+from toolkit.checkpoint.find import find_checkpoint, newest_valid
 from toolkit.checkpoint.folders import list_checkpoints
-from toolkit.checkpoint.manifest import MANIFEST, read_manifest
+from toolkit.checkpoint.manifest import MANIFEST, check_files, read_manifest
 from toolkit.errors import UserError
 from toolkit.files.durable import describe_files
+from toolkit.models.config import hash_model_config
 
 
 def test_a_committed_checkpoint_is_the_newest_valid_one(tmp_path: Path) -> None:
@@ -89,7 +90,7 @@ def test_a_file_that_the_disk_does_not_give_back_is_told(tmp_path: Path, monkeyp
     def fail(path: Path) -> str:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
-    monkeypatch.setattr("toolkit.checkpoint.find.hash_file", fail)
+    monkeypatch.setattr("toolkit.checkpoint.manifest.hash_file", fail)
     assert newest_valid(tmp_path) == (None, ["step-00000003/state/.metadata cannot be read (Input/output error)"])
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoint_files import make_checkpoint, manifest_of, names, prune_to, write_unfinished
-from toolkit.checkpoint.find import commit, find_checkpoint, newest_valid
+from toolkit.checkpoint.find import find_checkpoint, newest_valid
 from toolkit.checkpoint.folders import list_checkpoints, list_leftovers, step_folder
-from toolkit.checkpoint.manifest import read_manifest
+from toolkit.checkpoint.manifest import commit, read_manifest
 from toolkit.errors import UserError
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoint_files import LOSS, change_manifest, make_checkpoint, names, prune_to
+from toolkit.checkpoint.find import rank_checkpoints
 from toolkit.checkpoint.folders import list_checkpoints, step_folder
 from toolkit.checkpoint.manifest import MANIFEST
-from toolkit.checkpoint.ranking import rank_checkpoints
 
 NAN = float("nan")
 

@@ -16,16 +16,9 @@ import yaml
 
 from tests.support.launch import REPOSITORY
 from toolkit.config import names as config_names
-from toolkit.config.load import (
-    LLMConfig,
-    OptimConfig,
-    SummarizationConfig,
-    dotted_keys,
-    field_names,
-    load_config,
-    save_config,
-)
+from toolkit.config.load import dotted_keys, field_names, load_config, save_config
 from toolkit.config.messages import known_keys
+from toolkit.config.schema import LLMConfig, OptimConfig, SummarizationConfig
 from toolkit.config.validate import check_evaluation_rows, check_num_steps
 from toolkit.errors import UserError
 

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from toolkit.config.load import LLMConfig, dotted_keys, load_config, save_config
-from toolkit.config.schema import MixEntry
+from toolkit.config.data import MixEntry
+from toolkit.config.load import dotted_keys, load_config, save_config
+from toolkit.config.schema import LLMConfig
 from toolkit.errors import UserError
 
 BASE = ["--model.name_or_path", "x", "--train.max_steps", "3"]

@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from tests.support.launch import REPOSITORY
-from toolkit.config.load import LLMConfig, SummarizationConfig, dotted_keys, load_config, save_config
+from toolkit.config.load import dotted_keys, load_config, save_config
 from toolkit.config.mnist import MnistConfig, check_mnist_config
 from toolkit.config.paths import write_paths
+from toolkit.config.schema import LLMConfig, SummarizationConfig
 from toolkit.errors import UserError
 
 TEXT = """

@@ -8,8 +8,8 @@ import time
 
 import numpy as np
 import pytest
-from toolkit.metrics import baselines
 
+from toolkit.evaluation import baselines
 from toolkit.evaluation.baselines import best_constant, lead_sentence, mean_rouge1, mean_rouge_l
 from toolkit.evaluation.rouge import rouge_scores
 from toolkit.evaluation.text import stemmed_tokens

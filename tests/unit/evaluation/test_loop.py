@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from toolkit.checkpoint.ranking import Goal
+from toolkit.checkpoint.find import Goal
 from toolkit.config.schema import EvalConfig
 from toolkit.data.collate import SummarizationCollator
 from toolkit.errors import UserError
-from toolkit.evaluation.loop import Score, _gather_scores, build_goal
+from toolkit.evaluation.generate import Score, _gather_scores
 from toolkit.evaluation.rows import EvaluationRows
+from toolkit.training.goal import build_goal
 
 ROWS = [{"row_id": i, "input_ids": [i, 2, 3][: 1 + i], "labels": [4, i], "target": f"text {i}"} for i in range(3)]
 

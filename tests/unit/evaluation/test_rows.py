@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.config.schema import LLMDataConfig, MixEntry
+from toolkit.config.data import LLMDataConfig, MixEntry
 from toolkit.data.collate import SummarizationCollator
 from toolkit.evaluation.rows import EvaluationRows, choose_rows, name_sources, plan_evaluation
 

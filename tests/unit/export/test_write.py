@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from toolkit.config.load import SummarizationConfig
-from toolkit.config.schema import DataConfig, ExportConfig, ModelConfig, RunConfig
+from toolkit.config.data import DataConfig
+from toolkit.config.schema import ExportConfig, ModelConfig, RunConfig, SummarizationConfig
 from toolkit.errors import UserError
 from toolkit.export.compare import compare_logits, compare_weights, reload
 from toolkit.export.write import Exported, _replace, _write_model, check_export_places

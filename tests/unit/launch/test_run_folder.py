@@ -14,8 +14,8 @@ from typing import IO
 
 import pytest
 
-from toolkit.config.load import SummarizationConfig
-from toolkit.config.schema import DataConfig, ModelConfig, RunConfig
+from toolkit.config.data import DataConfig
+from toolkit.config.schema import ModelConfig, RunConfig, SummarizationConfig
 from toolkit.errors import UserError
 from toolkit.launch import run_folder
 from toolkit.launch.run_folder import lock_run_folder, open_run_folder, restore_run_folder, save_run_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from toolkit.models.load import cast_frozen
+from toolkit.models.freeze import cast_frozen
 
 
 def test_frozen_weights_are_cast_but_for_layer_norms_and_what_trains_is_fp32() -> None:

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForC
 
 from toolkit.errors import UserError
 from toolkit.models import shard_reader as weight_sources
-from toolkit.models.load import hash_header, hash_parameters
+from toolkit.models.freeze import hash_header, hash_parameters
 from toolkit.models.safetensors_index import DTYPES, WeightFiles, WholeOnly, find_weight_files, match_names
 from toolkit.models.shard_reader import hash_sources, pieces
 

@@ -19,8 +19,9 @@ from transformers import (
 )  # fmt: skip
 
 from toolkit.errors import UserError
+from toolkit.parallel.gather import assign_parameters
 from toolkit.parallel.units import build_units, check_ties, find_blocks
-from toolkit.parallel.wrap import assign_parameters, check_wrap, weightless_copy
+from toolkit.parallel.wrap import check_wrap, weightless_copy
 
 
 def fsdp_plugin(policy: object, class_names: list[str] | None = None, min_num_params: int = 0) -> SimpleNamespace:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests import launch as launcher
+from tests.support import launch as launcher
 from tests.support.launch import GPU_CHECKS, GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, launch, run_on_ranks, start
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 

@@ -15,7 +15,8 @@ import pytest
 from toolkit.config.schema import TrackingConfig
 from toolkit.errors import UserError
 from toolkit.tracking import metrics_log as tracking
-from toolkit.tracking.metrics_log import MetricsLog, check_trackers, load_metrics, log_to_trackers, start_trackers
+from toolkit.tracking.metrics_log import MetricsLog, load_metrics
+from toolkit.tracking.trackers import check_trackers, log_to_trackers, start_trackers
 
 
 def test_a_line_is_whole_json_as_soon_as_it_is_written(tmp_path):
@@ -132,7 +133,7 @@ import json
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, register_tracker_class
 from toolkit.config.schema import TrackingConfig
-from toolkit.tracking.metrics_log import check_trackers, log_to_trackers, start_trackers
+from toolkit.tracking.trackers import check_trackers, log_to_trackers, start_trackers
 
 class Recorder(GeneralTracker):
     name, requires_logging_directory, tracker, seen = "recorder", False, None, []

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from toolkit.cli.results import show_runs
 from toolkit.errors import UserError
-from toolkit.tracking.summary import _print_samples, format_table, show_runs
+from toolkit.tracking.summary import _print_samples, format_table
 
 
 def save_run(folder: Path, *lines: dict, predictions: dict[int, list[str]] | None = None) -> Path:

@@ -19,7 +19,7 @@ PLANNED_PRESETS = (
     "single", "ddp", "fsdp2_shard_grad_op", "fsdp2_full_shard", "fsdp2_activation_checkpointing", "fsdp2_offload",
 )  # fmt: skip
 """Those that the section chooses among; its meshes over machines are made from them."""
-_SOURCES = ("choice", "kernels", "peak", "strategy", "subject", "trace")
+_SOURCES = ("cli/presets/choice", *(f"planning/{name}" for name in ("kernels", "peak", "strategy", "subject", "trace")))
 
 
 def update_choice(folder: Path, *, write: bool) -> None:
@@ -68,7 +68,7 @@ def hash_inputs(folder: Path) -> str:
 
     digest = hashlib.sha256()
     for name in _SOURCES:
-        digest.update((Path(__file__).parent / "planning" / f"{name}.py").read_bytes())
+        digest.update((Path(__file__).parents[2] / f"{name}.py").read_bytes())
     for path in (folder / f"{preset}.yaml" for preset in PLANNED_PRESETS):
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
         digest.update(json.dumps([path.name, settings], sort_keys=True).encode())

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.cli.verify import EXPORT, LEAVE
-from toolkit.config.load import LLMConfig, RecipeConfig
+from toolkit.config.load import RecipeConfig
+from toolkit.config.schema import LLMConfig
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.launch.relaunch import adapt_preset, find_preset, reason_of_failure, save_preset

@@ -11,8 +11,9 @@ from typing import Any, Final
 
 from toolkit.cli.verify.checks import Proof, check_all
 from toolkit.cli.verify.runs import Box, Launch, launch_all, plan_runs
-from toolkit.config.load import LLMConfig, RecipeConfig, SummarizationConfig, load_config
+from toolkit.config.load import RecipeConfig, load_config
 from toolkit.config.paths import find_path
+from toolkit.config.schema import LLMConfig, SummarizationConfig
 from toolkit.errors import UserError
 from toolkit.launch.relaunch import PRESET_FOLDER, launch
 from toolkit.models.config import AutoClass, is_encoder_decoder, load_model_config

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.data.cache_folders import find_or_build
-from toolkit.data.rows.split import InputReport, RowInput, write_rows
+from toolkit.data.rows.split import InputReport, write_rows
+from toolkit.data.sources.row import RowInput
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -7,19 +7,18 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from toolkit.config.schema import LLMDataConfig, MixEntry
+from toolkit.config.data import LLMDataConfig, MixEntry
 from toolkit.data.rows.cache import TextRows, cache_folder, hash_rows, load_rows
 from toolkit.data.rows.messages import Columns, build_row, choose_columns, configured_columns
-from toolkit.data.rows.split import Row, RowInput
-from toolkit.data.sources import files
-from toolkit.data.sources.files import Cells
+from toolkit.data.sources.files import READERS, Cells, find_files, hash_file, list_columns
 from toolkit.data.sources.hub import check_hub_name, load_hub_dataset, read_hub_rows
+from toolkit.data.sources.row import Row, RowInput
 from toolkit.errors import UserError
 
 EXAMPLE_VERSION = 2
 """Goes into the fingerprint: raise it when the same cells would give other examples than before."""
 
-NAMED_SOURCES = ("docstrings", "stdlib", *files.READERS)
+NAMED_SOURCES = ("docstrings", "stdlib", *READERS)
 
 
 def load_llm_rows(config: LLMDataConfig) -> TextRows:
@@ -55,9 +54,9 @@ def load_llm_rows(config: LLMDataConfig) -> TextRows:
 
 
 def _build_eval_inputs(config: LLMDataConfig, columns_used: set[str]) -> Iterator[RowInput]:
-    for path in files.find_files(config.eval_files or [], "data.eval_files"):
-        kind = config.source if config.source in files.READERS else path.suffix.lstrip(".")
-        if kind not in files.READERS:
+    for path in find_files(config.eval_files or [], "data.eval_files"):
+        kind = config.source if config.source in READERS else path.suffix.lstrip(".")
+        if kind not in READERS:
             raise UserError(
                 f"data.eval_files: {path} does not say by its name what it is: let it end in .csv, .jsonl or .parquet"
             )
@@ -67,28 +66,28 @@ def _build_eval_inputs(config: LLMDataConfig, columns_used: set[str]) -> Iterato
 def _build_inputs(entry: MixEntry, config: LLMDataConfig, mix_entry: int, setting: str, columns_used: set[str]) -> list[RowInput]:
     if entry.source not in NAMED_SOURCES:
         check_hub_name(entry.source, f"{setting}.source", NAMED_SOURCES)
-    if entry.source not in files.READERS and entry.files:
+    if entry.source not in READERS and entry.files:
         raise UserError(f"{setting}.files is given, but {setting}.source {entry.source} reads no files: leave one of them out")
     if entry.source == "docstrings":
         return [_build_docstrings_input(mix_entry)]
     if entry.source == "stdlib":
         return [_build_stdlib_input(mix_entry)]
-    if entry.source not in files.READERS:
+    if entry.source not in READERS:
         return [_build_hub_input(entry, config, mix_entry, columns_used)]
-    paths = files.find_files(entry.files or [], f"{setting}.files")
+    paths = find_files(entry.files or [], f"{setting}.files")
     return [_build_file_input(path, entry.source, config, mix_entry, columns_used) for path in paths]
 
 
 def _build_file_input(
     path: Path, kind: str, config: LLMDataConfig, mix_entry: int, columns_used: set[str], *, is_eval_file: bool = False
 ) -> RowInput:
-    digest = files.hash_file(path, is_text=kind != "parquet")  # first: it finds what makes a file unreadable
-    existing = files.list_columns(path, kind)
+    digest = hash_file(path, is_text=kind != "parquet")  # first: it finds what makes a file unreadable
+    existing = list_columns(path, kind)
     if not existing:
         raise UserError(f"{path} holds no rows: give a source with at least one")
     columns = choose_columns(path, existing, config)
     columns_used.update(columns.names)
-    read_cells = partial(files.READERS[kind], path, columns.names)
+    read_cells = partial(READERS[kind], path, columns.names)
     return RowInput(
         label=str(path),
         columns=None,

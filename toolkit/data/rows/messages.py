@@ -18,9 +18,9 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from toolkit.config.schema import LLMDataConfig
-from toolkit.data.rows.split import Row, check_text
+from toolkit.config.data import LLMDataConfig
 from toolkit.data.sources.files import check_columns
+from toolkit.data.sources.row import Row, check_text
 from toolkit.errors import UserError
 
 ROLES = ("system", "user", "assistant", "tool")

@@ -11,14 +11,15 @@ from functools import partial
 from itertools import islice, starmap
 from pathlib import Path
 
-from toolkit.config.schema import DataConfig
+from toolkit.config.data import DataConfig
 from toolkit.data.rows.cache import TextRows, cache_folder, hash_rows, load_rows
-from toolkit.data.rows.split import Row, RowInput
-from toolkit.data.sources import files, wikihow
+from toolkit.data.sources.files import READERS, find_files, hash_file
 from toolkit.data.sources.hub import check_hub_name, load_hub_dataset, read_hub_rows
+from toolkit.data.sources.row import Row, RowInput
+from toolkit.data.sources.wikihow import COLUMNS, read_wikihow
 from toolkit.errors import UserError
 
-FILE_SOURCES = (*files.READERS, "wikihow")
+FILE_SOURCES = (*READERS, "wikihow")
 NAMED_SOURCES = ("docstrings", *FILE_SOURCES)
 
 
@@ -65,7 +66,7 @@ def _check_settings(config: DataConfig) -> None:
 def _columns(config: DataConfig) -> tuple[str, str]:
     """Names of the source and the target column."""
     if config.source == "wikihow":
-        return wikihow.COLUMNS[0], wikihow.COLUMNS[1]
+        return COLUMNS[0], COLUMNS[1]
     return config.source_column or "source", config.target_column or "target"
 
 
@@ -79,19 +80,19 @@ def _build_inputs(config: DataConfig) -> list[RowInput]:
         RowInput(
             label=str(path),
             columns=_columns(config),
-            digest=files.hash_file(path, is_text=config.source != "parquet"),
+            digest=hash_file(path, is_text=config.source != "parquet"),
             read=partial(_read_file, path, config),
             is_eval_file=setting == "data.eval_files",
         )
         for setting, patterns in (("data.eval_files", config.eval_files or []), ("data.files", config.files or []))
-        for path in files.find_files(patterns, setting)
+        for path in find_files(patterns, setting)
     ]
 
 
 def _read_file(path: Path, config: DataConfig) -> Iterator[Row]:
     if config.source == "wikihow":
-        return wikihow.read_wikihow(path)
-    return starmap(Row, files.READERS[config.source](path, _columns(config)))
+        return read_wikihow(path)
+    return starmap(Row, READERS[config.source](path, _columns(config)))
 
 
 def _build_docstrings_input() -> RowInput:

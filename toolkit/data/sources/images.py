@@ -22,7 +22,7 @@ import torch
 from toolkit.config.mnist import ImageDataConfig
 from toolkit.data.sources.files import check_columns
 from toolkit.data.sources.hub import load_hub_dataset
-from toolkit.distributed.comm import derive_seed
+from toolkit.distributed.rng import derive_seed
 from toolkit.errors import UserError
 from toolkit.loss import IGNORED_LABEL
 

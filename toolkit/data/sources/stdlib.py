@@ -21,8 +21,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from toolkit.data.sources import docstrings
-from toolkit.data.sources.docstrings import PACKAGES, ParsedModule, is_held_out, normalize, split_headline, split_words
+from toolkit.data.sources.docstrings import (
+    PACKAGES,
+    ParsedModule,
+    identify_docstrings,
+    is_held_out,
+    normalize,
+    parse_packages,
+    parse_standard_library,
+    split_headline,
+    split_words,
+)
 
 MAX_ROW_CHARACTERS = 700  # about 220 tokens of a vocabulary of 2,048
 MAX_TABLE_CHARACTERS = 800  # longer assignments are tables: of characters, of error codes
@@ -76,7 +85,7 @@ def read_modules() -> list[dict[str, str]]:
     """
     rows = [
         {"text": text, "group": module.name, "split": "eval" if is_held_out(module.name) else "train"}
-        for module in docstrings.parse_standard_library()
+        for module in parse_standard_library()
         if module.name.partition(".")[0] not in _SKIPPED_PACKAGES
         for text in _cut_module(module)
     ]
@@ -91,7 +100,7 @@ def read_functions(packages: Sequence[str] = PACKAGES) -> list[dict[str, str]]:
     (`train` or `eval`), in a fixed order that mixes the modules. No evaluation row shares its body, or its name and headline,
     with a training row or with a module that `read_modules` trains on.
     """
-    standard = list(_read_all(docstrings.parse_standard_library()))
+    standard = list(_read_all(parse_standard_library()))
     training = [function for function in standard if not is_held_out(function.module)]
     base_keys = set().union(*(function.keys for function in training))
     held_out = [
@@ -102,7 +111,7 @@ def read_functions(packages: Sequence[str] = PACKAGES) -> list[dict[str, str]]:
         and not function.headline_wraps
         and base_keys.isdisjoint(function.keys)
     ]
-    training.extend(_read_all(docstrings.parse_packages(packages)))
+    training.extend(_read_all(parse_packages(packages)))
 
     # What is held out goes first, so that a training row that repeats it is the one to go.
     seen: set[str] = set()
@@ -117,12 +126,12 @@ def read_functions(packages: Sequence[str] = PACKAGES) -> list[dict[str, str]]:
 
 def identify_modules() -> str:
     """Hex sha256 of what decides `read_modules`: the version of Python and the readers. Takes no reading."""
-    return hashlib.sha256(sys.version.encode() + docstrings.identify_docstrings(()).encode() + _read_this_file()).hexdigest()
+    return hashlib.sha256(sys.version.encode() + identify_docstrings(()).encode() + _read_this_file()).hexdigest()
 
 
 def identify_functions(packages: Sequence[str] = PACKAGES) -> str:
     """Hex sha256 of what decides `read_functions`: also the versions of the packages. Takes no reading."""
-    return hashlib.sha256(b"functions" + docstrings.identify_docstrings(packages).encode() + _read_this_file()).hexdigest()
+    return hashlib.sha256(b"functions" + identify_docstrings(packages).encode() + _read_this_file()).hexdigest()
 
 
 def _read_this_file() -> bytes:

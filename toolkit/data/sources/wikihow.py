@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from toolkit.data.rows.split import Row
 from toolkit.data.sources.files import check_columns, read_csv_records
+from toolkit.data.sources.row import Row
 
 COLUMNS = ("text", "headline", "title")
 LONGEST_HEADLINE_SHARE = 0.75

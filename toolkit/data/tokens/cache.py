@@ -15,8 +15,8 @@ import numpy as np
 
 from toolkit.data.cache_folders import ABOUT, find_or_build
 from toolkit.data.tokens.tokenizer import hash_tokenizer
-from toolkit.distributed import watchdog
 from toolkit.distributed.comm import gather_objects, local_rank, local_world_size, raise_together
+from toolkit.distributed.watchdog import working
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def build_once_a_node(cache: Path, build: Callable[[], Written]) -> TokenizedRow
     from datasets import load_from_disk
     from transformers import AutoTokenizer
 
-    watchdog.working("tokenizing")
+    working("tokenizing")
     written, error = None, None
     if local_rank() == 0:
         try:
@@ -99,7 +99,7 @@ def build_once_a_node(cache: Path, build: Callable[[], Written]) -> TokenizedRow
             "the nodes have made different tokens or tokenizers of the same rows: put data.cache_dir on a file system that all "
             "share, or, where a tokenizer is trained on the rows, a trained one into the model folder"
         )
-    watchdog.working("opening the tokenized rows")
+    working("opening the tokenized rows")
     folder = cache / names[0]
     about = json.loads((folder / ABOUT).read_text())
     return TokenizedRows(

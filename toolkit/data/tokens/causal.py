@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from toolkit.config.schema import LLMDataConfig, ModelConfig
+from toolkit.config.data import LLMDataConfig
+from toolkit.config.schema import ModelConfig
 from toolkit.data.rows.cache import TextRows, cache_folder
 from toolkit.data.rows.causal_rows import load_llm_rows
 from toolkit.data.rows.messages import list_texts

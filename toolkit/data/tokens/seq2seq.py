@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.config.schema import DataConfig, ModelConfig
+from toolkit.config.data import DataConfig
+from toolkit.config.schema import ModelConfig
 from toolkit.data.rows.cache import TextRows, cache_folder
 from toolkit.data.rows.source_rows import load_text_rows
 from toolkit.data.tokens.cache import About, TokenizedRows, Written, build_once_a_node, save_tokens, tokenize_rows, write_tokens

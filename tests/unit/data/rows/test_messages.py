@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.chats import say
-from toolkit.config.schema import LLMDataConfig
+from toolkit.config.data import LLMDataConfig
 from toolkit.data.rows.messages import Columns, build_row, choose_columns, list_texts
 from toolkit.errors import UserError
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from toolkit.config.schema import DataConfig
+from toolkit.config.data import DataConfig
 from toolkit.data.rows import cache as row_cache
 from toolkit.data.rows.source_rows import load_text_rows
 from toolkit.data.rows.split import Repeats

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from toolkit.config.schema import DataConfig
+from toolkit.config.data import DataConfig
 from toolkit.data.rows.source_rows import load_text_rows
 from toolkit.data.sources import files
 from toolkit.errors import UserError

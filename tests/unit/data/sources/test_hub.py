@@ -8,7 +8,7 @@ import urllib.request
 
 import pytest
 
-from toolkit.config.schema import DataConfig
+from toolkit.config.data import DataConfig
 from toolkit.data.rows.source_rows import load_text_rows
 from toolkit.errors import UserError
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
+from toolkit.config.data import DataConfig, LLMDataConfig, MixEntry
 from toolkit.config.mnist import ImageDataConfig
-from toolkit.config.schema import DataConfig, LLMDataConfig, MixEntry
 from toolkit.data.rows.causal_rows import load_llm_rows
 from toolkit.data.rows.source_rows import load_text_rows
 from toolkit.data.sources.images import load_images

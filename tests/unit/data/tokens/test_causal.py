@@ -19,7 +19,8 @@ from tests.support.chats import (
     build_space_adding_tokenizer,
     say,
 )
-from toolkit.config.schema import LLMDataConfig, MixEntry, ModelConfig
+from toolkit.config.data import LLMDataConfig, MixEntry
+from toolkit.config.schema import ModelConfig
 from toolkit.data.tokens import causal as llm_tokens
 from toolkit.data.tokens.causal import prepare_llm_rows
 from toolkit.errors import UserError

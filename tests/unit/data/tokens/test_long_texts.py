@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tests.support.tokenizer_kinds import EXACT_KINDS, build_byte_level, build_metaspace, build_word_piece
-from toolkit.config.schema import DataConfig, LLMDataConfig, ModelConfig
+from toolkit.config.data import DataConfig, LLMDataConfig
+from toolkit.config.schema import ModelConfig
 from toolkit.data.tokens import offsets as spans
 from toolkit.data.tokens.causal import prepare_llm_rows
 from toolkit.data.tokens.cuts import split_text, tell_cut

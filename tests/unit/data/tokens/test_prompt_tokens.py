@@ -9,7 +9,8 @@ import pytest
 
 from tests.support.chats import CHATML
 from tests.support.tokenizer_kinds import EXACT_KINDS, build_byte_level, build_word_piece, draw_text
-from toolkit.config.schema import LLMDataConfig, ModelConfig
+from toolkit.config.data import LLMDataConfig
+from toolkit.config.schema import ModelConfig
 from toolkit.data.tokens.causal import prepare_llm_rows
 
 NUM_PAIRS = 200

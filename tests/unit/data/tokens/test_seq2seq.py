@@ -12,7 +12,8 @@ import pytest
 from datasets import Dataset, concatenate_datasets, load_from_disk
 
 from tests.support.tokenizer_kinds import build_byte_level
-from toolkit.config.schema import DataConfig, ModelConfig
+from toolkit.config.data import DataConfig
+from toolkit.config.schema import ModelConfig
 from toolkit.data.tokens import seq2seq as tokens
 from toolkit.data.tokens.cache import About, hash_contents, write_tokens
 from toolkit.data.tokens.seq2seq import prepare_rows

@@ -1,0 +1,1 @@
+"""`python -m toolkit COMMAND`: one file or folder a command."""

@@ -1,0 +1,1 @@
+"""`python -m toolkit compare`: one recipe under several presets."""

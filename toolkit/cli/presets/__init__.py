@@ -1,0 +1,1 @@
+"""`python -m toolkit presets`: the tables of presets in a README."""

@@ -1,0 +1,1 @@
+"""Rows of text: checked, split for training and evaluation, cached."""

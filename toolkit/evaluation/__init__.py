@@ -1,0 +1,1 @@
+"""Evaluation: loss and generated texts of the evaluation split, ROUGE, baselines."""

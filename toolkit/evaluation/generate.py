@@ -1,0 +1,121 @@
+"""Texts that the model generates for rows with a prompt, and their scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.config.schema import EvalConfig
+from toolkit.data.collate import Batch
+from toolkit.distributed.comm import agreed, broadcast_object, gather_objects, rank
+from toolkit.errors import UserError
+from toolkit.evaluation.rows import EvaluationRows
+from toolkit.files.json_lines import save_json_lines
+from toolkit.parallel.gather import generation_ready
+from toolkit.parallel.wrap import ShardedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ROUGE_METRICS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+
+
+@dataclass(frozen=True)
+class Score:
+    """One generated row; `index` is its place in the held-out rows."""
+
+    index: int
+    prediction: str
+    rouge: tuple[float, ...]
+
+
+def _generate(
+    config: EvalConfig,
+    model: PreTrainedModel,
+    sharded: ShardedModel,
+    data: EvaluationRows,
+    batches: list[list[int]],
+    in_step: bool,
+    between_batches: Callable[[], None],
+) -> list[Score]:
+    """Texts of this rank's rows, scored. Collective where `in_step`."""
+    from toolkit.evaluation.rouge import rouge_scores
+
+    scores = []
+    prompted = set(data.prompted)
+    stop_token_ids = _stop_token_ids(model, data)
+    with generation_ready(sharded, model):
+        for batch_indices in batches:
+            between_batches()
+            indices = [i for i in batch_indices if i in prompted]
+            if not indices and not in_step:
+                continue
+            prompts = _on_device(data.collator.prompts([data.rows[i] for i in indices or data.prompted[:1]]), sharded)
+            tokens_BT = model.generate(  # type: ignore[operator]
+                **prompts,
+                max_new_tokens=config.max_new_tokens,
+                pad_token_id=data.collator.pad_token_id,
+                eos_token_id=stop_token_ids,
+                num_beams=config.num_beams,
+                no_repeat_ngram_size=config.no_repeat_ngram_size,
+                do_sample=False,
+                use_cache=True,
+                synced_gpus=in_step,
+            )
+            if not indices:
+                continue
+            predictions = data.tokenizer.batch_decode(data.collator.new_tokens(tokens_BT, prompts), skip_special_tokens=True)
+            per_row = rouge_scores(predictions, [data.rows[i]["target"] for i in indices], data.rouge_tokenizer)
+            for place, (index, prediction) in enumerate(zip(indices, predictions, strict=True)):
+                scores.append(Score(index, prediction, tuple(per_row[name][place] for name in ROUGE_METRICS)))
+    return scores
+
+
+def _gather_scores(scores: list[Score], data: EvaluationRows, predictions_path: Path) -> dict[str, float]:
+    """Mean scores in row order, equal for every process count; rank 0 writes the predictions. Collective.
+
+    Raises:
+        UserError: the predictions cannot be written; on every rank.
+    """
+    gathered = gather_objects(scores)
+    figures: dict[str, float] = {}
+    ordered: list[Score] = []
+    if rank() == 0:
+        ordered = sorted((score for part in gathered for score in part), key=lambda score: score.index)
+        if [score.index for score in ordered] != data.prompted:
+            raise RuntimeError(f"{len(ordered)} scored rows for {len(data.prompted)} prompts: a row is missing or doubled")
+        for place, name in enumerate(ROUGE_METRICS):
+            figures[name] = math.fsum(score.rouge[place] for score in ordered) / len(ordered)
+        references = data.rows["target"][:]
+        figures["exact_match"] = 100 * sum(s.prediction.strip() == references[s.index].strip() for s in ordered) / len(ordered)
+        figures["percent_distinct"] = 100 * len({score.prediction for score in ordered}) / len(ordered)
+    agreed(lambda: _write_predictions(ordered, data, predictions_path) if rank() == 0 else None)
+    return broadcast_object(figures)
+
+
+def _write_predictions(scores: list[Score], data: EvaluationRows, path: Path) -> None:
+    lines: list[dict[str, Any]] = []
+    for score in scores:
+        row = data.rows[score.index]
+        line = {"row_id": row["row_id"], "prediction": score.prediction, "reference": row["target"]}
+        line |= {name: round(value, 4) for name, value in zip(ROUGE_METRICS, score.rouge, strict=True)}
+        lines.append(line)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # the run folder, should it be gone
+        save_json_lines(path, lines)
+    except OSError as error:
+        raise UserError(f"the predictions {path} could not be written: {error.strerror}") from None
+
+
+def _stop_token_ids(model: PreTrainedModel, data: EvaluationRows) -> list[int] | None:
+    """What ends a text: for the model, and as the rows end it (a chat model's turn, say). None leaves it to `generate`."""
+    own = model.generation_config.eos_token_id  # type: ignore[union-attr]
+    every = {*data.stop_token_ids, *(own if isinstance(own, list) else [own])} - {None}
+    return sorted(every) or None
+
+
+def _on_device(batch: Batch, sharded: ShardedModel) -> Batch:
+    return {name: tensor.to(sharded.accelerator.device) for name, tensor in batch.items()}

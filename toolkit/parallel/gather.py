@@ -1,0 +1,140 @@
+"""Parameters of a sharded model, gathered: one at a time for an export, all of them or block by block for an evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from toolkit.distributed.comm import reduce_on_cpu
+from toolkit.distributed.device import free_memory_bytes
+from toolkit.distributed.watchdog import moved
+from toolkit.launch.accelerator import compute_dtype, fsdp_version
+from toolkit.parallel.causal_loss import install
+from toolkit.parallel.float8 import plain
+from toolkit.parallel.units import clean, repeated_blocks
+from toolkit.parallel.wrap import ShardedModel, weightless_copy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+REPLICA_SHARE_OF_FREE_MEMORY = 0.5
+"""`eval.unshard: auto` gathers the model whole where that takes at most this share of every rank's free memory."""
+
+
+@torch.no_grad()
+def whole_parameters(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter whole, in its own dtype, on every rank, one unit at a time. Collective: exhaust it on every rank."""
+    if isinstance(sharded.model, FullyShardedDataParallel):
+        for module in FullyShardedDataParallel.fsdp_modules(sharded.model):
+            prefix = next(clean(name) for name, m in sharded.model.named_modules() if m is module)
+            nested = {id(p) for m in FullyShardedDataParallel.fsdp_modules(module)[1:] for p in m.parameters()}
+            with FullyShardedDataParallel.summon_full_params(module, recurse=False, writeback=False):
+                moved()
+                for name, parameter in module.named_parameters():
+                    if id(parameter) not in nested:
+                        yield clean(f"{prefix}.{name}").lstrip("."), parameter.detach()
+        return
+    for name, parameter in sharded.plain.named_parameters():
+        moved()
+        shard = plain(parameter)
+        yield clean(name), shard.full_tensor() if isinstance(shard, DTensor) else shard.detach()
+
+
+def fits_whole(sharded: ShardedModel) -> bool:
+    """Whether a whole copy of the model in its compute dtype fits beside the shards on every rank. Collective.
+
+    The rule: parameters x bytes of the compute dtype, and the largest unit once more in fp32 while it is gathered, at
+    most `REPLICA_SHARE_OF_FREE_MEMORY` of the free memory of the rank that has least.
+    """
+    itemsize = compute_dtype(sharded.accelerator).itemsize
+    needed = sum(u.num_parameters for u in sharded.units) * itemsize + max(u.num_parameters for u in sharded.units) * 4
+    free = torch.tensor([free_memory_bytes(sharded.accelerator.device)], dtype=torch.int64)
+    free = reduce_on_cpu(free, dist.ReduceOp.MIN)
+    return needed <= REPLICA_SHARE_OF_FREE_MEMORY * int(free)
+
+
+def assign_parameters(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Put tensors in place of a weightless model's parameters, each under all its aliases."""
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    for names in aliases.values():
+        parameter = nn.Parameter(weights[names[0]], requires_grad=False)
+        for name in names:
+            module_name, _, own_name = name.rpartition(".")
+            setattr(model.get_submodule(module_name), own_name, parameter)
+
+
+@contextlib.contextmanager
+def evaluation_model(sharded: ShardedModel, unshard: str) -> Iterator[tuple[PreTrainedModel, bool]]:
+    """The model in evaluation mode, and whether ranks must call it in step. Collective.
+
+    `auto` makes a whole copy in the compute dtype once, where it fits: under FSDP every decoding step would gather every
+    block again otherwise, and ranks would have to wait for each other; under autocast every step would cast every weight.
+    """
+    sharded.model.eval()
+    try:
+        is_sharded = fsdp_version(sharded.accelerator) is not None
+        gains = is_sharded or compute_dtype(sharded.accelerator) != torch.float32
+        if unshard == "auto" and gains and fits_whole(sharded):
+            yield _replica(sharded), False
+        elif not is_sharded:
+            yield sharded.plain, False
+        else:
+            yield sharded.model, True  # type: ignore[misc]
+    finally:
+        sharded.model.train()
+        # FSDP2 leaves units gathered after a forward without a backward; parameters must be shards again for a save.
+        for module in sharded.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+@contextlib.contextmanager
+def generation_ready(sharded: ShardedModel, model: nn.Module) -> Iterator[None]:
+    """Within it `model.generate` works. Collective under FSDP.
+
+    `generate` calls the encoder and not the root, so the root's parameters must be gathered around it: FSDP2 does so for
+    a registered method, FSDP1 is told to. The rest is gathered block by block, which needs `synced_gpus`.
+    """
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False):
+            with sharded.accelerator.autocast():
+                yield
+    elif model is sharded.plain and fsdp_version(sharded.accelerator) is None:
+        with sharded.accelerator.autocast():
+            yield
+    else:
+        yield
+
+
+def _replica(sharded: ShardedModel) -> PreTrainedModel:
+    """A plain, whole copy in the compute dtype on this rank's device. Collective."""
+    device, dtype = sharded.accelerator.device, compute_dtype(sharded.accelerator)
+    replica = weightless_copy(sharded.skeleton)
+    # A copy also where dtype and device are right already: FSDP1 takes its gathered memory back.
+    weights = {name: whole.to(device=device, dtype=dtype, copy=True) for name, whole in whole_parameters(sharded)}
+    assign_parameters(replica, weights)
+    install(replica)
+    if dtype != torch.float32:
+        # Buffers are not cast, so positions may come in fp32 (M2M-100's do): each block gets its inputs as under FSDP2.
+        for block in repeated_blocks(replica).values():
+            block.register_forward_pre_hook(functools.partial(_cast_inputs, dtype), with_kwargs=True)
+    return replica.to(device).eval()
+
+
+def _cast_inputs(dtype: torch.dtype, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """A forward hook: floating tensors in `dtype`, which is what FSDP2's mixed precision does before a shard unit."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
