@@ -35,7 +35,7 @@ def main() -> None:
     from toolkit.checkpoint.state import SkipHistory
     from toolkit.data.batch_plan import BatchPlan, check_global_batch_size
     from toolkit.data.sources.images import load_images
-    from toolkit.distributed.comm import agreed, print_rank0, rank, world_size
+    from toolkit.distributed.comm import on_all_ranks, print_rank0, rank, world_size
     from toolkit.distributed.rng import seed_all
     from toolkit.distributed.watchdog import at, keep_stacks_in, start, working
     from toolkit.evaluation.accuracy import evaluate_accuracy
@@ -53,11 +53,11 @@ def main() -> None:
     check_global_batch_size(config.train, world_size())
     run_folder = open_run_folder(config)
     keep_stacks_in(run_folder)
-    agreed(lambda: lock_run_folder(run_folder) if rank() == 0 else None)
+    on_all_ranks(lambda: lock_run_folder(run_folder) if rank() == 0 else None)
 
     # Images → the plan of which of them each step takes. To the plan an image is a row of one token with one label.
     working("loading images")
-    images = agreed(lambda: load_images(config.data, SMALLEST_SIDE))
+    images = on_all_ranks(lambda: load_images(config.data, SMALLEST_SIDE))
     ones = np.ones(len(images.train), dtype=np.int64)
     plan = BatchPlan(ones, ones, config.train, world_size(), bucket_by_length=False)
     num_steps = plan.num_steps(config.train.num_epochs) if config.train.num_epochs else config.train.max_steps or 0
@@ -66,7 +66,7 @@ def main() -> None:
     # Model → shards → optimizer and its schedule, both torch's own.
     seed_all("weights", config.train.seed)
     model: Any = build_convnet(config.model, images)
-    agreed(lambda: check_wrap(accelerator, model))
+    on_all_ranks(lambda: check_wrap(accelerator, model))
     sharded = shard_model(accelerator, model)
     optimizer = torch.optim.Adadelta(sharded.model.parameters(), lr=config.optim.lr)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=config.optim.gamma)
@@ -97,7 +97,7 @@ def main() -> None:
     metrics.write("checkpoint", num_steps, **save_whole_state(sharded, run_folder / "model.safetensors"))
     bar.close()
     working("drawing the curves")
-    agreed(lambda: draw_curves(metrics.load(), run_folder / "curves.png") if rank() == 0 else None)
+    on_all_ranks(lambda: draw_curves(metrics.load(), run_folder / "curves.png") if rank() == 0 else None)
     leave(accelerator)
 
 
@@ -133,7 +133,7 @@ def train_step(
     for micro_batch in plan.micro_batches(step, rank()):
         seed_all("step", seed, step.step, rank(), micro_batch.index)
         rows = [row for (row,) in micro_batch.packs]
-        pixels_B1HW, labels_B = images.collate(images.train, rows, device, counts=micro_batch.counts)
+        pixels_B1HW, labels_B = images.collate(images.train, rows, device, is_dummy=micro_batch.is_dummy)
         batch_sum = summed_cross_entropy(sharded.model(pixels_B1HW), labels_B)
         share_of_global_mean(batch_sum, step.num_label_tokens, world_size()).backward()
         loss_sum += batch_sum.detach()

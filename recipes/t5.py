@@ -35,8 +35,8 @@ def main() -> None:
     from toolkit.training.optim import build_optimizer
     from toolkit.training.setup import begin, build_skeleton, check_rows, finish, identity_of, load_model, open_metrics, resume
 
-    begun = begin(config)
-    accelerator, run_folder = begun.accelerator, begun.run_folder
+    context = begin(config)
+    accelerator, run_folder = context.accelerator, context.run_folder
 
     # The model without weights: whatever is wrong with it is told before data and weights load.
     model_config, skeleton = build_skeleton(config, accelerator, SEQ2SEQ)
@@ -64,9 +64,9 @@ def main() -> None:
     num_steps = check_rows(config, rows, plan, evaluation)
 
     # Model → frozen or adapted → shards → optimizer. Under FSDP2 `sources` say where each rank reads its shards.
-    model, sources = load_model(config, begun, SEQ2SEQ, model_config, skeleton)
+    model, sources = load_model(config, context, SEQ2SEQ, model_config, skeleton)
     start_generation(model, rows.tokenizer, collator)
-    identity = identity_of(begun, model_config, rows, model, sources)
+    identity = identity_of(context, model_config, rows, model, sources)
     sharded = shard_model(accelerator, model, sources)
     optimizer = build_optimizer(config.optim, sharded.model)
     print_rank0(describe(sharded.units))
@@ -75,7 +75,7 @@ def main() -> None:
     # This run's own last checkpoint, if there is one.
     metrics = open_metrics(run_folder)
     run = Run(run_folder, sharded, optimizer, plan, rows.train, evaluation, identity, metrics, num_steps)
-    state = resume(config, begun, run)
+    state = resume(config, context, run)
     save_run_config(config, run_folder)
 
     # Train: step, evaluate, save. Then export, reload, compare, and show what came out.

@@ -22,11 +22,11 @@ from toolkit.config.schema import LLMConfig
 from toolkit.distributed.comm import barrier, gather_objects, print_rank0
 from toolkit.launch.accelerator import build_accelerator, frozen_dtype
 from toolkit.models import load_sharded as sharded_loading
-from toolkit.models.lora import is_wanted
+from toolkit.models.lora import is_enabled
 from toolkit.models.safetensors_index import WholeOnly
 from toolkit.parallel.units import local_tensor
 from toolkit.parallel.wrap import shard_model
-from toolkit.training.setup import Beginning, build_skeleton, identity_of, load_model
+from toolkit.training.setup import RunContext, build_skeleton, identity_of, load_model
 
 CAUSAL: Any = "AutoModelForCausalLM"
 SAMPLED_EVERY_S = 0.005
@@ -36,16 +36,16 @@ def main() -> None:
     way, *flags = sys.argv[1:]
     config = load_config(LLMConfig, flags)
     accelerator = build_accelerator([], config.run.output_dir)
-    dtype = frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=is_wanted(config.adapter))
-    begun = Beginning(accelerator, dtype, Path(config.run.output_dir), {}, None, None)
+    dtype = frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=is_enabled(config.adapter))
+    context = RunContext(accelerator, dtype, Path(config.run.output_dir), {}, None, None)
     model_config, skeleton = build_skeleton(config, accelerator, CAUSAL)
     whole = patch.object(sharded_loading, "open_weights", side_effect=WholeOnly("the benchmark asks for it"))
     gc.collect()
     barrier()
     before, started = read_memory(), time.monotonic()
     with sampled_peak() as peak, whole if way == "whole" else contextlib.nullcontext():
-        model, sources = load_model(config, begun, CAUSAL, model_config, skeleton)
-        identity_of(begun, model_config, SimpleNamespace(fingerprint=""), model, sources)
+        model, sources = load_model(config, context, CAUSAL, model_config, skeleton)
+        identity_of(context, model_config, SimpleNamespace(fingerprint=""), model, sources)
         sharded = shard_model(accelerator, model, sources)
     seconds = time.monotonic() - started
     gc.collect()

@@ -26,7 +26,7 @@ from toolkit.loss import share_of_global_mean, summed_loss
 from toolkit.models.config import load_model_config
 from toolkit.models.freeze import cast_frozen
 from toolkit.models.load import load_model
-from toolkit.models.lora import add_adapter, is_wanted
+from toolkit.models.lora import add_adapter, is_enabled
 from toolkit.parallel.units import local_tensor
 from toolkit.parallel.wrap import shard_model
 from toolkit.planning.strategy import load_strategy
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def _load(config: Any, accelerator: Any, auto_class: Any, model_config: Any) -> Any:
-    has_adapter = is_wanted(config.adapter)
+    has_adapter = is_enabled(config.adapter)
     dtype = frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=has_adapter)
     from_scratch = dataclasses.replace(config.model, from_scratch=True)
     model = load_model(from_scratch, model_config, auto_class, 0, dtype if has_adapter else torch.float32)

@@ -87,7 +87,7 @@ def test_one_process_trains_as_the_tutorial_does(expected: tuple[list[dict[str, 
     plan = BatchPlan(ones, ones, TrainConfig(global_batch_size_rows=50, seed=3), 1, bucket_by_length=False)
     lines = [line for line in expected[0] if line["kind"] == "train"]
     for line in lines:
-        pixels, labels = images.collate(images.train, plan.step(line["step"]).rows, torch.device("cpu"), counts=True)
+        pixels, labels = images.collate(images.train, plan.step(line["step"]).rows, torch.device("cpu"), is_dummy=False)
         loss = F.cross_entropy(model(pixels), labels)
         assert line["loss"] == pytest.approx(loss.item(), rel=RELATIVE_TOLERANCE)
         assert line["learning_rate"] == pytest.approx(1.0 if line["step"] <= STEPS_OF_EPOCH else 0.7)
@@ -97,7 +97,7 @@ def test_one_process_trains_as_the_tutorial_does(expected: tuple[list[dict[str, 
         if line["step"] == STEPS_OF_EPOCH:
             schedule.step()
     with torch.no_grad():
-        pixels, labels = images.collate(images.evaluation, range(len(images.evaluation)), torch.device("cpu"), counts=True)
+        pixels, labels = images.collate(images.evaluation, range(len(images.evaluation)), torch.device("cpu"), is_dummy=False)
         accuracy = 100 * (model(pixels).argmax(-1) == labels).double().mean().item()
     last = [line for line in expected[0] if line["kind"] == "eval"][-1]
     assert last["accuracy"] == pytest.approx(accuracy) and last["num_rows"] == len(labels) == NUM_HELD_OUT

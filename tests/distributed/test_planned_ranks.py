@@ -41,7 +41,7 @@ def allocated(model_folder: str, arguments: list[str]) -> tuple[int, int]:
     subject = build_subject(model_folder, strategy, arguments, None)
     batch = build_batch(subject, rows=2)
     model = models.load_model(subject.config.model, subject.model_config, "AutoModelForCausalLM", 0)
-    if adapters.is_wanted(subject.config.adapter):
+    if adapters.is_enabled(subject.config.adapter):
         adapters.add_adapter(model, subject.config.adapter, subject.config.model, 0)
         cast_frozen(model, frozen_dtype(accelerator, "auto", has_adapter=True))
     sharded = sharding.shard_model(accelerator, model.train())

@@ -188,12 +188,12 @@ def load(accelerator: Any, folders: dict[str, Path], name: str, flags: dict[str,
     auto_class: Any = "AutoModelForSeq2SeqLM" if is_seq2seq else "AutoModelForCausalLM"
     dtype = frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=config.adapter.method != "none")
     init_from = find_weights(config.model.init_from) if config.model.init_from else None
-    begun = stages.Beginning(accelerator, dtype, Path(), {}, None, init_from)
+    context = stages.RunContext(accelerator, dtype, Path(), {}, None, init_from)
     model_config, skeleton = stages.build_skeleton(config, accelerator, auto_class)
     printed: list[str] = []
     with patch.object(stages, "print_rank0", printed.append):
-        model, sources = stages.load_model(config, begun, auto_class, model_config, skeleton)
-    identity = stages.identity_of(begun, model_config, SimpleNamespace(fingerprint=""), model, sources)
+        model, sources = stages.load_model(config, context, auto_class, model_config, skeleton)
+    identity = stages.identity_of(context, model_config, SimpleNamespace(fingerprint=""), model, sources)
     assert sources is None or all(parameter.is_meta for parameter in model.parameters())
     reads: list[int] = []
     sharded = sharding.shard_model(accelerator, model, sources and counted(sources, reads))

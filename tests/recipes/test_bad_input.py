@@ -134,7 +134,7 @@ def build_with_accumulation(folder: str) -> None:
 
 def fail_on_rank_1() -> None:
     """On a rank: all of them work together, one finds an error."""
-    from toolkit.distributed.comm import agreed, rank
+    from toolkit.distributed.comm import on_all_ranks, rank
     from toolkit.launch.accelerator import build_accelerator
 
     def work() -> None:
@@ -142,7 +142,7 @@ def fail_on_rank_1() -> None:
             raise UserError("the file is missing on rank 1's node")
 
     build_accelerator([], "unused")
-    agreed(work)
+    on_all_ranks(work)
 
 
 def disagree() -> str:

@@ -10,7 +10,7 @@ import torch
 from toolkit.checkpoint.dcp import load_tensors, stored_names
 from toolkit.checkpoint.find import newest_valid
 from toolkit.checkpoint.manifest import Unread, check_files, read_manifest
-from toolkit.distributed.comm import agreed, broadcast_object, raise_together, rank
+from toolkit.distributed.comm import broadcast_object, on_all_ranks, raise_together, rank
 from toolkit.errors import UserError
 from toolkit.files.modes import denials_named
 from toolkit.models.config import check_weight_files
@@ -32,7 +32,7 @@ def find_weights(path: str) -> Path:
         with denials_named(f"model.init_from {path}"):
             return _find_weights(Path(path)) if rank() == 0 else Path(path)
 
-    return broadcast_object(agreed(find))
+    return broadcast_object(on_all_ranks(find))
 
 
 def load_into(model: PreTrainedModel, folder: Path) -> None:
@@ -42,7 +42,7 @@ def load_into(model: PreTrainedModel, folder: Path) -> None:
         UserError: they are of another model, or a checkpoint's run had frozen other weights than the model has.
     """
     if _is_model_folder(folder):
-        agreed(lambda: _load_exported(model, folder))
+        on_all_ranks(lambda: _load_exported(model, folder))
     else:
         _load_checkpoint(model, folder)
 
@@ -99,7 +99,7 @@ def _load_exported(model: PreTrainedModel, folder: Path) -> None:
 def _load_checkpoint(model: PreTrainedModel, folder: Path) -> None:
     """A checkpoint lacks what its run had frozen: those weights must be the model's already. Collective."""
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    stored = agreed(lambda: _stored_weights(model, folder))
+    stored = on_all_ranks(lambda: _stored_weights(model, folder))
     error = None
     try:
         load_tensors({name: state[name] for name in sorted(stored)}, folder / "state")

@@ -27,7 +27,7 @@ from toolkit.checkpoint.find import Goal, Ranked, find_checkpoint, rank_checkpoi
 from toolkit.checkpoint.folders import list_checkpoints
 from toolkit.checkpoint.manifest import check_files, read_manifest
 from toolkit.checkpoint.state import Identity, TrainState, model_tensors, state_tensors
-from toolkit.distributed.comm import agreed, broadcast_object, print_rank0, raise_together, rank
+from toolkit.distributed.comm import broadcast_object, on_all_ranks, print_rank0, raise_together, rank
 from toolkit.distributed.rng import load_random_state
 from toolkit.distributed.watchdog import at, working
 from toolkit.errors import UserError
@@ -78,7 +78,7 @@ def load_checkpoint(folder: Path, sharded: ShardedModel, optimizer: torch.optim.
     Raises:
         UserError: run or model config, data or frozen base differ from those of the checkpoint; the sentence names what.
     """
-    manifest = agreed(lambda: load_manifest(folder, identity))
+    manifest = on_all_ranks(lambda: load_manifest(folder, identity))
     options = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
     tensors = state_tensors(sharded, optimizer)
     _load(tensors, folder)
@@ -122,7 +122,7 @@ def best_saved_value(run_folder: Path, goal: Goal, step: int) -> float | None:
     Raises:
         UserError: the folder of checkpoints may not be read; on every rank.
     """
-    ranked = agreed(lambda: rank_checkpoints(run_folder, goal, step) if rank() == 0 else [])
+    ranked = on_all_ranks(lambda: rank_checkpoints(run_folder, goal, step) if rank() == 0 else [])
     return broadcast_object(ranked[0].value if ranked and ranked[0].is_comparable else None)
 
 
@@ -153,7 +153,7 @@ def best_of_run(run_folder: Path, goal: Goal) -> tuple[Path | None, str]:
             raise UserError(f"export.weights is best, but {error}: set it to last") from None
         return best.folder, _describe_choice(best, ranked, goal.metric)
 
-    found = broadcast_object(agreed(find))
+    found = broadcast_object(on_all_ranks(find))
     assert found is not None
     return found
 

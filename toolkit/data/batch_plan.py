@@ -37,14 +37,14 @@ class MicroBatch:
     is_last: bool
     """Whether the optimizer steps after it."""
     packs: tuple[Pack, ...]
-    """Never empty: see `counts`. Without packing each holds one row."""
-    counts: bool
-    """False where this rank has no row here: it runs one row with all labels ignored, to keep collectives in step."""
+    """Never empty: see `is_dummy`. Without packing each holds one row."""
+    is_dummy: bool
+    """This rank has no row here: it runs one row with all labels ignored, to keep collectives in step."""
 
     @property
     def rows(self) -> Pack:
-        """Rows of all packs; none where they do not count."""
-        return tuple(chain.from_iterable(self.packs)) if self.counts else ()
+        """Rows of all packs; none of a dummy."""
+        return tuple(chain.from_iterable(self.packs)) if not self.is_dummy else ()
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class BatchPlan:
         slots = cut(np.arange(len(packs)), costs, self.world_size, self.train.micro_batch_size_rows)
         filler = ((step.rows[0],),)
         return [
-            MicroBatch(step.step, i, i == len(slots) - 1, tuple(packs[p] for p in ranks[rank]) or filler, bool(ranks[rank]))
+            MicroBatch(step.step, i, i == len(slots) - 1, tuple(packs[p] for p in ranks[rank]) or filler, not ranks[rank])
             for i, ranks in enumerate(slots)
         ]
 

@@ -34,18 +34,18 @@ class SummarizationCollator:
     own_shift: Callable[[torch.Tensor], torch.Tensor] | None = None
     """The model's own way from labels BT to decoder inputs BT, see `own_label_shift`; None: `shift_right`."""
 
-    def collate(self, packs: Sequence[Sequence[Row]], *, counts: bool = True) -> Batch:
+    def collate(self, packs: Sequence[Sequence[Row]], *, is_dummy: bool = False) -> Batch:
         """Inputs of `losses.summed_loss`: `model_inputs`, and `labels` BT int64. Packs hold one row each.
 
         Args:
-            counts: False ignores every label: the rows only keep collectives in step.
+            is_dummy: ignore every label; the rows only keep collectives in step.
         """
         rows = [row for pack in packs for row in pack]
         labels_BT = _pad([row["labels"] for row in rows], IGNORED_LABEL)
         return {
             **self.prompts(rows),
             "decoder_input_ids": self.decoder_inputs(labels_BT),
-            "labels": labels_BT if counts else torch.full_like(labels_BT, IGNORED_LABEL),
+            "labels": torch.full_like(labels_BT, IGNORED_LABEL) if is_dummy else labels_BT,
         }
 
     def decoder_inputs(self, labels_BT: torch.Tensor) -> torch.Tensor:
@@ -86,14 +86,14 @@ class CausalCollator:
     """Put all packs of a micro-batch behind each other into one row. With flash attention transformers tells packed rows apart
     only there; they cost no padding then, nor attention between them."""
 
-    def collate(self, packs: Sequence[Sequence[Row]], *, counts: bool = True) -> Batch:
+    def collate(self, packs: Sequence[Sequence[Row]], *, is_dummy: bool = False) -> Batch:
         """Inputs of `losses.summed_loss`. A pack's rows stand one after another in one row of the tensors.
 
         There is no attention mask: padding comes last, where causal attention never sees it, and only without a mask does
         transformers tell packed rows apart, by positions that start again.
 
         Args:
-            counts: False ignores every label: the rows only keep collectives in step.
+            is_dummy: ignore every label; the rows only keep collectives in step.
 
         Returns:
             `input_ids` BT; `position_ids` BT where a pack has several rows; `label_positions` N, the places in the flattened
@@ -107,11 +107,11 @@ class CausalCollator:
         # The output at t predicts t + 1. A row's first token has no label, so no row predicts its neighbour.
         next_labels_BT = _pad(labels, IGNORED_LABEL).roll(-1, dims=1)
         next_labels_BT[:, -1] = IGNORED_LABEL
-        if counts:
-            label_positions_N = (next_labels_BT.flatten() != IGNORED_LABEL).nonzero().flatten()
-        else:
+        if is_dummy:
             next_labels_BT.fill_(IGNORED_LABEL)
             label_positions_N = torch.zeros(1, dtype=torch.int64)
+        else:
+            label_positions_N = (next_labels_BT.flatten() != IGNORED_LABEL).nonzero().flatten()
         batch = {
             "input_ids": input_ids_BT,
             "label_positions": label_positions_N,
@@ -181,7 +181,7 @@ class _CollatedRows(torch.utils.data.Dataset):
 
     def __getitem__(self, micro_batch: MicroBatch) -> tuple[MicroBatch, Batch]:
         packs = [[self.rows[row] for row in pack] for pack in micro_batch.packs]
-        return micro_batch, self.collator.collate(packs, counts=micro_batch.counts)
+        return micro_batch, self.collator.collate(packs, is_dummy=micro_batch.is_dummy)
 
 
 def _leave_signals_to_the_rank(worker: int) -> None:

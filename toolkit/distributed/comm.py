@@ -131,7 +131,7 @@ def raise_together(error: UserError | None) -> None:
         raise agreed
 
 
-def agreed(work: Callable[[], T]) -> T:
+def on_all_ranks(work: Callable[[], T]) -> T:
     """Run `work` on every rank; where it raises a `UserError` on any, raise it on all. Collective."""
     result, error = None, None
     try:

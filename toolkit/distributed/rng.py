@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from toolkit.distributed.comm import agreed, rank, world_size
+from toolkit.distributed.comm import on_all_ranks, rank, world_size
 from toolkit.errors import UserError
 from toolkit.files.modes import give_usual_mode
 
@@ -61,7 +61,7 @@ def load_random_state(folder: Path, saved_world_size: int) -> None:
         UserError: a rank's file is missing or is not what `save_random_state` wrote; on every rank.
     """
     if saved_world_size == world_size():
-        agreed(lambda: _restore(folder / f"rng-{rank():05d}.safetensors"))
+        on_all_ranks(lambda: _restore(folder / f"rng-{rank():05d}.safetensors"))
 
 
 def _restore(path: Path) -> None:

@@ -34,7 +34,7 @@ def evaluate_accuracy(sharded: ShardedModel, images: ImageSets, batch_size_rows:
         for of_ranks in cut(np.arange(num_rows), np.ones(num_rows), world_size(), batch_size_rows):
             rows = of_ranks[rank()]
             # Without rows one whose label does not count, to stay in step with the other ranks.
-            pixels_B1HW, labels_B = images.collate(images.evaluation, rows or [0], device, counts=bool(rows))
+            pixels_B1HW, labels_B = images.collate(images.evaluation, rows or [0], device, is_dummy=not rows)
             logits_BC = model(pixels_B1HW)
             loss_sum += summed_cross_entropy(logits_BC, labels_B)
             num_correct += (logits_BC.argmax(dim=-1) == labels_B).sum()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.schema import EvalConfig
 from toolkit.data.collate import Batch
-from toolkit.distributed.comm import agreed, broadcast_object, gather_objects, rank
+from toolkit.distributed.comm import broadcast_object, gather_objects, on_all_ranks, rank
 from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.files.json_lines import save_json_lines
@@ -92,7 +92,7 @@ def _gather_scores(scores: list[Score], data: EvaluationRows, predictions_path: 
         references = data.rows["target"][:]
         figures["exact_match"] = 100 * sum(s.prediction.strip() == references[s.index].strip() for s in ordered) / len(ordered)
         figures["percent_distinct"] = 100 * len({score.prediction for score in ordered}) / len(ordered)
-    agreed(lambda: _write_predictions(ordered, data, predictions_path) if rank() == 0 else None)
+    on_all_ranks(lambda: _write_predictions(ordered, data, predictions_path) if rank() == 0 else None)
     return broadcast_object(figures)
 
 

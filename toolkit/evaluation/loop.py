@@ -81,7 +81,7 @@ def _evaluate_loss(
             continue
         # Without rows one whose labels do not count, to stay in step with the other ranks.
         rows = [[data.rows[i]] for i in indices or [0]]
-        batch_sum, batch_correct = summed_loss(model, _on_device(data.collator.collate(rows, counts=bool(indices)), sharded))
+        batch_sum, batch_correct = summed_loss(model, _on_device(data.collator.collate(rows, is_dummy=not indices), sharded))
         source = data.sources[(indices or [0])[0]]  # one of all rows of a batch
         loss_sums[source] += batch_sum
         num_correct += batch_correct

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from toolkit.export.compare import compare_logits, compare_weights, reload
 from toolkit.models.lora_files import BASE_FILE, WEIGHTS_FILE, base_name, file_names
 from toolkit.parallel.gather import assign_parameters
-from toolkit.parallel.wrap import weightless_copy
+from toolkit.parallel.wrap import copy_on_meta
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -83,7 +83,7 @@ def merge(skeleton: PreTrainedModel, weights: Tensors) -> PreTrainedModel:
     from peft.utils import ModulesToSaveWrapper
 
     dtype = min((weight.dtype for name, weight in weights.items() if base_name(name)), key=lambda dtype: dtype.itemsize)
-    model: Any = weightless_copy(skeleton)
+    model: Any = copy_on_meta(skeleton)
     assign_parameters(model, weights)
     for name, module in list(model.named_modules()):
         if isinstance(module, BaseTunerLayer):

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from toolkit.checkpoint.folders import put_in_place
 from toolkit.config.load import RecipeConfig
-from toolkit.distributed.comm import agreed, barrier, rank
+from toolkit.distributed.comm import barrier, on_all_ranks, rank
 from toolkit.distributed.watchdog import at, moved, working
 from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows
@@ -23,10 +23,10 @@ from toolkit.export.lora import compare_adapter, compare_merged, merge, write_ad
 from toolkit.files.durable import fsync_tree, refused_write, written_beside
 from toolkit.files.modes import give_usual_mode
 from toolkit.launch.accelerator import compute_dtype
-from toolkit.models.lora import is_wanted
+from toolkit.models.lora import is_enabled
 from toolkit.models.lora_files import base_name, hash_weight
 from toolkit.parallel.gather import assign_parameters, evaluation_model, whole_parameters
-from toolkit.parallel.wrap import ShardedModel, weightless_copy
+from toolkit.parallel.wrap import ShardedModel, copy_on_meta
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -50,7 +50,7 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
         RuntimeError: the reloaded weights are not bit for bit the trained ones, or under fp32 its logits differ.
         UserError: a folder cannot be written.
     """
-    has_adapter, merges = is_wanted(config.adapter), config.export.merge
+    has_adapter, merges = is_enabled(config.adapter), config.export.merge
     at("export")
     check = _trained_logits(sharded, data)
     moved()
@@ -83,7 +83,7 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
                 _replace(run_folder / "merged", lambda unfinished: _write_merged(exported, weights, unfinished))
 
     working("export")
-    agreed(lambda: _guarded(run_folder / "export", write))
+    on_all_ranks(lambda: _guarded(run_folder / "export", write))
     barrier()
 
 
@@ -119,7 +119,7 @@ class Exported:
 
 
 def _write_model(exported: Exported, weights: Tensors, folder: Path) -> None:
-    model = weightless_copy(exported.skeleton)
+    model = copy_on_meta(exported.skeleton)
     assign_parameters(model, weights)
     model.save_pretrained(folder, max_shard_size=exported.max_shard_size)
     exported.tokenizer.save_pretrained(folder)

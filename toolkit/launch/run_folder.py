@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from toolkit.config.load import dotted_keys, save_config
-from toolkit.distributed.comm import agreed, broadcast_object, rank
+from toolkit.distributed.comm import broadcast_object, on_all_ranks, rank
 from toolkit.errors import UserError
 
 PROBE_TIMEOUT_S = 5.0
@@ -39,14 +39,14 @@ def open_run_folder(config: Any) -> Path:
         UserError: `run.name` leads out of `run.output_dir`, a URL in the config holds a secret, the folder cannot be written,
             or a node does not see what the first one writes there; on every rank.
     """
-    agreed(lambda: _check_secrets(config))
-    folder = agreed(lambda: _find_folder(config.run.output_dir, config.run.name))
+    on_all_ranks(lambda: _check_secrets(config))
+    folder = on_all_ranks(lambda: _find_folder(config.run.output_dir, config.run.name))
     # Unguessable, so that what a rank reads can only be what rank 0 has just written.
     probe, content = broadcast_object((f".probe-{secrets.token_hex(16)}", secrets.token_hex(16)))
     try:
-        agreed(lambda: _write_probe(folder, probe, content, config.run.output_dir) if rank() == 0 else None)
+        on_all_ranks(lambda: _write_probe(folder, probe, content, config.run.output_dir) if rank() == 0 else None)
         first_node = broadcast_object(socket.gethostname())
-        agreed(lambda: _read_probe(folder, probe, content, config.run.output_dir, first_node))
+        on_all_ranks(lambda: _read_probe(folder, probe, content, config.run.output_dir, first_node))
     finally:
         if rank() == 0:
             with contextlib.suppress(OSError):  # never written, and why is on its way up
@@ -96,7 +96,7 @@ def save_run_config(config: Any, folder: Path) -> None:
         except OSError as error:
             raise UserError(f"{folder / 'config.yaml'} cannot be written ({error.strerror}): mend that first") from None
 
-    agreed(save)
+    on_all_ranks(save)
 
 
 def restore_run_folder(folder: Path) -> str:

@@ -44,7 +44,7 @@ def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, auto_cla
     return model
 
 
-def build_weightless(
+def build_on_meta(
     config: ModelConfig, model_config: PretrainedConfig, auto_class: AutoClass, dtype: torch.dtype
 ) -> PreTrainedModel:
     """What `load_model` would load in `dtype`, with its parameters on the meta device; buffers are real, on the CPU."""

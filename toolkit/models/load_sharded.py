@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from toolkit.config.schema import AdapterConfig, ModelConfig
-from toolkit.distributed.comm import agreed, broadcast_object, gather_objects
+from toolkit.distributed.comm import broadcast_object, gather_objects, on_all_ranks
 from toolkit.errors import UserError
 from toolkit.models.config import AutoClass
 from toolkit.models.freeze import hash_header
-from toolkit.models.load import build_weightless, missing_weights, other_shape
+from toolkit.models.load import build_on_meta, missing_weights, other_shape
 from toolkit.models.lora import draw_new, magnitudes
 from toolkit.models.lora_files import BASE_FILE, WEIGHTS_FILE, base_name, check_base, file_names, find_adapter
 from toolkit.models.safetensors_index import (
@@ -66,7 +66,7 @@ def open_weights(
             raise WholeOnly("some of its weights lie in files of another kind")
         if init_from is not None and not (init_from / "config.json").is_file():
             raise WholeOnly(f"model.init_from {init_from} is a checkpoint, which says what it lacks only when it is loaded")
-        model = build_weightless(config, model_config, auto_class, dtype)
+        model = build_on_meta(config, model_config, auto_class, dtype)
         if model._get_dtype_plan(dtype):
             raise WholeOnly("transformers keeps some of its weights in fp32")
         files, match = _match(model, config.name_or_path, config.revision, f"model.name_or_path {config.name_or_path}")
@@ -88,7 +88,7 @@ def open_weights(
                 for piece in pieces(tuple(buffer.shape)):
                     buffer[piece].copy_(files.source(match.tensors[name], buffer.dtype).read(piece))
 
-    agreed(fill_buffers)
+    on_all_ranks(fill_buffers)
     return model, _sources_of(model, files, match)
 
 
@@ -102,12 +102,12 @@ def complete_sources(model: PreTrainedModel, weights: Sources, config: AdapterCo
         UserError: an existing adapter has another base; on every rank.
     """
     name_or_path = config.name_or_path
-    folder = agreed(lambda: find_adapter(name_or_path)) if name_or_path else None
+    folder = on_all_ranks(lambda: find_adapter(name_or_path)) if name_or_path else None
     if folder is not None:
         what = f"adapter.name_or_path {name_or_path}"
         if broadcast_object((folder / BASE_FILE).is_file()):
             hashes = hash_base(model, weights)
-            agreed(lambda: check_base(folder, base.name_or_path, hashes, what))
+            on_all_ranks(lambda: check_base(folder, base.name_or_path, hashes, what))
         try:
             files = WeightFiles([folder / WEIGHTS_FILE], what)
         except WholeOnly as reason:
@@ -144,7 +144,7 @@ def hash_frozen(model: nn.Module, sources: Sources) -> dict[str, str]:
 
 
 def _decided_together(work: Callable[[], T]) -> T:
-    """As `agreed`, for `WholeOnly` too: the ways to load talk to other ranks in different ways. Collective."""
+    """As `on_all_ranks`, for `WholeOnly` too: the ways to load talk to other ranks in different ways. Collective."""
 
     def attempt() -> tuple[T | None, str | None]:
         try:
@@ -152,7 +152,7 @@ def _decided_together(work: Callable[[], T]) -> T:
         except WholeOnly as reason:
             return None, str(reason)
 
-    result, reason = agreed(attempt)
+    result, reason = on_all_ranks(attempt)
     if first := next((told for told in gather_objects(reason) if told is not None), None):
         raise WholeOnly(first)
     return result  # type: ignore[return-value]

@@ -32,7 +32,7 @@ def check_adapter_config(config: Any) -> None:
         UserError: naming the fields.
     """
     adapter, model = config.adapter, config.model
-    if not is_wanted(adapter):
+    if not is_enabled(adapter):
         if adapter.name_or_path is not None:
             raise UserError(
                 f"adapter.name_or_path is {adapter.name_or_path}, but adapter.method is none: set it to that adapter's method"
@@ -58,7 +58,7 @@ def check_adapter_config(config: Any) -> None:
         )
 
 
-def is_wanted(config: AdapterConfig) -> bool:
+def is_enabled(config: AdapterConfig) -> bool:
     """Whether an adapter is trained."""
     return config.method != "none"
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import torch
 from safetensors import SafetensorError, safe_open
 
-from toolkit.distributed.comm import agreed, broadcast_object, rank
+from toolkit.distributed.comm import broadcast_object, on_all_ranks, rank
 from toolkit.errors import UserError
 from toolkit.models.config import WEIGHTS_FILES, WEIGHTS_INDEX
 from toolkit.models.shard_reader import Box, Source, pieces
@@ -194,7 +194,7 @@ def check_ties(model: PreTrainedModel, files: WeightFiles, match: Match) -> None
                     return f"{first} and {other} are tied, but differ in the files"
         return None
 
-    if reason := broadcast_object(agreed(find)):
+    if reason := broadcast_object(on_all_ranks(find)):
         raise WholeOnly(reason)
 
 

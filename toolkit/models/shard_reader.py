@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.distributed.comm import agreed, gather_objects, rank, world_size
+from toolkit.distributed.comm import gather_objects, on_all_ranks, rank, world_size
 
 PIECE_BYTES = 2**24
 """Most of a tensor that is in host memory at once, counted in fp32."""
@@ -50,7 +50,7 @@ def fill_shards(model: nn.Module, sources: Sources) -> None:
     Raises:
         UserError: a file cannot be read; on every rank.
     """
-    agreed(lambda: _fill_shards(model, sources))
+    on_all_ranks(lambda: _fill_shards(model, sources))
 
 
 def _fill_shards(model: nn.Module, sources: Sources) -> None:
@@ -94,7 +94,7 @@ def hash_sources(sources: Sources, headers: dict[str, str], dtypes: dict[str, to
         if least == rank():
             mine.append(name)
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # hashing releases the interpreter's lock
-        hashes = agreed(lambda: dict(zip(mine, threads.map(digest, mine), strict=True)))
+        hashes = on_all_ranks(lambda: dict(zip(mine, threads.map(digest, mine), strict=True)))
     gathered = {name: value for of_rank in gather_objects(hashes) for name, value in of_rank.items()}
     return {name: gathered[name] for name in sorted(gathered)}
 

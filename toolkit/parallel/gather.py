@@ -20,7 +20,7 @@ from toolkit.launch.accelerator import compute_dtype, fsdp_version
 from toolkit.parallel.causal_loss import install
 from toolkit.parallel.float8 import plain
 from toolkit.parallel.units import clean, repeated_blocks
-from toolkit.parallel.wrap import ShardedModel, weightless_copy
+from toolkit.parallel.wrap import ShardedModel, copy_on_meta
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -119,7 +119,7 @@ def generation_ready(sharded: ShardedModel, model: nn.Module) -> Iterator[None]:
 def _replica(sharded: ShardedModel) -> PreTrainedModel:
     """A plain, whole copy in the compute dtype on this rank's device. Collective."""
     device, dtype = sharded.accelerator.device, compute_dtype(sharded.accelerator)
-    replica = weightless_copy(sharded.skeleton)
+    replica = copy_on_meta(sharded.skeleton)
     # A copy also where dtype and device are right already: FSDP1 takes its gathered memory back.
     weights = {name: whole.to(device=device, dtype=dtype, copy=True) for name, whole in whole_parameters(sharded)}
     assign_parameters(replica, weights)

@@ -63,7 +63,7 @@ def shard_model(accelerator: Accelerator, model: PreTrainedModel, sources: Sourc
     fails, as its encoder and decoder hold them too), and checkpoints activations without the dropout state.
     """
     working("sharding the model")
-    skeleton = weightless_copy(model)
+    skeleton = copy_on_meta(model)
     version = fsdp_version(accelerator)
     blocks = find_blocks(accelerator.state.fsdp_plugin, model) if version else {}
     if accelerator.mixed_precision == "fp8":
@@ -89,7 +89,7 @@ def shard_model(accelerator: Accelerator, model: PreTrainedModel, sources: Sourc
     return ShardedModel(accelerator=accelerator, model=wrapped, plain=model, skeleton=skeleton, units=units)
 
 
-def weightless_copy(model: PreTrainedModel) -> PreTrainedModel:
+def copy_on_meta(model: PreTrainedModel) -> PreTrainedModel:
     """A copy whose parameters are on the meta device; buffers are copied, ties and frozenness kept."""
     memo = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, memo)

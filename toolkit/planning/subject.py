@@ -24,7 +24,7 @@ from toolkit.models.config import (
 )
 from toolkit.models.freeze import cast_frozen, freeze
 from toolkit.models.load import build_skeleton
-from toolkit.models.lora import add_adapter, check_adapter_config, is_wanted
+from toolkit.models.lora import add_adapter, check_adapter_config, is_enabled
 from toolkit.parallel.units import repeated_blocks
 from toolkit.planning.strategy import Strategy, planned_frozen_dtype
 
@@ -72,11 +72,11 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
     else:
         check_causal_positions(model_config, model, {**lengths, "prompt": 0}, no_generation)
     skeleton = build_skeleton(weightless, model_config, auto_class)
-    if is_wanted(config.adapter):
+    if is_enabled(config.adapter):
         add_adapter(skeleton, config.adapter, config.model, config.train.seed)
     else:
         freeze(skeleton, config.model.freeze)
-    dtype = planned_frozen_dtype(strategy, config.model.frozen_dtype, has_adapter=is_wanted(config.adapter))
+    dtype = planned_frozen_dtype(strategy, config.model.frozen_dtype, has_adapter=is_enabled(config.adapter))
     cast_frozen(skeleton, dtype)
     return Subject(config=config, model_config=model_config, skeleton=skeleton.train(), is_flash=is_flash)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from toolkit.distributed.comm import agreed, print_rank0
+from toolkit.distributed.comm import on_all_ranks, print_rank0
 from toolkit.errors import UserError
 from toolkit.files.json_lines import encode_json_line, load_json_lines
 
@@ -135,7 +135,7 @@ class MetricsLog:
                 self._open()
                 self._evaluations = [line for line in load_metrics(self.path) if line["kind"] == "eval"]
 
-        agreed(truncate)
+        on_all_ranks(truncate)
 
     def close(self) -> None:
         """Close the file; nothing can be written after it."""

@@ -76,7 +76,7 @@ def after_step(session: Session, *, is_resumed: bool = False) -> bool:
         _evaluate_and_log(session)
     if run.num_steps == 0:
         return True
-    over = state.step == run.num_steps or gains_no_more(config, state)
+    over = state.step == run.num_steps or should_stop_early(config, state)
     keeps = config.checkpoint.keep_best > 0 and session.writer.is_best(state)
     if state.step > 0 and (over or keeps or is_resumed or is_due(state.step, config.checkpoint.every_steps)):
         _save(session, wait=over)
@@ -218,7 +218,7 @@ def _log_save(session: Session, save: Save | None) -> None:
         )
 
 
-def gains_no_more(config: RecipeConfig, state: TrainState) -> bool:
+def should_stop_early(config: RecipeConfig, state: TrainState) -> bool:
     """Whether `eval.stop_after` ends the run here."""
     return config.eval.stop_after is not None and state.num_evaluations_without_gain >= config.eval.stop_after
 

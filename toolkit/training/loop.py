@@ -35,9 +35,9 @@ from toolkit.training.after_step import (
     Session,
     after_step,
     finish_writing,
-    gains_no_more,
     is_due,
     say_without_gain,
+    should_stop_early,
     stop_after_end,
 )
 from toolkit.training.goal import build_goal
@@ -68,7 +68,7 @@ def train(config: RecipeConfig, run: Run, state: TrainState) -> TrainState:
     bar = Progress(run.num_steps, state.step, enabled=rank() == 0)
     goal = build_goal(config.eval, run.evaluation)
     state.evaluation_due |= run.num_steps == 0 or (state.step == 0 and config.eval.at_start)
-    if (state.step >= run.num_steps or gains_no_more(config, state)) and not state.evaluation_due:
+    if (state.step >= run.num_steps or should_stop_early(config, state)) and not state.evaluation_due:
         bar.say(f"nothing left to train: the run is complete at step {state.step}")
         say_without_gain(bar, state, goal)
         return state

@@ -16,7 +16,7 @@ from toolkit.config.paths import write_paths
 from toolkit.config.validate import check_evaluation_rows, check_num_steps
 from toolkit.data.batch_plan import BatchPlan, check_global_batch_size
 from toolkit.data.tokens.cache import TokenizedRows
-from toolkit.distributed.comm import agreed, close_groups, print_rank0, rank, world_size
+from toolkit.distributed.comm import close_groups, on_all_ranks, print_rank0, rank, world_size
 from toolkit.distributed.watchdog import keep_stacks_in, start, stop, working
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export.write import check_export_places, export_model
@@ -26,7 +26,7 @@ from toolkit.models import load, load_sharded
 from toolkit.models.config import AutoClass, hash_model_config, load_model_config
 from toolkit.models.freeze import cast_frozen, freeze, freeze_as, hash_frozen
 from toolkit.models.load_sharded import complete_sources, open_weights
-from toolkit.models.lora import add_adapter, check_adapter_config, is_wanted
+from toolkit.models.lora import add_adapter, check_adapter_config, is_enabled
 from toolkit.models.safetensors_index import WholeOnly
 from toolkit.models.shard_reader import Sources
 from toolkit.parallel.wrap import check_wrap
@@ -49,7 +49,7 @@ NUM_STEPS_LOOKED_AT = 100
 
 
 @dataclass(frozen=True)
-class Beginning:
+class RunContext:
     """What is known before data and model."""
 
     accelerator: Accelerator
@@ -64,7 +64,7 @@ class Beginning:
     """Another run's weights to start from, where they are needed."""
 
 
-def begin(config: RecipeConfig) -> Beginning:
+def begin(config: RecipeConfig) -> RunContext:
     """Check what needs no data, open the run's folder and choose the checkpoint to go on from. Collective.
 
     Raises:
@@ -76,14 +76,14 @@ def begin(config: RecipeConfig) -> Beginning:
     accelerator = build_accelerator(config.tracking.log_with, config.run.output_dir, config.run.timeout_s)
     start(config.run.timeout_s)
     working("opening the run")
-    has_adapter = is_wanted(config.adapter)
-    dtype = agreed(lambda: frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=has_adapter))
+    has_adapter = is_enabled(config.adapter)
+    dtype = on_all_ranks(lambda: frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=has_adapter))
     check_global_batch_size(config.train, world_size())
     run_folder = open_run_folder(config)
     keep_stacks_in(run_folder)
-    agreed(lambda: lock_run_folder(run_folder) if rank() == 0 else None)
+    on_all_ranks(lambda: lock_run_folder(run_folder) if rank() == 0 else None)
     resolved = {"model.frozen_dtype": str(dtype).removeprefix("torch."), "mixed_precision": accelerator.mixed_precision}
-    agreed(lambda: check_export_places(config, run_folder) if rank() == 0 else None)
+    on_all_ranks(lambda: check_export_places(config, run_folder) if rank() == 0 else None)
     # Paths as seen from the run's folder: the same wherever one stands, and where the whole project has moved.
     settings = {**dotted_keys(write_paths(config, run_folder)), **resolved}
     working("choosing the checkpoint")
@@ -91,7 +91,7 @@ def begin(config: RecipeConfig) -> Beginning:
     # Our own checkpoint has all weights but frozen ones.
     needs_start = resume_from is None or bool(config.model.freeze)
     init_from = find_weights(config.model.init_from) if config.model.init_from and needs_start else None
-    return Beginning(accelerator, dtype, run_folder, settings, resume_from, init_from)
+    return RunContext(accelerator, dtype, run_folder, settings, resume_from, init_from)
 
 
 def build_skeleton(
@@ -103,10 +103,10 @@ def build_skeleton(
         UserError: on every rank.
     """
     working("building the model")
-    model_config = agreed(lambda: load_model_config(config.model, auto_class))
-    skeleton = agreed(lambda: load.build_skeleton(config.model, model_config, auto_class))
-    agreed(lambda: _adapt(skeleton, config))
-    agreed(lambda: check_wrap(accelerator, skeleton))
+    model_config = on_all_ranks(lambda: load_model_config(config.model, auto_class))
+    skeleton = on_all_ranks(lambda: load.build_skeleton(config.model, model_config, auto_class))
+    on_all_ranks(lambda: _adapt(skeleton, config))
+    on_all_ranks(lambda: check_wrap(accelerator, skeleton))
     return model_config, skeleton
 
 
@@ -146,7 +146,7 @@ def longest(rows: TokenizedRows, evaluation: EvaluationRows, column: str, minus:
 
 def load_model(
     config: RecipeConfig,
-    begun: Beginning,
+    context: RunContext,
     auto_class: AutoClass,
     model_config: PretrainedConfig,
     skeleton: PreTrainedModel,
@@ -160,23 +160,23 @@ def load_model(
         UserError: on every rank.
     """
     working("loading the model")
-    note_before_model(begun.accelerator.device)
-    loaded_dtype = begun.frozen_dtype if is_wanted(config.adapter) else torch.float32  # nearly all of it is frozen
+    note_before_model(context.accelerator.device)
+    loaded_dtype = context.frozen_dtype if is_enabled(config.adapter) else torch.float32  # nearly all of it is frozen
     opened = None
-    if fsdp_version(begun.accelerator) == 2 and not config.model.from_scratch:
+    if fsdp_version(context.accelerator) == 2 and not config.model.from_scratch:
         try:
-            opened = open_weights(config.model, model_config, auto_class, skeleton, loaded_dtype, begun.init_from)
+            opened = open_weights(config.model, model_config, auto_class, skeleton, loaded_dtype, context.init_from)
         except WholeOnly as reason:
             print_rank0(f"every rank loads all of {config.model.name_or_path} before it is sharded: {reason}")
     if opened is not None:
         model, weights = opened
     else:
-        model = agreed(lambda: load.load_model(config.model, model_config, auto_class, config.train.seed, loaded_dtype))
-        if begun.init_from is not None:
-            load_into(model, begun.init_from)
-    agreed(lambda: _adapt(model, config))
+        model = on_all_ranks(lambda: load.load_model(config.model, model_config, auto_class, config.train.seed, loaded_dtype))
+        if context.init_from is not None:
+            load_into(model, context.init_from)
+    on_all_ranks(lambda: _adapt(model, config))
     freeze_as(model, skeleton)
-    cast_frozen(model, begun.frozen_dtype)
+    cast_frozen(model, context.frozen_dtype)
     if opened is None:
         return model, None
     return model, complete_sources(model, weights, config.adapter, config.model, config.train.seed)
@@ -188,22 +188,22 @@ def open_metrics(run_folder: Path) -> MetricsLog:
     Raises:
         UserError: it cannot be read or written, or is broken; on every rank.
     """
-    return agreed(lambda: MetricsLog(run_folder / "metrics.jsonl", rank() == 0, restore_run_folder))
+    return on_all_ranks(lambda: MetricsLog(run_folder / "metrics.jsonl", rank() == 0, restore_run_folder))
 
 
-def resume(config: RecipeConfig, begun: Beginning, run: Run) -> TrainState:
+def resume(config: RecipeConfig, context: RunContext, run: Run) -> TrainState:
     """Load the checkpoint to go on from, if there is one. What the run has logged after it will be done again. Collective.
 
     Raises:
         UserError: the checkpoint is of another run; on every rank.
     """
     working("loading the checkpoint")
-    if begun.resume_from is None:
+    if context.resume_from is None:
         run.metrics.truncate_after(-1)
         return TrainState()
-    folder = begun.resume_from
+    folder = context.resume_from
     state = load_checkpoint(folder, run.sharded, run.optimizer, run.identity)
-    manifest = agreed(lambda: load_manifest(folder, run.identity))
+    manifest = on_all_ranks(lambda: load_manifest(folder, run.identity))
     theirs = manifest["identity"]["config"]
     num_steps_before = theirs["train.max_steps"] or run.plan.num_steps(theirs["train.num_epochs"])
     remarks = [
@@ -241,7 +241,7 @@ def finish(config: RecipeConfig, run: Run) -> None:
     merged = f", merged into its base to {run.folder / 'merged'}" if config.export.merge else ""
     print_rank0(f"exported to {run.folder / 'export'}{merged}" if exports else "nothing is exported: train.max_steps is 0")
     working("showing the results")
-    agreed(lambda: show_results(run.metrics, run.train_rows, run.evaluation, goal.measured_on))
+    on_all_ranks(lambda: show_results(run.metrics, run.train_rows, run.evaluation, goal.measured_on))
     leave(run.sharded.accelerator)
 
 
@@ -254,17 +254,17 @@ def leave(accelerator: Accelerator) -> None:
 
 
 def identity_of(
-    begun: Beginning, model_config: PretrainedConfig, rows: TokenizedRows, model: PreTrainedModel, sources: Sources | None
+    context: RunContext, model_config: PretrainedConfig, rows: TokenizedRows, model: PreTrainedModel, sources: Sources | None
 ) -> Identity:
     """What a resume compares; model and sources as `load_model` gives them, so not sharded yet. Collective."""
     working("hashing frozen weights")
     frozen_hashes = hash_frozen(model) if sources is None else load_sharded.hash_frozen(model, sources)
-    return Identity(begun.settings, hash_model_config(model_config.to_diff_dict()), rows.fingerprint, frozen_hashes)
+    return Identity(context.settings, hash_model_config(model_config.to_diff_dict()), rows.fingerprint, frozen_hashes)
 
 
 def _adapt(model: PreTrainedModel, config: RecipeConfig) -> None:
     """Add the adapter, which freezes all else, or freeze what `model.freeze` names."""
-    if is_wanted(config.adapter):
+    if is_enabled(config.adapter):
         add_adapter(model, config.adapter, config.model, config.train.seed)
     else:
         freeze(model, config.model.freeze)

@@ -216,9 +216,9 @@ def check_loaded(file: str) -> None:
 
     resume = stages.resume
 
-    def checked(config: Any, begun: Any, run: Any) -> Any:
-        state = resume(config, begun, run)
-        Path(f"{file}-{rank()}.json").write_text(json.dumps(_compare(begun.resume_from, run.sharded, run.optimizer)))
+    def checked(config: Any, context: Any, run: Any) -> Any:
+        state = resume(config, context, run)
+        Path(f"{file}-{rank()}.json").write_text(json.dumps(_compare(context.resume_from, run.sharded, run.optimizer)))
         return state
 
     stages.resume = checked  # type: ignore[assignment]

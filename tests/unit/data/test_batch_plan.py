@@ -156,7 +156,7 @@ def test_a_rank_without_rows_stays_in_step_and_does_not_count() -> None:
     train = TrainConfig(global_batch_size_rows=2, micro_batch_size_rows=1)
     few = BatchPlan(np.array([5, 3, 9]), np.array([1, 2, 3]), train, world_size=2)
     ranks = [few.micro_batches(few.step(2), rank) for rank in range(2)]
-    assert [micro.counts for micro_batches in ranks for micro in micro_batches] == [True, False]
+    assert [micro.is_dummy for micro_batches in ranks for micro in micro_batches] == [False, True]
     assert ranks[1][0].packs == (few.step(2).rows,) and ranks[1][0].rows == ()
 
 

@@ -28,7 +28,7 @@ def test_a_padding_id_inside_a_source_still_counts() -> None:
 
 
 def test_rows_that_do_not_count_have_no_label() -> None:
-    batch = COLLATOR.collate(PACKS, counts=False)
+    batch = COLLATOR.collate(PACKS, is_dummy=True)
     assert (batch["labels"] == IGNORED_LABEL).all()
     assert batch["decoder_input_ids"].tolist() == [[2, 8, 1], [2, 4, 3]]
 
@@ -79,7 +79,7 @@ def test_unpacked_rows_have_the_same_labels_and_no_positions() -> None:
 
 
 def test_causal_rows_that_do_not_count_have_one_ignored_label() -> None:
-    batch = CausalCollator(0).collate([CAUSAL_ROWS], counts=False)
+    batch = CausalCollator(0).collate([CAUSAL_ROWS], is_dummy=True)
     assert batch["labels"].tolist() == [IGNORED_LABEL] and batch["label_positions"].tolist() == [0]
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrained
 from tests.support.adapter_models import adapted, forward_inputs, load_base, logits, randomize, save_base
 from toolkit.export.lora import compare_adapter, compare_merged, merge, write_adapter
 from toolkit.models.lora_files import hash_base
-from toolkit.parallel.wrap import weightless_copy
+from toolkit.parallel.wrap import copy_on_meta
 
 Tensors = dict[str, torch.Tensor]
 
@@ -54,7 +54,7 @@ def own(model: PreTrainedModel, weights: Tensors) -> Tensors:
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=IDS)
 def test_plain_peft_gives_the_trained_model_back(bases: Path, tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
     model, check, weights = trained(bases, name, settings)
-    skeleton = weightless_copy(model)
+    skeleton = copy_on_meta(model)
     write_adapter(tmp_path, skeleton, own(model, weights), hash_base(model))
     compare_adapter(tmp_path, skeleton, own(model, weights), check, torch.float32)
     reloaded = PeftModel.from_pretrained(load_base(bases / name, name), str(tmp_path))
@@ -69,7 +69,7 @@ def test_plain_peft_gives_the_trained_model_back(bases: Path, tmp_path: Path, na
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=IDS)
 def test_plain_transformers_loads_the_merged_model(bases: Path, tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
     model, check, weights = trained(bases, name, settings)
-    merged = merge(weightless_copy(model), weights)
+    merged = merge(copy_on_meta(model), weights)
     merged.save_pretrained(tmp_path)
     compare_merged(tmp_path, merged, check, torch.float32)
     auto: Any = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
@@ -82,7 +82,7 @@ def test_plain_transformers_loads_the_merged_model(bases: Path, tmp_path: Path, 
 def test_the_merged_model_has_the_dtype_of_the_base(bases: Path, tmp_path: Path) -> None:
     model, check, weights = trained(bases, "llama", {"modules_to_save": ["lm_head"]})
     in_bf16 = {n: w if n in own(model, weights) else w.to(torch.bfloat16) for n, w in weights.items()}
-    merged = merge(weightless_copy(model), in_bf16)
+    merged = merge(copy_on_meta(model), in_bf16)
     assert {parameter.dtype for parameter in merged.parameters()} == {torch.bfloat16}
     merged.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
@@ -91,7 +91,7 @@ def test_the_merged_model_has_the_dtype_of_the_base(bases: Path, tmp_path: Path)
 
 def test_what_was_not_written_right_is_found(bases: Path, tmp_path: Path) -> None:
     model, check, weights = trained(bases, "llama", {"target_modules": ["q_proj"]})
-    skeleton = weightless_copy(model)
+    skeleton = copy_on_meta(model)
     write_adapter(tmp_path, skeleton, own(model, weights), {})
     name = "model.layers.1.self_attn.q_proj.lora_B.default.weight"
     changed = {**own(model, weights), name: weights[name] + 1e-6}
@@ -103,7 +103,7 @@ def test_what_was_not_written_right_is_found(bases: Path, tmp_path: Path) -> Non
 
 def test_logits_that_differ_under_bf16_are_told(bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, check, weights = trained(bases, "llama", {"target_modules": ["q_proj"]})
-    skeleton = weightless_copy(model)
+    skeleton = copy_on_meta(model)
     write_adapter(tmp_path, skeleton, own(model, weights), {})
     compare_adapter(tmp_path, skeleton, own(model, weights), {**check, "logits": check["logits"] * 1.1}, torch.bfloat16)
     assert "more than 0.05; the adapter is bit for bit the trained one" in capsys.readouterr().out
@@ -112,7 +112,7 @@ def test_logits_that_differ_under_bf16_are_told(bases: Path, tmp_path: Path, cap
 def test_the_same_adapter_is_written_the_same_way(bases: Path, tmp_path: Path) -> None:
     """Sets have another order in every process; a resumed run must not write another file."""
     model, _, weights = trained(bases, "llama", {"modules_to_save": ["lm_head", "norm"]})
-    write_adapter(tmp_path, weightless_copy(model), own(model, weights), {})
+    write_adapter(tmp_path, copy_on_meta(model), own(model, weights), {})
     written = json.loads((tmp_path / "adapter_config.json").read_text())
     assert written["target_modules"] == sorted(written["target_modules"])
     assert written["modules_to_save"] == ["lm_head", "model.norm"]

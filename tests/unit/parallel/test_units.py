@@ -21,7 +21,7 @@ from transformers import (
 from toolkit.errors import UserError
 from toolkit.parallel.gather import assign_parameters
 from toolkit.parallel.units import build_units, check_ties, find_blocks
-from toolkit.parallel.wrap import check_wrap, weightless_copy
+from toolkit.parallel.wrap import check_wrap, copy_on_meta
 
 
 def fsdp_plugin(policy: object, class_names: list[str] | None = None, min_num_params: int = 0) -> SimpleNamespace:
@@ -85,7 +85,7 @@ def test_a_class_that_parts_tied_weights_is_refused_before_weights_load() -> Non
     with pytest.raises(
         UserError, match=r"model.embed_tokens.weight and lm_head.weight are one tied weight, but lie in different"
     ):
-        check_wrap(accelerator, weightless_copy(model))
+        check_wrap(accelerator, copy_on_meta(model))
 
 
 def test_encoder_decoders_call_their_head_once() -> None:
@@ -154,7 +154,7 @@ def test_a_weight_tied_across_units_is_refused() -> None:
 def test_a_weightless_copy_has_ties_and_takes_weights() -> None:
     model = tiny_t5()
     model.lm_head.weight.requires_grad_(False)
-    copy = weightless_copy(model)
+    copy = copy_on_meta(model)
     assert {p.device.type for p in copy.parameters()} == {"meta"}
     assert copy.lm_head.weight is copy.shared.weight is copy.encoder.embed_tokens.weight
     assert not copy.shared.weight.requires_grad

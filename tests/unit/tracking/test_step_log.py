@@ -38,7 +38,7 @@ def figures(step: int, *losses: float, norm: float = 1.0, skipped: bool | None =
     first = 2 * step
     rows = tuple(range(first, first + 2 * len(losses)))
     micro_batches = [
-        (MicroBatch(step, i, i == len(losses) - 1, ((first + 2 * i,), (first + 2 * i + 1,)), True), torch.tensor(loss))
+        (MicroBatch(step, i, i == len(losses) - 1, ((first + 2 * i,), (first + 2 * i + 1,)), False), torch.tensor(loss))
         for i, loss in enumerate(losses)
     ]
     total = sum(losses)

@@ -50,8 +50,8 @@ def test_packs_that_leak_only_where_a_micro_batch_has_several_are_found(model: A
     class Forgetful(CausalCollator):
         """As flash attention: positions of several rows go unheard."""
 
-        def collate(self, packs: Any, *, counts: bool = True) -> Any:
-            batch = super().collate(packs, counts=counts)
+        def collate(self, packs: Any, *, is_dummy: bool = False) -> Any:
+            batch = super().collate(packs, is_dummy=is_dummy)
             if len(packs) > 1:
                 batch.pop("position_ids", None)
             return batch

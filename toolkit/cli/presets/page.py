@@ -6,6 +6,7 @@ checked within a second, and a finding that is out of date is told.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 from pathlib import Path
@@ -63,12 +64,12 @@ def choice_table(cells: list[dict[str, Any]]) -> str:
 
 
 def hash_inputs(folder: Path) -> str:
-    """sha256 of the planner's sources and of the settings of the presets it chooses among, which comments are no part of."""
+    """sha256 of the planner's code and of the settings of the presets it chooses among; comments and docstrings do not count."""
     import yaml
 
     digest = hashlib.sha256()
     for name in _SOURCES:
-        digest.update((Path(__file__).parents[2] / f"{name}.py").read_bytes())
+        digest.update(_code_of(Path(__file__).parents[2] / f"{name}.py").encode())
     for path in (folder / f"{preset}.yaml" for preset in PLANNED_PRESETS):
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
         digest.update(json.dumps([path.name, settings], sort_keys=True).encode())
@@ -80,3 +81,16 @@ def _cell(cell: dict[str, Any]) -> str:
         return "does not fit"
     rows = f"{cell['rows']:,} row{'' if cell['rows'] == 1 else 's'}"
     return f"{cell['preset']}: {cell['peak_bytes'] / 2**30:.1f} GiB; {rows}"
+
+
+def _code_of(path: Path) -> str:
+    """The code of a Python file without comments and docstrings."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(body := getattr(node, "body", None), list):
+            node.body = [line for line in body if not _is_docstring(line)]  # type: ignore[attr-defined]
+    return ast.dump(tree)
+
+
+def _is_docstring(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)

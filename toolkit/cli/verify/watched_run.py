@@ -92,8 +92,8 @@ def watch(folder: Path, *, exports: bool) -> None:
     masks = watch_dropout()
     texts = watch_generation(masks)
 
-    def resume_and_look(config: RecipeConfig, begun: stages.Beginning, run: loop.Run) -> TrainState:
-        state = resume(config, begun, run)
+    def resume_and_look(config: RecipeConfig, context: stages.RunContext, run: loop.Run) -> TrainState:
+        state = resume(config, context, run)
         _record(folder / "loaded", run.sharded, run.optimizer)
         return state
 

@@ -60,16 +60,16 @@ class ImageSets:
     std: float
 
     def collate(
-        self, images: Images, rows: Sequence[int], device: torch.device, *, counts: bool
+        self, images: Images, rows: Sequence[int], device: torch.device, *, is_dummy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A batch on the device: fp32 pixels B1HW of mean 0 and deviation 1, and int64 labels B.
 
         Args:
-            counts: False for rows that only keep a rank in step: their labels are ignored.
+            is_dummy: the rows only keep a rank in step; their labels are ignored.
         """
         index = torch.as_tensor(rows, dtype=torch.int64)
         pixels_B1HW = images.pixels_NHW[index].to(device, torch.float32).sub(self.mean).div(self.std).unsqueeze(1)
-        labels_B = images.labels_N[index] if counts else torch.full((len(rows),), IGNORED_LABEL)
+        labels_B = torch.full((len(rows),), IGNORED_LABEL) if is_dummy else images.labels_N[index]
         return pixels_B1HW, labels_B.to(device)
 
 

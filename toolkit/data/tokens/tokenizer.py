@@ -147,12 +147,12 @@ def tell_lost_text(tokenizer: PreTrainedTokenizerBase, rows: Sequence[list[str]]
     """
     num_lost, example = 0, ("", "")
     for texts in rows:
-        begun = [text[:MAX_TRAINING_CHARACTERS] for text in texts]
+        context = [text[:MAX_TRAINING_CHARACTERS] for text in texts]
         decoded = [
             str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-            for ids in tokenizer(begun, add_special_tokens=False)["input_ids"]
+            for ids in tokenizer(context, add_special_tokens=False)["input_ids"]
         ]
-        lost = [pair for pair in zip(begun, decoded, strict=True) if pair[0].lstrip(" ") != pair[1].lstrip(" ")]
+        lost = [pair for pair in zip(context, decoded, strict=True) if pair[0].lstrip(" ") != pair[1].lstrip(" ")]
         example = lost[0] if lost and not num_lost else example
         num_lost += bool(lost)
     if not num_lost:

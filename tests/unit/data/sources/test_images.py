@@ -58,10 +58,10 @@ def test_idx_files_are_read_as_they_are_or_zipped(tmp_path: Path, zipped: bool) 
 def test_a_batch_has_mean_0_and_deviation_1_and_labels_that_may_not_count(tmp_path: Path) -> None:
     save_idx(tmp_path)
     images = load_images(ImageDataConfig(source="idx", folder=str(tmp_path)), 6)
-    pixels, labels = images.collate(images.train, range(5), CPU, counts=True)
+    pixels, labels = images.collate(images.train, range(5), CPU, is_dummy=False)
     assert pixels.shape == (5, 1, 7, 7) and pixels.dtype == torch.float32 and labels.tolist() == [0, 1, 2, 0, 1]
     assert pixels.mean().item() == pytest.approx(0, abs=1e-5) and pixels.std().item() == pytest.approx(1, abs=1e-5)
-    pixels, labels = images.collate(images.train, [3, 1], CPU, counts=False)
+    pixels, labels = images.collate(images.train, [3, 1], CPU, is_dummy=True)
     assert labels.tolist() == [-100, -100]
     raw = images.train.pixels_NHW[3].double()
     np.testing.assert_allclose(pixels[0, 0], (raw - images.mean) / images.std, rtol=1e-5)
