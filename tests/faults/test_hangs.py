@@ -15,15 +15,13 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.small_run import write_inputs
-from tests.faults import waiting_recipe
-from tests.faults.workers.hanging_ranks import WAYS
+from tests.faults.workers import hanging_ranks, sleepy_recipe, waiting_recipe
 from tests.faults.workers.sleepy_recipe import PLACES, STEP
 from tests.support.launch import REPOSITORY, LaunchResult, Running, start
 from toolkit.distributed.hang_report import hang_file
 from toolkit.errors import EXIT_HANG
 
 FP32 = {"mixed_precision": "no"}
-SCRIPT = REPOSITORY / "tests" / "faults" / "hanging_ranks.py"
 TIMEOUT_S = 2
 """Of the watchdog."""
 END_S = 60.0
@@ -32,7 +30,7 @@ END_S = 60.0
 
 def hang(way: str, folder: Path, *, preset: str = "fsdp2_cpu") -> Running:
     """Start ranks that hang."""
-    return start(SCRIPT, [way, str(folder), str(TIMEOUT_S)], preset=preset)
+    return start(hanging_ranks.__file__, [way, str(folder), str(TIMEOUT_S)], preset=preset)
 
 
 def told(stderr: str) -> list[str]:
@@ -133,8 +131,8 @@ def test_no_hang(way: str, preset: str, tmp_path: Path) -> None:
 def test_every_rank_shows_its_stacks_under_the_real_launcher(tmp_path: Path) -> None:
     """It ends the other ranks a tenth of a second after one has ended."""
     preset = REPOSITORY / "accelerate_configs" / "ddp_cpu.yaml"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(preset), str(SCRIPT)]
-    command += ["sleep_in_compute", str(tmp_path), str(TIMEOUT_S)]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(preset)]
+    command += [hanging_ranks.__file__, "sleep_in_compute", str(tmp_path), str(TIMEOUT_S)]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=100)
     assert done.returncode != 0
     assert f"exitcode  : {EXIT_HANG}" in done.stderr, done.stderr[-3000:]
@@ -153,8 +151,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("phase", list(PLACES))
 def test_a_recipe_whose_rank_sleeps(phase: str, inputs: Path) -> None:
     name = phase.replace(" ", "_")
-    script = REPOSITORY / "tests" / "faults" / "sleepy_recipe.py"
-    with start(script, [phase, "t5", *flags(inputs, name, 5)], preset="fsdp2_cpu", overrides=FP32) as running:
+    argv = [phase, "t5", *flags(inputs, name, 5)]
+    with start(sleepy_recipe.__file__, argv, preset="fsdp2_cpu", overrides=FP32) as running:
         result = running.wait(2 * END_S)
     # The thread that writes a checkpoint sleeps while training goes on, up to the save at the end.
     step = 5 if phase == "saving" else STEP
@@ -243,4 +241,4 @@ def wait_until(condition: Callable[[], bool], running: Running) -> None:
 def test_every_way_to_hang_is_tested() -> None:
     """The ways of hanging_ranks.py are those of this file."""
     text = Path(__file__).read_text()
-    assert [way for way in WAYS if f'"{way}"' not in text and not way.startswith("stop_rank_")] == []
+    assert [way for way in hanging_ranks.WAYS if f'"{way}"' not in text and not way.startswith("stop_rank_")] == []
