@@ -167,38 +167,26 @@ def test_a_part_of_a_checkpoint_does_not_count(faulty_bench: Workbench, step: in
 
 # --- Other versions of the format.
 
-NEW_IN_3 = (
-    "run.timeout_s",
-    "checkpoint.async_save",
-    "optim.max_skipped_steps",
-    "optim.skip_beyond_sigmas",
-    "optim.skip_window_steps",
-)
 
-
-def as_version_2(manifest: dict[str, Any]) -> dict[str, Any]:
-    """What the toolkit wrote before there were asynchronous saves, skipped updates and time limits."""
-    config = {key: value for key, value in manifest["identity"]["config"].items() if key not in NEW_IN_3}
-    assert len(config) == len(manifest["identity"]["config"]) - len(NEW_IN_3)
-    state = {key: manifest["state"][key] for key in ("best_value", "num_evaluations_without_gain")}
-    fields = ("step", "world_size", "versions", "identity", "metrics", "files")
-    kept = {key: manifest[key] for key in fields}
-    return {"format_version": 2, **kept, "identity": manifest["identity"] | {"config": config}, "state": state}
+def as_version_3(manifest: dict[str, Any]) -> dict[str, Any]:
+    """What the toolkit wrote before a manifest said what its figures were measured on."""
+    del manifest["measured_on"], manifest["state"]["start_value"]
+    return manifest | {"format_version": 3}
 
 
 @pytest.mark.parametrize("step", [2, 4])
 def test_an_older_format_is_resumed_exactly(faulty_bench: Workbench, step: int) -> None:
     """After step 4 there was an evaluation already, after step 2 none."""
-    run = stopped_after(faulty_bench, f"version 2 of step {step}", step)
+    run = stopped_after(faulty_bench, f"version 3 of step {step}", step)
     folder = run / "checkpoints" / step_name(step)
-    write_manifest(folder, as_version_2(read_manifest(folder)))
+    write_manifest(folder, as_version_3(read_manifest(folder)))
     resume(faulty_bench, run.name, from_step=step, checkpoint__keep_last=1)
     check_like_whole(faulty_bench, run.name, (NUM_STEPS,))
 
 
 VERSIONS = {
-    1: "has checkpoint format 1; this version reads 2, 3 and 4: export it with the version that wrote it, and give .*",
-    99: "has checkpoint format 99; this version reads 2, 3 and 4: update the toolkit",
+    2: "has checkpoint format 2; this version reads 3 and 4: export it with the version that wrote it, and give .*",
+    99: "has checkpoint format 99; this version reads 3 and 4: update the toolkit",
 }
 
 

@@ -42,9 +42,6 @@ MAY_CHANGE_ON_RESUME = (
 )  # fmt: skip
 """Config keys (or sections) that a resumed run may set differently. Data files are compared by content, not by path."""
 
-ADDED_SINCE_FORMAT_2 = {"optim.skip_window_steps": 100}
-"""Config keys that checkpoints of format 2 do not have, with what they were made as by; others as by None."""
-
 
 def choose_checkpoint(run_folder: Path, resume: str, config: dict[str, Any]) -> Path | None:
     """The checkpoint to go on from; tells about newer ones that are not valid. Rank 0 chooses. Collective.
@@ -203,7 +200,7 @@ def _check_identity(folder: Path, theirs: dict[str, Any], ours: Identity) -> Non
 
 def _check_config(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     for key, value in ours.items():
-        before = theirs.get(key, ADDED_SINCE_FORMAT_2.get(key))
+        before = theirs.get(key)  # None of a key that was added since
         if not key.startswith(MAY_CHANGE_ON_RESUME) and _without_files(before) != _without_files(value):
             raise UserError(f"{key} is {value!r}, but {folder} was made with {before!r}: {_ways_out()}")
 

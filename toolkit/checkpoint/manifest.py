@@ -15,9 +15,9 @@ from toolkit.files.durable import fsync_names, hash_file, save_json, seal
 from toolkit.files.modes import WAY_IN
 
 FORMAT_VERSION = 4
-"""3: `state` also holds what is needed to go on after bad numbers; whoever reads a 2 takes the defaults. 4: `measured_on`, what
-`metrics` were measured on; of an older one it is made of its config. `state.start_value`."""
-_READABLE_VERSIONS = (2, 3, 4)
+"""4 has `measured_on`, what `metrics` were measured on, and `state.start_value`. For a 3 the first is made from its config, the
+second is None."""
+_READABLE_VERSIONS = (3, 4)
 MANIFEST = "manifest.json"
 _KINDS = {int: "a whole number", str: "a text", dict: "a mapping"}
 
@@ -49,7 +49,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{where} cannot be read ({error})") from None
     _check_kind(manifest, dict, f"{where} is")
     _check_version(manifest.get("format_version"), folder)
-    if manifest["format_version"] >= 3 and manifest.get("sha256") != seal(manifest)["sha256"]:
+    if manifest.get("sha256") != seal(manifest)["sha256"]:
         raise ValueError(f"{where} does not have the sha256 that it names: its content changed")
     fields = {"step": int, "world_size": int, "identity": dict, "state": dict, "metrics": dict, "files": dict}
     if manifest["format_version"] >= 4:
@@ -78,8 +78,7 @@ def _measured_before_4(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_version(version: Any, folder: Path) -> None:
-    *others, last = map(str, _READABLE_VERSIONS)
-    ours = f"{', '.join(others)} and {last}"
+    ours = " and ".join(map(str, _READABLE_VERSIONS))
     if type(version) is not int:
         raise ValueError(f"{folder.name} names no checkpoint format (format_version is {_short(version)}): it is none of ours")
     if version > FORMAT_VERSION:

@@ -83,14 +83,12 @@ def test_a_changed_base_is_named_by_its_first_tensor() -> None:
         _check_identity(Path("step-00000003"), theirs, ours)
 
 
-@pytest.mark.parametrize(
-    ("key", "as_before", "other"), [("optim.skip_beyond_sigmas", None, 4.0), ("optim.skip_window_steps", 100, 50)]
-)
-def test_a_key_newer_than_the_checkpoint_may_not_change_the_run(key: str, as_before: Any, other: Any) -> None:
+def test_a_key_newer_than_the_checkpoint_may_not_change_the_run() -> None:
+    key = "optim.skip_beyond_sigmas"
     theirs = {"config": SETTINGS, "model_config_hash": "m", "data_fingerprint": "d", "frozen_hashes": {}}
-    _check_identity(Path("step-00000003"), theirs, identity(**{key: as_before}))
-    with pytest.raises(UserError, match=f"^{key} is {other}, but step-00000003 was made with {as_before}"):
-        _check_identity(Path("step-00000003"), theirs, identity(**{key: other}))
+    _check_identity(Path("step-00000003"), theirs, identity(**{key: None}))
+    with pytest.raises(UserError, match=f"^{key} is 4.0, but step-00000003 was made with None"):
+        _check_identity(Path("step-00000003"), theirs, identity(**{key: 4.0}))
 
 
 OTHER = {"rows": "b", "num_beams": 1}

@@ -15,11 +15,8 @@ from toolkit.checkpoint.manifest import MANIFEST, read_manifest
 @pytest.mark.parametrize(
     ("version", "sentence"),
     [
-        (
-            1,
-            "has checkpoint format 1; this version reads 2, 3 and 4: export it with the version that wrote it, and give",
-        ),
-        (5, "has checkpoint format 5; this version reads 2, 3 and 4: update the toolkit"),
+        (2, "has checkpoint format 2; this version reads 3 and 4: export it with the version that wrote it, and give"),
+        (5, "has checkpoint format 5; this version reads 3 and 4: update the toolkit"),
         ("3", "names no checkpoint format (format_version is '3')"),
         (None, "names no checkpoint format (format_version is None)"),
         (True, "names no checkpoint format (format_version is True)"),
@@ -34,7 +31,7 @@ def test_another_format_version_is_refused(tmp_path: Path, version: Any, sentenc
 def test_the_format_version_before_is_read(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, 3)
     assert read_manifest(folder)["format_version"] == 4
-    change_manifest(folder, lambda manifest: manifest.update(format_version=2))
+    change_manifest(folder, lambda manifest: manifest.update(format_version=3))
     assert newest_valid(tmp_path) == (folder, [])
 
 
