@@ -1,1 +1,1 @@
-"""Every setting: the dataclasses of a run YAML, how they are read from YAML and flags, and what a wrong one is answered with."""
+"""Every setting: the dataclasses of a run YAML, how they are read from YAML and flags, and the errors for wrong ones."""

@@ -1,4 +1,4 @@
-"""The data section of a run YAML, of each recipe."""
+"""The `data` section of the run YAMLs, one dataclass per recipe."""
 
 from __future__ import annotations
 
@@ -10,56 +10,57 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloa
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which rows, and how they become tokens."""
+    """Which rows to read, and how to tokenize them."""
 
     source: str
-    """`docstrings`, `wikihow`, `csv`, `jsonl`, `parquet`, the id of a hub dataset, or a folder with one. Kinds of files that
-    only `datasets` knows (`text`, `json`, …) are refused."""
+    """Source of the rows: `docstrings`, `wikihow`, `csv`, `jsonl`, `parquet`, the id of a hub dataset, or a folder with one.
+    Other file formats of `datasets` (`text`, `json`, …) are refused."""
     files: list[str] | str | None = None
-    """Files of a file source, one or a list."""
+    """File or list of files of a file source (`csv`, `jsonl`, `parquet`, …)."""
     eval_files: list[str] | str | None = None
-    """Files with the held-out rows; unset holds out `eval_fraction` of the rows."""
+    """Files with the evaluation split. If unset, `eval_fraction` of the rows are held out."""
     hub_subset: str | None = None
     """Configuration name of a hub dataset."""
     hub_split: str = "train"
     """Split of a hub dataset."""
     source_column: str | None = None
-    """Column with the text to summarize; unset: `source`, or what the source prescribes."""
+    """Column with the text to summarize. If unset, the source's own column, else `source`."""
     target_column: str | None = None
-    """Column with the summary; unset: `target`, or what the source prescribes."""
+    """Column with the summary. If unset, the source's own column, else `target`."""
     prefix: str = ""
-    """Text put before every source, as in `summarize: `."""
+    """Text to put before every source, as in `summarize: `."""
     source_language: str | None = None
-    """Language of the sources, as the tokenizer of a translation model names it (`eng_Latn`); unset: the one saved with it."""
+    """Source language, as the tokenizer of a translation model names it (`eng_Latn`). If unset, the tokenizer's own."""
     target_language: str | None = None
-    """Language of the targets; generated texts begin with it."""
+    """Target language. Generated texts begin with its token."""
     max_source_length_tokens: PositiveInt = 512  # type: ignore[valid-type]
-    """Longer sources are cut (counted and told)."""
+    """Maximum tokens per source. Longer sources are truncated, and the number is printed."""
     max_target_length_tokens: PositiveInt = 150  # type: ignore[valid-type]
-    """Longer targets are cut (counted and told)."""
+    """Maximum tokens per target. Longer targets are truncated, and the number is printed."""
     num_rows: PositiveInt | None = None  # type: ignore[valid-type]
-    """Use only the first so many rows of the source."""
+    """Use only the first N rows of the source."""
     eval_fraction: ClosedUnitInterval = 0.05  # type: ignore[valid-type]
-    """Share of the rows held out, chosen by a hash of each row's group, so that no group is on both sides."""
+    """Fraction of the rows to hold out for evaluation, chosen by a hash of each row's group, so that the splits share no
+    group."""
     num_tokenizer_workers: PositiveInt | None = None  # type: ignore[valid-type]
-    """Processes that tokenize; unset: the machine's cores over its ranks, at most 8."""
+    """Number of processes that tokenize. If unset, the machine's cores divided by its ranks, at most 8."""
     num_loader_workers: NonNegativeInt = 0  # type: ignore[valid-type]
-    """Processes per rank that collate batches ahead; 0 collates in the training process."""
+    """Number of processes per rank that collate batches ahead. 0 collates in the training process."""
     cache_dir: str | None = None
-    """Tokenized rows and trained tokenizers; unset: `toolkit/` in the Hugging Face cache."""
+    """Folder for tokenized rows and trained tokenizers. If unset, `toolkit/` in the Hugging Face cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixEntry:
-    """One of several sources: fields as in `data`."""
+    """One of several sources. Fields are as in `data`."""
 
     source: str
-    """`docstrings`, `stdlib`, `csv`, `jsonl`, `parquet`, the id of a hub dataset, or a folder with one. Kinds of files that
-    only `datasets` knows (`text`, `json`, …) are refused."""
+    """Source of the rows: `docstrings`, `stdlib`, `csv`, `jsonl`, `parquet`, the id of a hub dataset, or a folder with one.
+    Other file formats of `datasets` (`text`, `json`, …) are refused."""
     weight: PositiveFloat = 1.0  # type: ignore[valid-type]
-    """Its share of an epoch's rows, relative to the other weights."""
+    """Share of an epoch's rows, relative to the other weights."""
     files: list[str] | str | None = None
-    """Files of a file source, one or a list."""
+    """File or list of files of a file source (`csv`, `jsonl`, `parquet`, …)."""
     hub_subset: str | None = None
     """Configuration name of a hub dataset."""
     hub_split: str = "train"
@@ -68,49 +69,50 @@ class MixEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class LLMDataConfig:
-    """Which rows (chats, prompts with completions, or plain text), and how they become tokens."""
+    """Which rows to read (chats, prompts with completions, or plain text), and how to tokenize them."""
 
     source: str | None = None
-    """`docstrings`, `stdlib`, `csv`, `jsonl`, `parquet`, the id of a hub dataset, or a folder with one. Kinds of files that
-    only `datasets` knows (`text`, `json`, …) are refused."""
+    """Source of the rows: `docstrings`, `stdlib`, `csv`, `jsonl`, `parquet`, the id of a hub dataset, or a folder with one.
+    Other file formats of `datasets` (`text`, `json`, …) are refused."""
     mix: list[MixEntry] = field(default_factory=list)
-    """Several sources with weights, instead of `source` and `files`."""
+    """List of weighted sources, instead of `source` and `files`."""
     files: list[str] | str | None = None
-    """Files of a file source, one or a list."""
+    """File or list of files of a file source (`csv`, `jsonl`, `parquet`, …)."""
     eval_files: list[str] | str | None = None
-    """Files with the held-out rows; unset holds out `eval_fraction` of the rows."""
+    """Files with the evaluation split. If unset, `eval_fraction` of the rows are held out."""
     hub_subset: str | None = None
     """Configuration name of a hub dataset."""
     hub_split: str = "train"
     """Split of a hub dataset."""
     messages_column: str | None = None
-    """Column with a chat, a list of `{role, content}`; unset: `messages` where there is one."""
+    """Column with a chat, a list of `{role, content}`. If unset, `messages` if there is one."""
     prompt_column: str | None = None
-    """Column with the prompt; unset: `prompt` where there is one."""
+    """Column with the prompt. If unset, `prompt` if there is one."""
     completion_column: str | None = None
-    """Column with the completion; unset: `completion` where there is one."""
+    """Column with the completion. If unset, `completion` if there is one."""
     text_column: str | None = None
-    """Column with plain text; unset: `text` where there is one."""
+    """Column with plain text. If unset, `text` if there is one."""
     chat_template: str | None = None
-    """Jinja chat template, or a file that holds one; unset: the tokenizer's."""
+    """Jinja chat template, or a file with one. If unset, the tokenizer's own."""
     loss_on: Literal["completions", "all"] = "completions"
-    """Train on completions only (every assistant turn, but one with `"weight": 0`), or on all tokens. Plain text always counts
-    whole."""
+    """Tokens that the loss counts: completions only (every assistant turn without `"weight": 0`), or all. Every token of plain
+    text counts."""
     max_length_tokens: PositiveInt = 1024  # type: ignore[valid-type]
-    """Longer plain text is split into rows that together hold every token; longer chats and completions are cut at their end, and
-    the share of tokens lost is printed. Packed rows are filled up to it."""
+    """Maximum tokens per row, and length of packed rows. Longer plain text is split into several rows and loses no token; longer
+    chats and completions are truncated at their end, and the share of tokens lost is printed."""
     packing: bool = True
-    """Put several rows of a step into one row of the tensors. They do not see each other: for the same rows the result is
-    the same."""
+    """Pack several rows of a step into one row of the tensors. They do not attend to each other, so the result is the same
+    as without packing."""
     bucket_by_length: bool | None = None
-    """Make steps of rows of about equal length, instead of drawing them at random; unset: where rows are not packed."""
+    """Group rows of similar length into steps instead of drawing them at random. If unset, true without packing."""
     num_rows: PositiveInt | None = None  # type: ignore[valid-type]
-    """Use only the first so many rows of each source."""
+    """Use only the first N rows of each source."""
     eval_fraction: ClosedUnitInterval = 0.05  # type: ignore[valid-type]
-    """Share of the rows held out, chosen by a hash of each row's prompt, so that no prompt is on both sides."""
+    """Fraction of the rows to hold out for evaluation, chosen by a hash of each row's prompt, so that the splits share no
+    prompt."""
     num_tokenizer_workers: PositiveInt | None = None  # type: ignore[valid-type]
-    """Processes that tokenize; unset: the machine's cores over its ranks, at most 8."""
+    """Number of processes that tokenize. If unset, the machine's cores divided by its ranks, at most 8."""
     num_loader_workers: NonNegativeInt = 0  # type: ignore[valid-type]
-    """Processes per rank that collate batches ahead; 0 collates in the training process."""
+    """Number of processes per rank that collate batches ahead. 0 collates in the training process."""
     cache_dir: str | None = None
-    """Tokenized rows and trained tokenizers; unset: `toolkit/` in the Hugging Face cache."""
+    """Folder for tokenized rows and trained tokenizers. If unset, `toolkit/` in the Hugging Face cache."""

@@ -1,4 +1,4 @@
-"""What jsonargparse leaves undone about flags of the command line."""
+"""Command-line handling that jsonargparse lacks: flags win over files, repeated list flags add up."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from toolkit.errors import UserError
 
 
 def unset_counterparts(flags: list[str]) -> list[str]:
-    """A run length given as a flag wins over the other kind of length in the YAML."""
+    """Flags that unset the other kind of run length, so that a length given as a flag wins over one in the YAML."""
     lengths = {"--train.max_steps", "--train.num_epochs"}
     given = {flag.split("=")[0] for flag in flags} & lengths
     return [f"{other}=null" for other in lengths - given] if len(given) == 1 else []
 
 
 def split_files_and_flags(argv: list[str]) -> tuple[list[str], list[str]]:
-    """The values of `--config`, and the rest: jsonargparse lets a file win over flags that stand before it."""
+    """The values of `--config`, and all other arguments. jsonargparse would let a file win over flags that stand before it."""
     splitter = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
     splitter.add_argument("--config", action="append", default=[])
     try:
@@ -29,7 +29,7 @@ def split_files_and_flags(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def join_lists(flags: list[str], config_class: type) -> list[str]:
-    """`--data.files a --data.files b` as one flag with a list, where the first one stands: argparse would take the last alone."""
+    """Join `--data.files a --data.files b` into one flag with a list, at the first one's place. argparse would keep the last."""
     hints = {
         key: hint
         for key, hint in known_keys(config_class)[0].items()
@@ -56,7 +56,7 @@ def join_lists(flags: list[str], config_class: type) -> list[str]:
 
 
 def _join(values: list[str], hint: Any) -> str:
-    """One list of items and lists; null and [] forget those before. A single item becomes a list in a field of texts alone."""
+    """One list of items and lists. null and [] drop the items before. A single item becomes a list only in a field of texts."""
     loaded = [_load(value) for value in values]
     if len(values) == 1 and (hint != list[str] or isinstance(loaded[0], list | dict | None)):
         return values[0]

@@ -1,7 +1,7 @@
-"""The run YAML and its dotted flags, read into frozen dataclasses.
+"""Reads the run YAML and its dotted flags into frozen dataclasses.
 
-The accelerate YAML says *where* a run happens (processes, sharding, precision); this one says *what* happens. Every field
-is also a flag: `--optim.lr 1e-4`. Unknown keys and wrong types are refused with the nearest key that exists.
+The accelerate YAML says *where* a run happens (processes, sharding, precision); the run YAML says *what* happens. Every field
+is also a flag: `--optim.lr 1e-4`. Unknown keys and wrong types are refused, and the nearest existing key is suggested.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ConfigT = TypeVar("ConfigT")
 
 
 RecipeConfig = SummarizationConfig | LLMConfig
-"""What every recipe's config has: all sections but `data` are the same."""
+"""Config of a language-model recipe. All sections except `data` are the same."""
 
 
 def load_config(
@@ -41,32 +41,35 @@ def load_config(
     description: str | None = None,
     check: Callable[[Any], None] = check_config,
 ) -> ConfigT:
-    """Read `--config FILE` and dotted flags (flags win, wherever they stand) into `config_class`.
+    """Read `--config FILE` and dotted flags into `config_class`. Flags win over files, wherever they stand.
 
     Args:
-        check: what refuses fields that exclude or need each other.
+        check: refuses fields that exclude or need each other.
 
     Raises:
-        UserError: an unknown key (the nearest one is suggested), a wrong type, a missing or broken file, a path in it that
-            leads to two places.
+        UserError: an unknown key (the nearest one is suggested), a wrong type, a missing or broken file, an ambiguous path.
     """
-    # No abbreviations: a flag that is nearly right would be taken for another, and for a third one in the next version.
+    # No abbreviations: a misspelt flag would match another one, and perhaps a third in the next version.
     parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, description=description)
     parser.add_argument(
         "--config",
         action="config",
-        help="Run YAML; flags given beside it win. A flag of a list may be given again for every item. Relative paths in the "
-        "YAML are found in the working directory or beside it (in both: an error), those in flags in the working directory.",
+        help="Run YAML. Flags win over it. Repeat a list flag to add items. Relative paths in the YAML are looked up in the "
+        "working directory and beside the YAML (a match in both is an error), those in flags in the working directory only.",
     )
     parser.add_class_arguments(config_class, None)
+
+    # Sort the arguments; index the YAML values by key, for error messages and relative paths.
     files, flags = split_files_and_flags(sys.argv[1:] if argv is None else argv)
     flags = join_lists(flags, config_class)
     entries: dict[str, Entry] = {}
     for file in files:
         entries |= load_entries(Path(file), config_class)
+
+    # Parse the files alone first, so that an error is known to be theirs; then with the flags.
     file_arguments = [f"--config={file}" for file in files]
     try:
-        parser.parse_args(file_arguments)  # alone, so that an error is theirs
+        parser.parse_args(file_arguments)
     except ArgumentError as error:
         if "arguments are required" not in str(error):  # flags may give them
             raise UserError(sentence(str(error), config_class, [], entries)) from None
@@ -76,6 +79,8 @@ def load_config(
         config = parser.instantiate(namespace)
     except ArgumentError as error:
         raise UserError(sentence(str(error), config_class, flags, {})) from None
+
+    # Build the dataclass, resolve its paths, check the fields against each other.
     built = _with_plain_numbers(config_class(**{name: config[name] for name in field_names(config_class)}))
     built = find_paths(built, entries, {flag.removeprefix("--").partition("=")[0] for flag in flags})
     check(built)
@@ -88,7 +93,7 @@ def field_names(config_class: type) -> list[str]:
 
 
 def dotted_keys(config: Any, prefix: str = "") -> dict[str, Any]:
-    """`{"optim.lr": 1e-3, …}` of a config, in the order of its fields; plain values, lists and dicts only."""
+    """A config as `{"optim.lr": 1e-3, …}`, in field order; values are plain values, lists and dicts."""
     flat: dict[str, Any] = {}
     for name in field_names(type(config)):
         value = getattr(config, name)
@@ -101,7 +106,7 @@ def dotted_keys(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def save_config(config: Any, path: Path) -> None:
-    """Write the resolved config as YAML that `--config` reads again, from wherever; relative paths are those from its folder."""
+    """Write the resolved config as YAML that `--config` reads again from any directory; relative paths start at its folder."""
     import yaml
 
     written = dataclasses.asdict(write_paths(config, path.parent))
@@ -110,7 +115,7 @@ def save_config(config: Any, path: Path) -> None:
 
 
 def _with_plain_numbers(value: Any) -> Any:
-    """jsonargparse's restricted types are subclasses of int and float, which YAML cannot write."""
+    """Convert jsonargparse's restricted types to plain int and float: YAML cannot write subclasses of them."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         plain = {name: _with_plain_numbers(getattr(value, name)) for name in field_names(type(value))}
         return dataclasses.replace(value, **plain)

@@ -1,7 +1,7 @@
-"""What is wrong with a run config, in one sentence: the key, the value, where it stands and what may stand there.
+"""Error messages for a wrong run config: one sentence with the key, the value, its file and line, and what is allowed.
 
-jsonargparse checks types and flags, but speaks of its own classes and forgets the file. So the YAML is looked through here
-first, strictly: unknown keys, keys given twice and broken files are told with the line; a type error gets its place from it.
+jsonargparse checks types and flags, but its messages name its own classes and no line. So the YAML is checked here first:
+unknown keys, duplicate keys and broken files are reported with their line, and type errors get theirs from the same index.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ALLOWED = {
 
 @dataclass(frozen=True)
 class Entry:
-    """A value as it stands in a run YAML."""
+    """A value in a run YAML, as text, with its file and line."""
 
     path: Path
     line: int
@@ -42,11 +42,11 @@ class Entry:
 
 
 def load_entries(path: Path, config_class: type) -> dict[str, Entry]:
-    """Every value of a run YAML under its dotted key, as it stands in the file; types are not checked.
+    """Every value of a run YAML by its dotted key, as text. Types are not checked.
 
     Raises:
-        UserError: the file cannot be read or is broken, a key is unknown (the nearest is suggested) or given twice, a section
-            is not a mapping; all but the first with the line.
+        UserError: the file cannot be read or is broken, a key is unknown (the nearest is suggested) or given twice, or a
+            section is not a mapping. Names the line, except for a file that cannot be read.
     """
     import yaml
 
@@ -74,12 +74,15 @@ def _collect_entries(node: Any, prefix: str, path: Path, text: str, config_class
     leaves, sections = known_keys(config_class)
     first_lines: dict[str, int] = {}
     for key_node, value_node in node.value:
+        # The entry, as text; a key may be given once.
         key, line = f"{prefix}{key_node.value}", key_node.start_mark.line + 1
         entry = Entry(path, line, text[value_node.start_mark.index : value_node.end_mark.index].strip())
         if key in first_lines or key in entries:
             first = first_lines[key] if key in first_lines else entries[key].line
             raise UserError(f"{path}, line {line}: {key} was given before, on line {first}: keep one of them")
         first_lines[key] = line
+
+        # A section: descend. A leaf: check what jsonargparse would accept or report without the line.
         if key in sections:
             if value_node.id != "mapping":
                 trouble = f"is {_shortened(entry.text)}" if entry.text else "is empty"
@@ -94,13 +97,13 @@ def _collect_entries(node: Any, prefix: str, path: Path, text: str, config_class
             entries[key] = entry
             if found := _find_trouble_in_list(key, leaves[key], value_node):
                 raise UserError(f"{path}, line {found[0].start_mark.line + 1}: {found[1]}")
-            # jsonargparse takes null for "not given", whatever the type.
+            # jsonargparse accepts null as "not given" for every type.
             if value_node.tag == "tag:yaml.org,2002:null" and types.NoneType not in get_args(leaves[key]):
                 raise UserError(_type_sentence(key, leaves[key], [], entries))
 
 
 def _find_trouble_in_list(key: str, hint: Any, node: Any) -> tuple[Any, str] | None:
-    """What is wrong with a list of sections (`list[MixEntry]`), if the field is one: the YAML node, and a sentence."""
+    """The wrong YAML node in a list of sections (`list[MixEntry]`) and a sentence about it; None if nothing is wrong."""
     section_class = get_args(hint)[0] if get_origin(hint) is list else None
     if not dataclasses.is_dataclass(section_class) or node.tag == "tag:yaml.org,2002:null":
         return None
@@ -127,7 +130,7 @@ def _find_trouble_in_list(key: str, hint: Any, node: Any) -> tuple[Any, str] | N
 
 
 def known_keys(config_class: type) -> tuple[dict[str, Any], list[str]]:
-    """Dotted keys of a config dataclass with their types, and the names of its sections."""
+    """The dotted keys of a config dataclass with their types, and the names of its sections."""
     leaves: dict[str, Any] = {}
     sections = []
     for name, hint in get_type_hints(config_class).items():
@@ -140,9 +143,9 @@ def known_keys(config_class: type) -> tuple[dict[str, Any], list[str]]:
 
 
 def suggestion(key: str, config_class: type, prefix: str = "") -> str:
-    """ ": did you mean optim.lr?" for `learning_rate`, `optim.lrr`, `lr` or `optmi.lr`; where no key is near, those there are.
+    """The end of the message for an unknown key: ": did you mean optim.lr?" for `learning_rate`, `optim.lrr` or `lr`.
 
-    By meaning first, then by spelling.
+    Names of other trainers come first, then similar spelling. If no key is near, it lists the known ones.
     """
     leaves, sections = known_keys(config_class)
     section, _, name = key.rpartition(".")
@@ -151,6 +154,7 @@ def suggestion(key: str, config_class: type, prefix: str = "") -> str:
             ": the vocabulary is not resized under sharding: resize the model with transformers' resize_token_embeddings, save "
             f"it and give that as {prefix}model.name_or_path"
         )
+    # Candidates: keys of the same section, keys of the same name, keys that another trainer calls by this name.
     siblings = [leaf for leaf in leaves if section in sections and leaf.startswith(f"{section}.")]
     namesakes = [leaf for leaf in leaves if leaf.rpartition(".")[2] == name]
     meant = find_by_meaning(name, leaves)
@@ -171,7 +175,7 @@ def suggestion(key: str, config_class: type, prefix: str = "") -> str:
 
 
 def _nearest_of_section(name: str, siblings: list[str], cutoff: float) -> list[str]:
-    """By their names alone: the section's own letters would make all of them near."""
+    """The sibling spelled most like `name`, compared without the section, whose letters would make all of them similar."""
     return [
         leaf
         for near in difflib.get_close_matches(name, [leaf.rpartition(".")[2] for leaf in siblings], n=1, cutoff=cutoff)
@@ -181,13 +185,14 @@ def _nearest_of_section(name: str, siblings: list[str], cutoff: float) -> list[s
 
 
 def sentence(message: str, config_class: type, flags: list[str], entries: dict[str, Entry]) -> str:
-    """jsonargparse's message as one sentence.
+    """Translate jsonargparse's error message into one sentence.
 
     Args:
-        flags: the command line without `--config`, where the message is about it.
-        entries: of the run YAML, where the message is about that.
+        flags: the command line without `--config`, if the message is about it.
+        entries: the values of the run YAML, if the message is about it.
     """
     leaves, sections = known_keys(config_class)
+    # Unknown, missing and incomplete arguments.
     for key, value in _given_flags(flags):
         if key in leaves and (node := _compose(value)) and (found := _find_trouble_in_list(key, leaves[key], node)):
             return f"--{found[1]}" if found[1].startswith(key) else f"--{key}: {found[1]}"
@@ -203,6 +208,7 @@ def sentence(message: str, config_class: type, flags: list[str], entries: dict[s
         return f"missing in the run config: {missing[1]} (give it in --config FILE or as --{first} VALUE)"
     if valueless := re.search(r"argument (--\S+): expected one argument", message):
         return f"{valueless[1]} has no value: give one, as in {valueless[1]} VALUE"
+    # Values of the wrong type.
     keys = [key for key in re.findall(r'Parser key "(\S+)"', message) if key in leaves or key in sections]
     if not keys:
         return " ".join(message.split())
@@ -213,7 +219,7 @@ def sentence(message: str, config_class: type, flags: list[str], entries: dict[s
 
 
 def _type_sentence(key: str, hint: Any, flags: list[str], entries: dict[str, Entry]) -> str:
-    """Where the value stands, and what is allowed there."""
+    """The sentence for a value of the wrong type: its place, the value, and what is allowed."""
     if key in entries:
         entry = entries[key]
         return f"{entry.path}, line {entry.line}: {key} is {_shortened(entry.text) or 'null'}: write {allowed(hint)}"
@@ -224,7 +230,7 @@ def _type_sentence(key: str, hint: Any, flags: list[str], entries: dict[str, Ent
 
 
 def _given_flags(flags: list[str]) -> list[tuple[str, str]]:
-    """(key, value) of the flags on the command line, the last one first, which is the one that counts."""
+    """(key, value) of the flags on the command line, the last one first, because the last one wins."""
     pairs = list(zip(flags, [*flags[1:], ""], strict=False))
     given = [(*flag[2:].partition("="), value) for flag, value in reversed(pairs) if flag.startswith("--")]
     return [(name, own if equals else value) for name, equals, own, value in given]
@@ -240,7 +246,7 @@ def _compose(text: str) -> Any:
 
 
 def allowed(hint: Any) -> str:
-    """What a field takes, in words: `PositiveInt | None` → "a whole number of 1 or more, or null"."""
+    """The allowed values of a field, in words: `PositiveInt | None` → "a whole number of 1 or more or null"."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return _either(allowed(argument) for argument in sorted(arguments, key=lambda argument: argument is str))

@@ -1,4 +1,4 @@
-"""The run config of `recipes/mnist.py`: images instead of tokens, a convnet instead of a Hugging Face model."""
+"""The run config of `recipes/mnist.py`, which trains a convnet on images."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ class ImageDataConfig:
     """Which images."""
 
     source: str = "digits"
-    """`digits` of scikit-learn, 8 x 8 pixels; `idx`, the files of MNIST; or the id of a hub dataset, as in `ylecun/mnist`."""
+    """Source of the images: `digits` (scikit-learn, 8 x 8 pixels), `idx` (MNIST's files), or a hub id such as `ylecun/mnist`."""
     folder: str | None = None
-    """Folder of `idx`: train-images-idx3-ubyte, train-labels-idx1-ubyte and the two t10k- files, each as it is or as .gz."""
+    """Folder for `idx`, with train-images-idx3-ubyte, train-labels-idx1-ubyte and the two t10k- files, plain or as .gz."""
     hub_subset: str | None = None
     """Configuration name of a hub dataset."""
     hub_split: str = "train"
     """Split of a hub dataset to train on."""
     hub_eval_split: str = "test"
-    """Split of a hub dataset that is held out."""
+    """Split of a hub dataset to evaluate on."""
     image_column: str = "image"
     """Column of a hub dataset with the image."""
     label_column: str = "label"
-    """Column of a hub dataset with the class, a whole number."""
+    """Column of a hub dataset with the class, an integer."""
     num_rows: PositiveInt | None = None  # type: ignore[valid-type]
-    """Use only the first so many training images."""
+    """Use only the first N training images."""
     eval_fraction: ClosedUnitInterval = 0.2  # type: ignore[valid-type]
-    """Share of `digits` held out, chosen by a hash; the other sources come with held-out images."""
+    """Fraction of `digits` to hold out for evaluation, chosen by a hash. The other sources have an evaluation split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,24 +43,24 @@ class ConvNetConfig:
     hidden_size: PositiveInt = 128  # type: ignore[valid-type]
     """Width of the first linear layer, which holds most of the parameters."""
     conv_dropout: ClosedUnitInterval = 0.25  # type: ignore[valid-type]
-    """Dropout before the first linear layer."""
+    """Dropout rate before the first linear layer."""
     linear_dropout: ClosedUnitInterval = 0.5  # type: ignore[valid-type]
-    """Dropout before the last linear layer."""
+    """Dropout rate before the last linear layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdadeltaConfig:
-    """torch's Adadelta, its learning rate by torch's StepLR."""
+    """torch's Adadelta with torch's StepLR."""
 
     lr: PositiveFloat = 1.0  # type: ignore[valid-type]
     """Learning rate of the first epoch."""
     gamma: PositiveFloat = 0.7  # type: ignore[valid-type]
-    """The learning rate is multiplied by it after every epoch."""
+    """Factor on the learning rate after every epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MnistConfig:
-    """What `recipes/mnist.py` does."""
+    """Config of `recipes/mnist.py`."""
 
     data: ImageDataConfig = field(default_factory=ImageDataConfig)
     model: ConvNetConfig = field(default_factory=ConvNetConfig)
@@ -68,13 +68,13 @@ class MnistConfig:
     optim: AdadeltaConfig = field(default_factory=AdadeltaConfig)
     run: RunConfig = field(default_factory=RunConfig)
     eval_batch_size_rows: PositiveInt = 500  # type: ignore[valid-type]
-    """Images of one evaluation batch of one process; held-out images are evaluated after every epoch."""
+    """Images per evaluation batch of one process. Evaluation runs after every epoch."""
     log_every_steps: PositiveInt = 10  # type: ignore[valid-type]
-    """Steps between two reads of the loss (each read waits for the device)."""
+    """Steps between two log lines. Each reads the loss and so waits for the device."""
 
 
 def check_mnist_config(config: Any) -> None:
-    """Refuse what no single field's type can: fields that exclude or need each other.
+    """Refuse fields that exclude or need each other.
 
     Raises:
         UserError: naming both fields.

@@ -1,6 +1,6 @@
-"""What other trainers call our fields (transformers' Seq2SeqTrainingArguments, TRL, axolotl, LLaMA-Factory, example scripts).
+"""Names of our fields in other trainers (transformers' Seq2SeqTrainingArguments, TRL, axolotl, LLaMA-Factory, example scripts).
 
-Whoever writes `--report_to` means `tracking.log_with`: its spelling is nearer to `export`.
+Spelling alone would mislead: `--report_to` means `tracking.log_with`, but is spelled more like `export`.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ _ELSEWHERE = {
 
 
 def find_by_meaning(name: str, fields: Collection[str]) -> list[str]:
-    """Those of `fields` (dotted keys) that another trainer calls `name`."""
+    """The `fields` (dotted keys) that another trainer calls `name`."""
     plain = name.lower().replace("-", "_")
     return [field for field, names in _NAMES.items() if field in fields and plain in names.split()]
 
 
 def say_elsewhere(name: str) -> str | None:
-    """Where something stands that is no field, in a sentence; None of what is not known."""
+    """A sentence that says where to set something that is not a field; None if `name` is unknown."""
     plain = name.lower().replace("-", "_")
     return next((where for names, where in _ELSEWHERE.items() if plain in names.split()), None)

@@ -1,8 +1,8 @@
-"""Where the relative paths of a run YAML lead, and how a run writes its paths down so that they lead there from anywhere.
+"""Resolves the relative paths of a run YAML, and writes a run's paths so that its saved config works from any directory.
 
-A path in a run YAML is one of the working directory or one beside the YAML, wherever there is something of that name; where there
-is in both, nobody can know which one is meant. A path in a flag is one of the working directory. What a run writes
-(`run.output_dir`, `data.cache_dir`) is of the working directory too, as nothing is there to be found.
+A path in a run YAML is looked up in the working directory and beside the YAML; a match in both is ambiguous and refused.
+A path in a flag is relative to the working directory. So are the folders that a run writes (`run.output_dir`,
+`data.cache_dir`), which need not exist yet.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ PATH_FIELDS = {
     "data": ("source", "mix", "files", "eval_files", "chat_template", "folder"),
     "checkpoint": ("resume",),
 }
-"""Fields that name something to read, which may be a path; what is none, such as a hub id, leads nowhere and stays."""
+"""Fields that may hold a path to read. A value that matches no path, such as a hub id, stays as it is."""
 _NO_PATHS = ("auto", "never")
-"""Of `checkpoint.resume`."""
+"""Values of `checkpoint.resume` that are not paths."""
 
 
 def find_paths(config: Any, entries: Mapping[str, Entry], flag_keys: Collection[str]) -> Any:
-    """The config with every path from a run YAML as it leads there from the working directory.
+    """The config with every path from a run YAML made relative to the working directory.
 
     Args:
-        entries: where the values of YAMLs stand.
+        entries: the values of the YAMLs, with file and line.
         flag_keys: dotted keys given as flags.
 
     Raises:
-        UserError: a relative path that leads to two places.
+        UserError: a relative path is ambiguous.
     """
 
     def find(key: str, value: str, is_pattern: bool) -> str:
@@ -50,14 +50,14 @@ def find_paths(config: Any, entries: Mapping[str, Entry], flag_keys: Collection[
 
 
 def find_path(value: str, yaml_path: Path, where: str, *, is_pattern: bool = False) -> str:
-    """A path from a run YAML as it leads there from the working directory; what is nowhere is returned as it is.
+    """A path from a run YAML, made relative to the working directory; a path that matches nothing is returned as it is.
 
     Args:
-        where: begins the message.
-        is_pattern: it may be a glob pattern.
+        where: start of the error message.
+        is_pattern: the path may be a glob pattern.
 
     Raises:
-        UserError: there is one in the working directory and another beside the YAML.
+        UserError: the path matches in the working directory and beside the YAML.
     """
     if not _is_relative(value):
         return value
@@ -73,12 +73,12 @@ def find_path(value: str, yaml_path: Path, where: str, *, is_pattern: bool = Fal
 
 
 def write_paths(config: Any, folder: Path) -> Any:
-    """The config with every relative path that leads somewhere as a YAML in `folder` would have it."""
+    """The config with every relative path that exists made relative to `folder`, for a YAML saved there."""
 
     def write(key: str, value: str, is_pattern: bool) -> str:
         if not (_is_relative(value) and _list_matches(value, is_pattern)):
             return value
-        parent, name = os.path.split(value)  # links on the way are followed; it may be one itself
+        parent, name = os.path.split(value)  # resolve links in the parents, but keep the path itself, which may be a link
         path = os.path.relpath(os.path.join(os.path.realpath(parent), name), os.path.realpath(folder))
         return path if path.startswith("..") else f"./{path}"
 
@@ -86,7 +86,7 @@ def write_paths(config: Any, folder: Path) -> Any:
 
 
 def _map_paths(config: Any, change: Callable[[str, str, bool], str]) -> Any:
-    """The config with `change(dotted key, value, is it a pattern)` in place of each value of `PATH_FIELDS`."""
+    """The config with each value of `PATH_FIELDS` replaced by `change(dotted key, value, is_pattern)`."""
 
     def changed(key: str, name: str, value: Any) -> Any:
         if isinstance(value, list):
@@ -94,7 +94,7 @@ def _map_paths(config: Any, change: Callable[[str, str, bool], str]) -> Any:
         if isinstance(value, MixEntry):
             parts = {part: changed(key, part, getattr(value, part)) for part in ("source", "files")}
             return dataclasses.replace(value, **parts)
-        # A source without a slash is the name of one, even where a folder is called so.
+        # A source without a slash is the name of a source, even if a folder has the same name.
         is_path = isinstance(value, str) and (name != "source" or "/" in value)
         return change(key, value, name in ("files", "eval_files")) if is_path else value
 
@@ -112,7 +112,7 @@ def _is_relative(value: str) -> bool:
 
 
 def _list_matches(value: str, is_pattern: bool) -> list[str]:
-    """What a path leads to, links followed."""
+    """The real paths that a path or pattern matches."""
     if os.path.exists(value):
         return [os.path.realpath(value)]
     return sorted(map(os.path.realpath, glob.glob(value, recursive=True))) if is_pattern and glob.has_magic(value) else []

@@ -1,6 +1,6 @@
-"""Sections of the run configs: one frozen dataclass each, with a docstring a field, which is what `--help` prints.
+"""Sections of the run configs: one frozen dataclass each. `--help` prints the docstrings of the fields.
 
-A module of the toolkit gets only its own section.
+Each module of the toolkit gets only its own section.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from toolkit.config.data import DataConfig, LLMDataConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Where the run writes."""
+    """Where the run writes, and when it counts as hung."""
 
     output_dir: str = "runs"
-    """Folder that holds run folders."""
+    """Parent folder of all run folders."""
     name: str = "run"
-    """Name of the run; its folder is `output_dir/name`."""
+    """Name of the run. It writes into `output_dir/name`."""
     timeout_s: PositiveInt = 1800  # type: ignore[valid-type]
-    """Seconds without progress after which every rank shows where it stands and exits; more than the longest step or evaluation
-    batch takes. Tokenizing, loading, saving and exporting may take longer, as long as a process computes, reads or writes."""
+    """Seconds without progress after which every rank prints its stack and exits. Give more than the longest step or evaluation
+    batch takes. Tokenizing, loading, saving and exporting may take longer: there, CPU time and IO count as progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,63 +31,63 @@ class ModelConfig:
     """Which model, and which of its parameters train."""
 
     name_or_path: str
-    """Hub id or local folder of a Hugging Face model; `config.json` alone is enough with `from_scratch`."""
+    """Hub id or local folder of a Hugging Face model. With `from_scratch`, a folder needs only `config.json`."""
     revision: str | None = None
     """Hub revision (branch, tag or commit)."""
     from_scratch: bool = False
-    """Random weights from the model's config, drawn from `train.seed`, instead of its pretrained ones."""
+    """Initialize weights randomly from the model's config and `train.seed` instead of loading pretrained ones."""
     attn_implementation: str | None = None
-    """`sdpa`, `eager`, `flash_attention_2`, …; unset leaves the choice to transformers."""
+    """Attention kernel: `sdpa`, `eager`, `flash_attention_2`, … If unset, transformers chooses."""
     dropout: ClosedUnitInterval | None = None  # type: ignore[valid-type]
-    """Sets every dropout rate of the model's config; unset keeps the model's own."""
+    """Set every dropout rate in the model's config. If unset, the model keeps its own."""
     freeze: list[str] = field(default_factory=list)
-    """Regular expressions; a parameter is frozen where one of them matches a whole name of it, tied aliases included."""
+    """Regular expressions. A parameter is frozen if one of them matches its full name or that of a tied alias."""
     frozen_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What frozen parameters are stored in. `auto`: under an adapter the dtype they are computed in (FSDP1: float32), else
+    """Storage dtype of frozen parameters. With an adapter, `auto` means the compute dtype (FSDP1: float32); otherwise it means
     float32."""
     init_from: str | None = None
-    """Start from the weights of another run: its folder, a checkpoint of it, or an exported model."""
+    """Start from the weights of another run. Give its folder, one of its checkpoints, or an exported model."""
     trust_remote_code: bool = False
-    """Run model code from the hub. Off unless asked for."""
+    """Run model code from the hub."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """A small trainable part on a frozen model (peft)."""
+    """A LoRA adapter on a frozen base model (peft)."""
 
     method: Literal["none", "lora", "rslora", "dora"] = "none"
-    """`lora`; `rslora` scales by alpha/sqrt(rank) instead of alpha/rank; `dora` also trains each weight's magnitude."""
+    """Kind of adapter. `rslora` scales by alpha/sqrt(rank) instead of alpha/rank; `dora` also trains each weight's magnitude."""
     rank: PositiveInt = 16  # type: ignore[valid-type]
-    """Inner dimension of the two adapter matrices."""
+    """Rank of the two adapter matrices."""
     alpha: PositiveFloat = 32.0  # type: ignore[valid-type]
-    """Scale of the adapter's output, over its rank."""
+    """Numerator of the scale of the adapter's output, alpha/rank."""
     dropout: ClosedUnitInterval = 0.0  # type: ignore[valid-type]
-    """Dropout of the adapter's input."""
+    """Dropout rate on the adapter's input."""
     target_modules: list[str] | str = "all-linear"
-    """Ends of the names of the modules to adapt, as in `[q_proj, v_proj]`; `all-linear`: all linear ones but the head."""
+    """Name suffixes of the modules to adapt, as in `[q_proj, v_proj]`. `all-linear` means all linear modules except the head."""
     modules_to_save: list[str] = field(default_factory=list)
-    """Ends of the names of modules trained whole, as in `[embed_tokens]`, and saved with the adapter."""
+    """Name suffixes of modules to train fully, as in `[embed_tokens]`, and to save with the adapter."""
     name_or_path: str | None = None
-    """An existing adapter (folder or hub id) to go on training; it brings its own rank, alpha and modules."""
+    """An existing adapter (folder or hub id) to continue training. It brings its own rank, alpha and modules."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The global batch is the unit: a step is one optimizer update over `global_batch_size_rows` rows."""
+    """Batch sizes, length and seed. A step is one optimizer update over `global_batch_size_rows` rows."""
 
     global_batch_size_rows: PositiveInt = 64  # type: ignore[valid-type]
-    """Rows of one optimizer update, over all processes."""
+    """Rows per optimizer update, summed over all processes."""
     global_batch_size_tokens: PositiveInt | None = None  # type: ignore[valid-type]
-    """Instead of a number of rows: as many rows as have at most so many tokens together."""
+    """Tokens per optimizer update, instead of rows: a step takes as many rows as fit into this number."""
     micro_batch_size_rows: PositiveInt = 8  # type: ignore[valid-type]
-    """Most rows (packed ones, if they are) in one forward pass of one process. Accumulation is derived from it; it never
-    changes the result."""
+    """Maximum rows (packed rows, with packing) in one forward pass of one process. Gradient accumulation follows from it; the
+    result does not depend on it."""
     max_steps: NonNegativeInt | None = None  # type: ignore[valid-type]
-    """Optimizer updates; 0 only evaluates, and merges where `export.merge`. Give this or `num_epochs`."""
+    """Number of optimizer updates. 0 only evaluates, and merges if `export.merge` is set. Give this or `num_epochs`."""
     num_epochs: PositiveInt | None = None  # type: ignore[valid-type]
-    """Passes over the rows. Give this or `max_steps`."""
+    """Number of passes over the rows. Give this or `max_steps`."""
     seed: NonNegativeInt = 0  # type: ignore[valid-type]
-    """Seed of weights, row order and dropout."""
+    """Seed of the weight initialization, row order and dropout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,62 +97,62 @@ class OptimConfig:
     lr: PositiveFloat = 1e-3  # type: ignore[valid-type]
     """Peak learning rate."""
     beta1: ClosedUnitInterval = 0.9  # type: ignore[valid-type]
-    """Decay of the first moment."""
+    """Decay rate of the first moment."""
     beta2: ClosedUnitInterval = 0.999  # type: ignore[valid-type]
-    """Decay of the second moment."""
+    """Decay rate of the second moment."""
     eps: PositiveFloat = 1e-8  # type: ignore[valid-type]
-    """Added to the root of the second moment."""
+    """Term added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.0  # type: ignore[valid-type]
-    """Decoupled weight decay; norms and biases are left out."""
+    """Decoupled weight decay. Norms and biases are excluded."""
     schedule: Literal["linear", "cosine", "constant", "step"] = "linear"
-    """Shape of the learning rate after the warm-up."""
+    """Shape of the learning-rate schedule after the warm-up."""
     warmup_steps: NonNegativeInt = 0  # type: ignore[valid-type]
     """Steps over which the learning rate rises linearly to `lr`."""
     min_lr_ratio: ClosedUnitInterval = 0.0  # type: ignore[valid-type]
-    """Floor of the linear and cosine schedules, as a share of `lr`."""
+    """Final learning rate of the linear and cosine schedules, as a fraction of `lr`."""
     gamma: PositiveFloat = 0.7  # type: ignore[valid-type]
-    """`step` schedule: factor of each decay."""
+    """Factor of each decay in the `step` schedule."""
     decay_every_steps: PositiveInt | None = None  # type: ignore[valid-type]
-    """`step` schedule: steps between decays; unset: one epoch."""
+    """Steps between decays in the `step` schedule. If unset, decay once per epoch."""
     max_grad_norm: PositiveFloat | None = 1.0  # type: ignore[valid-type]
-    """Gradients are scaled down to this global norm; null: never."""
+    """Clip gradients to this global norm. null disables clipping."""
     max_skipped_steps: PositiveInt = 5  # type: ignore[valid-type]
-    """An update whose loss or gradient is not finite is skipped on all ranks; so many in a row stop the run."""
+    """Stop the run after this many skipped updates in a row. All ranks skip an update with a non-finite loss or gradient."""
     skip_beyond_sigmas: PositiveFloat | None = None  # type: ignore[valid-type]
-    """Skip also an update whose gradient norm is so many standard deviations above the mean of the last `skip_window_steps`;
-    unset: never."""
+    """Also skip an update whose gradient norm is this many standard deviations above the mean of the last `skip_window_steps`.
+    If unset, only non-finite updates are skipped."""
     skip_window_steps: PositiveInt = 100  # type: ignore[valid-type]
-    """Steps whose gradient norms `skip_beyond_sigmas` looks back on; it acts once there are so many."""
+    """Number of past gradient norms that `skip_beyond_sigmas` compares with. It takes effect once there are that many."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Held-out loss and generation."""
+    """Loss and generated texts on the evaluation split."""
 
     every_steps: PositiveInt | None = None  # type: ignore[valid-type]
-    """Steps between evaluations; unset: once at the end."""
+    """Steps between evaluations. If unset, evaluate once at the end."""
     at_start: bool = True
-    """Evaluate before the first step too: the untrained baseline."""
+    """Also evaluate before the first step, as the untrained baseline."""
     num_rows: PositiveInt | None = None  # type: ignore[valid-type]
-    """Use only so many held-out rows: equally many of each entry of `data.mix`, chosen by a hash of their place in the data."""
+    """Evaluate only this many rows, chosen by a hash of their position; each entry of `data.mix` gets an equal number."""
     batch_size_rows: PositiveInt = 64  # type: ignore[valid-type]
-    """Rows of one evaluation batch of one process. In fp32 it never changes the result."""
+    """Rows per evaluation batch of one process. In fp32 the result does not depend on it."""
     generate: bool = True
     """Generate texts and measure ROUGE."""
     num_beams: PositiveInt = 1  # type: ignore[valid-type]
-    """Beams of the search; 1 is greedy."""
+    """Number of beams. 1 means greedy decoding."""
     max_new_tokens: PositiveInt = 64  # type: ignore[valid-type]
-    """Longest generated text."""
+    """Maximum tokens per generated text."""
     no_repeat_ngram_size: NonNegativeInt = 0  # type: ignore[valid-type]
-    """Generated texts repeat no n-gram of this size; 0: any."""
+    """Forbid repeated n-grams of this size in generated texts. 0 allows all."""
     unshard: Literal["auto", "never"] = "auto"
-    """`auto` gathers the model once per evaluation where it fits, `never` gathers it block by block."""
+    """`auto` gathers the full model once per evaluation if it fits in memory; `never` gathers it block by block."""
     best_metric: str = "loss"
-    """What `stop_after`, `checkpoint.keep_best` and `export.weights: best` go by: `loss`, `rouge1`, `rougeL`, …; only figures
-    of the same rows are compared, of texts also only those generated with the same settings."""
+    """Metric for `stop_after`, `checkpoint.keep_best` and `export.weights: best`: `loss`, `rouge1`, `rougeL`, … Only values
+    measured on the same rows and, for text metrics, with the same generation settings are compared."""
     stop_after: PositiveInt | None = None  # type: ignore[valid-type]
-    """Stop after so many evaluations without gain in `best_metric`, compared with the best of the steps before; the evaluation
-    at the start does not count."""
+    """Early stopping: stop after this many evaluations in a row that do not improve on the best `best_metric` so far. The
+    evaluation before the first step does not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,38 +160,38 @@ class CheckpointConfig:
     """Sharded checkpoints in the run folder."""
 
     every_steps: PositiveInt | None = None  # type: ignore[valid-type]
-    """Steps between checkpoints; unset: one at the end."""
+    """Steps between checkpoints. If unset, save one at the end."""
     async_save: bool = True
-    """Train on while a checkpoint is written; costs host memory for a copy of each rank's shards. False: wait for it."""
+    """Save asynchronously: training continues while the checkpoint, staged in host memory, is written. false waits for it."""
     keep_last: PositiveInt = 2  # type: ignore[valid-type]
-    """Newest checkpoints kept."""
+    """Number of newest checkpoints to keep."""
     keep_best: NonNegativeInt = 0  # type: ignore[valid-type]
-    """Checkpoints kept beside them for their `eval.best_metric`; where set, a step that
-    beats all saved before is saved."""
+    """Number of checkpoints to keep in addition for their `eval.best_metric`. If set, a step that beats all saved ones is
+    saved."""
     resume: str = "auto"
-    """`auto` goes on from the newest valid checkpoint of the run folder, `never` starts fresh, a path names a checkpoint."""
+    """`auto` resumes from the newest valid checkpoint in the run folder, `never` starts fresh, a path names a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """The Hugging Face folder written at the end."""
+    """The Hugging Face model folder written at the end."""
 
     weights: Literal["last", "best"] = "last"
-    """Which weights: after the last step, or of the kept checkpoint with the best `eval.best_metric`; never the start's."""
+    """Weights to export: those of the last step, or of the kept checkpoint with the best `eval.best_metric`, never of step 0."""
     max_shard_size: str = "5GB"
-    """Largest safetensors file."""
+    """Maximum size of one safetensors file."""
     merge: bool = False
-    """Write the model with the adapter merged into it too, to `merged/` of the run folder."""
+    """Also write the model with the adapter merged into it, to `merged/` in the run folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingConfig:
-    """Where figures go, beside `metrics.jsonl`."""
+    """Experiment trackers that get the metrics, in addition to `metrics.jsonl`."""
 
     log_with: list[str] = field(default_factory=list)
-    """Trackers of accelerate: `tensorboard`, `wandb`, …"""
+    """Accelerate's trackers to use: `tensorboard`, `wandb`, …"""
     project_name: str = "toolkit"
-    """Project name the trackers get."""
+    """Project name for the trackers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,12 +199,12 @@ class ProfileConfig:
     """A torch profiler window."""
 
     steps: list[PositiveInt] | None = None  # type: ignore[valid-type]
-    """First and last step of the window; its trace goes into the run folder."""
+    """First and last step to profile. The trace goes into the run folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SummarizationConfig:
-    """What `recipes/t5.py` does."""
+    """Config of `recipes/t5.py`."""
 
     model: ModelConfig
     data: DataConfig
@@ -218,14 +218,14 @@ class SummarizationConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     run: RunConfig = field(default_factory=RunConfig)
     log_every_steps: PositiveInt = 10  # type: ignore[valid-type]
-    """Steps between two reads of the loss (each read waits for the device)."""
+    """Steps between two log lines. Each reads the loss and so waits for the device."""
     log_row_ids: bool = False
-    """Write the row ids of every micro-batch to `rows-<rank>.jsonl`: which rank trained on what."""
+    """Write the row ids of every micro-batch to `rows-<rank>.jsonl` in the run folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LLMConfig:
-    """What `recipes/llm.py` does."""
+    """Config of `recipes/llm.py`."""
 
     model: ModelConfig
     data: LLMDataConfig
@@ -239,6 +239,6 @@ class LLMConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     run: RunConfig = field(default_factory=RunConfig)
     log_every_steps: PositiveInt = 10  # type: ignore[valid-type]
-    """Steps between two reads of the loss (each read waits for the device)."""
+    """Steps between two log lines. Each reads the loss and so waits for the device."""
     log_row_ids: bool = False
-    """Write the row ids of every micro-batch to `rows-<rank>.jsonl`: which rank trained on what."""
+    """Write the row ids of every micro-batch to `rows-<rank>.jsonl` in the run folder."""

@@ -1,4 +1,4 @@
-"""Fields of the run config that exclude or need each other, which no single field's type can say."""
+"""Checks of run-config fields that exclude or need each other; the type of a single field cannot express them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FILE_SOURCES = ("csv", "jsonl", "parquet", "wikihow")
 
 
 def check_config(config: Any) -> None:
-    """Refuse what no single field's type can: fields that exclude or need each other.
+    """Refuse fields that exclude or need each other.
 
     Raises:
         UserError: naming both fields.
@@ -34,7 +34,7 @@ def check_config(config: Any) -> None:
 
 
 def check_length_and_name(config: Any) -> None:
-    """What every run needs: a length, given in one way, and the name of its folder.
+    """Check what every run needs: a length, given in one way, and a plain folder name.
 
     Raises:
         UserError: naming the fields.
@@ -48,7 +48,7 @@ def check_length_and_name(config: Any) -> None:
 
 
 def _check_sources(data: Any) -> None:
-    """Each source must have the files it reads; `data.mix` replaces the fields of a single source."""
+    """Check that each file source has its files, and that `data.mix` stands alone: it replaces the fields of a single source."""
     mix = getattr(data, "mix", [])
     for name, value in (("source", data.source), ("files", data.files), ("hub_subset", data.hub_subset)):
         if mix and value:
@@ -62,7 +62,9 @@ def _check_sources(data: Any) -> None:
 
 
 def check_num_steps(config: Any, num_steps: int) -> None:
-    """Refuse what does not fit into a run of so many steps; known at once with `max_steps`, else once the rows are counted.
+    """Refuse a warm-up or profile window beyond the end of the run.
+
+    The number of steps is known at once with `max_steps`, else once the rows are counted.
 
     Raises:
         UserError: naming both numbers.
@@ -75,10 +77,10 @@ def check_num_steps(config: Any, num_steps: int) -> None:
 
 
 def check_evaluation_rows(config: Any, num_rows: int) -> None:
-    """Refuse what needs an evaluation in a run without held-out rows, once they are counted.
+    """Refuse fields that need an evaluation in a run without evaluation rows. Called once the rows are counted.
 
     Raises:
-        UserError: naming what needs them.
+        UserError: naming the field.
     """
     needed_by = {"export.weights best": config.export.weights == "best", "eval.stop_after": config.eval.stop_after is not None}
     for name, is_set in needed_by.items():
