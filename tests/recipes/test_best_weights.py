@@ -53,7 +53,8 @@ def test_best_is_the_best_of_what_was_saved_and_not_the_start(bench: Workbench, 
     best = after.index(min(after)) + 1
     assert start < min(after) and best == 1, "the run is to be better at its start, and not best at its end"
     assert bench.checkpoints("worse") == ["step-00000001", "step-00000004"]
-    gained = f"no evaluated step gained on the start: loss {start:.4g} before the first step, {min(after):.4g} at best after it\n"
+    at_best = f"at best {min(after):.4g} after it"
+    gained = f"no evaluated step is better than the start: loss {start:.4g} before the first step, {at_best}\n"
     assert f"stopping at step 4: 3 evaluations without gain in loss\n{gained}" in worse
     chosen = f"exporting the weights of step {best}, the best loss ({min(after):.4g}) of the checkpoints kept\n"
     assert worse.index(gained) < worse.index(chosen)
@@ -67,7 +68,7 @@ def test_other_rows_and_more_steps_are_said_on_a_resume(bench: Workbench, worse:
     longer = WORSENING | {"train__max_steps": 12}
     printed = bench.run("resumed", **longer, eval__num_rows=5)
     forgotten = f"the best loss so far, {before[best]:.4g}, is not compared with what is measured from here on: "
-    assert f"{forgotten}other rows are evaluated\n" in printed and "no evaluated step gained" not in printed
+    assert f"{forgotten}other rows are evaluated\n" in printed and "no evaluated step is better" not in printed
     rate = "the learning rate jumps up to 8 in step 5, after 6.67 in step 4"
     assert f"{rate}: the linear schedule now ends with step 12, before with step 5 (where step 5 had 3.33)\n" in printed
     after = {step: loss for step, loss in losses(bench, "resumed").items() if step > 4}

@@ -1,1 +1,1 @@
-"""Hugging Face folders of a trained model, each proven by loading it again."""
+"""Exports a trained model as Hugging Face folders, each verified by reloading it."""

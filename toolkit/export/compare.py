@@ -1,4 +1,4 @@
-"""What was written is held against what was trained: reloaded weights bit for bit, logits within a tolerance."""
+"""Compares a reloaded export with the trained model: weights bit for bit, logits within a tolerance."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 LOGIT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest difference between the trained and the reloaded model's logits, as a share of the largest logit.
 
-The reloaded model computes in fp32 on one process; the trained one in its compute dtype, sharded.
+The reloaded model computes in fp32 on one process, the trained one in its compute dtype, sharded.
 """
 
 
 def reload(skeleton: PreTrainedModel, name_or_path: str | Path, **options: Any) -> PreTrainedModel:
-    """A model of the skeleton's class as plain transformers loads it, in fp32 on the CPU."""
+    """A model of the skeleton's class, loaded by plain transformers in fp32 on the CPU."""
     attention = skeleton.config._attn_implementation
-    # The CPU has no flash attention; between the others a model may differ (Gemma 2 caps scores in `eager` only).
+    # The CPU has no flash attention. Keep the others: a model may differ between them (Gemma 2 caps scores in `eager` only).
     if attention in ("eager", "sdpa"):
         options["attn_implementation"] = attention
     loaded: Any = type(skeleton).from_pretrained(name_or_path, dtype=torch.float32, use_safetensors=True, **options)
@@ -31,7 +31,11 @@ def reload(skeleton: PreTrainedModel, name_or_path: str | Path, **options: Any) 
 
 
 def compare_weights(weights: dict[str, torch.Tensor], reloaded: nn.Module, folder: Path) -> None:
-    """Raises RuntimeError, naming the first weight that the reloaded model lacks or holds with another value."""
+    """Compare all weights bit for bit, in fp32.
+
+    Raises:
+        RuntimeError: naming the first weight that the reloaded model lacks or holds with another value.
+    """
     parameters = dict(reloaded.named_parameters(remove_duplicate=False))
     for name, weight in weights.items():
         if name not in parameters or not torch.equal(parameters[name], weight.float()):
@@ -40,15 +44,15 @@ def compare_weights(weights: dict[str, torch.Tensor], reloaded: nn.Module, folde
 
 @torch.no_grad()
 def compare_logits(check: dict[str, torch.Tensor], reloaded: nn.Module, folder: Path, dtype: torch.dtype, why: str) -> None:
-    """Hold the reloaded model's logits against the trained one's.
+    """Compare the reloaded model's logits with the trained one's.
 
     Args:
-        check: the arguments of a forward, and the trained model's `logits` for them.
-        dtype: the coarsest that the trained model was computed or the reloaded one was stored in.
-        why: told where they differ in bf16, whose rounding grows with the model.
+        check: a forward's arguments, and the trained model's `logits` for them.
+        dtype: the coarsest dtype that the trained model computed in or the reloaded one was stored in.
+        why: explanation, printed if the logits differ in bf16, whose rounding grows with the model.
 
     Raises:
-        RuntimeError: they differ in fp32.
+        RuntimeError: the logits differ in fp32.
     """
     inputs = {name: tensor for name, tensor in check.items() if name != "logits"}
     logits_BTV = reloaded(**inputs, use_cache=False).logits
@@ -56,7 +60,7 @@ def compare_logits(check: dict[str, torch.Tensor], reloaded: nn.Module, folder: 
     tolerance = LOGIT_TOLERANCE[dtype]
     if difference <= tolerance:
         return
-    told = f"logits of {folder}, reloaded, differ by {difference:.2e} of the largest, more than {tolerance}"
+    sentence = f"logits of {folder}, reloaded, differ by {difference:.2e} of the largest, more than {tolerance}"
     if dtype == torch.float32:
-        raise RuntimeError(told)
-    print_rank0(f"{told}; {why}")
+        raise RuntimeError(sentence)
+    print_rank0(f"{sentence}; {why}")

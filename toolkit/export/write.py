@@ -1,4 +1,4 @@
-"""Hugging Face folders that plain transformers and peft load, reloaded and compared before the run calls them exported."""
+"""Writes Hugging Face folders for plain transformers and peft, and reloads and compares each before it counts as exported."""
 
 from __future__ import annotations
 
@@ -37,19 +37,20 @@ Tensors = dict[str, torch.Tensor]
 
 
 def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRows, run_folder: Path) -> None:
-    """Write the model, or its adapter, with the tokenizer to `export/` of the run folder, reload it and compare. Collective.
+    """Write the model, or its adapter, with the tokenizer to the run folder's `export/`, reload and compare it. Collective.
 
-    Parameters are gathered one unit at a time and collected in rank 0's host memory: of a model with an adapter only the
-    adapter's, unless `export.merge`, which writes the merged model to `merged/`. `export_check.safetensors` beside keeps a
-    few inputs and the trained model's logits for them.
+    Parameters are gathered one unit at a time and collected in rank 0's host memory. With an adapter, only its parameters
+    are collected, unless `export.merge` also writes the merged model to `merged/`. `export_check.safetensors` keeps a few
+    inputs and the trained model's logits for them.
 
-    An older export is replaced once the new one is proven. Logits that differ are a remark under bf16, whose rounding grows
-    with the model, since the weights are compared bit for bit.
+    A new export replaces an older one only after the comparison. Weights must match bit for bit; logits that differ under
+    bf16, whose rounding grows with the model, only print a remark.
 
     Raises:
-        RuntimeError: the reloaded weights are not bit for bit the trained ones, or under fp32 its logits differ.
+        RuntimeError: the reloaded weights are not bit for bit the trained ones, or its logits differ under fp32.
         UserError: a folder cannot be written.
     """
+    # Every rank gathers; rank 0 keeps what it will write.
     has_adapter, merges = is_enabled(config.adapter), config.export.merge
     at("export")
     check = _trained_logits(sharded, data)
@@ -65,6 +66,7 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
         if name in trained or not has_adapter or merges:
             weights[name] = whole.to("cpu", copy=True).contiguous()
 
+    # Rank 0 writes and compares.
     def write() -> None:
         if rank() != 0:
             return
@@ -72,7 +74,7 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
             sharded.skeleton, data.tokenizer, check, compute_dtype(sharded.accelerator), config.export.max_shard_size
         )
         folder = run_folder / "export"
-        with written_beside(run_folder / "export_check.safetensors") as check_file:  # first, as it is the smallest
+        with written_beside(run_folder / "export_check.safetensors") as check_file:  # first: it is the smallest
             _save_check(check, check_file)
             if has_adapter:
                 adapter = {name: weight for name, weight in weights.items() if name in trained}
@@ -88,7 +90,7 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
 
 
 def check_export_places(config: RecipeConfig, run_folder: Path) -> None:
-    """Refuse, before the run, a place that the export cannot take by renaming a folder to it.
+    """Check before the run that the export can be renamed into place.
 
     Raises:
         UserError: a link, a mount point or a file is in its place.
@@ -107,12 +109,12 @@ def check_export_places(config: RecipeConfig, run_folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Exported:
-    """What every folder of an export needs beside the weights."""
+    """What every exported folder needs besides weights."""
 
     skeleton: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     check: Tensors
-    """Arguments of a forward, and the trained model's `logits`."""
+    """A forward's arguments, and the trained model's `logits` for them."""
     computed: torch.dtype
     """Dtype of the trained model's forward."""
     max_shard_size: str
@@ -148,7 +150,7 @@ def _save_check(check: Tensors, path: Path) -> None:
 
 
 def _replace(folder: Path, write: Callable[[Path], None]) -> None:
-    """`write` into a folder beside, which takes the place of an older one when it is done, or goes where the disk is full."""
+    """Call `write` on a temporary folder and rename it over the older one; remove it if it cannot be written."""
     unfinished = folder.with_name(f"{folder.name}.tmp")
 
     def write_and_rename() -> None:
@@ -179,7 +181,7 @@ def _guarded(folder: Path, work: Callable[[], None]) -> None:
 
 @torch.no_grad()
 def _trained_logits(sharded: ShardedModel, data: EvaluationRows) -> Tensors:
-    """A few inputs, and the `logits` of the trained, sharded model for them. Collective."""
+    """A few inputs, and the trained, sharded model's `logits` for them. Collective."""
     rows = [data.rows[i] for i in range(min(NUM_CHECK_ROWS, len(data.rows)))]
     token = data.collator.pad_token_id + 1
     inputs = data.collator.model_inputs(rows or [{"input_ids": [token] * 4, "labels": [token] * 4}])

@@ -1,1 +1,1 @@
-"""Sharding: what FSDP wraps and gathers, float8, and the loss by chunks that runs inside a sharded model."""
+"""Sharding: what FSDP wraps and gathers, float8, and the chunked loss that runs inside a sharded model."""

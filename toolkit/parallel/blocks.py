@@ -1,6 +1,6 @@
-"""What the accelerate YAML asks of each repeated block's forward: to be compiled, or to forget its activations.
+"""Compilation and activation checkpointing of each repeated block, as the accelerate YAML asks.
 
-In place, inside the hooks of FSDP: one way for all models and strategies.
+Both replace the block's forward in place, inside FSDP's hooks, in the same way for all models and strategies.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def compile_blocks(accelerator: Accelerator, model: PreTrainedModel) -> None:
-    """Compile each repeated block's forward, as the YAML's dynamo section says; hooks of FSDP stay outside.
+    """Compile each repeated block's forward, as the YAML's dynamo section says; FSDP's hooks stay outside.
 
-    Shapes change from batch to batch: without `dynamo_use_dynamic` torch finds out which do after the first few.
+    Shapes change from batch to batch. Without `dynamo_use_dynamic`, torch learns which dimensions do from the first batches.
     """
     from accelerate.utils import DynamoBackend
 
@@ -34,13 +34,13 @@ def compile_blocks(accelerator: Accelerator, model: PreTrainedModel) -> None:
     for block in repeated_blocks(model).values():
         compiled = torch.compile(block.forward, **options, fullgraph=plugin.fullgraph, dynamic=plugin.dynamic or None)
         block.forward = functools.partial(_compiled, block, block.forward, compiled)
-    plugin.backend = DynamoBackend.NO  # else `prepare_model` compiles once more
+    plugin.backend = DynamoBackend.NO  # otherwise `prepare_model` compiles again
 
 
 def checkpoint_activations(accelerator: Accelerator, model: PreTrainedModel) -> None:
-    """Let each repeated block forget its activations and compute them again in the backward, with the same dropout masks.
+    """Let each repeated block drop its activations and recompute them in the backward, with the same dropout masks.
 
-    Non-reentrant, inside the hooks of FSDP. accelerate's FSDP2 path draws other masks the second time
+    It is non-reentrant and runs inside FSDP's hooks. accelerate's FSDP2 path draws other masks in the recomputation
     (`preserve_rng_state=False`), which makes gradients wrong.
     """
     plugin = accelerator.state.fsdp_plugin
@@ -48,12 +48,12 @@ def checkpoint_activations(accelerator: Accelerator, model: PreTrainedModel) -> 
         return
     for block in repeated_blocks(model).values():
         block.forward = functools.partial(_checkpointed, block, block.forward)
-    plugin.activation_checkpointing = False  # else `prepare_model` does it once more
+    plugin.activation_checkpointing = False  # otherwise `prepare_model` does it again
 
 
 def _compiled(block: nn.Module, forward: Callable[..., Any], compiled: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
-    """Compiled in training only: in generation the growing cache of every layer would use up the limit of recompilations, which
-    all blocks share, and training would go on uncompiled without a word."""
+    """Compiled in training only. In generation, the growing cache of every layer would exhaust the recompilation limit, which
+    all blocks share, and training would silently continue uncompiled."""
     return (compiled if block.training else forward)(*args, **inputs)
 
 

@@ -1,6 +1,8 @@
-"""A causal model whose forward gives the summed loss, chunk by chunk of its vocabulary's logits.
+"""Makes a causal model's forward return the summed loss, computed in chunks of tokens without holding all logits.
 
-The loss has to be taken inside the forward: under FSDP the output head's weights are whole only there.
+The loss is computed inside the forward because, under FSDP, the output head's weights are gathered only there.
+
+Shapes: `B` rows, `T` positions, `D` hidden size, `V` vocabulary, `N` label tokens, `n` label tokens of one chunk.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import torch
 from toolkit.loss import chunked_cross_entropy
 
 MAX_LOGITS_AT_ONCE = 2**26
-"""Elements of the logits of one chunk: 256 MiB in fp32, 512 tokens of a vocabulary of 128k."""
+"""Most elements of one chunk's logits: 256 MiB in fp32, or 512 tokens of a vocabulary of 128k."""
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,14 +24,14 @@ if TYPE_CHECKING:
 def install(model: PreTrainedModel) -> None:
     """Make `model(input_ids=…, label_positions=…, labels=…)` return `(loss_sum, num_correct)`, in place.
 
-    Without `label_positions` the forward is transformers' own, as `generate` needs it. Encoder-decoders are left alone, and so
-    is what is no transformers model.
+    Without `label_positions` the forward is transformers' own, as `generate` needs it. Encoder-decoders and models that are
+    not from transformers stay unchanged.
     """
     if not hasattr(model, "config") or model.config.is_encoder_decoder:
         return
     forward = model.forward
 
-    @functools.wraps(forward)  # generate looks at its signature
+    @functools.wraps(forward)  # generate inspects its signature
     def forward_or_loss(*args: Any, label_positions: torch.Tensor | None = None, **inputs: Any) -> Any:
         if label_positions is None:
             return forward(*args, **inputs)
@@ -41,31 +43,31 @@ def install(model: PreTrainedModel) -> None:
 def _summed_loss(
     model: PreTrainedModel, label_positions_N: torch.Tensor, labels: torch.Tensor, **inputs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states → those that predict a label that counts → their loss.
+    """Sum of the loss over the label tokens, and the number predicted correctly; scalars.
 
     Args:
-        label_positions_N: int64, places in the flattened (B, T).
-        labels: int64, N.
-        inputs: of the forward; tensors BT.
+        label_positions_N: int64, indices into the flattened (B, T).
+        labels: int64, (N,).
+        inputs: the forward's arguments; tensors of shape (B, T).
     """
     backbone = getattr(model, model.base_model_prefix)
     hidden_BTD = backbone(**inputs).last_hidden_state
-    # Places come from the collator: dropping the others by a mask would make the host wait for the device.
+    # The collator computes the positions: indexing by a mask would be a host sync.
     hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, label_positions_N)
     vocab_size = model.config.get_text_config().vocab_size
     return chunked_cross_entropy(hidden_ND, labels, functools.partial(_logits, model), vocab_size, MAX_LOGITS_AT_ONCE)
 
 
 def _logits(model: PreTrainedModel, hidden_nD: torch.Tensor) -> torch.Tensor:
-    """The model's own logits (n, V) of hidden states (n, D): its class's forward around a backbone that returns these.
+    """The model's own logits (n, V) for hidden states (n, D): its class's forward around a backbone that returns these.
 
-    Models scale or cap their logits each in their own way (Gemma 2 by tanh, Cohere by a factor): their code knows how.
+    Models scale or cap their logits differently (Gemma 2 by tanh, Cohere by a factor), so their own code must run.
     """
     return type(model).forward(_WithBackbone(model, hidden_nD), input_ids=None, use_cache=False).logits[0]
 
 
 class _WithBackbone:
-    """Looks like the model to its own forward, but for a backbone that has run already."""
+    """Stands in for the model in its own forward, with a backbone that returns given hidden states."""
 
     def __init__(self, model: PreTrainedModel, hidden_nD: torch.Tensor) -> None:
         self._model, self._hidden_BTD = model, hidden_nD[None]

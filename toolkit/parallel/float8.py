@@ -1,9 +1,9 @@
-"""Float8 training of a model's blocks by torchao: which Linears it takes, and what its wrapped weights are underneath.
+"""Float8 training of a model's blocks with torchao: which Linears are converted, and how to unwrap their weights.
 
-A converted Linear casts its input, its weight and the gradient of its output to float8, each with one scale taken from its
-largest element, and multiplies these; everything around it computes in bf16. The weight itself stays the fp32 parameter. With
-the float8 all-gather FSDP2 casts each shard before it is gathered: half the bytes of bf16. For that torchao puts the shard into
-a tensor of a class of its own, with the fp32 tensor inside: checkpoints and checks take it out again (`plain`).
+A converted Linear casts its input, its weight and its output's gradient to float8, each with one scale from its largest
+element, and multiplies those. Everything around it computes in bf16, and the weight stays the fp32 parameter. With the float8
+all-gather, FSDP2 casts each shard before gathering it, which moves half the bytes of bf16. To do so, torchao wraps the shard
+in a tensor subclass with the fp32 tensor inside; checkpoints and checks unwrap it with `plain`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.distributed.tensor import DTensor
 from toolkit.errors import UserError
 
 MULTIPLE_OF = 16
-"""Both sizes of a weight that the float8 kernels take."""
+"""The float8 kernels need both sizes of a weight to be multiples of this."""
 
 
 def choose_linears(model: nn.Module, blocks: dict[str, nn.Module], num_shards: int) -> dict[str, nn.Linear]:
-    """The Linears that train in float8, by name: trainable ones in blocks, but for the model's first, as accelerate leaves it.
+    """The Linears that train in float8, by name: the trainable ones in blocks, except the model's first, as in accelerate.
 
-    Left in bf16 are also those whose sizes the kernels do not take, or whose rows cannot be shared equally by the ranks of a
-    shard group, which FSDP2 asks of weights that it gathers in another dtype. The output head lies in no block.
+    A Linear also stays in bf16 if the kernels do not take its sizes, or if its rows do not divide evenly over the ranks of a
+    shard group, which FSDP2 requires of weights that it gathers in another dtype. The output head lies in no block.
 
     Raises:
         UserError: no Linear is left, or the model has an adapter.
@@ -52,7 +52,7 @@ def choose_linears(model: nn.Module, blocks: dict[str, nn.Module], num_shards: i
 
 
 def convert(model: nn.Module, linears: dict[str, nn.Linear], config: Any) -> None:
-    """Put torchao's Linear in place of each, in place; names and values of parameters stay.
+    """Replace each Linear by torchao's, in place; names and values of parameters stay.
 
     Args:
         config: a `torchao.float8.Float8LinearConfig`.
@@ -68,9 +68,9 @@ def is_sharded_with_cast(model: nn.Module) -> bool:
 
 
 def refresh_scales(model: nn.Module) -> None:
-    """After the weights of a sharded model have changed: all their scales, by one all-reduce. Nothing without float8. Collective.
+    """Recompute all float8 scales with one all-reduce, after weights have changed; does nothing without float8. Collective.
 
-    Without it each weight would be reduced by itself when it is gathered. No host waits.
+    Without it, each weight would need its own all-reduce when it is gathered. It causes no host sync.
     """
     if is_sharded_with_cast(model):
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
@@ -79,7 +79,7 @@ def refresh_scales(model: nn.Module) -> None:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without torchao's class around its values, sharing their memory; any other one is given back as it is."""
+    """The tensor without torchao's wrapper, sharing its memory; any other tensor is returned as it is."""
     if not isinstance(tensor, DTensor):
         return tensor._tensor if _is_wrapper(tensor) else tensor  # type: ignore[attr-defined]
     if not _is_wrapper(tensor._local_tensor):
@@ -97,6 +97,6 @@ def _fits(linear: nn.Linear, num_shards: int) -> bool:
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether torchao's class is around it; where torchao is not imported nothing can be."""
+    """Whether torchao wraps the tensor; if torchao is not imported, nothing can be wrapped."""
     module = sys.modules.get("torchao.float8.fsdp_utils")
     return module is not None and isinstance(tensor, module.WeightWithDynamicFloat8CastTensor)

@@ -1,4 +1,4 @@
-"""Parameters of a sharded model, gathered: one at a time for an export, all of them or block by block for an evaluation."""
+"""Gathers a sharded model's parameters: one at a time for an export, all or block by block for an evaluation."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 REPLICA_SHARE_OF_FREE_MEMORY = 0.5
-"""`eval.unshard: auto` gathers the model whole where that takes at most this share of every rank's free memory."""
+"""`eval.unshard: auto` gathers the full model if that takes at most this share of every rank's free memory."""
 
 
 @torch.no_grad()
 def whole_parameters(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter whole, in its own dtype, on every rank, one unit at a time. Collective: exhaust it on every rank."""
+    """Every parameter, unsharded, in its own dtype, on every rank, one unit at a time. Collective: exhaust it on every rank."""
     if isinstance(sharded.model, FullyShardedDataParallel):
         for module in FullyShardedDataParallel.fsdp_modules(sharded.model):
             prefix = next(clean(name) for name, m in sharded.model.named_modules() if m is module)
@@ -49,10 +49,10 @@ def whole_parameters(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]
 
 
 def fits_whole(sharded: ShardedModel) -> bool:
-    """Whether a whole copy of the model in its compute dtype fits beside the shards on every rank. Collective.
+    """Whether an unsharded copy of the model in its compute dtype fits beside the shards on every rank. Collective.
 
-    The rule: parameters x bytes of the compute dtype, and the largest unit once more in fp32 while it is gathered, at
-    most `REPLICA_SHARE_OF_FREE_MEMORY` of the free memory of the rank that has least.
+    The rule: parameters x bytes of the compute dtype, plus the largest unit in fp32 while it is gathered, take at most
+    `REPLICA_SHARE_OF_FREE_MEMORY` of the free memory of the rank that has least.
     """
     itemsize = compute_dtype(sharded.accelerator).itemsize
     needed = sum(u.num_parameters for u in sharded.units) * itemsize + max(u.num_parameters for u in sharded.units) * 4
@@ -62,7 +62,7 @@ def fits_whole(sharded: ShardedModel) -> bool:
 
 
 def assign_parameters(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Put tensors in place of a weightless model's parameters, each under all its aliases."""
+    """Replace the parameters of a model on the meta device by `weights`, each under all its aliases."""
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
@@ -77,8 +77,8 @@ def assign_parameters(model: nn.Module, weights: dict[str, torch.Tensor]) -> Non
 def evaluation_model(sharded: ShardedModel, unshard: str) -> Iterator[tuple[PreTrainedModel, bool]]:
     """The model in evaluation mode, and whether ranks must call it in step. Collective.
 
-    `auto` makes a whole copy in the compute dtype once, where it fits: under FSDP every decoding step would gather every
-    block again otherwise, and ranks would have to wait for each other; under autocast every step would cast every weight.
+    `auto` makes one unsharded copy in the compute dtype, if it fits. Without it, every decoding step under FSDP would gather
+    every block again, with ranks waiting for each other, and every step under autocast would cast every weight.
     """
     sharded.model.eval()
     try:
@@ -92,7 +92,7 @@ def evaluation_model(sharded: ShardedModel, unshard: str) -> Iterator[tuple[PreT
             yield sharded.model, True  # type: ignore[misc]
     finally:
         sharded.model.train()
-        # FSDP2 leaves units gathered after a forward without a backward; parameters must be shards again for a save.
+        # After a forward without a backward, FSDP2 leaves units gathered; a save needs shards.
         for module in sharded.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -100,10 +100,10 @@ def evaluation_model(sharded: ShardedModel, unshard: str) -> Iterator[tuple[PreT
 
 @contextlib.contextmanager
 def generation_ready(sharded: ShardedModel, model: nn.Module) -> Iterator[None]:
-    """Within it `model.generate` works. Collective under FSDP.
+    """Context in which `model.generate` works. Collective under FSDP.
 
-    `generate` calls the encoder and not the root, so the root's parameters must be gathered around it: FSDP2 does so for
-    a registered method, FSDP1 is told to. The rest is gathered block by block, which needs `synced_gpus`.
+    `generate` calls the encoder and not the root, so the root's parameters must be gathered around it. FSDP2 does that for a
+    registered method; FSDP1 needs `summon_full_params`. The rest is gathered block by block, which needs `synced_gpus`.
     """
     if isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False):
@@ -117,22 +117,22 @@ def generation_ready(sharded: ShardedModel, model: nn.Module) -> Iterator[None]:
 
 
 def _replica(sharded: ShardedModel) -> PreTrainedModel:
-    """A plain, whole copy in the compute dtype on this rank's device. Collective."""
+    """An unsharded copy without wrappers, in the compute dtype, on this rank's device. Collective."""
     device, dtype = sharded.accelerator.device, compute_dtype(sharded.accelerator)
     replica = copy_on_meta(sharded.skeleton)
-    # A copy also where dtype and device are right already: FSDP1 takes its gathered memory back.
+    # Copy even if dtype and device already match: FSDP1 frees its gathered memory.
     weights = {name: whole.to(device=device, dtype=dtype, copy=True) for name, whole in whole_parameters(sharded)}
     assign_parameters(replica, weights)
     install(replica)
     if dtype != torch.float32:
-        # Buffers are not cast, so positions may come in fp32 (M2M-100's do): each block gets its inputs as under FSDP2.
+        # Buffers are not cast, so positions may be fp32 (M2M-100's are): cast each block's inputs, as FSDP2 does.
         for block in repeated_blocks(replica).values():
             block.register_forward_pre_hook(functools.partial(_cast_inputs, dtype), with_kwargs=True)
     return replica.to(device).eval()
 
 
 def _cast_inputs(dtype: torch.dtype, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """A forward hook: floating tensors in `dtype`, which is what FSDP2's mixed precision does before a shard unit."""
+    """Forward pre-hook that casts floating tensors to `dtype`, as FSDP2's mixed precision does before a shard unit."""
 
     def cast(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -1,8 +1,8 @@
-"""Which modules of a model are gathered together, found by looking at the model and not by its name.
+"""Shard units: which modules FSDP gathers together, found by inspecting the model, not by its name.
 
-A *shard unit* is what FSDP gathers at once: a block of the model, or the root with everything outside the blocks
-(embeddings, final norm, output head). Modules that are tied to one weight must lie in one unit; as embeddings and heads
-stay in the root, T5's four tied modules do, whatever they are called.
+A *shard unit* is what FSDP gathers at once: a block (a repeated layer), or the root with everything outside the blocks
+(embeddings, final norm, output head). Modules that share a tied weight must lie in one unit. Embeddings and heads stay in
+the root, so T5's four tied modules do, whatever their names.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ShardUnit:
     dtypes: tuple[str, ...]
 
     def local_bytes(self) -> int:
-        """Bytes of this unit's parameters on this rank; after sharding about 1/world of the whole."""
+        """Bytes of this unit's parameters on this rank; after sharding, about 1/world of the unit."""
         own = {name: parameter for name, parameter in self.module.named_parameters() if clean(name) in self.parameter_names}
         return sum(local_tensor(p).numel() * p.element_size() for p in own.values())
 
@@ -51,10 +51,12 @@ def find_blocks(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> dic
     """
     from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
+    # By size, or not at all.
     if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
         return _large_modules(model, plugin.min_num_params or 0)
     if plugin.auto_wrap_policy is not transformer_auto_wrap_policy:
         return {}
+    # By class: those that the YAML names, else the repeated blocks.
     existing = _class_names(model)
     named = [name for name in plugin.transformer_cls_names_to_wrap or [] if name not in ("", "None")]
     for name in named:
@@ -74,9 +76,9 @@ def find_blocks(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> dic
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The model's repeated layers by name: of the classes that it says not to split, else the elements of its module lists.
+    """The model's repeated layers by name: modules of its `_no_split_modules`, else the elements of its module lists.
 
-    One that shares a weight with what is outside is left out: BERT says not to split its embeddings, and its head ties them.
+    A layer that shares a weight with a module outside is left out: BERT lists its embeddings, and its head ties them.
     """
     unsplit = set(getattr(model, "_no_split_modules", None) or []) & set(_class_names(model))
     blocks = _outermost(model, unsplit or _repeated_classes(model))
@@ -89,9 +91,9 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _check_called_alike(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
-    """Refuse units that ranks would gather a different number of times, each waiting for the others, and the whole model as one.
+    """Refuse the full model as a unit, and units that ranks would gather a different number of times, which would hang.
 
-    A causal model's loss calls whatever comes after its backbone once for each chunk of a rank's rows (`causal_loss`).
+    A causal model's loss calls the modules after its backbone once per chunk of a rank's rows (`causal_loss`).
     """
     backbone: Any = getattr(model, str(getattr(model, "base_model_prefix", "")), None)
     is_causal = backbone is not None and not getattr(model.config, "is_encoder_decoder", False)
@@ -129,11 +131,11 @@ def _repeated_classes(model: nn.Module) -> set[str]:
 
 
 def _large_modules(model: nn.Module, min_num_parameters: int) -> dict[str, nn.Module]:
-    """Size-based wrap, bottom up: a module with at least so many parameters that no child of it took already.
+    """Size-based wrap, bottom up: modules with at least `min_num_parameters` that no child's unit holds already.
 
-    Left out are modules that are never called, as lists of modules are: FSDP gathers when a module is called. So are those
-    that hold a tied weight of which another name lies outside them: it goes up to the first module that holds all of them.
-    And the output head: the loss calls it once for each chunk of its rows, of which ranks have different numbers.
+    Three kinds of modules are left out. Modules that are never called, such as module lists: FSDP gathers when a module is
+    called. Modules that hold a tied weight with another name outside: it moves up to the first module that holds all of its
+    names. And the output head: the loss calls it once per chunk of rows, and ranks have different numbers of chunks.
     """
     blocks: dict[str, nn.Module] = {}
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -142,7 +144,7 @@ def _large_modules(model: nn.Module, min_num_parameters: int) -> dict[str, nn.Mo
         names_of.setdefault(id(parameter), []).append(name)
 
     def visit(path: str, module: nn.Module) -> dict[int, int]:
-        """Sizes of the parameters under `module` that no unit has, by id: tied ones count once."""
+        """Sizes of the parameters under `module` that no unit holds, by id, so that tied ones count once."""
         left = {id(p): p.numel() for p in module.parameters(recurse=False)}
         for child_name, child in module.named_children():
             left |= visit(f"{path}.{child_name}".lstrip("."), child)
@@ -178,10 +180,10 @@ def build_units(model: nn.Module, blocks: dict[str, nn.Module]) -> list[ShardUni
 
 
 def check_ties(model: nn.Module, units: list[ShardUnit]) -> None:
-    """A weight used by two units would be gathered by one and missing in the other.
+    """Check that no weight is tied across two units: one would gather it, and the other would lack it.
 
     Raises:
-        UserError: naming the tied names.
+        UserError: naming the tied parameters.
     """
     unit_prefixes = [unit.name for unit in units if unit.name]
     places: dict[int, dict[str, str]] = {}
@@ -197,7 +199,7 @@ def check_ties(model: nn.Module, units: list[ShardUnit]) -> None:
 
 
 def describe(units: list[ShardUnit]) -> str:
-    """The shard units as a table: parameters, dtype, trainable share, bytes on this rank. Equal blocks share a line."""
+    """The shard units as a table: parameters, dtype, trainable share, MiB on this rank. Equal units share a line."""
     lines = [f"{'unit':<38}{'count':>6}{'parameters':>14}  {'dtype':<10}{'trainable':>10}{'MiB a rank':>12}"]
     kinds: dict[tuple, list[ShardUnit]] = {}
     for unit in units:
@@ -216,12 +218,12 @@ def describe(units: list[ShardUnit]) -> str:
 
 
 def clean(name: str) -> str:
-    """A parameter's name without what wrappers put into it."""
+    """A parameter's name without the prefixes of wrappers."""
     for prefix in WRAPPER_PREFIXES:
         name = name.replace(prefix, "")
     return name
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, its plain values."""
+    """This rank's shard of a tensor, unwrapped."""
     return plain(tensor.to_local() if isinstance(tensor, DTensor) else tensor)

@@ -1,4 +1,4 @@
-"""From a model on the CPU to one that is wrapped as the accelerate YAML says, and back to whole parameters."""
+"""Wraps a model as the accelerate YAML says: FSDP2, FSDP1, DDP, or not at all."""
 
 from __future__ import annotations
 
@@ -29,23 +29,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A wrapped model and what is needed to look at it whole."""
+    """A wrapped model, and what it takes to gather it."""
 
     accelerator: Accelerator
     model: nn.Module
-    """What forward is called on."""
+    """The wrapped module: call forward on this."""
     plain: PreTrainedModel
     """The transformers model inside."""
     skeleton: PreTrainedModel
-    """A weightless, unwrapped twin: structure, ties and buffers."""
+    """An unwrapped copy on the meta device: structure, ties and buffers."""
     units: list[ShardUnit]
 
 
 def check_wrap(accelerator: Accelerator, skeleton: nn.Module) -> None:
-    """Check the YAML's wrap classes on a weightless model, before the real one loads.
+    """Check the YAML's wrap classes on a model on the meta device, before the real one loads.
 
     Raises:
-        UserError: a class that is not in the model (those that exist are listed).
+        UserError: a class is not in the model (those that exist are listed), a weight is tied across units, or no Linear can
+            train in float8.
     """
     if fsdp_version(accelerator) is not None:
         blocks = find_blocks(accelerator.state.fsdp_plugin, skeleton)
@@ -57,11 +58,12 @@ def check_wrap(accelerator: Accelerator, skeleton: nn.Module) -> None:
 def shard_model(accelerator: Accelerator, model: PreTrainedModel, sources: Sources | None = None) -> ShardedModel:
     """Wrap the model as the accelerate YAML says: FSDP2, FSDP1, DDP or not at all. Collective.
 
-    With `sources` (FSDP2 only) the model's parameters are on the meta device, and each rank reads its part of them.
+    With `sources` (FSDP2 only), the model's parameters are on the meta device, and each rank reads its shards of them.
 
-    FSDP2 is applied here and not by `accelerator.prepare`: that puts tied embeddings into a unit of their own (T5 then
-    fails, as its encoder and decoder hold them too), and checkpoints activations without the dropout state.
+    FSDP2 is applied here and not by `accelerator.prepare`, which puts tied embeddings into a unit of their own (T5 then
+    fails, because its encoder and decoder hold them too), and checkpoints activations without the dropout state.
     """
+    # What is gathered together, and what trains in float8.
     working("sharding the model")
     skeleton = copy_on_meta(model)
     version = fsdp_version(accelerator)
@@ -69,20 +71,22 @@ def shard_model(accelerator: Accelerator, model: PreTrainedModel, sources: Sourc
     if accelerator.mixed_precision == "fp8":
         linears = choose_linears(model, blocks, _num_shards(accelerator))
         convert(model, linears, accelerator.ao_recipe_handler.config)
-        blocks = {name: model.get_submodule(name) for name in blocks}  # one that was a Linear is another module now
+        blocks = {name: model.get_submodule(name) for name in blocks}  # a block that was a Linear has been replaced
     units = build_units(model, blocks)
+    # Changes to forwards come before wrapping, so that FSDP's hooks stay outside.
     install(model)
     compile_blocks(accelerator, model)
     if version:
         check_ties(model, units)
         checkpoint_activations(accelerator, model)
+    # Wrap: FSDP2 here; FSDP1, DDP and single process by accelerate.
     assert version == 2 or sources is None
     if version == 2:
         wrapped: nn.Module = _fully_shard(accelerator, model, list(blocks.values()))
         if sources is not None:
             _read_shards(accelerator, wrapped, sources)
     else:
-        at("sharding the model")  # the weights go over the device
+        at("sharding the model")  # weights move through the device
         if version == 1:
             _wrap_exactly(accelerator, list(blocks.values()))
         wrapped = accelerator.prepare_model(model)
@@ -90,13 +94,13 @@ def shard_model(accelerator: Accelerator, model: PreTrainedModel, sources: Sourc
 
 
 def copy_on_meta(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy whose parameters are on the meta device; buffers are copied, ties and frozenness kept."""
+    """A copy with its parameters on the meta device; buffers are copied, ties and `requires_grad` kept."""
     memo = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, memo)
 
 
 def _num_shards(accelerator: Accelerator) -> int:
-    """Ranks that a parameter is cut over under FSDP2."""
+    """Number of ranks that share a parameter under FSDP2."""
     parallelism = accelerator.parallelism_config
     return parallelism.dp_shard_size if parallelism is not None else world_size()
 
@@ -111,12 +115,12 @@ def _fully_shard(accelerator: Accelerator, model: nn.Module, blocks: list[nn.Mod
         mesh = mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
     else:
         mesh = init_device_mesh(accelerator.device.type, (world_size(),))
-    # T5's blocks return their position bias, a view; nothing changes it in place, as equal gradients show in the tests.
+    # T5's blocks return their position bias, a view. Nothing changes it in place: the tests compare gradients.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     policies = {"mesh": mesh, "mp_policy": plugin.mixed_precision_policy, "offload_policy": plugin.cpu_offload}
     for block in blocks:
         fully_shard(block, reshard_after_forward=plugin.reshard_after_forward, **policies)
-    # torch keeps the root gathered between forward and backward: it is needed at the end of one and the start of the other.
+    # torch keeps the root gathered between forward and backward: the forward ends with it, and the backward starts with it.
     fully_shard(model, **policies)
     _prefetch_by_block(model, blocks)
     if hasattr(model, "generate"):
@@ -125,13 +129,13 @@ def _fully_shard(accelerator: Accelerator, model: nn.Module, blocks: list[nn.Mod
 
 
 def _read_shards(accelerator: Accelerator, model: nn.Module, sources: Sources) -> None:
-    """Give this rank's shards memory, where FSDP2 wants them, and their values."""
+    """Allocate this rank's shards on the device that FSDP2 expects, and read their values."""
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     offloads = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
     device = torch.device("cpu") if offloads else accelerator.device
     num_parameters = len(list(model.parameters()))
-    # Not `to_empty`, which would also empty the buffers. FSDP2's own `_apply` pads and pins the new shards.
+    # Not `to_empty`, which would also empty the buffers. FSDP2's `_apply` pads and pins the new shards.
     model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     fill_shards(model, sources)
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
@@ -139,10 +143,10 @@ def _read_shards(accelerator: Accelerator, model: nn.Module, sources: Sources) -
 
 
 def _prefetch_by_block(root: Any, blocks: list[nn.Module]) -> None:
-    """Let each block gather the next one while it computes, in the order they are called: an encoder comes before its decoder.
+    """Let each block gather the next one while it computes, in call order: an encoder comes before its decoder.
 
-    FSDP2 by itself starts the next gather of a forward only when the CPU gets there. Blocks within blocks are left to that: with
-    activation checkpointing their forward runs again in the backward, where the block after is done already.
+    By default FSDP2 starts a forward's next gather only when the CPU reaches that block. Nested blocks keep the default: with
+    activation checkpointing their forward runs again in the backward, where the next block is already done.
     """
     inside = {id(module) for block in blocks for module in block.modules() if module is not block}
     if any(id(block) in inside for block in blocks):
@@ -160,7 +164,7 @@ def _prefetch_by_block(root: Any, blocks: list[nn.Module]) -> None:
 
 
 def _wrap_exactly(accelerator: Accelerator, blocks: list[nn.Module]) -> None:
-    """Make accelerate's FSDP1 wrap just these modules."""
+    """Make accelerate's FSDP1 wrap exactly these modules."""
     from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
     chosen = {id(block) for block in blocks}

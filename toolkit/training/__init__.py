@@ -1,1 +1,1 @@
-"""The training loop, and everything around it: setup, optimizer, guards, checks, the end."""
+"""The training loop and what surrounds it: setup, optimizer, guards, checks, and the end of a run."""

@@ -1,4 +1,4 @@
-"""What may be due after a step: an evaluation, a checkpoint, or the end, by plan or by a signal."""
+"""What happens after a step: evaluation, checkpoint, early stop, or the end because of a signal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run is made of."""
+    """The objects of a run."""
 
     folder: Path
     sharded: ShardedModel
@@ -48,7 +48,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Session:
-    """What lives as long as one call of `loop.train`."""
+    """State of one call of `loop.train`."""
 
     config: RecipeConfig
     run: Run
@@ -61,19 +61,22 @@ class Session:
 
 
 def after_step(session: Session, *, is_resumed: bool = False) -> bool:
-    """Evaluate and save where it is due after `state.step`; whether training is over. Collective.
+    """Evaluate and save if they are due after `state.step`; return whether training is over. Collective.
 
     Args:
-        is_resumed: the checkpoint of `state.step` stands, but a signal ended its evaluation: it is saved again with the figures.
+        is_resumed: the checkpoint of `state.step` exists, but a signal interrupted its evaluation: save again, with metrics.
 
     Raises:
-        Stopped: on every rank, once there is a checkpoint.
+        Stopped: on every rank, after a signal; the checkpoint has been written.
     """
+    # 1. Signals come first, so that a stop never waits for an evaluation.
     config, run, state = session.config, session.run, session.state
     if signal_name := _agree(session):
         _stop(session, signal_name)
+    # 2. Evaluate before saving: the manifest holds the metrics of its step.
     if state.evaluation_due:
         _evaluate_and_log(session)
+    # 3. Save at the end, on a new best value, and every `checkpoint.every_steps`.
     if run.num_steps == 0:
         return True
     over = state.step == run.num_steps or should_stop_early(config, state)
@@ -90,19 +93,19 @@ def after_step(session: Session, *, is_resumed: bool = False) -> bool:
 
 
 def say_without_gain(bar: Progress, state: TrainState, goal: Goal) -> None:
-    """Say where no evaluated step is better than the start."""
+    """Print a line if no evaluated step is better than the start."""
     best = math.nan if state.best_value is None else state.best_value
     is_evaluated = state.best_value is not None or state.num_evaluations_without_gain > 0
     if state.start_value is not None and is_evaluated and not goal.is_better(best, state.start_value):
         start = f"{goal.metric} {state.start_value:.4g} before the first step"
-        bar.say(f"no evaluated step gained on the start: {start}, {best:.4g} at best after it")
+        bar.say(f"no evaluated step is better than the start: {start}, at best {best:.4g} after it")
 
 
 def _agree(session: Session) -> str | None:
-    """The signal that has asked for the end, if all ranks know of one. Tells about saves that are done. Collective.
+    """Return the stop signal that all ranks agree on, if any, and log finished saves. Collective.
 
     Raises:
-        UserError: a rank could not write its checkpoint or its figures; on every rank.
+        UserError: a rank could not write its checkpoint or its metrics; on every rank.
     """
     writer, metrics = session.writer, session.run.metrics
     agreement = session.stops.agree(write_failed=writer.has_failed or metrics.error is not None)
@@ -113,10 +116,10 @@ def _agree(session: Session) -> str | None:
 
 
 def finish_writing(session: Session) -> None:
-    """Wait for a save under way. Collective.
+    """Wait for the current save. Collective.
 
     Raises:
-        UserError: a rank could not write its checkpoint or its figures; on every rank.
+        UserError: a rank could not write its checkpoint or its metrics; on every rank.
     """
     working("saving", session.state.step)
     _log_save(session, session.writer.finish())
@@ -124,16 +127,17 @@ def finish_writing(session: Session) -> None:
 
 
 def _evaluate_and_log(session: Session) -> None:
-    """Evaluate, write the figures, and count evaluations without gain in `best_metric`. Collective.
+    """Evaluate, log the metrics, and update the best value or the count of evaluations without gain. Collective.
 
     Raises:
-        Stopped: a signal came meanwhile; the evaluation is done again by the run that goes on.
+        Stopped: a signal arrived meanwhile; the resumed run repeats the evaluation.
     """
     config, run, state, bar = session.config, session.run, session.state, session.bar
     if len(run.evaluation.rows) == 0:
         state.evaluation_due = False
         return
 
+    # Ranks check for signals between batches, so that a stop never waits for a long evaluation.
     def between_batches() -> None:
         at("evaluation", state.step)
         if signal_name := _agree(session):
@@ -145,17 +149,19 @@ def _evaluate_and_log(session: Session) -> None:
         figures: dict[str, Any] = evaluate(config.eval, run.sharded, run.evaluation, predictions, between_batches)
     except _SignalInEvaluation as stop:
         _stop(session, str(stop))
-    words = {"rouge_tokenizer": run.evaluation.rouge_tokenizer.name} if "rougeL" in figures else {}
+    # metrics.jsonl, trackers, terminal
+    text_fields = {"rouge_tokenizer": run.evaluation.rouge_tokenizer.name} if "rougeL" in figures else {}
     goal = session.writer.goal
-    run.metrics.write("eval", state.step, **figures, **words, measured_on=goal.measured_on)
+    run.metrics.write("eval", state.step, **figures, **text_fields, measured_on=goal.measured_on)
     log_to_trackers(run.sharded.accelerator, {f"eval/{name}": value for name, value in figures.items()}, state.step)
     of_sources = (name for name in figures if name.startswith("loss/"))
     shown = ("loss", *of_sources, "bits_per_byte", "token_accuracy", "rouge1", "rougeL", "percent_distinct", "rows_per_s")
     bar.say(f"evaluation at step {state.step}: " + ", ".join(f"{n} {figures[n]:.4g}" for n in shown if n in figures))
     state.metrics, state.evaluation_due = figures, False
     session.log.restart_clock()
+    # best value and early stopping
     value = figures[goal.metric]
-    if state.step == 0:  # no gain of training, and no weights to keep
+    if state.step == 0:  # the start is no gain, and has no weights to keep
         state.start_value = None if math.isnan(value) else value
     elif goal.is_better(value, state.best_value):
         state.best_value, state.num_evaluations_without_gain = value, 0
@@ -164,18 +170,18 @@ def _evaluate_and_log(session: Session) -> None:
 
 
 class _SignalInEvaluation(Exception):
-    """All ranks have agreed to end, between two batches of an evaluation."""
+    """All ranks agreed to stop between two batches of an evaluation."""
 
 
 def _stop(session: Session, signal_name: str) -> NoReturn:
-    """Save the last step done and end. Collective."""
+    """Save the last completed step and stop. Collective."""
     if session.state.step > 0 and session.run.num_steps > 0:
         _save(session, wait=True)
     _end(session, signal_name)
 
 
 def stop_after_end(session: Session) -> None:
-    """End before the export where a signal came too late for a step boundary. Collective.
+    """Stop before the export if a signal arrived after the last step boundary. Collective.
 
     Raises:
         Stopped: on every rank.
@@ -186,22 +192,22 @@ def stop_after_end(session: Session) -> None:
 
 def _end(session: Session, signal_name: str) -> NoReturn:
     step = session.state.step
-    way_on = "the same command" + ("" if session.config.checkpoint.resume == "auto" else " with checkpoint.resume auto")
-    place = f"after step {step}, with a checkpoint: {way_on} goes on from there" if step else "before the first step"
+    command = "the same command" + ("" if session.config.checkpoint.resume == "auto" else " with checkpoint.resume auto")
+    place = f"after step {step}, with a checkpoint: {command} goes on from there" if step else "before the first step"
     session.bar.close()
     session.bar.say(f"stopped by {signal_name} {place}")
     for tracker in session.run.sharded.accelerator.trackers:
         tracker.finish()
-    raise Stopped  # the process group stays: a process that has one is left without Python's finalization (`errors._leave`)
+    raise Stopped  # keep the process group: with one, the process exits without Python's finalization (`errors._leave`)
 
 
 def _save(session: Session, *, wait: bool) -> None:
-    """Save a checkpoint; with `wait` it stands when this returns. Collective."""
+    """Save a checkpoint; with `wait`, it is on disk when this returns. Collective."""
     at("saving", session.state.step)
     session.log.flush()
     metrics = session.run.metrics
     metrics.sync()
-    raise_together(metrics.error)  # a checkpoint must not be newer than the lines that a resume leaves before it
+    raise_together(metrics.error)  # a checkpoint needs all metrics lines up to its step: a resume keeps those
     session.guard.remember(session.state.skips)
     _log_save(session, session.writer.save(session.state, wait=wait))
     _log_save(session, session.writer.take_finished())
@@ -209,7 +215,7 @@ def _save(session: Session, *, wait: bool) -> None:
 
 
 def _log_save(session: Session, save: Save | None) -> None:
-    """Write a line about a checkpoint that stands."""
+    """Log a finished checkpoint."""
     if save is not None:
         for remark in save.remarks:
             session.bar.say(remark)
@@ -224,5 +230,5 @@ def should_stop_early(config: RecipeConfig, state: TrainState) -> bool:
 
 
 def is_due(step: int, every_steps: int | None) -> bool:
-    """Whether what is done every so many steps is done after this one."""
+    """Whether an action that repeats every `every_steps` is due after `step`; None: never."""
     return every_steps is not None and step % every_steps == 0

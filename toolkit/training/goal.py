@@ -1,4 +1,4 @@
-"""What eval.best_metric asks for."""
+"""`eval.best_metric`: which metrics exist, and which of two values is better."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HIGHER_IS_BETTER = (*TEXT_METRICS, "token_accuracy")
 
 
 def build_goal(config: EvalConfig, data: EvaluationRows) -> Goal:
-    """What `eval.best_metric` is of, and what it depends on: figures of texts also on how they are generated."""
+    """The goal that `eval.best_metric` names, with what it is measured on: metrics of texts depend on generation settings too."""
     metric = config.best_metric
     keys = ("max_new_tokens", "num_beams", "no_repeat_ngram_size") if config.generate else ()
     measured_on = {"rows": data.fingerprint, **{key: getattr(config, key) for key in keys}}
@@ -31,10 +31,10 @@ def build_goal(config: EvalConfig, data: EvaluationRows) -> Goal:
 
 
 def check_metric(config: EvalConfig, data: EvaluationRows | None = None) -> None:
-    """Refuse a metric that no evaluation gives, or, with `data`, none on these rows.
+    """Check that evaluations produce the metric; with `data`, also on these rows.
 
     Raises:
-        UserError: naming those that exist.
+        UserError: it does not exist; the sentence lists those that do.
     """
     known = (*LOSS_METRICS, *(TEXT_METRICS if config.generate else ()))
     if data is not None and config.best_metric in TEXT_METRICS and not data.prompted:

@@ -1,7 +1,7 @@
 """The training loop, one for all recipes: step, evaluate, save.
 
-Nothing in a step waits for the device: label counts come from the plan, losses and gradient norms stay on the device and
-are read together every `log_every_steps`.
+A step never waits for the device: label counts come from the batch plan, and losses and gradient norms stay on the device
+until they are read together every `log_every_steps`.
 """
 
 from __future__ import annotations
@@ -47,23 +47,24 @@ from toolkit.training.skip_guard import SkipGuard
 
 
 def num_steps(config: RecipeConfig, plan: BatchPlan) -> int:
-    """Optimizer updates of the whole run."""
+    """Optimizer updates of the run."""
     if config.train.max_steps is not None:
         return config.train.max_steps
-    assert config.train.num_epochs is not None  # load_config sees to it
+    assert config.train.num_epochs is not None  # ensured by load_config
     return plan.num_steps(config.train.num_epochs)
 
 
 def train(config: RecipeConfig, run: Run, state: TrainState) -> TrainState:
     """Train from the step after `state.step` to the end. Collective.
 
-    Evaluates every `eval.every_steps` and at the end; saves every `checkpoint.every_steps`, after an evaluation with gain
-    where `checkpoint.keep_best`, and at the end. Stops early after `eval.stop_after` evaluations without gain.
+    Evaluates every `eval.every_steps` and at the end. Saves every `checkpoint.every_steps`, after each new best value if
+    `checkpoint.keep_best` is set, and at the end. Stops early after `eval.stop_after` evaluations without gain.
 
     Raises:
-        Stopped: a signal has reached a rank; there is a checkpoint of the last step done.
+        Stopped: a signal reached a rank; the last completed step has a checkpoint.
         UserError: a checkpoint cannot be written, or `optim.max_skipped_steps` updates in a row were skipped; on every rank.
     """
+    # A finished run returns here; an interrupted evaluation is still due.
     working("starting the training")
     bar = Progress(run.num_steps, state.step, enabled=rank() == 0)
     goal = build_goal(config.eval, run.evaluation)
@@ -73,6 +74,7 @@ def train(config: RecipeConfig, run: Run, state: TrainState) -> TrainState:
         say_without_gain(bar, state, goal)
         return state
     best_saved = best_saved_value(run.folder, goal, state.step)
+    # Signals and saves are handled from here until both are finished.
     with (
         StopRequests() as stops,
         CheckpointWriter(run.folder, run.sharded, run.optimizer, run.identity, config.checkpoint, goal, best_saved) as writer,
@@ -90,7 +92,7 @@ def train(config: RecipeConfig, run: Run, state: TrainState) -> TrainState:
 
 
 def _train_steps(session: Session) -> None:
-    """Every step that is left, and what is due after each. Collective."""
+    """Run the remaining steps, each with what is due after it. Collective."""
     config, run, state, log = session.config, session.run, session.state, session.log
     first_step = state.step + 1
     watch = ParameterWatch(run.sharded.model)
@@ -99,6 +101,7 @@ def _train_steps(session: Session) -> None:
     run.sharded.model.train()
     log.restart_clock()
     for step_number in range(first_step, run.num_steps + 1):
+        # 1. One optimizer update.
         at("loading rows", step_number)
         step = run.plan.step(step_number)
         with _profiled(config.profile.steps, step_number, run.folder):
@@ -106,13 +109,15 @@ def _train_steps(session: Session) -> None:
             log.add(train_step(session, step, micro_batches, lr, watch if step_number == first_step else None))
         state.step, state.metrics = step_number, {}
         state.evaluation_due = step_number == run.num_steps or is_due(step_number, config.eval.every_steps)
+        # 2. After a few updates that are large enough to show, every trainable parameter must have moved.
         num_showing += lr >= SMALLEST_SHOWING_LR
         if num_showing == UPDATES_UNTIL_MOVED and lr >= SMALLEST_SHOWING_LR:
             log.flush()
-            num_showing -= state.skips.num_skipped - num_skipped_before  # those have moved nothing
+            num_showing -= state.skips.num_skipped - num_skipped_before  # skipped updates moved nothing
             num_skipped_before = state.skips.num_skipped
             if num_showing == UPDATES_UNTIL_MOVED:
                 watch.check_moved()
+        # 3. Log, evaluate, save.
         if state.evaluation_due or step_number % config.log_every_steps == 0:
             log.flush()
         if after_step(session):
@@ -126,9 +131,10 @@ def train_step(
     """One optimizer update over one global batch. Collective.
 
     Args:
-        micro_batches: this rank's; as many as the step has are taken.
-        watch: checks gradients and moments of the first step.
+        micro_batches: this rank's; the step consumes its own.
+        watch: checks gradients and moments after the first step; None for later steps.
     """
+    # Forward and backward of each micro-batch; gradients add up.
     config, run = session.config, session.run
     model, device = run.sharded.model, run.sharded.accelerator.device
     losses: list[tuple[MicroBatch, torch.Tensor]] = []
@@ -140,7 +146,7 @@ def train_step(
             _log_row_ids(run, micro_batch)
         session.log.memory.see(batch)
         batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-        # FSDP reduces every micro-batch's gradients: waiting would keep them whole on each rank. DDP keeps them anyway.
+        # FSDP reduces gradients after every micro-batch: deferring would keep them unsharded. DDP holds them unsharded anyway.
         accumulates = isinstance(model, DistributedDataParallel) and not micro_batch.is_last
         with cast(DistributedDataParallel, model).no_sync() if accumulates else contextlib.nullcontext():
             loss_sum, _ = summed_loss(model, batch)
@@ -149,6 +155,7 @@ def train_step(
         if micro_batch.is_last:
             break
         at("loading rows", step.step)
+    # Clip, judge, update. `judge` reduces the loss and the finite check over the ranks without a host sync.
     at("update", step.step)
     if watch:
         watch.check_gradients()
@@ -156,7 +163,7 @@ def train_step(
     total_loss, skipped = session.guard.judge(torch.stack([loss for _, loss in losses]).sum(), grad_norm)
     for group in run.optimizer.param_groups:
         group["lr"] = lr
-    run.optimizer.found_inf = skipped  # type: ignore[attr-defined]  # read by the fused kernel, as GradScaler sets it
+    run.optimizer.found_inf = skipped  # type: ignore[attr-defined]  # the fused kernel reads it, as from GradScaler
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
     if watch:
@@ -175,7 +182,7 @@ def _load_micro_batches(config: RecipeConfig, run: Run, first_step: int) -> Iter
 
 
 def _log_row_ids(run: Run, micro_batch: MicroBatch) -> None:
-    """Append the rows of this rank's micro-batch to `rows-<rank>.jsonl`; ranks without rows say so with an empty list."""
+    """Append the row ids of this rank's micro-batch to `rows-<rank>.jsonl`; without rows, an empty list."""
     row_ids = [run.train_rows[row]["row_id"] for row in micro_batch.rows]
     line = {"step": micro_batch.step, "micro_batch": micro_batch.index, "row_ids": row_ids}
     path = run.folder / f"rows-{rank():05d}.jsonl"
@@ -188,7 +195,7 @@ def _log_row_ids(run: Run, micro_batch: MicroBatch) -> None:
 
 @contextlib.contextmanager
 def _profiled(window: list[int] | None, step: int, folder: Path) -> Iterator[None]:
-    """A torch profiler over the steps `window[0]` to `window[1]`; a Chrome trace a step and rank goes into the run folder."""
+    """Profile the steps `window[0]` to `window[1]`: one Chrome trace per step and rank in the run folder's `profile/`."""
     if window is None or not window[0] <= step <= window[1]:
         yield
         return

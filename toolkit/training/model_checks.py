@@ -1,4 +1,4 @@
-"""Looks at a real, sharded model before it trains: what every later figure rests on."""
+"""Checks on the real, sharded model before training: its loss is ours, and tokens see only what they may see."""
 
 from __future__ import annotations
 
@@ -18,26 +18,28 @@ from toolkit.parallel.gather import evaluation_model, generation_ready
 from toolkit.parallel.wrap import ShardedModel
 
 NUM_TOKENS = 6
-"""Of each of the texts that are tried; enough to see the one before."""
+"""Length of each test text."""
 LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""Largest difference between the loss by chunks and by whole logits, or ours and an encoder-decoder's, as a share of it."""
+"""Largest relative difference between our loss and the model's: by chunks and by all logits, or an encoder-decoder's own."""
 
 
 @torch.no_grad()
 def check_causal_model(sharded: ShardedModel, collator: Collator, *, packing: bool) -> None:
-    """Try the model on two texts of six tokens. Collective.
+    """Check a causal model on two texts of six tokens. Collective.
 
-    - the loss taken by chunks of hidden states is that of the model's own logits;
-    - no token sees a later one;
-    - packed texts do not see each other (bit for bit: only one text's tokens change between two equal calculations).
+    - The loss by chunks of hidden states equals the loss of the model's own logits.
+    - No token sees a later one.
+    - Packed texts do not see each other (bit for bit: only one text's tokens change between two equal computations).
 
     Raises:
-        UserError: the model is not made so; names the setting that helps, if there is one.
+        UserError: one of these fails; names the setting that helps, if there is one.
     """
+    # Two texts from different parts of the vocabulary.
     name = type(sharded.plain).__name__.removeprefix("FSDP")
     vocab_size = sharded.plain.config.get_text_config().vocab_size
     first, second = (_row([(start + place) % vocab_size for place in range(NUM_TOKENS)]) for start in (3, vocab_size // 2))
     with torch.compiler.set_stance("force_eager"), evaluation_model(sharded, unshard="never") as (model, _):
+        # The chunked loss equals that of the model's logits.
         inputs = _on_device(sharded, collator.model_inputs([first]))
         logits_BTV = model(**inputs, use_cache=False).logits
         expected = summed_cross_entropy(logits_BTV[:, :-1], inputs["input_ids"][:, 1:]).item()
@@ -48,11 +50,13 @@ def check_causal_model(sharded: ShardedModel, collator: Collator, *, packing: bo
         tolerance = LOSS_TOLERANCE[torch.float32 if logits_BTV.dtype == torch.float32 else torch.bfloat16]
         if not abs(actual - expected) <= tolerance * abs(expected):
             raise UserError(f"{name} cannot be trained: its loss by hidden states is {actual:.6f}, by its logits {expected:.6f}")
+        # Causality: change the last token; the loss of the earlier ones must not change.
         changed = _row([*first["input_ids"][:-1], second["input_ids"][0]])
         seen = {_loss(sharded, model, collator, [[_without_last_label(other)]]) for other in (first, changed)}
         if len(seen) > 1:
             raise UserError(f"{name} cannot be trained here: its tokens see later ones, so it is no causal language model")
-        # Two packs: transformers' flash attention takes several rows of a tensor for unpacked ones.
+        # Packing: change the first text of a pack; the loss of the second must not change.
+        # Two packs, because transformers' flash attention treats a batch of several rows as unpacked.
         packed = [[[_unlabelled(other), second], [second]] for other in (first, changed)]
         if packing and len({_loss(sharded, model, collator, packs) for packs in packed}) > 1:
             raise UserError(f"{name} lets packed rows see each other: set data.packing to false")
@@ -60,23 +64,25 @@ def check_causal_model(sharded: ShardedModel, collator: Collator, *, packing: bo
 
 @torch.no_grad()
 def check_seq2seq_model(sharded: ShardedModel, collator: SummarizationCollator, config: EvalConfig) -> None:
-    """Try an encoder-decoder on two short rows. Collective.
+    """Check an encoder-decoder on two short rows. Collective.
 
-    - the loss is the model's own of the same labels: decoder inputs are what it takes, and it has no further term;
-    - an evaluation as `config` asks for comes to its end, which a run would else find out after it has trained.
+    - Our loss equals the model's own for the same labels, so decoder inputs are right and it has no extra term.
+    - An evaluation as `config` asks for runs through, instead of failing after training.
 
     Raises:
-        UserError: either is not so.
+        UserError: one of these fails.
     """
+    # Two rows of different lengths, so that padding is part of the check.
     name = type(sharded.plain).__name__.removeprefix("FSDP")
     tokens = [token for token in range(3, 5 + NUM_TOKENS) if token != collator.pad_token_id]
     rows = [{"input_ids": tokens[:length], "labels": tokens[-length:]} for length in (NUM_TOKENS, NUM_TOKENS - 2)]
     batch = _on_device(sharded, collator.collate([[row] for row in rows]))
     prompts = _on_device(sharded, collator.prompts(rows))
-    # What transformers' DataCollatorForSeq2Seq gives a model: decoder inputs where it says how they are made.
+    # As transformers' DataCollatorForSeq2Seq does: decoder inputs only if the model says how to make them.
     shifted = {} if collator.own_shift is None else {"decoder_input_ids": batch["decoder_input_ids"]}
     num_labels = sum(len(row["labels"]) for row in rows)
     with torch.compiler.set_stance("force_eager"), random_state_kept():
+        # Our loss equals the model's.
         ways_out = "try mixed_precision no in the accelerate YAML, or FSDP2 where it is FSDP1"
         with _failing_as(f"{name} cannot be trained here", ways_out), evaluation_model(sharded, unshard="never") as (model, _):
             output = model(**prompts, **shifted, labels=batch["labels"], use_cache=False)
@@ -87,6 +93,7 @@ def check_seq2seq_model(sharded: ShardedModel, collator: SummarizationCollator, 
                 f"{name} cannot be trained: its own loss is {expected:.6f}, the mean over its label tokens {actual:.6f}, so it "
                 "has a term of its own or makes decoder inputs in a way that it does not say"
             )
+        # A short evaluation works, generation included.
         ways_out = "try eval.unshard never or eval.generate false, or mixed_precision no in the accelerate YAML"
         with (
             _failing_as(f"{name} cannot be evaluated here", ways_out),
@@ -106,7 +113,7 @@ def check_seq2seq_model(sharded: ShardedModel, collator: SummarizationCollator, 
 
 @contextlib.contextmanager
 def _failing_as(what: str, ways_out: str) -> Iterator[None]:
-    """An error of the model's own code as a sentence; a lack of memory and a rank that has died say so themselves."""
+    """Turn an error of the model's code into a UserError; out-of-memory and lost connections pass through."""
     try:
         yield
     except torch.OutOfMemoryError:

@@ -1,4 +1,4 @@
-"""AdamW with parameter groups, the learning rate as a function of the step, and the true global gradient norm."""
+"""AdamW with parameter groups, the learning rate as a function of the step, and clipping by the global gradient norm."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from toolkit.parallel.float8 import is_sharded_with_cast, refresh_scales
 
 
 def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters of a sharded model; norms and biases are not decayed.
+    """AdamW over the trainable parameters of a sharded model, without weight decay on norms and biases.
 
-    Built after sharding: FSDP2 replaces parameters, and accelerate's remapping of an optimizer built before it goes
-    wrong on the meta device. `fused` is one kernel for all parameters, and one DTensor dispatch instead of thousands.
+    Call it after sharding: FSDP2 replaces parameters, and accelerate's remapping of an earlier optimizer fails on the meta
+    device. `fused` needs one kernel for all parameters, and one DTensor dispatch instead of thousands.
     """
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
@@ -41,7 +41,7 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.AdamW:
 
 
 def _decayed_parameters(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
-    """All but norms and biases, T5's `relative_attention_bias.weight` among them. FSDP1 flattens shapes, so names tell."""
+    """All parameters except norms and biases (T5's `relative_attention_bias.weight` too), by name: FSDP1 flattens shapes."""
     for module_name, module in model.named_modules():
         is_norm = "norm" in type(module).__name__.lower()
         for name, parameter in module.named_parameters(recurse=False):
@@ -53,11 +53,11 @@ def _decayed_parameters(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
 
 
 def learning_rate(config: OptimConfig, step: int, num_steps: int, steps_per_epoch: int) -> float:
-    """Learning rate of the 1-based `step`: a pure function, so that a resume needs no scheduler state.
+    """Learning rate of the 1-based `step`. It is a pure function, so that a resume needs no scheduler state.
 
-    Linear warm-up reaches `lr` at step `warmup_steps`; linear and cosine then fall so that step `num_steps + 1` would be the
-    first at `min_lr_ratio * lr`: the last step still counts, as in transformers. `step` multiplies by `gamma` every
-    `decay_every_steps` (default: an epoch).
+    Linear warm-up reaches `lr` at step `warmup_steps`. The linear and cosine schedules then decay so that step `num_steps + 1`
+    would be the first at `min_lr_ratio * lr`: the last step still updates, as in transformers. The `step` schedule multiplies
+    by `gamma` every `decay_every_steps` (default: an epoch).
     """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
@@ -74,7 +74,7 @@ def learning_rate(config: OptimConfig, step: int, num_steps: int, steps_per_epoc
 def describe_rate_change(
     config: OptimConfig, step: int, num_steps_before: int, num_steps: int, steps_per_epoch: int
 ) -> str | None:
-    """A sentence where a run that goes on with `step` has another learning rate there, as it now has `num_steps` steps."""
+    """A sentence if a run resumed at `step` has another learning rate there because its `num_steps` changed; else None."""
     expected = learning_rate(config, step, num_steps_before, steps_per_epoch)
     rate = learning_rate(config, step, num_steps, steps_per_epoch)
     if step > num_steps or math.isclose(rate, expected, rel_tol=0.01):
@@ -89,15 +89,15 @@ def describe_rate_change(
 
 @torch.no_grad()
 def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
-    """Scale gradients to a global 2-norm of at most `max_norm`; returns the norm before it, an fp32 scalar. Collective.
+    """Scale gradients to a global 2-norm of at most `max_norm`; returns the norm before clipping, an fp32 scalar. Collective.
 
-    The norm is that of the whole gradient over all shards (accelerate#4219: the local one is wrong under DTensor). Local
-    squares are summed and reduced over the shard dimension of the parameters' mesh only: replicas hold equal gradients.
-    Nothing is read by the host. A rank may hold none of the gradient: with FSDP1, or with more ranks than rows of a weight.
+    The norm covers the gradient over all shards (accelerate#4219: the local norm is wrong under DTensor). Local squares are
+    summed, then reduced over the mesh's shard dimension only, because replicas hold equal gradients. The host reads nothing.
+    A rank may hold no part of the gradient: under FSDP1, or with more ranks than rows of a weight.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    filled = [g for g in local if g.numel()]  # with many ranks a small parameter leaves some of them nothing
+    filled = [g for g in local if g.numel()]  # a small parameter has empty shards on some ranks
     if filled:
         squares = torch.stack(list(torch._foreach_norm(filled, 2.0, dtype=torch.float32))).square().sum()
     else:
@@ -112,7 +112,7 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
 
 
 def _shard_groups(model: nn.Module, gradients: list[torch.Tensor]) -> list[dist.ProcessGroup]:
-    """Process groups over which gradients are sharded; none for plain tensors (single, DDP)."""
+    """Process groups over which gradients are sharded; empty for plain tensors (single, DDP)."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor.placement_types import Shard
 

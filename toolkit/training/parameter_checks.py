@@ -1,6 +1,6 @@
-"""Frozen means frozen and trainable means trained: checked in every run, on the real parameters.
+"""Checks in every run that frozen parameters stay frozen and trainable ones train.
 
-Each check compares checksums of local shards, reduced over the ranks, as a shard may be empty on one of them.
+They look at local shards and reduce the result over the ranks, because a shard may be empty on one of them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from toolkit.distributed.comm import reduce_on_cpu
 from toolkit.parallel.units import clean, local_tensor
 
 UPDATES_UNTIL_MOVED = 3
-"""A trainable parameter must differ after so many updates that are large enough to show."""
+"""Every trainable parameter must differ after this many updates that are large enough to show."""
 SMALLEST_SHOWING_LR = 1e-6
 """Adam moves a weight by about the learning rate; at 1.0 an fp32 weight cannot move by less than 6e-8."""
 
 
 class ParameterWatch:
-    """Remembers a checksum of every parameter at the start of a run. Collective: build and call it on every rank."""
+    """Keeps a checksum of every parameter from the start of a run. Collective: build and call it on every rank."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -74,9 +74,10 @@ class ParameterWatch:
 
 @torch.no_grad()
 def _checksums(model: nn.Module) -> torch.Tensor:
-    """Two int64 a parameter, shape (parameters, 2), on the CPU; 0 where this rank holds nothing of it.
+    """Two int64 per parameter, shape (parameters, 2), on the CPU; 0 where this rank's shard is empty.
 
-    The xor of its local elements' bits, and the bits of their fp64 sum: equal elements that move alike cancel in the first.
+    The first is the xor of the local elements' bits, the second the bits of their fp64 sum: equal elements that move alike
+    cancel in the xor.
     """
     sums = []
     for parameter in model.parameters():
@@ -90,7 +91,7 @@ def _checksums(model: nn.Module) -> torch.Tensor:
 
 
 def _on_any_rank(flags: list[bool]) -> list[bool]:
-    """Elementwise or over the ranks. Collective."""
+    """Elementwise `or` over the ranks. Collective."""
     return reduce_on_cpu(torch.tensor(flags, dtype=torch.int32), dist.ReduceOp.MAX).bool().tolist()
 
 

@@ -1,4 +1,4 @@
-"""What recipes do alike between the steps that a reader looks for: checks before the data, before the weights, and the end."""
+"""The phases that all recipes share: checks before data and weights load, loading, resuming, and the end of a run."""
 
 from __future__ import annotations
 
@@ -45,31 +45,32 @@ if TYPE_CHECKING:
 
 
 NUM_STEPS_LOOKED_AT = 100
-"""Steps whose shapes say whether shapes come again."""
+"""Number of first steps whose distinct batch shapes are counted, to see how often shapes repeat."""
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """What is known before data and model."""
+    """What is known before data and model load."""
 
     accelerator: Accelerator
     frozen_dtype: torch.dtype
-    """What frozen parameters are stored in."""
+    """Storage dtype of frozen parameters."""
     run_folder: Path
     settings: dict[str, Any]
-    """As in `train_state.Identity`."""
+    """As in `Identity.config`."""
     resume_from: Path | None
-    """This run's checkpoint to go on from."""
+    """This run's checkpoint to resume from."""
     init_from: Path | None
-    """Another run's weights to start from, where they are needed."""
+    """Another run's weights to start from; None if they are not needed."""
 
 
 def begin(config: RecipeConfig) -> RunContext:
-    """Check what needs no data, open the run's folder and choose the checkpoint to go on from. Collective.
+    """Check what needs no data, open the run folder and choose the checkpoint to resume from. Collective.
 
     Raises:
-        UserError: whatever is wrong with the two YAML files, the folder or its checkpoints; on every rank.
+        UserError: something is wrong with the two YAML files, the run folder or its checkpoints; on every rank.
     """
+    # Checks of the config alone, then the accelerator.
     check_trackers(config.tracking)
     check_metric(config.eval)
     check_adapter_config(config)
@@ -79,16 +80,17 @@ def begin(config: RecipeConfig) -> RunContext:
     has_adapter = is_enabled(config.adapter)
     dtype = on_all_ranks(lambda: frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=has_adapter))
     check_global_batch_size(config.train, world_size())
+    # The run folder, locked against a second run.
     run_folder = open_run_folder(config)
     keep_stacks_in(run_folder)
     on_all_ranks(lambda: lock_run_folder(run_folder) if rank() == 0 else None)
     resolved = {"model.frozen_dtype": str(dtype).removeprefix("torch."), "mixed_precision": accelerator.mixed_precision}
     on_all_ranks(lambda: check_export_places(config, run_folder) if rank() == 0 else None)
-    # Paths as seen from the run's folder: the same wherever one stands, and where the whole project has moved.
+    # Paths are relative to the run folder: a resume works from any directory, and after the project was moved.
     settings = {**dotted_keys(write_paths(config, run_folder)), **resolved}
     working("choosing the checkpoint")
     resume_from = choose_checkpoint(run_folder, config.checkpoint.resume, settings)
-    # Our own checkpoint has all weights but frozen ones.
+    # A checkpoint lacks frozen weights: with `model.freeze`, they come from `init_from` on a resume too.
     needs_start = resume_from is None or bool(config.model.freeze)
     init_from = find_weights(config.model.init_from) if config.model.init_from and needs_start else None
     return RunContext(accelerator, dtype, run_folder, settings, resume_from, init_from)
@@ -97,10 +99,10 @@ def begin(config: RecipeConfig) -> RunContext:
 def build_skeleton(
     config: RecipeConfig, accelerator: Accelerator, auto_class: AutoClass
 ) -> tuple[PretrainedConfig, PreTrainedModel]:
-    """The model without weights: what is wrong with its config, wrap classes, freezing or adapter is told now. Collective.
+    """Build the model on the meta device, to check its config, wrap classes, freezing and adapter early. Collective.
 
     Raises:
-        UserError: on every rank.
+        UserError: one of them is wrong; on every rank.
     """
     working("building the model")
     model_config = on_all_ranks(lambda: load_model_config(config.model, auto_class))
@@ -111,17 +113,19 @@ def build_skeleton(
 
 
 def check_rows(config: RecipeConfig, rows: TokenizedRows, plan: BatchPlan, evaluation: EvaluationRows) -> int:
-    """Tell what the rows are and refuse what they cannot do; returns the optimizer updates of the run.
+    """Check settings against the rows, print how many rows and steps there are, and return the run's number of steps.
 
     Raises:
         UserError: naming the setting.
     """
+    # Checks.
     working("planning the batches")
     num_steps = loop.num_steps(config, plan)
     check_num_steps(config, num_steps)
     check_evaluation_rows(config, len(evaluation.rows))
     check_metric(config.eval, evaluation)
     bound_primitive_cache(plan.num_shapes(min(num_steps, NUM_STEPS_LOOKED_AT), rank()))
+    # Print the counts, per source if there are several.
     counted = [f"{(evaluation.sources == place).sum():,} of {name}" for place, name in enumerate(evaluation.source_names)]
     of_sources = f" ({', '.join(counted)})" if counted and len(evaluation.rows) else ""
     print_rank0(
@@ -135,7 +139,7 @@ def check_rows(config: RecipeConfig, rows: TokenizedRows, plan: BatchPlan, evalu
 
 
 def longest(rows: TokenizedRows, evaluation: EvaluationRows, column: str, minus: str | None = None) -> int:
-    """The largest value of a column (less that of another) over all rows of a run; 0 without rows."""
+    """The largest value of `column`, minus `minus` if given, over all training and evaluation rows; 0 without rows."""
     found = 0
     for part in (rows.train, evaluation.rows):
         columns = part.with_format("numpy")
@@ -151,29 +155,32 @@ def load_model(
     model_config: PretrainedConfig,
     skeleton: PreTrainedModel,
 ) -> tuple[PreTrainedModel, Sources | None]:
-    """The model, adapted and frozen as its skeleton is, and where `shard_model` finds its weights. Collective.
+    """The model, adapted and frozen like its skeleton, and the sources that `shard_model` reads its weights from. Collective.
 
-    Under FSDP2 it has no weights yet where each rank can read its part of them from the files; else they are on the CPU, and
-    the second is None.
+    Under FSDP2, if each rank can read its shards from the files, the model is on the meta device. Otherwise its weights are
+    on the CPU, and the sources are None.
 
     Raises:
-        UserError: on every rank.
+        UserError: the weights do not load, or are not the model's; on every rank.
     """
+    # Try to leave the weights in their files until each rank reads its shards.
     working("loading the model")
     note_before_model(context.accelerator.device)
-    loaded_dtype = context.frozen_dtype if is_enabled(config.adapter) else torch.float32  # nearly all of it is frozen
+    loaded_dtype = context.frozen_dtype if is_enabled(config.adapter) else torch.float32  # with an adapter the base is frozen
     opened = None
     if fsdp_version(context.accelerator) == 2 and not config.model.from_scratch:
         try:
             opened = open_weights(config.model, model_config, auto_class, skeleton, loaded_dtype, context.init_from)
         except WholeOnly as reason:
             print_rank0(f"every rank loads all of {config.model.name_or_path} before it is sharded: {reason}")
+    # Otherwise load the full model on every rank.
     if opened is not None:
         model, weights = opened
     else:
         model = on_all_ranks(lambda: load.load_model(config.model, model_config, auto_class, config.train.seed, loaded_dtype))
         if context.init_from is not None:
             load_into(model, context.init_from)
+    # Adapter, freezing and dtypes.
     on_all_ranks(lambda: _adapt(model, config))
     freeze_as(model, skeleton)
     cast_frozen(model, context.frozen_dtype)
@@ -183,20 +190,21 @@ def load_model(
 
 
 def open_metrics(run_folder: Path) -> MetricsLog:
-    """The run's record, which rank 0 writes. Collective.
+    """Open `metrics.jsonl`, which rank 0 writes. Collective.
 
     Raises:
-        UserError: it cannot be read or written, or is broken; on every rank.
+        UserError: the file cannot be read or written, or is broken; on every rank.
     """
     return on_all_ranks(lambda: MetricsLog(run_folder / "metrics.jsonl", rank() == 0, restore_run_folder))
 
 
 def resume(config: RecipeConfig, context: RunContext, run: Run) -> TrainState:
-    """Load the checkpoint to go on from, if there is one. What the run has logged after it will be done again. Collective.
+    """Load the checkpoint to resume from, if any, and drop what the run logged after it. Collective.
 
     Raises:
-        UserError: the checkpoint is of another run; on every rank.
+        UserError: the checkpoint belongs to another run; on every rank.
     """
+    # Weights, moments, random state.
     working("loading the checkpoint")
     if context.resume_from is None:
         run.metrics.truncate_after(-1)
@@ -205,15 +213,17 @@ def resume(config: RecipeConfig, context: RunContext, run: Run) -> TrainState:
     state = load_checkpoint(folder, run.sharded, run.optimizer, run.identity)
     manifest = on_all_ranks(lambda: load_manifest(folder, run.identity))
     theirs = manifest["identity"]["config"]
+    # What is different now: the best metric's meaning, the learning rate.
     num_steps_before = theirs["train.max_steps"] or run.plan.num_steps(theirs["train.num_epochs"])
     remarks = [
         forget_unequal(state, manifest, build_goal(config.eval, run.evaluation)),
         describe_rate_change(config.optim, state.step + 1, num_steps_before, run.num_steps, run.plan.steps_per_epoch),
     ]
     print_rank0(f"resuming from {folder}, after step {state.step}", *(remark for remark in remarks if remark))
+    # metrics.jsonl up to the checkpoint.
     working("resuming")
     run.metrics.truncate_after(state.step, evaluation_due=state.evaluation_due)
-    if run.metrics.is_empty:  # a checkpoint stands only once its lines do
+    if run.metrics.is_empty:  # lines are written before their checkpoint, so somebody removed them
         known = "" if not manifest["metrics"] else ", but for the checkpoint's own evaluation"
         print_rank0(f"{run.metrics.path} was removed or emptied: figures of earlier steps are missing{known}")
         if manifest["metrics"]:
@@ -222,12 +232,12 @@ def resume(config: RecipeConfig, context: RunContext, run: Run) -> TrainState:
 
 
 def finish(config: RecipeConfig, run: Run) -> None:
-    """Export, reload and compare; show what came out. Collective.
+    """Export the model, reload and compare it, and print the results. Collective.
 
-    A run of no steps exports nothing, but where it is asked to merge its adapter.
+    A run of no steps exports only if `export.merge` asks for it.
 
     Raises:
-        UserError: the export or the picture of the curves cannot be written; on every rank.
+        UserError: the export or the plot of the curves cannot be written; on every rank.
     """
     goal = build_goal(config.eval, run.evaluation)
     exports = run.num_steps > 0 or config.export.merge
@@ -246,7 +256,7 @@ def finish(config: RecipeConfig, run: Run) -> None:
 
 
 def leave(accelerator: Accelerator) -> None:
-    """The end of a run that came to its end: of its trackers, its process groups and its watchdog. Collective."""
+    """Close the trackers, the watchdog and the process groups at the end of a run. Collective."""
     working("closing the trackers")
     accelerator.end_training()
     stop()
@@ -256,14 +266,14 @@ def leave(accelerator: Accelerator) -> None:
 def identity_of(
     context: RunContext, model_config: PretrainedConfig, rows: TokenizedRows, model: PreTrainedModel, sources: Sources | None
 ) -> Identity:
-    """What a resume compares; model and sources as `load_model` gives them, so not sharded yet. Collective."""
+    """What a resume must find unchanged; `model` and `sources` are those of `load_model`, before sharding. Collective."""
     working("hashing frozen weights")
     frozen_hashes = hash_frozen(model) if sources is None else load_sharded.hash_frozen(model, sources)
     return Identity(context.settings, hash_model_config(model_config.to_diff_dict()), rows.fingerprint, frozen_hashes)
 
 
 def _adapt(model: PreTrainedModel, config: RecipeConfig) -> None:
-    """Add the adapter, which freezes all else, or freeze what `model.freeze` names."""
+    """Add the adapter, which freezes the base, or freeze what `model.freeze` names."""
     if is_enabled(config.adapter):
         add_adapter(model, config.adapter, config.model, config.train.seed)
     else:

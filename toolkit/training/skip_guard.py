@@ -1,8 +1,8 @@
-"""Updates that would do harm are not taken: decided on the device, alike on all ranks, without the host waiting.
+"""Skips harmful updates: the device decides, alike on all ranks, without a host sync.
 
-An update is skipped where the loss or the gradient is not finite on any rank and, on demand, where the gradient norm spikes.
-Weights, moments and their step counts then stay as they are (the fused AdamW kernel leaves out all its work where `found_inf` is
-1), and so does the schedule of the steps to come, as learning rate and rows are functions of the step's number.
+An update is skipped if the loss or the gradient is not finite on any rank and, with `optim.skip_beyond_sigmas`, if the
+gradient norm spikes. Weights, moments and their step counts then stay unchanged: the fused AdamW kernel does nothing when
+`found_inf` is 1. The schedule does not shift, because learning rate and rows are functions of the step number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from toolkit.distributed.comm import world_size
 
 
 class SkipGuard:
-    """Judges each step's loss and gradient norm; remembers the norms of the last `config.skip_window_steps`."""
+    """Judges each step's loss and gradient norm; keeps the norms of the last `config.skip_window_steps`."""
 
     def __init__(self, config: OptimConfig, history: SkipHistory) -> None:
         self.num_sigmas = config.skip_beyond_sigmas
@@ -27,11 +27,11 @@ class SkipGuard:
         self.num_seen = torch.tensor(history.num_grad_norms)
 
     def judge(self, loss_sum: torch.Tensor, grad_norm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss over all ranks, and whether to skip the update (1.0 or 0.0): fp32 scalars where gradients are. Collective.
+        """The loss summed over all ranks, and 1.0 to skip the update or 0.0: fp32 scalars on the gradients' device. Collective.
 
         Args:
-            loss_sum: of this rank, fp32 scalar.
-            grad_norm: of the whole gradient, equal on all ranks, fp32 scalar where the gradients are.
+            loss_sum: this rank's, fp32 scalar.
+            grad_norm: the global norm, equal on all ranks, fp32 scalar on the gradients' device.
         """
         bad = ~grad_norm.isfinite()
         if self.num_sigmas is not None:
@@ -43,22 +43,22 @@ class SkipGuard:
         return total, ((num_bad > 0) | ~total.isfinite()).float()
 
     def remember(self, history: SkipHistory) -> None:
-        """Write the window into `history`. Waits for the device."""
+        """Write the window into `history`. Host sync."""
         if self.num_sigmas is not None:
             history.grad_norms = [None if math.isnan(norm) else norm for norm in self.window.tolist()]
             history.num_grad_norms = int(self.num_seen.item())
 
     def _spikes(self, grad_norm: torch.Tensor, num_sigmas: float) -> torch.Tensor:
-        """Whether the norm is beyond the window's mean by so many of its standard deviations; the window then takes it in.
+        """Whether the norm exceeds the window's mean by `num_sigmas` standard deviations; then add it to the window.
 
-        Until the window is full its mean is NaN, and nothing is beyond NaN. A spike counts as high as was allowed, so that
-        one of them does not blind the guard, and a lasting change is accepted in time. What is not finite does not count.
+        Until the window is full its mean is NaN, and no norm exceeds NaN. A spike enters the window clamped to the limit, so
+        that one spike does not blind the guard, yet a lasting change is accepted in time. Non-finite norms do not enter.
         """
         if self.window.device != grad_norm.device:
             self.window, self.num_seen = self.window.to(grad_norm.device), self.num_seen.to(grad_norm.device)
         highest = self.window.mean() + num_sigmas * self.window.std()
         place = self.num_seen.remainder(len(self.window)).view(1)
-        # Not `window[place]`, which would read `place`.
+        # Not `window[place]`: it would read `place` on the host.
         counted = torch.where(grad_norm.isfinite(), torch.fmin(grad_norm, highest), self.window.index_select(0, place))
         self.window.index_copy_(0, place, counted)
         self.num_seen += grad_norm.isfinite()

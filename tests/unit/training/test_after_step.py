@@ -31,7 +31,7 @@ def test_it_is_said_where_no_step_gained_on_the_start(
     state: dict[str, Any], at_best: str | None, capsys: pytest.CaptureFixture
 ) -> None:
     say_without_gain(Progress(9, 0, enabled=True), TrainState(9, **state), LOSS)
-    sentence = f"no evaluated step gained on the start: loss 2 before the first step, {at_best} at best after it\n"
+    sentence = f"no evaluated step is better than the start: loss 2 before the first step, at best {at_best} after it\n"
     assert capsys.readouterr().out == (sentence if at_best else "")
 
 
