@@ -141,8 +141,8 @@ def test_damaged_caches_are_named_and_built_again(faulty_bench: Workbench, tmp_p
     damage(next((cache / "rows").glob("*/train.arrow")), kind)
     outcome = attempt_with(faulty_bench, name, data__cache_dir=cache)
     assert outcome.returncodes == [0, 0], outcome.stderr[-3000:]
-    assert f"removed {left}, which a run that was killed has left\n" in outcome.stdout
-    again = r"^the cache of rows .* does not hold what was written to it: it is built again$"
+    assert f"removed {left}, left behind by a killed run\n" in outcome.stdout
+    again = r"^the cache of rows .* is damaged: it is built again$"
     assert re.search(again, outcome.stdout, re.MULTILINE), outcome.stdout
     check_like_whole(faulty_bench, name, SAVED)
     damage(next(cache.glob("*/train/*.arrow")), kind)

@@ -239,7 +239,7 @@ DATA = {
     "truncated parquet": Case(
         flags="--data.source parquet --data.files {here}/rows.parquet",
         files={"rows.parquet": cut_parquet},
-        sentence="{here}/rows.parquet is not a whole parquet file (…): copy or write it again",
+        sentence="{here}/rows.parquet is not a complete parquet file (…): copy or write it again",
     ),
     "every row held out": Case(
         flags="--data.eval_fraction 1",

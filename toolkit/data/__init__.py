@@ -1,1 +1,1 @@
-"""From sources to micro-batches: rows of text, token examples, the batch plan, collation."""
+"""The way from sources to micro-batches: rows of text, tokenized rows, the batch plan, collation."""

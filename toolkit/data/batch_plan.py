@@ -1,8 +1,9 @@
-"""The batch plan: which rows belong to step n, and how they are cut over ranks and micro-batches.
+"""The batch plan: which rows belong to step n, and which rank and micro-batch each of them goes to.
 
-A step's rows depend on (row lengths, seed, epoch, global batch size) alone, never on the number of processes, the
-micro-batch size, packing or a restart. Only then are they packed (or not), and cut: into micro-batches of similar length
-(little padding), each dealt over the ranks so that all have about the same number of tokens to work on at the same time.
+A step's rows depend only on (row lengths, seed, epoch, global batch size), never on the number of processes, the
+micro-batch size, packing or a restart. The rows of a step are then packed (or not) and cut into micro-batches of similar
+length, which keeps padding low. Each micro-batch is dealt over the ranks so that all of them work on about as many tokens
+at the same time.
 """
 
 from __future__ import annotations
@@ -20,30 +21,30 @@ from toolkit.distributed.rng import derive_seed
 from toolkit.errors import UserError
 
 LENGTH_NOISE = 0.05
-"""Rows are sorted by their length times a random factor of up to so much more or less than 1."""
+"""Rows are sorted by their length times a random factor, at most this far from 1."""
 
 Pack = tuple[int, ...]
-"""Rows, as indices into the tokenized rows, that share one row of the tensors."""
+"""Rows (indices into the tokenized rows) that share one row of the tensors."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one rank runs forward and backward once."""
+    """The rows of one forward and backward pass of one rank."""
 
     step: int
     """1-based optimizer step."""
     index: int
-    """0-based place in the step."""
+    """0-based position in the step."""
     is_last: bool
-    """Whether the optimizer steps after it."""
+    """Whether the optimizer steps after this micro-batch."""
     packs: tuple[Pack, ...]
-    """Never empty: see `is_dummy`. Without packing each holds one row."""
+    """Never empty, see `is_dummy`. Without packing, each pack holds one row."""
     is_dummy: bool
-    """This rank has no row here: it runs one row with all labels ignored, to keep collectives in step."""
+    """This rank has no rows here. It runs one row with all labels ignored, so that the collectives of all ranks match."""
 
     @property
     def rows(self) -> Pack:
-        """Rows of all packs; none of a dummy."""
+        """The rows of all packs; empty for a dummy."""
         return tuple(chain.from_iterable(self.packs)) if not self.is_dummy else ()
 
 
@@ -67,21 +68,21 @@ class Mix:
     """Several sources in one dataset, each with its share of an epoch."""
 
     source_of_row: np.ndarray
-    """int array, the source of each row."""
+    """int array: the source of each row."""
     weights: tuple[float, ...]
-    """Positive, one a source; only their ratios count."""
+    """One positive weight per source; only their ratios matter."""
 
 
 @dataclass
 class BatchPlan:
-    """Steps of a run over rows of known lengths.
+    """The steps of a run over rows of known lengths.
 
     Args:
-        num_tokens: int array, tokens of each row.
-        num_label_tokens: int array, those of them that the loss counts.
-        train: sizes of a step and a micro-batch, and the seed.
-        bucket_by_length: a step's rows have about equal lengths; otherwise they are drawn at random.
-        pack_length_tokens: most tokens of a pack; None: rows are not packed.
+        num_tokens: int array, the tokens of each row.
+        num_label_tokens: int array, the tokens of each row that count in the loss.
+        train: the sizes of a step and a micro-batch, and the seed.
+        bucket_by_length: whether a step's rows have similar lengths; otherwise they are drawn at random.
+        pack_length_tokens: maximum tokens of a pack; None: rows are not packed.
         mix: sources with weights; None: an epoch takes every row once.
     """
 
@@ -93,7 +94,7 @@ class BatchPlan:
     pack_length_tokens: int | None = None
     mix: Mix | None = None
     _first_steps: list[int] = field(default_factory=lambda: [1], repr=False)
-    """First step of each epoch known so far: with a budget of tokens an epoch's steps are known once it is drawn."""
+    """First step of each epoch known so far. With a token budget, an epoch must be drawn before its steps can be counted."""
     _epoch_cache: tuple[int, list[np.ndarray]] = field(default=(-1, []), repr=False)
 
     def __post_init__(self) -> None:
@@ -107,17 +108,17 @@ class BatchPlan:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Global batches of the first epoch; the last may be smaller and is used."""
+        """Number of global batches in the first epoch. The last one may be smaller; it is used too."""
         return self.num_steps(1)
 
     def num_steps(self, num_epochs: int) -> int:
-        """Global batches of so many epochs."""
+        """Number of global batches in the first `num_epochs` epochs."""
         while len(self._first_steps) <= num_epochs:
             self._first_steps.append(self._first_steps[-1] + self._num_batches(epoch=len(self._first_steps) - 1))
         return self._first_steps[num_epochs] - 1
 
     def step(self, step: int) -> Step:
-        """The global batch of the 1-based `step`."""
+        """Return the global batch of the 1-based `step`."""
         epoch = 0
         while self.num_steps(epoch + 1) < step:
             epoch += 1
@@ -125,7 +126,7 @@ class BatchPlan:
         return Step(step, epoch, tuple(rows.tolist()), int(self.num_label_tokens[rows].sum()), int(self.num_tokens[rows].sum()))
 
     def micro_batches(self, step: Step, rank: int) -> list[MicroBatch]:
-        """This rank's cut of a step; every rank gets the same number of micro-batches."""
+        """This rank's micro-batches of a step; every rank gets equally many."""
         packs = self._pack(step)
         costs = np.array([self.num_tokens[list(pack)].sum() for pack in packs])
         slots = cut(np.arange(len(packs)), costs, self.world_size, self.train.micro_batch_size_rows)
@@ -136,12 +137,12 @@ class BatchPlan:
         ]
 
     def iterate(self, first_step: int, last_step: int, rank: int) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of the steps `first_step` to `last_step`, both included."""
+        """Yield this rank's micro-batches of the steps `first_step` to `last_step`, both included."""
         for step in range(first_step, last_step + 1):
             yield from self.micro_batches(self.step(step), rank)
 
     def num_shapes(self, num_steps: int, rank: int) -> int:
-        """How many padded shapes this rank's micro-batches have in the first `num_steps`: rows, most tokens, most labels."""
+        """Number of different padded shapes (rows, most tokens, most labels) of this rank's first `num_steps` steps."""
         shapes = set()
         for micro_batch in self.iterate(1, num_steps, rank):
             packs = [list(pack) for pack in micro_batch.packs]
@@ -161,16 +162,16 @@ class BatchPlan:
         return len(self._batches(epoch))
 
     def _batches(self, epoch: int) -> list[np.ndarray]:
-        """An epoch's global batches; the last one asked for is kept."""
+        """An epoch's global batches; those of the epoch asked for last are cached."""
         if self._epoch_cache[0] != epoch:
             self._epoch_cache = (epoch, self._draw_batches(epoch))
         return self._epoch_cache[1]
 
     def _draw_batches(self, epoch: int) -> list[np.ndarray]:
-        """Rows in random order, or sorted by length with a little noise, cut into batches; sorted ones are shuffled.
+        """Cut an epoch's rows into batches: in random order, or sorted by noisy length with the batches shuffled.
 
-        The noise makes other batches every epoch; at 5 % it costs about 2 % more padding than an exact sort. Where rows are
-        counted, the smaller rest is taken out at a random length and comes last.
+        The noise gives every epoch different batches; at 5 % it costs about 2 % more padding than an exact sort. If a batch is
+        a number of rows, the smaller rest batch is taken at a random length and comes last.
         """
         random = np.random.Generator(np.random.PCG64(derive_seed("rows", self.train.seed, epoch)))
         rows = np.arange(len(self.num_tokens)) if self.mix is None else draw_mix(self.mix, random)
@@ -179,9 +180,11 @@ class BatchPlan:
             rows = rows[np.argsort(noisy_lengths, kind="stable")]
         else:
             rows = random.permutation(rows)
+        # A batch is a budget of tokens.
         if self.train.global_batch_size_tokens is not None:
             batches = fill(rows, self.num_tokens[rows], self.train.global_batch_size_tokens)
             return [batches[i] for i in random.permutation(len(batches))] if self.bucket_by_length else batches
+        # A batch is a number of rows.
         size = self.train.global_batch_size_rows
         num_full, num_rest = divmod(len(rows), size)
         start = size * (int(random.integers(num_full + 1)) if self.bucket_by_length else num_full)
@@ -192,10 +195,10 @@ class BatchPlan:
 
 
 def check_global_batch_size(train: TrainConfig, world_size: int) -> None:
-    """Refuse a global batch that leaves a rank without a row.
+    """Refuse a global batch with fewer rows than ranks.
 
     Raises:
-        UserError: naming both numbers.
+        UserError: names both numbers.
     """
     if train.global_batch_size_tokens is None and train.global_batch_size_rows < world_size:
         raise UserError(
@@ -205,9 +208,9 @@ def check_global_batch_size(train: TrainConfig, world_size: int) -> None:
 
 
 def draw_mix(mix: Mix, random: np.random.Generator) -> np.ndarray:
-    """Rows of an epoch in which each source has its share; as many rows as there are in all.
+    """Draw an epoch in which each source has its share; an epoch has as many rows as the dataset.
 
-    A source whose share is k.f times its rows gives each of them k times, and a random part f once more.
+    If a source's share is k.f times its rows, each row is drawn k times, and a random fraction f of them once more.
     """
     num_rows = len(mix.source_of_row)
     ends = np.round(np.cumsum(mix.weights) / np.sum(mix.weights) * num_rows).astype(int)
@@ -222,7 +225,7 @@ def draw_mix(mix: Mix, random: np.random.Generator) -> np.ndarray:
 
 
 def fill(rows: np.ndarray, num_tokens: np.ndarray, budget: int) -> list[np.ndarray]:
-    """Cut rows, in order, into batches of as many as have at most `budget` tokens together (`num_tokens[i]` of `rows[i]`)."""
+    """Cut rows, in order, into the largest batches of at most `budget` tokens (`num_tokens[i]` of `rows[i]`)."""
     ends = np.cumsum(num_tokens)
     batches, start, used = [], 0, 0
     while start < len(rows):
@@ -233,11 +236,11 @@ def fill(rows: np.ndarray, num_tokens: np.ndarray, budget: int) -> list[np.ndarr
 
 
 def cut(rows: np.ndarray, costs: np.ndarray, num_ranks: int, micro_batch_size_rows: int) -> list[list[list[int]]]:
-    """Cut a global batch: `result[micro_batch][rank]` is a list of rows, at most `micro_batch_size_rows` long.
+    """Cut a global batch: `result[micro_batch][rank]` is a list of at most `micro_batch_size_rows` rows.
 
-    Rows are sorted by cost (`costs[i]` tokens of `rows[i]`), longest first, and taken in groups of
-    `num_ranks x micro_batch_size_rows`; each group is dealt over the ranks forth and back, so that ranks get rows of about
-    equal cost and pad little.
+    Rows are sorted by cost (`costs[i]` tokens of `rows[i]`), highest first, and taken in groups of
+    `num_ranks x micro_batch_size_rows`. Each group is dealt over the ranks back and forth, so that ranks get about equal
+    costs and little padding.
     """
     rows = rows[np.argsort(-costs, kind="stable")]
     group = num_ranks * micro_batch_size_rows

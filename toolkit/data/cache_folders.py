@@ -1,9 +1,9 @@
-"""Folders of the cache, committed as checkpoints are: written beside, hashed, fsynced, renamed; and checked before they are read.
+"""Cache folders. Like checkpoints they are written beside, hashed, fsynced and renamed; they are verified before they are read.
 
-    <name>/              what `about.json` says it is, or damaged
-    unfinished-<drawn>/  being written by the process that locks the `lock` in it, or left over by one that was killed
+    <name>/                complete, with hashes in `about.json`; or damaged
+    unfinished-<random>/   being written by the process that holds its `lock`, or left behind by a killed one
 
-Processes of several machines may share a cache, read and build the same folder, or build a damaged one again, at the same time.
+Processes on several machines may share a cache. They may read, build or rebuild the same folder at the same time.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from toolkit.files.modes import denials_named
 ABOUT = "about.json"
 UNFINISHED = "unfinished-"
 IDLE_S = 24 * 3600
-"""Nothing was written for so long into what a killed run has left, where locks do not show that: some file systems have none,
-and some show them to processes of the same machine only."""
+"""An unfinished folder without writes for this long counts as left behind where locks cannot say so: some file systems have
+no locks, and some show them only to processes of the same machine."""
 _LOCK = "lock"
 _ours: set[Path] = set()
-"""Unfinished folders of this process, to which its own locks say nothing."""
+"""Unfinished folders of this process, which its own locks do not protect from it."""
 
 
 def find_or_build(what: str, folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """What `build` says of the files that it has put into a folder, now or in an earlier run, if they are as they were then.
+    """Return the description of a cache folder; build the folder first if it is missing or damaged.
 
     Args:
-        what: is in it, for messages: "the token cache".
-        build: fills the folder that it is given; returns JSON values.
+        what: the folder's content, for messages: "the token cache".
+        build: fills the folder given to it and returns its description as JSON values.
 
     Raises:
-        UserError: the cache cannot be written or read, or a damaged folder is another user's; those of `build`.
+        UserError: the cache cannot be written or read, or a damaged folder belongs to another user; those of `build`.
     """
     _remove_left_overs(folder.parent)
     seen = _identify(folder)
@@ -51,7 +51,7 @@ def find_or_build(what: str, folder: Path, build: Callable[[Path], dict[str, Any
     try:
         with _unfinished_folder(folder.parent) as beside:
             if seen:
-                print(f"{what} {folder} does not hold what was written to it: it is built again", flush=True)
+                print(f"{what} {folder} is damaged: it is built again", flush=True)
                 _move_away(what, folder, seen, beside)
             unfinished = beside / "content"
             unfinished.mkdir()
@@ -71,7 +71,7 @@ def find_or_build(what: str, folder: Path, build: Callable[[Path], dict[str, Any
 
 
 def _put_in_place(what: str, unfinished: Path, folder: Path, beside: Path) -> dict[str, Any] | None:
-    """Rename what was built to its name; returns what is said of another run's folder where that is there already, and whole."""
+    """Rename the finished folder to its name. If another run was faster and its folder is valid, return its description."""
     while True:
         try:
             unfinished.rename(folder)
@@ -87,10 +87,10 @@ def _put_in_place(what: str, unfinished: Path, folder: Path, beside: Path) -> di
 
 
 def _load_about(what: str, folder: Path) -> dict[str, Any] | None:
-    """What was said of a folder when it was written; None where it does not hold that any more.
+    """Verify a folder and return its description; None if it is missing or damaged.
 
     Raises:
-        UserError: it may not be read, or the file system fails to, so that nobody knows what it holds.
+        UserError: the folder cannot be read (permissions or a failing file system), so that its state is unknown.
     """
     try:
         with denials_named("data.cache_dir"):
@@ -101,7 +101,7 @@ def _load_about(what: str, folder: Path) -> dict[str, Any] | None:
                 path = folder / name
                 if path.stat().st_size != expected["bytes"] or hash_file(path) != expected["sha256"]:
                     return None
-            # A tokenizer is made of whatever files lie in its folder.
+            # A tokenizer loads every file in its folder, so an extra file counts as damage.
             unnamed = {str(path.relative_to(folder)) for path in folder.glob("tokenizer/*")} - about["files"].keys()
             return None if unnamed else about
     except UserError:
@@ -109,13 +109,13 @@ def _load_about(what: str, folder: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
     except OSError as error:
-        raise UserError(f"{what} {folder} cannot be read ({error.strerror}): mend that, or set data.cache_dir") from None
+        raise UserError(f"{what} {folder} cannot be read ({error.strerror}): fix that, or set data.cache_dir") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # not JSON, or of another form
         return None
 
 
 def _identify(folder: Path) -> tuple[int, int] | None:
-    """Tells the folder from one that comes into its place; None where there is none."""
+    """(device, inode) of the folder, to notice a replacement; None if there is no folder."""
     try:
         with denials_named("data.cache_dir"):
             status = os.lstat(folder)
@@ -125,7 +125,7 @@ def _identify(folder: Path) -> tuple[int, int] | None:
 
 
 def _move_away(what: str, folder: Path, seen: tuple[int, int], beside: Path) -> None:
-    """Take a damaged folder out of its place, but not what another run may have put there since it was `seen`."""
+    """Move a damaged folder away, unless another run has replaced it since it was `seen`."""
     damaged = Path(tempfile.mkdtemp(dir=beside)) / "damaged"
     try:
         if _identify(folder) == seen:
@@ -134,17 +134,17 @@ def _move_away(what: str, folder: Path, seen: tuple[int, int], beside: Path) -> 
         return
     except OSError as error:
         raise UserError(
-            f"{what} {folder} does not hold what was written to it, and cannot be replaced ({error.strerror}): ask its owner, or "
-            "set data.cache_dir to a folder of your own"
+            f"{what} {folder} is damaged and cannot be replaced ({error.strerror}): ask its owner, or set data.cache_dir to a "
+            "folder of your own"
         ) from None
-    if _identify(damaged) not in (seen, None):  # it came between the look and the rename
-        with suppress(OSError):  # there is one more already
+    if _identify(damaged) not in (seen, None):  # another run replaced it just before the rename: put that back
+        with suppress(OSError):  # a third run has put one there already
             damaged.rename(folder)
 
 
 @contextmanager
 def _unfinished_folder(cache: Path) -> Iterator[Path]:
-    """A folder of the cache for as long as this process needs it, which others can tell from a left-over."""
+    """A locked temporary folder in the cache; the lock distinguishes it from one that a killed run has left behind."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
         # Processes of other machines may have the same pid.
@@ -164,32 +164,32 @@ def _unfinished_folder(cache: Path) -> Iterator[Path]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """A record lock, as the run folder's: worker processes do not hold on to it, a kill releases it."""
+    """Hold a record lock, as for the run folder: child processes do not inherit it, and a kill releases it."""
     new = folder / f"{_LOCK}.new"
     with new.open("w") as file:
         file.write(socket.gethostname())
         file.flush()
         with suppress(OSError):  # a file system without locks
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        new.rename(folder / _LOCK)  # so it is never there unlocked
+        new.rename(folder / _LOCK)  # only now, so that the file is never there without its lock
         yield
 
 
 def _remove_left_overs(cache: Path) -> None:
-    """Remove the unfinished folders of processes that are no more, and say so."""
+    """Remove the unfinished folders of dead processes, and print which."""
     for path in sorted(set(cache.glob(f"{UNFINISHED}*")) - _ours):
-        with suppress(OSError):  # gone meanwhile, or another user's
+        with suppress(OSError):  # already gone, or another user's
             if _is_left_over(path):
-                shutil.rmtree(path, ignore_errors=True)  # another start may be at it too
+                shutil.rmtree(path, ignore_errors=True)  # another run may be removing it too
                 if not path.exists():
-                    print(f"removed {path}, which a run that was killed has left", flush=True)
+                    print(f"removed {path}, left behind by a killed run", flush=True)
 
 
 def _is_left_over(folder: Path) -> bool:
     is_idle = time.time() - max(os.lstat(path).st_mtime for path in [folder, *folder.rglob("*")]) > IDLE_S
-    if not (folder / _LOCK).exists():  # of an earlier version, or just being made
+    if not (folder / _LOCK).exists():  # written by an earlier version, or just being created
         return is_idle
-    with (folder / _LOCK).open("r+") as file:  # to write: NFS locks no other
+    with (folder / _LOCK).open("r+") as file:  # NFS locks only files that are open for writing
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):

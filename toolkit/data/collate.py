@@ -1,7 +1,7 @@
-"""Tokenized rows → padded tensors of one micro-batch, with everything the loss needs known beforehand.
+"""Collators: tokenized rows → the padded tensors of one micro-batch, with everything that the loss needs precomputed on the CPU.
 
-Shapes: `B` rows of a tensor, `S` source positions, `T` target positions (of a causal model: all positions), `N` labels that
-count.
+Shapes: `B` rows of a tensor, `S` source positions, `T` target positions (all positions for a causal model), `N` labels that
+count in the loss.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class SummarizationCollator:
-    """Batches of an encoder-decoder. Rows have `input_ids` (the source) and `labels` (the target)."""
+    """Collates batches for an encoder-decoder. Rows have `input_ids` (the source) and `labels` (the target)."""
 
     pad_token_id: int
     decoder_start_token_id: int
     own_shift: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """The model's own way from labels BT to decoder inputs BT, see `own_label_shift`; None: `shift_right`."""
+    """The model's own function from labels BT to decoder inputs BT, see `own_label_shift`; None: `shift_right`."""
 
     def collate(self, packs: Sequence[Sequence[Row]], *, is_dummy: bool = False) -> Batch:
-        """Inputs of `losses.summed_loss`: `model_inputs`, and `labels` BT int64. Packs hold one row each.
+        """Inputs of `toolkit.loss.summed_loss`: `model_inputs`, and `labels` BT int64. Packs hold one row each.
 
         Args:
-            is_dummy: ignore every label; the rows only keep collectives in step.
+            is_dummy: ignore every label; the rows only keep the collectives of all ranks matched.
         """
         rows = [row for pack in packs for row in pack]
         labels_BT = _pad([row["labels"] for row in rows], IGNORED_LABEL)
@@ -49,13 +49,13 @@ class SummarizationCollator:
         }
 
     def decoder_inputs(self, labels_BT: torch.Tensor) -> torch.Tensor:
-        """Decoder inputs BT of teacher forcing."""
+        """Decoder inputs BT for teacher forcing."""
         if self.own_shift is not None:
             return self.own_shift(labels_BT.clone())  # FSMT's writes into its argument
         return shift_right(labels_BT, self.pad_token_id, self.decoder_start_token_id)
 
     def model_inputs(self, rows: Sequence[Row]) -> Batch:
-        """Arguments of a plain forward that gives logits: `prompts`, and `decoder_input_ids` BT int64."""
+        """Arguments of a forward pass that returns logits: `prompts`, and `decoder_input_ids` BT int64."""
         batch = self.collate([[row] for row in rows])
         return {name: tensor for name, tensor in batch.items() if name != "labels"}
 
@@ -69,34 +69,34 @@ class SummarizationCollator:
         }
 
     def new_tokens(self, generated_BT: torch.Tensor, prompts: Batch) -> torch.Tensor:
-        """What `generate` has added: all that it returns."""
+        """The generated tokens: everything that `generate` returns."""
         return generated_BT
 
 
 @dataclass(frozen=True)
 class CausalCollator:
-    """Batches of a causal model.
+    """Collates batches for a causal model.
 
-    Rows have `input_ids`, `labels` of the same length (not shifted; `IGNORED_LABEL` where a token does not count, as at
-    the first place) and `prompt_length`, the tokens before what is generated.
+    Rows have `input_ids`, `labels` of the same length (not shifted; `IGNORED_LABEL` where a token does not count, always so
+    at the first position) and `prompt_length`, the number of tokens before the generated text.
     """
 
     pad_token_id: int
     one_row: bool = False
-    """Put all packs of a micro-batch behind each other into one row. With flash attention transformers tells packed rows apart
-    only there; they cost no padding then, nor attention between them."""
+    """Concatenate all packs of a micro-batch into one row. With flash attention, transformers separates packed rows only in a
+    batch of one; they then cost no padding and no attention across rows."""
 
     def collate(self, packs: Sequence[Sequence[Row]], *, is_dummy: bool = False) -> Batch:
-        """Inputs of `losses.summed_loss`. A pack's rows stand one after another in one row of the tensors.
+        """Inputs of `toolkit.loss.summed_loss`. The rows of a pack are concatenated into one row of the tensors.
 
-        There is no attention mask: padding comes last, where causal attention never sees it, and only without a mask does
-        transformers tell packed rows apart, by positions that start again.
+        There is no attention mask. Padding comes last, where causal attention never sees it; and only without a mask does
+        transformers separate packed rows, by positions that restart at 0.
 
         Args:
-            is_dummy: ignore every label; the rows only keep collectives in step.
+            is_dummy: ignore every label; the rows only keep the collectives of all ranks matched.
 
         Returns:
-            `input_ids` BT; `position_ids` BT where a pack has several rows; `label_positions` N, the places in the flattened
+            `input_ids` BT; `position_ids` BT if a pack has several rows; `label_positions` N, the positions in the flattened
             BT whose output predicts a label that counts; `labels` N. All int64 on the CPU.
         """
         if self.one_row and any(len(pack) > 1 for pack in packs):
@@ -104,7 +104,7 @@ class CausalCollator:
         tokens = [np.concatenate([row["input_ids"] for row in pack]) for pack in packs]
         labels = [np.concatenate([row["labels"] for row in pack]) for pack in packs]
         input_ids_BT = _pad(tokens, self.pad_token_id)
-        # The output at t predicts t + 1. A row's first token has no label, so no row predicts its neighbour.
+        # The output at t predicts token t + 1. A row's first token has no label, so no row predicts its neighbour.
         next_labels_BT = _pad(labels, IGNORED_LABEL).roll(-1, dims=1)
         next_labels_BT[:, -1] = IGNORED_LABEL
         if is_dummy:
@@ -122,11 +122,11 @@ class CausalCollator:
         return batch
 
     def model_inputs(self, rows: Sequence[Row]) -> Batch:
-        """Arguments of a plain forward that gives logits: `input_ids` BT int64, padded at the end."""
+        """Arguments of a forward pass that returns logits: `input_ids` BT int64, padded at the end."""
         return {"input_ids": _pad([row["input_ids"] for row in rows], self.pad_token_id)}
 
     def prompts(self, rows: Sequence[Row]) -> Batch:
-        """Arguments of `generate`: `input_ids` and `attention_mask`, BS int64, padded at the start: it goes on at the end."""
+        """Arguments of `generate`: `input_ids` and `attention_mask`, BS int64, padded at the start, as `generate` appends."""
         prompts = [row["input_ids"][: row["prompt_length"]] for row in rows]
         input_ids_BS = _pad([prompt[::-1] for prompt in prompts], self.pad_token_id).flip(1)
         lengths_B = torch.tensor([len(prompt) for prompt in prompts])
@@ -134,7 +134,7 @@ class CausalCollator:
         return {"input_ids": input_ids_BS, "attention_mask": (places_S < lengths_B[:, None]).long()}
 
     def new_tokens(self, generated_BT: torch.Tensor, prompts: Batch) -> torch.Tensor:
-        """What `generate` has added behind the prompts."""
+        """The tokens that `generate` has appended to the prompts."""
         return generated_BT[:, prompts["input_ids"].shape[1] :]
 
 
@@ -142,7 +142,7 @@ Collator = SummarizationCollator | CausalCollator
 
 
 def shift_right(labels_BT: torch.Tensor, pad_token_id: int, decoder_start_token_id: int) -> torch.Tensor:
-    """Decoder inputs of teacher forcing: the labels one place later, the start token first, ignored ones as padding."""
+    """Decoder inputs for teacher forcing: the start token, then the labels shifted right by one, ignored labels as padding."""
     shifted_BT = labels_BT.new_full(labels_BT.shape, pad_token_id)
     shifted_BT[:, 0] = decoder_start_token_id
     shifted_BT[:, 1:] = labels_BT[:, :-1].masked_fill(labels_BT[:, :-1] == IGNORED_LABEL, pad_token_id)
@@ -150,9 +150,9 @@ def shift_right(labels_BT: torch.Tensor, pad_token_id: int, decoder_start_token_
 
 
 def own_label_shift(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """The model's own way from labels to decoder inputs, where it has one: mBART's begins with the language, a row's last label.
+    """The model's own function from labels to decoder inputs, or None. mBART's puts the language, a row's last label, first.
 
-    It reads the model's config alone, so a model on the meta device will do.
+    It reads only the model's config, so it also works for a model on the meta device.
     """
     return getattr(model, "prepare_decoder_input_ids_from_labels", None)
 
@@ -160,10 +160,10 @@ def own_label_shift(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] 
 def load_micro_batches(
     rows: Dataset, micro_batches: Iterable[MicroBatch], collator: Collator, *, num_workers: int, pin_memory: bool
 ) -> Iterator[tuple[MicroBatch, Batch]]:
-    """Collate micro-batches in order, ahead of their use where `num_workers` is not 0."""
+    """Collate micro-batches in order; with `num_workers` above 0, ahead of their use."""
     loader = torch.utils.data.DataLoader(
         _CollatedRows(rows.select_columns(["input_ids", "labels"]), collator),
-        sampler=micro_batches,  # type: ignore[arg-type]  # any iterable of keys will do
+        sampler=micro_batches,  # type: ignore[arg-type]  # any iterable of keys works
         batch_size=None,
         num_workers=num_workers,
         worker_init_fn=_leave_signals_to_the_rank,
@@ -174,7 +174,7 @@ def load_micro_batches(
 
 
 class _CollatedRows(torch.utils.data.Dataset):
-    """A map from a `MicroBatch` to its tensors; its own class because loader workers pickle it."""
+    """Maps a `MicroBatch` to its tensors. A class, because loader workers pickle it."""
 
     def __init__(self, rows: Dataset, collator: Collator) -> None:
         self.rows, self.collator = rows, collator
@@ -185,7 +185,7 @@ class _CollatedRows(torch.utils.data.Dataset):
 
 
 def _leave_signals_to_the_rank(worker: int) -> None:
-    """A terminal signals the whole process group: workers have to live until their rank has come to a step boundary."""
+    """A terminal signals the whole process group, but workers must live until their rank has reached a step boundary."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
@@ -195,7 +195,7 @@ def _unchanged(item: tuple[MicroBatch, Batch]) -> tuple[MicroBatch, Batch]:
 
 
 def _positions(lengths: list[list[int]], width: int) -> torch.Tensor:
-    """Positions BT that start again at 0 with every row of a pack; padding counts as one more row."""
+    """Positions BT that restart at 0 with every row of a pack; padding counts as one more row."""
     padded = [[*pack, width - sum(pack)] for pack in lengths]
     return torch.from_numpy(np.stack([np.concatenate([np.arange(length) for length in pack]) for pack in padded]))
 

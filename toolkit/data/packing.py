@@ -1,4 +1,4 @@
-"""Rows of a step put together into packs of bounded length, so that little of a tensor is padding."""
+"""Packing: the rows of a step are combined into packs of bounded length, which leaves little padding."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import numpy as np
 
 
 def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """Best-fit decreasing: each row, longest first, goes into the fullest pack that still takes it.
+    """Best-fit decreasing: each row, longest first, goes into the fullest pack that still has room for it.
 
-    Uses at most 11/9 of the fewest packs possible, and one more (Johnson, 1973); a function of the lengths alone.
+    Uses at most 11/9 of the minimum number of packs, plus one (Johnson, 1973). Depends only on the lengths.
 
     Args:
         lengths: tokens of each row, none above `capacity`.
-        capacity: most tokens of a pack.
+        capacity: maximum tokens of a pack.
 
     Returns:
-        Places in `lengths`, by pack.
+        Indices into `lengths`, by pack.
     """
     packs: list[list[int]] = []
     spaces: list[tuple[int, int]] = []  # (tokens free, pack), sorted

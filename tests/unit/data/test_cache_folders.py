@@ -111,7 +111,7 @@ def test_a_damaged_folder_is_named_and_built_again(tmp_path: Path, damage: str, 
         file.write_text({"truncated": "some", "emptied": "", "changed": "same text"}[damage])
     assert not capsys.readouterr().out
     assert find_or_build("the cache", folder, fill("some text")) == about
-    assert capsys.readouterr().out == f"the cache {folder} does not hold what was written to it: it is built again\n"
+    assert capsys.readouterr().out == f"the cache {folder} is damaged: it is built again\n"
     assert os.listdir(tmp_path) == ["a"] and file.read_text() == "some text"
 
 
@@ -144,7 +144,7 @@ def test_what_a_killed_run_has_left_is_removed_by_the_next_start(tmp_path: Path,
         killed.send_signal(signal.SIGKILL)
         killed.wait(PATIENCE_S)
     find_or_build("the cache", tmp_path / "a", fill("text"))
-    assert capsys.readouterr().out == f"removed {left}, which a run that was killed has left\n"
+    assert capsys.readouterr().out == f"removed {left}, left behind by a killed run\n"
     assert os.listdir(tmp_path) == ["a"]
 
 

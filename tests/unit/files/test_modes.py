@@ -193,7 +193,7 @@ def test_a_damaged_cache_of_another_user_is_one_sentence(shared: Path) -> None:
     (folder / "rows.arrow").write_text("test")
     # As /tmp: nobody moves what is not theirs. Who is not root owns it all, and moves no folder that is not writable.
     (folder if os.geteuid() else folder.parent).chmod(0o555 if os.geteuid() else 0o1777)
-    sentence = f"^the cache {folder} does not hold .* cannot be replaced .*: ask its owner, or set data.cache_dir to a folder of"
+    sentence = f"^the cache {folder} is damaged and cannot be replaced .*: ask its owner, or set data.cache_dir to a folder of"
     with another_user(), pytest.raises(UserError, match=sentence):
         find_or_build("the cache", folder, build)
     assert (folder / "rows.arrow").read_text() == "test" and os.listdir(folder.parent) == ["a"]

@@ -1,1 +1,1 @@
-"""Rows of text: checked, split for training and evaluation, cached."""
+"""Rows of text: reading them from their source, checking, splitting and caching them."""

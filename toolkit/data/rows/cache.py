@@ -1,6 +1,6 @@
-"""Rows of text, checked, split into training and evaluation, cached as Arrow files under a name made of what they depend on.
+"""The cache of text rows: Arrow files in a folder named by a hash of everything that the rows depend on.
 
-What the rows depend on is hashed first, so that a second run reads the cache instead of a 600 MB file.
+The hash comes first, so that a second run reads the cache and does not parse a 600 MB file again.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 READER_VERSION = 3
-"""Goes into the fingerprint: raise it when the same file would give other rows than before, another report of them, or files that
-an older version wrote otherwise."""
+"""Part of the fingerprint. Raise it when the same source would give different rows, a different report or a different file
+layout."""
 
 
 @dataclass(frozen=True)
 class TextRows:
-    """Rows of all inputs as text, split for training and evaluation."""
+    """The rows of all inputs as text, split into training and evaluation."""
 
     train: Dataset
-    """Columns: `row_id` int64 (position in the source, evaluation files first; unique over both sides), `source`, `target`
+    """Columns: `row_id` int64 (position in the source, evaluation files first; unique over both splits), `source`, `target`
     and `lead_text`, the text whose first sentence is the lead baseline."""
     evaluation: Dataset
-    """The same columns. Empty where `data.eval_fraction` is 0 and there are no evaluation files."""
+    """The same columns. Empty if `data.eval_fraction` is 0 and there are no evaluation files."""
     fingerprint: str
-    """Hex sha256 of everything that decides the rows: contents, settings that matter, reader version. No paths, no times."""
+    """Hex sha256 of everything that decides the rows: contents, relevant settings, reader version. No paths, no times."""
     remarks: list[str]
-    """Sentences to tell the user."""
+    """Sentences to print for the user."""
     origins: list[tuple[str, int]]
-    """Label of each input and the rows read of it: row ids count through them."""
+    """The label of each input and the number of rows read from it; row ids count through the inputs."""
 
 
 def cache_folder(cache_dir: str | None) -> Path:
-    """Where rows (and whatever is made of them) are cached: `data.cache_dir`, or a folder in the Hugging Face cache."""
+    """The folder for cached rows and tokens: `data.cache_dir`, or a folder in the Hugging Face cache."""
     if cache_dir:
         return Path(cache_dir).expanduser()
     from huggingface_hub.constants import HF_HOME
@@ -59,14 +59,16 @@ def load_rows(
     num_rows: int | None,
     drop_repeats: bool = False,
 ) -> TextRows:
-    """The rows of `inputs`, from the cache where they are there. On one process of a node; no collectives.
+    """Load the rows of `inputs` from the cache; read them into it first if they are not there.
+
+    For one process per node; no collectives.
 
     Args:
-        identity: what decides the rows beside the contents of the inputs and the arguments here.
-        eval_fraction: share of the groups held out by hash; None where the inputs say what is held out.
+        identity: everything else that decides the rows, beside the contents of the inputs and these arguments.
+        eval_fraction: share of the groups that a hash puts into the evaluation split; None if the inputs define the split.
 
     Raises:
-        UserError: the cache cannot be written or read; whatever is wrong with the rows, see `write_rows`.
+        UserError: the cache cannot be written or read; anything wrong with the rows, see `write_rows`.
     """
     identity = {
         "reader_version": READER_VERSION,
@@ -88,7 +90,7 @@ def load_rows(
 
 
 def hash_rows(rows: Iterable[Sequence[Any]]) -> str:
-    """Hex sha256 of rows that come from no file."""
+    """Hex sha256 of rows that do not come from a file."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(repr(tuple(row)).encode())
@@ -100,7 +102,7 @@ def _load_cache(inputs: list[RowInput], folder: Path, about: dict[str, Any], eva
 
     train = Dataset.from_file(str(folder / "train.arrow"))
     evaluation = Dataset.from_file(str(folder / "evaluation.arrow"))
-    # Remarks are put into words now: a file may have another name than when it was cached.
+    # Remarks are written now, not cached: a file may have been renamed since.
     reports = [InputReport(**report) for report in about["inputs"]]
     remarks = [sentence for item, report in zip(inputs, reports, strict=True) for sentence in report.sentences(item.label)]
     remarks += about["repeats"]

@@ -1,4 +1,4 @@
-"""`data.source` or `data.mix` of a causal model's run → rows, each an example as JSON (see `examples.py`)."""
+"""`data.source` or `data.mix` of a causal model's run → rows, each of them an example as JSON (see `messages.py`)."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from toolkit.data.sources.row import Row, RowInput
 from toolkit.errors import UserError
 
 EXAMPLE_VERSION = 2
-"""Goes into the fingerprint: raise it when the same cells would give other examples than before."""
+"""Part of the fingerprint. Raise it when the same cells would give different examples."""
 
 NAMED_SOURCES = ("docstrings", "stdlib", *READERS)
 
 
 def load_llm_rows(config: LLMDataConfig) -> TextRows:
-    """Read, check and split the rows of `data.source`, or of every entry of `data.mix`. On one process of a node; no collectives.
+    """Read, check and split the rows of `data.source`, or of every entry of `data.mix`. For one process per node; no collectives.
 
-    Rows are held out by a hash of their group: the prompt, the first message of a user, or the whole text. `data.eval_files`
-    replace that, and training rows that they hold are left out. `docstrings` and `stdlib` bring a split of their own.
+    A hash of a row's group (the prompt, the first user message, or the whole text) decides its split. `data.eval_files`
+    replaces this, and training rows that are in them are left out. `docstrings` and `stdlib` have splits of their own.
 
     Raises:
-        UserError: a file or dataset that is missing, broken, without usable columns or rows; a conversation that is put together
-            wrongly.
+        UserError: a file or dataset that is missing, broken, without usable columns or rows; a malformed conversation.
     """
     entries = config.mix or [
         MixEntry(source=config.source or "", files=config.files, hub_subset=config.hub_subset, hub_split=config.hub_split)
@@ -57,9 +56,7 @@ def _build_eval_inputs(config: LLMDataConfig, columns_used: set[str]) -> Iterato
     for path in find_files(config.eval_files or [], "data.eval_files"):
         kind = config.source if config.source in READERS else path.suffix.lstrip(".")
         if kind not in READERS:
-            raise UserError(
-                f"data.eval_files: {path} does not say by its name what it is: let it end in .csv, .jsonl or .parquet"
-            )
+            raise UserError(f"data.eval_files: {path} has an unknown file ending: let its name end in .csv, .jsonl or .parquet")
         yield _build_file_input(path, kind, config, 0, columns_used, is_eval_file=True)
 
 
@@ -81,7 +78,7 @@ def _build_inputs(entry: MixEntry, config: LLMDataConfig, mix_entry: int, settin
 def _build_file_input(
     path: Path, kind: str, config: LLMDataConfig, mix_entry: int, columns_used: set[str], *, is_eval_file: bool = False
 ) -> RowInput:
-    digest = hash_file(path, is_text=kind != "parquet")  # first: it finds what makes a file unreadable
+    digest = hash_file(path, is_text=kind != "parquet")  # first, because it reports unreadable files best
     existing = list_columns(path, kind)
     if not existing:
         raise UserError(f"{path} holds no rows: give a source with at least one")
@@ -106,7 +103,7 @@ def _build_hub_input(entry: MixEntry, config: LLMDataConfig, mix_entry: int, col
     return RowInput(
         label=entry.source,
         columns=None,
-        # datasets' own fingerprint is made of paths and times; only the rows themselves are the same on every machine.
+        # The fingerprint of `datasets` depends on paths and times; only the rows themselves are the same on every machine.
         digest=f"{hash_rows(islice(read_cells(), config.num_rows))} {columns}",
         read=partial(_read_examples, read_cells, columns, entry.source, mix_entry),
         mix_entry=mix_entry,

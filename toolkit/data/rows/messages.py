@@ -1,15 +1,15 @@
-"""What the columns of a row mean to a causal model: a chat, a prompt with its completion, or plain text; checked, as JSON.
+"""Examples of a causal model: checks the cells of a row and turns them into a chat, a prompt with its completion, or plain text.
 
-An example travels through the row files as one JSON object, so that all kinds share their reading, splitting and caching:
+An example is stored in the row files as one JSON object, so that all kinds share reading, splitting and caching:
 
 - `{"text"}`
 - `{"prompt", "completion"}`
-- `{"messages", "tools", "first_trained", "weight_0"}`: assistant turns from `first_trained` on are trained on, but for the
-  places in `weight_0`. A prompt and a completion that are lists of messages are such a chat too, in which only the completion's
-  turns are.
+- `{"messages", "tools", "first_trained", "weight_0"}`: assistant turns from `first_trained` on are trained on, except for the
+  indices in `weight_0`. A prompt and a completion that are lists of messages also become a chat, in which only the turns of the
+  completion are trained on.
 
-A conversation that is put together wrongly is an error that names the row, because it hints at a broken export; one with nothing
-in it is left out and counted, as empty cells are.
+A malformed conversation is an error that names the row, because it hints at a broken export. An empty one is left out and
+counted, as rows with empty cells are.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _MESSAGE_FORM = 'write {"role": ..., "content": ...}'
 
 
 class Columns(NamedTuple):
-    """The columns of an input that make its examples."""
+    """The columns of an input that its examples are made from."""
 
     kind: str
     """`chat`, `pair` (a prompt and its completion) or `text`."""
     names: tuple[str, ...]
-    """Of the messages; of prompt and completion; or of the text. Then `tools` where there are any."""
+    """The messages column; prompt and completion; or the text column. Followed by `tools` if there is such a column."""
 
 
 def choose_columns(where: object, existing: Sequence[str], config: LLMDataConfig) -> Columns:
-    """Which columns of an input to read: those that the config names, else those that have the usual names.
+    """Choose the columns of an input to read: those that the config names, else those with the default names.
 
     Raises:
-        UserError: no kind of example has its columns, or more than one kind has.
+        UserError: the columns fit no kind of example, or more than one.
     """
     kinds = {
         "chat": (config.messages_column or "messages",),
@@ -69,21 +69,21 @@ def choose_columns(where: object, existing: Sequence[str], config: LLMDataConfig
 
 
 def configured_columns(config: LLMDataConfig) -> dict[str, str]:
-    """The columns that the config names, by the setting that does."""
+    """The columns that the config names, by setting."""
     names = ("messages_column", "prompt_column", "completion_column", "text_column")
     return {f"data.{name}": getattr(config, name) for name in names if getattr(config, name)}
 
 
 def build_row(cells: Sequence[Any], columns: Columns, where: str, mix_entry: int, **row_fields: Any) -> Row:
-    """One row of the row files, or one with the reason to skip it.
+    """Build a row of the row files, or a row with the reason to skip it.
 
     Args:
         cells: values of `columns.names`.
         where: file and row, for messages.
-        row_fields: of `Row`, where the source knows more than its cells.
+        row_fields: further fields of `Row` that the source knows.
 
     Raises:
-        UserError: a cell of the wrong type; a conversation that is put together wrongly.
+        UserError: a cell of the wrong type; a malformed conversation.
     """
     cells_by_name = dict(zip(columns.names, cells, strict=True))
     tools = cells_by_name.pop(TOOLS_COLUMN, None)
@@ -109,7 +109,7 @@ def build_row(cells: Sequence[Any], columns: Columns, where: str, mix_entry: int
 
 
 def list_texts(example: dict[str, Any]) -> list[str]:
-    """All text of an example that a tokenizer should know."""
+    """All texts of an example that a tokenizer should be trained on."""
     if "messages" in example:
         return [message["content"] for message in example["messages"]]
     return [example[name] for name in ("text", "prompt", "completion") if name in example]
@@ -138,10 +138,12 @@ def _read_chat(prompt: list[Any], completion: Any, tools: Any, place: tuple[str,
         raise UserError(
             f"{where}, column {column}: {completion!r:.60} is no list of messages: {_MESSAGE_FORM} for each in a list"
         )
+    # Broken conversations are errors.
     messages = [_read_message(item, f"{where}, message {i}") for i, item in enumerate([*prompt, *completion], start=1)]
     _check_order(messages, where)
     if all(message["role"] != "assistant" for message in messages[len(prompt) :]):
         raise UserError(f"{where}, column {column}: no assistant turn, so there is nothing to train on: leave the row out")
+    # Conversations with nothing to train on are skipped and counted.
     for message in messages:
         if message["role"] in ("user", "assistant") and not (message["content"].strip() or message.get("tool_calls")):
             return f"with an empty {message['role']} turn"
@@ -154,7 +156,7 @@ def _read_chat(prompt: list[Any], completion: Any, tools: Any, place: tuple[str,
 def _read_message(item: Any, where: str) -> dict[str, Any]:
     if not isinstance(item, dict):
         raise UserError(f"{where}: {item!r:.60} is no message: {_MESSAGE_FORM}")
-    # Parquet and hub datasets give every message all keys that any has, with null where it has none.
+    # Parquet and hub datasets give every message the keys of all messages, with null for missing values.
     message = _without_nulls(item)
     if "role" not in message:
         raise UserError(f"{where} has no role (its keys: {', '.join(map(str, message)) or 'none'}): {_MESSAGE_FORM}")
@@ -173,9 +175,9 @@ def _read_message(item: Any, where: str) -> dict[str, Any]:
 
 
 def _take_weight(message: dict[str, Any], where: str) -> int:
-    """The weight that OpenAI's chats may give an assistant turn, taken out of the message: 0, or 1 if it has none.
+    """Remove and return the weight (0 or 1, default 1) that OpenAI's chat format allows on an assistant turn.
 
-    0 on another turn is as it is anyway. Columns with nulls make 0.0 and 1.0 of whole numbers.
+    Weight 0 on another turn changes nothing. Columns with nulls turn whole numbers into 0.0 and 1.0.
     """
     weight = message.pop("weight", None)
     if weight is None:
@@ -197,14 +199,14 @@ def _read_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         function = call.get("function", call)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise UserError(f'{where}: a tool call without a name: write {{"function": {{"name": ..., "arguments": {{...}}}}}}')
-        if isinstance(function.get("arguments"), str):  # as OpenAI writes them; templates want the object
+        if isinstance(function.get("arguments"), str):  # OpenAI's format; templates expect the object
             function = {**function, "arguments": _read_json(function["arguments"], f"{where}, arguments of {function['name']}")}
         read.append({**call, "function": function} if "function" in call else function)
     return read
 
 
 def _check_order(messages: list[dict[str, Any]], where: str) -> None:
-    """Refuse what no conversation looks like; whether roles alternate is the chat template's matter."""
+    """Refuse an impossible order of roles. Whether roles must alternate is up to the chat template."""
     before = None
     calls_are_open = False
     for number, message in enumerate(messages, start=1):
@@ -254,7 +256,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _check_values(value: Any, where: str) -> None:
-    """Every text in a message is text, and nothing is there that JSON cannot say."""
+    """Check that all strings are valid text and that JSON can represent every value."""
     if isinstance(value, dict):
         for key, item in value.items():
             check_text(key, f"{where}, a key")

@@ -1,7 +1,7 @@
 """`data.source` of a summarization run → rows of text.
 
-Four kinds of source: docstrings of the running interpreter, WikiHow's files, plain csv / jsonl / parquet files, and datasets of
-the hub. Each yields rows to the one pass in `rows.py`.
+There are four kinds of source: docstrings of the running interpreter, WikiHow's files, plain csv / jsonl / parquet files, and
+datasets of the hub. Each yields its rows to the single pass in `split.py`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ NAMED_SOURCES = ("docstrings", *FILE_SOURCES)
 
 
 def load_text_rows(config: DataConfig) -> TextRows:
-    """Read, check and split the rows of `data.source`. On one process of a node; no collectives.
+    """Read, check and split the rows of `data.source`. For one process per node; no collectives.
 
-    Rows are held out by a hash of their group (WikiHow: the article's title; else the source text), so that no group is on both
-    sides, whatever the order of the rows. `data.eval_files` replace that, and training rows that they hold are left out.
-    `docstrings` brings its own split: `data.eval_fraction` does not apply to it. `data.prefix` is not applied here.
+    A hash of a row's group (WikiHow: the article's title; else the source text) decides its split, so that no group is in both
+    splits, whatever the order of the rows. `data.eval_files` replaces this, and training rows that are in them are left out.
+    `docstrings` has a split of its own: `data.eval_fraction` does not apply to it. `data.prefix` is not applied here.
 
     Raises:
-        UserError: settings that do not go together; a file or dataset that is missing, broken, without the columns or without
-            usable rows; a cell that is not text.
+        UserError: settings that contradict each other; a file or dataset that is missing, broken, without the columns or
+            without usable rows; a cell that is not text.
     """
     _check_settings(config)
     return load_rows(
@@ -46,7 +46,7 @@ def load_text_rows(config: DataConfig) -> TextRows:
 
 
 def _check_settings(config: DataConfig) -> None:
-    """Refuse settings that the source would silently ignore, and files that are not given."""
+    """Refuse settings that the source would silently ignore, and a file source without files."""
     if config.source in FILE_SOURCES and not config.files:
         raise UserError(f"data.source {config.source} needs data.files")
     if config.source not in NAMED_SOURCES:
@@ -64,7 +64,7 @@ def _check_settings(config: DataConfig) -> None:
 
 
 def _columns(config: DataConfig) -> tuple[str, str]:
-    """Names of the source and the target column."""
+    """Names of the source column and the target column."""
     if config.source == "wikihow":
         return COLUMNS[0], COLUMNS[1]
     return config.source_column or "source", config.target_column or "target"
@@ -113,5 +113,5 @@ def _build_hub_input(config: DataConfig) -> RowInput:
     def read() -> Iterator[Row]:
         return starmap(Row, read_hub_rows(dataset, config.source, _columns(config)))
 
-    # datasets' own fingerprint is made of paths and times; only the rows themselves are the same on every machine.
+    # The fingerprint of `datasets` depends on paths and times; only the rows themselves are the same on every machine.
     return RowInput(label=config.source, columns=_columns(config), digest=hash_rows(islice(read(), config.num_rows)), read=read)

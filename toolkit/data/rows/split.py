@@ -1,7 +1,7 @@
-"""Rows of any source: checked, split and written to Arrow files in one pass.
+"""One pass over the rows of any source: it checks them, splits them and writes them to Arrow files.
 
-Memory stays bounded whatever the source's size: rows stream through in blocks of a thousand, and what is remembered of a row
-is at most a few 64-bit hashes. The files are read back memory-mapped.
+Memory does not grow with the text: rows are streamed in blocks of a thousand, and at most a few 64-bit hashes are kept per
+row. The files are read back memory-mapped.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from toolkit.data.sources.row import Row, RowInput, check_text
 from toolkit.errors import UserError
 
 _ROWS_PER_BLOCK = 1000
-_NUM_FIRST_ROWS_TOLD = 3
+_NUM_FIRST_ROWS_NAMED = 3
 
 
 @dataclass
 class InputReport:
-    """What came of one input; goes into the cache as JSON."""
+    """Counts of the rows read from one input and left out of it; stored in the cache as JSON."""
 
     num_rows: int = 0
     num_skipped: dict[str, int] = field(default_factory=dict)
     """Rows left out, by reason."""
     first_skipped: dict[str, list[int]] = field(default_factory=dict)
-    """The first few row numbers (from 1) of each reason."""
+    """The first few row numbers (1-based), by reason."""
 
     def skip(self, reason: str) -> None:
-        """Count the row read last as left out."""
+        """Count the most recent row as left out."""
         self.num_skipped[reason] = self.num_skipped.get(reason, 0) + 1
         first = self.first_skipped.setdefault(reason, [])
-        if len(first) < _NUM_FIRST_ROWS_TOLD:
+        if len(first) < _NUM_FIRST_ROWS_NAMED:
             first.append(self.num_rows)
 
     def sentences(self, label: str) -> list[str]:
-        """One a reason: "skipped 3 of 120 rows of rows.csv with an empty target (first: rows 17, 40, 77)"."""
-        told = []
+        """One sentence per reason: "skipped 3 of 120 rows of rows.csv with an empty target (first: rows 17, 40, 77)"."""
+        sentences = []
         for reason, count in self.num_skipped.items():
             numbers = ", ".join(str(number) for number in self.first_skipped[reason])
             where = f"row {numbers}" if count == 1 else f"first: rows {numbers}"
-            told.append(f"skipped {count} of {self.num_rows} rows of {label} {reason} ({where})")
-        return told
+            sentences.append(f"skipped {count} of {self.num_rows} rows of {label} {reason} ({where})")
+        return sentences
 
 
 class Repeats:
-    """Finds rows that occur twice, of a 64-bit hash each."""
+    """Counts duplicate rows, with a 64-bit hash per row."""
 
     def __init__(self) -> None:
         self._train_hashes, self._held_out_hashes = array("Q"), array("Q")
@@ -61,31 +61,31 @@ class Repeats:
         (self._held_out_hashes if is_held_out else self._train_hashes).append(_hash64(content))
 
     def sentences(self) -> list[str]:
-        """What to say of the rows: nothing where all of them differ."""
+        """What to report; empty if all rows differ."""
         train, held_out = np.asarray(self._train_hashes), np.asarray(self._held_out_hashes)
-        told = []
+        sentences = []
         if num_repeats := len(train) - len(np.unique(train)):
-            told.append(f"training rows that repeat an earlier row exactly: {num_repeats} of {len(train)}, which are kept")
+            sentences.append(f"training rows that repeat an earlier row exactly: {num_repeats} of {len(train)}, which are kept")
         if num_shared := int(np.isin(held_out, train).sum()):
-            told.append(
-                f"held-out rows that are training rows too: {num_shared} of {len(held_out)}, which say little of new rows"
+            sentences.append(
+                f"held-out rows that are training rows too: {num_shared} of {len(held_out)}, which say little about new rows"
             )
-        return told
+        return sentences
 
 
 def write_rows(
     inputs: list[RowInput], folder: Path, *, eval_fraction: float, num_rows: int | None, drop_repeats: bool
 ) -> tuple[list[InputReport], list[str]]:
-    """Write `train.arrow` and `evaluation.arrow` into `folder`; a row's id is its position over all inputs.
+    """Write `train.arrow` and `evaluation.arrow` into `folder`. A row's id is its position over all inputs.
 
     Args:
-        inputs: evaluation files first, so that their rows are known when the training rows come.
-        eval_fraction: share of the groups held out where no input says which rows are; in [0, 1].
-        num_rows: most rows read of one mix entry, evaluation files not counted.
+        inputs: evaluation files first, so that their rows are known before the training rows are read.
+        eval_fraction: share of the groups for evaluation, in [0, 1]; rows whose input defines the split are not affected.
+        num_rows: maximum rows read from one mix entry, without evaluation files.
         drop_repeats: leave out rows whose source and target both occurred before.
 
     Returns:
-        One report an input, and what to say of rows that occur twice.
+        One report per input, and the sentences about duplicate rows.
 
     Raises:
         UserError: an input without rows, a cell that is not text, no usable row, no row left to train on.
@@ -120,7 +120,7 @@ def write_rows(
 
 
 def _empty_cell(row: Row, item: RowInput, number: int) -> str | None:
-    """The reason to skip a row whose source or target is missing or blank; None where both are text."""
+    """The reason to skip a row whose source or target is missing or blank; None if both are text."""
     if item.columns is None:
         return None
     for kind, column, value in zip(("source", "target"), item.columns, row[:2], strict=True):
@@ -131,9 +131,9 @@ def _empty_cell(row: Row, item: RowInput, number: int) -> str | None:
 
 
 class _Splitter:
-    """Decides a row's side, remembering 64-bit hashes of the rows it has seen.
+    """Decides a row's split, and remembers 64-bit hashes of the rows seen.
 
-    64 bits: among two million rows the chance that any two different ones share a hash is 1e-7.
+    Among two million rows, the probability that two different ones share a 64-bit hash is 1e-7.
     """
 
     def __init__(self, eval_fraction: float, *, has_eval_files: bool, drop_repeats: bool) -> None:
@@ -144,7 +144,7 @@ class _Splitter:
         self._seen_hashes: set[int] = set()
 
     def find_copy(self, row: Row, item: RowInput) -> str | None:
-        """The reason to skip a row that an earlier one, or one of the evaluation files, makes superfluous."""
+        """The reason to skip a row that repeats an earlier one or is in an evaluation file; else None."""
         if self._drop_repeats:
             pair_hash = _hash64(f"{row.source}\0{row.target}")
             if pair_hash in self._seen_hashes:
@@ -155,7 +155,7 @@ class _Splitter:
         return None
 
     def holds_out(self, row: Row, item: RowInput) -> bool:
-        """Whether the row is for evaluation; the same for every row of a group, in whatever order they come."""
+        """Whether the row is for evaluation: the same for all rows of a group, in any order."""
         if item.is_eval_file:
             self._held_out_hashes.update(_text_and_group(row))
             return True
@@ -176,20 +176,20 @@ def _hash64(text: str) -> int:
 
 
 def _check_something_is_left(inputs: list[RowInput], reports: list[InputReport], num_training_rows: int) -> None:
-    """Refuse evaluation files, or a source, none of whose rows can be used."""
+    """Refuse evaluation files or a source without any usable row."""
     for is_eval_file in (True, False):
-        told = [(item, report) for item, report in zip(inputs, reports, strict=True) if item.is_eval_file == is_eval_file]
-        num_read = sum(report.num_rows for _, report in told)
-        num_skipped = sum(sum(report.num_skipped.values()) for _, report in told)
+        chosen = [(item, report) for item, report in zip(inputs, reports, strict=True) if item.is_eval_file == is_eval_file]
+        num_read = sum(report.num_rows for _, report in chosen)
+        num_skipped = sum(sum(report.num_skipped.values()) for _, report in chosen)
         if num_read and num_skipped == num_read:
-            sentences = [sentence for item, report in told for sentence in report.sentences(item.label)]
+            sentences = [sentence for item, report in chosen for sentence in report.sentences(item.label)]
             raise UserError(f"none of the {num_read} rows can be used: {'; '.join(sentences)}; give a source with usable rows")
     if num_training_rows == 0:
         raise UserError("all rows are held out, none is left to train on: lower data.eval_fraction or give more rows")
 
 
 class _RowFile:
-    """An Arrow stream that is written in blocks, the last one when it is closed."""
+    """An Arrow stream, written in blocks; `close` writes the last one."""
 
     def __init__(self, path: Path) -> None:
         import pyarrow as pa

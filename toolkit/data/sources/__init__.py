@@ -1,1 +1,1 @@
-"""Where rows come from: files, the hub, images, and the demo corpora."""
+"""Readers of rows: files, hub datasets, images, and the demo corpora."""

@@ -1,8 +1,8 @@
-"""Summarization rows from docstrings: the body under its object's name is the source, the headline the target.
+"""Summarization rows from docstrings: the source is an object's name and the docstring's body, the target its headline.
 
-Every machine that runs Python has this set, so an example can train on real text without a download. The evaluation split
-is whole modules of the standard library; training adds other modules and packages that happen to be installed. Sources
-are parsed, never imported: no code of a package runs.
+Every machine with Python has this data set, so an example can train on real text without a download. The evaluation split
+consists of entire modules of the standard library; the training split has the other modules and the installed packages.
+Sources are parsed, never imported: no code of a package runs.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-# Packages that the toolkit brings along and whose docstrings read like the standard library's. torch, sympy, pandas and
-# transformers are large, but about their own subjects: with torch's rows too, as many steps of training gave the same bits
-# per byte and a lower ROUGE. setuptools and multiprocess are left out because they hold copies of standard modules.
+# Dependencies of the toolkit whose docstrings read like the standard library's. torch, sympy, pandas and transformers are
+# large, but about their own subjects: adding torch's rows gave the same bits per byte and a lower ROUGE after as many
+# training steps. setuptools and multiprocess are left out because they contain copies of standard modules.
 PACKAGES = (
     "accelerate", "aiohttp", "anyio", "datasets", "fsspec", "httpx2", "huggingface_hub", "networkx", "numpy", "peft", "pip",
     "requests", "urllib3",
@@ -32,10 +32,10 @@ EVAL_PERCENT = 14
 MIN_EVAL_BODY_CHARACTERS = 120
 HEADLINE_CHARACTERS = range(10, 141)
 MAX_PARAMETERS = 8
-# Tests, copies, and applications that some distributions ship apart from the standard library: the evaluation rows stay alike.
+# Tests, copies, and applications that some distributions ship separately; without them all machines have equal evaluation rows.
 SKIPPED_FOLDERS = {"idlelib", "lib2to3", "turtledemo", "test", "tests", "testing", "site-packages", "_vendor"}
 
-# "HTTPServer" → HTTP, Server; "handle_error2" → handle, error, 2: the words that the headline is likely to repeat.
+# "HTTPServer" → HTTP, Server; "handle_error2" → handle, error, 2: words that the headline is likely to repeat.
 _IDENTIFIER_WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
 
 # "spawnv(mode, file, args) -> integer" says nothing about what the function does.
@@ -48,18 +48,18 @@ class ParsedModule(NamedTuple):
     """One file of Python source."""
 
     name: str
-    """Dotted, as it is imported."""
+    """The dotted import name."""
     text: str
     tree: ast.Module
 
 
 class Headline(NamedTuple):
-    """What `split_headline` makes of a docstring."""
+    """A docstring, split by `split_headline`."""
 
     text: str
     """The first paragraph, on one line."""
     rest: str
-    """All that follows it, as it stands."""
+    """Everything after it, unchanged."""
     wraps: bool
     """Whether the first paragraph takes more than one line."""
 
@@ -78,22 +78,22 @@ class _Docstring(NamedTuple):
 
     @property
     def headline_key(self) -> tuple[str, str]:
-        """Overrides and copies of one method repeat its name and headline, while their titles and bodies may differ."""
+        """Identifies overrides and copies of a method: they repeat its name and headline, but may differ in title and body."""
         return self.name.lower(), normalize(self.headline)
 
 
 def read_docstrings(packages: Sequence[str] = PACKAGES) -> list[dict[str, str]]:
-    """Rows of the standard library and of those `packages` (import names) that are installed, in a fixed order.
+    """Rows from the standard library and from those `packages` (import names) that are installed, in a fixed order.
 
-    A row has `source` (a title line, then the body on one line), `target` (the headline), `lead_text` (the body alone),
-    `group` (the module) and `split` (`train` or `eval`). No body and no pair of name and headline stands in both splits.
+    A row has `source` (a title line, then the body on one line), `target` (the headline), `lead_text` (only the body),
+    `group` (the module) and `split` (`train` or `eval`). No body and no pair of name and headline occurs in both splits.
     """
     standard = list(_read_all(parse_standard_library()))
     held_out = [item for item in standard if is_held_out(item.module)]
     training = [item for item in standard if not is_held_out(item.module)]
     training.extend(_read_all(parse_packages(packages)))
 
-    # What is held out goes first, so that a training row that repeats it is the one to go.
+    # Evaluation rows come first, so that of two duplicates the training row is dropped.
     eval_items = [item for item in held_out if len(item.body) >= MIN_EVAL_BODY_CHARACTERS and not item.headline_wraps]
     bodies: set[str] = set()
     headlines: set[tuple[str, str]] = set()
@@ -110,7 +110,7 @@ def read_docstrings(packages: Sequence[str] = PACKAGES) -> list[dict[str, str]]:
 
 
 def identify_docstrings(packages: Sequence[str] = PACKAGES) -> str:
-    """Hex sha256 of what decides the rows: the versions of Python and of the packages, and this reader. Takes no reading."""
+    """Hex sha256 of what decides the rows: the versions of Python and of the packages, and this file. Parses nothing."""
     versions = [f"python {sys.version}"]
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -124,7 +124,7 @@ def parse_standard_library() -> Iterator[ParsedModule]:
 
 
 def parse_packages(packages: Sequence[str]) -> Iterator[ParsedModule]:
-    """Those of `packages` (import names) that are installed. Finding a top-level package does not import it."""
+    """The modules of those `packages` (import names) that are installed. Finding a top-level package does not import it."""
     for package in packages:
         spec = importlib.util.find_spec(package)
         for folder in (spec and spec.submodule_search_locations) or ():
@@ -132,12 +132,12 @@ def parse_packages(packages: Sequence[str]) -> Iterator[ParsedModule]:
 
 
 def is_held_out(module: str) -> bool:
-    """Whether a module of the standard library is for evaluation; the same on every machine, which Python's `hash` is not."""
+    """Whether a module of the standard library is for evaluation. The same on every machine, unlike Python's `hash`."""
     return int.from_bytes(hashlib.sha256(module.encode()).digest()[:4]) % 100 < EVAL_PERCENT
 
 
 def split_headline(docstring: str) -> Headline | None:
-    """The first paragraph is the headline; None where it is no sentence (a signature, a field list, a banner, a whole text)."""
+    """Split off the first paragraph as headline; None if it is no sentence (a signature, a field list, a banner, a long text)."""
     first_paragraph, _, rest = docstring.partition("\n\n")
     headline = " ".join(first_paragraph.split())
     is_sentence = headline[:1] not in ("@", ":", ">") and re.search("[a-z]", headline) and not _SIGNATURE.match(headline)
@@ -152,12 +152,12 @@ def split_words(identifier: str) -> str:
 
 
 def normalize(text: str) -> str:
-    """What two texts share that differ in punctuation, case and white space only."""
+    """Reduce a text to what is left without punctuation, case and white space differences."""
     return re.sub(r"\W+", " ", text).lower().strip()
 
 
 def _build_row(item: _Docstring, split: str) -> dict[str, str]:
-    # One-line docstrings train too, with the title alone as source: they teach how a name becomes a sentence.
+    # One-line docstrings become training rows too, with only the title as source: they teach how a name becomes a sentence.
     source = f"{item.title}\n{item.body}" if item.body else item.title
     return {"source": source, "target": item.headline, "lead_text": item.body, "group": item.module, "split": split}
 
@@ -174,7 +174,7 @@ def _parse_tree(root: Path, prefix: str) -> Iterator[ParsedModule]:
                 warnings.simplefilter("ignore")  # invalid escape sequences in other people's strings
                 tree = ast.parse(text)
         except (OSError, SyntaxError, ValueError):
-            continue  # another encoding, or a file for another version of Python
+            continue  # another encoding, or written for another version of Python
         yield ParsedModule(module, text, tree)
 
 
@@ -224,8 +224,8 @@ def _build_title(node: _Documented, path: tuple[str, ...]) -> str:
         kind = "function"
         parameters = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
         arguments = [parameter.arg for parameter in parameters if parameter.arg not in ("self", "cls")]
-    # The object's own name comes first and begins with a capital letter, as the headline does: so its tokens can be copied.
-    # Of the names around it only the next one follows: what lies further out seldom shows in the headline.
+    # The object's own name comes first and is capitalized, as the headline is, so that its tokens can be copied. Only the
+    # nearest enclosing name follows, because outer names rarely occur in the headline.
     title = " ".join(filter(None, (split_words(path[-1]).capitalize(), ":", split_words(".".join(path[-2:-1])), kind)))
     if not arguments:
         return title

@@ -1,7 +1,7 @@
-"""Readers of csv, jsonl and parquet files, and the checks of a file as a whole.
+"""Readers of csv, jsonl and parquet files, and checks of entire files.
 
-A broken file is an error that names the line or row, found before anything is trained; a row that is merely empty is yielded
-and judged by whoever counts them.
+A broken file is an error that names the line or row, before training starts. Empty rows are yielded; the caller counts and
+skips them.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from toolkit.errors import UserError
 from toolkit.files.json_lines import read_json_lines
 
 Cells = tuple[Any, ...]
-"""One row's values of the columns asked for, in their order, unchecked."""
+"""One row's values of the requested columns, in that order, unchecked."""
 
 _BYTES_PER_READ = 1 << 20
-# csv's own limit of 131,072 characters a cell is below real articles. This one still fits a 32-bit C long.
+# The csv module's default limit of 131,072 characters per cell is too low for real articles. This one fits a 32-bit C long.
 _LARGEST_CELL_CHARS = 2**31 - 1
 _LINES_TO_FIND_KEYS_IN = 1000
 
 
 def find_files(patterns: list[str] | str, setting: str) -> list[Path]:
-    """The files that paths and glob patterns name, in the order given (a pattern's sorted), each once.
+    """The files that paths and glob patterns match, each once, in the order given; the matches of a pattern are sorted.
 
     Args:
         setting: name of the config field, for messages.
 
     Raises:
-        UserError: a path or pattern without a file (the nearest name there is suggested), or a folder.
+        UserError: a path or pattern without a file (the error suggests the nearest name), or a folder.
     """
     found: dict[Path, None] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
@@ -56,10 +56,10 @@ def find_files(patterns: list[str] | str, setting: str) -> list[Path]:
 
 
 def hash_file(path: Path, *, is_text: bool) -> str:
-    """Hex sha256 of the contents; the same pass finds what makes a text file unreadable.
+    """Hex sha256 of a file's contents. The same pass checks that a text file is readable.
 
     Raises:
-        UserError: cannot be opened, empty, or (for text) not UTF-8 or with a NUL byte, naming the line.
+        UserError: the file cannot be opened or is empty, or (for text) is not UTF-8 or has a NUL byte; names the line.
     """
     digest = hashlib.sha256()
     decoder = codecs.getincrementaldecoder("utf-8")()
@@ -80,7 +80,7 @@ def hash_file(path: Path, *, is_text: bool) -> str:
             if file.tell() == 0:
                 raise UserError(f"{path} is empty: give a file with rows")
     except UnicodeDecodeError as error:
-        # The decoder may have kept the first bytes of a character from the block before; no line ends among them.
+        # The decoder may have kept the first bytes of a character from the previous block; they hold no line break.
         line = num_lines + error.object[: error.start].count(b"\n") + 1
         byte = error.object[error.start]
         raise UserError(f"{path}, line {line}: byte 0x{byte:02x} is not valid UTF-8 ({error.reason}): convert the file") from None
@@ -90,10 +90,10 @@ def hash_file(path: Path, *, is_text: bool) -> str:
 
 
 def read_csv(path: Path, columns: Sequence[str]) -> Iterator[Cells]:
-    """The cells of some columns of a comma-separated file with a header, row by row; every cell is text.
+    """Yield the cells of some columns of a comma-separated file with a header, row by row. Every cell is text.
 
     Raises:
-        UserError: a missing column, a row with too many or too few cells, broken quoting; naming the line.
+        UserError: a missing column, a row with too many or too few cells, broken quoting; names the line.
     """
     records = read_csv_records(path, strict=True)
     _, header = next(records, (1, []))
@@ -109,16 +109,16 @@ def read_csv(path: Path, columns: Sequence[str]) -> Iterator[Cells]:
 
 
 def read_csv_records(path: Path, *, strict: bool) -> Iterator[tuple[int, list[str]]]:
-    """(first line, cells) of each record, the header (its names stripped) first; blank lines are left out.
+    """Yield (first line, cells) of each record. The header comes first, its names stripped; blank lines are left out.
 
-    Python's csv module rather than pyarrow's: it streams in bounded memory, takes line breaks in quotes, and knows the line of
-    what it cannot read; 215,000 articles take it seconds.
+    This uses Python's csv module and not pyarrow's: it streams in bounded memory, accepts line breaks in quotes, and knows the
+    line of an error. It reads 215,000 articles in seconds.
 
     Args:
-        strict: refuse text after a closing quote and a quote that never closes, which swallows the rest of the file.
+        strict: refuse text after a closing quote, and a quote that never closes and so swallows the rest of the file.
 
     Raises:
-        UserError: broken quoting, naming the line where the record starts.
+        UserError: broken quoting; names the line where the record starts.
     """
     csv.field_size_limit(_LARGEST_CELL_CHARS)
     first_line, is_header = 1, True
@@ -139,10 +139,10 @@ def read_csv_records(path: Path, *, strict: bool) -> Iterator[tuple[int, list[st
 
 
 def read_jsonl(path: Path, keys: Sequence[str]) -> Iterator[Cells]:
-    """The values of some keys in a file with one JSON object a line; None where an object lacks one.
+    """Yield the values of some keys from a file with one JSON object per line; None for a missing key.
 
     Raises:
-        UserError: a line that is not JSON or not an object, or a key that no object of the first thousand has.
+        UserError: a line that is not JSON or not an object, or a key that none of the first thousand objects has.
     """
     keys_seen: dict[str, None] = {}
     num_objects = 0
@@ -165,10 +165,10 @@ def _read_objects(path: Path, *, example_key: str) -> Iterator[dict[str, Any]]:
 
 
 def read_parquet(path: Path, columns: Sequence[str]) -> Iterator[Cells]:
-    """The cells of some columns of a parquet file, row by row, one block of it in memory at a time.
+    """Yield the cells of some columns of a parquet file, row by row, with one block in memory at a time.
 
     Raises:
-        UserError: not parquet, truncated or damaged; a missing column; text that is not UTF-8, naming the row.
+        UserError: not parquet, truncated or damaged; a missing column; text that is not UTF-8, with the row.
     """
     import pyarrow.parquet as pq
 
@@ -192,13 +192,13 @@ READERS: dict[str, Callable[[Path, Sequence[str]], Iterator[Cells]]] = {
 
 
 def list_columns(path: Path, kind: str) -> list[str]:
-    """Names of a file's columns: of the header, of the schema, or all keys of the first thousand objects.
+    """A file's column names: from the header, the schema, or the keys of the first thousand objects.
 
     Args:
         kind: one of `READERS`.
 
     Raises:
-        UserError: the file cannot be read as such.
+        UserError: the file cannot be read as this kind.
     """
     if kind == "csv":
         return next(read_csv_records(path, strict=True), (1, []))[1]
@@ -219,7 +219,7 @@ def _parquet_errors(path: Path) -> Iterator[None]:
         yield
     except (pa.ArrowException, OSError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"{path} is not a whole parquet file ({reason.rstrip('.')}): copy or write it again") from None
+        raise UserError(f"{path} is not a complete parquet file ({reason.rstrip('.')}): copy or write it again") from None
 
 
 def check_columns(
@@ -228,10 +228,10 @@ def check_columns(
     wanted: Sequence[str],
     way_out: str = "set data.source_column and data.target_column to columns that exist",
 ) -> None:
-    """Every wanted column must exist once.
+    """Check that every wanted column exists exactly once.
 
     Raises:
-        UserError: naming the missing column and those that exist.
+        UserError: names the column at fault and those that exist.
     """
     for column in wanted:
         if existing.count(column) != 1:

@@ -1,8 +1,8 @@
 """Rows of a hub dataset, or of a local folder that `datasets` can load.
 
-`datasets` takes the names of its readers (`text`, `json`, `imagefolder`, …) for datasets too: without files such a one reads
-every file of the working directory. And a dataset's README may name files anywhere on this machine. So a name is looked at before
-`datasets` gets it, and the files that it would read before it reads them.
+`datasets` also accepts the names of its readers (`text`, `json`, `imagefolder`, …) as datasets; without files, such a reader
+reads every file of the working directory. And a dataset's README may name files anywhere on this machine. Therefore the name is
+checked before it is passed to `datasets`, and the list of files before they are read.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _PROBE_TIMEOUT_S = 5
 
 
 def check_hub_name(name: str, setting: str, other_sources: tuple[str, ...]) -> None:
-    """Refuse the name of a reader of `datasets`, which is no dataset, however it is written and whatever folder is called so.
+    """Refuse the name of a `datasets` reader, in any case, even if a folder has this name.
 
     Args:
         setting: name of the config field, for messages.
         other_sources: as in `load_hub_dataset`.
 
     Raises:
-        UserError: such a name, or none.
+        UserError: such a name, or an empty one.
     """
     from datasets.packaged_modules import _EXTENSION_TO_MODULE, _PACKAGED_DATASETS_MODULES
 
@@ -51,14 +51,14 @@ def check_hub_name(name: str, setting: str, other_sources: tuple[str, ...]) -> N
 
 
 def load_hub_dataset(name: str, subset: str | None, split: str, *, other_sources: tuple[str, ...]) -> Dataset:
-    """Load one split, from the local cache where the hub cannot be reached.
+    """Load one split; from the local cache if the hub cannot be reached.
 
     Args:
         name: hub id or local folder.
-        other_sources: what else `data.source` may be; the nearest is suggested where `name` is nothing.
+        other_sources: the other values of `data.source`; the error for an unknown `name` suggests the nearest.
 
     Raises:
-        UserError: unknown or unreachable dataset, unknown subset or split, damaged files, files of other places.
+        UserError: unknown or unreachable dataset, unknown subset or split, damaged files, files outside of the dataset.
     """
     import datasets
 
@@ -72,7 +72,7 @@ def load_hub_dataset(name: str, subset: str | None, split: str, *, other_sources
         raise UserError(f"data.source {name}: there is no such folder: check the path")
     try:
         with contextlib.nullcontext() if is_folder or _can_reach_hub() else _without_network():
-            # Absolute: `./text` would become `text` on its way.
+            # The path is absolute, because `datasets` would turn `./text` into `text`.
             builder = datasets.load_dataset_builder(str(path.absolute()) if is_folder else name, name=subset)
             _check_files(builder, name, path.absolute() if is_folder else None)
             builder.download_and_prepare()
@@ -96,7 +96,7 @@ def load_hub_dataset(name: str, subset: str | None, split: str, *, other_sources
 
 
 def read_hub_rows(dataset: Dataset, label: str, columns: Sequence[str]) -> Iterator[Cells]:
-    """The cells of some columns, row by row.
+    """Yield the cells of some columns, row by row.
 
     Raises:
         UserError: a missing column.
@@ -107,13 +107,13 @@ def read_hub_rows(dataset: Dataset, label: str, columns: Sequence[str]) -> Itera
 
 
 def _check_files(builder: DatasetBuilder, name: str, folder: Path | None) -> None:
-    """Refuse files of this machine outside the dataset's own folder, which its README can name; links in it may lead out.
+    """Refuse local files outside of the dataset's own folder, which its README can name. Links inside it may lead out.
 
     Raises:
-        UserError: naming the first.
+        UserError: names the first such file.
     """
     for file in (file for files in (builder.config.data_files or {}).values() for file in files):
-        place = file.rpartition("::")[2]  # of an archive's member: the archive
+        place = file.rpartition("::")[2]  # for a member of an archive, the archive
         if place.startswith(("hf://", "https://", "http://")):
             continue
         place = os.path.normpath(place)
@@ -122,9 +122,9 @@ def _check_files(builder: DatasetBuilder, name: str, folder: Path | None) -> Non
 
 
 def _can_reach_hub() -> bool:
-    """False where the hub's name does not resolve or nothing answers there.
+    """False if the hub's name does not resolve or nothing answers there.
 
-    `datasets` retries for 23 s before it says so. Anything else than these plain failures is left to it to judge.
+    `datasets` would retry for 23 s before it fails. All other failures are left to `datasets`.
     """
     from huggingface_hub.constants import ENDPOINT, is_offline_mode
 
@@ -143,7 +143,7 @@ def _can_reach_hub() -> bool:
 
 @contextlib.contextmanager
 def _without_network() -> Iterator[None]:
-    """Let `datasets` look into its local cache at once, as with HF_HUB_OFFLINE=1, which it reads at import only."""
+    """Make `datasets` use only its local cache, as HF_HUB_OFFLINE=1 does, which `datasets` reads only at import."""
     import datasets
 
     before = datasets.config.HF_HUB_OFFLINE

@@ -1,6 +1,6 @@
-"""Grayscale images of digits with their classes: MNIST's IDX files, a hub dataset, or the digits that scikit-learn brings.
+"""Grayscale images with classes: MNIST's IDX files, a hub dataset, or scikit-learn's digits.
 
-Images stay bytes until a batch is made of them. What is wrong with a source is one sentence before anything is trained.
+Images stay uint8 until they are collated into a batch. Errors in a source are reported in one sentence before training starts.
 
 Shapes: `N` images, `B` images of a batch, `H` height, `W` width.
 """
@@ -50,22 +50,22 @@ class Images:
 
 @dataclass(frozen=True)
 class ImageSets:
-    """What a run trains on and what it is measured on."""
+    """The training and evaluation images of a run."""
 
     train: Images
     evaluation: Images
     num_classes: int
     mean: float
-    """Of the training pixels."""
+    """Mean of the training pixels; `std` is their standard deviation."""
     std: float
 
     def collate(
         self, images: Images, rows: Sequence[int], device: torch.device, *, is_dummy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A batch on the device: fp32 pixels B1HW of mean 0 and deviation 1, and int64 labels B.
+        """A batch on the device: fp32 pixels B1HW, normalized by `mean` and `std`, and int64 labels B.
 
         Args:
-            is_dummy: the rows only keep a rank in step; their labels are ignored.
+            is_dummy: ignore every label; the rows only keep the collectives of all ranks matched.
         """
         index = torch.as_tensor(rows, dtype=torch.int64)
         pixels_B1HW = images.pixels_NHW[index].to(device, torch.float32).sub(self.mean).div(self.std).unsqueeze(1)
@@ -74,19 +74,19 @@ class ImageSets:
 
 
 def load_images(config: ImageDataConfig, smallest_side: int) -> ImageSets:
-    """Read the images of `config.source`, all of them into memory.
+    """Read all images of `config.source` into memory.
 
     Args:
-        smallest_side: pixels; a smaller image is refused.
+        smallest_side: minimum height and width in pixels; smaller images are refused.
 
     Raises:
-        UserError: an unknown source, a missing or damaged file, images that are not grayscale or of several sizes, a class of
-            the held-out images that is not trained.
+        UserError: an unknown source, a missing or damaged file, images that are not grayscale or differ in size, a class that
+            occurs only among the evaluation images.
     """
     if config.source == "digits":
         train, evaluation = _load_digits(config.eval_fraction)
     elif config.source == "idx":
-        assert config.folder is not None  # check_mnist_config sees to it
+        assert config.folder is not None  # check_mnist_config ensures it
         train, evaluation = (_load_idx(Path(config.folder).expanduser(), *IDX_FILES[part]) for part in IDX_FILES)
     else:
         train, evaluation = (_load_split(config, split) for split in (config.hub_split, config.hub_eval_split))
@@ -114,7 +114,7 @@ def _check(where: str, train: Images, evaluation: Images, smallest_side: int) ->
 
 
 def _load_digits(eval_fraction: float) -> tuple[Images, Images]:
-    """The 1,797 images of scikit-learn, 8 x 8 pixels of 0 to 16; which are held out depends on their places alone."""
+    """scikit-learn's 1,797 images of 8 x 8 pixels from 0 to 16. The split depends only on an image's position."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -138,7 +138,7 @@ def _load_idx(folder: Path, images_name: str, labels_name: str) -> Images:
 
 
 def _read_idx(folder: Path, name: str, magic: int) -> np.ndarray:
-    """The array of one IDX file: magic number and sizes as big-endian 32-bit numbers, then the bytes."""
+    """The array in an IDX file: the magic number and sizes are big-endian 32-bit integers, the rest is data bytes."""
     found = [path for path in (folder / name, folder / f"{name}.gz") if path.is_file()]
     if not found:
         trouble = "has neither" if folder.is_dir() else "is no folder with"
@@ -146,7 +146,7 @@ def _read_idx(folder: Path, name: str, magic: int) -> np.ndarray:
     path = found[0]
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError, zlib.error) as error:  # gzip's own errors are among them
+    except (OSError, EOFError, zlib.error) as error:  # gzip raises these too
         raise UserError(f"{path} cannot be read ({error}): get the file again") from None
     num_dimensions = magic & 0xFF
     header = 4 * (1 + num_dimensions)
@@ -174,13 +174,13 @@ def _load_split(config: ImageDataConfig, split: str) -> Images:
             labels.append(row[columns[1]])
             if type(labels[-1]) is not int:
                 raise UserError(f"{where}, image {place}: its {columns[1]} is {labels[-1]!r}, not a whole number")
-    except OSError as error:  # PIL's, of a damaged image
+    except OSError as error:  # raised by PIL for a damaged image
         raise UserError(f"{where}, image {len(pixels)} cannot be read ({error})") from None
     return _images(np.stack(pixels) if pixels else np.zeros((0, 0, 0), np.uint8), np.array(labels, np.int64))
 
 
 def _grayscale(where: str, image: Any, size: tuple[int, ...] | None) -> np.ndarray:
-    """uint8 HW of a picture, of `size` if there is one."""
+    """An image as uint8 HW; it must have `size` if that is given."""
     array = np.asarray(image)
     if array.ndim != 2:
         raise UserError(f"{where} has the shape {_size(array.shape)}: only grayscale images, height x width, can be trained on")

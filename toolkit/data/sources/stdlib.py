@@ -1,12 +1,11 @@
-"""Two sets of rows from Python source, for the embedded LLM: plain text to pretrain on, and functions to describe.
+"""Two sets of rows from Python source, for the demo LLM: plain text to pretrain on, and functions to describe.
 
-A base learns from the standard library's own source text; an adapter then learns, from functions whose docstring is taken away,
-what its headline said. Both leave out the same whole modules, so that no function of the evaluation was ever seen by the base.
+A base model is pretrained on the standard library's source text. An adapter then learns to write the headline of a function
+whose docstring has been removed. Both hold out the same modules, so that the base has never seen an evaluation function.
 Sources are parsed, never imported: no code of a module runs.
 
-A function comes before its headline, as a language model has to read it first. A prompt therefore gives the function, its name in
-words in place of the docstring, then the head once more up to the opening quotes: what follows there is a headline in all source
-text.
+A language model must read a function before it writes the headline. A prompt therefore has the function with its name in words
+in place of the docstring, then the `def` line again up to the opening quotes. In all source text, a headline follows there.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ from toolkit.data.sources.docstrings import (
 )
 
 MAX_ROW_CHARACTERS = 700  # about 220 tokens of a vocabulary of 2,048
-MAX_TABLE_CHARACTERS = 800  # longer assignments are tables: of characters, of error codes
-MAX_BODY_CHARACTERS = 240  # by which copies are recognized
-MAX_PROMPT_BODY_CHARACTERS = 80  # shorter prompts, more of them in as much time
+MAX_TABLE_CHARACTERS = 800  # longer assignments are tables, of characters or error codes
+MAX_BODY_CHARACTERS = 240  # compared to find copies
+MAX_PROMPT_BODY_CHARACTERS = 80  # short prompts allow more training rows in the same time
 MAX_BODY_LINE_CHARACTERS = 100
 MAX_PARAMETERS = 8
-# Shorter bodies are alike by chance: `return self._name`.
+# Shorter bodies can be equal by chance: `return self._name`.
 MIN_COPIED_BODY_CHARACTERS = 80
-# Tables of characters, one module alike the other; help texts.
+# These hold near-identical tables of characters, and help texts.
 _SKIPPED_PACKAGES = {"encodings", "pydoc_data"}
 
 _FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
@@ -50,7 +49,7 @@ _FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 class _Piece(NamedTuple):
     text: str
     class_line: str
-    """The `class` line it stands under where it is a part of a class; else empty."""
+    """The `class` line of the class that the piece belongs to; else empty."""
 
 
 class _Function(NamedTuple):
@@ -58,7 +57,7 @@ class _Function(NamedTuple):
     name: str
     class_name: str
     heads: tuple[str, str]
-    """Its `def` line, once without and once with its decorators."""
+    """The `def` line without and with its decorators."""
     body: str
     headline: str
     headline_wraps: bool
@@ -70,7 +69,7 @@ class _Function(NamedTuple):
 
     @property
     def keys(self) -> set[str]:
-        """Two functions that share one of these are copies; overrides of one method repeat its headline."""
+        """Two functions that share a key are copies. Overrides of a method repeat its headline."""
         is_copy_recognizable = len(self.body) >= MIN_COPIED_BODY_CHARACTERS
         return {self.headline_key} | ({f"body {normalize(self.body)}"} if is_copy_recognizable else set())
 
@@ -79,9 +78,9 @@ def read_modules() -> list[dict[str, str]]:
     """The standard library's source text, cut between definitions into rows of at most `MAX_ROW_CHARACTERS`.
 
     A row has `text`, `group` (the module) and `split` (`train` or `eval`). The order is fixed and mixes the modules, so that the
-    first rows are a fair sample. A class that is cut goes on under its own first line. Long tables are left out.
-    Training rows are those that hold a docstring: with the same steps a small model reads these, and the prose that is asked of
-    it later, two or three times instead of all code about once.
+    first rows are a fair sample. Each part of a class that is cut begins with the `class` line. Long tables are left out.
+    Only rows with a docstring are training rows: in the same number of steps, a small model then reads these, with the kind of
+    prose that it must write later, two or three times instead of all code about once.
     """
     rows = [
         {"text": text, "group": module.name, "split": "eval" if is_held_out(module.name) else "train"}
@@ -94,10 +93,10 @@ def read_modules() -> list[dict[str, str]]:
 
 
 def read_functions(packages: Sequence[str] = PACKAGES) -> list[dict[str, str]]:
-    """Functions with a docstring of the standard library and of those `packages` (import names) that are installed.
+    """Functions with a docstring from the standard library and from those `packages` (import names) that are installed.
 
     A row has `prompt`, `completion` (the headline), `lead_text` (the function's name in words), `group` (the module) and `split`
-    (`train` or `eval`), in a fixed order that mixes the modules. No evaluation row shares its body, or its name and headline,
+    (`train` or `eval`). The order is fixed and mixes the modules. No evaluation row shares its body, or its name and headline,
     with a training row or with a module that `read_modules` trains on.
     """
     standard = list(_read_all(parse_standard_library()))
@@ -113,7 +112,7 @@ def read_functions(packages: Sequence[str] = PACKAGES) -> list[dict[str, str]]:
     ]
     training.extend(_read_all(parse_packages(packages)))
 
-    # What is held out goes first, so that a training row that repeats it is the one to go.
+    # Evaluation rows come first, so that of two duplicates the training row is dropped.
     seen: set[str] = set()
     rows = []
     for split, functions in (("eval", held_out), ("train", training)):
@@ -125,12 +124,12 @@ def read_functions(packages: Sequence[str] = PACKAGES) -> list[dict[str, str]]:
 
 
 def identify_modules() -> str:
-    """Hex sha256 of what decides `read_modules`: the version of Python and the readers. Takes no reading."""
+    """Hex sha256 of what decides `read_modules`: the version of Python and the readers. Parses nothing."""
     return hashlib.sha256(sys.version.encode() + identify_docstrings(()).encode() + _read_this_file()).hexdigest()
 
 
 def identify_functions(packages: Sequence[str] = PACKAGES) -> str:
-    """Hex sha256 of what decides `read_functions`: also the versions of the packages. Takes no reading."""
+    """Hex sha256 of what decides `read_functions`: also the versions of the packages. Parses nothing."""
     return hashlib.sha256(b"functions" + identify_docstrings(packages).encode() + _read_this_file()).hexdigest()
 
 
@@ -162,12 +161,12 @@ def _join_row(pieces: list[str]) -> str:
 
 
 def _cut_block(lines: list[str], nodes: list[ast.stmt], start: int, end: int, class_line: str) -> Iterator[_Piece]:
-    """Pieces of `lines[start:end]`, the block of `nodes`: each statement with what stands above it; none is blank."""
+    """Pieces of `lines[start:end]`, the block of `nodes`: each statement with the lines above it. No piece is blank."""
     for node in nodes:
         node_end = min(node.end_lineno or end, end)
         text = "\n".join(lines[start:node_end])
         if isinstance(node, ast.ClassDef) and len(text) > MAX_ROW_CHARACTERS:
-            # The head of the class ends where its first statement begins.
+            # The class header ends where the first statement begins.
             yield from _cut_block(lines, node.body, start, node_end, class_line=lines[node.lineno - 1])
         elif isinstance(node, ast.Assign | ast.AnnAssign) and len(text) > MAX_TABLE_CHARACTERS:
             pass
@@ -177,7 +176,7 @@ def _cut_block(lines: list[str], nodes: list[ast.stmt], start: int, end: int, cl
 
 
 def _cut_lines(text: str, class_line: str) -> Iterator[_Piece]:
-    """`text` whole where it fits into a row, else cut at the ends of lines."""
+    """`text` in one piece if it fits into a row, else cut at line ends."""
     piece, num_characters = list[str](), 0
     for line in text.split("\n"):
         if piece and num_characters + len(line) > MAX_ROW_CHARACTERS:
@@ -219,13 +218,13 @@ def _find_functions(node: ast.AST, class_name: str) -> Iterator[tuple[str, _Func
 
 
 def _is_placeholder(statement: ast.stmt) -> bool:
-    """What stands in the body of an abstract method."""
+    """Whether a statement is typical of an abstract method's body."""
     is_constant = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
     return is_constant or isinstance(statement, ast.Pass | ast.Raise)
 
 
 def _build_heads(node: _FunctionNode) -> tuple[str, str]:
-    """`def` lines without defaults and annotations, which say little for their length."""
+    """The `def` line without and with decorators; defaults and annotations are left out, as they say little for their length."""
     arguments = node.args
     parameters = [parameter.arg for parameter in (*arguments.posonlyargs, *arguments.args)]
     parameters += [f"*{arguments.vararg.arg}"] if arguments.vararg else []
@@ -238,7 +237,7 @@ def _build_heads(node: _FunctionNode) -> tuple[str, str]:
 
 
 def _read_body(node: _FunctionNode, lines: list[str]) -> str:
-    """The first lines behind the docstring, comments included, blank lines and the indentation taken away."""
+    """The first lines after the docstring, with comments, without blank lines and indentation."""
     docstring_end = node.body[0].end_lineno or node.lineno
     body = [line.rstrip() for line in lines[docstring_end : node.end_lineno] if line.strip()]
     return _take_lines(
@@ -247,7 +246,7 @@ def _read_body(node: _FunctionNode, lines: list[str]) -> str:
 
 
 def _take_lines(lines: list[str], max_characters: int) -> str:
-    """As many of the first lines as have at most so many characters together; the first in any case."""
+    """The first lines, up to `max_characters` in total; at least one."""
     num_characters = list(itertools.accumulate(map(len, lines)))
     return "\n".join(lines[: max(1, bisect.bisect_right(num_characters, max_characters))])
 
@@ -256,7 +255,7 @@ def _build_row(function: _Function, split: str) -> dict[str, str]:
     head, decorated_head = function.heads
     body = textwrap.indent(_take_lines(function.body.split("\n"), MAX_PROMPT_BODY_CHARACTERS) or "...", "    ")
     words = split_words(function.name).capitalize()
-    # The name in words stands where a docstring does: natural to the base, and in the very tokens that a headline begins with.
+    # The name in words takes the docstring's place: the base model expects text there, and the headline begins with its tokens.
     prompt = f'{head}\n    """{words}"""\n{body}\n\n{decorated_head}\n    """'
     if function.class_name:
         prompt = f"class {function.class_name}:\n{textwrap.indent(prompt, '    ')}"

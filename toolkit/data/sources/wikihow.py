@@ -1,9 +1,9 @@
-"""WikiHow: `wikihowAll.csv` (an article a row) and `wikihowSep.csv` (a paragraph a row), with their mess.
+"""WikiHow: reads and cleans `wikihowAll.csv` (one article per row) and `wikihowSep.csv` (one paragraph per row).
 
-The steps' bold sentences (headline) are the summary of the text below them. Rows are chosen as the data set's authors do in
-https://github.com/mahnazkoupaee/WikiHow-Dataset (process.py), which the Hugging Face script that the FSDP tutorial loads
-follows; unlike theirs, our split is by title (their lists of titles are a download) and cleaning goes further, because both
-files were scraped from lists: steps are joined by `.,`, `.;` and by lines that begin with a comma.
+The bold sentences of the steps (headline) are the summary of the text below them. Rows are selected as by the data set's
+authors in https://github.com/mahnazkoupaee/WikiHow-Dataset (process.py); the Hugging Face script that the FSDP tutorial loads
+does the same. Unlike theirs, our split is by title (their lists of titles are a download). Our cleaning goes further, because
+both files were scraped from lists: steps are joined by `.,`, `.;` and by lines that begin with a comma.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from toolkit.data.sources.row import Row
 COLUMNS = ("text", "headline", "title")
 LONGEST_HEADLINE_SHARE = 0.75
 
-# What a list joined into one string leaves behind the end of a sentence. In running text a comma there may also follow an
-# abbreviation ("e.g., red"), so it goes only where a new sentence starts.
+# Punctuation that a list joined into one string leaves after the end of a sentence. In running text such a comma may also follow
+# an abbreviation ("e.g., red"), so it is removed only before a new sentence.
 _STRAY_IN_HEADLINE = re.compile(r"(?<=[.!?])[;,]+")
 _STRAY_IN_TEXT = re.compile(r"(?<=[.!?])(?:;,?|,(?= [A-Z]|$))", re.MULTILINE)
 
 
 def read_wikihow(path: Path) -> Iterator[Row]:
-    """Cleaned rows; rows that cannot be used come with their reason, because a scraped file is full of them.
+    """Yield cleaned rows. Unusable rows come with their skip reason, because a scraped file is full of them.
 
     Raises:
-        UserError: a column of both files missing.
+        UserError: a column that both files must have is missing.
     """
-    # Not strict: the authors' and the tutorial's readers take text after a closing quote, and so must we to get their rows.
+    # Not strict: the authors' and the tutorial's readers accept text after a closing quote; to get the same rows, so must we.
     records = read_csv_records(path, strict=False)
     _, header = next(records, (1, []))
     check_columns(path, header, COLUMNS)
@@ -47,7 +47,7 @@ def _build_row(text: str, headline: str, title: str) -> Row:
     for name, cell in (("text", clean.source), ("headline", clean.target), ("title", title.strip())):
         if not cell:
             return clean._replace(skip_reason=f"with an empty {name}")
-    # Lengths are compared as the authors' script sees them: a line break is one character, and nothing is cleaned yet.
+    # Lengths are compared as in the authors' script: before cleaning, with a line break as one character.
     text, headline = (cell.replace("\r\n", "\n").strip() for cell in (text, headline))
     if len(headline) >= LONGEST_HEADLINE_SHARE * len(text):
         return clean._replace(skip_reason=f"whose headline is not shorter than {LONGEST_HEADLINE_SHARE} of the text")
@@ -67,10 +67,10 @@ def clean_text(text: str) -> str:
 
 
 def title_group(title: str) -> str:
-    """What titles of one article share: "How to Be an Organized Artist2" and "how to be an organized  artist" → the same.
+    """A key for all titles of an article: the same for "How to Be an Organized Artist2" and "how to be an organized  artist".
 
-    Methods of one article are rows of their own, numbered at the end. Two articles that differ in a number only
-    ("Windows 7", "Windows 10") share a group too, which costs nothing: they just stay on one side.
+    The methods of an article are separate rows, numbered at the end. Two articles that differ only in a number
+    ("Windows 7", "Windows 10") also share a group, which does no harm: they go into the same split.
     """
     letters = "".join(character for character in title.casefold() if character.isalnum())
     return letters.removeprefix("howto").rstrip("0123456789")

@@ -103,7 +103,7 @@ def test_a_row_is_remembered_in_8_bytes():
     assert kept_bytes < 100_000 * 8 * 1.2  # an array grows by an eighth
     assert repeats.sentences() == [
         "training rows that repeat an earlier row exactly: 9999 of 99999, which are kept",
-        "held-out rows that are training rows too: 1 of 1, which say little of new rows",
+        "held-out rows that are training rows too: 1 of 1, which say little about new rows",
     ]
 
 
@@ -172,7 +172,7 @@ def test_a_damaged_cache_is_named_and_built_again(config, tmp_path, capsys, name
     file.unlink() if damage == "gone" else file.write_bytes(contents[damage])
     capsys.readouterr()
     assert load_text_rows(config).train[:] == expected
-    assert capsys.readouterr().out == f"the cache of rows {file.parent} does not hold what was written to it: it is built again\n"
+    assert capsys.readouterr().out == f"the cache of rows {file.parent} is damaged: it is built again\n"
     load_text_rows(config)
     assert not capsys.readouterr().out
 

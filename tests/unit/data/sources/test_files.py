@@ -252,9 +252,9 @@ def test_truncated_and_damaged_parquet_is_refused(tmp_path, load):
     write_parquet(path, {"source": [f"text {i}" for i in range(3000)], "target": [f"t {i}" for i in range(3000)]})
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    refuse(load, "parquet", "rows.parquet", f"{path} is not a whole parquet file")
+    refuse(load, "parquet", "rows.parquet", f"{path} is not a complete parquet file")
     path.write_bytes(whole[:8] + b"\xff" * 5000 + whole[5008:])  # the footer is whole, the first column is not
-    refuse(load, "parquet", "rows.parquet", f"{path} is not a whole parquet file")
+    refuse(load, "parquet", "rows.parquet", f"{path} is not a complete parquet file")
 
 
 def test_parquet_text_that_is_not_utf8_is_refused_by_row(tmp_path, load):

@@ -388,7 +388,7 @@ def test_a_mix_is_one_dataset_with_the_entry_of_each_row(prepare, tmp_path):
     assert (len(held_out.evaluation), len(held_out.train), held_out.evaluation["source_index"][:]) == (2, 10, [0, 0])
     assert held_out.remarks[0] == f"skipped 1 of 5 rows of {tmp_path / 'a.jsonl'} that are in data.eval_files too (row 2)"
     (tmp_path / "held_out.csv").rename(tmp_path / "held_out.txt")
-    with pytest.raises(UserError, match="held_out.txt does not say by its name what it is: let it end in .csv, .jsonl or"):
+    with pytest.raises(UserError, match="held_out.txt has an unknown file ending: let its name end in .csv, .jsonl or"):
         prepare(mix=mix, eval_files=str(tmp_path / "held_out.txt"))
     with pytest.raises(UserError, match=r"data.mix\[1\].files: there is no file"):
         prepare(mix=[mix[0], MixEntry(source="csv", files="nowhere.csv")])
@@ -430,7 +430,7 @@ def test_rows_that_occur_twice_are_told_over_all_sources_of_a_mix(prepare, tmp_p
     rows = prepare(mix=[MixEntry(source="stdlib"), MixEntry(source="jsonl", files=str(tmp_path / "a.jsonl"))])
     assert rows.remarks[:2] == [
         "training rows that repeat an earlier row exactly: 2 of 5, which are kept",
-        "held-out rows that are training rows too: 1 of 1, which say little of new rows",
+        "held-out rows that are training rows too: 1 of 1, which say little about new rows",
     ]
 
 

@@ -115,7 +115,7 @@ def test_a_cache_that_was_changed_is_named_and_built_again(
         file = folder / {"tokenizer": "tokenizer/tokenizer.json", "about": "about.json"}[damage]
         file.write_text(file.read_text().replace("1", "2", 1))
     assert write_tokens(tmp_path, {"a": 1}, write) == first
-    assert capsys.readouterr().out == f"the token cache {folder} does not hold what was written to it: it is built again\n"
+    assert capsys.readouterr().out == f"the token cache {folder} is damaged: it is built again\n"
     assert os.listdir(tmp_path) == [first.name] and hash_contents(folder) == first.contents
 
 
