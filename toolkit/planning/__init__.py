@@ -1,1 +1,1 @@
-"""What a run would need of each rank, told before there is a GPU: `python -m toolkit plan`."""
+"""Memory plans: what a run will need on each rank, computed without a GPU (`python -m toolkit plan`)."""

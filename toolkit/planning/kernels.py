@@ -1,6 +1,6 @@
-"""CUDA's kernels put in the place of the CPU's while a trace runs: what they keep for the backward differs.
+"""Replaces CPU kernels by stand-ins for CUDA's during a trace, because they keep other tensors for the backward.
 
-Fused attention keeps no scores, and dropout keeps a mask of booleans.
+Fused attention keeps no scores, and dropout keeps a boolean mask.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 
 MASK_MULTIPLE = 16
-"""Columns that the memory-efficient kernel pads an attention bias to."""
+"""The memory-efficient kernel pads an attention bias to a multiple of this many columns."""
 
 
 @contextlib.contextmanager
 def kernels_of_cuda() -> Iterator[None]:
-    """`torch.nn.functional` with them."""
+    """Context in which `torch.nn.functional` uses the stand-ins."""
     with (
         mock.patch.object(F, "scaled_dot_product_attention", _fused_attention),
         mock.patch.object(F, "dropout", _fused_dropout),
@@ -43,11 +43,11 @@ def _fused_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, i
 
 
 class _Attention(torch.autograd.Function):
-    """What the flash and the memory-efficient kernels keep: inputs, output and the log of the sum of each row of scores."""
+    """Keeps what the flash and memory-efficient kernels keep: inputs, output, and the log-sum-exp of each row of scores."""
 
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any, bias: Any) -> torch.Tensor:
-        # All fused kernels lay it out as (rows, tokens, heads, size), so that to join the heads takes no copy.
+        # All fused kernels lay out the output as (rows, tokens, heads, size), so that joining the heads needs no copy.
         rows, heads, length, _ = query.shape
         output = query.new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)
         log_sums = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)

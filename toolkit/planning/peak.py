@@ -1,4 +1,4 @@
-"""The most memory of one rank in one micro-batch: traced on the whole model, or estimated from models of few blocks."""
+"""Peak memory of one rank in one micro-batch: traced on the full model, or extrapolated from models with few blocks."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 OPTIMIZER = "optimizer state"
 MOMENT_BYTES = 8
-"""Of AdamW, for each trainable parameter: two in fp32."""
+"""AdamW's two fp32 moments per trainable parameter."""
 FEW_BLOCKS = (3, 5)
-"""Lengths of the stacks that are extrapolated from; with fewer, first and last block prefetch each other."""
+"""Stack lengths to extrapolate from; with fewer blocks, the first and the last prefetch each other."""
 
 
 def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, rows: int) -> tuple[Trace, ShardedModel]:
-    """One micro-batch of so many rows, `optimizer state` among its kinds, and the model it ran on; within `fake_ranks`.
+    """The trace of one micro-batch of `rows`, with optimizer state, and the model it ran on; call within `fake_ranks`.
 
     Raises:
-        UserError: a wrap class that is not in the model, or a tie between shard units.
+        UserError: a wrap class is not in the model, or a weight is tied across shard units.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -53,18 +53,20 @@ def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, 
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_autocast):
             return summed_loss(model, batch)[0]
 
-    # Positions without data look like packed rows to transformers; those that are packed get their mask below.
+    # transformers takes position ids without data for packed rows. Rows that are packed get their mask below.
     unpacked = mock.patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None)
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), unpacked:
-        # A copy asks for it, and nothing reads it.
+        # The copy accesses the pointer, but nothing reads it.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        # The sharded model; accumulated gradients exist if a step has several micro-batches.
         with first_shards():
             sharded = shard_model(accelerator, cast("PreTrainedModel", fake_copy(skeleton)))
         if num_micro_batches(subject.config, strategy, rows) > 1:
             for parameter in sharded.model.parameters():
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        # The batch, with the mask that transformers would derive from its positions.
         fake_batch = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in batch.items()}
-        if "position_ids" in fake_batch:  # transformers reads them to make this mask, which it cannot without data
+        if "position_ids" in fake_batch:  # transformers makes this mask from their data, which is missing
             num_rows, length = fake_batch["position_ids"].shape
             is_eager = sharded.plain.config._attn_implementation == "eager"
             embedding_dtype = strategy.compute_dtype if strategy.is_fsdp else torch.float32
@@ -73,17 +75,18 @@ def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, 
         stacks = find_stacks(sharded.plain)
         trace = trace_micro_batch(sharded.model, stacks, fake_batch, loss, vocab_size, off_device, strategy.is_cpu)
         num_trainable = sum(local_tensor(p).numel() for p in sharded.model.parameters() if p.requires_grad)
+    # What the trace does not see.
     if strategy.kind == "fsdp1":
         _add_flat_gradients(trace, sharded.units, strategy)
     for peak in trace.peaks:
         peak[OPTIMIZER] = 0 if strategy.offload else num_trainable * MOMENT_BYTES
         if strategy.kind == "ddp" and strategy.num_processes > 1:
-            peak[GATHERED] += num_trainable * 4  # DDP's buckets, there from the start
+            peak[GATHERED] += num_trainable * 4  # DDP allocates its buckets at the start
     return trace, sharded
 
 
 def estimate_peak(subject: Subject, strategy: Strategy, rows: int) -> int:
-    """Bytes of one rank at the moment of most, from models of few blocks; within `fake_ranks`."""
+    """Peak bytes of one rank, extrapolated from models with few blocks; call within `fake_ranks`."""
     num_blocks = even_stack_length(subject.skeleton)
     if num_blocks is None or num_blocks <= FEW_BLOCKS[1]:
         return sum(trace_rank(subject, strategy, subject.skeleton, rows)[0].peak.values())
@@ -97,7 +100,7 @@ def estimate_peak(subject: Subject, strategy: Strategy, rows: int) -> int:
 
 
 def _add_flat_gradients(trace: Trace, units: list[ShardUnit], strategy: Strategy) -> None:
-    """FSDP1 has one gradient for all of a unit, frozen parameters too: whole in the compute dtype, then its shard in fp32."""
+    """FSDP1 has one flat gradient per unit, frozen parameters included: unsharded in the compute dtype, its shard in fp32."""
     frozen = [unit.num_parameters - unit.num_trainable for unit in units if unit.num_trainable]
     for peak in trace.peaks[trace.first_backward_phase :]:
         peak[UNSHARDED_GRADIENTS] += max(frozen, default=0) * strategy.compute_dtype.itemsize

@@ -1,10 +1,10 @@
-"""What a run would need of each rank, before there is a GPU: the run's own code on tensors without data.
+"""Builds a memory plan: what a run needs on each rank, from running its own code on tensors without data.
 
-FSDP2 is traced (`trace`). One process and DDP are traced as the plain model under autocast, DDP's buckets added by
-arithmetic; FSDP1 is taken from FSDP2's trace over the same units. Optimizer state, host memory and traffic are arithmetic.
+FSDP2 is traced (`trace`). A single process and DDP are traced as the plain model under autocast, plus DDP's buckets by
+arithmetic. FSDP1 is derived from FSDP2's trace over the same units. Optimizer state, host memory and traffic are arithmetic.
 
-Whole models are traced for the plan. Other micro-batches and presets are tried on two models of few blocks, from which every
-phase of a micro-batch grows evenly with the number of blocks.
+The plan itself traces the full model. The searches for other micro-batches and presets trace two models with few blocks and
+extrapolate: memory in every phase of a micro-batch grows linearly with the number of blocks.
 """
 
 from __future__ import annotations
@@ -26,48 +26,48 @@ from toolkit.planning.subject import Subject, build_subject, num_micro_batches, 
 from toolkit.planning.trace import Bytes, Trace, fake_ranks
 
 USABLE_SHARE = 0.92
-"""Of a GPU's memory; the CUDA context, nccl's buffers and what the allocator cannot join take the rest. Not measured."""
+"""Usable share of a GPU's memory. The CUDA context, NCCL's buffers and fragmentation take the rest. Not measured."""
 MOST_ROWS = 4096
-"""Where the search for the largest micro-batch ends."""
+"""Upper limit of the search for the largest micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What each rank needs, in bytes."""
+    """The memory plan of a run, in bytes."""
 
     model: str
     preset: str
     strategy: Strategy
     micro_batch_size_rows: int
     num_micro_batches: int
-    """Of one step and rank; at most so many where rows are packed."""
+    """Micro-batches of one step and rank; an upper bound if rows are packed."""
     row_tokens: dict[str, int]
-    """Longest row: `row`, or `source` and `target`."""
+    """Length of the longest row: `row`, or `source` and `target`."""
     device: Bytes
-    """Of one rank at the moment of most."""
+    """One rank's device memory at the peak, by kind."""
     host: Bytes
     checkpoint: Bytes
     moved: Bytes
-    """Received by each rank in one step."""
+    """Bytes that each rank receives in one step."""
     units: list[ShardUnit]
     largest_gather_bytes: int
     tied: list[list[str]]
-    """Names of each weight that has several."""
+    """All names of each tied weight."""
     usable_bytes: int
     largest_micro_batch_rows: int | None
-    """0: none fits; None: not looked for."""
+    """0: none fits; None: no search."""
     change: str | None
-    """The cheapest change of the preset that makes it fit; None where it fits, or no change does."""
+    """The cheapest change of the preset that makes the run fit; None if it fits already, or with no change."""
     notes: list[str]
 
     @property
     def total(self) -> int:
-        """Bytes of one rank's device."""
+        """Peak bytes of one rank's device."""
         return sum(self.device.values())
 
     @property
     def fits(self) -> bool:
-        """Whether it fits the usable part of the GPU."""
+        """Whether the run fits the usable part of the GPU."""
         return self.total <= self.usable_bytes
 
 
@@ -81,15 +81,15 @@ def build_plan(
     *,
     searches: bool = True,
 ) -> Plan:
-    """Plan a run; nothing is downloaded but the model's config.
+    """Build a run's memory plan; downloads only the model's config.
 
     Args:
-        run_arguments: `--config FILE` and dotted flags, as a recipe takes them; may be empty.
-        recipe: `llm` or `t5`; None: by the model.
-        searches: look for the largest micro-batch and for changes of the preset.
+        run_arguments: `--config FILE` and dotted flags, as for a recipe; may be empty.
+        recipe: `llm` or `t5`; None: chosen by the model.
+        searches: search for the largest micro-batch and for changes of the preset.
 
     Raises:
-        UserError: as the run itself would, or a mesh that does not have so many ranks.
+        UserError: whatever the run itself would raise, or the mesh has another number of ranks.
     """
     if not 0 < gpu_memory_gib < float("inf"):
         raise UserError(f"--gpu-memory-gib is {gpu_memory_gib}: give a GPU's memory, as in 80")
@@ -124,7 +124,7 @@ def build_plan(
 
 
 def largest_micro_batch(subject: Subject, strategy: Strategy, usable: int) -> int:
-    """Most rows of a micro-batch that fit, found by where the line through the last two tries meets what is usable."""
+    """Most rows of a micro-batch that fit in `usable` bytes: secant search with bisection bounds, as memory is near linear."""
     fits, fails, rows = 0, MOST_ROWS + 1, 1
     before = (0, 0)
     while fails - fits > 1:
@@ -138,7 +138,7 @@ def largest_micro_batch(subject: Subject, strategy: Strategy, usable: int) -> in
 
 
 def _find_change(subject: Subject, strategy: Strategy, usable: int) -> str | None:
-    """The first of the changes, alone or on top of those before it, with which the micro-batch fits."""
+    """The first change with which the micro-batch fits; tries each alone, then each on top of those before it."""
     changes = list(_changes(strategy))
     tried: list[tuple[str, dict[str, Any]]] = changes[:]
     for end in range(2, len(changes) + 1):
@@ -152,7 +152,7 @@ def _find_change(subject: Subject, strategy: Strategy, usable: int) -> str | Non
 
 
 def _changes(strategy: Strategy) -> Iterable[tuple[str, dict[str, Any]]]:
-    """What a preset can change to save memory, the cheapest in time first."""
+    """Changes of a preset that save memory, the cheapest in time first."""
     whole: dict[str, Any] = {"num_shards": strategy.num_processes, "num_replicas": 1}
     if not strategy.is_fsdp:
         if strategy.num_processes > 1:
@@ -173,10 +173,10 @@ def _changes(strategy: Strategy) -> Iterable[tuple[str, dict[str, Any]]]:
 
 
 def _host_bytes(subject: Subject, strategy: Strategy, model: nn.Module) -> Bytes:
-    """Of one rank: what loading holds beside shards that stay; what is offloaded; a checkpoint's copy of the shards."""
+    """One rank's host memory: what loading needs besides the shards, what is offloaded, and the copy staged for a checkpoint."""
     trainable = sum(local_tensor(p).numel() for p in model.parameters() if p.requires_grad)
     loads_parts = strategy.kind == "fsdp2" and not subject.config.model.from_scratch
-    # A piece as it is stored and as it is converted; else the whole model.
+    # A piece as stored and as converted; otherwise the full model.
     loaded = 2 * PIECE_BYTES if loads_parts else sum(p.nbytes for p in subject.skeleton.parameters())
     shards = sum(local_tensor(p).nbytes for p in model.parameters())
     return {
@@ -187,13 +187,13 @@ def _host_bytes(subject: Subject, strategy: Strategy, model: nn.Module) -> Bytes
 
 
 def _checkpoint_bytes(skeleton: nn.Module) -> Bytes:
-    """Of all ranks together: frozen weights are left out."""
+    """Size of a checkpoint over all ranks, without frozen weights."""
     num_trainable = sum(p.numel() for p in skeleton.parameters() if p.requires_grad)
     return {"trainable parameters": num_trainable * 4, OPTIMIZER: num_trainable * MOMENT_BYTES}
 
 
 def _moved_bytes(subject: Subject, strategy: Strategy, trace: Trace, rows: int) -> Bytes:
-    """Received by each rank in a step, by ring algorithms."""
+    """Bytes that each rank receives in a step, assuming ring algorithms."""
     num, shards, replicas = num_micro_batches(subject.config, strategy, rows), strategy.num_shards, strategy.num_replicas
     trainable_bytes = 4 * sum(p.numel() for p in subject.skeleton.parameters() if p.requires_grad)
     reduced = trace.reduced_bytes * num if strategy.is_fsdp else trainable_bytes
@@ -205,7 +205,7 @@ def _moved_bytes(subject: Subject, strategy: Strategy, trace: Trace, rows: int) 
 
 
 def _notes(subject: Subject, strategy: Strategy) -> list[str]:
-    """What of the plan is not traced as it would run."""
+    """Where the plan differs from a trace of the real run."""
     notes = []
     if strategy.kind == "fsdp1":
         notes.append("FSDP1: derived from a trace of FSDP2 over the same units, not traced itself")

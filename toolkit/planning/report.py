@@ -1,4 +1,4 @@
-"""A plan as text or JSON."""
+"""Prints a memory plan as text or JSON."""
 
 from __future__ import annotations
 
@@ -23,18 +23,14 @@ def show_plan(
     gpu_memory_gib: float = 80.0,
     as_json: bool = False,
 ) -> bool:
-    """Plan a run, print the plan and return whether it fits; arguments as of `plan.build_plan`.
-
-    Raises:
-        UserError: as `plan.build_plan`.
-    """
+    """Build and print a run's memory plan, and return whether the run fits; arguments and errors of `plan.build_plan`."""
     plan = build_plan(model, preset, num_processes, run_arguments, recipe, gpu_memory_gib)
     print(json.dumps(plan_as_dict(plan), indent=2) if as_json else plan_as_text(plan))
     return plan.fits
 
 
 def plan_as_text(plan: Plan) -> str:
-    """Tables of what each rank needs, and the verdict last."""
+    """The plan as tables, with the verdict last."""
     tokens = ", ".join(f"{name} of {length} tokens" for name, length in plan.row_tokens.items())
     lines = [
         f"{plan.model}, {plan.preset}, {plan.strategy.num_processes} processes: {plan.strategy.num_shards} shards x "
@@ -61,7 +57,7 @@ def plan_as_text(plan: Plan) -> str:
 
 
 def plan_as_dict(plan: Plan) -> dict[str, Any]:
-    """All of the plan; bytes where the text has GiB."""
+    """The plan for JSON, in bytes."""
     return {
         "model": plan.model,
         "preset": plan.preset,

@@ -1,4 +1,4 @@
-"""How a model would be wrapped: the accelerate YAML as the planner needs it, without a launcher, ranks or a device."""
+"""The strategy that an accelerate YAML asks for, read without a launcher, ranks or a device."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.launch.accelerator import frozen_dtype
 
 LAUNCHER_MIN_NUM_PARAMETERS = 10**8
-"""What `accelerate launch` takes for an absent `fsdp_min_num_params`."""
+"""`accelerate launch`'s default of `fsdp_min_num_params`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """What is held where."""
+    """How a model is distributed, and in which precision."""
 
     kind: Literal["single", "ddp", "fsdp1", "fsdp2"]
     num_shards: int
-    """Ranks that one copy of the model is spread over."""
+    """Ranks that share one copy of the model."""
     num_replicas: int
     num_machines: int
     compute_dtype: torch.dtype
     wrap_classes: tuple[str, ...] = ()
     """Empty: the model's repeated blocks."""
     min_num_parameters: int | None = None
-    """Of size-based wrap; None: by class."""
+    """For size-based wrap; None: wrap by class."""
     reshard_after_forward: bool = True
     activation_checkpointing: bool = False
     offload: bool = False
     is_compiled: bool = False
     is_float8: bool = False
     is_cpu: bool = False
-    """Processes on the CPU: memory is the host's."""
+    """CPU processes: memory is the host's."""
 
     @property
     def num_processes(self) -> int:
@@ -51,10 +51,10 @@ class Strategy:
 
 
 def load_strategy(path: Path, num_processes: int) -> Strategy:
-    """Read an accelerate YAML as for so many processes.
+    """Read an accelerate YAML for `num_processes`.
 
     Raises:
-        UserError: the file is not valid, or its mesh does not have so many ranks.
+        UserError: the file is not valid, or its mesh has another number of ranks.
     """
     if num_processes < 1:
         raise UserError(f"--num-processes is {num_processes}: it must be at least 1")
@@ -65,6 +65,7 @@ def load_strategy(path: Path, num_processes: int) -> Strategy:
             f"--num-processes is {num_processes}, which {path} cannot spread evenly over its num_machines {num_machines}: give a "
             f"multiple of {num_machines}"
         )
+    # What does not depend on the kind of sharding.
     dynamo = {str(key).removeprefix("dynamo_"): value for key, value in (mapping.get("dynamo_config") or {}).items()}
     common: dict[str, Any] = {
         "num_machines": num_machines,
@@ -73,13 +74,14 @@ def load_strategy(path: Path, num_processes: int) -> Strategy:
         "is_compiled": str(dynamo.get("backend", "NO")).upper() != "NO",
         "is_cpu": bool(mapping.get("use_cpu")),
     }
+    # Single process, DDP.
     if mapping["distributed_type"] == "NO":
         if num_processes > 1:
             raise UserError(f"--num-processes is {num_processes}, but {path} has distributed_type NO, which starts 1: give 1")
         return Strategy(kind="single", num_shards=1, num_replicas=1, **common)
     if mapping["distributed_type"] == "MULTI_GPU":
         return Strategy(kind="ddp", num_shards=1, num_replicas=num_processes, **common)
-    # The launcher takes keys of this section with their prefix and without.
+    # FSDP. The launcher takes keys of this section with and without their prefix.
     fsdp = {str(key).removeprefix("fsdp_"): value for key, value in mapping["fsdp_config"].items()}
     strategy_name = str(fsdp.get("sharding_strategy", "FULL_SHARD")).upper()
     is_fsdp1 = fsdp.get("version", 1) == 1
@@ -103,7 +105,7 @@ def load_strategy(path: Path, num_processes: int) -> Strategy:
 
 
 def _num_replicas(path: Path, mapping: dict[str, Any], num_processes: int, *, is_hybrid: bool) -> int:
-    """FSDP2's by the YAML's mesh; FSDP1's hybrid shards hold one copy a machine."""
+    """Number of replicas: from the YAML's mesh under FSDP2; one per machine under FSDP1's hybrid sharding."""
     if is_hybrid:
         return mapping.get("num_machines", 1)
     prefix = "parallelism_config_"
@@ -120,11 +122,12 @@ def _num_replicas(path: Path, mapping: dict[str, Any], num_processes: int, *, is
 
 
 def planned_accelerator(strategy: Strategy) -> Any:
-    """What `sharding.shard_model` reads of an `Accelerator`, with a mesh of fake ranks; outside of a `FakeTensorMode`.
+    """The attributes of an `Accelerator` that `wrap.shard_model` reads, with a mesh of fake ranks; not in a `FakeTensorMode`.
 
-    FSDP1 flattens parameters in a way that fake tensors cannot follow: it is wrapped as FSDP2, in the same units. Offloaded
-    shards stay where they are; the tracer does not count them.
+    FSDP1 is wrapped as FSDP2, in the same units, because fake tensors cannot follow its flattened parameters. Offloaded shards
+    are not moved; the tracer does not count them.
     """
+    # The mesh.
     from accelerate.utils import DynamoBackend
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -136,6 +139,7 @@ def planned_accelerator(strategy: Strategy) -> Any:
     elif strategy.is_fsdp:
         names = ["dp_shard"]
         mesh = init_device_mesh("cpu", (strategy.num_shards,), mesh_dim_names=tuple(names))
+    # The FSDP plugin and what surrounds it.
     is_by_class = strategy.min_num_parameters is None
     plugin = SimpleNamespace(
         fsdp_version=2,
@@ -160,7 +164,7 @@ def planned_accelerator(strategy: Strategy) -> Any:
 
 
 def planned_frozen_dtype(strategy: Strategy, setting: str, *, has_adapter: bool) -> torch.dtype:
-    """What a run would store frozen parameters in, as `model.frozen_dtype` says.
+    """Storage dtype of frozen parameters in a run with this `model.frozen_dtype`.
 
     Raises:
         UserError: as `accelerator.frozen_dtype`.

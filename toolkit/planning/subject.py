@@ -1,4 +1,4 @@
-"""The model and the rows that a run would have, without weights and data: built by the run's own code."""
+"""The model and batch to plan for, built by the run's own code without weights or data."""
 
 from __future__ import annotations
 
@@ -34,21 +34,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """The model and rows that are planned for."""
+    """The model and config to plan for."""
 
     config: RecipeConfig
     model_config: PretrainedConfig
     skeleton: PreTrainedModel
-    """Adapted, frozen and in the dtypes that a run would have; no weights."""
+    """The model on the meta device, adapted, frozen and in the dtypes of a run."""
     is_flash: bool
 
 
 def build_subject(model: str, strategy: Strategy, run_arguments: list[str], recipe: str | None) -> Subject:
-    """The run's config and the model as a run would have it before it is sharded, without weights.
+    """The run's config, and its model before sharding, on the meta device.
 
     Raises:
-        UserError: as a run would.
+        UserError: whatever the run itself would raise.
     """
+    # The config; defaults take its place if the user gives none.
     is_t5 = is_encoder_decoder(model) if recipe is None else recipe == "t5"
     if not any(argument.partition("=")[0] == "--config" for argument in run_arguments):
         defaults = ["--data.source=docstrings", "--train.num_epochs=1", "--train.micro_batch_size_rows=1"]
@@ -58,9 +59,10 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
     check_global_batch_size(config.train, strategy.num_processes)
     check_adapter_config(config)
     auto_class: AutoClass = "AutoModelForSeq2SeqLM" if is_t5 else "AutoModelForCausalLM"
-    # Of the weights nothing is needed, not even their index.
+    # The model's config; `from_scratch`, because nothing of the weights is needed, not even their index.
     weightless = dataclasses.replace(config.model, from_scratch=True)
-    # Their package or device may be missing here; sdpa's kernels keep the same. Flex attention keeps a mask of blocks, no bias.
+    # Flash and flex attention may lack their package or device here. sdpa's kernels keep the same tensors; flex attention
+    # keeps a mask of blocks instead of a bias.
     is_flash = any(name in (config.model.attn_implementation or "") for name in ("flash", "flex"))
     if is_flash:
         weightless = dataclasses.replace(weightless, attn_implementation="sdpa")
@@ -71,6 +73,7 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
         check_positions(model_config, model, lengths, no_generation)
     else:
         check_causal_positions(model_config, model, {**lengths, "prompt": 0}, no_generation)
+    # The model, adapted and frozen.
     skeleton = build_skeleton(weightless, model_config, auto_class)
     if is_enabled(config.adapter):
         add_adapter(skeleton, config.adapter, config.model, config.train.seed)
@@ -82,14 +85,14 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
 
 
 def build_batch(subject: Subject, rows: int) -> dict[str, torch.Tensor]:
-    """A micro-batch of the longest rows, every token a label; as the run's collator makes it."""
+    """A micro-batch of the longest rows from the run's collator; every token is a label."""
     lengths = row_tokens(subject.config)
     if "source" in lengths:
         tokens = special_tokens(subject.model_config, subject.config.model.name_or_path)
         row = {"input_ids": [0] * lengths["source"], "labels": [0] * lengths["target"]}
         return SummarizationCollator(*tokens).collate([[row]] * rows)
     assert isinstance(subject.config, LLMConfig)
-    # Two texts a pack: what tells them apart is a mask of T x T, but with flash attention.
+    # Two texts per pack: except with flash attention, a T x T mask keeps them apart.
     is_masked = subject.config.data.packing and not subject.is_flash and lengths["row"] > 1
     first = lengths["row"] // 2 if is_masked else lengths["row"]
     texts = [first, lengths["row"] - first] if is_masked else [first]
@@ -98,7 +101,7 @@ def build_batch(subject: Subject, rows: int) -> dict[str, torch.Tensor]:
 
 
 def num_micro_batches(config: RecipeConfig, strategy: Strategy, rows: int) -> int:
-    """Of one step on each rank; where rows are packed, at most so many."""
+    """Micro-batches of one step and rank; an upper bound if rows are packed."""
     train = config.train
     if train.global_batch_size_tokens:
         per_row = sum(row_tokens(config).values())
@@ -114,14 +117,14 @@ def row_tokens(config: RecipeConfig) -> dict[str, int]:
 
 
 def find_stacks(model: PreTrainedModel) -> list[list[nn.Module]]:
-    """The model's repeated blocks by the list that holds them."""
+    """The model's repeated blocks, grouped by the module list that holds them."""
     blocks = {id(block) for block in repeated_blocks(model).values()}
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
     return [blocks_of for blocks_of in lists if blocks_of and all(id(block) in blocks for block in blocks_of)]
 
 
 def even_stack_length(model: PreTrainedModel) -> int | None:
-    """Blocks of each stack where all stacks have equally many, alike from the second on; else None."""
+    """Number of blocks in each stack, if all stacks have equally many, alike from the second on; else None."""
     stacks = find_stacks(model)
     sizes = [{(p.shape, p.dtype, p.requires_grad) for p in block.parameters()} for stack in stacks for block in stack[1:]]
     lengths = {len(stack) for stack in stacks}
@@ -131,7 +134,7 @@ def even_stack_length(model: PreTrainedModel) -> int | None:
 
 
 def shortened(model: PreTrainedModel, length: int) -> PreTrainedModel:
-    """A weightless copy with so many blocks in each stack."""
+    """A copy with only the first `length` blocks of each stack."""
     stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     chosen = [s for s in stacks if any(list(s) == stack for stack in find_stacks(model))]
     memo: dict[int, Any] = {id(stack): nn.ModuleList(copy.deepcopy(block) for block in stack[:length]) for stack in chosen}

@@ -1,8 +1,8 @@
-"""One micro-batch's forward and backward without weights or a device, and the memory that is alive at its highest.
+"""Traces the peak memory of one micro-batch's forward and backward, without weights or a device.
 
-Real code runs: the model's forward, `shard_model`, FSDP2's gathers and reductions, on fake tensors that have shapes and no data
-and in a process group that has ranks and no peers. Python's order of allocations is what `torch.cuda.max_memory_allocated`
-counts too. Tensors lie on the CPU, so what CUDA keeps differently is put in its place, but for a preset of CPU processes: the
+Real code runs: the model's forward, `shard_model`, FSDP2's gathers and reductions. Fake tensors have shapes but no data, and
+the process group has ranks but no peers. The order of allocations is the one that `torch.cuda.max_memory_allocated` would see.
+Tensors lie on the CPU, so stand-ins (`kernels`) replace what CUDA keeps differently, unless the preset has CPU processes: the
 fused attention kernels, which keep no scores, and dropout, whose masks are boolean.
 """
 
@@ -33,9 +33,9 @@ TRACED_KINDS = (
     SHARDED_PARAMETERS, GRADIENTS, UNSHARDED, UNSHARDED_GRADIENTS, ACTIVATIONS, LOGITS, TEMPORARIES, GATHERED, INPUTS,
 )  # fmt: skip
 Bytes = dict[str, int]
-"""Of each kind."""
+"""Bytes by kind."""
 ALLOCATED_MULTIPLE_BYTES = 512
-"""CUDA's caching allocator rounds every tensor up to it."""
+"""CUDA's caching allocator rounds every tensor up to a multiple of this."""
 
 
 @dataclass
@@ -43,8 +43,8 @@ class Trace:
     """What one micro-batch needs on one rank's device."""
 
     peaks: list[Bytes]
-    """Bytes alive by kind, at the moment of most in each phase. Phases end where a stack of blocks begins or ends its forward or
-    its backward: in models that differ only in the number of blocks, each of them grows evenly with that number."""
+    """Live bytes by kind at the peak of each phase. Phases end where a stack of blocks begins or ends its forward or its
+    backward, so that in models that differ only in the number of blocks, each peak grows linearly with that number."""
     first_backward_phase: int = 0
     gathered_bytes: int = 0
     """Outputs of all all-gathers."""
@@ -54,13 +54,13 @@ class Trace:
 
     @property
     def peak(self) -> Bytes:
-        """Bytes by kind at the moment of most."""
+        """Live bytes by kind at the highest peak."""
         return max(self.peaks, key=lambda by_kind: sum(by_kind.values()))
 
 
 @contextlib.contextmanager
 def fake_ranks(num_processes: int) -> Iterator[None]:
-    """A process group of so many ranks, of which this process is the first and the others do not exist."""
+    """Context with a process group of `num_processes` ranks: this process is rank 0, and the others do not exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     assert not dist.is_initialized()
@@ -73,7 +73,7 @@ def fake_ranks(num_processes: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def first_shards() -> Iterator[None]:
-    """Let `fully_shard` cut from each parameter the first rank's shard, which it keeps here, and not those of all ranks."""
+    """Context in which `fully_shard` cuts only rank 0's shard from each parameter, not those of all ranks."""
 
     def first_chunk(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
         return [tensor.narrow(dim, 0, -(-tensor.size(dim) // num_chunks))]
@@ -83,7 +83,7 @@ def first_shards() -> Iterator[None]:
 
 
 def fake_copy(model: nn.Module) -> nn.Module:
-    """The model with fake tensors on the CPU in place of its weightless parameters and buffers; within a `FakeTensorMode`."""
+    """A copy of the model with fake CPU tensors as parameters and buffers; call within a `FakeTensorMode`."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
@@ -102,15 +102,16 @@ def trace_micro_batch(
     off_device: frozenset[str] = frozenset(),
     is_cpu: bool = False,
 ) -> Trace:
-    """Run one micro-batch of a model made of fake tensors; within its `FakeTensorMode`.
+    """Trace one micro-batch of a model made of fake tensors; call within its `FakeTensorMode`.
 
     Args:
         stacks: the model's repeated blocks, in the order of each stack's forward.
-        loss: takes model and batch, gives the scalar to go backward from.
-        vocab_size: tensors whose last dimension is this are logits.
-        off_device: kinds that lie in the host's memory and do not count (`GRADIENTS` under CPU offload).
-        is_cpu: the run will be on the CPU too, whose kernels are then left as they are.
+        loss: takes model and batch, returns the scalar to call backward on.
+        vocab_size: tensors with this last dimension count as logits.
+        off_device: kinds that lie in host memory and do not count (`GRADIENTS` under CPU offload).
+        is_cpu: the run will use CPU kernels too, so they stay.
     """
+    # What exists before the forward, and where gradients appear.
     tracker = _Tracker(vocab_size, off_device, is_cpu)
     for parameter in model.parameters():
         tracker.tag(_local(parameter), SHARDED_PARAMETERS)
@@ -120,6 +121,7 @@ def trace_micro_batch(
             parameter.register_post_accumulate_grad_hook(lambda p: tracker.tag(p.grad, GRADIENTS))
     for tensor in (*model.buffers(), *batch.values()):
         tracker.tag(tensor, INPUTS)
+    # A phase ends at the second and at the last block of each stack.
     for block in {id(block): block for stack in stacks for block in (stack[min(1, len(stack) - 1)], stack[-1])}.values():
         block.register_forward_pre_hook(functools.partial(_end_phases, tracker), with_kwargs=True)
     with _watched(tracker), contextlib.nullcontext() if is_cpu else kernels_of_cuda(), tracker:
@@ -132,7 +134,7 @@ def trace_micro_batch(
 
 
 def _end_phases(tracker: _Tracker, block: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
-    """A phase ends before this block's forward, and after its backward."""
+    """End a phase before this block's forward, and one after its backward."""
     tracker.end_phase()
     hidden = next((x for x in (*args, *inputs.values()) if isinstance(x, torch.Tensor) and x.requires_grad), None)
     if hidden is not None:
@@ -140,7 +142,7 @@ def _end_phases(tracker: _Tracker, block: nn.Module, args: tuple[Any, ...], inpu
 
 
 class _Tracker(TorchDispatchMode):
-    """Counts storages from their first tensor to their end."""
+    """Counts the bytes of every storage while it is alive."""
 
     def __init__(self, vocab_size: int, off_device: frozenset[str], is_cpu: bool) -> None:
         super().__init__()
@@ -153,10 +155,11 @@ class _Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # it comes again with the local tensors
+            return NotImplemented  # the call comes again with the local tensors
         if func is torch.ops.aten.add.Tensor and _sums_gradients(args):
             return args[0]
         result = func(*args, **(kwargs or {}))
+        # Collectives: their buffers and traffic.
         if func is torch.ops.c10d._allgather_base_.default:
             self.tag(args[0], GATHERED)
             self.trace.gathered_bytes += args[0].nbytes
@@ -167,26 +170,27 @@ class _Tracker(TorchDispatchMode):
             if self.is_cpu:  # gloo reduces a copy
                 self.tag(torch.empty_like(args[1]), GATHERED)
             self.trace.reduced_bytes += args[1].nbytes
+        # Everything else.
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and leaf.device.type != "meta":
                 self._see(leaf)
         return result
 
     def tag(self, tensor: torch.Tensor, kind: str) -> None:
-        """Count the tensor's storage, seen before or not, under `kind`."""
+        """Count the tensor's storage under `kind`, whether it was counted before or not."""
         storage = tensor.untyped_storage()
         self._forget(storage._cdata)
         self._count(storage, kind)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count a known storage by its new size."""
+        """Count a known storage with its new size."""
         if storage._cdata in self.alive:
             kind = self.alive[storage._cdata][0]
             self._forget(storage._cdata)
             self._count(storage, kind)
 
     def end_phase(self) -> None:
-        """Look for the highest moment anew."""
+        """Start a new phase, with a peak of its own."""
         self.highest = self.total
         self.trace.peaks.append(self._on_device())
 
@@ -208,7 +212,7 @@ class _Tracker(TorchDispatchMode):
         self.now[kind] += num_bytes
         if kind not in self.off_device:
             self.total += num_bytes
-            if self.total >= self.highest:  # equal: the last tensor has got another kind
+            if self.total >= self.highest:  # equal: the last tensor changed its kind
                 self.highest = self.total
                 self.trace.peaks[-1] = self._on_device()
 
@@ -222,9 +226,9 @@ class _Tracker(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _watched(tracker: _Tracker) -> Iterator[None]:
-    """FSDP2's buffers told to the tracker by what they are.
+    """Context that reports FSDP2's buffers to the tracker, each with its kind.
 
-    FSDP2 frees and allocates what it gathers by resizing storages, which no dispatch mode sees.
+    FSDP2 frees and allocates gathered parameters by resizing storages, which a dispatch mode does not see.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -250,7 +254,7 @@ def _watched(tracker: _Tracker) -> Iterator[None]:
     def seen_initialize(self: FSDPParam) -> None:
         is_first = not hasattr(self, "_unsharded_param")
         initialize(self)
-        for tensor in self.all_gather_outputs:  # where one rank has it all, nothing was gathered
+        for tensor in self.all_gather_outputs:  # with one rank there is no gather
             tracker.tag(tensor, UNSHARDED)
         if is_first and self._unsharded_param.requires_grad:
             self._unsharded_param.register_post_accumulate_grad_hook(lambda p: tracker.tag(p.grad, UNSHARDED_GRADIENTS))
@@ -265,12 +269,12 @@ def _watched(tracker: _Tracker) -> Iterator[None]:
 
 
 def _in_backward() -> bool:
-    """A backward runs without gradients being recorded; a checkpointed block's second forward within it records them."""
+    """Whether a backward runs. A checkpointed block's recomputed forward records gradients, and does not count."""
     return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
 
 
 def _sums_gradients(args: Any) -> bool:
-    """Autograd adds up the gradients of a tensor's several uses in place, but not those of fake tensors."""
+    """Whether this `add` accumulates a gradient: autograd does that in place, but not for fake tensors."""
     first, second = args
     both = isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)
     return both and _in_backward() and (first.shape, first.dtype) == (second.shape, second.dtype)
