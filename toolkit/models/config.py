@@ -1,4 +1,4 @@
-"""A model's `config.json`: read, checked for what cannot be trained here, and what of it bounds the rows."""
+"""Reads a model's `config.json`, refuses what cannot be trained here, and checks rows against its position limits."""
 
 from __future__ import annotations
 
@@ -26,19 +26,21 @@ KINDS: dict[AutoClass, str] = {
     "AutoModelForSeq2SeqLM": "an encoder-decoder that generates text: take one such as T5, BART or Pegasus",
     "AutoModelForCausalLM": "a causal language model: take one such as Llama, Qwen or Gemma",
 }
-"""transformers' class that finds a model's own, and what it finds."""
+"""The transformers auto class of each recipe, and what it loads, as the end of an error."""
 
 
 def load_model_config(config: ModelConfig, auto_class: AutoClass) -> PretrainedConfig:
-    """Read the model's `config.json`, from a folder or the hub, with `model.dropout` put in.
+    """Read the model's `config.json` from a folder or the hub, and set `model.dropout` in it.
 
     Raises:
-        UserError: no such model, no config, a model of another kind, or weights that are not safetensors files of its own.
+        UserError: there is no such model or config, the model is of another kind, or its weights are not safetensors files in
+            its own folder.
     """
     import transformers
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
+    # A folder must look like a model before transformers reads it.
     name = config.name_or_path
     folder = Path(name)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
@@ -52,16 +54,18 @@ def load_model_config(config: ModelConfig, auto_class: AutoClass) -> PretrainedC
         raise UserError(f"model.name_or_path {name} is not a folder here: give an existing folder or a hub id")
     if folder.is_dir() and not config.from_scratch:
         check_weight_files(folder, f"model.name_or_path {name}")
+    # Read the config, and a hub model's index.
     try:
         model_config = AutoConfig.from_pretrained(name, revision=config.revision, trust_remote_code=config.trust_remote_code)
         index = None if folder.is_dir() or config.from_scratch else _download_index(name, model_config)
     except (OSError, ValueError, StrictDataclassError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
-        if isinstance(error, StrictDataclassError):  # which key is on the first line, what is wrong with it on the second
+        if isinstance(error, StrictDataclassError):  # the first line has the key, the second the reason
             reason = "config.json: " + " ".join(str(error).split())
         raise UserError(
             f"model.name_or_path {name} could not be read ({reason}): give a Hugging Face model folder, or a hub id within reach"
         ) from None
+    # Refuse weights elsewhere, code from the hub, and models of another kind.
     if index is not None:
         _check_index(index, f"model.name_or_path {name}")
     if (file := getattr(model_config, "transformers_weights", None)) not in (None, *WEIGHTS_FILES) and not config.from_scratch:
@@ -79,22 +83,23 @@ def load_model_config(config: ModelConfig, auto_class: AutoClass) -> PretrainedC
     if not is_known or (auto_class == "AutoModelForCausalLM" and _has_encoder(model_config)):
         raise UserError(f"model.name_or_path {name} is a {model_config.model_type} model, not {KINDS[auto_class]}")
     _check_trainable(model_config, name, auto_class)
+    # Dropout rates.
     if config.dropout is not None:
         for name_of_rate in _dropout_rates(model_config):
             setattr(model_config, name_of_rate, config.dropout)
     for rate in LAYER_DROP_RATES:
         if getattr(model_config, rate, None):
-            # A layer that one rank draws to leave out is a collective that the others wait for (M2M100 has a rate of 0.05).
+            # If one rank drops a layer, the others hang in its collectives (M2M100 has a rate of 0.05).
             setattr(model_config, rate, 0.0)
             print_rank0(f"{rate} of {name} is set to 0: every rank must run every layer")
     return model_config
 
 
 def is_encoder_decoder(name_or_path: str) -> bool:
-    """Whether it is a T5's kind; of a folder that cannot be read False: `load_model_config` tells what is wrong with it.
+    """Whether the model is an encoder-decoder. False for an unreadable folder: `load_model_config` reports what is wrong.
 
     Raises:
-        UserError: a hub id that is out of reach; it would be tried for half a minute once more.
+        UserError: a hub id is out of reach; without this error, `load_model_config` would retry for half a minute.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -114,16 +119,16 @@ def is_encoder_decoder(name_or_path: str) -> bool:
 
 
 def check_weight_files(folder: Path, what: str) -> None:
-    """Refuse a folder whose weights transformers would look for elsewhere, or unpickle, before it does.
+    """Refuse a folder whose weights transformers would unpickle or load from elsewhere.
 
     Args:
-        what: names the folder in an error, by its setting.
+        what: the folder's setting and path, for errors.
 
     Raises:
         UserError: naming the file and the entry.
     """
     check_readable(what, folder)
-    if (folder / "adapter_config.json").is_file():  # its adapter would be loaded too, from a pickle if need be
+    if (folder / "adapter_config.json").is_file():  # transformers would load the adapter too, even from a pickle
         raise UserError(
             f"{what} has an adapter_config.json beside its config.json: give a folder with the model alone, and the adapter's as "
             "adapter.name_or_path"
@@ -133,10 +138,10 @@ def check_weight_files(folder: Path, what: str) -> None:
 
 
 def check_positions(model_config: PretrainedConfig, name: str, longest: dict[str, int], evaluation: EvalConfig) -> None:
-    """Refuse rows, or generated texts, longer than an encoder-decoder has positions; T5 and its like have no limit.
+    """Refuse rows or generated texts that exceed an encoder-decoder's positions; T5 and its relatives have no limit.
 
     Args:
-        longest: tokens of the longest `source` and `target`.
+        longest: number of tokens of the longest `source` and `target`.
 
     Raises:
         UserError: naming both lengths and the setting to lower.
@@ -151,10 +156,10 @@ def check_positions(model_config: PretrainedConfig, name: str, longest: dict[str
 
 
 def check_causal_positions(model_config: PretrainedConfig, name: str, longest: dict[str, int], evaluation: EvalConfig) -> None:
-    """Refuse rows, or prompts with what is generated, longer than a causal model has positions.
+    """Refuse rows, or prompts with their generated texts, that exceed a causal model's positions.
 
     Args:
-        longest: tokens of the longest `row` and `prompt`.
+        longest: number of tokens of the longest `row` and `prompt`.
 
     Raises:
         UserError: naming both lengths and the setting to lower.
@@ -182,7 +187,7 @@ def special_tokens(model_config: PretrainedConfig, name: str) -> tuple[int, int]
 
 
 def _check_index(index: Path, what: str) -> None:
-    """Refuse shards that are no safetensors files beside their index."""
+    """Refuse an index that names anything but safetensors files in its own folder."""
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = sorted(set(weight_map.values()))
@@ -198,7 +203,7 @@ def _check_index(index: Path, what: str) -> None:
 
 
 def _download_index(name: str, model_config: PretrainedConfig) -> Path | None:
-    """The index of a hub model's shards, where it has one; it would be downloaded with the weights in any case."""
+    """Download the index of a hub model's shards, if it has one; loading the weights needs it anyway."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -213,7 +218,7 @@ def _check_fits(name: str, what: str, length: int, limit: int | None, setting: s
 
 
 def _check_trainable(model_config: PretrainedConfig, name: str, auto_class: AutoClass) -> None:
-    """Refuse what is not trained by the labels of a text alone."""
+    """Refuse models that need other inputs than text, or another loss than that of the labels."""
     what = f"model.name_or_path {name} is a {model_config.model_type} model"
     if (other := _other_inputs(model_config, auto_class)) is not None:
         raise UserError(f"{what}, which takes {other} beside text, and rows here are text: take a model of text alone")
@@ -230,20 +235,20 @@ def _check_trainable(model_config: PretrainedConfig, name: str, auto_class: Auto
 
 
 def _has_experts(settings: dict[str, Any]) -> bool:
-    """Whether a config, or one inside it (`text_config`, DBRX's `ffn_config`), counts several experts."""
+    """Whether a config, or one nested in it (`text_config`, DBRX's `ffn_config`), has several experts."""
     counts = [settings.get(key) for key in EXPERT_COUNTS]
     nested = [value for value in settings.values() if isinstance(value, dict)]
     return any(isinstance(count, int) and count > 1 for count in counts) or any(map(_has_experts, nested))
 
 
 def _other_inputs(model_config: PretrainedConfig, auto_class: AutoClass) -> str | None:
-    """What an encoder-decoder, or a model that stands among them, takes beside text: `audio`, `image`; None: nothing."""
+    """What a model in transformers' encoder-decoder mapping takes besides text, such as `audio` or `image`; None: nothing."""
     import transformers
 
     mapping = getattr(transformers, auto_class)._model_mapping
     if auto_class != "AutoModelForSeq2SeqLM" or type(model_config) not in mapping:
         return None
-    if hasattr(model_config, "speech_encoder_layers"):  # SeamlessM4T's text model is a part of it, and says text alone
+    if hasattr(model_config, "speech_encoder_layers"):  # SeamlessM4T's text model is only a part of it, but declares text alone
         return "audio"
     modalities = mapping[type(model_config)].input_modalities
     others = set([modalities] if isinstance(modalities, str) else modalities) - {"text"}
@@ -251,23 +256,23 @@ def _other_inputs(model_config: PretrainedConfig, auto_class: AutoClass) -> str 
 
 
 def _dropout_rates(model_config: PretrainedConfig) -> list[str]:
-    """Every family has names of its own: `dropout_rate`, `attention_dropout`, `resid_pdrop`, …; layers are not dropped here."""
+    """Config keys of dropout rates, but not of layerdrop. Every family has its own: `attention_dropout`, `resid_pdrop`, …"""
     numbers = [key for key, value in model_config.to_dict().items() if type(value) in (int, float)]
     return [key for key in numbers if "drop" in key and "layerdrop" not in key]
 
 
 def _has_encoder(model_config: PretrainedConfig) -> bool:
-    """Whether it is BART's kind, whose decoder alone would be trained, or BERT's, whose tokens see later ones.
+    """Whether the model is like BART, of which only the decoder would train, or like BERT, whose tokens see later ones.
 
-    transformers maps both to causal models of theirs.
+    transformers maps both kinds to causal models.
     """
     from transformers import AutoModelForMaskedLM
 
-    is_decoder = getattr(model_config, "is_decoder", True)  # also False in GPT-NeoX', which has no use for it
+    is_decoder = getattr(model_config, "is_decoder", True)  # also False for GPT-NeoX, which does not use it
     return model_config.is_encoder_decoder or (type(model_config) in AutoModelForMaskedLM._model_mapping and not is_decoder)
 
 
 def hash_model_config(settings: dict[str, Any]) -> str:
-    """sha256 of what a model's `config.json` says, but for the version that wrote it."""
+    """sha256 of a model's `config.json`, without the version that wrote it."""
     kept = {key: value for key, value in settings.items() if key != "transformers_version" and not key.startswith("_")}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()

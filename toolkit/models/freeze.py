@@ -1,4 +1,4 @@
-"""Frozen parameters: which they are, what they are stored in, and a hash of them."""
+"""Frozen parameters: which ones, their storage dtype, and their hashes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def freeze(model: nn.Module, patterns: list[str]) -> None:
-    """Freeze every parameter one of whose names (tied aliases included) is matched whole by a pattern.
+    """Freeze every parameter that has a name (tied aliases included) fully matched by a pattern.
 
     Raises:
-        UserError: a pattern that is no regular expression or matches nothing, or nothing left to train.
+        UserError: a pattern is not a regular expression or matches nothing, or nothing is left to train.
     """
     named = list(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:
@@ -36,9 +36,9 @@ def freeze(model: nn.Module, patterns: list[str]) -> None:
 
 
 def freeze_as(model: nn.Module, skeleton: nn.Module) -> None:
-    """Freeze what is frozen in the skeleton: by `freeze`, or by the model's own code (Pegasus' sinusoidal positions).
+    """Freeze what is frozen in the skeleton, by `freeze` or by the model's own code (Pegasus' sinusoidal positions).
 
-    transformers 5.23 forgets the latter when it loads weights: every parameter comes back trainable.
+    transformers 5.23 loses the latter when it loads weights: every parameter is trainable afterwards.
     """
     frozen = {name for name, parameter in skeleton.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -47,9 +47,9 @@ def freeze_as(model: nn.Module, skeleton: nn.Module) -> None:
 
 
 def cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
-    """Store frozen parameters in `dtype`, and those that train in fp32; LayerNorms too.
+    """Store frozen parameters in `dtype`, but trainable ones and LayerNorms in fp32.
 
-    Under autocast a LayerNorm gets fp32 hidden states behind an fp32 embedding, and on a CPU it takes no two dtypes.
+    Under autocast, a LayerNorm after an fp32 embedding gets fp32 hidden states, and on a CPU its weights must match.
     """
     kept = {id(p) for module in model.modules() if isinstance(module, nn.LayerNorm) for p in module.parameters()}
     for parameter in model.parameters():
@@ -58,9 +58,9 @@ def cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def hash_frozen(model: nn.Module) -> dict[str, str]:
-    """`hash_parameters` of the frozen ones.
+    """`hash_parameters` of the frozen parameters.
 
-    Checkpoints leave frozen weights out and record this instead, so that a resume can tell another base.
+    Checkpoints record these hashes instead of frozen weights, so that a resume detects another base.
     """
     return hash_parameters(model, {name for name, parameter in model.named_parameters() if not parameter.requires_grad})
 
@@ -77,5 +77,5 @@ def hash_parameters(model: nn.Module, names: set[str]) -> dict[str, str]:
 
 
 def hash_header(parameter: torch.Tensor) -> str:
-    """What a parameter's hash begins with."""
+    """The text that is hashed before a parameter's bytes."""
     return f"{parameter.dtype} {tuple(parameter.shape)}"

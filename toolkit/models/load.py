@@ -1,4 +1,4 @@
-"""Hugging Face models: early checks on a weightless skeleton, loading, freezing."""
+"""Loads Hugging Face models: on the meta device for early checks, or in full on the CPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, auto_class: AutoClass) -> PreTrainedModel:
-    """The model without weights (meta device): names, shapes and classes for checks that should not wait for a download.
+    """The model on the meta device: names, shapes and classes for checks before any weights are downloaded.
 
     Raises:
         UserError: the attention implementation does not exist for this model.
@@ -47,7 +47,8 @@ def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, auto_cla
 def build_on_meta(
     config: ModelConfig, model_config: PretrainedConfig, auto_class: AutoClass, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """What `load_model` would load in `dtype`, with its parameters on the meta device; buffers are real, on the CPU."""
+    """The model that `load_model` would load in `dtype`, but with parameters on the meta device; buffers are on the CPU."""
+    # Structure and ties, without drawing weights.
     import transformers
     from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights
@@ -57,11 +58,11 @@ def build_on_meta(
     with no_init_weights(), init_empty_weights(include_buffers=False):
         model = getattr(transformers, auto_class).from_config(model_config, dtype=dtype, **_attention(config))
     model.tie_weights()
-    # Buffers that are in no file are computed again, as `from_pretrained` does: a constructor in bf16 rounds GPT-J's positions.
+    # Recompute buffers that are in no file, as `from_pretrained` does: a constructor in bf16 rounds GPT-J's positions.
     for tensor in model.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True
     model.initialize_weights()
-    # As `from_pretrained` ends: what the model's generation_config.json says.
+    # Read generation_config.json, as `from_pretrained` does at its end.
     hub = {"cache_dir": None, "force_download": False, "proxies": None, "local_files_only": False, "token": None, "subfolder": ""}
     model.adjust_generation_fn(
         None, True, False, config.name_or_path, **hub, revision=config.revision, trust_remote_code=config.trust_remote_code
@@ -72,15 +73,15 @@ def build_on_meta(
 def load_model(
     config: ModelConfig, model_config: PretrainedConfig, auto_class: AutoClass, seed: int, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """The model on the CPU in `dtype`, with random weights (`from_scratch`, drawn from `seed`) or its pretrained ones.
+    """The model on the CPU in `dtype`, with its pretrained weights, or random ones drawn from `seed` if `from_scratch`.
 
     Raises:
-        UserError: there are no safetensors weights, or not all of them, or of another shape.
+        UserError: safetensors weights are missing, incomplete or of another shape.
     """
     import transformers
     from transformers.utils import logging
 
-    if rank() != 0 or not sys.stderr.isatty():  # bars are for terminals
+    if rank() != 0 or not sys.stderr.isatty():  # progress bars are for terminals
         logging.disable_progress_bar()
     if config.from_scratch:
         seed_all("weights", seed)
@@ -92,7 +93,7 @@ def load_model(
             model, report = getattr(transformers, auto_class).from_pretrained(
                 config.name_or_path,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # told below, in one sentence
+                ignore_mismatched_sizes=True,  # the error below names the first one
                 config=model_config,
                 revision=config.revision,
                 dtype=dtype,
@@ -106,6 +107,7 @@ def load_model(
                 f"model {config.name_or_path} has no loadable safetensors weights ({first_line}): "
                 "give a folder with them, or model.from_scratch true for random ones"
             ) from None
+        # transformers would draw missing weights at random.
         if missing := sorted(report["missing_keys"]):
             raise missing_weights(config.name_or_path, missing)
         for name, stored, wanted in sorted(report["mismatched_keys"]):
@@ -114,15 +116,15 @@ def load_model(
 
 
 def missing_weights(name_or_path: str, missing: list[str]) -> UserError:
-    """The error of weights that are not whole."""
+    """The error for incomplete weights."""
     return UserError(
         f"the weights of model.name_or_path {name_or_path} lack {len(missing)} of the model's parameters "
-        f"({', '.join(missing[:3])}, …), which would stay random: give whole weights, or model.from_scratch true"
+        f"({', '.join(missing[:3])}, …), which would stay random: give complete weights, or model.from_scratch true"
     )
 
 
 def other_shape(name_or_path: str, name: str, stored: tuple[int, ...], wanted: tuple[int, ...]) -> UserError:
-    """The error of a weight, by its name in the model, that is not as the config says."""
+    """The error for a weight whose shape is not the config's; `name` is its name in the model."""
     return UserError(
         f"the weights of model.name_or_path {name_or_path} have {name} of shape {stored}, but its config.json makes it {wanted}: "
         "give the config.json that the weights were saved with"
@@ -130,14 +132,14 @@ def other_shape(name_or_path: str, name: str, stored: tuple[int, ...], wanted: t
 
 
 def uses_flash_attention(model: PreTrainedModel) -> bool:
-    """Whether packed rows must stand in one row of the tensors, see `CausalCollator`."""
+    """Whether packed rows must form one row of the tensors; see `CausalCollator`."""
     return "flash" in (model.config._attn_implementation or "")
 
 
 def num_token_embeddings(model: PreTrainedModel) -> int:
-    """The largest vocabulary that the model takes: rows of the input embedding, or of the output head where it has fewer.
+    """The largest vocabulary that fits the model: rows of the input embedding or of the output head, whichever are fewer.
 
-    The two differ where an encoder and a decoder were put together.
+    They differ in models that combine a separate encoder and decoder.
     """
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
     return min(cast(nn.Embedding, module).weight.shape[0] for module in embeddings if module is not None)

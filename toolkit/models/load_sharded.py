@@ -1,7 +1,7 @@
-"""A model that is about to be sharded: its structure without weights, and where each rank can read its part of every weight.
+"""Sharded loading: builds a model on the meta device, with sources from which each rank reads its shards.
 
-What `models.load_model` and `adapters.add_adapter` make of a model that is loaded whole, bit for bit. FSDP2 only: others need the
-whole model on every rank anyway (DDP, one process), or flatten it there (FSDP1).
+The result is bit for bit that of `load.load_model` and `lora.add_adapter` on a fully loaded model. It serves FSDP2 only: DDP
+and single process need the full model on every rank anyway, and FSDP1 flattens it there.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ def open_weights(
     dtype: torch.dtype,
     init_from: Path | None,
 ) -> tuple[PreTrainedModel, Sources]:
-    """The model on the meta device, buffers filled, and where its parameters are, under all their names. Collective.
+    """The model on the meta device with its buffers filled, and its parameters' sources under all their names. Collective.
 
     Args:
-        dtype: as in `models.load_model`.
-        init_from: an exported model or a checkpoint whose weights take the place of the model's own.
+        dtype: as in `load.load_model`.
+        init_from: an exported model or a checkpoint whose weights replace the model's own.
 
     Raises:
-        WholeOnly: some of it cannot be read in parts; on every rank.
-        UserError: the weights are not those of the model; on every rank.
+        WholeOnly: some weights cannot be read in parts; on every rank.
+        UserError: the weights are not the model's; on every rank.
     """
 
     def begin() -> tuple[PreTrainedModel, WeightFiles, Match]:
@@ -66,6 +66,7 @@ def open_weights(
             raise WholeOnly("some of its weights lie in files of another kind")
         if init_from is not None and not (init_from / "config.json").is_file():
             raise WholeOnly(f"model.init_from {init_from} is a checkpoint, which says what it lacks only when it is loaded")
+        # Every parameter must be in the files, in its shape.
         model = build_on_meta(config, model_config, auto_class, dtype)
         if model._get_dtype_plan(dtype):
             raise WholeOnly("transformers keeps some of its weights in fp32")
@@ -82,6 +83,7 @@ def open_weights(
     model, files, match = _decided_together(begin)
     check_ties(model, files, match)
 
+    # Buffers are not sharded: every rank reads all of them.
     def fill_buffers() -> None:
         for name, buffer in model.named_buffers():
             if name in match.tensors:
@@ -93,14 +95,16 @@ def open_weights(
 
 
 def complete_sources(model: PreTrainedModel, weights: Sources, config: AdapterConfig, base: ModelConfig, seed: int) -> Sources:
-    """Where each parameter of the adapted model is. Collective.
+    """The source of each parameter of the adapted model. Collective.
 
     Args:
-        weights: the model's own, as `open_weights` gives them; and `base` what it is called.
+        weights: the base's sources, from `open_weights`.
+        base: where the base came from, for errors.
 
     Raises:
-        UserError: an existing adapter has another base; on every rank.
+        UserError: an existing adapter has another base, or its weights cannot be read; on every rank.
     """
+    # An existing adapter must belong to this base.
     name_or_path = config.name_or_path
     folder = on_all_ranks(lambda: find_adapter(name_or_path)) if name_or_path else None
     if folder is not None:
@@ -113,6 +117,7 @@ def complete_sources(model: PreTrainedModel, weights: Sources, config: AdapterCo
         except WholeOnly as reason:
             raise UserError(f"{what}: {reason}, which is not supported: convert it to float32 or bfloat16") from None
         stored = {own: files.source(name, torch.float32) for name, own in file_names(model).items()}
+    # Each parameter comes from the base, the existing adapter's file, or a seed.
     sources = {}
     for name, parameter in model.named_parameters():
         own = base_name(name)
@@ -130,21 +135,21 @@ def complete_sources(model: PreTrainedModel, weights: Sources, config: AdapterCo
 
 
 def hash_base(model: nn.Module, weights: Sources) -> dict[str, str]:
-    """`adapter_files.hash_base` of a model whose weights are still in files. Collective."""
+    """`lora_files.hash_base` of a model whose weights are still in files. Collective."""
     names = {base for name, _ in model.named_parameters() if (base := base_name(name)) is not None}
     headers = {name: str(weights[name].shape) for name in names}
     return hash_sources(weights, headers, dict.fromkeys(names, torch.bfloat16))
 
 
 def hash_frozen(model: nn.Module, sources: Sources) -> dict[str, str]:
-    """`models.hash_frozen` of a model whose weights are still in files: the same hashes. Collective."""
+    """`freeze.hash_frozen` of a model whose weights are still in files: the same hashes. Collective."""
     frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
     headers = {name: hash_header(parameter) for name, parameter in frozen.items()}
     return hash_sources(sources, headers, {name: parameter.dtype for name, parameter in frozen.items()})
 
 
 def _decided_together(work: Callable[[], T]) -> T:
-    """As `on_all_ranks`, for `WholeOnly` too: the ways to load talk to other ranks in different ways. Collective."""
+    """Like `on_all_ranks`, but for `WholeOnly` too: all ranks must load in the same way. Collective."""
 
     def attempt() -> tuple[T | None, str | None]:
         try:
@@ -153,7 +158,7 @@ def _decided_together(work: Callable[[], T]) -> T:
             return None, str(reason)
 
     result, reason = on_all_ranks(attempt)
-    if first := next((told for told in gather_objects(reason) if told is not None), None):
+    if first := next((gathered for gathered in gather_objects(reason) if gathered is not None), None):
         raise WholeOnly(first)
     return result  # type: ignore[return-value]
 
@@ -175,7 +180,7 @@ def _check_same(model: PreTrainedModel, match: Match, init_from: Path) -> None:
 
 
 def _sources_of(model: PreTrainedModel, files: WeightFiles, match: Match) -> Sources:
-    """Under every name of every parameter; of a tied one from whichever name is stored."""
+    """Each parameter's source, under all its names; a tied weight is read from a name that is stored."""
     names_of: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(name)
@@ -192,7 +197,7 @@ def _drawing(name: str, shape: torch.Size, seed: int) -> Callable[[], torch.Tens
 
 
 def _norms(model: nn.Module, name: str, weights: Sources) -> Source:
-    """DoRA's magnitudes, see `adapters.magnitudes`: of some of them only their own rows (or columns) of the base are read."""
+    """DoRA's magnitudes (`lora.magnitudes`); a part of them reads only its own rows or columns of the base."""
     module_name = name.partition(".lora_magnitude_vector.")[0]
     base: Any = model.get_submodule(module_name).base_layer
     weight = weights[str(base_name(f"{module_name}.base_layer.weight"))]

@@ -1,7 +1,7 @@
-"""A model's safetensors files, and which of their tensors is which of the model's, found by their headers alone.
+"""Matches the tensors in safetensors files to a model's, from the files' headers alone.
 
-Names are matched by transformers' own rules (renamings of old checkpoints, a base model's prefix). Where transformers would make
-a tensor out of others, or compute one, parts of it cannot be read: `WholeOnly` says why.
+Names are matched by transformers' own rules (renamings of old checkpoints, a base model's prefix). A tensor that transformers
+would convert from others, or compute, cannot be read in parts: `WholeOnly` says why.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-"""safetensors' names."""
+"""torch dtypes by safetensors' names."""
 
 
 class WholeOnly(Exception):
-    """Why these weights cannot be read in parts: the end of a sentence."""
+    """These weights cannot be read in parts; the message is a reason that completes a sentence."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """What files hold of a model; names as in its `state_dict`."""
+    """How the tensors in files match a model's; names as in its `state_dict`."""
 
     tensors: dict[str, str]
-    """Names of the model → names in the files. Of tied names the file may have any, or all."""
+    """Names of the model → names in the files. A tied weight may be stored under any or all of its names."""
     missing: list[str]
-    """Names of the model that stand in no file, nor does another of the same weight."""
+    """Names of the model that are in no file, under no alias."""
     other_shapes: dict[str, tuple[int, ...]]
-    """Names of the model whose tensor has another shape → that shape."""
+    """Names of the model whose stored tensor has another shape → the stored shape."""
     unknown: list[str]
     """Names in the files that the model does not have."""
 
@@ -59,31 +59,31 @@ class _Stored:
 
     file: BinaryIO
     begin: int
-    """Of its bytes in the file."""
+    """Offset of its bytes in the file."""
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
 class WeightFiles:
-    """Open safetensors files; nothing but their headers is read until a part of a tensor is.
+    """Open safetensors files. Opening reads only the headers; parts of tensors are read on demand.
 
-    That is read here and not by the safetensors library: from a mapped file it leaves every page it has seen resident, and its
-    `pread` backend (0.8.0) takes a tenth of a second for each part.
+    The safetensors library does not read them: with a mapped file every page it touches stays resident, and its `pread`
+    backend (0.8.0) takes a tenth of a second per part.
     """
 
     def __init__(self, paths: Iterable[Path], what: str) -> None:
         """
         Args:
-            what: names them in an error.
+            what: their setting and path, for errors.
 
         Raises:
-            UserError: one of them cannot be read.
-            WholeOnly: one of them holds numbers of a kind that is not known here.
+            UserError: a file cannot be read.
+            WholeOnly: a file holds a dtype that is not in `DTYPES`.
         """
         self.stored: dict[str, _Stored] = {}
         for path in paths:
             try:
-                with safe_open(path, framework="pt"):  # checks that offsets, shapes and the file's size go together
+                with safe_open(path, framework="pt"):  # checks offsets, shapes and the file's size
                     file = path.open("rb", buffering=0)
                     self.stored |= _read_header(file)
             except (SafetensorError, OSError) as error:
@@ -91,11 +91,11 @@ class WeightFiles:
                 raise UserError(f"{path.name} of {what} cannot be read as safetensors ({reason}): save the model again") from None
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Of a tensor, by its name in the files."""
+        """Shape of a tensor, by its name in the files."""
         return self.stored[key].shape
 
     def source(self, key: str, dtype: torch.dtype) -> Source:
-        """A tensor, converted to `dtype` part by part."""
+        """The source of a tensor, converted to `dtype` part by part."""
         stored = self.stored[key]
         return Source(stored.shape, lambda box: _read_part(stored, box).to(dtype))
 
@@ -104,10 +104,10 @@ def find_weight_files(name_or_path: str, revision: str | None, named: str | None
     """The safetensors files that transformers would load from a folder or, after a download, from the hub's cache.
 
     Args:
-        named: the config's `transformers_weights`, which of `WEIGHTS_FILES` to take.
+        named: the config's `transformers_weights`: which of `WEIGHTS_FILES` to take.
 
     Raises:
-        WholeOnly: it finds none: transformers itself may know more, or says so.
+        WholeOnly: there are none; transformers may still find weights, or raises the error.
     """
     from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
@@ -124,11 +124,12 @@ def find_weight_files(name_or_path: str, revision: str | None, named: str | None
 
 
 def match_names(model: PreTrainedModel, files: WeightFiles) -> Match:
-    """Find a model's parameters and persistent buffers in the files. The model may be weightless, and is not adapted yet.
+    """Find a model's parameters and persistent buffers in the files. The model may be on the meta device; it has no adapter.
 
     Raises:
-        WholeOnly: transformers makes some tensor out of others.
+        WholeOnly: transformers converts a tensor from others.
     """
+    # transformers' conversion rules for this model.
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -137,6 +138,7 @@ def match_names(model: PreTrainedModel, files: WeightFiles) -> Match:
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     wanted: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     prefix = model.base_model_prefix
+    # Rename each key as transformers does.
     tensors: dict[str, str] = {}
     unknown = []
     for key in sorted(files.stored):
@@ -151,7 +153,7 @@ def match_names(model: PreTrainedModel, files: WeightFiles) -> Match:
             raise WholeOnly(f"{tensors[name]} and {key} are both {name}")
         else:
             tensors[name] = key
-    # As transformers keeps them for saving.
+    # transformers keeps the conversions for saving.
     model._weight_conversions = [entry for entry in conversions if entry.was_used()]  # type: ignore[assignment]
     present = {id(wanted[name]) for name in tensors}
     shapes = {name: files.shape(key) for name, key in tensors.items()}
@@ -164,10 +166,10 @@ def match_names(model: PreTrainedModel, files: WeightFiles) -> Match:
 
 
 def check_computed(model: PreTrainedModel, match: Match) -> None:
-    """Tensors that the model's class says may be missing are computed when it is loaded whole.
+    """Check that no missing tensor is one that the model's class computes when transformers loads it.
 
     Raises:
-        WholeOnly: one of those is missing.
+        WholeOnly: one is.
     """
     patterns = model._keys_to_ignore_on_load_missing or ()
     for name in match.missing:
@@ -176,10 +178,10 @@ def check_computed(model: PreTrainedModel, match: Match) -> None:
 
 
 def check_ties(model: PreTrainedModel, files: WeightFiles, match: Match) -> None:
-    """A tied weight may be stored under several of its names, which transformers unties where they differ. Collective.
+    """Check that a tied weight stored under several names has equal values; transformers unties it otherwise. Collective.
 
     Raises:
-        WholeOnly: on every rank, if they do; rank 0 compares them.
+        WholeOnly: the values differ; on every rank. Rank 0 compares them.
     """
     names_of: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -199,7 +201,7 @@ def check_ties(model: PreTrainedModel, files: WeightFiles, match: Match) -> None
 
 
 def _read_header(file: BinaryIO) -> dict[str, _Stored]:
-    """Format: length of the header in 8 bytes, the header as JSON, the tensors' bytes."""
+    """The tensors of a safetensors file: 8 bytes with the header's length, the header as JSON, then the tensors' bytes."""
     length = int.from_bytes(file.read(8), "little")
     stored = {}
     for name, about in json.loads(file.read(length)).items():
@@ -213,17 +215,17 @@ def _read_header(file: BinaryIO) -> dict[str, _Stored]:
 
 
 def _read_part(stored: _Stored, box: Box) -> torch.Tensor:
-    """Rows of a tensor, read whole, then cut in the other dimensions.
+    """A part of a tensor: reads its full rows, then slices the other dimensions.
 
     Raises:
-        UserError: the file, whose header was whole, cannot be read any more.
+        UserError: the file has become unreadable or shorter since it was opened.
     """
     first, end = (box[0].start, box[0].stop) if box else (0, 1)
     num_row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
     num_bytes = (end - first) * num_row_bytes
     if not num_bytes:
         return torch.empty(end - first, *stored.shape[1:], dtype=stored.dtype)
-    # Memory that goes back to the system: malloc keeps what it gave for parts of tensors, for every thread of its own.
+    # Anonymous memory goes back to the system when freed; malloc would keep such buffers, separately for every thread.
     buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     unread, place = memoryview(buffer), stored.begin + first * num_row_bytes
     while unread:

@@ -1,6 +1,6 @@
-"""Where each parameter's values come from, any part of it at a time, so that no rank has to hold a model whole.
+"""Sources of parameters, which read any part of a tensor, so that no rank holds the full model.
 
-Everything goes through host memory in pieces of `PIECE_BYTES`, whatever the size of a tensor.
+Everything passes through host memory in pieces of at most `PIECE_BYTES`, whatever the size of a tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from toolkit.distributed.comm import gather_objects, on_all_ranks, rank, world_size
 
 PIECE_BYTES = 2**24
-"""Most of a tensor that is in host memory at once, counted in fp32."""
+"""Most bytes of a tensor in host memory at once, counted in fp32."""
 
 Box = tuple[slice, ...]
 """A part of a tensor: begin and end in each dimension."""
@@ -31,21 +31,21 @@ class Source:
 
     shape: tuple[int, ...]
     read: Callable[[Box], torch.Tensor]
-    """Any part, on the CPU, in the dtype that the whole would be loaded in."""
+    """Reads any part onto the CPU, in the dtype of the loaded parameter."""
 
 
 Sources = dict[str, Source]
-"""By the name of the parameter."""
+"""Sources by parameter name."""
 
 
 def whole_source(shape: torch.Size, make: Callable[[], torch.Tensor]) -> Source:
-    """Of a small tensor, which is made whole each time and cut."""
+    """The source of a small tensor: each read makes all of it and slices the result."""
     return Source(tuple(shape), lambda box: make()[box])
 
 
 @torch.no_grad()
 def fill_shards(model: nn.Module, sources: Sources) -> None:
-    """Read this rank's part of every parameter, all of which are DTensors, into place. Collective.
+    """Read this rank's shard of every parameter in place; all parameters are DTensors. Collective.
 
     Raises:
         UserError: a file cannot be read; on every rank.
@@ -69,11 +69,11 @@ def _fill_shards(model: nn.Module, sources: Sources) -> None:
 
 
 def hash_sources(sources: Sources, headers: dict[str, str], dtypes: dict[str, torch.dtype]) -> dict[str, str]:
-    """sha256 of a header and the bytes of the whole tensor, by name, each computed by one rank piece by piece. Collective.
+    """sha256 of each tensor's header and bytes, by name; one rank computes each, piece by piece. Collective.
 
     Args:
-        headers: of the tensors that are wanted.
-        dtypes: of their bytes.
+        headers: headers of the tensors to hash, by name.
+        dtypes: dtypes in which their bytes are hashed.
 
     Raises:
         UserError: a file cannot be read; on every rank.
@@ -86,6 +86,7 @@ def hash_sources(sources: Sources, headers: dict[str, str], dtypes: dict[str, to
             hashed.update(part.view(torch.uint8).numpy().data)
         return hashed.hexdigest()
 
+    # Share the tensors among ranks, the largest first, each to the rank with the least to hash.
     loads = [0] * world_size()
     mine = []
     for name in sorted(headers, key=lambda name: (-math.prod(sources[name].shape), name)):
@@ -93,14 +94,14 @@ def hash_sources(sources: Sources, headers: dict[str, str], dtypes: dict[str, to
         loads[least] += math.prod(sources[name].shape)
         if least == rank():
             mine.append(name)
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # hashing releases the interpreter's lock
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # hashing releases the GIL
         hashes = on_all_ranks(lambda: dict(zip(mine, threads.map(digest, mine), strict=True)))
     gathered = {name: value for of_rank in gather_objects(hashes) for name, value in of_rank.items()}
     return {name: gathered[name] for name in sorted(gathered)}
 
 
 def pieces(shape: tuple[int, ...]) -> Iterator[Box]:
-    """Boxes of at most `PIECE_BYTES` along the first dimension (one row at least) that make up the whole, in order of memory."""
+    """Boxes that cover a tensor in memory order, cut along the first dimension to `PIECE_BYTES`, but at least one row each."""
     if not shape:
         yield ()
     elif math.prod(shape):
