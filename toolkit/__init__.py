@@ -4,4 +4,4 @@ from toolkit.launch.import_noise import filter_import_noise
 
 __version__ = "0.1.0"
 
-filter_import_noise()  # whichever module of ours is imported first, transformers comes after it
+filter_import_noise()  # here, because every import of ours runs this file before it imports transformers

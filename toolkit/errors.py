@@ -1,7 +1,8 @@
-"""The one exception that users see as one sentence, and the place where it is printed.
+"""`UserError`, which users see as one sentence without a traceback, and the code that prints it.
 
-A `UserError` names the offending value, where it stands and how to fix it. Before the process group exists one process of every
-node prints it; afterwards ranks agree on an error first (`distributed.raise_together`) and one of the first node prints it.
+A `UserError` names the offending value, where it stands and how to fix it. Before the process group exists, one process of each
+node prints it. Afterwards the ranks agree on an error (`distributed.comm.raise_together`), and one rank of the first node prints
+it.
 """
 
 from __future__ import annotations
@@ -21,36 +22,36 @@ from types import FrameType
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave us: one clear sentence, no traceback, exit code 2."""
+    """A user's mistake: one clear sentence, no traceback, exit code 2."""
 
 
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75
-"""A signal asked for the end; there is a checkpoint, and the same command goes on (EX_TEMPFAIL of sysexits.h)."""
+"""A signal stopped the run after a checkpoint; the same command resumes it (EX_TEMPFAIL of sysexits.h)."""
 EXIT_HANG = 124
-"""No progress for `run.timeout_s` (as `timeout` of coreutils exits)."""
+"""No progress for `run.timeout_s` (the exit code of coreutils' `timeout`)."""
 
 REFUSED = "user_error_printed"
-"""A file in the launch's folder, from when one of its ranks has printed why all of them end."""
+"""A file in the launch's folder. It exists once a rank has printed why all ranks end."""
 LEAVE_TOGETHER_S = 5.0
-"""How long a rank waits for the others of its node before it leaves: one that the error does not concern never comes."""
+"""How long a rank waits for the others of its node before it exits. A rank without this error never gets there."""
 
 
-# A terminal acts on the C0 and C1 controls, and prints what follows a bidirectional override in another order than it is read.
+# Terminals execute the C0 and C1 controls, and reorder the text after a bidirectional override.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def escape_controls(text: str) -> str:
-    """`text` for a terminal: control characters but line breaks and tabs as Python escapes them, `\\x1b` for ESC.
+    """`text` for a terminal: control characters, except line breaks and tabs, become Python escapes (`\\x1b` for ESC).
 
-    For whatever is printed with text of rows, templates, files or models in it: a row could set the terminal's title, or hide
-    what a sentence says. Files get the text as it is.
+    Use it for every printed text that contains rows, templates, file names or model output: a row could set the terminal's title
+    or hide part of a message. Text written to files stays as it is.
     """
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class Stopped(SystemExit):
-    """The end of a run that a signal asked for, on every rank."""
+    """Ends a run that a signal stopped, on every rank."""
 
     def __init__(self) -> None:
         super().__init__(EXIT_STOPPED)
@@ -58,7 +59,7 @@ class Stopped(SystemExit):
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Turn a `UserError` into one line on stderr and exit code 2 of every rank; any other exception keeps its traceback."""
+    """Turn a `UserError` into one line on stderr and exit code 2 on every rank. Other exceptions keep their traceback."""
     launch = _launch_folder()
     if launch is not None:
         signal.signal(signal.SIGTERM, partial(_end_with_the_launch, launch))
@@ -78,24 +79,28 @@ def exit_on_user_error() -> Iterator[None]:
 
 
 def _launch_folder() -> Path | None:
-    """The folder that torch elastic makes for one attempt of the processes of this node; None without it."""
+    """The folder that torch elastic creates for one attempt of this node's processes; None without torch elastic."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(error_file).parents[1] if error_file else None
 
 
 def _speaks_for_this_error(error: UserError) -> bool:
-    """One printer a job where all ranks agreed on the error, one a node where they could not agree yet; each that met nobody."""
+    """Whether this rank prints the error.
+
+    One rank of the job does if all ranks agreed on the error, one of each node before they can agree, and each rank that failed
+    to meet the others.
+    """
     agreed = getattr(error, "agreed_by_all_ranks", False)
     launch = _launch_folder()
-    if launch is None and getattr(error, "told_by_every_rank", False):
+    if launch is None and getattr(error, "printed_by_every_rank", False):
         return True
     if launch is None:
         return os.environ.get("RANK" if agreed else "LOCAL_RANK", "0") == "0"
     if agreed and os.environ.get("GROUP_RANK", "0") != "0":
         (launch / REFUSED).touch()
         return False
-    # torch elastic ends a node's processes a tenth of a second after one has failed, and the first of them may not have come
-    # as far as the error by then: whoever is there first speaks.
+    # torch elastic ends a node's processes a tenth of a second after one has failed. Local rank 0 may not have reached the error
+    # by then, so the first rank that does prints it.
     try:
         (launch / REFUSED).touch(exist_ok=False)
     except FileExistsError:
@@ -104,7 +109,7 @@ def _speaks_for_this_error(error: UserError) -> bool:
 
 
 def _end_with_the_launch(launch: Path, number: int, frame: FrameType | None) -> None:
-    """Handle torch elastic's SIGTERM: a rank that is slower than the one that printed the error was refused too."""
+    """Handle torch elastic's SIGTERM: if another rank has printed a `UserError`, exit with its code."""
     if (launch / REFUSED).exists():
         os._exit(EXIT_USER_ERROR)
     signal.signal(number, signal.SIG_DFL)
@@ -112,16 +117,16 @@ def _end_with_the_launch(launch: Path, number: int, frame: FrameType | None) -> 
 
 
 def _save_error_file(error: UserError) -> None:
-    """Write what the launcher prints of this rank in its last lines, in the form of torch elastic's `ErrorHandler`."""
+    """Write the error for the launcher's summary of failed ranks, in the format of torch elastic's `ErrorHandler`."""
     sentence = escape_controls(str(error))
     extra = {"py_callstack": f"error: {sentence}", "timestamp": str(int(time.time()))}
-    with suppress(OSError):  # a full disk: the sentence is on stderr all the same
+    with suppress(OSError):  # the disk may be full; the sentence is on stderr anyway
         content = json.dumps({"message": {"message": f"UserError: {sentence}", "extraInfo": extra}})
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(content, encoding="utf-8")
 
 
 def _wait_for_local_ranks(launch: Path) -> None:
-    """Stay until every rank of this node is about to leave, as the first exit makes torch elastic end the others by SIGTERM."""
+    """Wait until every rank of this node is about to exit: after the first exit, torch elastic ends the others by SIGTERM."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     deadline = time.monotonic() + LEAVE_TOGETHER_S
     with suppress(OSError):
@@ -131,11 +136,11 @@ def _wait_for_local_ranks(launch: Path) -> None:
 
 
 def _leave(exit_code: int) -> None:
-    """End a process that has met others without finalizing the interpreter; returns where there is no process group.
+    """Exit without finalizing the interpreter; returns if there is no process group.
 
-    A thread may still be inside torch: the watchdog's, where the store of rank 0 no longer answers. When torch comes back and
-    asks for the interpreter's lock, a finalizing Python answers with `pthread_exit`, and unwinding through a C++ destructor
-    aborts the process after the sentence: "terminate called without an active exception" (python/cpython#87135, until 3.14).
+    A thread may still be inside torch, such as the watchdog's when the store of rank 0 no longer answers. When torch then asks
+    for the GIL, a finalizing Python calls `pthread_exit`, and unwinding through a C++ destructor aborts the process after the
+    sentence: "terminate called without an active exception" (python/cpython#87135, until 3.14).
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_initialized():

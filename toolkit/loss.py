@@ -1,4 +1,4 @@
-"""Token-exact loss: a sum over label tokens, divided by the label tokens of the whole global batch.
+"""Token-exact loss: the sum over label tokens, divided by the number of label tokens in the global batch.
 
 Shapes: `B` rows, `T` positions, `D` hidden size, `V` vocabulary, `N` label tokens.
 """
@@ -13,18 +13,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 IGNORED_LABEL = -100
-"""Label of a position that does not count; the value transformers uses."""
+"""Label of a position that the loss ignores; the same value as in transformers."""
 
 
 def summed_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum over label tokens of -log p(label) in fp32 nats, and how many were the likeliest; scalars. Collective under FSDP.
+    """Sum over label tokens of -log p(label) in fp32 nats, and the number of labels with top logits. Collective under FSDP.
 
     Args:
-        batch: what a collator made, on the device. A causal model has `label_positions` and takes its loss inside its
-            forward (`causal_loss.install`), an encoder-decoder gives its logits.
+        batch: a collator's output, on the device. For a causal model it has `label_positions`, and the model computes the loss in
+            its forward (`causal_loss.install`). An encoder-decoder returns its logits.
 
     Returns:
-        The second is 0 while gradients are recorded: training does not read it.
+        Two scalars. The second is 0 while gradients are recorded, because training does not read it.
     """
     if "label_positions" in batch:
         return model(**batch, use_cache=False)
@@ -36,12 +36,12 @@ def summed_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch
 def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Sum over label tokens of -log p(label), in fp32 nats; a scalar.
 
-    transformers computes the *mean* over its own micro-batch (T5 even where told the number of the whole batch,
-    transformers#47688), so that the loss depends on how a batch is cut. A sum does not.
+    transformers computes the *mean* over each micro-batch (T5 even if it gets the number of the global batch,
+    transformers#47688), so its loss depends on how a batch is split into micro-batches. A sum does not.
 
     Args:
         logits: (…, V), any floating dtype.
-        labels: (…) int64; `IGNORED_LABEL` does not count.
+        labels: (…) int64; `IGNORED_LABEL` is ignored.
     """
     return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
 
@@ -53,16 +53,16 @@ def chunked_cross_entropy(
     vocab_size: int,
     max_logits: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`summed_cross_entropy` of `head(hidden_ND)`, and the number of likeliest labels, without ever holding all logits.
+    """`summed_cross_entropy` of `head(hidden_ND)`, and the number of labels with the highest logit, without holding all logits.
 
-    Chunks of tokens are forgotten after their loss and computed again in the backward, but for the last one, which comes
-    first there. So the memory is that of one chunk's logits, and the price one more product with the head's weights. Under
-    bf16 the head's gradient is summed over the chunks in bf16, as autograd sums over all uses of a weight that FSDP or autocast
-    has cast: with 32 chunks it is off by 0.7 % instead of 0.3 % (relative norm).
+    The logits of each chunk of tokens are dropped after its loss and recomputed in backward, except those of the last chunk,
+    with which backward starts. So only one chunk's logits are in memory, at the cost of one more product with the head's
+    weights. Under bf16 the head's gradient is summed over the chunks in bf16, because autograd sums over all uses of a weight
+    that FSDP or autocast has cast: with 32 chunks its error is 0.7 % instead of 0.3 % (relative norm).
 
     Args:
         head: hidden states (n, D) → logits (n, V).
-        max_logits: most elements of a chunk's logits.
+        max_logits: maximum number of elements in a chunk's logits.
     """
     size = max(1, max_logits // vocab_size)
     loss_sum = torch.zeros((), device=hidden_ND.device)
@@ -78,9 +78,9 @@ def chunked_cross_entropy(
 
 
 def share_of_global_mean(loss_sum: torch.Tensor, num_label_tokens: int, world_size: int) -> torch.Tensor:
-    """What one rank backpropagates so that averaged gradients are those of `global sum / N`.
+    """The loss that one rank backpropagates, so that the averaged gradients are those of `global sum / N`.
 
-    DDP and FSDP divide summed gradients by the number of ranks; the factor `world_size` takes that back.
+    DDP and FSDP divide the summed gradients by the number of ranks; the factor `world_size` cancels that.
     """
     return loss_sum * (world_size / num_label_tokens)
 
@@ -93,7 +93,7 @@ def _chunk_loss(
 
 
 def _num_correct(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Labels that are the likeliest token; not counted while training, where nothing reads it."""
+    """Number of labels with the highest logit; 0 while training, where nothing reads it."""
     if torch.is_grad_enabled():
         return torch.zeros((), device=logits.device, dtype=torch.int64)
     return (logits.argmax(dim=-1) == labels).sum()

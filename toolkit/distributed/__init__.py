@@ -1,1 +1,1 @@
-"""Ranks: how they meet, agree, draw random numbers, are stopped by signals, and end when one of them hangs."""
+"""Ranks: how they meet, agree, draw random numbers, stop on a signal, and exit when one of them hangs."""

@@ -1,7 +1,7 @@
-"""Whether this process does anything, as the system counts it: for library calls that report nothing on their way.
+"""Measures whether this process works, by its CPU time and IO: for library calls that report no progress.
 
-A rank that waits for another over gloo has taken 0.5 % of a core and read or written nothing; one that is stopped, that sleeps,
-or that waits for a file system which no longer answers, takes nothing at all.
+A rank that waits for another over gloo takes 0.5 % of a core, and reads and writes nothing. A rank that is stopped, sleeps, or
+waits for a file system that no longer answers takes nothing at all.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from contextlib import suppress
 import psutil
 
 MIN_CORE_SHARE = 0.05
-"""CPU time of the process and its children, in shares of a core, from which on it works."""
+"""The process works from this CPU time on, as a share of one core, including its children."""
 MIN_IO_BYTES_PER_S = 2**14
-"""What it and its children read and write, from which on it works: a slow file system takes hardly any CPU time."""
+"""The process works from this rate of reads and writes on, including its children: a slow file system takes little CPU time."""
 
 
 class Activity:
-    """Looks at what was done in windows of `window_s`: long enough that a housekeeping thread's moment does not count as work.
+    """Measures work in windows of `window_s`, long enough that a short moment of a housekeeping thread does not count.
 
     Args:
-        min_io_bytes_per_s: where more than `MIN_IO_BYTES_PER_S` is no work of this process.
+        min_io_bytes_per_s: threshold of IO; above `MIN_IO_BYTES_PER_S` if the process does other IO that does not count.
     """
 
     def __init__(self, window_s: float, min_io_bytes_per_s: float = MIN_IO_BYTES_PER_S) -> None:
@@ -30,11 +30,11 @@ class Activity:
         self.restart(0.0)
 
     def restart(self, not_counted_s: float) -> None:
-        """Begin a window. `not_counted_s`: CPU time so far of the threads that do not count."""
+        """Start a window. `not_counted_s`: CPU time so far of the threads that do not count."""
         self._begin_s, self._before = time.monotonic(), self._count(not_counted_s)
 
     def has_worked(self, not_counted_s: float) -> bool:
-        """Whether a window is over and there was work in it; the next one begins."""
+        """Whether a window is over and had work in it. After a window, the next one starts."""
         seconds = time.monotonic() - self._begin_s
         if seconds < self._window_s:
             return False
@@ -45,15 +45,15 @@ class Activity:
         return uses_cpu or num_bytes - bytes_before >= self._min_io_bytes_per_s * seconds
 
     def _count(self, not_counted_s: float) -> tuple[float, int]:
-        """CPU seconds and bytes so far, of the process and all below it. What an ended child had done counts as its parent's."""
+        """CPU seconds and bytes so far, of the process and its descendants. Those of an ended child count as its parent's."""
         # The process's own clock is finer than the ticks that psutil reads.
         cpu_s, num_bytes = time.process_time() - not_counted_s, _num_bytes(self._process) - self._bytes_of_looks
         own_bytes = _num_bytes(self._process)
         with suppress(psutil.Error):
             times = self._process.cpu_times()
             cpu_s += times.children_user + times.children_system
-            for child in self._process.children(recursive=True):  # reads a file of every process of the machine
-                with suppress(psutil.Error):  # it has ended
+            for child in self._process.children(recursive=True):  # reads a file for every process on the machine
+                with suppress(psutil.Error):  # the child has ended
                     cpu_s += sum(child.cpu_times()[:4])  # its own, and those of its ended children
                     num_bytes += _num_bytes(child)
         self._bytes_of_looks += _num_bytes(self._process) - own_bytes
@@ -61,9 +61,9 @@ class Activity:
 
 
 def _num_bytes(process: psutil.Process) -> int:
-    """Read and written so far; 0 where the system does not count."""
+    """Bytes read and written so far; 0 if the system does not count them."""
     with suppress(psutil.Error, OSError, AttributeError):
         io = process.io_counters()
-        # Of the device too: what is read by mapping a file.
+        # Device bytes too: only they include reads of memory-mapped files.
         return io.read_bytes + io.write_bytes + getattr(io, "read_chars", 0) + getattr(io, "write_chars", 0)
     return 0

@@ -1,7 +1,7 @@
-"""Ranks, seeds and the few small collectives the rest needs.
+"""Ranks, and the few small collectives that the toolkit needs.
 
-Everything here that talks to other ranks says "Collective." and runs on a gloo group of its own on the CPU, so that it
-never waits for the device and its timeout does not follow the device backend's.
+Every function here that talks to other ranks says "Collective." and runs on a separate gloo group on the CPU: it never waits
+for the device, and its timeout is independent of the device backend's.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from toolkit.errors import UserError, escape_controls
 
 T = TypeVar("T")
 
-# Tokenizing or exporting on one process can take days; the others wait for it in a collective of this group. What no longer moves
-# is ended by `watchdog`, which names the rank. Not longer: torch hands milliseconds to the system in 32 bits.
+# Ranks wait in a collective of this group while one tokenizes or exports, which can take days. `watchdog` ends a run that hangs,
+# and names the rank. The limit is torch's: it passes milliseconds to the system in 32 bits.
 CONTROL_TIMEOUT = datetime.timedelta(days=20)
 
 
 def rank() -> int:
-    """This process's data-parallel rank. Every strategy we accept is data parallel only, so it is the global rank."""
+    """This process's data-parallel rank. It is the global rank: all accepted strategies are data parallel only."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -41,18 +41,18 @@ def local_rank() -> int:
 
 
 def local_world_size() -> int:
-    """Processes on this node."""
+    """Number of processes on this node."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 @functools.lru_cache(maxsize=1)
 def control_group() -> dist.ProcessGroup | None:
-    """A gloo group over all ranks for decisions and small objects. Collective on first use, in `build_accelerator`; None for one
-    process."""
+    """A gloo group over all ranks, for decisions and small objects; None for one process. Collective on first use, in
+    `build_accelerator`."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     world: Any = dist.group.WORLD
-    # That gloo connects is not waited for longer than for the job's own group, which under nccl connects later.
+    # gloo gets no longer to connect than the job's own group, which under nccl connects later.
     connect_timeout = world._get_backend(world._device_types[0]).options._timeout
     group: Any = dist.new_group(backend="gloo", timeout=connect_timeout)
     group._get_backend(torch.device("cpu"))._set_default_timeout(CONTROL_TIMEOUT)
@@ -61,8 +61,8 @@ def control_group() -> dist.ProcessGroup | None:
 
 @functools.lru_cache(maxsize=1)
 def save_group() -> dist.ProcessGroup | None:
-    """A gloo group for the thread that writes checkpoints: collectives of two threads must not meet in one group. Collective on
-    first use; None for one process."""
+    """A gloo group for the thread that writes checkpoints, because two threads must not use one group at once; None for one
+    process. Collective on first use."""
     control_group()
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -70,20 +70,20 @@ def save_group() -> dist.ProcessGroup | None:
 
 
 def close_groups() -> None:
-    """End the threads of the groups above, after the last collective of a run that came to its end. Collective.
+    """End the threads of the groups above, after the last collective of a finished run. Collective.
 
-    A thread of gloo may still hold the tensors of the last collective. Letting go of them while Python finalizes aborts the
-    process ("terminate called without an active exception"), as seen after a run that had succeeded.
+    A gloo thread may still hold the tensors of the last collective. If it releases them while Python finalizes, the process
+    aborts ("terminate called without an active exception"), as seen after a successful run.
     """
     control_group.cache_clear()
     save_group.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
-    gc.collect()  # the last references: a group's end waits for its threads
+    gc.collect()  # drop the last references, so that the groups end and join their threads
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """`value` of every rank, in rank order, on every rank. By the control group, unless another is given. Collective."""
+    """`value` of every rank, in rank order, on every rank. Uses the control group unless another is given. Collective."""
     group = group or control_group()
     if group is None:
         return [value]
@@ -118,10 +118,10 @@ def barrier() -> None:
 
 
 def raise_together(error: UserError | None) -> None:
-    """Raise on every rank the first rank's `UserError`, if any rank has one. Collective.
+    """If any rank has a `UserError`, raise that of the lowest such rank on every rank. Collective.
 
     Raises:
-        UserError: the same one on every rank, so that all stop and one of them speaks.
+        UserError: the same one on every rank, so that all stop and one of them prints it.
     """
     messages = [str(e) if e is not None else None for e in gather_objects(error)]
     first = next((message for message in messages if message is not None), None)
@@ -132,7 +132,7 @@ def raise_together(error: UserError | None) -> None:
 
 
 def on_all_ranks(work: Callable[[], T]) -> T:
-    """Run `work` on every rank; where it raises a `UserError` on any, raise it on all. Collective."""
+    """Run `work` on every rank. If it raises a `UserError` on any rank, raise that on all. Collective."""
     result, error = None, None
     try:
         result = work()

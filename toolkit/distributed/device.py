@@ -1,4 +1,4 @@
-"""Memory and clock of the device of this rank."""
+"""Memory use and synchronization of this rank's device."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ GIB = 2**30
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Highest memory of this process since `reset_peak_memory`: allocated on a CUDA device, resident on a CPU."""
+    """Peak memory of this process since `reset_peak_memory`, in GiB: allocated on a CUDA device, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Let `peak_memory_gib` look anew, where the system allows it; else it goes on from the start of the process."""
+    """Restart the peak of `peak_memory_gib`. If the system does not allow that, the peak since the process start remains."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -33,7 +33,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def held_memory_gib(device: torch.device) -> float:
-    """What this process holds now: allocated on a CUDA device, resident on a CPU."""
+    """Memory that this process holds now, in GiB: allocated on a CUDA device, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) / GIB
     import psutil
@@ -42,9 +42,9 @@ def held_memory_gib(device: torch.device) -> float:
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Memory this process could still take: free on its CUDA device, or its share of the host's available memory."""
+    """Memory this process can still allocate: free on its CUDA device, or its share of the host's available memory."""
     if device.type == "cuda":
-        # What torch's allocator holds in reserve is free to this process too.
+        # Memory that torch's allocator has reserved but not allocated is free to this process too.
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
     import psutil
@@ -53,6 +53,6 @@ def free_memory_bytes(device: torch.device) -> int:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device's queued work, for an honest clock."""
+    """Wait for the device's queued work, so that a clock measures it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

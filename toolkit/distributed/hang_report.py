@@ -1,7 +1,7 @@
-"""Where ranks stand when a run no longer moves, which of them did not arrive, and the sentence that says so.
+"""The report of a hang: where each rank is, which ranks did not arrive, and the sentence that says so.
 
-Who did not arrive: a rank that does not answer (stopped or cut off); else one that has issued fewer collectives than a peer in
-some process group and more in none; else one in the earliest step.
+A rank did not arrive if it does not answer (stopped or cut off); else if it has issued fewer collectives than a peer in some
+process group and more in none; else if it is in the earliest step.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from torch.distributed.distributed_c10d import _world
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands, in its own words."""
+    """Where a rank is, as it reports it."""
 
     phase: str
     step: int | None
     """None outside the training loop."""
     idle_s: float
-    """Seconds since it last moved."""
+    """Seconds since its last progress."""
     line: str = ""
-    """Of its main thread's innermost Python frame; known once the rank has stood still for long."""
+    """File and line of its main thread's innermost Python frame; known once the rank has been idle for long."""
     num_collectives: dict[str, int] = field(default_factory=dict)
-    """Issued so far, by process group and device; known as `line` is."""
+    """Collectives issued so far, by process group and device; known when `line` is."""
     beat: int = 0
     """Differs between any two reports."""
     has_left: bool = False
-    """It came to the end of its run: nobody waits for it, and it for nobody."""
+    """It has finished its run: no rank waits for it, and it waits for none."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all ranks print before they exit."""
+    """The sentence that all ranks print before they exit."""
 
     sentence: str
     answering: list[int]
-    """Ranks that will print it."""
+    """Ranks that answer and so will print it."""
 
 
 def hang_file(folder: Path, number: int) -> Path:
-    """Where rank `number` leaves its stacks."""
+    """Path of the file with the stacks of rank `number`."""
     return folder / f"hang-rank-{number:05d}.txt"
 
 
@@ -54,9 +54,9 @@ def explain(places: dict[int, Place], silent: set[int], timeout_s: float, folder
     """The sentence for the user.
 
     Args:
-        places: by rank; the silent ones' are the last they reported, and may be missing.
+        places: by rank. Those of silent ranks are their last reports, and may be missing.
         silent: ranks that do not answer.
-        folder: of the hang files, where there is one yet.
+        folder: folder of the hang files, if it is known yet.
     """
     late = silent or late_ranks(places)
     standings = _standings(places, late or set(places), silent)
@@ -69,7 +69,7 @@ def explain(places: dict[int, Place], silent: set[int], timeout_s: float, folder
 
 
 def late_ranks(places: dict[int, Place]) -> set[int]:
-    """Ranks that the others wait for, as far as places can tell; empty where all stand alike or wait for each other."""
+    """Ranks that the others wait for, judged by their places; empty if all are alike or wait for each other."""
     behind: set[int] = set()
     ahead: set[int] = set()
     for group in {group for place in places.values() for group in place.num_collectives}:
@@ -80,12 +80,12 @@ def late_ranks(places: dict[int, Place]) -> set[int]:
         return behind - ahead
     steps = {number: place.step for number, place in places.items() if place.step is not None}
     if len(steps) < len(places):
-        return set()  # who is before the loop, and who behind it, is not known
+        return set()  # a rank outside the loop may be before or after it
     return {number for number, step in steps.items() if step < max(steps.values()) and step == min(steps.values())}
 
 
 def _standings(places: dict[int, Place], ranks: set[int], silent: set[int]) -> list[tuple[list[int], str]]:
-    """Where `ranks` are; those at one place together, with the line of the one that has been there longest."""
+    """`ranks` grouped by place, with a text for each group; its line is that of the rank that has been idle longest."""
     groups: dict[tuple[bool, str], list[int]] = {}
     for number in sorted(ranks):
         place = places.get(number)
@@ -117,7 +117,7 @@ def _named(numbers: Collection[int]) -> str:
 
 
 def line_of_main_thread() -> str:
-    """Its innermost Python frame."""
+    """File, line and function of the main thread's innermost Python frame."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return "its end"
@@ -125,11 +125,11 @@ def line_of_main_thread() -> str:
 
 
 def num_collectives() -> dict[str, int]:
-    """Collectives this process has issued, by process group and device. Private counters: torch has no public ones."""
-    counts = {"new groups": _world.group_count}  # to make one is collective too
+    """Collectives that this process has issued, by process group and device. The counters are private: torch has no other."""
+    counts = {"new groups": _world.group_count}  # creating a group is collective too
     for group in list(_world.pg_map):
         for device in group._device_types:
-            with suppress(RuntimeError):  # a backend that does not count
+            with suppress(RuntimeError):  # the backend does not count
                 backend: Any = group._get_backend(device)
                 counts[f"{group.group_name}/{device.type}"] = backend._get_sequence_number_for_group()
     return counts

@@ -1,11 +1,11 @@
-"""How the ranks of a run find each other, and the one sentence where they do not.
+"""The rendezvous: how the ranks of a run find each other, and the errors if they do not.
 
-All ranks come together in a store first, by a name of this attempt; only then torch connects them. Torch alone waits in ways that
-name nobody, and some of its waits have no end. And a store outlives its ranks: a launcher's agent keeps it over all attempts, a
-file stays after a crash. Torch writes each rank's address there under the same key every time, so a restarted rank that is
-quicker than its peer reads the address of a dead process: "Connection refused", or a hang. TORCHELASTIC_RESTART_COUNT cannot
-tell the attempts apart: it counts the restarts of one machine, not those that another machine asks for (pytorch#135712,
-pytorch#108158).
+All ranks first meet in a store, under a name unique to this attempt; only then torch connects them. On its own, torch does not
+name the missing rank, and some of its waits have no timeout. Also, a store outlives its ranks: a launcher's agent keeps it over
+all attempts, and a file remains after a crash. Torch writes each rank's address there under the same key every time, so a
+restarted rank that is faster than its peer reads the address of a dead process ("Connection refused", or a hang).
+TORCHELASTIC_RESTART_COUNT cannot distinguish the attempts: it counts the restarts of one machine, not those that another machine
+asks for (pytorch#135712, pytorch#108158).
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ ALL_ARE_HERE = "all are here"
 
 
 def rendezvous_arguments(timeout_s: float) -> dict[str, Any]:
-    """What `init_process_group` needs to connect to ranks of this attempt only; nothing for one process. Collective, called once.
+    """Arguments for `init_process_group` that connect the ranks of this attempt only; empty for one process. Collective, called
+    once.
 
     Raises:
-        UserError: on every rank that came, within `timeout_s` and a few seconds: the address, who is missing, what to check.
+        UserError: ranks are missing after `timeout_s` and a few seconds. Every rank that came raises it. It names the address,
+            the missing ranks and what to check.
     """
     meeting = find_meeting(timeout_s)
     if meeting is None:
@@ -46,10 +48,10 @@ def rendezvous_arguments(timeout_s: float) -> dict[str, Any]:
 
 @contextmanager
 def connecting() -> Iterator[None]:
-    """Around torch's part: ranks that have met, but have no way to each other.
+    """Wrap torch's part of the rendezvous, for ranks that have met but cannot connect to each other.
 
     Raises:
-        UserError: with what torch says.
+        UserError: the connection failed; quotes torch's message.
     """
     try:
         yield
@@ -57,7 +59,7 @@ def connecting() -> Iterator[None]:
         if not is_connection_error(error):
             raise
         text = str(error).splitlines()[0]
-        time.sleep(LINGER_S)  # others may still be on their way from the store of rank 0
+        time.sleep(LINGER_S)  # others may still be reading from the store of rank 0
         raise refusal(
             f"the ranks have met, but cannot connect to each other ({text}): name the network device between the machines in "
             "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, and open its ports"
@@ -65,24 +67,27 @@ def connecting() -> Iterator[None]:
 
 
 def is_connection_error(error: Exception) -> bool:
-    """Whether torch lost another rank, or never reached it; gloo raises plain RuntimeErrors."""
+    """Whether torch lost another rank or never reached it. gloo raises plain RuntimeErrors."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def _name_attempt(store: dist.Store, meeting: Meeting) -> str:
-    """Rank 0: give the attempt a new name, and tell it to every rank that asks until all have said that they know it.
+    """Rank 0: choose a new name for the attempt, and send it to every rank that asks until all have confirmed it.
 
-    What a dead rank asked is answered too; nobody reads that. Only a living rank can know the new name.
+    Questions of dead ranks are answered too, but nobody reads those answers: only a living rank can know the new name.
     """
     attempt = f"attempt-{uuid.uuid4().hex}"
     missing, world_size_of, sentence = list(range(1, meeting.world_size)), {}, ""
     while missing and not sentence:
+        # Answer those who ask.
         for rank in missing:
             if store.check([f"asked-by-{rank}"]):
                 question, world_size = store.get(f"asked-by-{rank}").decode().split()
                 world_size_of[rank] = int(world_size)
                 store.set(f"answer-to-{question}", f"{attempt} {meeting.world_size}")
         time.sleep(POLL_S)
+
+        # See who has confirmed, and whether anything forbids the attempt.
         missing = _missing(store, attempt, missing)
         wrong = [rank for rank, other in world_size_of.items() if rank not in missing and other != meeting.world_size]
         if wrong:
@@ -97,7 +102,8 @@ def _name_attempt(store: dist.Store, meeting: Meeting) -> str:
 
 
 def _ask_for_attempt(store: dist.Store, meeting: Meeting) -> str:
-    """Another rank: ask under a name that no earlier attempt can have answered, and wait until all have."""
+    """Any other rank: ask under a key that no earlier attempt can have answered, and wait until all ranks have met."""
+    # Ask rank 0 for the attempt's name.
     question = uuid.uuid4().hex
     store.set(f"asked-by-{meeting.rank}", f"{question} {meeting.world_size}")
     while not store.check([f"answer-to-{question}"]):
@@ -107,6 +113,8 @@ def _ask_for_attempt(store: dist.Store, meeting: Meeting) -> str:
                 f"started with this address and WORLD_SIZE, and no other process with RANK {meeting.rank}"
             )
         time.sleep(POLL_S)
+
+    # Confirm it, and wait for rank 0's verdict.
     attempt, world_size = store.get(f"answer-to-{question}").decode().split()
     store.set(f"{attempt}/known-to-{meeting.rank}", "")
     if int(world_size) != meeting.world_size:

@@ -1,4 +1,4 @@
-"""Random state of each rank as tensors in a file beside a checkpoint's shards; no pickle."""
+"""Seeds, and each rank's random state, which is saved as tensors beside a checkpoint's shards (no pickle)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from toolkit.files.modes import give_usual_mode
 
 
 def capture_random_state() -> dict[str, torch.Tensor]:
-    """This rank's random state of Python, NumPy and torch (every device) as it is now, as tensors on the CPU."""
+    """This rank's current random state of Python, NumPy and torch (every device), as tensors on the CPU."""
     import numpy as np
 
     _, python_state, _ = random.getstate()
@@ -35,7 +35,7 @@ def capture_random_state() -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Nothing in it advances this rank's random state, not even a library that draws when it is imported (nltk's, for ROUGE)."""
+    """Restore this rank's random state on exit, even if a library draws at its import (nltk does, for ROUGE)."""
     state = capture_random_state()
     try:
         yield
@@ -44,7 +44,7 @@ def random_state_kept() -> Iterator[None]:
 
 
 def save_random_state(state: dict[str, torch.Tensor], folder: Path) -> str:
-    """Write what `capture_random_state` gave; returns the file's name."""
+    """Write the result of `capture_random_state`; returns the file's name."""
     from safetensors.torch import save_file
 
     name = f"rng-{rank():05d}.safetensors"
@@ -54,11 +54,10 @@ def save_random_state(state: dict[str, torch.Tensor], folder: Path) -> str:
 
 
 def load_random_state(folder: Path, saved_world_size: int) -> None:
-    """Restore this rank's random state; on another number of ranks there is none to restore, and training reseeds itself.
-    Collective.
+    """Restore this rank's random state. On another number of ranks nothing is restored, and training reseeds itself. Collective.
 
     Raises:
-        UserError: a rank's file is missing or is not what `save_random_state` wrote; on every rank.
+        UserError: a rank's file is missing, or `save_random_state` did not write it; raised on every rank.
     """
     if saved_world_size == world_size():
         on_all_ranks(lambda: _restore(folder / f"rng-{rank():05d}.safetensors"))
@@ -86,7 +85,7 @@ def _set(state: dict[str, torch.Tensor]) -> None:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from its parts, equal on every machine (blake2b of their text)."""
+    """A 63-bit seed from `parts`, equal on every machine (blake2b of their text)."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -94,8 +93,8 @@ def derive_seed(*parts: int | str) -> int:
 def seed_all(*parts: int | str) -> None:
     """Seed Python, NumPy and torch (every device) from `parts`.
 
-    Called before every micro-batch with (seed, step, rank, micro-batch): dropout is then a function of the place in the
-    run, so that a restart draws the same masks and an evaluation in between changes nothing.
+    Training calls it before every micro-batch with (seed, step, rank, micro-batch). Dropout then depends only on the place in the
+    run: a restart draws the same masks, and an evaluation in between changes nothing.
     """
     import numpy as np
 

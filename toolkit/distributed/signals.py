@@ -1,9 +1,9 @@
-"""A signal to any rank becomes a decision of all: end at the same step, with one checkpoint.
+"""Stops all ranks at the same step, with one checkpoint, when any of them gets a signal.
 
-SIGTERM and SIGINT come from a scheduler or a terminal, through torch elastic, to every rank at slightly different times;
-SIGUSR1 is what SLURM can send to a worker ahead of the time limit. A handler only notes the signal. At each step boundary
-ranks exchange what they have noted, by an all-reduce on the CPU that is read one boundary later, so that no step waits for it.
-A rank whose peer has died gets a SIGTERM too: nothing is saved then, as its peers no longer agree to anything.
+SIGTERM and SIGINT come from a scheduler or a terminal, through torch elastic, to every rank at slightly different times.
+SLURM can send SIGUSR1 to a worker ahead of the time limit. A handler only records the signal. At each step boundary the ranks
+exchange what they have recorded, by an all-reduce on the CPU that is read one boundary later, so that no step waits for it.
+A rank whose peer has died gets a SIGTERM too. Nothing is saved then, because the ranks can no longer agree.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 @dataclass(frozen=True)
 class Agreement:
-    """What holds on all ranks alike."""
+    """What all ranks have agreed on."""
 
     signal_name: str | None
-    """A rank was asked to end, by this signal."""
+    """The signal that asked a rank to stop."""
     write_failed: bool
-    """A rank could not write its checkpoint or its figures."""
+    """A rank could not write its checkpoint or its metrics."""
 
 
 class StopRequests:
-    """Within it, signals are noted instead of obeyed. Every rank must enter and leave it."""
+    """A context in which signals are recorded instead of obeyed. Every rank must enter and leave it."""
 
     def __init__(self) -> None:
         self.noted = 0
@@ -48,16 +48,16 @@ class StopRequests:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, Stopped | UserError):
-            self._read()  # all ranks leave here, and have begun this exchange; left under way, it may abort the interpreter's end
+            self._read()  # all ranks leave here and have started this exchange; a pending one may abort the interpreter's exit
         for number, handler in self.handlers.items():
-            # On the way out after a stop there is nothing left to save: one more signal would only spoil the exit code.
+            # After a stop nothing is left to save, and one more signal would only change the exit code.
             signal.signal(number, signal.SIG_IGN if isinstance(error, Stopped) else handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.noted = number  # a second signal changes nothing but the name
+        self.noted = number  # a second signal changes only the name
 
     def agree(self, *, write_failed: bool = False) -> Agreement:
-        """What ranks had noted at the boundary before this one; what they note now is for the next. Collective."""
+        """What the ranks had recorded at the previous boundary, and start the exchange that the next one reads. Collective."""
         before = self._read()
         values = torch.tensor([self.noted, int(write_failed)], dtype=torch.int64)
         group = control_group()
@@ -66,7 +66,7 @@ class StopRequests:
         return before
 
     def agree_now(self) -> Agreement:
-        """What ranks have noted up to now, and the end of the exchange: nothing is left under way. Collective."""
+        """What the ranks have recorded up to now; leaves no exchange pending. Collective."""
         self.agree()
         last, self.pending = self._read(), None
         return last

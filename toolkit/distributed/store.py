@@ -1,8 +1,8 @@
-"""Where the ranks of a run meet: the store that they share, and a sentence where one of them does not get there.
+"""The key-value store where the ranks of a run meet, and the errors for a rank that cannot reach it.
 
-Under `accelerate launch` and torchrun it is that of the launcher's agent. Without a launcher it is where `TOOLKIT_INIT_METHOD`
-says: `env://` (a TCP store of rank 0 at MASTER_ADDR and MASTER_PORT, the default), `tcp://host:port` (the same, in one
-variable) or `file:///path` (a file on a disk that all machines share).
+Under `accelerate launch` and torchrun it is the store of the launcher's agent. Without a launcher, `TOOLKIT_INIT_METHOD` names
+it: `env://` (a TCP store of rank 0 at MASTER_ADDR and MASTER_PORT, the default), `tcp://host:port` (the same, in one variable)
+or `file:///path` (a file on a disk that all machines share).
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from toolkit.errors import UserError
 INIT_METHOD_VARIABLE = "TOOLKIT_INIT_METHOD"
 POLL_S = 0.02
 LINGER_S = 1.0
-"""How long rank 0, which may host the store, stays after it has written why the run cannot begin; others wait as much longer."""
+"""How long rank 0, which may host the store, stays after it has written why the run cannot start. Others wait as much longer."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Who comes where, until when."""
+    """Where the ranks meet, how many they are, and until when they wait."""
 
     address: str
-    """As a user writes it: tcp://host:port or file:///path; for an agent's store where that is."""
+    """As a user writes it, tcp://host:port or file:///path; for an agent's store, its address."""
     of_agent: bool
     rank: int
     world_size: int
     timeout_s: float
     give_up_at: float
-    """On `time.monotonic`."""
+    """Deadline on the clock of `time.monotonic`."""
 
     def over(self, grace_s: float = 0) -> bool:
         return time.monotonic() > self.give_up_at + grace_s
@@ -47,7 +47,11 @@ class Meeting:
 
 
 def find_meeting(timeout_s: float) -> Meeting | None:
-    """From the environment; None for one process."""
+    """Read the meeting from the environment; None for one process.
+
+    Raises:
+        UserError: a variable is missing or contradicts another.
+    """
     if os.environ.get("WORLD_SIZE") is None and os.environ.get("RANK") is None:
         return None
     world_size = _number_from_environment("WORLD_SIZE", least=1)
@@ -73,10 +77,10 @@ def find_meeting(timeout_s: float) -> Meeting | None:
 
 
 def _number_from_environment(name: str, least: int = 0) -> int:
-    """A whole number that a launcher, or whoever starts ranks without one, has put there.
+    """A whole number from an environment variable.
 
     Raises:
-        UserError: it is absent or none.
+        UserError: it is not set, not a number, or below `least`.
     """
     text = os.environ.get(name)
     if text is None or not text.isdecimal() or int(text) < least:
@@ -86,12 +90,12 @@ def _number_from_environment(name: str, least: int = 0) -> int:
 
 
 def open_store(meeting: Meeting) -> dist.Store:
-    """Connected; that of rank 0 is the server, where it is no file's and no agent's.
+    """Connect to the store; rank 0 hosts it, unless it is a file's or an agent's.
 
-    In a thread, as torch may never come back: from a port of another service, from a file on a disk that hangs.
+    This runs in a thread, because torch may never return from a port of another service or a file on a hung disk.
 
     Raises:
-        UserError: nobody is there, within `meeting.timeout_s` and a few seconds.
+        UserError: nobody answers within `meeting.timeout_s` and a few seconds.
     """
     results: list[dist.Store] = []
     errors: list[RuntimeError | ValueError] = []
@@ -99,7 +103,7 @@ def open_store(meeting: Meeting) -> dist.Store:
     def run() -> None:
         try:
             results.append(_open_store(meeting))
-        except (RuntimeError, ValueError) as error:  # of torch, and UserError
+        except (RuntimeError, ValueError) as error:  # torch's errors, and UserError
             errors.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
@@ -116,9 +120,9 @@ def open_store(meeting: Meeting) -> dist.Store:
 
 
 def refusal(sentence: str) -> UserError:
-    """One that each rank tells, as it cannot know which others are there to tell it."""
+    """A `UserError` that every rank prints, because no rank knows which others are there to print it."""
     error = UserError(sentence)
-    error.told_by_every_rank = True  # type: ignore[attr-defined]
+    error.printed_by_every_rank = True  # type: ignore[attr-defined]
     return error
 
 
@@ -150,8 +154,8 @@ def _open_file_store(address: str) -> dist.Store:
         path.open("ab").close()
     except OSError as error:
         raise refusal(f"{INIT_METHOD_VARIABLE} is {address}, which cannot be written ({error.strerror})") from None
-    store = dist.FileStore(str(path), -1)  # told a number of ranks, it counts those of a crash before, and refuses
-    store.check(["anything"])  # reads the file
+    store = dist.FileStore(str(path), -1)  # given a number of ranks, it would count those of an earlier crash and refuse
+    store.check(["anything"])  # reads the file, to fail here
     return store
 
 
@@ -159,7 +163,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
     try:
         parts = urlsplit(address)
         host, port = parts.hostname, parts.port
-    except ValueError:  # no port between 0 and 65535
+    except ValueError:  # the port is not between 0 and 65535
         host, port = None, None
     if not host or not port or not address.startswith("tcp://"):
         raise refusal(
@@ -169,7 +173,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _listen(port: int) -> socket.socket:
-    """Rank 0's server, on all devices of its machine."""
+    """Open rank 0's server socket, on all network devices of its machine."""
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     try:
@@ -182,7 +186,7 @@ def _listen(port: int) -> socket.socket:
 
 
 def _reach(host: str, port: int, meeting: Meeting) -> None:
-    """Wait until somebody listens there, more quietly than torch does."""
+    """Wait until the port answers, without torch's warnings."""
     reason = "no answer"
     while not meeting.over():
         try:

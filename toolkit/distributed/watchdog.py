@@ -1,18 +1,18 @@
-"""The end of a run that no longer moves: every rank shows its stacks and exits, and the rank that did not arrive is named.
+"""Ends a run that hangs: every rank prints its stacks and exits, and the message names the rank that did not arrive.
 
-The main thread says where it is: with `at` in what it does step by step, where each call of `at` or `moved` is a movement; with
-`working` around library calls that report nothing (tokenizing, loading, writing), where CPU time or IO of the process and its
-children is movement (`toolkit.distributed.activity`). Work that takes long but moves is never ended. A host that waits for a
-GPU takes a whole core too: what communicates over the device is `at`.
+The main thread reports where it is. It calls `at` in work that goes step by step; there, each call of `at` or `moved` is
+progress. It calls `working` around library calls that report nothing (tokenizing, loading, writing); there, CPU time or IO of the
+process and its children is progress (`toolkit.distributed.activity`). Long work that makes progress is never ended. Work that
+communicates over the device must use `at`, because a host that waits for a GPU takes a full core too.
 
-Two threads beside it keep watch. One reports the rank's place to the key-value store of the process group about once a second
-and, when this rank has stood still for half of `timeout_s`, reads the places of the others; it may hang itself, with the host of
-the store. The other talks to nobody, keeps the time and ends the process.
+Two more threads keep watch. One reports the rank's place to the key-value store of the process group about once a second. When
+this rank has been idle for half of `timeout_s`, it also reads the places of the others. It may itself hang, with the host of the
+store. The other thread talks to nobody, keeps the time and ends the process.
 
-A job hangs when none of its ranks that answer has moved for `timeout_s`: waiting for a slow rank is no hang. The first rank to
-see it writes the sentence into the store, so that all say the same; `toolkit.distributed.hang_report` finds out who did not
-arrive. Where a thread holds the GIL for ever, these threads stand still too: the others name that rank, and the launcher has to
-kill it.
+A job hangs when none of its answering ranks has made progress for `timeout_s`: waiting for a slow rank is no hang. The first rank
+that sees the hang writes the sentence into the store, so that all print the same one; `toolkit.distributed.hang_report` finds the
+ranks that did not arrive. If a thread holds the GIL forever, the watchdog of that process is blocked too: the other ranks name
+it, and the launcher has to kill it.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from toolkit.distributed.hang_report import Place, Verdict, explain, hang_file, 
 from toolkit.errors import EXIT_HANG
 
 ANSWER_S = 5.0
-"""How long a rank or the store is waited for before it counts as one that does not answer; or half of the timeout, if longer."""
+"""A rank or the store counts as silent after this time without an answer, or after half of the timeout if that is longer."""
 LOOK_S = 10.0
-"""At most so long between two looks at the others."""
+"""Longest time between two looks at the other ranks."""
 WINDOW_S = 30.0
-"""At most so long between two looks at the process's own activity."""
+"""Longest time between two looks at the process's own activity."""
 REPORT_BYTES = 512
-"""More than a report of a rank's place, which the store's host reads: rank 0, unless the launcher is."""
+"""Upper bound of one report of a rank's place, which the store's host reads: rank 0, unless the launcher hosts it."""
 STDERR = 2
-"""The file descriptor: a hung thread may hold the lock of `sys.stderr`."""
+"""The file descriptor is used because a hung thread may hold the lock of `sys.stderr`."""
 
 _Where = tuple[str, int | None, bool]
 """Phase, step, and whether the process's own activity counts."""
@@ -54,15 +54,15 @@ _current: Watchdog | None = None
 
 
 def start(timeout_s: float) -> None:
-    """Watch this process from here to `stop` or its end. Not a collective, but for every rank of a run."""
+    """Watch this process from here until `stop` or its end. Every rank of a run must call it, but it is no collective."""
     global _current
     _leave()
     _current = Watchdog(timeout_s).__enter__()
-    atexit.register(_leave)  # a thread inside the store must not meet a finalizing Python
+    atexit.register(_leave)  # no thread may be inside the store while Python finalizes
 
 
 def stop() -> None:
-    """The run came to its end: nobody waits for this rank any more."""
+    """Stop watching: the run has finished, and no rank waits for this one."""
     if _current is not None:
         _current.has_left = True
     _leave()
@@ -77,34 +77,34 @@ def _leave() -> None:
 
 
 def keep_stacks_in(folder: Path) -> None:
-    """From now on the stacks go into files of the run's folder too."""
+    """From now on also write the stacks to files in the run's folder."""
     if _current is not None:
         _current.folder = folder
 
 
 def at(phase: str, step: int | None = None) -> None:
-    """As `Watchdog.at`, of the process's watchdog, if there is one: the next call is the next movement."""
+    """Call `Watchdog.at` of the process's watchdog, if there is one. The next call is the next progress."""
     if _current is not None:
         _current.at(phase, step)
 
 
 def working(phase: str, step: int | None = None) -> None:
-    """As `at`, but whatever the process and its children do is movement."""
+    """As `at`, but CPU time and IO of the process and its children also count as progress."""
     if _current is not None:
         _current.at(phase, step, works=True)
 
 
 def moved() -> None:
-    """The main thread is where it was, one part further."""
+    """Report progress at the same place."""
     if _current is not None:
         _current.moved()
 
 
 class Watchdog:
-    """Ends the process with exit code `EXIT_HANG` once the job has stood still for `timeout_s`; at work inside its `with`.
+    """A context that ends the process with exit code `EXIT_HANG` once the job has made no progress for `timeout_s`.
 
     Args:
-        folder: the stacks of a rank go to its stderr and, where it is known, to `hang-rank-<rank>.txt` in here.
+        folder: a rank's stacks go to its stderr and, if the folder is known, to `hang-rank-<rank>.txt` in it.
     """
 
     def __init__(self, timeout_s: float, folder: Path | None = None) -> None:
@@ -120,7 +120,7 @@ class Watchdog:
         self._stopped, self._shown, self._seen_by_all = threading.Event(), threading.Event(), threading.Event()
 
     def __enter__(self) -> Watchdog:
-        # Kept: the process group may end before its watchdog.
+        # Stored here because the process group may end before its watchdog.
         self._rank, self._world_size = rank(), world_size()
         reports_bytes_per_s = REPORT_BYTES * self._world_size / self._interval_s if self._rank == 0 else 0
         self._activity = Activity(min(WINDOW_S, self.timeout_s / 5), MIN_IO_BYTES_PER_S + reports_bytes_per_s)
@@ -135,21 +135,21 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self._stopped.set()
         for thread in self._threads:
-            thread.join(timeout=1)  # one that hangs with the store is left behind
+            thread.join(timeout=1)  # a thread that hangs with the store is abandoned
 
     def at(self, phase: str, step: int | None = None, *, works: bool = False) -> None:
-        """The main thread is in `phase` of `step` now; restarts the clock. No collective; costs next to nothing."""
-        self._here = (phase, step, works)  # a new object at every call: the other thread sees that this one moved
+        """Report that the main thread is in `phase` of `step`, and restart the clock. No collective; costs almost nothing."""
+        self._here = (phase, step, works)  # a new object at every call, by which the other thread sees progress
 
     def moved(self) -> None:
-        """The main thread is where it was, and moves."""
+        """Report progress of the main thread at the same place."""
         self._here = (*self._here,)
 
     def _keep_time(self) -> None:
         seen, last_s = self._here, time.monotonic()
         while not self._stopped.wait(self._interval_s):
             now_s, here = time.monotonic(), self._here
-            # A process that was stopped and goes on (a suspended job) has not hung meanwhile: its own standstill counts little.
+            # A process that was suspended and continues has not hung meanwhile, so its pause counts as at most one interval.
             stood_s = min(now_s - last_s, self._interval_s + 1)
             self._idle_s = 0.0 if self._has_moved(seen, here) else self._idle_s + stood_s
             seen, last_s = here, now_s
@@ -167,7 +167,7 @@ class Watchdog:
         return now_s - self._last_answer_s > max(2 * ANSWER_S, self.timeout_s / 2)
 
     def _has_moved(self, seen: _Where, here: _Where) -> bool:
-        """From one to the other; for the thread that keeps the time."""
+        """Whether there was progress between two reports; only for the thread that keeps the time."""
         cpu_s = time.thread_time() + self._cpu_s_of_peers
         if here is not seen:
             if here[2]:
@@ -182,8 +182,8 @@ class Watchdog:
                 peers = peers or _Peers(store, self._rank, self._world_size)
                 self._ask(peers)
             except dist.DistError:
-                # An answer may still be on its way there: the next try has a connection of its own. Where none comes to the
-                # store, this rank can only go on alone: `_keep_time` sees that no answer comes.
+                # An answer may still be under way on this connection, so the next try opens a new one. If the store never
+                # answers, `_keep_time` notices it and ends this rank alone.
                 peers = None
             self._cpu_s_of_peers = time.thread_time()
         with suppress(dist.DistError):
@@ -212,29 +212,29 @@ class Watchdog:
     def _end(self, verdict: Verdict) -> None:
         if self._stopped.is_set():
             return
-        # Should anything below hang in its turn (a full pipe, a dead file system), the process still ends, with exit code 1.
+        # If anything below hangs too (a full pipe, a dead file system), the process still ends, with exit code 1.
         faulthandler.dump_traceback_later(4 * ANSWER_S, exit=True, file=STDERR)
         faulthandler.dump_traceback(file=STDERR, all_threads=True)
         os.write(STDERR, f"{verdict.sentence}\n".encode())
         if self.folder is not None:
             with suppress(OSError):
-                self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
+                self.folder.mkdir(parents=True, exist_ok=True)  # it may have been removed
             with suppress(OSError), hang_file(self.folder, self._rank).open("w", encoding="utf-8") as file:
                 print(time.strftime("%Y-%m-%d %H:%M:%S"), verdict.sentence, sep="\n", flush=True, file=file)
                 faulthandler.dump_traceback(file=file, all_threads=True)
         self._shown.set()
         if verdict.answering:
-            # A launcher ends all ranks soon after the first has ended, and with rank 0 the store may end: nobody leaves early.
+            # Wait for the others: a launcher ends all ranks soon after the first exit, and the store may end with rank 0.
             self._seen_by_all.wait(ANSWER_S)
         sys.stdout.flush()
         os._exit(EXIT_HANG)
 
 
 class _Peers:
-    """A rank's view of the others, through a connection to the store of its own: the main thread may wait in its one."""
+    """A rank's view of the others, through a separate connection to the store: the main thread may be waiting in its own."""
 
     def __init__(self, store: Any, own_rank: int, num_ranks: int) -> None:
-        # The group's store is of this attempt alone (`toolkit.distributed.rendezvous`): no verdict of an earlier one is found.
+        # The group's store belongs to this attempt alone (`toolkit.distributed.rendezvous`), so it has no earlier verdict.
         self._store = dist.PrefixStore("watchdog", store.clone())
         self._store.set_timeout(timedelta(seconds=ANSWER_S))
         self._keys = [f"place/{number}" for number in range(num_ranks)]
@@ -242,11 +242,11 @@ class _Peers:
         self.forget()
 
     def tell(self, place: Place) -> None:
-        """Tell the others where this rank stands."""
+        """Publish where this rank is."""
         self._store.set(self._own_key, json.dumps(asdict(place)))
 
     def forget(self) -> None:
-        """This rank moves: the next `look` is a first one."""
+        """Drop what was seen of the others, because this rank makes progress; the next `look` starts anew."""
         self._last_look_s: float | None = None
         self._before: dict[int, Place] = {}
         self._heard: set[int] = set()
@@ -254,7 +254,7 @@ class _Peers:
         self._silent_s = [0.0] * len(self._keys)
 
     def look(self, timeout_s: float, patience_s: float, folder: Path | None) -> Verdict | None:
-        """The verdict, if the job hangs; None while it may still move."""
+        """The verdict, if the job hangs; None while it may still make progress."""
         if self._store.check(["verdict"]):
             return Verdict(**json.loads(self._store.get("verdict")))
         now_s, every_s = time.monotonic(), min(LOOK_S, timeout_s / 10)
@@ -265,31 +265,35 @@ class _Peers:
         self._last_look_s, self._before = now_s, places
         if since_last_s is None:
             return None
-        told = {number for number, place in places.items() if place != before.get(number)}
-        self._heard |= told
+
+        # Which ranks have reported since the last look, and for how long the others have been silent.
+        reported = {number for number, place in places.items() if place != before.get(number)}
+        self._heard |= reported
         for number in range(len(self._keys)):
-            # Nor have the others of a suspended job been silent meanwhile.
-            self._silent_s[number] = 0.0 if number in told else self._silent_s[number] + min(since_last_s, every_s + 1)
+            # The pause of a suspended job does not count as silence.
+            self._silent_s[number] = 0.0 if number in reported else self._silent_s[number] + min(since_last_s, every_s + 1)
         silent = {number for number, seconds in enumerate(self._silent_s) if seconds >= patience_s}
         gone = {number for number, place in places.items() if place.has_left}
         answering = set(range(len(self._keys))) - silent - gone
         if not answering <= self._heard or any(places[number].idle_s < timeout_s for number in answering):
             return None
+
+        # Nobody who answers has made progress. The first verdict in the store holds for all ranks.
         here = {number: place for number, place in places.items() if number not in gone}
         verdict = Verdict(explain(here, silent - gone, timeout_s, folder), sorted(answering))
         return Verdict(**json.loads(self._store.compare_set("verdict", "", json.dumps(asdict(verdict)))))
 
     def wait_until_shown(self, verdict: Verdict) -> None:
-        """Return once every rank that answers has written its stacks. A rank outside `answering` that came back waits too."""
+        """Return once every answering rank has written its stacks. A rank outside `answering` that answers again waits too."""
         num_shown = self._store.add("shown", 1)
         while num_shown < len(verdict.answering):
             time.sleep(0.05)
             num_shown = self._store.add("shown", 0)
 
     def _places(self) -> dict[int, Place]:
-        """By rank, of those that have ever told."""
-        told = list(range(len(self._keys)))
+        """The places of the ranks that have ever reported one, by rank."""
+        reported = list(range(len(self._keys)))
         if not self._store.check(self._keys):
-            told = [number for number in told if self._store.check([self._keys[number]])]
-        values = self._store.multi_get([self._keys[number] for number in told])
-        return {number: Place(**json.loads(value)) for number, value in zip(told, values, strict=True)}
+            reported = [number for number in reported if self._store.check([self._keys[number]])]
+        values = self._store.multi_get([self._keys[number] for number in reported])
+        return {number: Place(**json.loads(value)) for number, value in zip(reported, values, strict=True)}

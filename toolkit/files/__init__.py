@@ -1,1 +1,1 @@
-"""Files as this project reads and writes them: JSON lines, modes that follow the umask, writes that a crash leaves whole."""
+"""How this project reads and writes files: JSON lines, modes that follow the umask, writes that survive a crash."""

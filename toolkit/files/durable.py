@@ -1,4 +1,4 @@
-"""Files that a power cut, a kill or a full disk leaves as they were before, or as they were to become."""
+"""Atomic, durable writes: a power cut, a kill or a full disk leaves either the old file or the complete new one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _ERROR_OF_RUST = re.compile(r"\(os error (\d+)\)")
 
 
 def refused_write(error: BaseException) -> str | None:
-    """What the file system says where it takes no more ("No space left on device"); None of any other error.
+    """The file system's message if it refused a write ("No space left on device"); None for any other error.
 
-    `tokenizers` raises it as a bare `Exception` and safetensors as its own, with the number in their text alone.
+    `tokenizers` raises a bare `Exception` and safetensors its own type; both have the error number only in their text.
     """
     found = _ERROR_OF_RUST.search(str(error))
     number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
@@ -28,11 +28,11 @@ def refused_write(error: BaseException) -> str | None:
 
 @contextmanager
 def written_beside(path: Path) -> Iterator[Path]:
-    """The path of a file to write, which takes the place of `path` when it is done; half a one goes, and what stood stands."""
+    """Yields a temporary path, which replaces `path` on success. On failure it is removed, and the old file stays."""
     beside = path.with_name(f"{path.name}.tmp")
     try:
         yield beside
-        fsync_path(beside)  # some file systems report a full disk now
+        fsync_path(beside)  # some file systems report a full disk only here
         os.replace(beside, path)
     except BaseException:
         beside.unlink(missing_ok=True)
@@ -46,7 +46,7 @@ def hash_file(path: Path) -> str:
 
 
 def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Size and hash of files, as they stand in a manifest; each is on the disk when this returns."""
+    """Size and hash of files, for a manifest. Each file is on the disk when this returns."""
     described = {}
     for name in names:
         path = folder / name
@@ -61,7 +61,7 @@ def list_files(folder: Path) -> list[str]:
 
 
 def fsync_path(path: Path) -> None:
-    """Make the content of a file durable, or the names that were created or renamed in a folder."""
+    """Make the content of a file durable or, of a folder, the names that were created or renamed in it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -70,7 +70,7 @@ def fsync_path(path: Path) -> None:
 
 
 def fsync_names(folder: Path) -> None:
-    """Make all names below a folder durable; the files' contents are another matter, see `describe_files`."""
+    """Make all names below a folder durable. It does not sync the files' contents; `describe_files` does."""
     for subfolder in {path.parent for path in folder.rglob("*")} | {folder}:
         fsync_path(subfolder)
 
@@ -83,7 +83,7 @@ def fsync_tree(folder: Path) -> None:
 
 
 def save_json(path: Path, value: Any) -> None:
-    """Write a JSON file, which is on the disk when this returns."""
+    """Write a JSON file. It is on the disk when this returns."""
     with path.open("w", encoding="utf-8") as file:
         json.dump(value, file, indent=1)
         file.flush()
@@ -91,6 +91,6 @@ def save_json(path: Path, value: Any) -> None:
 
 
 def seal(manifest: dict[str, Any]) -> dict[str, Any]:
-    """A manifest with the sha256 of all else that it says: a changed byte would be taken for the run's own words."""
+    """A manifest with the sha256 of its other content, so that a changed byte is detected."""
     content = {key: value for key, value in manifest.items() if key != "sha256"}
     return {**content, "sha256": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}

@@ -1,7 +1,7 @@
-"""JSON lines: one JSON value a line, in UTF-8. Every file of them is read and written here, a user's data as our own records.
+"""JSON lines: one JSON value per line, in UTF-8. All JSONL files are read and written here, users' data and our own records.
 
-`str.splitlines()` also splits at U+0085, U+2028 and U+2029, which JSON strings may hold as they are. So lines are split as bytes,
-and these three are written as escapes, which keeps our files whole for readers that do split there.
+`str.splitlines()` also splits at U+0085, U+2028 and U+2029, which JSON strings may contain unescaped. So lines are split as
+bytes, and these three characters are written as escapes, for readers that do split there.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import Any
 from toolkit.errors import UserError
 from toolkit.files.durable import written_beside
 
-# Half a surrogate pair is legal in JSON only as an escape: UTF-8 has no bytes for it.
+# JSON allows half a surrogate pair only as an escape: UTF-8 cannot encode it.
 _ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 
 
 def read_json_lines(
     path: Path, *, way_out: str = "mend or remove the line", skip_torn_end: bool = False
 ) -> Iterator[tuple[int, Any]]:
-    """(line number from 1, value) of each line that is not blank, one line in memory at a time.
+    """(line number from 1, value) of each line that is not blank, with one line in memory at a time.
 
     Args:
-        way_out: how to mend a broken line, for the message.
-        skip_torn_end: leave out a last line without its line break, or one that is not JSON, as a crash leaves it.
+        way_out: how to fix a broken line, for the message.
+        skip_torn_end: skip a last line that a crash has torn: it has no line break, or is not JSON.
 
     Raises:
-        UserError: another line is not JSON or not UTF-8; names the file and the line.
+        UserError: another line is not JSON or not UTF-8. Names the file and the line.
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:
-        # bytes.splitlines() knows \n, \r\n and \r only; none of them stands inside a JSON string.
+        # bytes.splitlines() splits at \n, \r\n and \r only; a JSON string contains none of them.
         lines = (line for part in file for line in part.splitlines(keepends=True))
         for number, line in enumerate(lines, start=1):
             if skip_torn_end and not line.endswith((b"\n", b"\r")):
@@ -52,25 +52,25 @@ def read_json_lines(
 
 
 def load_json_lines(path: Path, *, skip_torn_end: bool = False) -> list[Any]:
-    """The values of `read_json_lines`, which has the arguments and errors."""
+    """The values of `read_json_lines`, as a list; arguments and errors are described there."""
     return [value for _, value in read_json_lines(path, skip_torn_end=skip_torn_end)]
 
 
 def encode_json_line(value: Any) -> bytes:
-    """One line, its line break included; text in any script stays readable.
+    """One line with its line break. Text in any script stays readable.
 
     Raises:
-        ValueError: a float that JSON does not know (NaN, infinity).
+        ValueError: a float that JSON cannot express (NaN, infinity).
     """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", text).encode() + b"\n"
 
 
 def save_json_lines(path: Path, values: Iterable[Any]) -> None:
-    """Write a file of these lines, in place of what stands there.
+    """Write `values` as lines, replacing an existing file.
 
     Raises:
-        OSError: the file cannot be written; then what stood there stands.
+        OSError: the file cannot be written. The old file stays.
     """
     with written_beside(path) as beside:
         beside.write_bytes(b"".join(map(encode_json_line, values)))

@@ -1,7 +1,7 @@
-"""Who may read what a run writes, and what is said where a file may not be read.
+"""Permissions of the files that a run writes, and errors for files that may not be read.
 
-Every file gets the mode that the umask, or the folder's default ACL, gives to any other file there: people share run folders,
-exports and caches. What cannot be read is not known to be damaged: nobody is advised to write it again or to remove it.
+People share run folders, exports and caches, so every file gets the mode that the umask or the folder's default ACL gives to new
+files. A file that may not be read need not be damaged, so the error does not advise to rewrite or remove it.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ WAY_IN = "ask its owner, or chmod"
 
 
 def give_usual_mode(path: Path) -> None:
-    """Give a file, or all files below a folder, the mode of a file that is created there by `open`.
+    """Give a file, or all files below a folder, the mode that `open` gives to a new file there.
 
-    safetensors writes through a temporary file, which only its owner may read. The umask itself cannot be read without being
-    changed, for all threads: so a file is created beside, and looked at.
+    safetensors writes through a temporary file that only its owner may read. Reading the umask means changing it, for all
+    threads, so the mode is taken from a probe file created beside.
     """
     for file in [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]:
         probe = file.with_name(f"{file.name}.mode")
         probe.touch()
         mode = stat.S_IMODE(probe.stat().st_mode)
         probe.unlink()
-        if stat.S_IMODE(file.stat().st_mode) != mode:  # a file system without modes refuses to change one
+        if stat.S_IMODE(file.stat().st_mode) != mode:  # a file system without modes refuses chmod
             file.chmod(mode)
 
 
 def check_readable(what: str, *folders: Path) -> None:
-    """Refuse folders with a file that may not be read: safetensors would say that it does not exist, others that it is damaged.
+    """Refuse folders with a file that may not be read. safetensors would report it as missing, other libraries as damaged.
 
     Raises:
-        UserError: naming the file.
+        UserError: names the file.
     """
     with denials_named(what):
         for folder in folders:
@@ -46,9 +46,11 @@ def check_readable(what: str, *folders: Path) -> None:
 
 @contextmanager
 def denials_named(what: str) -> Iterator[None]:
-    """A file or folder that may not be read is a `UserError` of one sentence, which begins with `what`."""
+    """Turn a `PermissionError` into a `UserError` that begins with `what`."""
     try:
         yield
     except PermissionError as error:
-        name = f"{error.filename} cannot be read (Permission denied)" if error.filename else error.strerror  # Arrow's names it
+        name = (
+            f"{error.filename} cannot be read (Permission denied)" if error.filename else error.strerror
+        )  # Arrow's message has the name
         raise UserError(f"{what}: {name}: {WAY_IN}") from None

@@ -1,1 +1,1 @@
-"""From a command line to an `Accelerator`: the accelerate YAML, the environment of a launch, the run folder."""
+"""From a command line to an `Accelerator`: the accelerate YAML, the launch environment, the run folder."""

@@ -1,7 +1,6 @@
-"""What the values of an accelerate YAML mean together, and which of them this toolkit refuses.
+"""Rules for the values of an accelerate YAML: which ones, alone or together, this toolkit refuses.
 
-`accelerate_yaml` has checked keys and types before. Each rule raises a `UserError` of one sentence: the key, its value,
-why it cannot stay and what to write.
+`accelerate_yaml` checks keys and types first. Each rule raises a `UserError` with the key, its value, the reason and the fix.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ IGNORED_BY_FSDP2 = {
     "fsdp_sharding_strategy": "its fsdp_reshard_after_forward is true for full shard, false for shard grad op",
 }
 FLAGS_ONLY = {"rdzv_backend": "static", "enable_cpu_affinity": False}
-"""Keys that `accelerate launch` takes from its command line alone, whatever the file says, with what they then are."""
+"""Keys that `accelerate launch` reads only from its command line, whatever the file says, with their defaults."""
 HONOURED_BY_TORCHAO = ("fp8_backend", "fp8_enable_fsdp_float8_all_gather", "fp8_pad_inner_dim")
 
 
 def check_rules(mapping: dict[str, Any], sections: dict[str, dict[str, Any]]) -> None:
-    """Refuse what would be ignored, fail later or train something else.
+    """Refuse values that would be ignored, fail later or train something else.
 
     `sections` holds the nested sections of `mapping` with full key names (`fsdp_version`, never `version`).
 
     Raises:
-        UserError: the first rule that is broken.
+        UserError: for the first broken rule.
     """
     fsdp, parallelism = sections["fsdp_config"], sections["parallelism_config"]
     _check_machines(mapping)
@@ -53,14 +52,14 @@ def check_rules(mapping: dict[str, Any], sections: dict[str, dict[str, Any]]) ->
 
 
 def check_mesh(sizes: dict[str, Any], num_processes: int | None) -> None:
-    """Refuse a mesh that these processes cannot form, or with dimensions that do not work.
+    """Refuse a mesh that these processes cannot form, or one with unsupported dimensions.
 
     Args:
-        sizes: `tp_size` and the like; what is absent is 1.
-        num_processes: None where it is not known yet.
+        sizes: `tp_size` and the like; an absent size is 1.
+        num_processes: None if it is not known yet.
 
     Raises:
-        UserError: naming the size.
+        UserError: names the size.
     """
     reasons = {
         "tp": "accelerate imports a part of transformers (ReplicateParallel) that the installed version no longer has",
@@ -79,7 +78,7 @@ def check_mesh(sizes: dict[str, Any], num_processes: int | None) -> None:
 
 
 def check_accumulation(mapping: dict[str, Any]) -> None:
-    """Refuse `gradient_accumulation_steps` wherever it stands; before the keys are checked, so that it gets this sentence."""
+    """Refuse `gradient_accumulation_steps` anywhere in the file. Runs before the check of keys, to give this message instead."""
     for where, value in _nested_items(mapping):
         if where.rpartition(".")[2] == "gradient_accumulation_steps" and value != 1:
             raise UserError(
@@ -142,7 +141,7 @@ def _check_precision(precision: Any) -> None:
 
 
 def _check_float8(mapping: dict[str, Any], fp8: dict[str, Any], fsdp: dict[str, Any]) -> None:
-    """Float8 is done by torchao, on weights that FSDP2 shards."""
+    """Refuse float8 without torchao and FSDP2, which shards the weights for it."""
     if str(fp8.get("fp8_backend", "")).upper() != "AO":
         given = f"is {fp8['fp8_backend']}" if "fp8_backend" in fp8 else "is absent, with which accelerate takes what is installed"
         raise UserError(f"fp8_config.backend {given}: write AO, which is torchao; others are not supported")
@@ -161,8 +160,9 @@ def _check_float8(mapping: dict[str, Any], fp8: dict[str, Any], fsdp: dict[str, 
 
 
 def _check_fsdp(fsdp: dict[str, Any], *, use_cpu: bool) -> None:
-    """What the chosen FSDP version ignores, lacks or cannot do."""
+    """Refuse values that the chosen FSDP version ignores, lacks or cannot handle."""
     version = fsdp.get("fsdp_version", 1)  # accelerate's default
+    # Keys that have no effect.
     for key, reason in IGNORED_BY_FSDP2.items():
         if version == 2 and key in fsdp:
             raise UserError(f"fsdp_config.{key} has no effect under FSDP2 ({reason}): leave it out")
@@ -173,15 +173,17 @@ def _check_fsdp(fsdp: dict[str, Any], *, use_cpu: bool) -> None:
             raise UserError(f"fsdp_config.{key} has no effect with fsdp_auto_wrap_policy {policy}: it serves {owner}")
     if policy == "SIZE_BASED_WRAP" and (least := fsdp.get("fsdp_min_num_params")) is not None and least < 1:
         raise UserError(f"fsdp_config.fsdp_min_num_params is {least}: it must be at least 1, a block of the model is a good size")
+    # Values that would gather or load the full model on every rank.
     if policy == "NO_WRAP":
         given = "is NO_WRAP" if "fsdp_auto_wrap_policy" in fsdp else "is absent, which accelerate takes for NO_WRAP"
         raise UserError(
-            f"fsdp_config.fsdp_auto_wrap_policy {given}: the whole model would be gathered at once, set it to "
+            f"fsdp_config.fsdp_auto_wrap_policy {given}: the full model would be gathered at once, set it to "
             "TRANSFORMER_BASED_WRAP"
         )
     if fsdp.get("fsdp_cpu_ram_efficient_loading", True):
         given = "is true" if "fsdp_cpu_ram_efficient_loading" in fsdp else "is absent, which accelerate launch takes for true"
         raise UserError(f"fsdp_config.fsdp_cpu_ram_efficient_loading {given}: set it to false, weights are loaded without it")
+    # Rules of one version.
     if version == 1:
         _check_fsdp1(fsdp, use_cpu=use_cpu)
     elif not isinstance(reshard := fsdp.get("fsdp_reshard_after_forward", True), bool):

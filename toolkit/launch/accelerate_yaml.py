@@ -1,8 +1,8 @@
-"""Strict reading of the accelerate YAML, which `accelerate launch` itself reads loosely.
+"""Finds the accelerate YAML that launched this process, and checks it strictly.
 
-The launcher turns the values it knows into environment variables and drops the rest without a word: a misspelt key in
-`fsdp_config`, or one that the chosen FSDP version has no use for, changes nothing and says nothing. So the file that
-launched this process is found and checked here. The known keys come from the installed accelerate's own parser.
+`accelerate launch` turns the values it knows into environment variables and silently drops the rest: a misspelt key in
+`fsdp_config`, or one that the chosen FSDP version does not use, has no effect and gives no message. So this module checks every
+key. The known keys come from the installed accelerate's own parser.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from toolkit.errors import UserError
 from toolkit.launch.accelerate_rules import check_accumulation, check_rules
 
 PATH_VARIABLE = "TOOLKIT_ACCELERATE_YAML"
-"""Names the file where no launching command line can be read: another launcher, or another PID namespace."""
+"""Names the file if no launching command line can be read, as under another launcher or in another PID namespace."""
 
 HEADER_FIELDS = ("What it shards", "When to pick it", "Cost", "Needs")
 TABLE_BEGIN, TABLE_END = "<!-- begin: made from the headers of the presets -->\n", "<!-- end -->"
@@ -49,7 +49,7 @@ SPELLING = {
 
 
 def find_accelerate_yaml() -> Path | None:
-    """The file that `accelerate launch` read for this process; None if it read none, or was not what started us.
+    """The file that `accelerate launch` read for this process; None if it read none, or did not start this process.
 
     The launcher hands over values but not the path, so its command line is read from among this process's parents.
     """
@@ -60,7 +60,7 @@ def find_accelerate_yaml() -> Path | None:
     for parent in psutil.Process().parents():
         try:
             arguments, folder = _launch_arguments(parent.cmdline()), parent.cwd()
-        except psutil.Error:  # it has ended, or belongs to another user
+        except psutil.Error:  # the parent has ended, or belongs to another user
             continue
         if arguments is not None:
             return _config_file(arguments, Path(folder))
@@ -68,10 +68,10 @@ def find_accelerate_yaml() -> Path | None:
 
 
 def check_accelerate_yaml(path: Path) -> dict[str, Any]:
-    """Read the file and refuse whatever would be ignored, misread or fail later; returns the parsed mapping.
+    """Read the file and refuse everything that would be ignored, misread or fail later; returns the parsed mapping.
 
     Raises:
-        UserError: one sentence that names the file, the key, the value and the fix.
+        UserError: names the file, the key, the value and the fix.
     """
     mapping = _load_mapping(path)
     try:
@@ -103,7 +103,7 @@ def preset_header(path: Path) -> dict[str, str]:
 
 
 def preset_table(folder: Path) -> str:
-    """The presets of a folder as a Markdown table, made of their headers."""
+    """The presets of a folder as a Markdown table, built from their headers."""
     rows = [("Preset", *HEADER_FIELDS), ("---",) * (1 + len(HEADER_FIELDS))]
     for path in sorted(folder.glob("*.yaml")):
         header = preset_header(path)
@@ -112,10 +112,10 @@ def preset_table(folder: Path) -> str:
 
 
 def update_preset_table(folder: Path, *, write: bool) -> None:
-    """Put the table between its two marks in the folder's README.md, or see that it stands there.
+    """Write the table between its two marks in the folder's README.md, or, without `write`, check that it is up to date.
 
     Raises:
-        UserError: no marks, a preset without its header, or, unless it is to be written, another table.
+        UserError: the marks or a preset's header are missing or, without `write`, the table is out of date.
     """
     path = folder / "README.md"
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
@@ -133,7 +133,7 @@ def update_preset_table(folder: Path, *, write: bool) -> None:
 
 
 def _launch_arguments(command: list[str]) -> list[str] | None:
-    """What follows `accelerate launch` in a command line, in any of the ways to call it."""
+    """The arguments after `accelerate launch` in a command line, in any of the ways to call it; None if it is another command."""
     for index, word in enumerate(command):
         name, rest = PurePath(word).name, command[index + 1 :]
         if name == "accelerate-launch" or word == "accelerate.commands.launch" or word.endswith("accelerate/commands/launch.py"):
@@ -144,7 +144,7 @@ def _launch_arguments(command: list[str]) -> list[str] | None:
 
 
 def _config_file(arguments: list[str], folder: Path) -> Path | None:
-    """`--config_file`, relative to the launcher's folder, else accelerate's default file where it would be read."""
+    """`--config_file`, relative to the launcher's folder, else accelerate's default file if the launcher reads it."""
     from accelerate.commands.config.config_args import default_config_file
     from accelerate.commands.launch import launch_command_parser
 
@@ -173,7 +173,7 @@ def _load_mapping(path: Path) -> dict[str, Any]:
 
 
 def _check_top_level(mapping: dict[str, Any]) -> None:
-    """Keys, types, and sections and values that belong to what is not supported."""
+    """Check top-level keys and types, and refuse sections and values of unsupported features."""
     kinds = _top_level_kinds()
     for key, value in mapping.items():
         if key not in kinds:
@@ -188,7 +188,7 @@ def _check_top_level(mapping: dict[str, Any]) -> None:
 
 
 def _unknown(key: str, known: list[str]) -> str:
-    """A misspelt key, one that stands outside its section, or a flag of the launcher, which has no key."""
+    """The message for an unknown key: it is misspelt, belongs into a section, or is only a flag of the launcher."""
     for section, prefix in SECTIONS.items():
         if key in _section_kinds(prefix):
             return f"unknown key {key}: indent it under {section}"
@@ -198,11 +198,11 @@ def _unknown(key: str, known: list[str]) -> str:
 
 
 def _check_section(name: str, section: dict[str, Any]) -> dict[str, Any]:
-    """Keys and types of a nested section; returns it with full key names."""
+    """Check keys and types of a nested section; returns it with full key names."""
     prefix, kinds = SECTIONS[name], _section_kinds(SECTIONS[name])
     full: dict[str, Any] = {}
     for key, value in section.items():
-        # The launcher adds the prefix where it is missing, but not in parallelism_config.
+        # The launcher adds a missing prefix, but not in parallelism_config.
         has_prefix = name == "parallelism_config" or str(key).startswith(prefix.rstrip("_"))
         long_key = str(key) if has_prefix else f"{prefix}{key}"
         if long_key in REFUSED_FSDP_KEYS:
@@ -216,7 +216,7 @@ def _check_section(name: str, section: dict[str, Any]) -> dict[str, Any]:
 
 
 def _top_level_kinds() -> dict[str, tuple[Any, ...]]:
-    """Accelerate's top-level keys, each with the types it takes."""
+    """Accelerate's top-level keys, each with its allowed types."""
     from accelerate.commands.config.config_args import ClusterConfig
 
     return {key: get_args(hint) or (hint,) for key, hint in get_type_hints(ClusterConfig).items()}
@@ -229,7 +229,7 @@ def _launcher_flags() -> set[str]:
 
 
 def _section_kinds(prefix: str) -> dict[str, Any]:
-    """The launcher's options with a prefix, each with the types it takes or the list of its choices."""
+    """The launcher's options with a prefix, each with its allowed types or the list of its choices."""
     from accelerate.commands.launch import launch_command_parser
     from accelerate.utils import constants
 
@@ -252,9 +252,9 @@ def _section_kinds(prefix: str) -> dict[str, Any]:
 
 
 def _check_value(where: str, value: Any, kind: Any) -> None:
-    """Refuse a value of none of the types, or not in the list (names in any case, as accelerate takes them)."""
+    """Refuse a value of another type, or one that is not in the list. Case does not matter, as in accelerate."""
     if isinstance(kind, list):
-        # With its type: True == 1 in Python, but fsdp_version: true is not 1.
+        # Compare the type too: True == 1 in Python, but fsdp_version: true is not 1.
         if _spelt(value) not in [_spelt(choice) for choice in kind]:
             names = [choice if isinstance(choice, str) else str(choice).lower() for choice in kind]
             raise UserError(f"{where} is {value!r}: choose {', '.join(names)}")

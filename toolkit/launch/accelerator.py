@@ -1,8 +1,8 @@
-"""The `Accelerator`, built from the accelerate YAML alone, and all that depends on the kind of device.
+"""Builds the `Accelerator` from the accelerate YAML alone, and holds everything that depends on the kind of device.
 
-CPU runs get the real FSDP: accelerate turns it on only for accelerators and silently gives plain DDP elsewhere, so the
-environment that `accelerate launch` made from the YAML is read here and the CPU put in an accelerator's place.
-This is the only module with branches for the device.
+CPU runs get real FSDP. accelerate enables it only for accelerators and silently falls back to DDP elsewhere, so this module reads
+the environment that `accelerate launch` made from the YAML, and presents the CPU as an accelerator.
+No other module branches on the device.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 PRIMITIVES_PER_SHAPE = 30
-"""What oneDNN makes for a padded shape of a micro-batch, however many blocks a model has: 17 in a Llama, 20 in a T5. With room to
-spare: a cache that drops the oldest and lacks one of those that come round again drops each before it is asked for."""
+"""Primitives that oneDNN creates per padded micro-batch shape, whatever the number of blocks: 17 in a Llama, 20 in a T5. This
+leaves room to spare, because an LRU cache that is one entry too small for a cycle of shapes misses every time."""
 MOST_PRIMITIVES, FEWEST_PRIMITIVES = 1024, 128
-"""oneDNN's own limit, about half a GiB; and enough for the shapes at work, whose blocks are alike."""
+"""oneDNN's own limit, about half a GiB; and enough for the current shapes, because blocks share theirs."""
 
 
 def build_accelerator(log_with: list[str], project_dir: str, timeout_s: float = 1800) -> Accelerator:
-    """Check the accelerate YAML this process was launched with and build the `Accelerator` it asks for. Collective.
+    """Check the accelerate YAML that launched this process, and build the `Accelerator` it asks for. Collective.
 
     Args:
-        timeout_s: until when all ranks must have come; after which `watchdog.Watchdog` names a rank that hangs. Torch's own
-            timeout, which names none, comes later.
+        timeout_s: time for all ranks to meet, and time without progress after which `watchdog.Watchdog` names a hung rank.
+            Torch's own timeout is longer, as it names none.
 
     Raises:
         UserError: an unknown or useless key in the YAML, bf16 or fp8 on hardware without it, a GPU preset without a GPU, ranks
             that do not find each other.
     """
+    # Check the YAML, the launch environment and the hardware.
     if path := find_accelerate_yaml():
         mapping = check_accelerate_yaml(path)
         if not is_launched():
@@ -49,7 +50,7 @@ def build_accelerator(log_with: list[str], project_dir: str, timeout_s: float = 
                 check_torchao()
             join_launch(path, mapping)
         if mapping.get("use_cpu"):
-            # The launcher hands `use_cpu` to a single process only; several would take the GPUs of a machine that has them.
+            # The launcher passes `use_cpu` to a single process only; several would use the GPUs of a machine that has them.
             os.environ["ACCELERATE_USE_CPU"] = "true"
     _check_environment()
     _check_hardware()
@@ -58,11 +59,13 @@ def build_accelerator(log_with: list[str], project_dir: str, timeout_s: float = 
     from accelerate.utils import DataLoaderConfiguration
 
     on_cpu = _asked_for_cpu()
-    # It chooses the backend and connects the ranks; the `Accelerator` then takes it over.
+    # Connect the ranks: `PartialState` chooses the backend, and the `Accelerator` then reuses it.
     meeting = rendezvous_arguments(timeout_s)
     with connecting():
         PartialState(cpu=on_cpu, timeout=datetime.timedelta(seconds=2 * timeout_s), **meeting)
-        control_group()  # gloo beside nccl too, which does not connect yet
+        control_group()  # always gloo; nccl does not connect yet
+
+    # Build the `Accelerator`, with FSDP on a CPU too.
     _put_cpu_in_an_accelerators_place()
     accelerator = Accelerator(
         cpu=on_cpu,
@@ -73,7 +76,7 @@ def build_accelerator(log_with: list[str], project_dir: str, timeout_s: float = 
     if uses_fsdp(accelerator):
         _set_fsdp_precision(accelerator, on_cpu)
     if accelerator.device.type == "cpu":
-        # accelerate launch sets OMP_NUM_THREADS; torch reads it before, or not at all, when imported by a parent.
+        # accelerate launch sets OMP_NUM_THREADS, but torch has not read it if a parent process imported torch.
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads()))))
     return accelerator
 
@@ -89,10 +92,10 @@ def fsdp_version(accelerator: Accelerator) -> int | None:
 
 
 def bound_primitive_cache(num_shapes: int) -> None:
-    """Let oneDNN keep what a CPU rank needs for the shapes that come again; before the first product, as it reads this once.
+    """Size oneDNN's primitive cache for the shapes of a run. Call it before the first matrix product: oneDNN reads the size once.
 
-    Shapes that fit are all kept. Of more of them a cache that drops the oldest first would hold half a GiB and be asked for
-    little: then the shapes at work are kept. A value that the user has set stays. On a GPU nothing reads it.
+    If the primitives of all shapes fit, all are kept. With more shapes, an LRU cache would hold half a GiB and rarely hit, so
+    only the current shapes are kept. A value set by the user stays. On a GPU nothing reads it.
     """
     wanted = num_shapes * PRIMITIVES_PER_SHAPE
     capacity = max(wanted, FEWEST_PRIMITIVES) if wanted <= MOST_PRIMITIVES else FEWEST_PRIMITIVES
@@ -100,15 +103,15 @@ def bound_primitive_cache(num_shapes: int) -> None:
 
 
 def compute_dtype(accelerator: Accelerator) -> torch.dtype:
-    """Dtype of forward and backward; with fp8 that of all but the products inside converted Linears."""
+    """Dtype of forward and backward; with fp8, the dtype of everything except the products inside converted Linears."""
     return torch.bfloat16 if accelerator.mixed_precision in ("bf16", "fp8") else torch.float32
 
 
 def frozen_dtype(accelerator: Accelerator, setting: str, *, has_adapter: bool) -> torch.dtype:
-    """Dtype that frozen parameters are stored in, as `model.frozen_dtype` says.
+    """Storage dtype of frozen parameters, from `model.frozen_dtype`.
 
     Raises:
-        UserError: bfloat16 where FSDP1 cannot flatten it with trainable fp32, or where nothing casts it for the computation.
+        UserError: bfloat16 under FSDP1, which cannot flatten it with trainable fp32, or where nothing casts it to compute.
     """
     if setting == "auto":
         return compute_dtype(accelerator) if has_adapter and fsdp_version(accelerator) != 1 else torch.float32
@@ -129,7 +132,7 @@ def _asked_for_cpu() -> bool:
 
 
 def _check_environment() -> None:
-    """What a YAML check cannot see: values given as flags of `accelerate launch`."""
+    """Check the values that were given as flags of `accelerate launch`, which the check of the YAML cannot see."""
     accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if accumulation != "1":
         raise UserError(
@@ -156,7 +159,7 @@ def _check_environment() -> None:
 
 
 def _check_float8_environment() -> None:
-    """Float8 asked for by flags; the YAML's rules are the same."""
+    """Check float8 that was asked for by flags, by the same rules as in the YAML."""
     backend = os.environ.get("ACCELERATE_FP8_BACKEND", "NO").upper()
     on_fsdp2 = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" and os.environ.get("FSDP_VERSION") == "2"
     if backend != "AO" or not on_fsdp2:
@@ -165,26 +168,26 @@ def _check_float8_environment() -> None:
             "only, launch with accelerate_configs/fsdp2_fp8.yaml, or take bf16"
         )
     check_torchao()
-    os.environ["ACCELERATE_FP8_BACKEND"] = backend  # accelerate knows its own choice `ao` in capitals only
+    os.environ["ACCELERATE_FP8_BACKEND"] = backend  # accelerate accepts its own choice `ao` only in capitals
 
 
 def _check_fsdp_environment() -> None:
-    """Defaults of `accelerate launch --use_fsdp` that would go wrong."""
+    """Refuse defaults of `accelerate launch --use_fsdp` that would go wrong."""
     if os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() in ("true", "1", "yes"):
-        # transformers then loads weights on rank 0 only, and the other ranks would shard placeholders.
+        # transformers would load weights on rank 0 only, and the other ranks would shard placeholders.
         raise UserError(
-            "fsdp_cpu_ram_efficient_loading is true in the launch, as it is unless told otherwise: launch with a YAML of "
+            "fsdp_cpu_ram_efficient_loading is true in the launch, which is accelerate's default: launch with a YAML of "
             "accelerate_configs/, or add --fsdp_cpu_ram_efficient_loading false"
         )
     if os.environ.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP").upper() == "NO_WRAP":
         raise UserError(
-            "fsdp_auto_wrap_policy is NO_WRAP in the launch, as it is unless told otherwise: launch with a YAML of "
+            "fsdp_auto_wrap_policy is NO_WRAP in the launch, which is accelerate's default: launch with a YAML of "
             "accelerate_configs/, or add --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"
         )
 
 
 def _check_hardware() -> None:
-    """Refuse bf16, fp8 and GPU presets where the hardware cannot do them."""
+    """Refuse bf16, fp8 and GPU presets on hardware that lacks them."""
     if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "fp8":
         check_capability()
     has_accelerator = torch.accelerator.is_available()
@@ -204,11 +207,11 @@ def _check_hardware() -> None:
 
 
 def _put_cpu_in_an_accelerators_place() -> None:
-    """Let accelerate choose FSDP on the CPU.
+    """Make accelerate choose FSDP on the CPU.
 
-    `PartialState` demotes any distributed type on a CPU to MULTI_CPU, and the `Accelerator` turns FSDP on only for
-    accelerators. Setting the type back between the two makes it read the YAML's FSDP section as on a GPU. Needed as
-    long as accelerate/state.py lists device types for FSDP without the CPU.
+    `PartialState` demotes any distributed type on a CPU to MULTI_CPU, and the `Accelerator` enables FSDP only for accelerators.
+    Resetting the type between the two makes accelerate read the YAML's FSDP section as on a GPU. This is needed as long as
+    accelerate/state.py lists device types for FSDP without the CPU.
     """
     if not _asked_for_cpu() or os.environ.get("ACCELERATE_USE_FSDP", "false") != "true":
         return
@@ -220,7 +223,7 @@ def _put_cpu_in_an_accelerators_place() -> None:
 
 
 def _set_fsdp_precision(accelerator: Accelerator, on_cpu: bool) -> None:
-    """Compute in bf16, reduce gradients in fp32: accelerate reduces, and so accumulates, in bf16."""
+    """Compute in bf16 and reduce gradients in fp32. accelerate alone would reduce, and so accumulate, in bf16."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
 
     plugin = accelerator.state.fsdp_plugin

@@ -1,7 +1,7 @@
-"""The environment that `accelerate launch` makes from an accelerate YAML, for ranks that something else has started.
+"""The environment that `accelerate launch` makes from an accelerate YAML, for ranks that another launcher started.
 
-`srun python recipes/t5.py`, torchrun or a shell give a process its RANK and WORLD_SIZE but know nothing of the YAML. Where
-`TOOLKIT_ACCELERATE_YAML` names one, its values are put into the environment by accelerate's own functions, as the launcher does.
+`srun python recipes/t5.py`, torchrun or a shell give a process its RANK and WORLD_SIZE but do not read the YAML. If
+`TOOLKIT_ACCELERATE_YAML` names one, accelerate's own functions put its values into the environment, as its launcher does.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ def is_launched() -> bool:
 
 
 def join_launch(path: Path, mapping: dict[str, Any]) -> None:
-    """Become one of the processes that `accelerate launch --config_file` would start from this YAML, which has been checked.
+    """Set up this process as one that `accelerate launch --config_file` would start from this YAML.
 
     Args:
-        mapping: what the file holds.
+        mapping: the file's content, already checked.
 
     Raises:
-        UserError: the number of processes that were started is another than the file's.
+        UserError: the number of started processes differs from the file's.
     """
+    # The number of processes must fit the file and the machines.
     given = os.environ.get("WORLD_SIZE", "1")
     num_processes = mapping.get("num_processes", 1 if mapping["distributed_type"] == "NO" else given)
     if str(num_processes) != given:
@@ -39,16 +40,18 @@ def join_launch(path: Path, mapping: dict[str, Any]) -> None:
         raise UserError(
             f"WORLD_SIZE is {given}, but the num_machines of {path} is {num_machines}: start equally many on each, at least one"
         )
+
+    # Accelerate's variables, and the ranks that no launcher has set.
     num_local = int(given) // num_machines
     rank = os.environ.get("RANK", "0")
     os.environ.update(launched_environment(path, int(given)))
     if mapping["distributed_type"] != "NO":
         os.environ.setdefault("RANK", rank)
         os.environ.setdefault("WORLD_SIZE", given)
-        # Ranks are given machine by machine, as all launchers do unless told otherwise.
+        # Ranks are numbered machine by machine, as all launchers do by default.
         os.environ.setdefault("LOCAL_RANK", str(int(rank) % num_local) if rank.isdecimal() else "0")
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(num_local))
-        if given == "1":  # torch wants a place even for one process
+        if given == "1":  # torch needs an address even for one process
             from accelerate.utils.other import get_free_port
 
             os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -56,7 +59,7 @@ def join_launch(path: Path, mapping: dict[str, Any]) -> None:
 
 
 def launched_environment(path: Path, num_processes: int) -> dict[str, str]:
-    """This environment with what `accelerate launch --config_file` sets for every process; ranks and addresses come elsewhere."""
+    """This environment plus what `accelerate launch --config_file` sets for every process, without ranks and addresses."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
@@ -64,5 +67,5 @@ def launched_environment(path: Path, num_processes: int) -> dict[str, str]:
     args = _validate_launch_command(launch_command_parser().parse_args(words))[0]
     if not (args.use_fsdp or args.multi_gpu):
         return prepare_simple_launcher_cmd_env(args)[1]
-    args.main_process_port = 0  # no launcher listens: else it would look whether the port is free
+    args.main_process_port = 0  # no launcher listens; another port would be checked for being free
     return prepare_multi_gpu_env(args)

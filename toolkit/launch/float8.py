@@ -1,4 +1,4 @@
-"""What a machine needs for float8: torchao, and GPUs that multiply it."""
+"""Checks of what a machine needs for float8: torchao, and GPUs that multiply it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from toolkit.errors import UserError
 
 LEAST_CAPABILITY = (8, 9)
-"""CUDA compute capability from which GPUs multiply float8: Ada, Hopper and newer."""
+"""Lowest CUDA compute capability of GPUs that multiply float8: Ada, Hopper and newer."""
 
 
 def check_torchao() -> None:
-    """Raises UserError where torchao is not installed."""
+    """Raise a UserError if torchao is not installed."""
     if importlib.util.find_spec("torchao") is None:
         raise UserError("mixed_precision is fp8, but torchao is not installed: run pip install 'torchao>=0.18', or write bf16")
 
 
 def check_capability() -> None:
-    """Raises UserError where this process has no GPU that multiplies float8."""
+    """Raise a UserError if this process has no GPU that multiplies float8."""
     wanted = ".".join(map(str, LEAST_CAPABILITY))
     needed = f"mixed_precision is fp8, which needs a CUDA GPU of compute capability {wanted} (Ada, Hopper) or newer"
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Presets changed to the processes of this box, and recipes launched with them: what `compare` and `verify` have in common."""
+"""Adapts presets to the processes of this machine and launches recipes with them, for `compare` and `verify`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 
 PRESET_FOLDER = Path(__file__).resolve().parents[2] / "accelerate_configs"
-"""Of this checkout: where a preset is looked for that is given by its name alone."""
-
+"""This checkout's presets, where a preset given by its name is looked up."""
 
 STOP_TO_KILL_S = 30.0
-"""How long ranks that were told to end may take, as under torch elastic: they save a checkpoint."""
+"""Seconds that ranks get to end after SIGTERM, as under torch elastic: they save a checkpoint."""
 EXCEPTION = re.compile(r"(\[rank\d+\]: ?)?(?P<all>(?P<kind>[\w.]+(Error|Exception)): .*)")
-"""The last line of a traceback; torch puts the rank before each line."""
+"""The last line of a traceback. torch puts the rank before each line."""
 
 
 def find_preset(name: str) -> Path:
-    """The accelerate YAML that `name` is the path of, or the name in `accelerate_configs/` with or without its ending.
+    """The accelerate YAML at the path `name`, or of that name in `accelerate_configs/`, with or without `.yaml`.
 
     Raises:
-        UserError: there is none; names those that exist.
+        UserError: there is none. Names those that exist.
     """
     for path in (Path(name), PRESET_FOLDER / name, PRESET_FOLDER / f"{name}.yaml"):
         if path.is_file():
@@ -37,14 +36,14 @@ def find_preset(name: str) -> Path:
 
 
 def adapt_preset(mapping: dict[str, Any], *, num_processes: int | None, use_cpu: bool) -> dict[str, Any]:
-    """A preset as it runs on one machine, with other processes or on the CPU; nothing else of it changes.
+    """A preset changed to run on one machine, with other processes or on the CPU. Nothing else changes.
 
     Args:
-        mapping: the parsed accelerate YAML, which is not changed.
-        num_processes: None: as the preset says. One process stays one.
+        mapping: the parsed accelerate YAML. It is not modified.
+        num_processes: None keeps the preset's number. A preset for one process keeps one.
 
     Raises:
-        UserError: a mesh of two dimensions over an odd number of processes, or fewer than four.
+        UserError: a 2-D mesh over an odd number of processes, or over fewer than four.
     """
     adapted = {**mapping, "num_machines": 1, "machine_rank": 0, "main_process_ip": None, "main_process_port": 0}
     if num_processes is not None and mapping["distributed_type"] != "NO":
@@ -65,10 +64,10 @@ def adapt_preset(mapping: dict[str, Any], *, num_processes: int | None, use_cpu:
 
 
 def save_preset(mapping: dict[str, Any], path: Path) -> Path:
-    """Write an accelerate YAML and check it as a run would.
+    """Write an accelerate YAML and check it as a run does.
 
     Raises:
-        UserError: what a run would refuse.
+        UserError: a run would refuse it.
     """
     import yaml
 
@@ -79,9 +78,9 @@ def save_preset(mapping: dict[str, Any], path: Path) -> Path:
 
 
 def launch(preset: Path, command: list[str], log_path: Path) -> int:
-    """`accelerate launch --config_file PRESET COMMAND…`, waited for; returns its exit status.
+    """Run `accelerate launch --config_file PRESET COMMAND…` to its end; returns its exit status.
 
-    All it prints goes into `log_path`. Ranks import the toolkit that this process has, installed or not.
+    Its output goes into `log_path`. The ranks import the same toolkit as this process, installed or not.
     """
     root = str(Path(__file__).resolve().parents[2])
     python_path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -101,11 +100,11 @@ def launch(preset: Path, command: list[str], log_path: Path) -> int:
 
 
 def _stop(launcher: subprocess.Popen[bytes]) -> None:
-    """End a launcher and its ranks, which outlive it where it is killed or has started a single process."""
+    """End a launcher and its ranks. They outlive a launcher that is killed or has started a single process."""
     import psutil
 
     ranks: list[psutil.Process] = []
-    with contextlib.suppress(psutil.Error):  # it has ended
+    with contextlib.suppress(psutil.Error):  # the launcher has ended
         ranks = psutil.Process(launcher.pid).children(recursive=True)
     launcher.terminate()
     for rank in ranks:
@@ -118,10 +117,10 @@ def _stop(launcher: subprocess.Popen[bytes]) -> None:
 
 
 def reason_of_failure(log_path: Path) -> str:
-    """The sentence that a rank ended with, else the last line that is no traceback of the launcher."""
+    """The error sentence of a rank, else the last exception that is not the launcher's own, else the last line."""
     lines = [line.strip() for line in log_path.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
-    if told := [line for line in lines if line.startswith("error: ")]:
-        return told[-1].removeprefix("error: ")
+    if sentences := [line for line in lines if line.startswith("error: ")]:
+        return sentences[-1].removeprefix("error: ")
     of_launcher = ("ChildFailedError", "CalledProcessError")
     ends = [match for line in lines if (match := EXCEPTION.fullmatch(line)) and not match["kind"].endswith(of_launcher)]
     errors = [match["all"] for match in ends]

@@ -1,4 +1,4 @@
-"""The folder of a run: `output_dir/name`, on a file system that all nodes share, with the resolved config in it."""
+"""The run folder `output_dir/name`, on a file system that all nodes share: creating, probing and locking it."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from toolkit.distributed.comm import broadcast_object, on_all_ranks, rank
 from toolkit.errors import UserError
 
 PROBE_TIMEOUT_S = 5.0
-"""How long a rank waits for what rank 0 wrote to show: a network file system answers from a cache for a while."""
+"""How long a rank waits to see what rank 0 wrote: a network file system answers from a cache for a while."""
 LOCK_TIMEOUT_S = 10.0
-"""How long ranks of an earlier run may take to end."""
+"""How long the ranks of an earlier run get to end."""
 _PROBE_RETRY_S = 0.1
 _NUM_TRIES = 10
 _EMPTY_UNTIL_BEGUN = {".lock", "metrics.jsonl"}
 _held_locks: dict[Path, IO[bytes]] = {}
 _saved_configs: dict[Path, Any] = {}
 _SECRET_IN_URL = re.compile(r"https?://[^/\s@]+@|://[^/\s@:]*:[^/\s@]+@")
-"""A token before the host, or a password after a user name; the `@` of abfs://container@host is neither."""
+"""Matches a token before the host, or a password after a user name, but not the `@` of abfs://container@host."""
 
 
 def open_run_folder(config: Any) -> Path:
-    """Create the run's folder, or find it; returns it. Nothing in it is changed yet: the run may still be refused. Collective.
+    """Create or find the run's folder and return it. Nothing in it changes yet: the run may still be refused. Collective.
 
-    Folders that were made here go at the end of the process where nothing has come into them.
+    Folders created here are removed at the end of the process if nothing was written into them.
 
     Raises:
         UserError: `run.name` leads out of `run.output_dir`, a URL in the config holds a secret, the folder cannot be written,
-            or a node does not see what the first one writes there; on every rank.
+            or a node does not see what the first one writes there; raised on every rank.
     """
     on_all_ranks(lambda: _check_secrets(config))
     folder = on_all_ranks(lambda: _find_folder(config.run.output_dir, config.run.name))
-    # Unguessable, so that what a rank reads can only be what rank 0 has just written.
+    # Random, so that a rank can read only what rank 0 has just written.
     probe, content = broadcast_object((f".probe-{secrets.token_hex(16)}", secrets.token_hex(16)))
     try:
         on_all_ranks(lambda: _write_probe(folder, probe, content, config.run.output_dir) if rank() == 0 else None)
@@ -49,16 +49,16 @@ def open_run_folder(config: Any) -> Path:
         on_all_ranks(lambda: _read_probe(folder, probe, content, config.run.output_dir, first_node))
     finally:
         if rank() == 0:
-            with contextlib.suppress(OSError):  # never written, and why is on its way up
+            with contextlib.suppress(OSError):  # it was never written, and that error is being raised
                 (folder / probe).unlink()
     return folder
 
 
 def lock_run_folder(folder: Path) -> None:
-    """Keep other runs out of the folder as long as this process lives. For rank 0.
+    """Keep other runs out of the folder as long as this process lives. For rank 0 only.
 
-    A record lock: children do not hold on to it, a kill releases it. Ranks of a run that was just killed may need some seconds
-    to end, so it is waited for.
+    It is a record lock: children do not inherit it, and a kill releases it. The ranks of a run that was just killed may need some
+    seconds to end, so this waits for the lock.
 
     Raises:
         UserError: another run is writing into the folder.
@@ -70,22 +70,22 @@ def lock_run_folder(folder: Path) -> None:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(file, folder / ".lock"):
                 break
-            file.close()  # another run, which was refused, has removed the folder meanwhile
+            file.close()  # meanwhile another run, which was refused, has removed the folder
             file = _open_lock(folder)
         except (BlockingIOError, PermissionError):
             if time.monotonic() >= deadline:
                 raise UserError(f"another run is writing into {folder}: wait for its end, or take another run.name") from None
             time.sleep(_PROBE_RETRY_S)
-        except OSError:  # a file system without locks
+        except OSError:  # the file system has no locks
             break
     _held_locks[folder] = file
 
 
 def save_run_config(config: Any, folder: Path) -> None:
-    """Write the resolved config into the run's folder, once nothing speaks against the run. Collective.
+    """Write the resolved config into the run's folder, after all checks of the run have passed. Collective.
 
     Raises:
-        UserError: it cannot be written; on every rank.
+        UserError: it cannot be written; raised on every rank.
     """
 
     def save() -> None:
@@ -94,17 +94,17 @@ def save_run_config(config: Any, folder: Path) -> None:
                 save_config(config, folder / "config.yaml")
                 _saved_configs[folder] = config
         except OSError as error:
-            raise UserError(f"{folder / 'config.yaml'} cannot be written ({error.strerror}): mend that first") from None
+            raise UserError(f"{folder / 'config.yaml'} cannot be written ({error.strerror}): fix that first") from None
 
     on_all_ranks(save)
 
 
 def restore_run_folder(folder: Path) -> str:
-    """Make a folder that was removed under the run again, with its lock and its config; returns what to say of it, if anything.
-    For rank 0.
+    """Recreate a folder that was removed during the run, with its lock and its config; returns the end of a message about it.
+    For rank 0 only.
 
     Raises:
-        UserError: another run writes into it by now.
+        UserError: another run is writing into it by now.
         OSError: it cannot be written.
     """
     _make_folder(folder)
@@ -120,10 +120,10 @@ def restore_run_folder(folder: Path) -> str:
 
 
 def open_inside(folder: Path, name: str, mode: str) -> IO[Any]:
-    """Open a file in the folder, which somebody may just be removing: another run that is refused at this moment, or the user.
+    """Open a file in the folder, even while the user, or another run that is being refused, removes the folder.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the file cannot be created.
     """
     for _ in range(_NUM_TRIES):
         _make_folder(folder)
@@ -133,9 +133,9 @@ def open_inside(folder: Path, name: str, mode: str) -> IO[Any]:
 
 
 def _check_secrets(config: Any) -> None:
-    """Refuse a secret before the config is shown to trackers, or written into the run folder and every checkpoint."""
+    """Refuse a secret before the config goes to trackers, into the run folder and into every checkpoint."""
     for key, value in dotted_keys(config).items():
-        if _SECRET_IN_URL.search(str(value)):  # lists and their entries too; the value itself is not told
+        if _SECRET_IN_URL.search(str(value)):  # str() covers lists and their entries; the message omits the secret value
             raise UserError(
                 f"{key} holds a URL with a password or token, which would be written into the run folder: take it out of the "
                 "URL, and give it by the environment (HF_TOKEN) or ~/.netrc"
@@ -143,7 +143,7 @@ def _check_secrets(config: Any) -> None:
 
 
 def _find_folder(output_dir: str, name: str) -> Path:
-    """`output_dir/name`, if that is a place inside `output_dir` once links are followed."""
+    """`output_dir/name`, if it is inside `output_dir` after links are resolved."""
     folder = Path(output_dir, name)
     try:
         parent, resolved = Path(output_dir).resolve(), folder.resolve()
@@ -160,7 +160,7 @@ def _find_folder(output_dir: str, name: str) -> Path:
 
 
 def _write_probe(folder: Path, probe: str, content: str, output_dir: str) -> None:
-    """Create the folder and a file in it: permissions alone do not tell a read-only or a full file system."""
+    """Create the folder and a file in it: permissions alone do not reveal a read-only or full file system."""
     try:
         with open_inside(folder, probe, "x") as file:
             file.write(content)
@@ -173,7 +173,7 @@ def _write_probe(folder: Path, probe: str, content: str, output_dir: str) -> Non
 
 
 def _open_lock(folder: Path) -> IO[bytes]:
-    return open_inside(folder, ".lock", "ab")  # stays empty: a run that is refused changes nothing of the run before
+    return open_inside(folder, ".lock", "ab")  # it stays empty: a refused run changes nothing of an earlier run
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:
@@ -185,15 +185,15 @@ def _is_at(file: IO[bytes], path: Path) -> bool:
 
 def _make_folder(folder: Path) -> None:
     for place in reversed([place for place in (folder, *folder.parents) if not place.exists()]):
-        with contextlib.suppress(FileExistsError):  # another run's, made meanwhile
+        with contextlib.suppress(FileExistsError):  # another run has created it meanwhile
             place.mkdir()
             atexit.register(_remove_unused, place, os.getpid())
-    folder.mkdir(parents=True, exist_ok=True)  # refuses what is no folder
+    folder.mkdir(parents=True, exist_ok=True)  # raises if it is not a folder
 
 
 def _remove_unused(folder: Path, process_id: int) -> None:
-    """Remove a folder that this process made, if it holds nothing, or of a run of its own only what is made before it begins."""
-    if os.getpid() != process_id:  # a fork
+    """Remove a folder that this process created, if it is empty, or if the run it was for left only its empty first files."""
+    if os.getpid() != process_id:  # a forked child
         return
     with contextlib.suppress(OSError):  # another run has written into it meanwhile
         names = os.listdir(folder)
@@ -217,5 +217,5 @@ def _read_probe(folder: Path, probe: str, content: str, output_dir: str, first_n
 def _holds(path: Path, content: str) -> bool:
     try:
         return path.read_text(encoding="ascii", errors="replace") == content
-    except OSError:  # not there yet, or a stale handle of a network file system
+    except OSError:  # it is not there yet, or a network file system has a stale handle
         return False

@@ -128,11 +128,11 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         fsdp(FSDP2 | {"fsdp_auto_wrap_policy": "no_wrap"}),
-        "fsdp_auto_wrap_policy is NO_WRAP: the whole model would be gathered at once, set it to TRANSFORMER_BASED_WRAP",
+        "fsdp_auto_wrap_policy is NO_WRAP: the full model would be gathered at once, set it to TRANSFORMER_BASED_WRAP",
     ),
     (
         fsdp({"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": False}),
-        "fsdp_auto_wrap_policy is absent, which accelerate takes for NO_WRAP: the whole model",
+        "fsdp_auto_wrap_policy is absent, which accelerate takes for NO_WRAP: the full model",
     ),
     (
         fsdp(FSDP2 | {"fsdp_transformer_layer_cls_to_wrap": "T5Block", "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}),

@@ -22,7 +22,7 @@ MESH = ["--use_fsdp", *WRAP, "--use_parallelism_config", "--fsdp_version", "2", 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--use_fsdp", *WRAP], "fsdp_cpu_ram_efficient_loading is true in the launch, as it is unless told otherwise"),
+        (["--use_fsdp", *WRAP], "fsdp_cpu_ram_efficient_loading is true in the launch, which is accelerate's default"),
         (["--use_fsdp", "--fsdp_cpu_ram_efficient_loading", "false"], "fsdp_auto_wrap_policy is NO_WRAP in the launch"),
         (["--multi_gpu", "--dynamo_backend", "inductor"], "dynamo_backend is INDUCTOR in the launch, without"),
         ([*MESH, "--parallelism_config_dp_replicate_size", "2"], r"their product must be num_processes \(2\), and dp_shard_size"),
