@@ -67,7 +67,7 @@ def test_other_rows_and_more_steps_are_said_on_a_resume(bench: Workbench, worse:
     best = min(set(before) - {0}, key=before.__getitem__)
     longer = WORSENING | {"train__max_steps": 12}
     printed = bench.run("resumed", **longer, eval__num_rows=5)
-    forgotten = f"the best loss so far, {before[best]:.4g}, is not compared with what is measured from here on: "
+    forgotten = f"the best loss so far, {before[best]:.4g}, is not compared with later values: "
     assert f"{forgotten}other rows are evaluated\n" in printed and "no evaluated step is better" not in printed
     rate = "the learning rate jumps up to 8 in step 5, after 6.67 in step 4"
     assert f"{rate}: the linear schedule now ends with step 12, before with step 5 (where step 5 had 3.33)\n" in printed

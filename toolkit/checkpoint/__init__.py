@@ -1,1 +1,1 @@
-"""Checkpoints: saved asynchronously, valid or absent, found, ranked, and loaded on any number of ranks."""
+"""Checkpoints: asynchronous saves, atomic commits, choosing the newest valid or the best one, and resuming on any rank count."""

@@ -1,8 +1,8 @@
-"""Sharded tensors on disk through torch.distributed.checkpoint (DCP), without running code from the files.
+"""Saves and loads sharded tensors with torch.distributed.checkpoint (DCP), without executing code from the files.
 
-DCP's `.metadata` is a pickle (pytorch#189308: `weights_only` does not cover it), so it is read through an allowlist of the
-classes it is made of, and held against itself before anything is read by it. Only tensors are put in: DCP loads anything else
-with `torch.load(weights_only=False)`. Shards are read one tensor at a time, each of which must be what the metadata says.
+DCP's `.metadata` is a pickle (pytorch#189308: `weights_only` does not cover it). It is unpickled with an allowlist of its
+classes, and checked for consistency before it is used. Checkpoints hold only tensors, because DCP loads anything else with
+`torch.load(weights_only=False)`. Shards are read one tensor at a time, and each must match the metadata.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 
 from toolkit.distributed.comm import control_group, gather_objects, rank
 
-# DCP says so whenever one process saves without a process group, which is what the `single` preset does.
+# DCP warns whenever one process saves without a process group, as with the `single` preset.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 Tensors = dict[str, torch.Tensor]
@@ -44,7 +44,7 @@ _ALLOWED = {
 
 
 def save_tensors(tensors: Tensors, folder: Path, group: dist.ProcessGroup | None = None) -> list[str]:
-    """Write this rank's shards of `tensors` (DTensors, ShardedTensors or plain ones); returns its file names. Collective.
+    """Write this rank's shards of `tensors` (DTensors, ShardedTensors or plain tensors); returns its file names. Collective.
 
     Args:
         group: a gloo group over all ranks that no other thread uses meanwhile; None for one process.
@@ -59,10 +59,10 @@ def save_tensors(tensors: Tensors, folder: Path, group: dist.ProcessGroup | None
 
 
 def load_tensors(tensors: Tensors, folder: Path) -> None:
-    """Fill `tensors` in place, whatever number of ranks wrote the files. Collective.
+    """Fill `tensors` in place; any number of ranks may have written the files. Collective.
 
     Raises:
-        ValueError: a tensor is missing or has another shape, or a file is not what `save_tensors` wrote; on every rank.
+        ValueError: a tensor is missing or has another shape, or a file is not what `save_tensors` writes; on every rank.
     """
     reader = _SafeReader(folder)
     _raise_together(lambda: _check_fits(tensors, reader.read_metadata(), folder))
@@ -77,7 +77,7 @@ def stored_names(folder: Path) -> set[str]:
     """Names of the tensors in a folder that `save_tensors` wrote.
 
     Raises:
-        ValueError: it is not what `save_tensors` wrote.
+        ValueError: the folder is not what `save_tensors` writes.
     """
     return set(_SafeReader(folder).read_metadata().state_dict_metadata)
 
@@ -89,7 +89,7 @@ def _check_fits(tensors: Tensors, metadata: Metadata, folder: Path) -> None:
             raise ValueError(f"{folder} holds no {name}")
         if tuple(stored.size) != tuple(tensor.size()):
             raise ValueError(f"{folder} holds {name} with shape {tuple(stored.size)}, not {tuple(tensor.size())}")
-        # Between floating types it is converted: FSDP1 keeps buffers in bf16 where other strategies have fp32.
+        # Floating types are converted: FSDP1 keeps buffers in bf16, other strategies in fp32.
         if stored.properties.dtype != tensor.dtype and not (
             stored.properties.dtype.is_floating_point and tensor.is_floating_point()
         ):
@@ -97,18 +97,18 @@ def _check_fits(tensors: Tensors, metadata: Metadata, folder: Path) -> None:
 
 
 def _raise_together(check: Callable[[], None]) -> None:
-    """A rank that went on alone would wait for the others without end. Collective."""
+    """Call `check` and raise the first rank's ValueError on every rank; a rank that continued alone would hang. Collective."""
     sentence = None
     try:
         check()
     except (ValueError, OSError) as error:
         sentence = str(error)
-    if first := next((told for told in gather_objects(sentence) if told is not None), None):
+    if first := next((gathered for gathered in gather_objects(sentence) if gathered is not None), None):
         raise ValueError(first)
 
 
 class _SafeReader(dcp.FileSystemReader):
-    """DCP's reader with the metadata read once and through an allowlist, and only tensors out of files inside the folder."""
+    """DCP's reader, but it unpickles metadata with an allowlist, once, and reads only tensors from files inside the folder."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -116,21 +116,22 @@ class _SafeReader(dcp.FileSystemReader):
         self.metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata, of tensors only."""
+        """The checked metadata, which describes only tensors."""
         if self.metadata is None:
             path = _inside(self.folder, ".metadata")
             with path.open("rb") as file:
                 try:
                     metadata = _AllowlistUnpickler(file).load()
                     _check_metadata(metadata)
-                except Exception as error:  # a pickle raises whatever it leads to, and what it makes may lack anything
+                except Exception as error:  # a pickle may raise anything, and its objects may lack any attribute
                     raise ValueError(f"{path} is no checkpoint metadata: {error}") from None
             metadata.storage_meta = StorageMeta(load_id=self.load_id)
             self.metadata = metadata
         return self.metadata
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> torch.futures.Future[None]:
-        """Copy the parts of stored tensors that the plan asks for into place."""
+        """Copy the parts of stored tensors that DCP's load plan asks for into place."""
+        # Each file is opened once.
         by_file: dict[str, list[Any]] = {}
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
@@ -149,12 +150,12 @@ class _SafeReader(dcp.FileSystemReader):
         return done
 
     def _read_tensor(self, file: IO[bytes], name: str, index: MetadataIndex) -> torch.Tensor:
-        """One stored tensor, which is a whole one or a rank's shard of it."""
+        """One stored tensor: a full one, or one rank's shard."""
         about: Any = self.read_metadata().state_dict_metadata[index.fqn]
         shape = next(tuple(chunk.sizes) for chunk in about.chunks if chunk.offsets == index.offset)
         try:
             stored = torch.load(self._slice_file(file, self.storage_data[index]), map_location="cpu", weights_only=True)
-        except Exception as error:  # as above; torch's own text advises to load it with weights_only=False
+        except Exception as error:  # as above; torch's message advises weights_only=False
             raise ValueError(f"{self.folder / name} holds no tensor for {index.fqn} ({type(error).__name__})") from None
         if type(stored) is not torch.Tensor or stored.layout != torch.strided or stored.device.type != "cpu":
             raise ValueError(f"{self.folder / name} holds no plain tensor for {index.fqn}")
@@ -166,7 +167,7 @@ class _SafeReader(dcp.FileSystemReader):
 
 
 def _check_metadata(metadata: Any) -> None:
-    """Refuse metadata that names other files than shards, or whose tensors are not put together of what is in them."""
+    """Refuse metadata that names other files than shards, or whose shards do not cover its tensors exactly."""
     if type(metadata) is not Metadata:
         raise ValueError("it is something else")
     for name, entry in metadata.state_dict_metadata.items():
@@ -187,7 +188,7 @@ def _check_metadata(metadata: Any) -> None:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """A file of the folder, which is no link that leads out of it."""
+    """The path of a file in the folder; refuses a link that leads out of it."""
     path = folder / name
     if path.resolve().parent != folder.resolve():
         raise ValueError(f"{path} is a link that leads out of the checkpoint")
@@ -195,11 +196,11 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 class _AllowlistUnpickler(pickle.Unpickler):
-    """Builds the few classes of DCP's metadata and refuses everything else."""
+    """Unpickles the few classes of DCP's metadata and refuses everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class, if it is one that metadata is made of."""
-        if module == "pathlib._local":  # where Python 3.13 says that its paths are; other versions have no such module
+        """The class, if metadata may contain it."""
+        if module == "pathlib._local":  # Python 3.13's module of paths, which other versions lack
             module = "pathlib"
         if (module, name) not in _ALLOWED and not (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             raise pickle.UnpicklingError(f"{module}.{name} is not allowed")

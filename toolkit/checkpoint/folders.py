@@ -1,11 +1,11 @@
-"""Names of checkpoint folders, and how one comes into place and goes, so that a kill at any moment loses none that stands.
+"""Names of checkpoint folders, and how to replace and remove them so that a kill at any moment loses no valid checkpoint.
 
-    step-00000120/            a checkpoint, if its manifest and its files say so
+    step-00000120/            a checkpoint, if its manifest matches its files
     step-00000120.tmp/        being written
-    step-00000120.old/        was in the place of the one above, until that stands
-    step-00000120.removing/   on its way out
+    step-00000120.old/        the previous checkpoint of this step, kept until its replacement is in place
+    step-00000120.removing/   being removed
 
-Every change of what a folder counts as is one rename; nothing is ever removed under a name that counts.
+A folder changes its state by one rename, and no file is removed from a folder that still has a checkpoint's name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STEP_FOLDER = re.compile(r"step-([0-9]{8,})")
 
 
 def checkpoints_folder(run_folder: Path) -> Path:
-    """Where a run's checkpoints lie."""
+    """The folder of a run's checkpoints."""
     return run_folder / "checkpoints"
 
 
@@ -34,19 +34,19 @@ def step_folder(run_folder: Path, step: int) -> Path:
 
 
 def step_of_name(name: str) -> int | None:
-    """The step that a folder of this name would be the checkpoint of; None where it is not named like one."""
+    """The step in a checkpoint folder's name; None if it is not such a name."""
     match = _STEP_FOLDER.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def list_checkpoints(run_folder: Path) -> list[tuple[int, Path]]:
-    """`(step, folder)` of every folder named like a checkpoint, oldest first, whole or not.
+    """`(step, folder)` of every folder named like a checkpoint, oldest first, valid or not.
 
     Raises:
         UserError: the folder of checkpoints may not be read.
     """
     found = []
-    # `glob` would find none where it may not look, and the run would start anew.
+    # Not `glob`: without permission it would find no folder, and the run would start from scratch.
     with denials_named("checkpoints"), suppress(FileNotFoundError, NotADirectoryError):
         for entry in os.scandir(checkpoints_folder(run_folder)):
             if (step := step_of_name(entry.name)) is not None and entry.is_dir():
@@ -62,41 +62,41 @@ def list_leftovers(run_folder: Path) -> list[Path]:
 
 
 def put_in_place(unfinished: Path, folder: Path) -> None:
-    """Rename a finished folder to the name that counts; what stood there goes only when this one stands.
+    """Rename a finished folder to its final name; what was there before is removed only afterwards.
 
     Raises:
         OSError: a rename was refused; then `folder` or its `.old` is what was there before.
     """
     replaced = folder.with_name(folder.name + REPLACED)
-    if os.path.lexists(folder):  # a broken checkpoint of this step, or one of a run that was resumed before it
+    if os.path.lexists(folder):  # a broken checkpoint of this step, or one later than the resume
         if os.path.lexists(replaced):
             remove_folder(replaced)
         os.rename(folder, replaced)
     os.rename(unfinished, folder)
     fsync_path(folder.parent)
-    fsync_path(folder.parent.parent)  # which lists the folder of checkpoints, new at the first of them
+    fsync_path(folder.parent.parent)  # the run folder: `checkpoints/` may be new in it
     if os.path.lexists(replaced):
-        with suppress(OSError):  # the new one stands, and the next prune tries again
+        with suppress(OSError):  # the new one is in place, and the next prune tries again
             remove_folder(replaced)
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a checkpoint or a leftover; it is `.removing` first, as a half removed folder may look whole.
+    """Remove a checkpoint or a leftover; rename it to `.removing` first, because a half removed folder may look complete.
 
     Raises:
-        OSError: it cannot be renamed or removed; what is left of it is then removed by the next call for this step.
+        OSError: it cannot be renamed or removed; the next call for this step removes what is left.
     """
     removing = folder.with_name(f"{folder.name.partition('.')[0]}{REMOVING}")
     if folder != removing:
         if os.path.lexists(removing):
             _remove_tree(removing)
         os.rename(folder, removing)
-        fsync_path(folder.parent)  # or a power cut could undo the rename and keep some of the removals
+        fsync_path(folder.parent)  # otherwise a power cut could undo the rename but not all removals
     _remove_tree(removing)
 
 
 def _remove_tree(path: Path) -> None:
-    if path.is_symlink():  # a checkpoint that was moved to another disk: the link is ours, what it points to is not
+    if path.is_symlink():  # a checkpoint moved to another disk: remove the link, not its target
         path.unlink()
     else:
         shutil.rmtree(path)

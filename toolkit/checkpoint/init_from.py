@@ -1,4 +1,4 @@
-"""`model.init_from`: a new run that starts from the weights of another one, or of an exported model."""
+"""`model.init_from`: starts a new run from another run's weights, or from an exported model's."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def find_weights(path: str) -> Path:
-    """What `path` names: an exported model, a checkpoint, or the newest valid checkpoint of a run folder. Collective.
+    """The folder that `path` names: an exported model, a checkpoint, or a run folder's newest valid checkpoint. Collective.
 
     Raises:
-        UserError: there is none, as rank 0 sees it, or it may not be read.
+        UserError: rank 0 finds none, or may not read it; on every rank.
     """
 
     def find() -> Path:
@@ -36,10 +36,10 @@ def find_weights(path: str) -> Path:
 
 
 def load_into(model: PreTrainedModel, folder: Path) -> None:
-    """Overwrite an unsharded model's weights with those of the folder that `find_weights` found. Collective.
+    """Overwrite an unsharded model's weights with those in the folder from `find_weights`. Collective.
 
     Raises:
-        UserError: they are of another model, or a checkpoint's run had frozen other weights than the model has.
+        UserError: they belong to another model, or the checkpoint's run froze weights that differ from the model's.
     """
     if _is_model_folder(folder):
         on_all_ranks(lambda: _load_exported(model, folder))
@@ -82,7 +82,7 @@ def _load_exported(model: PreTrainedModel, folder: Path) -> None:
             config=model.config,
             dtype=torch.float32,
             use_safetensors=True,
-            ignore_mismatched_sizes=True,  # told below, in one sentence
+            ignore_mismatched_sizes=True,  # the error below names the first one
             output_loading_info=True,
         )
     except OSError as error:
@@ -97,7 +97,7 @@ def _load_exported(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _load_checkpoint(model: PreTrainedModel, folder: Path) -> None:
-    """A checkpoint lacks what its run had frozen: those weights must be the model's already. Collective."""
+    """Load a checkpoint. It lacks its run's frozen weights, which must equal the model's own. Collective."""
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     stored = on_all_ranks(lambda: _stored_weights(model, folder))
     error = None
@@ -115,7 +115,7 @@ def _load_checkpoint(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _stored_weights(model: PreTrainedModel, folder: Path) -> set[str]:
-    """Names of the weights in a checkpoint, all of which the model must have."""
+    """Names of the weights in a checkpoint; refuses any that the model lacks."""
     try:
         stored = {name for name in stored_names(folder / "state") if name.startswith("model.")}
     except (ValueError, OSError) as error:

@@ -1,12 +1,12 @@
-"""Which checkpoint a run goes on from, and the exact resume from it. `checkpoint_writer` makes them:
+"""Chooses the checkpoint to resume from, and resumes from it exactly. `checkpoint.save` writes checkpoints:
 
     checkpoints/step-00000120/
       manifest.json            step, config, fingerprints, metrics, and every other file's size and sha256; written last
       state/                   trainable parameters, buffers and optimizer moments, sharded (DCP)
-      rng-00000.safetensors    random state of each rank
+      rng-00000.safetensors    random state, one file per rank
 
-The learning rate and the place in the batch plan are functions of the step; the manifest's step restores them.
-Frozen parameters are not in it: the base is recorded by its hash.
+The learning rate and the position in the batch plan are functions of the manifest's step. Frozen parameters are not saved;
+the manifest has their hashes.
 """
 
 from __future__ import annotations
@@ -44,14 +44,13 @@ MAY_CHANGE_ON_RESUME = (
 
 
 def choose_checkpoint(run_folder: Path, resume: str, config: dict[str, Any]) -> Path | None:
-    """The checkpoint to go on from; tells about newer ones that are not valid. Rank 0 chooses. Collective.
+    """The checkpoint to resume from, chosen by rank 0; prints which newer ones are not valid, and why. Collective.
 
     Args:
-        config: as in `Identity`; a difference that forbids the resume is told here, before anything loads.
+        config: as in `Identity`; compared here, so that a wrong config fails before anything loads.
 
     Raises:
-        UserError: there are checkpoints but none is valid; a named one is not valid or the run has gone on from it; `never`
-            in a folder that holds checkpoints; another run's config.
+        UserError: as `find_checkpoint`, or the checkpoint has another config; on every rank.
     """
     error: UserError | None = None
     choice: Path | None = None
@@ -73,14 +72,16 @@ def load_checkpoint(folder: Path, sharded: ShardedModel, optimizer: torch.optim.
     """Load weights, moments and random state in place, on any number of ranks. Collective.
 
     Raises:
-        UserError: run or model config, data or frozen base differ from those of the checkpoint; the sentence names what.
+        UserError: run config, model config, data or frozen weights differ from the checkpoint's; names the difference.
     """
+    # Weights and moments are read into the run's own tensors.
     manifest = on_all_ranks(lambda: load_manifest(folder, identity))
     options = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
     tensors = state_tensors(sharded, optimizer)
     _load(tensors, folder)
     at("loading the checkpoint")
     _put_back(sharded, tensors)
+    # The checkpoint has no hyperparameters: take those of the optimizer.
     everything: dict[str, Any] = get_optimizer_state_dict(sharded.model, optimizer, options=options)
     everything |= {name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")}
     set_optimizer_state_dict(sharded.model, optimizer, everything, options=options)
@@ -89,7 +90,7 @@ def load_checkpoint(folder: Path, sharded: ShardedModel, optimizer: torch.optim.
 
 
 def load_weights(folder: Path, sharded: ShardedModel) -> None:
-    """Load only the parameters of a checkpoint, in place. Collective."""
+    """Load only a checkpoint's parameters and buffers, in place. Collective."""
     tensors = model_tensors(sharded)
     _load(tensors, folder)
     at("loading the checkpoint")
@@ -97,9 +98,9 @@ def load_weights(folder: Path, sharded: ShardedModel) -> None:
 
 
 def forget_unequal(state: TrainState, manifest: dict[str, Any], goal: Goal) -> str | None:
-    """Forget what this run's figures must not be compared with; a sentence where it was a best value."""
+    """Drop saved values that this run's must not be compared with; returns a sentence if a best value was dropped."""
     if manifest["measured_on"] != goal.measured_on:
-        state.metrics = {}  # saved again, they would count as measured on what this run measures on
+        state.metrics = {}  # if saved again, they would count as measured on this run's rows
     metric = manifest["identity"]["config"].get("eval.best_metric")
     other_rows = "other rows are evaluated" if manifest["format_version"] >= 4 else "an older version measured it"
     changes = goal.changes(manifest["measured_on"])
@@ -110,11 +111,11 @@ def forget_unequal(state: TrainState, manifest: dict[str, Any], goal: Goal) -> s
     best, state.best_value, state.start_value, state.num_evaluations_without_gain = state.best_value, None, None, 0
     if best is None:
         return None
-    return f"the best {metric} so far, {best:.4g}, is not compared with what is measured from here on: {', '.join(reasons)}"
+    return f"the best {metric} so far, {best:.4g}, is not compared with later values: {', '.join(reasons)}"
 
 
 def best_saved_value(run_folder: Path, goal: Goal, step: int) -> float | None:
-    """The best figure, of this run's goal, of the checkpoints up to `step`, as rank 0 sees them. Collective.
+    """The best value of this run's goal among the checkpoints up to `step` that rank 0 finds; None: there is none. Collective.
 
     Raises:
         UserError: the folder of checkpoints may not be read; on every rank.
@@ -124,11 +125,12 @@ def best_saved_value(run_folder: Path, goal: Goal, step: int) -> float | None:
 
 
 def best_of_run(run_folder: Path, goal: Goal) -> tuple[Path | None, str]:
-    """The best checkpoint, as rank 0 sees it, with every byte checked, and a sentence on the choice; None where somebody has
-    removed all of them, and the weights in memory are all there is. Collective.
+    """The best checkpoint that rank 0 finds, checked by hash, and a sentence on the choice. Collective.
+
+    The checkpoint is None if all of them have been removed: then only the weights in memory are left.
 
     Raises:
-        UserError: no kept checkpoint has that metric, or the one that has is damaged; on every rank.
+        UserError: no kept checkpoint has that metric, or the best one is damaged; on every rank.
     """
 
     working("choosing the best checkpoint")
@@ -137,7 +139,7 @@ def best_of_run(run_folder: Path, goal: Goal) -> tuple[Path | None, str]:
         if rank() != 0:
             return None
         if not list_checkpoints(run_folder):
-            return None, f"{run_folder} has no checkpoint any more, of which the best could be taken: exporting the last weights"
+            return None, f"{run_folder} has no checkpoint any more to take the best from: exporting the last weights"
         ranked = rank_checkpoints(run_folder, goal)
         if not ranked:
             raise UserError(
@@ -156,20 +158,20 @@ def best_of_run(run_folder: Path, goal: Goal) -> tuple[Path | None, str]:
 
 
 def load_manifest(folder: Path, identity: Identity) -> dict[str, Any]:
-    """The manifest of a checkpoint of this run.
+    """The manifest of a checkpoint, after a check that it belongs to this run.
 
     Raises:
         UserError: as `load_checkpoint`.
     """
     try:
         manifest = read_manifest(folder)
-    except ValueError as error:  # it was valid when it was chosen
+    except ValueError as error:  # it has changed since it was chosen
         raise UserError(f"checkpoint {folder} cannot be loaded: {error}") from None
     _check_identity(folder, manifest["identity"], identity)
     try:
         TrainState.from_manifest(manifest)
     except TypeError as error:
-        raise UserError(f"checkpoint {folder} cannot be loaded: its state is none of this version's ({error})") from None
+        raise UserError(f"checkpoint {folder} cannot be loaded: its state is not of this version ({error})") from None
     return manifest
 
 
@@ -183,7 +185,7 @@ def _describe_choice(best: Ranked, ranked: list[Ranked], metric: str) -> str:
 
 
 def _check_identity(folder: Path, theirs: dict[str, Any], ours: Identity) -> None:
-    """Refuse a resume that would not go on with the same run."""
+    """Refuse to resume with another config, model, data or frozen base."""
     _check_config(folder, theirs["config"], ours.config)
     if theirs.get("model_config_hash") != ours.model_config_hash:
         raise UserError(f"the model's config.json is not the one {folder} was trained with: {_ways_out()}")
@@ -200,13 +202,13 @@ def _check_identity(folder: Path, theirs: dict[str, Any], ours: Identity) -> Non
 
 def _check_config(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     for key, value in ours.items():
-        before = theirs.get(key)  # None of a key that was added since
+        before = theirs.get(key)  # None for a key that was added since
         if not key.startswith(MAY_CHANGE_ON_RESUME) and _without_files(before) != _without_files(value):
             raise UserError(f"{key} is {value!r}, but {folder} was made with {before!r}: {_ways_out()}")
 
 
 def _without_files(value: Any) -> Any:
-    """Entries of `data.mix` without their files, which are compared by content."""
+    """Entries of `data.mix` without their files, which the data fingerprint covers."""
     if not isinstance(value, list):
         return value
     return [{k: v for k, v in item.items() if k != "files"} if isinstance(item, dict) else item for item in value]
@@ -217,14 +219,14 @@ def _ways_out() -> str:
 
 
 def _put_back(sharded: ShardedModel, tensors: Tensors) -> None:
-    """Loaded tensors are views of the parameters but under FSDP1; aliases and frozen ones are not among them. Collective."""
+    """Copy loaded tensors into the parameters: only under FSDP1 are they not views of them already. Collective."""
     state: dict[str, Any] = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
     set_model_state_dict(sharded.model, state, options=StateDictOptions(strict=False))
     refresh_scales(sharded.model)
 
 
 def _load(tensors: Tensors, folder: Path) -> None:
-    """Fill `tensors` in place; where a rank cannot, stop all with one sentence. Collective."""
+    """Fill `tensors` in place; if one rank fails, all raise its UserError. Collective."""
     working("loading the checkpoint")
     error = None
     try:

@@ -1,4 +1,4 @@
-"""What a checkpoint's `manifest.json` holds, and which versions of it are read."""
+"""Reads, checks and writes a checkpoint's `manifest.json`; `commit` is where a checkpoint becomes valid."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from toolkit.files.durable import fsync_names, hash_file, save_json, seal
 from toolkit.files.modes import WAY_IN
 
 FORMAT_VERSION = 4
-"""4 has `measured_on`, what `metrics` were measured on, and `state.start_value`. For a 3 the first is made from its config, the
-second is None."""
+"""Format 4 added `measured_on` (what `metrics` were measured on) and `state.start_value`. For format 3, the first is derived
+from its config, and the second is None."""
 _READABLE_VERSIONS = (3, 4)
 MANIFEST = "manifest.json"
 _KINDS = {int: "a whole number", str: "a text", dict: "a mapping"}
 
 
 class Unread(ValueError):
-    """A file of a checkpoint could not be read: what is in it is not known, and may be whole."""
+    """A file of a checkpoint could not be read, so its content is unknown and may be intact."""
 
     def __init__(self, name: str, error: OSError) -> None:
         self.is_denied = isinstance(error, PermissionError)
@@ -35,9 +35,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
     Raises:
         Unread: the file system refuses.
-        ValueError: it is missing, is not JSON, has another format version, or is not what `commit` writes; the sentence says
-            which.
+        ValueError: it is missing, is not JSON, has another format version, or is not what `commit` writes; names which.
     """
+    # Read it.
     where = f"{folder.name}/{MANIFEST}"
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -47,10 +47,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise Unread(where, error) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} cannot be read ({error})") from None
+    # Version and hash come before the fields.
     _check_kind(manifest, dict, f"{where} is")
     _check_version(manifest.get("format_version"), folder)
     if manifest.get("sha256") != seal(manifest)["sha256"]:
         raise ValueError(f"{where} does not have the sha256 that it names: its content changed")
+    # Fields and their types.
     fields = {"step": int, "world_size": int, "identity": dict, "state": dict, "metrics": dict, "files": dict}
     if manifest["format_version"] >= 4:
         fields["measured_on"] = dict
@@ -72,7 +74,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _measured_before_4(config: dict[str, Any]) -> dict[str, Any]:
-    """What an older run's figures were measured on, as its rows were the first so many of those held out."""
+    """`measured_on` of format 3, whose runs evaluated on the first `eval.num_rows` of the evaluation split."""
     generated = {key: config.get(f"eval.{key}") for key in ("max_new_tokens", "num_beams", "no_repeat_ngram_size")}
     return {"rows": f"the first {config.get('eval.num_rows')}", **generated}
 
@@ -108,14 +110,14 @@ def _short(value: Any) -> str:
 
 
 def check_files(folder: Path, manifest: dict[str, Any], hashes: bool = True) -> None:
-    """Compare size and sha256 of every file of a checkpoint with its manifest; without `hashes`, presence and size alone.
+    """Compare every file of a checkpoint with its manifest: presence, size and, with `hashes`, sha256.
 
-    Files that the manifest does not name are let be, as nothing reads them; but for shards and what every checkpoint has, which
-    would be read unchecked.
+    A file that the manifest does not name is ignored, because nothing reads it. Shards, DCP's metadata and random states are
+    exceptions: they would be read unchecked, so the manifest must name them.
 
     Raises:
         Unread: the file system refuses to read a file.
-        ValueError: naming the first file that is outside the folder, missing, or has another size or hash.
+        ValueError: naming the first file that is outside the folder, missing, not named, or has another size or hash.
     """
     if not 1 <= manifest["world_size"] <= len(manifest["files"]):
         raise ValueError(
@@ -130,7 +132,7 @@ def check_files(folder: Path, manifest: dict[str, Any], hashes: bool = True) -> 
 
 
 def check_file(folder: Path, name: str, expected: dict[str, Any], hashes: bool) -> None:
-    """Compare one file with what the manifest says of it.
+    """Compare one file with its entry in the manifest.
 
     Raises:
         ValueError: as `check_files`.
@@ -150,9 +152,9 @@ def check_file(folder: Path, name: str, expected: dict[str, Any], hashes: bool) 
 
 
 def commit(unfinished: Path, folder: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest, make it durable and rename the folder into place: from then on the checkpoint exists.
+    """Write the manifest, fsync it and rename the folder into place: from then on the checkpoint is valid.
 
-    Where a folder of that step exists, it is removed once the new one stands.
+    An existing folder of the same step is removed once the new one is in place.
     """
     save_json(unfinished / MANIFEST, seal({"format_version": FORMAT_VERSION, **manifest}))
     fsync_names(unfinished)
@@ -160,7 +162,7 @@ def commit(unfinished: Path, folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """Path of a file that a manifest names, which may not lead out of the folder, by links neither."""
+    """Path of a file that a manifest names; refuses a name or a link that leads out of the folder."""
     parts = Path(name).parts
     if not parts or ".." in parts or Path(name).is_absolute() or not name.isprintable():
         raise ValueError(f"{folder.name}/{MANIFEST} names {name!r}, which is outside the checkpoint or no name at all")

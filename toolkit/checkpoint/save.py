@@ -1,10 +1,10 @@
-"""Saves that training hardly waits for: a copy in host memory, and a thread that writes it.
+"""Asynchronous checkpoints: shards are staged in host memory, and a thread writes them while training continues.
 
     training   step 20 | copy | step 21 | step 22 | …
     thread                    | write, hash, fsync | gather | manifest, rename | prune |
 
-At most one save is under way. The thread's collectives run on a gloo group of their own. A failure reaches every rank's
-training at the second step boundary after it, by `StopRequests.agree`, or by `finish`.
+At most one save runs at a time. The thread's collectives use a gloo group of their own. A failure reaches the training thread
+of every rank at the second step boundary after it, through `StopRequests.agree`, or through `finish`.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from toolkit.files.durable import describe_files
 from toolkit.parallel.wrap import ShardedModel
 
 PATIENCE_S = 10.0
-"""How long a rank that fails alone waits for its save under way; gloo notices a dead peer at once."""
+"""How long a rank that fails alone waits for its running save; gloo notices a dead peer at once."""
 
 
 @dataclass
 class Save:
-    """One checkpoint on its way to the disk, and how that went."""
+    """One save: its progress, times, and error if it failed."""
 
     step: int
     blocking_s: float = 0.0
-    """Time that training has waited for it."""
+    """Time that training waited for it."""
     write_s: float = 0.0
     num_bytes: int = 0
-    """Of all ranks."""
+    """Size of the files of all ranks."""
     remarks: list[str] = field(default_factory=list)
-    """Old checkpoints that could not be removed, on rank 0."""
+    """Sentences to print: a save that was repeated, old checkpoints that could not be removed."""
     error: BaseException | None = None
 
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """This rank's part of a checkpoint, which later steps no longer change."""
+    """This rank's part of a checkpoint, which later steps do not change."""
 
     tensors: Tensors
     random_state: dict[str, torch.Tensor]
@@ -66,7 +66,7 @@ class _Snapshot:
 
 
 class _Removed(UserError):
-    """Somebody has removed what was being written."""
+    """The folder was removed while it was being written."""
 
 
 class CheckpointWriter:
@@ -82,7 +82,7 @@ class CheckpointWriter:
         goal: Goal,
         best_saved: float | None = None,
     ) -> None:
-        """`goal` is what `config.keep_best` goes by, `best_saved` the best figure of the checkpoints that stand."""
+        """`goal` ranks checkpoints for `config.keep_best`; `best_saved` is the best value among the existing checkpoints."""
         self.run_folder, self.sharded, self.optimizer = run_folder, sharded, optimizer
         self.identity, self.config = identity, config
         self.goal, self.best_saved = goal, best_saved
@@ -95,9 +95,9 @@ class CheckpointWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Let a save under way come to its end: without limit where all ranks leave together, else a peer may be gone.
+        """Wait for the running save: without limit if all ranks leave together, else briefly, as a peer may be dead.
 
-        A thread that still runs at the interpreter's end would abort the process, and the root cause be told as SIGABRT.
+        A thread that still runs at interpreter exit would abort the process, and SIGABRT would hide the root cause.
         """
         if self.thread is not None:
             self.thread.join(None if isinstance(error, UserError | Stopped) else PATIENCE_S)
@@ -105,30 +105,33 @@ class CheckpointWriter:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the save under way is known on this rank to have failed. Not a collective."""
+        """Whether this rank knows that the current save has failed. Not a collective."""
         return self.under_way is not None and self.under_way.error is not None
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank's thread is at work. Not a collective."""
+        """Whether this rank's thread is writing. Not a collective."""
         return self.thread is not None and self.thread.is_alive()
 
     def is_best(self, state: TrainState) -> bool:
-        """Whether `state` was evaluated at its step and beats all checkpoints saved. Not a collective."""
+        """Whether `state` was evaluated at its step and is better than all saved checkpoints. Not a collective."""
         value = state.metrics.get(self.goal.metric)
         return value is not None and self.goal.is_better(value, self.best_saved)
 
     def save(self, state: TrainState, *, wait: bool = False) -> Save | None:
-        """Save the run as it is after `state.step`; returns the save before, if it had not been taken yet.
+        """Save the run as it is after `state.step`; returns the previous save, unless `take_finished` has returned it already.
 
-        Training may go on at once, but for `wait` or without `checkpoint.async_save`: then the checkpoint stands.
+        With `wait`, or without `checkpoint.async_save`, the checkpoint is on disk when this returns. Otherwise training may
+        continue while a thread writes it.
 
         Raises:
-            UserError: on every rank: this save or the one before could not be written (disk full, folder read-only).
+            UserError: this save or the previous one could not be written (disk full, folder read-only); on every rank.
         """
         start_s = time.perf_counter()
-        working("saving", state.step)  # the one before may still be written
+        # 1. The previous save must finish first.
+        working("saving", state.step)
         before = self.finish()
+        # 2. Stage the shards in host memory, so that later steps do not change them.
         at("saving", state.step)
         tensors = state_tensors(self.sharded, self.optimizer)
         behind = self.config.async_save and not wait
@@ -137,6 +140,7 @@ class CheckpointWriter:
         snapshot = _Snapshot(tensors, capture_random_state(), self._manifest(state))
         if self.is_best(state):
             self.best_saved = state.metrics[self.goal.metric]
+        # 3. Write, in a thread or here.
         self.under_way = Save(state.step)
         if behind:
             self.thread = threading.Thread(target=self._write, args=(snapshot, self.under_way), name="checkpoint", daemon=True)
@@ -149,14 +153,14 @@ class CheckpointWriter:
         return before
 
     def take_finished(self) -> Save | None:
-        """The save that was under way, if this rank's thread is done with it and it went well. Not a collective."""
+        """The current save, if this rank's thread has finished it without an error; else None. Not a collective."""
         if self.under_way is None or self.is_writing or self.under_way.error is not None:
             return None
         done, self.under_way, self.thread = self.under_way, None, None
         return done
 
     def finish(self) -> Save | None:
-        """Wait for the save under way; returns it, if `take_finished` has not yet.
+        """Wait for the current save; returns it, unless `take_finished` has returned it already.
 
         Raises:
             UserError: it could not be written; on every rank.
@@ -173,7 +177,7 @@ class CheckpointWriter:
         raise_together(error)
 
     def _write(self, snapshot: _Snapshot, save: Save) -> None:
-        """Body of the thread: whatever goes wrong is kept for the training thread."""
+        """Body of the thread; keeps any error for the training thread."""
         start_s = time.perf_counter()
         try:
             self._write_and_commit(snapshot, save)
@@ -182,6 +186,7 @@ class CheckpointWriter:
         save.write_s = time.perf_counter() - start_s
 
     def _write_and_commit(self, snapshot: _Snapshot, save: Save, *, is_again: bool = False) -> None:
+        """Start, write, finish, remove old ones: each on all ranks, before the next begins. Collective."""
         folder = step_folder(self.run_folder, save.step)
         unfinished = folder.with_name(f"{folder.name}.tmp")
 
@@ -211,7 +216,7 @@ class CheckpointWriter:
             self._together(finish, folder)
         except (UserError, RuntimeError) as error:
             if rank() == 0:
-                shutil.rmtree(unfinished, ignore_errors=True)  # a full disk has room again
+                shutil.rmtree(unfinished, ignore_errors=True)  # frees a full disk
             if is_again or not isinstance(error, _Removed):
                 raise
             save.remarks.append(f"checkpoint {folder} was removed while it was written: it was written again")
@@ -220,7 +225,7 @@ class CheckpointWriter:
         save.remarks += self._together(remove, folder)[0]
 
     def _together(self, work: Callable[[], Any], folder: Path) -> list[Any]:
-        """`work` of every rank; where it fails on any, all fail with the first one's sentence.
+        """Call `work` on every rank and gather the results; if it fails on any, all raise the first one's sentence. Collective.
 
         Raises:
             UserError: a file system refuses.
@@ -229,7 +234,7 @@ class CheckpointWriter:
         result, failure, error = None, None, None
         try:
             result = work()
-        except BaseException as e:  # whatever it is: a rank that left here would let the others wait
+        except BaseException as e:  # any error: if this rank left here, the others would hang
             error = e
             text = " ".join(str(e).split())[:300]
             refuses = isinstance(e, OSError | SafetensorError)
@@ -243,7 +248,7 @@ class CheckpointWriter:
         return [result for result, _ in gathered]
 
     def _manifest(self, state: TrainState) -> dict[str, Any]:
-        """All of it but the files."""
+        """The manifest without `files`."""
         return {
             "step": state.step,
             "world_size": world_size(),
@@ -256,8 +261,10 @@ class CheckpointWriter:
 
 
 class HostCopier:
-    """Takes host memory, pinned beside a CUDA device, for this rank's shards at its first copy, and uses it for the next ones;
-    but for FSDP1, see `copy`."""
+    """Stages this rank's shards in host memory (pinned if on CUDA), which the first copy allocates and later ones reuse.
+
+    Under FSDP1 every copy allocates; see `copy`.
+    """
 
     def __init__(self, device: torch.device) -> None:
         on_cuda = device.type == "cuda"
@@ -267,12 +274,12 @@ class HostCopier:
         self.stager = DefaultStager(options)
 
     def copy(self, tensors: Tensors) -> Tensors:
-        """Copies with the same placements; they are complete when this returns, and stay until the next call."""
-        # torch's stager does not know FSDP1's ShardedTensors; its older one does, and takes new memory each time.
+        """Copies with the same placements; complete when this returns, and valid until the next call."""
+        # torch's stager does not support FSDP1's ShardedTensors; its older one does, but allocates each time.
         fsdp1 = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, ShardedTensor)}
         others = {name: tensor for name, tensor in tensors.items() if name not in fsdp1}
         return {**self.stager.stage(others), **BlockingAsyncStager().stage(fsdp1)}  # type: ignore[dict-item]
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the host memory."""
         self.stager.close()

@@ -1,4 +1,4 @@
-"""The whole state dict of a sharded model in one file of rank 0: for models small enough; others have sharded checkpoints."""
+"""Saves the full state dict of a sharded model to one file, from rank 0's memory; large models use sharded checkpoints."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from toolkit.parallel.wrap import ShardedModel
 def save_whole_state(sharded: ShardedModel, path: Path) -> dict[str, float]:
     """Gather the parameters one unit at a time into rank 0's host memory and write them as safetensors. Collective.
 
-    The file exists whole or not at all. It holds parameters only, under the names of the model before it was wrapped.
+    The write is atomic. The file holds parameters only, under their names in the unwrapped model.
 
     Returns:
-        `blocking_s`, the time that every rank waited, `write_s`, and `num_bytes` of the file.
+        `blocking_s`, the time that every rank waited; `write_s`; and `num_bytes` of the file.
 
     Raises:
-        UserError: it cannot be written; on every rank.
+        UserError: the file cannot be written; on every rank.
     """
+    # All ranks gather; rank 0 keeps the parameters and writes them.
     start_s = time.perf_counter()
     weights: dict[str, torch.Tensor] = {}
     for name, whole in whole_parameters(sharded):

@@ -1,6 +1,6 @@
-"""What a run remembers from one step to the next, and what must be the same for another process to go on with it.
+"""The state of a run between steps, and the identity that a resume must match.
 
-Tensors are those of the sharded model and its optimizer; everything else is a few numbers, which go into the manifest as JSON.
+Tensors are those of the sharded model and its optimizer. The rest is a few numbers, which the manifest stores as JSON.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ from toolkit.parallel.wrap import ShardedModel
 
 @dataclass
 class SkipHistory:
-    """Updates that were not taken, and what the spike guard has seen."""
+    """Skipped updates, and the spike guard's window."""
 
     num_skipped: int = 0
     num_in_a_row: int = 0
-    """Skipped updates up to now without one in between that was taken."""
+    """Updates skipped since the last one that was applied."""
     grad_norms: list[float | None] = field(default_factory=list)
-    """The spike guard's window as it lies in memory; None where no step has filled it yet."""
+    """The spike guard's window in memory order; None for a place not filled yet."""
     num_grad_norms: int = 0
-    """Gradient norms the window has ever taken in."""
+    """Number of gradient norms that the window has ever received."""
 
 
 @dataclass
 class TrainState:
-    """What a run remembers between steps besides tensors."""
+    """The state of a run between steps, without tensors."""
 
     step: int = 0
-    """Steps done."""
+    """Number of completed steps."""
     best_value: float | None = None
-    """Best `eval.best_metric` of the steps so far, the start not among them; None where none was measured yet."""
+    """Best `eval.best_metric` so far, without the evaluation before the first step; None: none measured yet."""
     num_evaluations_without_gain: int = 0
     start_value: float | None = None
-    """`eval.best_metric` before the first step; None where it was not measured, or a NaN."""
+    """`eval.best_metric` before the first step; None: not measured, or a NaN."""
     evaluation_due: bool = False
-    """The evaluation at `step` was not finished: a resumed run starts with it."""
+    """The evaluation at `step` is not finished; a resumed run starts with it."""
     skips: SkipHistory = field(default_factory=SkipHistory)
     metrics: dict[str, float] = field(default_factory=dict)
-    """Figures of the evaluation at this step, if there was one."""
+    """Metrics of the evaluation at this step, if there was one."""
 
     def in_manifest(self) -> dict[str, Any]:
-        """All but step and metrics, which have places of their own in a manifest."""
+        """The state for the manifest, without step and metrics, which have fields of their own there."""
         return {key: value for key, value in asdict(self).items() if key not in ("step", "metrics")}
 
     @classmethod
     def from_manifest(cls, manifest: dict[str, Any]) -> TrainState:
-        """As `in_manifest` gave it; what an older format lacks is as at the start of a run."""
+        """The state from a manifest; a field that an older format lacks gets its default."""
         saved = dict(manifest["state"])
         skips = SkipHistory(**saved.pop("skips", {}))
         return cls(step=manifest["step"], metrics=dict(manifest["metrics"]), skips=skips, **saved)
@@ -68,11 +68,11 @@ class Identity:
     model_config_hash: str
     data_fingerprint: str
     frozen_hashes: dict[str, str]
-    """Of each frozen parameter, by name."""
+    """Hash of each frozen parameter, by name."""
 
 
 def model_tensors(sharded: ShardedModel) -> Tensors:
-    """Trainable parameters (each once, whatever its aliases) and buffers, as this rank holds them. Collective under FSDP1."""
+    """This rank's shards of trainable parameters (each under one name) and buffers. Collective under FSDP1."""
     wanted = {clean(name) for name, p in sharded.plain.named_parameters() if p.requires_grad}
     wanted |= {clean(name) for name, _ in sharded.plain.named_buffers()}
     state: dict[str, Any] = get_model_state_dict(sharded.model, options=StateDictOptions())
@@ -80,7 +80,7 @@ def model_tensors(sharded: ShardedModel) -> Tensors:
 
 
 def state_tensors(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Everything of a run that is a tensor. Hyperparameters are not: they follow from config and step. Collective."""
+    """All tensors of a run: the model's and the optimizer's moments. Hyperparameters follow from config and step. Collective."""
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     state: dict[str, Any] = get_optimizer_state_dict(sharded.model, optimizer, options=options)
     moments = {f"optimizer.{name}": value for name, value in state.items() if name.startswith("state.")}

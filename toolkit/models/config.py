@@ -33,14 +33,12 @@ def load_model_config(config: ModelConfig, auto_class: AutoClass) -> PretrainedC
     """Read the model's `config.json` from a folder or the hub, and set `model.dropout` in it.
 
     Raises:
-        UserError: there is no such model or config, the model is of another kind, or its weights are not safetensors files in
-            its own folder.
+        UserError: no such model, no config, a model of another kind, or weights that are not safetensors files of its own.
     """
     import transformers
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    # A folder must look like a model before transformers reads it.
     name = config.name_or_path
     folder = Path(name)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
@@ -54,7 +52,6 @@ def load_model_config(config: ModelConfig, auto_class: AutoClass) -> PretrainedC
         raise UserError(f"model.name_or_path {name} is not a folder here: give an existing folder or a hub id")
     if folder.is_dir() and not config.from_scratch:
         check_weight_files(folder, f"model.name_or_path {name}")
-    # Read the config, and a hub model's index.
     try:
         model_config = AutoConfig.from_pretrained(name, revision=config.revision, trust_remote_code=config.trust_remote_code)
         index = None if folder.is_dir() or config.from_scratch else _download_index(name, model_config)
@@ -83,7 +80,6 @@ def load_model_config(config: ModelConfig, auto_class: AutoClass) -> PretrainedC
     if not is_known or (auto_class == "AutoModelForCausalLM" and _has_encoder(model_config)):
         raise UserError(f"model.name_or_path {name} is a {model_config.model_type} model, not {KINDS[auto_class]}")
     _check_trainable(model_config, name, auto_class)
-    # Dropout rates.
     if config.dropout is not None:
         for name_of_rate in _dropout_rates(model_config):
             setattr(model_config, name_of_rate, config.dropout)

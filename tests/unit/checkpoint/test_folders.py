@@ -23,7 +23,7 @@ def test_what_stood_there_is_put_back_where_its_replacement_never_came(tmp_path:
     before, replaced = (make_checkpoint(tmp_path, step) for step in (3, 12))
     replaced.rename(replaced.with_name("step-00000012.old"))
     assert newest_valid(tmp_path) == (before, [])
-    sentence = "step-00000012.old is step-00000012 again: the save that was to replace it never came to its end"
+    sentence = "step-00000012.old is step-00000012 again: the save that should have replaced it never finished"
     assert find_checkpoint(tmp_path, "auto") == (replaced, [sentence])
     assert find_checkpoint(tmp_path, "auto") == (replaced, [])
 

@@ -47,7 +47,7 @@ def test_the_best_value_is_forgotten_where_figures_would_not_be_equals(
     if reason is None:
         assert sentence is None and state == TrainState(7, 0.5, 2, 0.9, metrics=metrics)
     else:
-        assert sentence == f"the best loss so far, 0.5, is not compared with what is measured from here on: {reason}"
+        assert sentence == f"the best loss so far, 0.5, is not compared with later values: {reason}"
         assert state == TrainState(7, metrics=metrics)
 
 
@@ -120,7 +120,7 @@ def test_without_any_checkpoint_the_weights_in_memory_are_the_choice(tmp_path: P
     """Somebody has removed all of them since the last save; the training must not be lost for that."""
     assert best_of_run(tmp_path, LOSS) == (
         None,
-        f"{tmp_path} has no checkpoint any more, of which the best could be taken: exporting the last weights",
+        f"{tmp_path} has no checkpoint any more to take the best from: exporting the last weights",
     )
 
 
