@@ -169,8 +169,10 @@ def test_a_part_of_a_checkpoint_does_not_count(faulty_bench: Workbench, step: in
 
 
 def as_version_3(manifest: dict[str, Any]) -> dict[str, Any]:
-    """What the toolkit wrote before a manifest said what its figures were measured on."""
+    """What the toolkit wrote before a manifest said what its figures were measured on, and when a key had its old name."""
     del manifest["measured_on"], manifest["state"]["start_value"]
+    config = manifest["identity"]["config"]
+    config["eval.stop_after"] = config.pop("eval.early_stopping_patience")
     return manifest | {"format_version": 3}
 
 

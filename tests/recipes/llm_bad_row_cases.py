@@ -146,9 +146,10 @@ DATA = {
         sentence="export.weights best needs held-out rows, but there are none: raise data.eval_fraction, or give data.eval_files",
     ),
     "stopping without held-out rows": Case(
-        flags="--eval.stop_after 2 --eval.every_steps 1",
+        flags="--eval.early_stopping_patience 2 --eval.every_steps 1",
         files=TEXT,
-        sentence="eval.stop_after needs held-out rows, but there are none: raise data.eval_fraction, or give data.eval_files",
+        sentence="eval.early_stopping_patience needs held-out rows, but there are none: raise data.eval_fraction, or "
+        "give data.eval_files",
     ),
     "model folder without weights": Case(
         sentence="model {here}/model has no loadable safetensors weights (…): give a folder with them, or model.from_scratch "

@@ -17,7 +17,7 @@ WORSENING: dict[str, Any] = {
     "eval__at_start": True,
     "eval__every_steps": 1,
     "eval__generate": False,
-    "eval__stop_after": 3,
+    "eval__early_stopping_patience": 3,
     "checkpoint__keep_last": 1,
     "checkpoint__keep_best": 1,
     "export__weights": "best",

@@ -49,7 +49,7 @@ def test_run_stops_without_gain_keeps_the_best_and_exports_it(bench: Workbench) 
         "optim__lr": 1e-6,
         "train__max_steps": 8,
         "eval__every_steps": 1,
-        "eval__stop_after": 2,
+        "eval__early_stopping_patience": 2,
         "eval__best_metric": "percent_distinct",
         "checkpoint__every_steps": 1,
         "checkpoint__keep_last": 1,

@@ -5,7 +5,12 @@ Spelling alone would mislead: `--report_to` means `tracking.log_with`, but is sp
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Collection
+
+RENAMED_KEYS = {"eval.stop_after": "eval.early_stopping_patience"}
+"""Old names of keys, in the same section; each is read for one version."""
 
 _NAMES = {
     "model.name_or_path": "model_name_or_path model_name base_model model_id pretrained_model_name_or_path",
@@ -58,7 +63,7 @@ _NAMES = {
     "eval.num_beams": "generation_num_beams",
     "eval.max_new_tokens": "generation_max_length generation_max_new_tokens",
     "eval.best_metric": "metric_for_best_model",
-    "eval.stop_after": "early_stopping_patience",
+    "eval.early_stopping_patience": "patience early_stopping stop_after",
     "checkpoint.every_steps": "save_steps save_strategy saves_per_epoch",
     "checkpoint.keep_last": "save_total_limit",
     "checkpoint.resume": "resume_from_checkpoint auto_resume_from_checkpoints",
@@ -92,6 +97,14 @@ _ELSEWHERE = {
     "overwrite_output_dir": "nothing is overwritten; take another run.name",
     "push_to_hub hub_model_id": "nothing is uploaded; the run's export/ is a folder that the hub takes",
 }
+
+
+def present_name(key: str, where: str) -> str:
+    """What a dotted key is called in this version; one rank prints where an old name stands."""
+    new = RENAMED_KEYS.get(key, key)
+    if new != key and os.environ.get("RANK", "0") == "0":
+        print(f"{where}{key} is called {new} now; the old name works in this version only", file=sys.stderr, flush=True)
+    return new
 
 
 def find_by_meaning(name: str, fields: Collection[str]) -> list[str]:

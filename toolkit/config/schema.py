@@ -148,9 +148,9 @@ class EvalConfig:
     unshard: Literal["auto", "never"] = "auto"
     """`auto` gathers the full model once per evaluation if it fits in memory; `never` gathers it block by block."""
     best_metric: str = "loss"
-    """Metric for `stop_after`, `checkpoint.keep_best` and `export.weights: best`: `loss`, `rouge1`, `rougeL`, … Only values
-    measured on the same rows and, for text metrics, with the same generation settings are compared."""
-    stop_after: PositiveInt | None = None  # type: ignore[valid-type]
+    """Metric for `early_stopping_patience`, `checkpoint.keep_best` and `export.weights: best`: `loss`, `rouge1`, `rougeL`, …
+    Only values measured on the same rows and, for text metrics, with the same generation settings are compared."""
+    early_stopping_patience: PositiveInt | None = None  # type: ignore[valid-type]
     """Early stopping: stop after this many evaluations in a row that do not improve on the best `best_metric` so far. The
     evaluation before the first step does not count."""
 

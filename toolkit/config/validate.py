@@ -23,8 +23,11 @@ def check_config(config: Any) -> None:
     if train.max_steps is not None:
         check_num_steps(config, train.max_steps)
     _check_sources(data)
-    if evaluation.stop_after is not None and evaluation.every_steps is None:
-        raise UserError(f"eval.stop_after is {evaluation.stop_after}, but only the end is evaluated: set eval.every_steps too")
+    if evaluation.early_stopping_patience is not None and evaluation.every_steps is None:
+        raise UserError(
+            f"eval.early_stopping_patience is {evaluation.early_stopping_patience}, but only the end is evaluated: set "
+            "eval.every_steps too"
+        )
     if evaluation.best_metric.startswith("rouge") and not evaluation.generate:
         raise UserError(f"eval.best_metric {evaluation.best_metric} needs eval.generate true")
     if config.export.weights == "best" and config.checkpoint.keep_best == 0:
@@ -82,7 +85,10 @@ def check_evaluation_rows(config: Any, num_rows: int) -> None:
     Raises:
         UserError: naming the field.
     """
-    needed_by = {"export.weights best": config.export.weights == "best", "eval.stop_after": config.eval.stop_after is not None}
+    needed_by = {
+        "export.weights best": config.export.weights == "best",
+        "eval.early_stopping_patience": config.eval.early_stopping_patience is not None,
+    }
     for name, is_set in needed_by.items():
         if is_set and num_rows == 0:
             raise UserError(f"{name} needs held-out rows, but there are none: raise data.eval_fraction, or give data.eval_files")

@@ -85,7 +85,8 @@ def after_step(session: Session, *, is_resumed: bool = False) -> bool:
         _save(session, wait=over)
     if over and state.step < run.num_steps:
         session.bar.say(
-            f"stopping at step {state.step}: {config.eval.stop_after} evaluations without gain in {config.eval.best_metric}"
+            f"stopping at step {state.step}: {config.eval.early_stopping_patience} evaluations without gain in "
+            f"{config.eval.best_metric}"
         )
     if over:
         say_without_gain(session.bar, state, session.writer.goal)
@@ -225,8 +226,9 @@ def _log_save(session: Session, save: Save | None) -> None:
 
 
 def should_stop_early(config: RecipeConfig, state: TrainState) -> bool:
-    """Whether `eval.stop_after` ends the run here."""
-    return config.eval.stop_after is not None and state.num_evaluations_without_gain >= config.eval.stop_after
+    """Whether `eval.early_stopping_patience` ends the run here."""
+    patience = config.eval.early_stopping_patience
+    return patience is not None and state.num_evaluations_without_gain >= patience
 
 
 def is_due(step: int, every_steps: int | None) -> bool:

@@ -58,7 +58,7 @@ def train(config: RecipeConfig, run: Run, state: TrainState) -> TrainState:
     """Train from the step after `state.step` to the end. Collective.
 
     Evaluates every `eval.every_steps` and at the end. Saves every `checkpoint.every_steps`, after each new best value if
-    `checkpoint.keep_best` is set, and at the end. Stops early after `eval.stop_after` evaluations without gain.
+    `checkpoint.keep_best` is set, and at the end. Stops early after `eval.early_stopping_patience` evaluations without gain.
 
     Raises:
         Stopped: a signal reached a rank; the last completed step has a checkpoint.

@@ -238,7 +238,7 @@ def _flags(box: Box, *, rows: int, micro: int, dropout: float = 0.0) -> dict[str
         "eval.batch_size_rows": micro,
         "eval.generate": False,
         "eval.best_metric": "loss",
-        "eval.stop_after": None,
+        "eval.early_stopping_patience": None,
         "checkpoint.every_steps": SAVED_STEP,
         "checkpoint.keep_last": NUM_STEPS,
         "checkpoint.keep_best": 0,
