@@ -44,7 +44,7 @@ def table_rows(printed: str) -> list[str]:
 def test_metrics_are_restored_whole(bench: Workbench) -> None:
     printed = (bench.runs / "metrics.txt").read_text()
     # The save of step 2 may still be under way, and then the sentence goes on.
-    assert len(re.findall(r"metrics\.jsonl was removed while the run goes on: its \d lines are restored", printed)) == 1
+    assert len(re.findall(r"metrics\.jsonl was removed during the run: its \d lines are restored", printed)) == 1
     assert steps(bench, "metrics", "train") == [1, 2, 3, 4, 5, 6]
     assert steps(bench, "metrics", "eval") == [0, 2, 4, 6]
     assert steps(bench, "metrics", "checkpoint") == [2, 4, 6]
@@ -58,7 +58,7 @@ def test_a_folder_that_is_removed_while_a_checkpoint_is_written(bench: Workbench
     fault = ("remove", {"what": str(run), "step": 4, "in_save": True})
     # A save that training waits for: beside it, nobody knows which of the next steps' files are there by then.
     printed = run_with(bench, "all", fault, **CHANGES, checkpoint__async_save=False, exports=True)
-    (told,) = [line for line in printed.splitlines() if "was removed while the run goes on" in line]
+    (told,) = [line for line in printed.splitlines() if "was removed during the run" in line]
     assert "lines are restored; so are its lock and config.yaml, and what else was in the folder is lost" in told
     assert f"checkpoint {run}/checkpoints/step-00000004 was removed while it was written: it was written again" in printed
     assert table_rows(printed) == TABLE and "generated:" in printed

@@ -61,7 +61,7 @@ def test_no_checkpoint_is_newer_than_its_lines(faulty_bench: Workbench, kind: st
     run = stopped_after(faulty_bench, f"no room for {kind} {step}", step=2)
     outcome = attempt_with(faulty_bench, run.name, partial(full_from, kind, step), log_every_steps=50)
     assert outcome.injected
-    check_one_sentence(outcome, rf"{run}/metrics\.jsonl cannot be written \({NO_SPACE}\): mend that.*")
+    check_one_sentence(outcome, rf"{run}/metrics\.jsonl cannot be written \({NO_SPACE}\): fix that.*")
     assert max(faulty_bench.checkpoints(run.name)) == step_name(stands)
     resume(faulty_bench, run.name, from_step=stands)
     check_like_whole(faulty_bench, run.name, SAVED)
@@ -71,7 +71,7 @@ def test_rows_that_cannot_be_logged(faulty_bench: Workbench) -> None:
     run = stopped_after(faulty_bench, "no room for rows", step=2)
     outcome = attempt_with(faulty_bench, run.name, partial(no_room, r"rows-00001\.jsonl a ", rank=1))
     assert outcome.injected
-    check_one_sentence(outcome, rf"{run}/rows-00001\.jsonl cannot be written \({NO_SPACE}\): mend that.*")
+    check_one_sentence(outcome, rf"{run}/rows-00001\.jsonl cannot be written \({NO_SPACE}\): fix that.*")
     resume(faulty_bench, run.name, from_step=2)
     check_like_whole(faulty_bench, run.name, SAVED)
 
@@ -80,7 +80,7 @@ def test_no_room_to_cut_the_record_at_a_resume(faulty_bench: Workbench) -> None:
     run = stopped_after(faulty_bench, "no room to cut", step=2)
     outcome = attempt_with(faulty_bench, run.name, partial(no_room, r"metrics\.jsonl\.new w", rank=0))
     assert outcome.injected
-    check_one_sentence(outcome, rf"{run}/metrics\.jsonl cannot be used \({NO_SPACE}\): mend that.*")
+    check_one_sentence(outcome, rf"{run}/metrics\.jsonl cannot be used \({NO_SPACE}\): fix that.*")
     resume(faulty_bench, run.name, from_step=2)
     check_like_whole(faulty_bench, run.name, SAVED)
 

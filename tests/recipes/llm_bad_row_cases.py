@@ -68,7 +68,7 @@ DATA = {
     "template that cannot give masks": Case(
         flags="--data.chat_template {here}/chat.jinja",
         files=chats(say("a", "<think>b</think>c", "d", "e")) | {"chat.jinja": STRIPPING},
-        sentence=f"{ROW}: the chat template does not tell which tokens are the assistant's: it prints the first 2 messages "
+        sentence=f"{ROW}: the chat template does not show which tokens are the assistant's: it prints the first 2 messages "
         "differently when more follow (as if it left out earlier thinking); give data.chat_template with {% generation %} ... "
         "{% endgeneration %} around the assistant's text (recipes/chat_templates/chatml_generation.jinja is one for ChatML), or "
         "set data.loss_on all",

@@ -1,1 +1,1 @@
-"""Evaluation: loss and generated texts of the evaluation split, ROUGE, baselines."""
+"""Evaluation: loss and generated texts on the evaluation split, ROUGE, baselines."""

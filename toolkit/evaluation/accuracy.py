@@ -1,4 +1,4 @@
-"""Loss and accuracy of a classifier of images over all ranks, each held-out image exactly once.
+"""Loss and accuracy of an image classifier over all ranks; each evaluation image counts exactly once.
 
 Shapes: `B` images, `H` height, `W` width, `C` classes.
 """
@@ -21,10 +21,10 @@ from toolkit.parallel.wrap import ShardedModel
 
 @torch.no_grad()
 def evaluate_accuracy(sharded: ShardedModel, images: ImageSets, batch_size_rows: int) -> dict[str, float]:
-    """`loss` (nats an image), `accuracy` (percent), `num_rows`, `rows_per_s`. Collective.
+    """Return `loss` (nats per image), `accuracy` (percent), `num_rows` and `rows_per_s`. Collective.
 
     Args:
-        batch_size_rows: images of one batch of one process; in fp32 it never changes the result.
+        batch_size_rows: images per batch and process; in fp32 it never changes the result.
     """
     start_s = time.perf_counter()
     device, num_rows = sharded.accelerator.device, len(images.evaluation)
@@ -33,7 +33,7 @@ def evaluate_accuracy(sharded: ShardedModel, images: ImageSets, batch_size_rows:
     with evaluation_model(sharded, unshard="never") as (model, _):
         for of_ranks in cut(np.arange(num_rows), np.ones(num_rows), world_size(), batch_size_rows):
             rows = of_ranks[rank()]
-            # Without rows one whose label does not count, to stay in step with the other ranks.
+            # A rank without rows runs one whose label does not count, so that the collectives of all ranks match.
             pixels_B1HW, labels_B = images.collate(images.evaluation, rows or [0], device, is_dummy=not rows)
             logits_BC = model(pixels_B1HW)
             loss_sum += summed_cross_entropy(logits_BC, labels_B)

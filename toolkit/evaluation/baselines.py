@@ -1,6 +1,6 @@
-"""Summaries that need no model. A trained model that does not beat them has learned little.
+"""Baseline summaries without a model. A trained model that does not beat them has learned little.
 
-`lead_sentence` reads the source and repeats its beginning; `best_constant` reads nothing and says the same for every row.
+`lead_sentence` repeats the beginning of the source; `best_constant` ignores the source and is the same for every row.
 """
 
 from __future__ import annotations
@@ -26,26 +26,28 @@ def lead_sentence(text: str) -> str:
 
 
 def best_constant(train_targets: Sequence[str], references: Sequence[str]) -> str:
-    """The training target with the highest mean ROUGE-L when it is given as the summary of every reference.
+    """The training target with the highest mean ROUGE-L as the summary of every row.
 
-    Words are those that ROUGE of these references counts.
+    Words are counted as in the ROUGE of these references.
 
-    Exhaustive ROUGE would take minutes. Mean ROUGE-1 of every target is one matrix product, and it bounds mean ROUGE-L
-    from above (a common subsequence is a common bag): targets are ranked by it and their ROUGE-L computed from the top,
-    until no later one can win or `MAX_RANKED` were. Deterministic; the first of equals in the data wins.
-    Of more than `MAX_CANDIDATES` distinct targets or `MAX_REFERENCES` references, that many at even distances are used:
-    a few seconds at most, whatever the data set.
+    Exhaustive ROUGE would take minutes. The mean ROUGE-1 of all targets is one matrix product, and it is an upper bound of the
+    mean ROUGE-L (a common subsequence is a common bag). Targets are ranked by it, and their ROUGE-L is computed from the top,
+    until no later target can win or `MAX_RANKED` are done. The result is deterministic; the first of equals in the data wins.
+    Of more than `MAX_CANDIDATES` distinct targets or `MAX_REFERENCES` references, as many are taken at even distances, so
+    that it takes a few seconds at most on any data set.
 
     Raises:
-        ValueError: no target or no reference.
+        ValueError: there is no target or no reference.
     """
     if not train_targets or not references:
         raise ValueError(f"the best constant needs a target and a reference: {len(train_targets)} and {len(references)} given")
+    # Rank the candidates by the upper bound.
     candidates = _at_even_distances(list(dict.fromkeys(train_targets)), MAX_CANDIDATES)
     tokenize = choose_tokenizer(references).tokenize
     candidate_tokens = [tokenize(text) for text in candidates]
     reference_tokens = [tokenize(text) for text in _at_even_distances(references, MAX_REFERENCES)]
     upper_bounds = mean_rouge1(candidate_tokens, reference_tokens)
+    # Compute the exact score from the top, until the bound is below the best.
     best, best_score = 0, -1.0
     for i in np.argsort(-upper_bounds, kind="stable")[:MAX_RANKED].tolist():
         if upper_bounds[i] < best_score:
@@ -59,8 +61,8 @@ def best_constant(train_targets: Sequence[str], references: Sequence[str]) -> st
 def mean_rouge1(candidates: Sequence[list[str]], references: Sequence[list[str]]) -> np.ndarray:
     """Mean ROUGE-1 F-measure (0 to 1) of each tokenized candidate as the constant summary of all references; `[candidates]`.
 
-    The clipped overlap of two bags is a plain dot product once a word's k-th occurrence counts as a word of its own.
-    Counts are small integers, exact in float32.
+    If a word's k-th occurrence counts as a word of its own, the clipped overlap of two bags is a dot product. Counts are small
+    integers, exact in float32.
     """
     column_of: dict[tuple[str, int], int] = {}
     columns_of_references = [[column_of.setdefault(key, len(column_of)) for key in _occurrences(tokens)] for tokens in references]
@@ -83,8 +85,8 @@ def mean_rouge1(candidates: Sequence[list[str]], references: Sequence[list[str]]
 def mean_rouge_l(candidate: list[str], references: Sequence[list[str]]) -> float:
     """Mean ROUGE-L F-measure (0 to 1) of one tokenized candidate as the constant summary of all references.
 
-    The longest common subsequence by bits, one machine operation for a row of the usual table: Hyyrö, "Bit-parallel LCS
-    length computation revisited" (2004).
+    The longest common subsequence is computed bit-parallel, with a few integer operations per row of the usual table: Hyyrö,
+    "Bit-parallel LCS length computation revisited" (2004).
     """
     positions_of: dict[str, int] = {}
     for position, token in enumerate(candidate):

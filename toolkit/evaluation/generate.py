@@ -1,4 +1,4 @@
-"""Texts that the model generates for rows with a prompt, and their scores."""
+"""Generates texts for evaluation rows with a prompt, and scores them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROUGE_METRICS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
 @dataclass(frozen=True)
 class Score:
-    """One generated row; `index` is its place in the held-out rows."""
+    """The scored text of one row; `index` is the row's position in the evaluation split."""
 
     index: int
     prediction: str
@@ -41,7 +41,7 @@ def _generate(
     in_step: bool,
     between_batches: Callable[[], None],
 ) -> list[Score]:
-    """Texts of this rank's rows, scored. Collective where `in_step`."""
+    """Generate and score the texts of this rank's rows. Collective if `in_step`."""
     from toolkit.evaluation.rouge import rouge_scores
 
     scores = []
@@ -53,6 +53,7 @@ def _generate(
             indices = [i for i in batch_indices if i in prompted]
             if not indices and not in_step:
                 continue
+            # In step, a rank without rows generates for any prompt, so that the collectives of all ranks match.
             prompts = _on_device(data.collator.prompts([data.rows[i] for i in indices or data.prompted[:1]]), sharded)
             tokens_BT = model.generate(  # type: ignore[operator]
                 **prompts,
@@ -75,7 +76,7 @@ def _generate(
 
 
 def _gather_scores(scores: list[Score], data: EvaluationRows, predictions_path: Path) -> dict[str, float]:
-    """Mean scores in row order, equal for every process count; rank 0 writes the predictions. Collective.
+    """Mean scores, equal for every process count because rank 0 sums in row order; it also writes the predictions. Collective.
 
     Raises:
         UserError: the predictions cannot be written; on every rank.
@@ -104,14 +105,14 @@ def _write_predictions(scores: list[Score], data: EvaluationRows, path: Path) ->
         line |= {name: round(value, 4) for name, value in zip(ROUGE_METRICS, score.rouge, strict=True)}
         lines.append(line)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)  # the run folder, should it be gone
+        path.parent.mkdir(parents=True, exist_ok=True)  # the run folder may have been removed
         save_json_lines(path, lines)
     except OSError as error:
         raise UserError(f"the predictions {path} could not be written: {error.strerror}") from None
 
 
 def _stop_token_ids(model: PreTrainedModel, data: EvaluationRows) -> list[int] | None:
-    """What ends a text: for the model, and as the rows end it (a chat model's turn, say). None leaves it to `generate`."""
+    """The tokens that end a text for the model or in the rows (such as the end of a chat turn). None leaves it to `generate`."""
     own = model.generation_config.eos_token_id  # type: ignore[union-attr]
     every = {*data.stop_token_ids, *(own if isinstance(own, list) else [own])} - {None}
     return sorted(every) or None

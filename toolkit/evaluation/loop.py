@@ -1,7 +1,7 @@
-"""Held-out loss and generated texts, over all ranks, each row exactly once.
+"""Evaluation loss and generated texts over all ranks; each row of the evaluation split counts exactly once.
 
-The loss is a sum over label tokens divided by their number, so batch size, process count and padding do not show in it.
-ROUGE is scored row by row on the rank that generated the row, and averaged in row order on rank 0.
+The loss is a sum over label tokens divided by their number, so it does not depend on batch size, process count or padding.
+ROUGE is scored per row on the rank that generated the text, and averaged in row order on rank 0.
 
 Shapes: `B` rows, `S` source positions, `T` target positions, `V` vocabulary.
 """
@@ -30,25 +30,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LONGEST_LOG = 700.0
-"""exp() of more does not fit into a float."""
+"""exp() of more overflows a float."""
 
 
 def evaluate(
     config: EvalConfig, sharded: ShardedModel, data: EvaluationRows, predictions_path: Path, between_batches: Callable[[], None]
 ) -> dict[str, float]:
-    """Evaluate on the held-out rows; every rank returns the same figures, but for its own clock's `rows_per_s`. Collective.
+    """Evaluate on the evaluation split. Every rank returns the same figures, except `rows_per_s` by its own clock. Collective.
 
-    Writes `predictions_path` (one JSON line a row, in row order) on rank 0 where `config.generate`.
+    With `config.generate`, rank 0 writes `predictions_path` (one JSON line per row, in row order).
 
     Args:
-        between_batches: called by every rank equally often; may raise on all of them to end the evaluation.
+        between_batches: called equally often by every rank; may raise on all of them to end the evaluation.
 
     Returns:
-        `loss` (nats a label token) and `loss/<name>` of each of `data.source_names` that has rows, `perplexity` (the
-        exponential of `loss`), `bits_per_byte` (of the targets' utf-8 text),
-        `token_accuracy` (percent of label tokens that were the likeliest); of generated texts `rouge1` … `rougeLsum` (percent,
-        mean F), `exact_match` (percent equal to the reference but for white space around), `percent_distinct` (number of
-        different predictions in percent of all predictions: 50 where every text comes twice); `num_rows`, `rows_per_s`.
+        `loss` (nats per label token), `loss/<name>` for each of `data.source_names` that has rows, `perplexity` (the
+        exponential of `loss`), `bits_per_byte` (of the targets' utf-8 text), `token_accuracy` (percent of label tokens that
+        the model ranks first); for generated texts `rouge1` … `rougeLsum` (percent, mean F), `exact_match` (percent equal to
+        the reference, ignoring white space around it), `percent_distinct` (distinct predictions in percent of all predictions:
+        50 if every text occurs twice); `num_rows`, `rows_per_s`.
     """
     start_s = time.perf_counter()
     batches = plan_evaluation(data, config.batch_size_rows, rank(), world_size())
@@ -69,7 +69,8 @@ def _evaluate_loss(
     in_step: bool,
     between_batches: Callable[[], None],
 ) -> dict[str, float]:
-    """Token-weighted loss over all ranks, and of each source. Collective."""
+    """Token-weighted loss over all ranks, in total and per source. Collective."""
+    # Sum on the device, without a host read per batch.
     names = data.source_names
     num_sources = max(1, len(names))
     loss_sums = torch.zeros(num_sources, dtype=torch.float64, device=sharded.accelerator.device)
@@ -79,14 +80,15 @@ def _evaluate_loss(
         between_batches()
         if not indices and not in_step:
             continue
-        # Without rows one whose labels do not count, to stay in step with the other ranks.
+        # A rank without rows runs one whose labels do not count, so that the collectives of all ranks match.
         rows = [[data.rows[i]] for i in indices or [0]]
         batch_sum, batch_correct = summed_loss(model, _on_device(data.collator.collate(rows, is_dummy=not indices), sharded))
-        source = data.sources[(indices or [0])[0]]  # one of all rows of a batch
+        source = data.sources[(indices or [0])[0]]  # all rows of a batch have the same source
         loss_sums[source] += batch_sum
         num_correct += batch_correct
         num_tokens[source] += sum(row["num_label_tokens"] for (row,) in rows) if indices else 0
         num_bytes += sum(row["target_bytes"] for (row,) in rows) if indices else 0
+    # Add up over the ranks, in one collective.
     counts = torch.tensor([num_correct.item(), num_bytes], dtype=torch.float64)
     totals = reduce_on_cpu(torch.cat([loss_sums.cpu(), num_tokens, counts]), dist.ReduceOp.SUM)
     losses, tokens = totals[:-2].view(2, num_sources).tolist()
@@ -97,6 +99,8 @@ def _evaluate_loss(
         "loss": loss,
         **{f"loss/{name}": losses[i] / tokens[i] for i, name in enumerate(names) if tokens[i]},
         "perplexity": math.exp(min(loss, LONGEST_LOG)),
-        "bits_per_byte": total_loss / math.log(2) / total_bytes if total_bytes else math.nan,  # rows of one token have none
+        "bits_per_byte": total_loss / math.log(2) / total_bytes
+        if total_bytes
+        else math.nan,  # rows of one token have no label bytes
         "token_accuracy": 100 * total_correct / total_tokens,
     }

@@ -1,11 +1,11 @@
-"""ROUGE as an `evaluate.Metric`, computed in place.
+"""ROUGE as an `evaluate.Metric` that needs no network.
 
-`evaluate.load("rouge")` fetches a script from the hub; this class is that metric over the same `rouge_score` package,
-without network: the figures are those of its `compute(use_stemmer=True, use_aggregator=False)`, and ROUGE-Lsum takes each line
-of a text for a sentence. Only where the references need words of another script they are others: `text.choose_tokenizer`.
+`evaluate.load("rouge")` downloads a script from the hub. This class is the same metric over the same `rouge_score` package. Its
+figures equal those of `compute(use_stemmer=True, use_aggregator=False)`, and ROUGE-Lsum takes each line of a text as a sentence;
+they differ only if the references need words of another script, see `text.choose_tokenizer`.
 Rows are scored one by one and averaged exactly (`math.fsum`), so that the result depends neither on the order of the rows nor on
-how many processes scored them; there is no bootstrap. Importing `evaluate` takes seconds: import this module inside the function
-that needs it.
+the number of processes; there is no bootstrap. Importing `evaluate` takes seconds: import this module inside the function that
+needs it.
 
 Reference: Lin, "ROUGE: a package for automatic evaluation of summaries" (2004); Lsum is its summary-level LCS.
 """
@@ -39,8 +39,8 @@ _CITATION = "Lin, Chin-Yew. ROUGE: a Package for Automatic Evaluation of Summari
 class Rouge(evaluate.Metric):
     """`Rouge().compute(predictions=[…], references=[…])` → percent by key of `ROUGE_KEYS`.
 
-    Instances in several processes or threads never meet: unless the caller names a `cache_dir`, each keeps its rows in a
-    temporary folder of its own, removed with the instance.
+    Instances in several processes or threads do not interfere: without a `cache_dir`, each keeps its rows in a temporary folder
+    of its own, which is removed with the instance.
     """
 
     def __init__(self, *, cache_dir: str | None = None, experiment_id: str | None = None, **options: Any):
@@ -60,10 +60,10 @@ class Rouge(evaluate.Metric):
 def rouge_scores(
     predictions: Sequence[str], references: Sequence[str], tokenizer: Tokenizer | None = None
 ) -> dict[str, list[float]]:
-    """F-measure in percent of every row, by key of `ROUGE_KEYS`; 0 where a prediction or reference has no word.
+    """F-measure in percent of every row, by key of `ROUGE_KEYS`; 0 if the prediction or the reference has no word.
 
     Args:
-        tokenizer: without one, as these references need it. Give it where they are a part of more.
+        tokenizer: None chooses it by these references. Pass it if they are only a part of all references.
 
     Raises:
         ValueError: the two have different lengths.
@@ -82,10 +82,10 @@ def rouge_scores(
 
 
 def mean_scores(rows: dict[str, list[float]]) -> dict[str, float]:
-    """Mean of each key's rows. The sum is exact, so any order of the rows gives the same bits.
+    """Mean over the rows, by key. The sum is exact, so any order of the rows gives the same bits.
 
     Raises:
-        ValueError: there is no row.
+        ValueError: there are no rows.
     """
     if not all(rows.values()):
         raise ValueError("ROUGE of no rows: give at least one prediction and its reference")

@@ -1,4 +1,4 @@
-"""The held-out rows of a run: which of them are evaluated, what they are called by source, and how ranks share them."""
+"""The rows that a run evaluates: which rows of the evaluation split, under which source names, in which batches on which rank."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _ROWS_HASHED_AT_ONCE = 1000
 
 @dataclass(frozen=True)
 class EvaluationRows:
-    """Held-out rows and what reading them needs."""
+    """Evaluation rows with the tokenizer and collator to read them."""
 
     rows: Dataset
     """Columns as in `TokenizedRows`."""
     tokenizer: PreTrainedTokenizerBase
     collator: Collator
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a generated text, beside those of the model's generation config."""
+    """Tokens that end a generated text, in addition to those of the model's generation config."""
     source_names: tuple[str, ...] = ()
-    """By `source_index`, where the loss of each source is reported beside the whole; else empty. See `name_sources`."""
+    """Names by `source_index` if the loss is also reported per source; else empty. See `name_sources`."""
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -50,29 +50,29 @@ class EvaluationRows:
 
     @functools.cached_property
     def prompted(self) -> list[int]:
-        """Rows that a text is generated for: all of an encoder-decoder, of a causal model those with a prompt."""
+        """Indices of the rows to generate a text for: all for an encoder-decoder, those with a prompt for a causal model."""
         if "prompt_length" not in self.rows.column_names:
             return list(range(len(self.rows)))
         return np.flatnonzero(self.rows.with_format("numpy")["prompt_length"][:]).tolist()
 
     @functools.cached_property
     def rouge_tokenizer(self) -> Tokenizer:
-        """What ROUGE counts in the texts of `prompted`."""
+        """How ROUGE splits the texts of the `prompted` rows into words."""
         return choose_tokenizer(self.rows.select(self.prompted)["target"][:])
 
     @functools.cached_property
     def sources(self) -> np.ndarray:
-        """Place in `source_names` of each row, (number of rows,) int64; zeros where no source is told from another."""
+        """Index into `source_names` of each row, (number of rows,) int64; zeros without source names."""
         if not self.source_names:
             return np.zeros(len(self.rows), dtype=np.int64)
         return self.rows.with_format("numpy")["source_index"][:]
 
 
 def choose_rows(held_out: Dataset, num_rows: int | None) -> Dataset:
-    """At most `num_rows` of the held-out rows, in their order: of each source equally many, as far as it has them.
+    """At most `num_rows` of the evaluation split, in order: equally many of each source, as far as it has them.
 
-    A source gives its rows in the order of a hash of their `row_id`, so the choice is the same on any machine, and more rows
-    include those that fewer would be.
+    Rows of a source are chosen in the order of a hash of their `row_id`, so the choice is the same on any machine, and a larger
+    choice includes a smaller one.
     """
     if num_rows is None or num_rows >= len(held_out):
         return held_out
@@ -86,9 +86,9 @@ def choose_rows(held_out: Dataset, num_rows: int | None) -> Dataset:
 
 
 def name_sources(config: LLMDataConfig) -> tuple[str, ...]:
-    """What figures call each entry of `data.mix`: its source, or `mix[i]` where several entries have the same.
+    """The name of each entry of `data.mix` in figures: its source, or `mix[i]` if several entries have the same source.
 
-    Empty without several entries, and where the held-out rows are those of `data.eval_files`, which belong to no entry.
+    Empty with fewer than two entries, and with `data.eval_files`, whose rows belong to no entry.
     """
     entries = [] if config.eval_files else config.mix
     if len(entries) < 2:
@@ -98,14 +98,14 @@ def name_sources(config: LLMDataConfig) -> tuple[str, ...]:
 
 
 def plan_evaluation(data: EvaluationRows, batch_size_rows: int, rank: int, world_size: int) -> list[list[int]]:
-    """This rank's batches of row indices: sorted by tokens before the labels, longest first, dealt over the ranks by batches.
+    """This rank's batches of row indices. Rows are sorted by tokens before the labels, longest first; batches are dealt out.
 
-    The rows of a batch are of one source. Every rank gets the same number of batches; the missing ones are empty.
+    All rows of a batch have the same source. Every rank gets the same number of batches; the last ones may be empty.
     """
     columns = data.rows.with_format("numpy")
     num_labels = columns["num_label_tokens"][:]
     order = np.lexsort((-num_labels, num_labels - columns["num_tokens"][:]))
-    # A short list is cut finer, so that no rank is left without work.
+    # Few rows are cut into smaller batches, so that no rank is left without work.
     size = max(1, min(batch_size_rows, math.ceil(len(order) / world_size)))
     places = [np.flatnonzero(data.sources[order] == source) for source in np.unique(data.sources)]
     parts = [part[i : i + size] for part in places for i in range(0, len(part), size)]

@@ -1,8 +1,8 @@
-"""Words, as ROUGE counts them, and sentences, as the lead baseline takes them. No download, no model: regular expressions only.
+"""Splits text into words for ROUGE and into sentences for the lead baseline, with regular expressions only.
 
-`rouge_score` knows a-z and 0-9 only: a Chinese text has no word for it and scores 0, and "Köln" is "k" and "ln". So where the
-references have more than stray words with other letters, words are taken by Unicode's rules. Text in ASCII has the same words
-either way, to the stem.
+`rouge_score` knows only a-z and 0-9: a Chinese text has no words and scores 0, and "Köln" becomes "k" and "ln". If more than a
+few words of the references have other letters, words are therefore split by Unicode's rules. ASCII text has the same stemmed
+words either way.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from functools import lru_cache
 import regex
 
 LARGEST_SHARE_DAMAGED = 0.01
-"""Share of the references' words that may have letters outside a-z, which `rouge_score` drops or cuts. English borrows fewer
-(café, naïve); a language with such letters of its own has more: Italian, which has few, one word in thirty."""
+"""Largest share of the references' words with letters outside a-z, which `rouge_score` drops or cuts. English has fewer (café,
+naïve); languages with such letters have more: even Italian, which has few of them, has one word in thirty."""
 
-# UAX #14: classes of characters that lines may break between without a space, as in Chinese, Japanese, Thai, Lao, Khmer, Burmese.
+# UAX #14 classes of characters between which lines may break without a space: Chinese, Japanese, Thai, Lao, Khmer, Burmese.
 _NOT_SPACED = r"[\p{LB=ID}\p{LB=CJ}\p{LB=NS}\p{LB=SA}]"
-# `re`'s \w has no combining marks, which most words of Indic scripts hold.
+# The \w of `re` excludes combining marks, which most words of Indic scripts contain.
 _WORD = regex.compile(
     rf"(?V1)[[\p{{L}}\p{{N}}]&&{_NOT_SPACED}]\p{{M}}*|[[\p{{L}}\p{{N}}]--{_NOT_SPACED}][[\p{{L}}\p{{N}}\p{{M}}]--{_NOT_SPACED}]*"
 )
@@ -36,10 +36,10 @@ _BLANK_LINE = re.compile(r"\n[^\S\n]*\n")
 
 
 def split_sentences(text: str) -> list[str]:
-    """Sentences of a text, in order, spaces and line wraps normalised to single spaces; empty for a blank text.
+    """The sentences of a text, in order, with white space normalised to single spaces; empty for a blank text.
 
     A sentence ends at `.`, `!` or `?` before white space and anything but a lower-case letter, at `。`, `！` or `？`, or at a
-    blank line; not after an abbreviation (`e.g.`) or an initial (`J. Doe`).
+    blank line. It does not end after an abbreviation (`e.g.`) or an initial (`J. Doe`).
     """
     sentences = []
     for paragraph in _BLANK_LINE.split(text):
@@ -67,19 +67,19 @@ def _is_abbreviation(text_before_gap: str) -> bool:
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """How ROUGE takes a text apart, in the form that `RougeScorer(tokenizer=…)` takes."""
+    """How ROUGE splits a text into words; usable as `RougeScorer(tokenizer=…)`."""
 
     name: str
-    """As `rouge_tokenizer` in metrics.jsonl."""
+    """The value of `rouge_tokenizer` in metrics.jsonl."""
     description: str
-    """For a reader, after "ROUGE counts"."""
+    """Continues the printed sentence "ROUGE counts …"."""
     tokenize: Callable[[str], list[str]]
 
 
 def choose_tokenizer(references: Iterable[str]) -> Tokenizer:
-    """`ROUGE_SCORE_WORDS`, or `UNICODE_WORDS` where more than `LARGEST_SHARE_DAMAGED` of the references' words need it.
+    """`UNICODE_WORDS` if more than `LARGEST_SHARE_DAMAGED` of the references' words need it, else `ROUGE_SCORE_WORDS`.
 
-    Decided by all references together and by nothing that a model says, so equal on all ranks and in every evaluation.
+    The choice depends only on the references, never on predictions, so it is equal on all ranks and in every evaluation.
     """
     num_words = num_damaged = 0
     for text in references:
@@ -92,7 +92,7 @@ def choose_tokenizer(references: Iterable[str]) -> Tokenizer:
 def stemmed_tokens(text: str) -> list[str]:
     """Tokens of `rouge_score` with its Porter stemmer: lower-case runs of `a-z0-9`, stemmed beyond 3 letters.
 
-    The same tokens as `DefaultTokenizer(use_stemmer=True)`, several times faster: words repeat, so their stems are kept.
+    These are the tokens of `DefaultTokenizer(use_stemmer=True)`, several times faster because stems are cached.
     """
     from rouge_score.tokenize import tokenize
 
@@ -100,10 +100,10 @@ def stemmed_tokens(text: str) -> list[str]:
 
 
 def unicode_tokens(text: str) -> list[str]:
-    """Lower-case runs of letters, marks and digits of any script; single characters where a script sets no spaces.
+    """Lower-case runs of letters, marks and digits of any script; single characters in scripts without spaces.
 
-    NFKC-normalized, so that é is one letter however it is typed. Runs of a-z and 0-9 are stemmed as in `stemmed_tokens`; there
-    is no stemmer for the others.
+    The text is NFKC-normalized, so that é is one letter however it is encoded. Runs of a-z and 0-9 are stemmed as in
+    `stemmed_tokens`; there is no stemmer for the others.
     """
     return [_CachedStemmer.stem(word) if len(word) > 3 and word.isascii() else word for word in _split_words(text)]
 
@@ -111,8 +111,8 @@ def unicode_tokens(text: str) -> list[str]:
 ROUGE_SCORE_WORDS = Tokenizer("rouge_score", "words as rouge_score does: a-z and 0-9, stemmed", stemmed_tokens)
 UNICODE_WORDS = Tokenizer(
     "unicode",
-    "words of any script, as the references need it: rouge_score drops letters outside a-z; where words are not set apart "
-    "(Chinese, Japanese, Thai), each character counts",
+    "words of any script, as the references need it: rouge_score drops letters outside a-z; in scripts without spaces (Chinese, "
+    "Japanese, Thai), each character counts",
     unicode_tokens,
 )
 
@@ -122,7 +122,7 @@ def _split_words(text: str) -> list[str]:
 
 
 class _CachedStemmer:
-    """The part of nltk's stemmer that `rouge_score` calls, remembering the stems of the last 100,000 words."""
+    """The part of nltk's stemmer that `rouge_score` calls, with a cache of 100,000 stems."""
 
     @staticmethod
     @lru_cache(maxsize=100_000)

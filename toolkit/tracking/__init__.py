@@ -1,1 +1,1 @@
-"""What a run records and shows: metrics.jsonl, progress, trackers, memory, curves, the summary at its end."""
+"""Records and shows a run: metrics.jsonl, progress, trackers, memory, curves, and the summary at its end."""

@@ -1,4 +1,4 @@
-"""The curves of a run as one small picture, drawn from its `metrics.jsonl`."""
+"""Draws the curves of a run from its `metrics.jsonl`, as one small picture."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _ROUGE_LINES = {
 
 
 def draw_curves(lines: list[dict[str, Any]], picture_path: Path) -> None:
-    """Draw lines of a `metrics.jsonl` as a PNG, a panel each for loss, ROUGE, accuracy, learning rate, gradient norm and speed.
+    """Draw the lines of a `metrics.jsonl` as a PNG with panels for loss, ROUGE, accuracy, learning rate, gradient norm and speed.
 
-    Panels without data are left out; without any, no picture is written.
+    Panels without data are left out; without any panel, no picture is written.
 
     Raises:
-        UserError: it cannot be written; then an older one stands.
+        UserError: the picture cannot be written; an older one stays as it was.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -42,13 +42,13 @@ def draw_curves(lines: list[dict[str, Any]], picture_path: Path) -> None:
         axes = figure.add_subplot(num_rows, num_columns, position)
         draw(axes, lines)
         _tidy(axes)
-    # A canvas of its own, not pyplot: no display and no global state.
+    # A canvas instead of pyplot needs no display and no global state.
     try:
         with written_beside(picture_path) as beside:
             FigureCanvasAgg(figure).print_png(beside)
     except OSError as error:
         raise UserError(
-            f"{picture_path} could not be written ({error.strerror}): make room there; all else of the run is written"
+            f"{picture_path} could not be written ({error.strerror}): make room there; everything else of the run is written"
         ) from None
 
 
@@ -98,7 +98,7 @@ def _draw_speed(axes: Any, lines: list[dict[str, Any]]) -> None:
     axes.yaxis.set_major_formatter("{x:,.0f}")
 
 
-# What to draw, and the kind and names of the figures it needs.
+# For each panel: how to draw it, and the kind and names of the figures that it needs.
 _PANELS: list[tuple[Callable[[Any, list[dict[str, Any]]], None], str, list[str]]] = [
     (_draw_loss, "train", ["loss"]),
     (_draw_rouge, "eval", list(_ROUGE_LINES)),
@@ -110,13 +110,13 @@ _PANELS: list[tuple[Callable[[Any, list[dict[str, Any]]], None], str, list[str]]
 
 
 def _series(lines: list[dict[str, Any]], kind: str, name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of one figure; lines without it, or where it was not finite, are left out."""
+    """Steps and values of one figure; lines where it is missing or not finite are left out."""
     points = [(line["step"], line[name]) for line in lines if line["kind"] == kind and line.get(name) is not None]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def _smoothed(values: list[float]) -> list[float]:
-    """Mean over a window of about a twentieth of the curve, centred so that it does not lag behind."""
+    """Mean over a centred window of about a twentieth of the curve; centred, so that it does not lag."""
     reach = len(values) // 40
     windows = (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))
     return [sum(window) / len(window) for window in windows]
@@ -128,7 +128,7 @@ def _draw_smoothed(axes: Any, steps: list[int], values: list[float], label: str 
 
 
 def _log_scale(axes: Any, values: list[float]) -> None:
-    """Log scale with plain numbers at its ticks, also where the values span less than a decade."""
+    """Set a log scale with plain numbers at its ticks, even if the values span less than a decade."""
     from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullFormatter
 
     lowest, highest = min(values), max(values)

@@ -1,4 +1,7 @@
-"""Memory that training steps took on each rank, kept in the run folder: `python -m toolkit results` puts the plan beside it."""
+"""Records the peak memory of training steps on each rank in the run folder.
+
+`python -m toolkit results` prints it beside the memory plan.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ _before_model_gib = [0.0]
 
 
 def note_before_model(device: torch.device) -> None:
-    """Remember what this process holds before its model loads: on a CPU that is Python, the libraries and the rows."""
+    """Record the memory of this process before its model loads: on a CPU that is Python, the libraries and the rows."""
     _before_model_gib[0] = held_memory_gib(device)
 
 
 class StepMemory:
-    """The highest memory of this rank's training steps so far, and the shape of its largest micro-batch."""
+    """The peak memory of this rank's training steps so far, and the shape of its largest micro-batch."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -32,17 +35,17 @@ class StepMemory:
         self.row_tokens: dict[str, int] = {}
 
     def restart(self) -> None:
-        """Leave out what was no step."""
+        """Reset the peak, so that memory outside of steps does not count."""
         reset_peak_memory(self.device)
 
     def read(self) -> float:
-        """GiB at the highest moment since `restart`."""
+        """Peak GiB since `restart`."""
         peak_gib = peak_memory_gib(self.device)
         self.peak_gib = max(self.peak_gib, peak_gib)
         return peak_gib
 
     def see(self, batch: dict[str, torch.Tensor]) -> None:
-        """Take note of a micro-batch of token ids; others have no shape that a plan could take."""
+        """Record the shape of a micro-batch of token ids; for others there is no memory plan."""
         targets = batch.get("decoder_input_ids")
         if "input_ids" not in batch:
             return
@@ -54,7 +57,7 @@ class StepMemory:
 
 
 def save_memory(folder: Path, memory: StepMemory, metrics: MetricsLog) -> None:
-    """Write what the ranks' steps took into the run folder, with the accelerate YAML, and tell. Collective."""
+    """Write the ranks' peak memory and the accelerate YAML into the run folder, and print the peak. Collective."""
     ranks = gather_objects((memory.peak_gib, _before_model_gib[0], memory.num_tokens, memory.num_rows, memory.row_tokens))
     peaks, before, _, _, _ = zip(*ranks, strict=True)
     if rank() != 0 or not any(peaks):  # no step was taken
@@ -69,7 +72,7 @@ def save_memory(folder: Path, memory: StepMemory, metrics: MetricsLog) -> None:
         "row_tokens": largest[4],
     }
     launched_with = find_accelerate_yaml()
-    metrics.restore()  # with the folder, should it be gone
+    metrics.restore()  # and the run folder, if it has been removed
     try:
         (folder / MEMORY_FILE).write_text(json.dumps(found, indent=2) + "\n")
         if launched_with is not None:
@@ -77,6 +80,6 @@ def save_memory(folder: Path, memory: StepMemory, metrics: MetricsLog) -> None:
     except OSError as error:
         metrics.note_failure(folder / MEMORY_FILE, error)
     print_rank0(
-        f"memory of training steps: {max(peaks):.2f} GiB on the rank with most; `python -m toolkit results {folder}` puts the "
-        "plan beside it"
+        f"memory of training steps: {max(peaks):.2f} GiB on the rank with most; `python -m toolkit results {folder}` compares "
+        "it with the memory plan"
     )

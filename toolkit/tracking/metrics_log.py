@@ -1,7 +1,6 @@
-"""The record of a run while it trains: `metrics.jsonl`, and trackers beside it.
+"""`metrics.jsonl`, the record of a run: JSON objects, one per line, with `kind` (`train`, `eval`, `checkpoint`, …), `step`, figures.
 
-`metrics.jsonl` is the record: one JSON object a line with `kind` (`train`, `eval`, `checkpoint`), `step` and figures whose
-names carry their units. Everything else here is a view of it. Only the rank that is told to writes.
+The names of figures carry their units. Trackers, curves and the summary show the same figures. Only one rank writes.
 """
 
 from __future__ import annotations
@@ -20,31 +19,32 @@ from toolkit.files.json_lines import encode_json_line, load_json_lines
 
 
 class MetricsLog:
-    """`metrics.jsonl`, open for appending. A line is on its way to the disk when `write` returns.
+    """`metrics.jsonl`, open for appending. When `write` returns, the operating system has the line.
 
-    Only one rank writes, so a disk that refuses does not raise there: `error` is to be agreed on by all. A file that somebody
-    removes, replaces or cuts meanwhile is restored by the next write, from what is still open and the evaluations in memory.
+    Only one rank writes, so a failing disk does not raise there: it sets `error`, which all ranks must then agree on. If somebody
+    removes, replaces or truncates the file during the run, the next write restores it from the open file and the evaluations in
+    memory.
     """
 
     def __init__(self, path: Path, is_writer: bool, restore_folder: Callable[[Path], str] = lambda folder: ""):
-        """`restore_folder` puts back what else a folder that was removed needs, and returns what to say of it."""
+        """`restore_folder` restores the other files of a run folder that was removed, and returns what to print about it."""
         self.path = path
         self.error: UserError | None = None
         self._restore_folder = restore_folder
         self._evaluations: list[dict[str, Any]] = []
         self._file: Any = None
         if is_writer:
-            with _told_as_user_error(path):
+            with _raised_as_user_error(path):
                 _keep_lines(path, lambda line: True)
                 self._open()
 
     @property
     def is_empty(self) -> bool:
-        """Whether this rank writes and no line is there."""
+        """Whether this rank writes and the file has no lines."""
         return self._file is not None and self._num_bytes == 0
 
     def write(self, kind: str, step: int, **figures: Any) -> None:
-        """Append one line. JSON knows no NaN: such a figure is null, and `<name>_is` says "nan", "inf" or "-inf"."""
+        """Append one line. JSON has no NaN: a figure that is not finite is null, with `<name>_is` "nan", "inf" or "-inf"."""
         if self._file is None or self.error is not None:
             return
         line: dict[str, Any] = {"kind": kind, "step": step}
@@ -60,19 +60,19 @@ class MetricsLog:
         if self.error is not None:
             return
         try:
-            if self._file.write(text) < len(text):  # the last bytes of a disk; the torn line is dropped by the next run
+            if self._file.write(text) < len(text):  # the disk is full; the next run drops the torn line
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._num_bytes += len(text)
         except OSError as error:
             self.note_failure(self.path, error)
 
     def load(self) -> list[dict[str, Any]]:
-        """All lines so far, on the rank that writes: whatever becomes of the file, all evaluations at least."""
+        """All lines so far, on the rank that writes; at least all evaluations, whatever happens to the file."""
         self.restore()
         return self._lines_left()
 
     def restore(self) -> None:
-        """See that the file stands as it was written; else write its lines again, and print what was lost. It costs a stat."""
+        """Check with one `stat` that the file is unchanged; else write its lines again, and print what was lost."""
         if self._file is None or self.error is not None:
             return
         try:
@@ -94,16 +94,16 @@ class MetricsLog:
         else:
             kept = f"its {len(lines)} lines are restored" if is_whole else f"{len(lines)} lines, with all evaluations, are left"
             found = f" (the other file is {self.path.name}.found now)" if trouble == "replaced" else ""
-            print_rank0(f"{self.path} was {trouble} while the run goes on{found}: {kept}{about_folder}")
+            print_rank0(f"{self.path} was {trouble} during the run{found}: {kept}{about_folder}")
 
     def note_failure(self, path: Path, error: OSError) -> None:
-        """Remember that a file of figures cannot be written, on whichever rank; the first one counts."""
+        """Remember, on any rank, that a file of figures cannot be written; the first failure counts."""
         if self.error is None:
             reason = error.strerror or str(error)
-            self.error = UserError(f"{path} cannot be written ({reason}): mend that, and run the same command again")
+            self.error = UserError(f"{path} cannot be written ({reason}): fix that, and run the same command again")
 
     def sync(self) -> None:
-        """See to it that all lines so far outlive a power cut, as a checkpoint does."""
+        """Fsync all lines so far, so that they survive a power failure, as a checkpoint does."""
         self.restore()
         if self._file is not None and self.error is None:
             try:
@@ -112,11 +112,12 @@ class MetricsLog:
                 self.note_failure(self.path, error)
 
     def truncate_after(self, step: int, *, evaluation_due: bool = False) -> None:
-        """Drop the lines of later steps, here and in every rank's `rows-<rank>.jsonl`: the run goes on after `step` and writes
-        them again. Each file whole or not at all. Collective: no rank goes on before.
+        """Drop the lines after `step`, here and in every rank's `rows-<rank>.jsonl`, because a resumed run writes them again.
+
+        Each file is replaced atomically. Collective: no rank continues before the files are done.
 
         Args:
-            evaluation_due: the run goes on with the evaluation at `step`; a line of it, from a run between, goes too.
+            evaluation_due: the resumed run begins with the evaluation at `step`; a line of an earlier one is dropped too.
 
         Raises:
             UserError: a file cannot be read or written, or a line of it is broken; on every rank.
@@ -130,7 +131,7 @@ class MetricsLog:
                 self.restore()
                 self._file.close()
                 for path in (self.path, *self.path.parent.glob("rows-*.jsonl")):
-                    with _told_as_user_error(path):
+                    with _raised_as_user_error(path):
                         _keep_lines(path, stays)
                 self._open()
                 self._evaluations = [line for line in load_metrics(self.path) if line["kind"] == "eval"]
@@ -138,7 +139,7 @@ class MetricsLog:
         on_all_ranks(truncate)
 
     def close(self) -> None:
-        """Close the file; nothing can be written after it."""
+        """Close the file; nothing can be written afterwards."""
         if self._file is not None:
             self._file.close()
 
@@ -157,7 +158,7 @@ class MetricsLog:
         return "cut" if there.st_size < self._num_bytes else None
 
     def _lines_left(self) -> list[dict[str, Any]]:
-        """Of the file that is open, which may have no name any more, and evaluations that it has lost."""
+        """The lines of the open file, even if its name is gone, and the evaluations that it has lost."""
         lines: list[dict[str, Any]] = []
         with contextlib.suppress(OSError, ValueError):  # removed on another node of a network file system, or damaged
             lines = load_metrics(Path(f"/dev/fd/{self._file.fileno()}"))
@@ -166,17 +167,17 @@ class MetricsLog:
 
 
 @contextlib.contextmanager
-def _told_as_user_error(path: Path) -> Iterator[None]:
+def _raised_as_user_error(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"{path} cannot be used ({error.strerror}): mend that, and run the same command again") from None
-    except UserError as error:  # says file and line
+        raise UserError(f"{path} cannot be used ({error.strerror}): fix that, and run the same command again") from None
+    except UserError as error:  # names file and line
         raise UserError(f"{error}, and run the same command again") from None
 
 
 def load_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`, in order. A last line that a crash has torn is left out.
+    """The lines of a `metrics.jsonl`, in order, without a last line torn by a crash.
 
     Raises:
         UserError: any other line is not JSON; names the file and the line.
@@ -185,13 +186,13 @@ def load_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def speed_unit(lines: list[dict[str, Any]]) -> str:
-    """What `tokens_per_s` counts: rows where every row is one token, as images are."""
+    """The unit of `tokens_per_s`: rows if every row is one token, as with images."""
     steps = [line for line in lines if line["kind"] == "train"]
     return "rows/s" if all("num_rows" in line and line["num_rows"] == line["num_tokens"] for line in steps) else "tokens/s"
 
 
 def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite the file with its wanted whole lines only, if there are others; whole or not at all."""
+    """Rewrite the file atomically with only its complete, wanted lines, if it has others."""
     if not path.exists():
         return
     kept = b"".join(encode_json_line(figures) for figures in load_metrics(path) if wanted(figures))
@@ -201,7 +202,7 @@ def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
 
 
 def _write_whole(path: Path, content: bytes) -> None:
-    """The file has the content or what it had before, whatever happens meanwhile."""
+    """Replace the file's content atomically: after a crash it has either the old or the new content."""
     temporary = path.with_name(path.name + ".new")
     with temporary.open("wb") as file:
         file.write(content)

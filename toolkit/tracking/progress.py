@@ -1,4 +1,4 @@
-"""Where a run stands, on the terminal."""
+"""Shows the progress of a run on the terminal."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 class Progress:
-    """Where the run stands: a bar on a terminal, else a line every `min_interval_s` seconds and at the last step.
+    """A progress bar on a terminal; elsewhere a line every `min_interval_s` seconds and at the last step.
 
-    Silent unless `enabled`. Steps count optimizer updates; `start_step` is the one a resumed run goes on from.
+    Silent unless `enabled`. Steps are optimizer updates; `start_step` is the step that a resumed run continues from.
     """
 
     def __init__(self, total_steps: int, start_step: int, enabled: bool, *, min_interval_s: float = 10.0):
@@ -32,7 +32,7 @@ class Progress:
         learning_rate: float | None = None,
         tokens_per_s: float | None = None,
     ) -> None:
-        """`step` is done. Loss in nats a label token, `tokens_per_s` without padding over all ranks; None where not read."""
+        """Report `step` as done. Loss in nats per label token; `tokens_per_s` without padding, over all ranks; None: not read."""
         if not self._enabled:
             return
         figures = _progress_figures(loss, learning_rate, tokens_per_s)
@@ -47,7 +47,7 @@ class Progress:
         self._step = step
 
     def say(self, text: str) -> None:
-        """Print a message of its own line without breaking the bar."""
+        """Print a message on a line of its own without breaking the bar."""
         if self._bar is not None:
             self._bar.write(text, file=sys.stdout)
         elif self._enabled:

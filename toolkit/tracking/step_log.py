@@ -1,4 +1,4 @@
-"""Figures of the steps since the last read: they stay on the device until `flush` reads all of them at once."""
+"""Collects the figures of steps on the device until `flush` reads them all at once and writes a line per step."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ MOST_ROWS_NAMED = 16
 
 @dataclass
 class StepFigures:
-    """What a step leaves behind; the tensors are fp32 on the device."""
+    """The figures of one step; the tensors are fp32 on the device."""
 
     step: Step
     lr: float
     loss_sum: torch.Tensor
-    """Nats over all ranks, scalar."""
+    """Summed over all ranks, in nats, scalar."""
     grad_norm: torch.Tensor
     """Before clipping, scalar."""
     skipped: torch.Tensor
-    """1 where the update was not taken, scalar."""
+    """1 if the update was skipped, scalar."""
     micro_batches: list[tuple[MicroBatch, torch.Tensor]] = field(default_factory=list)
-    """This rank's, each with its summed loss, to find the rows of one that is not finite."""
+    """This rank's micro-batches with their summed losses, to find the rows of a loss that is not finite."""
 
 
 class StepLog:
@@ -56,28 +56,30 @@ class StepLog:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Leave out of the step time and of the peak memory what was no step."""
+        """Restart step time and peak memory, so that they count only steps."""
         self.memory.restart()
         self.start_s = time.perf_counter()
 
     def add(self, figures: StepFigures) -> None:
-        """Remember a step's figures; nothing is read."""
+        """Remember a step's figures, without a host read."""
         self.pending.append(figures)
 
     def flush(self) -> None:
-        """Read the pending figures and write a line a step. Collective.
+        """Read the pending figures and write a line per step. Collective.
 
         Raises:
-            UserError: `optim.max_skipped_steps` updates in a row were skipped; names their rows; on every rank.
+            UserError: `optim.max_skipped_steps` updates in a row were skipped; names their rows. On every rank.
         """
         if not self.pending:
             return
+        # Read everything in one transfer.
         device = self.sharded.accelerator.device
         read = torch.stack([torch.stack([f.loss_sum, f.grad_norm, f.skipped]) for f in self.pending]).cpu().double().tolist()
         synchronize(device)
         seconds = time.perf_counter() - self.start_s
         tokens_per_s = sum(f.step.num_tokens for f in self.pending) / seconds
         peak_gib = reduce_on_cpu(torch.tensor(self.memory.read(), dtype=torch.float64), dist.ReduceOp.MAX).item()
+        # Write a line per step, and count skipped updates.
         too_many: UserError | None = None
         for f, (loss_sum, grad_norm, skipped) in zip(self.pending, read, strict=True):
             loss = loss_sum / f.step.num_label_tokens
@@ -88,7 +90,7 @@ class StepLog:
                 "grad_norm": grad_norm,
                 "tokens_per_s": tokens_per_s,
                 "step_time_s": seconds / len(self.pending),
-                "peak_memory_gib": peak_gib,  # of the rank with most
+                "peak_memory_gib": peak_gib,  # on the rank with most
                 "num_rows": len(f.step.rows),
                 "num_tokens": f.step.num_tokens,
                 "num_label_tokens": f.step.num_label_tokens,
@@ -96,7 +98,7 @@ class StepLog:
             self.metrics.write("train", f.step.step, **figures)
             log_to_trackers(self.sharded.accelerator, {f"train/{name}": value for name, value in figures.items()}, f.step.step)
             if self._count(f, loss, grad_norm, bool(skipped)) and too_many is None:
-                too_many = self._too_many()  # now: a later step may have been taken, and the count begun again
+                too_many = self._too_many()  # now, because a later successful step resets the count
         self.bar.update(f.step.step, loss=loss, learning_rate=f.lr, tokens_per_s=tokens_per_s)
         self.pending.clear()
         self.restart_clock()
@@ -104,7 +106,7 @@ class StepLog:
             raise too_many
 
     def _count(self, f: StepFigures, loss: float, grad_norm: float, skipped: bool) -> bool:
-        """Take a step into the history of skips; whether there were too many in a row. Collective where it was skipped."""
+        """Add a step to the skip history; return whether too many were skipped in a row. Collective if the step was skipped."""
         if not skipped:
             self.skips.num_in_a_row = 0
             self.last_skipped.clear()
@@ -121,19 +123,20 @@ class StepLog:
         return self.skips.num_in_a_row >= self.max_skipped_steps
 
     def _suspects(self, f: StepFigures) -> list[int]:
-        """Row ids of the micro-batches whose loss was not finite, on any rank; of the whole step where all losses were finite."""
+        """Row ids of all ranks' micro-batches with a loss that is not finite; of the entire step if there is none. Collective."""
         rows = [row for micro_batch, loss in f.micro_batches if not loss.isfinite().item() for row in micro_batch.rows]
         found = sorted({row for part in gather_objects(rows) for row in part}) or f.step.rows
         return sorted(self.rows[int(row)]["row_id"] for row in found)
 
     def _too_many(self) -> UserError:
-        """Equal on all ranks."""
+        """The error, equal on all ranks."""
         steps = ", ".join(str(step) for step, _ in self.last_skipped)
         rows = sorted({row for _, row_ids in self.last_skipped for row in row_ids})
         error = UserError(
             f"{self.skips.num_in_a_row} updates in a row were skipped, up to step {self.last_skipped[-1][0]} (optim."
-            f"max_skipped_steps), as loss or gradient were not finite or spiked; steps {steps}: {_named(rows)}; look at these "
-            "rows (metrics.jsonl has all of them), or take another run.name with a lower optim.lr and this run as model.init_from"
+            f"max_skipped_steps), because the loss or the gradient was not finite or spiked; steps {steps}: {_named(rows)}; look "
+            "at these rows (metrics.jsonl has all of them), or take another run.name with a lower optim.lr and this run as "
+            "model.init_from"
         )
         error.agreed_by_all_ranks = True  # type: ignore[attr-defined]
         return error

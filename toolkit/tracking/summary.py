@@ -1,4 +1,4 @@
-"""What a run shows at its end: before and after beside the baselines, samples, and the curves; and runs side by side."""
+"""The summary at the end of a run: a table of figures before and after training beside the baselines, samples, and the curves."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _COLUMNS = ("loss", "bits_per_byte", "token_accuracy", "accuracy", *ROUGE_METRIC
 
 
 def show_results(metrics: MetricsLog, train_rows: Dataset, evaluation: EvaluationRows, measured_on: dict[str, Any]) -> None:
-    """Print the before/after table and sample texts, draw `curves.png`. On rank 0; does nothing without evaluation rows.
+    """Print the before/after table and sample texts, and draw `curves.png`. Only on rank 0 and with evaluation rows.
 
-    The figures are those that the run remembers: it needs no file that may be gone.
+    The figures come from `metrics`, which has them even if the file was removed.
 
     Args:
-        measured_on: of the run's `Goal`: evaluations of other rows, or of texts generated otherwise, are not in the table.
+        measured_on: as in the run's `Goal`; evaluations on other rows or with other generation settings are not in the table.
 
     Raises:
-        UserError: the picture cannot be written; all is printed then.
+        UserError: the picture cannot be written; everything is printed before that.
     """
     if rank() != 0 or len(evaluation.rows) == 0:
         return
@@ -44,7 +44,8 @@ def show_results(metrics: MetricsLog, train_rows: Dataset, evaluation: Evaluatio
 def _print_results(
     run_folder: Path, lines: list[dict[str, Any]], train_rows: Dataset, evaluation: EvaluationRows, measured_on: dict[str, Any]
 ) -> None:
-    """The table and the samples."""
+    """Print the table and the samples."""
+    # Only evaluations on the same rows and settings are comparable.
     everything = [line for line in lines if line["kind"] == "eval"]
     evaluations = [line for line in everything if line.get("measured_on") == measured_on]
     if num_others := len(everything) - len(evaluations):
@@ -53,6 +54,7 @@ def _print_results(
     if not evaluations:
         print(f"\nno table: {run_folder} has no evaluation of these {len(evaluation.rows)} held-out rows", flush=True)
         return
+    # The first and the last evaluation, beside the baselines.
     named = {f"step {line['step']}": line for line in (evaluations[0], evaluations[-1])}
     if evaluations[0]["step"] == 0:
         named["before training"] = named.pop("step 0")
@@ -66,7 +68,7 @@ def _print_results(
 
 
 def format_table(rows: dict[str, dict[str, float]], choice: Sequence[str] = _COLUMNS) -> str:
-    """Figures by row name as aligned text; a column that no row has is left out."""
+    """Format figures, by row name, as aligned text. A column that no row has is left out."""
     columns = [c for c in choice if any(c in row for row in rows.values())]
     width = max(len(name) for name in rows)
     lines = [" " * width + "".join(f"{column.replace('percent_', '% '):>15}" for column in columns)]
@@ -94,7 +96,7 @@ def _baselines(train_rows: Dataset, eval_rows: Dataset) -> dict[str, dict[str, f
 
 
 def _print_samples(predictions_path: Path, eval_rows: Dataset) -> None:
-    """A few rows evenly spread over the held-out rows, so that they are not chosen for their looks."""
+    """Print a few evenly spaced rows of the evaluation split, so that they are not cherry-picked."""
     lines: list[dict[str, Any]] = []
     with suppress(OSError, UserError):
         lines = load_json_lines(predictions_path)

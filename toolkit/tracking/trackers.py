@@ -1,4 +1,4 @@
-"""Trackers of accelerate, by name."""
+"""Starts accelerate's trackers by name, and sends figures to them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from toolkit.config.schema import TrackingConfig
 from toolkit.distributed.watchdog import working
 from toolkit.errors import UserError
 
-# Where each tracker of accelerate takes the name of a run; the others know a project only.
+# The option for a run's name in each of accelerate's trackers; the others have only a project name.
 _RUN_NAME_OPTION = {
     "wandb": "name",
     "trackio": "name",
@@ -20,10 +20,10 @@ _RUN_NAME_OPTION = {
 
 
 def check_trackers(config: TrackingConfig) -> None:
-    """Refuse a tracker that accelerate does not know or that is not installed; accelerate would leave it out silently.
+    """Refuse a tracker that accelerate does not know or that is not installed; accelerate would silently skip it.
 
     Raises:
-        UserError: names it and the trackers that would work.
+        UserError: names the tracker and those that would work.
     """
     if not config.log_with:
         return
@@ -41,18 +41,18 @@ def check_trackers(config: TrackingConfig) -> None:
 
 
 def start_trackers(accelerator: Any, config: TrackingConfig, run_name: str, flat_config: dict[str, Any]) -> None:
-    """Start the trackers that the `Accelerator` was built with (`log_with`), and hand them the run's dotted config."""
+    """Start the trackers that the `Accelerator` was built with (`log_with`), with the run's dotted config."""
     if not config.log_with:
         return
     working("starting the trackers")
-    # Trackers take numbers, strings and booleans only (accelerate's tensorboard fails on None and on lists).
+    # Trackers accept only numbers, strings and booleans (accelerate's tensorboard fails on None and on lists).
     plain = {key: value if isinstance(value, int | float | str) else json.dumps(value) for key, value in flat_config.items()}
     names = {tracker: {_RUN_NAME_OPTION[tracker]: run_name} for tracker in config.log_with if tracker in _RUN_NAME_OPTION}
     accelerator.init_trackers(config.project_name, config=plain, init_kwargs=names)
 
 
 def log_to_trackers(accelerator: Any, figures: dict[str, Any], step: int) -> None:
-    """Send the numbers among `figures` to every tracker; does nothing where none was started."""
+    """Send the numbers among `figures` to every tracker; does nothing without trackers."""
     numbers = {key: value for key, value in figures.items() if isinstance(value, int | float) and not isinstance(value, bool)}
     if numbers:
         accelerator.log(numbers, step=step)

@@ -100,7 +100,7 @@ def test_a_crash_while_truncating_leaves_the_old_file(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "no space")
 
     monkeypatch.setattr(tracking.os, "replace", crash)
-    with pytest.raises(UserError, match=f"^{path} cannot be used \\(no space\\): mend that"):
+    with pytest.raises(UserError, match=f"^{path} cannot be used \\(no space\\): fix that"):
         log.truncate_after(1)
     assert path.read_bytes() == before
 
@@ -237,7 +237,7 @@ def test_what_happens_to_the_file_is_noticed_by_the_next_write(tmp_path, capsys,
     kept = "1 lines, with all evaluations, are left" if happens is cut else "its 2 lines are restored"
     found = " (the other file is metrics.jsonl.found now)" if happens is replaced else ""
     what = happens.__name__.partition("_")[0]
-    assert capsys.readouterr().out == f"{log.path} was {what} while the run goes on{found}: {kept}; and more\n"
+    assert capsys.readouterr().out == f"{log.path} was {what} during the run{found}: {kept}; and more\n"
     if happens is replaced:
         assert [line["step"] for line in load_metrics(log.path.with_name("metrics.jsonl.found"))] == [9]
 

@@ -1,1 +1,1 @@
-"""Rows of tokens: prompts, chat templates, what counts as a label, what is cut, and the cache of tokens."""
+"""From text rows to tokenized rows: prompts, chat templates, label masks, cuts, and the token cache."""

@@ -1,4 +1,4 @@
-"""Tokenized rows on disk: built once a node under a name that says everything they depend on, loaded by every rank."""
+"""The token cache: tokenized rows, built once per node under a hash of all that they depend on, and loaded by every rank."""
 
 from __future__ import annotations
 
@@ -30,57 +30,59 @@ _ROWS_AT_ONCE, _BYTES_AT_ONCE = 1000, 2**24
 
 @dataclass(frozen=True)
 class TokenizedRows:
-    """Rows of a run as token ids.
+    """The rows of a run as token ids.
 
-    `train` and `evaluation` have the columns `row_id` (unique over both), `input_ids`, `labels`, `num_tokens` (of the row,
-    without padding), `num_label_tokens` (those that count), `target_bytes` (utf-8 bytes of the text that they stand for),
+    `train` and `evaluation` have the columns `row_id` (unique over both), `input_ids`, `labels`, `num_tokens` (without
+    padding), `num_label_tokens` (tokens that count in the loss), `target_bytes` (utf-8 bytes of the text of these tokens),
     `target` and `lead_text`.
 
-    Rows of a causal model: `labels` is as long as `input_ids` and not shifted, -100 where a token does not count, as at the
-    first place always. They have two more columns: `prompt_length`, the tokens before what is generated (0: nothing is), and
-    `source_index`, the entry of `data.mix` (0 without one, and for rows of `data.eval_files`). A text that became several rows
-    has the ids `row_id`, `row_id` + 10^10, `row_id` + 2 · 10^10, … in its order.
+    For a causal model, `labels` is as long as `input_ids` and not shifted, with -100 where a token does not count, always so at
+    the first position. There are two more columns: `prompt_length`, the number of tokens before the generated text (0: no
+    generation), and `source_index`, the entry of `data.mix` (0 without a mix and for rows of `data.eval_files`). A text that
+    was split into several rows has the ids `row_id`, `row_id` + 10^10, `row_id` + 2 · 10^10, … in order.
     """
 
     train: Dataset
     evaluation: Dataset
     tokenizer: PreTrainedTokenizerBase
     fingerprint: str
-    """sha256 of the columns of all rows and the tokenizer, as they lie on disk: what a resume compares."""
+    """sha256 of all columns and the tokenizer as they are on disk; a resume compares it."""
     remarks: list[str]
+    """Sentences to print for the user."""
     stop_token_ids: tuple[int, ...]
-    """Tokens that end a generated text: the tokenizer's end, and the special tokens that end the turns of chats. Empty for an
-    encoder-decoder, whose generation config says it."""
+    """Tokens that end a generated text: the tokenizer's end token, and the special tokens that end the turns of chats. Empty for
+    an encoder-decoder, whose generation config has them."""
 
 
 class Written(NamedTuple):
     """Tokenized rows on disk."""
 
     name: str
-    """Of their folder in the cache: the sha256 of what they were made of."""
+    """The name of their folder in the cache: a sha256 of everything that decides them."""
     contents: str
-    """sha256 of what they are, see `TokenizedRows.fingerprint`."""
+    """sha256 of their contents, see `TokenizedRows.fingerprint`."""
 
 
 class About(NamedTuple):
-    """What else is said of tokenized rows, beside their columns, see `TokenizedRows`."""
+    """The fields of `TokenizedRows` that are stored beside the columns."""
 
     remarks: list[str]
     stop_token_ids: list[int] | tuple[()] = ()
 
 
 def build_once_a_node(cache: Path, build: Callable[[], Written]) -> TokenizedRows:
-    """Run `build` on each node's first process; all load what it wrote. Collective.
+    """Run `build` on the first process of each node, then load its result on every rank. Collective.
 
     Args:
-        build: makes sure that tokenized rows lie in a folder of `cache`, see `write_tokens`.
+        build: writes tokenized rows into a folder of `cache` unless they are there, see `write_tokens`.
 
     Raises:
-        UserError: of `build`; nodes that read different data; on every rank.
+        UserError: those of `build`; the nodes have read different data. On every rank.
     """
     from datasets import load_from_disk
     from transformers import AutoTokenizer
 
+    # Build, or verify, on the first process of each node.
     working("tokenizing")
     written, error = None, None
     if local_rank() == 0:
@@ -89,15 +91,16 @@ def build_once_a_node(cache: Path, build: Callable[[], Written]) -> TokenizedRow
         except UserError as e:
             error = e
     raise_together(error)
+    # All nodes must have the same rows.
     all_written = {item for item in gather_objects(written) if item is not None}
     names, contents = (sorted(set(values)) for values in zip(*all_written, strict=True))
     if len(names) > 1:
         raise UserError(f"the nodes read different data or tokenizers (fingerprints {', '.join(name[:12] for name in names)})")
     if len(contents) > 1:
-        # The tokenizers library trains another model each time, even on the same rows.
+        # The tokenizers library trains a different model each time, even on the same rows.
         raise UserError(
-            "the nodes have made different tokens or tokenizers of the same rows: put data.cache_dir on a file system that all "
-            "share, or, where a tokenizer is trained on the rows, a trained one into the model folder"
+            "the nodes have made different tokens or tokenizers from the same rows: put data.cache_dir on a file system that all "
+            "nodes share, or, if the tokenizer is trained on the rows, put a trained one into the model folder"
         )
     working("opening the tokenized rows")
     folder = cache / names[0]
@@ -113,14 +116,14 @@ def build_once_a_node(cache: Path, build: Callable[[], Written]) -> TokenizedRow
 
 
 def write_tokens(cache: Path, identity: dict[str, Any], write: Callable[[Path], About]) -> Written:
-    """Have `write` fill a folder of `cache`, named by the sha256 of `identity`, unless it is there as it was written.
+    """Let `write` fill a folder of `cache`, named by the sha256 of `identity`, unless a valid one is there.
 
     Args:
         identity: everything that decides what `write` writes, as JSON values.
-        write: puts `train/`, `evaluation/` and `tokenizer/` into the folder given.
+        write: puts `train/`, `evaluation/` and `tokenizer/` into the folder given to it.
 
     Raises:
-        UserError: the cache cannot be written or may not be read; those of `write`.
+        UserError: the cache cannot be written or read; those of `write`.
     """
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
@@ -132,9 +135,10 @@ def write_tokens(cache: Path, identity: dict[str, Any], write: Callable[[Path], 
 
 
 def hash_contents(folder: Path) -> str:
-    """sha256 of the columns of tokenized rows and of their tokenizer, whatever blocks the files have.
+    """sha256 of the columns of tokenized rows and of their tokenizer, independent of the files' block sizes.
 
-    Taken once they are written, a block in memory at a time, 1.5 s a GB here. Later runs compare the files, see `cache_folders`.
+    It is computed once, when the rows are written, with one block in memory at a time (1.5 s per GB here). Later runs compare
+    the files, see `cache_folders`.
     """
     from datasets import load_from_disk
     from transformers import AutoTokenizer
@@ -163,25 +167,25 @@ def tokenize_rows(
     num_workers: int | None,
     placeholder: dict[str, str],
 ) -> Dataset:
-    """Replace the text columns by those of `tokenize`, with several processes and progress where there is much to do.
+    """Replace the text columns by the columns from `tokenize`; many rows are tokenized by several processes.
 
     Args:
-        tokenize: called with a batch of rows as columns, and `arguments`; makes one row or several of each.
+        tokenize: called with a batch of rows as columns, and `arguments`; returns one or several rows for each.
         name: `train` or `evaluation`, for messages and files.
-        folder: gets a file that goes on holding the result: remove it after use, see `save_tokens`.
-        num_workers: processes; None: the machine's cores over its ranks, at most 8.
-        placeholder: the text columns of any good row.
+        folder: gets a file that backs the result; remove it after use, see `save_tokens`.
+        num_workers: processes; None: the machine's cores divided by its ranks, at most 8.
+        placeholder: the text columns of any valid row.
 
     Raises:
         UserError: one of the processes was killed; those of `tokenize`.
     """
     import datasets
 
-    if not sys.stderr.isatty():  # bars are for terminals
+    if not sys.stderr.isatty():  # progress bars are for terminals
         datasets.disable_progress_bars()
         print(f"tokenizing {len(dataset):,} {name} rows", flush=True)
     if is_empty := len(dataset) == 0:
-        # `map` would leave out the new columns: they are taken from a row that goes again.
+        # `map` over no rows would not add the new columns: tokenize a placeholder row and drop it at the end.
         row: dict[str, list] = {"row_id": [0], **{column: [text] for column, text in placeholder.items()}}
         dataset = datasets.Dataset.from_dict(row, features=dataset.features)
     num_workers = num_workers or min(8, (os.cpu_count() or 1) // local_world_size())
@@ -190,19 +194,20 @@ def tokenize_rows(
         tokenized = dataset.map(
             tokenize,
             batched=True,
-            # A batch is held as text and as tokens at once: fewer rows where they are long.
+            # A batch is in memory as text and as tokens at once, so long rows need smaller batches.
             batch_size=max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE * len(dataset) // dataset.data.nbytes)),
             num_proc=num_workers if has_workers else None,
             remove_columns=["source"],
             fn_kwargs=arguments,
-            # Ours is the cache, and never looked into by this name; datasets' own hash of a tokenizer changes between processes.
+            # A fingerprint of our own, because that of `datasets` hashes the tokenizer, which differs between processes. It is
+            # never used for a look-up: the token cache is ours.
             new_fingerprint=hashlib.sha256(f"{dataset._fingerprint} {folder} {name}".encode()).hexdigest()[:16],
             load_from_cache_file=False,
             cache_file_name=str(folder / f"{name}.arrow"),
             desc=f"tokenizing {name} rows",
         )
     except RuntimeError as error:
-        if "abruptly died" not in str(error):  # as datasets says it
+        if "abruptly died" not in str(error):  # the wording of `datasets`
             raise
         raise UserError(
             f"one of the {num_workers} processes that tokenize the {name} rows was killed, as the system does where memory runs "
@@ -212,7 +217,7 @@ def tokenize_rows(
 
 
 def _list_values(chunks: list[pa.Array]) -> Iterator[Iterator[np.ndarray]]:
-    """The values of a column, block by block; of texts and lists their lengths first."""
+    """The values of a column, block by block; for texts and lists the lengths first."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -228,8 +233,8 @@ def _list_values(chunks: list[pa.Array]) -> Iterator[Iterator[np.ndarray]]:
 
 
 def save_tokens(tokenized: Dataset, name: str, folder: Path) -> None:
-    """Write what `tokenize_rows` gave to `folder / name`, and remove the file that held it."""
-    # One shard for no rows: the library would write none, and not read that back.
+    """Write the result of `tokenize_rows` to `folder / name`, and remove the file that backed it."""
+    # One shard even for no rows: without any, the library cannot read the folder back.
     tokenized.save_to_disk(str(folder / name), num_shards=None if len(tokenized) else 1)
     for scratch_file in folder.glob(f"{name}*.arrow"):
         scratch_file.unlink()

@@ -1,4 +1,4 @@
-"""Rows of a causal model's run → token ids with a mask of what counts, on disk."""
+"""Text rows of a causal model's run → tokenized rows on disk, with -100 as label where a token does not count."""
 
 from __future__ import annotations
 
@@ -36,31 +36,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORMAT_VERSION = 5
-"""Goes into the cache's name: raise it when the columns or their meaning change."""
+"""Part of the cache's name. Raise it when the columns or their meaning change."""
 
 _OF_TOKENIZING = ("num_given_tokens", "num_lost_tokens", "piece", "is_chat", "is_endless")
-"""Columns that are not kept: tokens before a cut and those lost to it; the number of a row in its text, from 0; whether it is a
-chat, and whether a turn of it ends with no special token."""
-_NUM_ROWS_TRIED = 100
-"""That a tokenizer keeps their text."""
+"""Temporary columns: tokens before and lost to the cut; a row's 0-based number in its text; a chat, one with an endless turn."""
+_NUM_ROWS_TRIED = 100  # to see whether the tokenizer preserves their text
 
 
 def prepare_llm_rows(config: LLMDataConfig, model: ModelConfig, vocab_size: int) -> TokenizedRows:
-    """Read, tokenize and cache the rows on each node's first process; the others load the cache. Collective.
+    """Read, tokenize and cache the rows on the first process of each node; the others load the cache. Collective.
 
-    A chat is what its template makes of it. A prompt is followed by its completion and the end token, a text by the end token;
-    both begin with what the tokenizer puts before any text (Llama's `<s>`). Chats and pairs longer than `data.max_length_tokens`
-    are cut, a longer text becomes several rows (see `cuts.py`).
+    A chat is rendered by the chat template. A pair or a text has the tokenizer's prefix (Llama's `<s>`) and its end token around
+    it. Beyond `data.max_length_tokens` chats and pairs are cut, and a text is split into several rows (see `cuts.py`).
 
     Raises:
-        UserError: whatever is wrong with the source, the tokenizer or the chat template, no training row with a label left after
-            the cut, of all or of one entry of `data.mix`, or nodes that read different data; on every rank.
+        UserError: anything wrong with the source, the tokenizer or the chat template; after the cut, no training row has a label,
+            over all or in one entry of `data.mix`; the nodes have read different data. On every rank.
     """
     return build_once_a_node(cache_folder(config.cache_dir), partial(_build_cache, config, model, vocab_size))
 
 
 def _build_cache(config: LLMDataConfig, model: ModelConfig, vocab_size: int) -> Written:
-    """Make sure the tokenized rows lie in the cache. On one process of a node."""
+    """Write the tokenized rows into the cache unless they are there. For one process per node."""
     template = read_chat_template(config.chat_template) if config.chat_template else None
     tokenizer = load_tokenizer(model, vocab_size) if has_tokenizer(model) else None
     if tokenizer is not None:
@@ -87,12 +84,11 @@ def _build_cache(config: LLMDataConfig, model: ModelConfig, vocab_size: int) -> 
 
 
 def _set_up(tokenizer: PreTrainedTokenizerBase, template: str | None, max_length_tokens: int) -> None:
-    """Give the tokenizer the template, which goes into the export with it, and refuse what cannot do what is needed."""
+    """Set the tokenizer's chat template, which is exported with it, and refuse an unsuitable tokenizer or template."""
     name = tokenizer.name_or_path or "trained on the rows"
     if not tokenizer.is_fast:
         raise UserError(
-            f"the tokenizer {name} is a slow one ({type(tokenizer).__name__}), which does not say where its tokens stand in a "
-            "text: convert it to a tokenizer.json"
+            f"the tokenizer {name} is a slow one ({type(tokenizer).__name__}) without offsets: convert it to a tokenizer.json"
         )
     if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer {name} has no end token to put after texts: set eos_token in its tokenizer_config.json")
@@ -124,8 +120,8 @@ def _write_tokens(rows: TextRows, tokenizer: PreTrainedTokenizerBase, config: LL
             num_workers=config.num_tokenizer_workers,
             placeholder={"source": '{"text": "", "mix_entry": 0}', "target": "", "lead_text": ""},
         )
-        kept, told = _drop_lost_rows(tokenized, config, name)
-        remarks += told
+        kept, sentences = _drop_lost_rows(tokenized, config, name)
+        remarks += sentences
         if name == "train":
             _check_mix(kept, config)
         stop_token_ids.update(*kept["stop_token_ids"])
@@ -145,34 +141,36 @@ def _check_mix(train: Dataset, config: LLMDataConfig) -> None:
 
 
 def _drop_lost_rows(tokenized: Dataset, config: LLMDataConfig, name: str) -> tuple[Dataset, list[str]]:
-    """The rows with a label that counts, and remarks on what the limit and the template did to them."""
+    """The rows with at least one label, and sentences about rows that were split, cut, dropped or have no end of turn."""
     numbers = tokenized.select_columns(["num_label_tokens", *_OF_TOKENIZING]).with_format("numpy")[:]
     is_kept = numbers["num_label_tokens"] > 0
-    is_bare = ~is_kept & (numbers["num_lost_tokens"] == 0)  # as of zero-width characters, which BERT's leaves out
+    is_bare = ~is_kept & (numbers["num_lost_tokens"] == 0)  # no label before any cut, as with zero-width characters for BERT's
     limit, side = f"data.max_length_tokens = {config.max_length_tokens}", SIDES[name]
     what = "conversations" if numbers["is_chat"].all() else "rows"
     num_rows, num_bare, num_lost = int((numbers["piece"] == 0).sum()), int(is_bare.sum()), int((~is_kept & ~is_bare).sum())
+    # Without a training row left there is no run.
     if num_bare and num_bare == num_rows and name == "train":
-        raise UserError(
-            f"the tokenizer makes nothing to predict of all {num_rows} {side} {what}: give other rows, or another model"
-        )
+        raise UserError(f"the tokenizer leaves nothing to predict in all {num_rows} {side} {what}: change the rows or the model")
     if name == "train" and num_lost + num_bare == num_rows:
         raise UserError(f"all {num_rows} {side} {what} lost their whole completion to {limit}: raise it")
+    # Everything else is reported.
     given = numbers["num_given_tokens"]
-    told = tell_split(numbers["piece"], name, limit)
-    told += tell_cut(given, np.where(is_kept | is_bare, numbers["num_lost_tokens"], given), num_rows, name, limit)
+    sentences = tell_split(numbers["piece"], name, limit)
+    sentences += tell_cut(given, np.where(is_kept | is_bare, numbers["num_lost_tokens"], given), num_rows, name, limit)
     if num_lost:
-        told.append(f"{num_lost} of {num_rows} {what} lost their whole completion to {limit} and were left out ({side} rows)")
-    if num_bare:
-        told.append(f"left out {num_bare} of {num_rows} {side} {what}, of which the tokenizer makes nothing to predict")
-    if num_rows and not is_kept.any():
-        told.append("no held-out row is left to evaluate on")
-    if num_endless := int(numbers["is_endless"].sum()):
-        told.append(
-            f"the chat template ends the turns of {num_endless} of {num_rows} {side} rows with no special token, so nothing "
-            "tells generation to stop: end assistant turns with eos_token in data.chat_template"
+        sentences.append(
+            f"{num_lost} of {num_rows} {what} lost their whole completion to {limit} and were left out ({side} rows)"
         )
-    return tokenized.select(np.flatnonzero(is_kept)) if num_lost or num_bare else tokenized, told
+    if num_bare:
+        sentences.append(f"left out {num_bare} of {num_rows} {side} {what}, in which the tokenizer leaves nothing to predict")
+    if num_rows and not is_kept.any():
+        sentences.append("no held-out row is left to evaluate on")
+    if num_endless := int(numbers["is_endless"].sum()):
+        sentences.append(
+            f"the chat template ends the turns of {num_endless} of {num_rows} {side} rows with no special token, so generation "
+            "has nothing to stop at: end assistant turns with eos_token in data.chat_template"
+        )
+    return tokenized.select(np.flatnonzero(is_kept)) if num_lost or num_bare else tokenized, sentences
 
 
 def _tokenize_batch(
@@ -183,6 +181,7 @@ def _tokenize_batch(
     origins: list[tuple[str, int]],
 ) -> dict[str, list]:
     """The columns of `TokenizedRows`, those of `_OF_TOKENIZING`, and `stop_token_ids`."""
+    # Render each example as text with the positions of its turns, and tokenize all of them.
     examples = [json.loads(source) for source in rows["source"]]
     prepared = [
         prepare_chat(tokenizer, example, loss_on, _locate(row_id, origins))
@@ -193,11 +192,12 @@ def _tokenize_batch(
     tokenized = tokenize_texts(
         tokenizer, [item.text for item in prepared], [[turn.start for turn in item.turns] for item in prepared]
     )
+    # Turn each example into one row, or a long text into several.
     prefix = _get_prefix(tokenizer)
     special_tokens = re.compile("|".join(map(re.escape, list_special_tokens(tokenizer))) or "(?!)")
     all_columns = []
     for row_id, example, item, tokens in zip(rows["row_id"], examples, prepared, tokenized, strict=True):
-        if not item.is_chat:
+        if not item.is_chat:  # add the special tokens around a text; a chat's template has printed its own
             length, before = len(item.text), np.zeros(len(prefix), dtype=np.int64)
             tokens = TokenizedText(
                 np.concatenate([prefix, tokens.input_ids, [tokenizer.eos_token_id]]).astype(np.int32),
@@ -218,7 +218,7 @@ def _tokenize_batch(
 
 
 def _locate(row_id: int, origins: list[tuple[str, int]]) -> str:
-    """Input and row number, for messages."""
+    """The label of a row's input and its row number, for messages."""
     for label, num_rows in origins:
         if row_id < num_rows:
             return f"{label}, row {row_id + 1}"
@@ -234,14 +234,14 @@ def _get_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _split(item: Prepared, tokens: TokenizedText, num_prefix: int, max_length_tokens: int) -> list[dict[str, Any]]:
-    """The columns of the rows that a text becomes."""
+    """The columns of the rows that a text is split into."""
     return [
         {
             "input_ids": piece.input_ids,
             "labels": piece.labels,
             "num_tokens": len(piece.input_ids),
             "num_label_tokens": int((piece.labels != IGNORED_LABEL).sum()),
-            # Nothing predicts the first token: its text is not counted either.
+            # The first token has no label, so its text does not count either.
             "target_bytes": len(item.text[tokens.ends[max(piece.begin - 1, 0)] : tokens.ends[piece.end - 1]].encode()),
             "prompt_length": 0,
             "target": "",
@@ -254,12 +254,12 @@ def _split(item: Prepared, tokens: TokenizedText, num_prefix: int, max_length_to
 
 
 def _mask(item: Prepared, tokens: TokenizedText, max_length_tokens: int, special_tokens: re.Pattern) -> dict[str, Any]:
-    """The columns of one chat or pair."""
+    """The columns of one chat or pair, cut to `max_length_tokens`."""
     input_ids = tokens.input_ids[:max_length_tokens]
     is_cut = len(tokens.input_ids) > len(input_ids)
     end_place = tokens.ends[len(input_ids) - 1] if is_cut else len(item.text)
     labels = input_ids.copy() if item.counts_whole else np.full_like(input_ids, IGNORED_LABEL)
-    # Nothing predicts the first token: its text is not counted either.
+    # The first token has no label, so its text does not count either.
     pieces = [item.text[tokens.ends[:1].max(initial=0) : end_place]] if item.counts_whole else []
     prompt_length, target, lead_text = 0, "", ""
     for turn, turn_lead_text, first in zip(item.turns, item.lead_texts, tokens.firsts, strict=True):
@@ -272,7 +272,7 @@ def _mask(item: Prepared, tokens: TokenizedText, max_length_tokens: int, special
             pieces.append(said)
         prompt_length, target, lead_text = first, said, turn_lead_text
     labels[:1] = IGNORED_LABEL
-    if item.is_chat:  # elsewhere what looks like a special token is the row's own text
+    if item.is_chat:  # in other rows, what looks like a special token is text
         pieces, target = [special_tokens.sub("", piece) for piece in pieces], special_tokens.sub("", target)
     return {
         "input_ids": input_ids,
@@ -289,8 +289,7 @@ def _mask(item: Prepared, tokens: TokenizedText, max_length_tokens: int, special
 
 
 def _find_stops(item: Prepared, tokenizer: PreTrainedTokenizerBase, special_tokens: re.Pattern) -> dict[str, Any]:
-    """The columns that say how the turns of one example end; `stop_token_ids` has the tokenizer's end too: a list that is empty
-    has no type."""
+    """The columns about the ends of turns. The tokenizer's end token is always one, because an empty list has no type."""
     ends = [special_tokens.findall(item.text[turn.content_end : turn.end]) for turn in item.turns] if item.is_chat else []
     stop_tokens = [str(tokenizer.eos_token), *(tokens[-1] for tokens in ends if tokens)]
     stop_token_ids: Any = tokenizer.convert_tokens_to_ids(stop_tokens)

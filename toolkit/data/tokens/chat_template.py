@@ -1,13 +1,13 @@
-"""Chats as text: rendered by a chat template, with the places of the assistant's turns.
+"""Renders chats with a chat template and finds the assistant's turns in the text.
 
-A template is a program that prints a chat; where in its output a turn begins and ends it says only if it has `{% generation %}`
-markers. Without them the places come from what it prints of the chat's beginnings: of the messages before a turn with the
-generation prompt, and of those up to and with it. Both must begin the text of the whole chat, or the template changes earlier
-turns when later ones come, as those do that leave out earlier thinking, and no place can be trusted.
+A template is a program that prints a chat. It marks where a turn begins and ends only if it has `{% generation %}` markers.
+Without them, a turn is located by rendering the beginnings of the chat: the messages before the turn plus the generation prompt,
+and the messages up to the end of the turn. Both must be prefixes of the full text. Otherwise the template changes earlier turns
+when later ones follow (some leave out earlier thinking), and the positions cannot be trusted.
 
-The text of a turn ends with its end-of-turn token, which is trained on: a model that never learns it never stops. It is the
-first special token behind what the message says. What the template prints after it is not the turn's, because generation ends
-before it: a line break, the end token of a document (Phi-3), the generation prompt though nobody asked for it (early Llama 3).
+A turn ends with its end-of-turn token, which is trained on: a model that never learns it never stops. This is the first special
+token after the message's content. Whatever the template prints after it is not part of the turn, because generation stops
+before it: a line break, the end token of a document (Phi-3), an unrequested generation prompt (early Llama 3).
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# Templates print today's date, by `strftime_now` or (Llama's) a variable. Rows must not depend on the day that they were
-# tokenized on; it is the date that Llama 3.1 falls back to. No other clock is in reach of a template.
+# Some templates print today's date, by `strftime_now` or (Llama's) a variable. Rows must not depend on the day of tokenization,
+# so templates get a fixed date, the one that Llama 3.1 falls back to. They have no other clock.
 _CLOCK = datetime.datetime(2024, 7, 26)
 
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""What rendering raises: the template's own refusals, and Python's of the operations in it."""
+"""What rendering raises: the template's own errors, and Python's for the operations in it."""
 
 
 class Turn(NamedTuple):
-    """Places in a text, in characters, of what the model is to write."""
+    """Character positions in a text of one turn that the model has to write."""
 
     start: int
     content_end: int
-    """End of what it says, before the tokens that end its turn."""
+    """End of the content, before the tokens that end the turn."""
     end: int
-    """End of the turn, with them."""
+    """End of the turn, after those tokens."""
 
 
 class NoMaskError(Exception):
-    """Why the template cannot say which text is the assistant's."""
+    """The assistant's text cannot be located; the message says why."""
 
 
 def read_chat_template(setting: str) -> str:
-    """The template that `data.chat_template` holds or names.
+    """The template in `data.chat_template`, or in the file that it names.
 
     Raises:
-        UserError: no such file, or one that is not text.
+        UserError: the file does not exist or is not text.
     """
     if any(mark in setting for mark in ("{{", "{%", "\n")):
         return setting
@@ -70,7 +70,7 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a broken template before any row is read.
 
     Raises:
-        UserError: a syntax error, naming the line.
+        UserError: a syntax error; names the line.
     """
     if tokenizer.chat_template is not None:
         try:
@@ -78,17 +78,17 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
         except UserError:
             raise
         except TEMPLATE_ERRORS:
-            return  # it may want more than one message
+            return  # the template may require more than one message
 
 
 def render_chat(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: list[Any] | None, *, for_generation: bool = False
 ) -> str:
-    """The template's text of a chat.
+    """Render a chat as text.
 
     Raises:
-        UserError: no template, or one with a syntax error.
-        One of `TEMPLATE_ERRORS`: it cannot print these messages.
+        UserError: there is no template, or it has a syntax error.
+        One of `TEMPLATE_ERRORS`: the template cannot render these messages.
     """
     return _render(tokenizer, messages, tools, add_generation_prompt=for_generation)[0]
 
@@ -96,14 +96,15 @@ def render_chat(
 def find_turns(
     tokenizer: PreTrainedTokenizerBase, text: str, messages: list[dict[str, Any]], tools: list[Any] | None
 ) -> list[Turn]:
-    """The assistant's turns in `text`, which is `messages` rendered whole; one for each assistant message.
+    """The assistant's turns in `text`, the rendering of all `messages`; one turn per assistant message.
 
     Raises:
-        NoMaskError: the template cannot tell.
+        NoMaskError: the turns cannot be located.
         UserError, or one of `TEMPLATE_ERRORS`: as `render_chat`.
     """
     spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     special_tokens = list_special_tokens(tokenizer)
+    # The template marks the turns itself.
     if _GENERATION_MARKER.search(_get_template(tokenizer, tools)):
         _, marked = _render(tokenizer, messages, tools, return_assistant_tokens_mask=True)
         spans = _merge(marked)
@@ -113,6 +114,7 @@ def find_turns(
             Turn(start, start + _find_ends("", text[start:end], messages[i], special_tokens).content_end, end)
             for i, (start, end) in zip(spoken, spans, strict=True)
         ]
+    # Otherwise each turn lies between two prefixes of the chat.
     turns = []
     for i in spoken:
         prompt = _render_beginning(tokenizer, text, messages[:i], tools, special_tokens, for_generation=True)
@@ -124,13 +126,13 @@ def find_turns(
 
 
 def list_special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What decoding leaves out when asked to skip special tokens."""
+    """The tokens that decoding with `skip_special_tokens` leaves out, longest first."""
     added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     return sorted({*added, *map(str, tokenizer.all_special_tokens)}, key=len, reverse=True)
 
 
 def _merge(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Marked texts without empty ones; a template may mark a turn in several parts."""
+    """Join adjacent spans, because a template may mark a turn in several parts; drop empty ones."""
     merged: list[tuple[int, int]] = []
     for start, end in sorted(spans):
         if merged and start == merged[-1][1]:
@@ -146,36 +148,38 @@ class _Ends(NamedTuple):
 
 
 def _find_ends(prompt: str, turn: str, message: dict[str, Any], special_tokens: list[str]) -> _Ends:
-    """Where in the text of one turn, printed behind `prompt`, its content ends, and where its end-of-turn token does.
+    """Where in the text of a turn, which follows `prompt`, its content and its end-of-turn token end.
 
     Raises:
-        NoMaskError: the text goes on with another generation prompt, and nothing tells where.
+        NoMaskError: the text continues with another generation prompt, whose start is unknown.
     """
     any_special = "|".join(map(re.escape, special_tokens)) or "(?!)"
+    # The normal case: the content, then a special token.
     said = _find_content_end(turn, message)
     if said is not None and (mark := re.compile(any_special).search(turn, said)):
         return _Ends(mark.start(), mark.end())
+    # A turn that ends like its prompt may contain a second generation prompt.
     shared = os.path.commonprefix([prompt.rstrip()[::-1], turn.rstrip()[::-1]])[::-1]
     if said is None:
         goes_on = any(text.strip() for text in re.split(any_special, shared)[1:])
         closing = re.search(rf"(?:{any_special}|\s)*\Z", turn)
-        assert closing is not None, "it matches an empty text too"
+        assert closing is not None, "the pattern matches the empty text"
         ends = re.compile(rf"(?:{any_special})+").search(turn, closing.start())
         found = _Ends(ends.start(), ends.end()) if ends else _Ends(len(turn.rstrip()), len(turn))
     else:
-        # A template for another tokenizer, whose <|im_end|> is plain text to this one, or one that ends turns with a line break.
+        # The template is for another tokenizer, whose <|im_end|> is plain text here, or it ends turns with a line break.
         after = turn[said:].strip()
         goes_on = after != "" and shared.endswith(after)
         found = _Ends(said, len(turn.rstrip()) if after else len(turn))
     if goes_on:
         raise NoMaskError(
-            "it prints a generation prompt after the last turn without being asked, so the turn's end cannot be told"
+            "it prints a generation prompt after the last turn without being asked, so the end of the turn is unknown"
         )
     return found
 
 
 def _find_content_end(turn: str, message: dict[str, Any]) -> int | None:
-    """End of the message's content in the text of its turn; None: it is not there once, or not all that the message says."""
+    """End of the message's content in its turn; None if it does not occur exactly once, or if the message has tool calls too."""
     content = message["content"].strip()
     if not content or message.get("tool_calls"):
         return None
@@ -194,7 +198,7 @@ def _render_beginning(
     *,
     for_generation: bool,
 ) -> str:
-    """The text of a chat's first messages, which must begin the text of the whole."""
+    """The text of a chat's first messages, which must be a prefix of the full text."""
     try:
         beginning = render_chat(tokenizer, messages, tools, for_generation=for_generation)
     except UserError:
@@ -204,7 +208,7 @@ def _render_beginning(
     if text.startswith(beginning):
         return beginning
     if not for_generation and special_tokens:
-        # Phi-3's closes every text with the end token of a document, behind that of the turn; a longer chat has it only later.
+        # Phi-3's template closes every text with the document's end token, after the turn's; in a longer chat it comes later.
         any_special = f"({'|'.join(map(re.escape, special_tokens))})"
         pairs = zip(re.split(any_special, beginning), re.split(any_special, text), strict=False)
         common = "".join(ours for ours, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -231,13 +235,13 @@ def _get_template(tokenizer: PreTrainedTokenizerBase, tools: list[Any] | None) -
 def _render(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: list[Any] | None, **options: bool
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Text and the places that `{% generation %}` markers mark, where asked for."""
+    """The text and, on request, the spans that `{% generation %}` markers mark."""
     from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
     template = _get_template(tokenizer, tools)
     variables: dict[str, Any] = {**tokenizer.special_tokens_map, "date_string": _CLOCK.strftime("%d %b %Y"), **options}
     try:
-        # What is given for a variable becomes plain data, so no function: the compiled template, which is cached, gets ours.
+        # Variables can only be plain data, so our clock function is set on the compiled template, which is cached.
         _compile_jinja_template(template).environment.globals["strftime_now"] = _CLOCK.strftime
         rendered: Any = render_jinja_template(conversations=[messages], tools=tools, chat_template=template, **variables)
     except jinja2.TemplateSyntaxError as error:
@@ -250,4 +254,4 @@ def _render(
 
 
 def _get_line(text: str, number: int) -> str:
-    return re.split(r"\r\n|\r|\n", text)[number - 1].strip()  # where jinja ends lines; splitlines() knows more of them
+    return re.split(r"\r\n|\r|\n", text)[number - 1].strip()  # lines as jinja counts them; splitlines() splits at more characters

@@ -1,5 +1,5 @@
-"""What a limit on a row's tokens does: plain text is split into rows that together hold every token, everything else is cut, and
-a sentence says what share of the tokens is lost."""
+"""Applies the limit on a row's tokens: plain text is split into rows that together hold every token; all other rows are cut, and
+a sentence reports the share of lost tokens."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ import numpy as np
 from toolkit.loss import IGNORED_LABEL
 
 ROW_IDS_OF_A_PIECE = 10**10
-"""The k-th further piece of a text has the row id of the text and k times this: row 17 goes on as 10000000017, 20000000017."""
+"""The k-th further piece of a text has the text's row id plus k times this: row 17, then 10000000017, 20000000017."""
 
 _MOST_TOKENS_LOST = 0.05
 SIDES = {"train": "training", "evaluation": "evaluation"}
-"""Of the split, in messages."""
+"""The name of each split in messages."""
 
 
 class Piece(NamedTuple):
-    """A part of a text as a row."""
+    """A part of a text that becomes a row."""
 
     input_ids: np.ndarray
     labels: np.ndarray
     begin: int
-    """The tokens of the text from `begin` up to `end` are new in it."""
+    """The piece adds the text's tokens from `begin` up to `end`, exclusive."""
     end: int
 
 
 def split_text(input_ids: np.ndarray, num_prefix: int, max_length_tokens: int) -> Iterator[Piece]:
-    """Pieces of a text of at most `max_length_tokens`, in which each of its tokens but the first is a label exactly once.
+    """Split a text into pieces of at most `max_length_tokens`; each token except the first is a label in exactly one piece.
 
-    A further piece begins as the text does, with the tokens that stand before every text, and then has the last token of the
-    piece before, which predicts its first new one. Neither counts again.
+    Each further piece begins with the tokenizer's prefix and the last token of the previous piece, which predicts the first new
+    token. These tokens do not count again.
 
     Args:
-        input_ids: of the whole text.
-        num_prefix: the first so many stand before every text; at least two fewer than `max_length_tokens`.
+        input_ids: token ids of the text, with the prefix.
+        num_prefix: length of the prefix; at least two less than `max_length_tokens`.
     """
     begin, end = 0, min(max_length_tokens, len(input_ids))
     labels = input_ids[:end].copy()
@@ -51,10 +51,10 @@ def split_text(input_ids: np.ndarray, num_prefix: int, max_length_tokens: int) -
 
 
 def tell_split(piece: np.ndarray, name: str, limit: str) -> list[str]:
-    """A sentence where texts were split.
+    """One sentence if texts were split, else none.
 
     Args:
-        piece: of each row, its number in its text, from 0.
+        piece: the 0-based number of each row in its text.
         name: `train` or `evaluation`.
         limit: the setting and its value.
     """
@@ -69,15 +69,15 @@ def tell_split(piece: np.ndarray, name: str, limit: str) -> list[str]:
 
 
 def tell_cut(num_given: np.ndarray, num_lost: np.ndarray, num_rows: int, name: str, limit: str, what: str = "") -> list[str]:
-    """A sentence where rows were cut, with the share of all tokens on their side of the split that is lost, marked if large.
+    """One sentence if rows were cut, with the share of the split's tokens that is lost, else none. A large share is a WARNING.
 
     Args:
         num_given: tokens of each row before the cut.
-        num_lost: those of them that are lost to it.
-        num_rows: in all, pieces of a text counted as one.
+        num_lost: tokens of each row that the cut removes.
+        num_rows: rows of the split; the pieces of a text count as one.
         name: `train` or `evaluation`.
         limit: the setting and its value.
-        what: the part of the row that was cut, if not all of it.
+        what: the part of the row that is cut, if not the entire row.
     """
     num_cut, side = int((num_lost > 0).sum()), SIDES[name]
     if not num_cut:

@@ -1,7 +1,7 @@
-"""The languages of a translation model: what marks its sources and targets, and what its generated texts begin with.
+"""The languages of a translation model: the tokens that mark sources and targets, and the start of generated texts.
 
-The tokenizers of M2M-100, NLLB, mBART and PLBart put a language's token around a text, each at a place of its own. Where it
-stands is found by encoding a text, not by the model's name.
+The tokenizers of M2M-100, NLLB, mBART and PLBart add a language token before or after a text. Its position is found by encoding
+a text, not by the model's name.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def marks_languages(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def set_languages(tokenizer: PreTrainedTokenizerBase, name: str, source: str | None, target: str | None) -> None:
-    """Have the tokenizer mark sources and targets with these languages; None keeps the one saved with it.
+    """Make the tokenizer mark sources and targets with these languages; None keeps the tokenizer's saved language.
 
     Args:
-        name: the model's, for errors.
+        name: the model's name, for errors.
 
     Raises:
-        UserError: the tokenizer marks no languages, lacks this one, or is left without one.
+        UserError: the tokenizer marks no languages, lacks this one, or has none set.
     """
     wanted = {"source": source, "target": target}
     if not marks_languages(tokenizer):
@@ -54,7 +54,7 @@ def set_languages(tokenizer: PreTrainedTokenizerBase, name: str, source: str | N
             marks = tokenizer(**{argument: ""})["input_ids"]
         except KeyError:
             marks = [tokenizer.unk_token_id]
-        # Any token would do as a mark otherwise: `fr` is a piece of words for NLLB, its French is `fra_Latn`.
+        # The mark must be a language: NLLB's `fr` is a piece of words, its French is `fra_Latn`.
         languages = set(_language_ids(tokenizer).values())
         if not languages.intersection(marks) or not {*tokenizer.all_special_ids, *languages}.issuperset(marks):
             raise UserError(
@@ -63,10 +63,10 @@ def set_languages(tokenizer: PreTrainedTokenizerBase, name: str, source: str | N
 
 
 def start_generation(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, collator: SummarizationCollator) -> None:
-    """Have `generate` begin as the decoder inputs of training do; an export then does so too.
+    """Set the generation config so that `generate`, also after an export, begins as the decoder inputs in training do.
 
-    The first decoder input is its start token: the target's language for mBART, `</s>` for NLLB. Where targets begin with a
-    language, as NLLB's do, it is the first token that is generated, whatever the model would choose.
+    The first decoder input is the start token: the target's language for mBART, `</s>` for NLLB. If targets begin with a
+    language, as NLLB's do, it is forced as the first generated token.
     """
     labels = tokenizer(text_target="a")["input_ids"]
     start = int(collator.decoder_inputs(torch.tensor([labels]))[0, 0])
@@ -83,11 +83,11 @@ def start_generation(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
     for setting, token_id in settings.items():
         setattr(generation, setting, token_id)
         token = None if token_id is None else tokenizer.convert_ids_to_tokens(token_id)
-        print_rank0(f"{setting} of the generation config is set to {token_id} ({token}): targets begin so")
+        print_rank0(f"{setting} of the generation config is set to {token_id} ({token}), as in training")
 
 
 def _language_ids(tokenizer: Any) -> dict[str, int]:
-    """Token id of each language; without a table of them, of the special tokens that have no role of their own."""
+    """Token id of each language. Without a table of languages: of each special token that has no other role."""
     if table := getattr(tokenizer, "lang_code_to_id", None):
         return table
     named = {token for token in tokenizer.special_tokens_map.values() if isinstance(token, str)}
@@ -95,7 +95,7 @@ def _language_ids(tokenizer: Any) -> dict[str, int]:
 
 
 def _languages(tokenizer: Any) -> str:
-    """Some of those that exist."""
+    """The first few languages, for errors."""
     codes = _language_ids(tokenizer)
     shown = ", ".join(sorted(codes)[:NUM_LANGUAGES_SHOWN])
     return f"{shown}, … ({len(codes)} in all)" if len(codes) > NUM_LANGUAGES_SHOWN else shown

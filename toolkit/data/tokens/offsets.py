@@ -1,11 +1,11 @@
-"""Texts → token ids, with the tokens of marked places told apart exactly.
+"""Tokenizes texts so that the end of each prompt is an exact token boundary.
 
-A marked place is the end of a prompt. At inference the model gets the text before it alone, so the tokens before it are those of
-that text alone. The tokens behind it are those of the whole text; only where one of them reaches over the place (the last space
-of a prompt and the first word of its completion, two line breaks) the text behind is tokenized apart, without the space that some
+At inference the model gets the prompt alone, so the tokens before a prompt's end (a marked place) are those of the prompt
+tokenized alone. The tokens after it are those of the full text. Only if a token would span the boundary (the last space of a
+prompt and the first word of its completion, two line breaks), the rest is tokenized separately, without the space that some
 tokenizers put before every text, because it is not the beginning of one.
 
-Every tokenizer cuts a text at its added tokens (`<|im_end|>`) first, so a prompt need only be looked at from the last one on.
+Every tokenizer splits a text at its added tokens (`<|im_end|>`) first, so a prompt is compared only from the last one on.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MOST_CHARACTERS_AT_ONCE = 2**22
-"""The library holds about 150 bytes a token until they are read."""
+"""Characters per call: the library holds about 150 bytes per token until its result is read."""
 _BLOCK_CHARACTERS = 2**18
-# Where hardly any tokenizer makes one token of both sides: behind a single line break, else before a single space.
+# Boundaries that hardly any tokenizer's tokens span: after a single line break, else before a single space.
 _BLOCK_ENDS = (re.compile(r"(?<=\S\n)(?=\S)"), re.compile(r"(?<=\S)(?= \S)"))
 
 
 class TokenizedText(NamedTuple):
-    """Token ids of a text and where each begins and ends in it, in characters.
+    """Token ids of a text with their start and end offsets in characters.
 
-    A token begins where the one before it has ended, even if its own offsets leave out a space between: so no character is lost.
+    A token begins where the previous one ends, even if its own offsets leave out a space between them, so no character is lost.
     """
 
     input_ids: np.ndarray
@@ -42,29 +42,31 @@ class TokenizedText(NamedTuple):
     starts: np.ndarray
     ends: np.ndarray
     firsts: tuple[int, ...] = ()
-    """Of each marked place the first token behind it."""
+    """The index of the first token after each marked place."""
 
 
 class _Encoders(NamedTuple):
     whole: Tokenizer
     behind: Tokenizer
-    """Without what is put before every text."""
+    """Adds no space before a text."""
     added_tokens: dict[int, str]
 
 
 def tokenize_texts(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], places: Sequence[Sequence[int]]
 ) -> list[TokenizedText]:
-    """Token ids of texts, without special tokens but those that stand in them.
+    """Token ids of texts, with only those special tokens that are written in the text.
 
-    A long text without marked places is tokenized in blocks: time grows as its length does, and memory is bounded.
+    A long text without marked places is tokenized in blocks, so that time grows linearly and memory is bounded.
 
     Args:
-        tokenizer: a fast one, not changed between calls.
-        places: of each text, where prompts end (in characters), in order.
+        tokenizer: a fast tokenizer, not changed between calls.
+        places: for each text, the character positions where prompts end, in order.
     """
+    # Tokenize every text in full.
     encoders = _build_encoders(tokenizer)
     tokenized = _encode_in_blocks(encoders, texts, places)
+    # Find the last added token before each marked place: the prompts are compared from there.
     added = [
         _find_added(encoders, text, tokens) if marked else []
         for text, tokens, marked in zip(texts, tokenized, places, strict=True)
@@ -78,6 +80,7 @@ def tokenize_texts(
         for text, tokens, marked, begins in zip(texts, tokenized, places, anchors, strict=True)
         for place, anchor in zip(marked, begins, strict=True)
     ]
+    # Tokenize the ends of the prompts alone, and use their tokens where they differ.
     prompts = iter(_encode(encoders.whole, pieces))
     return [
         _split(encoders, text, tokens, indices, list(zip(marked, begins, prompts, strict=False))) if marked else tokens
@@ -90,7 +93,7 @@ def _build_encoders(tokenizer: PreTrainedTokenizerBase) -> _Encoders:
     from tokenizers import Tokenizer
 
     backend = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
-    # Post-processors put special tokens around a text, and may trim spaces off the offsets.
+    # Post-processors add special tokens around a text, and may trim spaces from the offsets.
     whole = backend | {"post_processor": None, "truncation": None, "padding": None}
     behind = whole | {name: _leave_out_prefix(whole[name]) for name in ("normalizer", "pre_tokenizer")}
     added_tokens = {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}
@@ -101,7 +104,7 @@ def _build_encoders(tokenizer: PreTrainedTokenizerBase) -> _Encoders:
 
 
 def _leave_out_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A normalizer or pre-tokenizer that puts no space before a text, as those of Llama 2, Mistral and RoBERTa do."""
+    """The normalizer or pre-tokenizer without the space that those of Llama 2, Mistral and RoBERTa put before a text."""
     if part is None or part["type"] == "Prepend":
         return None
     for name in ("normalizers", "pretokenizers"):
@@ -124,7 +127,7 @@ def _encode(encoder: Tokenizer, texts: Sequence[str]) -> list[TokenizedText]:
 
 def _read(input_ids: list[int], offsets: list[tuple[int, int]]) -> TokenizedText:
     token_starts, token_ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
-    # Several tokens may write one character; each then has the offsets of the whole.
+    # Several tokens may stand for one character; each then has the character's offsets.
     ends = np.maximum.accumulate(token_ends)
     starts = np.minimum(token_starts, np.concatenate([[0], ends[:-1]])) if len(ends) else token_starts
     return TokenizedText(np.array(input_ids, dtype=np.int32), starts, ends)
@@ -155,7 +158,7 @@ def _cut_blocks(text: str) -> list[int]:
 
 
 def _find_added(encoders: _Encoders, text: str, tokens: TokenizedText) -> list[int]:
-    """Indices of added tokens that stand in the text; one that is written for an unknown character does not."""
+    """Indices of added tokens that are written in the text, unlike one that stands for an unknown character."""
     return [
         index
         for index in np.flatnonzero(np.isin(tokens.input_ids, list(encoders.added_tokens))).tolist()
@@ -164,7 +167,7 @@ def _find_added(encoders: _Encoders, text: str, tokens: TokenizedText) -> list[i
 
 
 def _find_anchor(tokens: TokenizedText, added: list[int], place: int) -> int:
-    """Index of the last added token before a place, where the tokens of the text before it may first be others; else 0."""
+    """Index of the last added token before a place, or 0. Only from there on can the prompt alone have different tokens."""
     before = bisect.bisect_right(added, place, key=lambda index: tokens.ends[index])
     return added[before - 1] if before else 0
 
@@ -172,13 +175,13 @@ def _find_anchor(tokens: TokenizedText, added: list[int], place: int) -> int:
 def _split(
     encoders: _Encoders, text: str, tokens: TokenizedText, added: list[int], marked: list[tuple[int, int, TokenizedText]]
 ) -> TokenizedText:
-    """Make tokens begin at marked places: each given with its anchor and the tokens of the text between."""
+    """Make tokens begin at the marked places; `marked` has each place, its anchor, and the tokens of the text between them."""
     joint, firsts = tokens, []
     cut, cut_index, num_more = 0, 0, 0
     for place, anchor, prompt in marked:
         before, begin = anchor + num_more, int(joint.starts[anchor]) if anchor else 0
         if begin < cut:
-            # An earlier prompt was cut here: its tokens stay, and this one's are those that follow them.
+            # An earlier prompt ends after this anchor: its tokens stay, and this prompt's are compared from its end on.
             before, begin = cut_index, cut
             first, straddles = _find(tokens, place, before)
             if not straddles:
@@ -186,10 +189,11 @@ def _split(
                 continue
             (prompt,) = _encode(encoders.behind, [text[begin:place]])
         prompt = _move(prompt, begin)
-        # White space that the tokenizer leaves out at the end of a text is the next token's.
+        # White space that the tokenizer drops at the end of a text belongs to the next token.
         end = int(prompt.ends[-1]) if len(prompt.ends) else begin
         first, straddles = _find(tokens, end, before)
         if straddles or not np.array_equal(tokens.input_ids[before:first], prompt.input_ids):
+            # Replace the prompt's tokens; if a token spans the place, retokenize up to the next added token.
             rest, stop = [], first
             if straddles:
                 stop = next((index + num_more for index in added if joint.starts[index] >= end), len(tokens.input_ids))
@@ -205,7 +209,7 @@ def _split(
 
 
 def _find(tokens: TokenizedText, place: int, least: int) -> tuple[int, bool]:
-    """Index of the first token from `least` on that begins at a place or later, and whether the one before reaches over it."""
+    """Index of the first token, from `least` on, that begins at or after a place; and whether the token before spans it."""
     first = max(int(np.searchsorted(tokens.starts, place)), least)
     return first, first > least and bool(tokens.ends[first - 1] > place)
 

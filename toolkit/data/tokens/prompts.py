@@ -1,4 +1,4 @@
-"""Examples of a causal model's run as text, with the places of what the model is to write."""
+"""Examples of a causal model's run → text, with the positions of the turns that the model has to write."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ if TYPE_CHECKING:
 
 
 class Prepared(NamedTuple):
-    """An example as text, with the places of what the model is to write."""
+    """An example as text, with the positions of the turns that the model has to write."""
 
     text: str
     turns: list[Turn]
-    """Those to train on: of a prompt with its completion, the completion."""
+    """The turns to train on; for a prompt with its completion, the completion."""
     lead_texts: list[str]
-    """What the lead baseline reads, for each turn."""
+    """The text that the lead baseline reads, for each turn."""
     counts_whole: bool
+    """Whether all tokens of the text count in the loss."""
     is_chat: bool
 
 
 def prepare_text(example: dict[str, Any], loss_on: str, lead_text: str) -> Prepared:
-    """A text, or a prompt with its completion."""
+    """Prepare a text, or a prompt with its completion."""
     if "text" in example:
         return Prepared(example["text"], [], [], counts_whole=True, is_chat=False)
     prompt, completion = example["prompt"], example["completion"]
     text = prompt + completion
-    turn = Turn(len(prompt), len(text), len(text) + 1)  # one character more, for the end token
+    turn = Turn(len(prompt), len(text), len(text) + 1)  # the end token counts as one more character
     return Prepared(text, [turn], [lead_text], counts_whole=loss_on == "all", is_chat=False)
 
 
 def prepare_chat(tokenizer: PreTrainedTokenizerBase, example: dict[str, Any], loss_on: str, where: str) -> Prepared:
-    """A chat as its template prints it.
+    """Prepare a chat as its template renders it.
 
     Raises:
-        UserError: the template refuses it, prints nothing of a turn, or does not tell which text is the assistant's; a turn has
-            weight 0 where all tokens count.
+        UserError: the template refuses the chat, prints nothing of a turn, or does not show which text is the assistant's; a
+            turn has weight 0 although all tokens count.
     """
     messages, tools, weight_0 = example["messages"], example["tools"], example["weight_0"]
     if weight_0 and loss_on == "all":
@@ -46,13 +47,14 @@ def prepare_chat(tokenizer: PreTrainedTokenizerBase, example: dict[str, Any], lo
             f"{where}: message {weight_0[0] + 1} has weight 0, but data.loss_on all counts every token: set it to completions, "
             "or leave the weight out"
         )
+    # Render, and locate the assistant's turns; without them, only data.loss_on all is possible.
     try:
         text = render_chat(tokenizer, messages, tools)
         turns = find_turns(tokenizer, text, messages, tools)
     except NoMaskError as error:
         if loss_on == "completions":
             raise UserError(
-                f"{where}: the chat template does not tell which tokens are the assistant's: {error}; give "
+                f"{where}: the chat template does not show which tokens are the assistant's: {error}; give "
                 "data.chat_template with {% generation %} ... {% endgeneration %} around the assistant's text "
                 "(recipes/chat_templates/chatml_generation.jinja is one for ChatML), or set data.loss_on all"
             ) from None
@@ -64,6 +66,7 @@ def prepare_chat(tokenizer: PreTrainedTokenizerBase, example: dict[str, Any], lo
             f"{where}: the chat template refuses this conversation ({str(error) or type(error).__name__}): change the row, or "
             "set data.chat_template to a template that takes it"
         ) from None
+    # Check that every turn was printed, then keep those to train on.
     spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     for i, turn in zip(spoken, turns, strict=True):
         if not text[turn.start : turn.content_end].strip():

@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORMAT_VERSION = 5
-"""Goes into the cache's name: raise it when the columns or their meaning change."""
+"""Part of the cache's name. Raise it when the columns or their meaning change."""
 
 
 def prepare_rows(config: DataConfig, model: ModelConfig, vocab_size: int) -> TokenizedRows:
-    """Read, tokenize and cache the rows on each node's first process; the others load the cache. Collective.
+    """Read, tokenize and cache the rows on the first process of each node; the others load the cache. Collective.
 
     Raises:
-        UserError: whatever is wrong with the source or the tokenizer, or nodes that read different data; on every rank.
+        UserError: anything wrong with the source or the tokenizer; the nodes have read different data. On every rank.
     """
     return build_once_a_node(cache_folder(config.cache_dir), partial(_build_cache, config, model, vocab_size))
 
 
 def _build_cache(config: DataConfig, model: ModelConfig, vocab_size: int) -> Written:
-    """Make sure the tokenized rows lie in the cache. On one process of a node."""
+    """Write the tokenized rows into the cache unless they are there. For one process per node."""
     tokenizer = load_tokenizer(model, vocab_size) if has_tokenizer(model) else None
     if tokenizer is not None:
         set_languages(tokenizer, model.name_or_path, config.source_language, config.target_language)
@@ -75,7 +75,7 @@ def _write_tokens(rows: TextRows, tokenizer: PreTrainedTokenizerBase, config: Da
             num_workers=config.num_tokenizer_workers,
             placeholder={"source": "", "target": "", "lead_text": ""},
         )
-        remarks += _tell_truncation(tokenized, config, name)
+        remarks += _report_truncation(tokenized, config, name)
         save_tokens(tokenized.remove_columns(["num_lost_source_tokens", "num_lost_target_tokens"]), name, folder)
     tokenizer.save_pretrained(folder / "tokenizer")
     return About(remarks)
@@ -110,7 +110,7 @@ def _tokenize_batch(
 def _encode(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: int, argument: str
 ) -> tuple[list[list[int]], list[int]]:
-    """Token ids of texts and how many each has lost. Only a text that is too long is encoded again, cut by the tokenizer."""
+    """Token ids of texts, and how many tokens each has lost. A text that is too long is encoded again, cut by the tokenizer."""
     all_ids = tokenizer(**{argument: texts}, verbose=False)["input_ids"]
     num_lost = [0] * len(texts)
     for i, text in enumerate(texts):
@@ -120,14 +120,14 @@ def _encode(
     return all_ids, num_lost
 
 
-def _tell_truncation(tokenized: Dataset, config: DataConfig, name: str) -> list[str]:
+def _report_truncation(tokenized: Dataset, config: DataConfig, name: str) -> list[str]:
     names = ["num_tokens", "num_label_tokens", "num_lost_source_tokens", "num_lost_target_tokens"]
     numbers = tokenized.select_columns(names).with_format("numpy")[:]
     num_kept = {"source": numbers["num_tokens"] - numbers["num_label_tokens"], "target": numbers["num_label_tokens"]}
-    told: list[str] = []
+    sentences: list[str] = []
     for side, limit in (("source", config.max_source_length_tokens), ("target", config.max_target_length_tokens)):
         num_lost = numbers[f"num_lost_{side}_tokens"]
-        told += tell_cut(
+        sentences += tell_cut(
             num_kept[side] + num_lost, num_lost, len(tokenized), name, f"data.max_{side}_length_tokens = {limit}", side
         )
-    return told
+    return sentences

@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder, or one trained on the rows where the folder has none."""
+"""Loads the tokenizer of a model, or trains one on the rows if the model folder has none."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ TOKENIZER_FILES = ("tokenizer.json", "spiece.model", "sentencepiece.bpe.model", 
 
 
 def has_tokenizer(config: ModelConfig) -> bool:
-    """Whether the model comes with a tokenizer. A hub id is taken to: transformers answers for it."""
+    """Whether the model comes with a tokenizer. A hub id counts as yes; if not, transformers reports it."""
     folder = Path(config.name_or_path)
     return not folder.is_dir() or any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def load_tokenizer(config: ModelConfig, vocab_size: int) -> PreTrainedTokenizerBase:
-    """The model's own tokenizer. Without a padding token, as most LLMs have it, it pads with its end token.
+    """Load the model's own tokenizer. If it has no padding token, as with most LLMs, its end token is used for padding.
 
-    That is safe: which labels count is kept apart and never told from the token ids.
+    That is safe: the labels that count are stored separately and never derived from the token ids.
 
     Args:
         vocab_size: token embeddings of the model.
 
     Raises:
-        UserError: it cannot be read, has neither a padding nor an end token, more tokens than the model has embeddings, or
-            another vocabulary for targets that it does not encode with (FSMT's).
+        UserError: the tokenizer cannot be read, has neither a padding nor an end token, has more tokens than the model has
+            embeddings, or has a vocabulary for targets that it does not encode with (FSMT's).
     """
     from transformers import AutoTokenizer
 
@@ -70,10 +70,10 @@ def load_tokenizer(config: ModelConfig, vocab_size: int) -> PreTrainedTokenizerB
 
 
 def train_tokenizer(rows: Dataset, vocab_size: int) -> PreTrainedTokenizerBase:
-    """A unigram tokenizer like T5's (`<pad>` 0, `</s>` 1, `<unk>` 2), trained with the tokenizers library.
+    """Train a unigram tokenizer like T5's (`<pad>` 0, `</s>` 1, `<unk>` 2) with the tokenizers library.
 
-    On sources and targets of at most `MAX_TRAINING_ROWS` rows, spread evenly, each cut: more text makes a small vocabulary
-    slower, not better.
+    It is trained on the sources and targets of at most `MAX_TRAINING_ROWS` evenly spaced rows, each cut to
+    `MAX_TRAINING_CHARACTERS`: more text makes training slower, but a small vocabulary no better.
 
     Raises:
         UserError: the rows have more different characters than `vocab_size` allows.
@@ -93,7 +93,7 @@ def train_tokenizer(rows: Dataset, vocab_size: int) -> PreTrainedTokenizerBase:
     )
     try:
         tokenizer.train_from_iterator(texts, trainer)
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # the library raises nothing more specific
         if "vocabulary is not large enough" not in str(error):
             raise
         raise UserError(
@@ -107,10 +107,10 @@ def train_tokenizer(rows: Dataset, vocab_size: int) -> PreTrainedTokenizerBase:
 
 
 def train_byte_level_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
-    """A byte-level BPE tokenizer like GPT-2's (`<pad>` 0, `<|endoftext|>` 1, which begins and ends a text).
+    """Train a byte-level BPE tokenizer like GPT-2's (`<pad>` 0, `<|endoftext|>` 1, which begins and ends a text).
 
-    Every text can be written with it, and the same texts in the same order give the same tokenizer. It adds no special tokens
-    by itself. Texts are read once and all of them count.
+    It can encode every text, and the same texts in the same order give the same tokenizer. It adds no special tokens by itself.
+    All texts are used and read once.
 
     Raises:
         UserError: `vocab_size` is too small for the 256 bytes and the special tokens.
@@ -139,11 +139,13 @@ def train_byte_level_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrai
 
 
 def tell_lost_text(tokenizer: PreTrainedTokenizerBase, rows: Sequence[list[str]]) -> list[str]:
-    """A sentence where decoding the tokens of texts does not give the texts: BERT's lose case and line breaks, others what they
-    do not know. A space before the first word does not count, which many add or leave out.
+    """One sentence if decoding the tokens of texts does not return the texts, else none.
+
+    BERT's tokenizers lose case and line breaks, others lose unknown characters. A space before the first word does not count,
+    because many tokenizers add or drop it.
 
     Args:
-        rows: texts of each row.
+        rows: the texts of each row.
     """
     num_lost, example = 0, ("", "")
     for texts in rows:
@@ -159,12 +161,12 @@ def tell_lost_text(tokenizer: PreTrainedTokenizerBase, rows: Sequence[list[str]]
         return []
     return [
         f"the tokenizer {tokenizer.name_or_path} does not give back {num_lost} of the first {len(rows)} training rows as they "
-        f"are ({example[0]!r:.60} as {example[1]!r:.60}): what it leaves out is not learnt"
+        f"are ({example[0]!r:.60} as {example[1]!r:.60}): what it drops is never learned"
     ]
 
 
 def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """sha256 of all that decides how text becomes ids, independent of where the files lie."""
+    """sha256 of everything that decides how text becomes token ids, independent of the files' location."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     body = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     extra = json.dumps([type(tokenizer).__name__, tokenizer.special_tokens_map], sort_keys=True, default=str)

@@ -162,7 +162,7 @@ def test_a_template_that_tells_no_masks_is_refused_with_the_way_out(prepare, tmp
         prepare(chats(CHATS[1], thinking), chat_template=STRIPPING)
     sentence = str(caught.value)
     assert sentence.startswith(
-        f"{tmp_path / 'rows.jsonl'}, row 2: the chat template does not tell which tokens are the assistant's"
+        f"{tmp_path / 'rows.jsonl'}, row 2: the chat template does not show which tokens are the assistant's"
     )
     assert "{% generation %}" in sentence and "recipes/chat_templates/chatml_generation.jinja" in sentence
     assert "data.loss_on all" in sentence and "earlier thinking" in sentence
@@ -202,7 +202,7 @@ def test_broken_and_missing_templates_are_refused(prepare, tmp_path):
 def test_turns_without_an_end_token_are_told(prepare):
     template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     rows = prepare(chats(CHATS[1]), chat_template=template)
-    assert "the turns of 1 of 1 training rows with no special token, so nothing tells generation to stop" in rows.remarks[0]
+    assert "the turns of 1 of 1 training rows with no special token, so generation has nothing to stop at" in rows.remarks[0]
 
 
 def test_a_prompt_is_followed_by_its_completion_and_the_end_token(prepare):
@@ -458,7 +458,7 @@ def test_tokenizers_that_cannot_do_it_are_refused(prepare, tmp_path):
     ByT5Tokenizer().save_pretrained(tmp_path / "slow")
     (tmp_path / "slow" / "config.json").write_text('{"model_type": "t5"}')
     (tmp_path / "slow" / "vocab.txt").write_text("")  # what tells that the folder has a tokenizer
-    with pytest.raises(UserError, match="is a slow one .ByT5Tokenizer., which does not say where its tokens stand"):
+    with pytest.raises(UserError, match="is a slow one .ByT5Tokenizer. without offsets"):
         prepare([{"text": "a"}], model=ModelConfig(name_or_path=str(tmp_path / "slow")))
     endless = build_chat_tokenizer()
     endless.eos_token = None

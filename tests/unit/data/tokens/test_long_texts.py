@@ -135,8 +135,8 @@ def test_the_share_of_tokens_that_a_cut_loses_is_told(prepare):
 def test_rows_that_the_tokenizer_makes_nothing_of_are_not_said_to_be_cut(prepare):
     rows = prepare(build_word_piece(), [{"text": "\u200b"}, {"text": "the word"}, {"text": "\u200d"}])
     assert len(rows.train) == 1
-    assert rows.remarks[1:] == ["left out 2 of 3 training rows, of which the tokenizer makes nothing to predict"]
-    with pytest.raises(UserError, match="the tokenizer makes nothing to predict of all 1 training rows: give other rows"):
+    assert rows.remarks[1:] == ["left out 2 of 3 training rows, in which the tokenizer leaves nothing to predict"]
+    with pytest.raises(UserError, match="the tokenizer leaves nothing to predict in all 1 training rows: change the rows"):
         prepare(build_word_piece(), [{"text": "\u200b"}])
 
 
