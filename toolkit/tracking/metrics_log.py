@@ -1,4 +1,4 @@
-"""`metrics.jsonl`, the record of a run: JSON objects, one per line, with `kind` (`train`, `eval`, `checkpoint`, …), `step`, figures.
+"""`metrics.jsonl`, a run's record: a JSON object per line with `kind` (`train`, `eval`, `checkpoint`, …), `step` and figures.
 
 The names of figures carry their units. Trackers, curves and the summary show the same figures. Only one rank writes.
 """
