@@ -49,8 +49,8 @@ def forward_and_backward(family: str, seed: int) -> dict[str, Any]:
     import torch
     import transformers
 
-    from tests.distributed.small_run import T5_CONFIG, whole_gradients
     from tests.support.model_folders import CAUSAL_FAMILIES
+    from tests.support.small_run import T5_CONFIG, whole_gradients
     from toolkit.config.schema import AdapterConfig, ModelConfig
     from toolkit.data.collate import CausalCollator, SummarizationCollator
     from toolkit.distributed.comm import rank
@@ -114,7 +114,7 @@ def report_prefetch(decoder_first: bool) -> list[dict[str, list[str]]]:
     import transformers
     from torch.distributed.fsdp import FSDPModule
 
-    from tests.distributed.small_run import T5_CONFIG
+    from tests.support.small_run import T5_CONFIG
     from toolkit.launch.accelerator import build_accelerator
     from toolkit.parallel.wrap import shard_model
 

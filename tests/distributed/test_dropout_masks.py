@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 import numpy as np
 
-from tests.distributed.small_run import run_recipe, write_inputs
 from tests.support.launch import REPOSITORY
+from tests.support.small_run import run_recipe, write_inputs
 
 NUM_STEPS = 2
 

@@ -16,10 +16,10 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from tests.distributed.small_run import NUM_STEPS, run_recipe, train_and_record_gradients, write_inputs
 from tests.distributed.test_invariants import CHECKPOINTING, COMPILED, figures
 from tests.recipes.test_resume import load_whole, on_one_process
 from tests.support.launch import run_on_ranks
+from tests.support.small_run import NUM_STEPS, run_recipe, train_and_record_gradients, write_inputs
 
 PRESET = "fsdp2_fp8"
 ON_CPU: dict[str, Any] = {"use_cpu": True, "num_processes": 2, "dynamo_config": {"dynamo_backend": "NO"}}
@@ -63,8 +63,8 @@ def take_step(family: str) -> dict[str, Any]:
     import transformers
     from torch.distributed.tensor import DTensor
 
-    from tests.distributed.small_run import T5_CONFIG, whole_gradients
     from tests.support.model_folders import CAUSAL_FAMILIES
+    from tests.support.small_run import T5_CONFIG, whole_gradients
     from toolkit.config.schema import OptimConfig
     from toolkit.data.collate import CausalCollator, SummarizationCollator
     from toolkit.distributed.comm import rank

@@ -16,9 +16,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from tests.distributed.small_run import NUM_STEPS, run_recipe, train_and_record_gradients, write_inputs
 from tests.distributed.test_invariants import RELATIVE_TOLERANCE, figures, report_shards
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
+from tests.support.small_run import NUM_STEPS, run_recipe, train_and_record_gradients, write_inputs
 
 AS_TWO_MACHINES: dict[str, Any] = {
     **GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_shard_grad_op"],

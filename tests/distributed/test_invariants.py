@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.distributed.small_run import NUM_STEPS, read_lines, run_recipe, write_inputs
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
+from tests.support.small_run import NUM_STEPS, read_lines, run_recipe, write_inputs
 
 RELATIVE_TOLERANCE = 1e-5
 
@@ -159,7 +159,7 @@ def report_shards() -> dict[str, Any]:
     from torch.distributed.tensor import DTensor
     from transformers import T5Config, T5ForConditionalGeneration
 
-    from tests.distributed.small_run import T5_CONFIG
+    from tests.support.small_run import T5_CONFIG
     from toolkit.config.schema import OptimConfig
     from toolkit.launch.accelerator import build_accelerator
     from toolkit.parallel.gather import whole_parameters

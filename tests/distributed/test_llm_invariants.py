@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.distributed.small_run import NUM_STEPS, read_lines, run_recipe
 from tests.distributed.test_invariants import CHECKPOINTING, COMPILED, RELATIVE_TOLERANCE, figures, rows_of_steps
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
+from tests.support.small_run import NUM_STEPS, read_lines, run_recipe
 
 FSDP1 = GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"]
 PACKED = ["--data.packing", "true"]

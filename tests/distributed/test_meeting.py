@@ -12,9 +12,9 @@ from unittest.mock import patch
 import pytest
 import yaml
 
-from tests.distributed.small_run import read_lines, write_inputs
 from tests.support import launch as launcher
-from tests.support.launch import REPOSITORY, LaunchResult, _free_port, launch, start
+from tests.support.launch import REPOSITORY, LaunchResult, free_port, launch, start
+from tests.support.small_run import read_lines, write_inputs
 from toolkit.errors import EXIT_USER_ERROR
 
 TIMEOUT_S = 3
@@ -64,7 +64,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def at_env() -> dict[str, str]:
-    return {"MASTER_ADDR": "localhost", "MASTER_PORT": str(_free_port())}
+    return {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
 
 
 def meet(script: Path, variables: dict[str, str], *, num_processes: int = 2, **of_ranks: dict[str, str]) -> LaunchResult:
@@ -102,7 +102,7 @@ def test_one_process_needs_no_place(script: Path) -> None:
 
 
 def test_they_meet_at_tcp(script: Path) -> None:
-    result = meet(script, {"TOOLKIT_INIT_METHOD": f"tcp://127.0.0.1:{_free_port()}"}, num_processes=3)
+    result = meet(script, {"TOOLKIT_INIT_METHOD": f"tcp://127.0.0.1:{free_port()}"}, num_processes=3)
     assert result.returncodes == [0, 0, 0], result.stderr
     assert result.stdout.count("3 ranks are connected") == 3
 
@@ -119,7 +119,7 @@ def test_they_meet_at_a_file_also_at_one_that_a_crash_has_left(script: Path, tmp
 
 @pytest.mark.parametrize("scheme", ["tcp", "file"])
 def test_a_missing_peer_is_named_by_all_who_came(script: Path, tmp_path: Path, scheme: str) -> None:
-    where = f"tcp://127.0.0.1:{_free_port()}" if scheme == "tcp" else f"file://{tmp_path}/meeting"
+    where = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{tmp_path}/meeting"
     result = meet(script, {"TOOLKIT_INIT_METHOD": where}, num_processes=3, rank2={"ABSENT": "1"})
     sentence = f"only 2 of 3 ranks came to {where} within 3 s (run.timeout_s), missing: 2; check that each was started with"
     check_refused(result, sentence, sentence, absent=(2,))
@@ -134,7 +134,7 @@ def test_without_rank_0_nobody_listens(script: Path, tmp_path: Path) -> None:
 
 
 def test_a_wrong_address_is_told_by_both_sides(script: Path) -> None:
-    port = _free_port()
+    port = free_port()
     result = meet(script, at_env() | {"MASTER_PORT": str(port)}, rank1={"MASTER_ADDR": "no-such-host.invalid"})
     missing = f"only 1 of 2 ranks came to tcp://localhost:{port} within 3 s (run.timeout_s), missing: 1"
     check_refused(result, missing, f"rank 1 of 2 found nobody at tcp://no-such-host.invalid:{port} within 3 s")

@@ -11,9 +11,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from tests.distributed.small_run import read_lines
 from tests.distributed.test_invariants import RELATIVE_TOLERANCE
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, run_on_ranks
+from tests.support.small_run import read_lines
 
 NUM_STEPS = 8
 # An epoch has 7 steps, the last of 1 row; the last evaluation batch has 1 of the 283 rows: a rank of 2 goes without.

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.distributed.small_run import NUM_STEPS, read_lines, run_recipe, write_inputs
 from tests.distributed.test_invariants import CHECKPOINTING, RELATIVE_TOLERANCE, figures
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
+from tests.support.small_run import NUM_STEPS, read_lines, run_recipe, write_inputs
 
 MIN_NUM_PARAMS = 1500
 SIZE_BASED = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": MIN_NUM_PARAMS}
@@ -109,7 +109,7 @@ def report_units() -> tuple[dict[str, int], bool]:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from transformers import T5Config, T5ForConditionalGeneration
 
-    from tests.distributed.small_run import T5_CONFIG
+    from tests.support.small_run import T5_CONFIG
     from toolkit.launch.accelerator import build_accelerator
     from toolkit.parallel.units import clean
     from toolkit.parallel.wrap import shard_model

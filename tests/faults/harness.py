@@ -1,53 +1,31 @@
-"""Runs of a recipe on 2 ranks with a fault put into them from outside, and what their resume must come to.
+"""Runs of a recipe with faults put into them from outside, and what their resume must come to.
 
-A fault is a picklable function of no arguments that every rank calls before the recipe starts. Most faults wait for a file
-operation of the process, as Python's audit events tell it *before* it is done (`before`), whatever code does it; then they kill
-ranks, or raise what a file system would. What is injected is told on stderr: `Outcome.injected` holds it, and a test without it
-would prove nothing.
+A fault is a picklable function of no arguments that every rank calls before the recipe starts. `workers/faulty_recipe.py` has
+what faults are made of. What strikes says so on stderr: `Outcome.injected` holds it, and a test without it would prove nothing.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
 import pickle
 import re
-import runpy
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
-from unittest.mock import patch
+from typing import Any
 
-from tests.recipes.runs import FP32, RECIPES, Workbench
-from tests.recipes.test_resume import curves, rows_by_place
-from tests.support.launch import PEER_GRACE_S, Running, start
+from tests.faults.workers import faulty_recipe
+from tests.recipes.test_resume import curves
+from tests.support.launch import PEER_GRACE_S, LaunchResult, Running, start
+from tests.support.workbench import FP32, Workbench, step_name
 from toolkit.errors import EXIT_USER_ERROR
 from toolkit.files.durable import seal
 
-NUM_STEPS = 6
-SAVED = (2, 4, 6)
-CHANGES: dict[str, Any] = {
-    "model__dropout": 0.1,
-    "train__max_steps": NUM_STEPS,
-    "train__micro_batch_size_rows": 2,  # two micro-batches a step on each of two processes
-    "checkpoint__every_steps": 2,
-    "checkpoint__keep_last": 9,
-    "eval__every_steps": 4,
-    "eval__generate": False,
-    "log_row_ids": True,
-}
-"""26 training rows: an epoch ends after step 4, whose batch is smaller."""
-WHOLE = "whole"
-"""The run that nothing interrupts."""
-
+SCRIPT = faulty_recipe.__file__
 PATIENCE_S = 60.0
 """How long a test waits for what is to come at once."""
 
@@ -55,15 +33,16 @@ Fault = Callable[[], None]
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a run with a fault ended."""
+class Outcome(LaunchResult):
+    """How a run with faults ended."""
 
-    returncodes: list[int]
-    stdout: str
-    stderr: str
-    injected: list[float]
-    """When a fault struck, in seconds since the epoch."""
     end_s: float
+    """When, in seconds since the epoch."""
+
+    @property
+    def injected(self) -> list[float]:
+        """When a fault struck, in seconds since the epoch."""
+        return sorted(map(float, re.findall(r"^injected at (\S+)$", self.stderr, re.MULTILINE)))
 
     @property
     def seconds_after(self) -> float:
@@ -71,78 +50,77 @@ class Outcome:
         return self.end_s - self.injected[0]
 
 
-# --- The test's side.
+def start_with(
+    bench: Workbench,
+    name: str,
+    *faults: Fault,
+    preset: str = "fsdp2_cpu",
+    overrides: dict[str, Any] | None = None,
+    exports: bool = False,
+    num_processes: int | None = None,
+    **changes: Any,
+) -> Running:
+    """Start run `name` with faults in it; use it in a `with`. Training is all it does, unless it `exports`."""
+    argv = arguments(bench, name, *faults, exports=exports, **changes)
+    overrides = FP32 if overrides is None else overrides
+    return start(SCRIPT, argv, preset=preset, overrides=overrides, num_processes=num_processes)
 
 
-def start_with(bench: Workbench, name: str, fault: Fault | None = None, *, finishes: bool = False, **changes: Any) -> Running:
-    """Start run `name` with a fault in it; use it in a `with`. Unless it `finishes`, training is all it does: no export, no
-    curves."""
-    run = bench.runs / name
-    pids_folder(run).mkdir(parents=True, exist_ok=True)
-    argv = [pickle.dumps(fault).hex(), str(RECIPES / f"{bench.recipe}.py"), *bench.flags(name, **{**CHANGES, **changes})]
-    return start(__file__, argv, preset="fsdp2_cpu", overrides=FP32, env={"FAULTY_RUN": str(run), "FINISHES": str(finishes)})
+def arguments(bench: Workbench, name: str, *faults: Fault, exports: bool = False, **changes: Any) -> list[str]:
+    """Of `SCRIPT`, as every rank gets them."""
+    every = [*faults, *([] if exports else [faulty_recipe.no_export])]
+    return [pickle.dumps(every).hex(), bench.recipe, *bench.flags(name, **changes)]
 
 
-def attempt_with(bench: Workbench, name: str, fault: Fault | None = None, *, timeout_s: float = 120, **changes: Any) -> Outcome:
+def attempt_with(bench: Workbench, name: str, *faults: Fault, timeout_s: float = 120, **changes: Any) -> Outcome:
     """Run to the end, good or bad."""
-    with start_with(bench, name, fault, **changes) as running:
+    with start_with(bench, name, *faults, **changes) as running:
         result = running.wait(timeout_s)
-        end_s = time.time()
-    injected = sorted(map(float, re.findall(r"^injected at (\S+)$", result.stderr, re.MULTILINE)))
-    return Outcome(result.returncodes, result.stdout, result.stderr, injected, end_s)
+        return Outcome(result.returncodes, result.stdout, result.stderr, end_s=time.time())
+
+
+def run_with(bench: Workbench, name: str, *faults: Fault, **changes: Any) -> str:
+    """Run to a good end; returns what it printed."""
+    outcome = attempt_with(bench, name, *faults, **changes)
+    assert not any(outcome.returncodes), outcome.stdout[-3000:] + outcome.stderr[-6000:]
+    return outcome.stdout
 
 
 def resume(bench: Workbench, name: str, from_step: int, **changes: Any) -> str:
     """Resume to a good end, from the checkpoint of that step; returns what was printed."""
-    outcome = attempt_with(bench, name, **changes)
-    assert not any(outcome.returncodes), outcome.stdout[-3000:] + outcome.stderr[-6000:]
-    checkpoint = bench.runs / name / "checkpoints" / step_name(from_step)
-    assert f"resuming from {checkpoint}, after step {from_step}\n" in outcome.stdout, outcome.stdout[-3000:]
-    return outcome.stdout
+    printed = run_with(bench, name, **changes)
+    assert f"resuming from {bench.checkpoint(name, from_step)}, after step {from_step}\n" in printed, printed[-3000:]
+    return printed
 
 
-def stopped_after(bench: Workbench, name: str, step: int) -> Path:
-    """A new run that looks as if all its ranks had died in the step after the one given, once its checkpoint stood."""
-    return shutil.copytree(bench.runs / WHOLE, bench.runs / name, ignore=lambda _, names: set(names) & later_than(step))
+# --- Runs that are equal, and their checkpoints.
 
 
-def later_than(step: int) -> set[str]:
-    return {step_name(saved) for saved in SAVED if saved > step}
-
-
-def step_name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
-def check_like_whole(bench: Workbench, name: str, steps: tuple[int, ...], others: tuple[str, ...] = ()) -> None:
-    """Curves, rows and checkpoints of a run are those of the uninterrupted one, bit for bit, and nothing else lies about.
-
-    Args:
-        steps: of the checkpoints that the run must hold.
-        others: what must lie beside them.
-    """
-    whole, run = bench.runs / WHOLE, bench.runs / name
-    for kind, of_line in (("train", curves), ("eval", lambda line: line["loss"])):
-        lines = [[of_line(line) for line in bench.lines(of, kind)] for of in (WHOLE, name)]
-        assert lines[0] == lines[1]
-    assert bench.checkpoints(name) == sorted([*map(step_name, steps), *others])
+def check_same(bench: Workbench, name: str, whole: str, *steps: int) -> None:
+    """Curves, evaluations, rows and checkpoints of `steps` are those of another run, bit for bit, and none is there twice."""
+    for kind, of_line in (("train", curves), ("eval", without_speed), ("skip", dict)):
+        assert list(map(of_line, bench.lines(name, kind))) == list(map(of_line, bench.lines(whole, kind))), kind
+    rows = sorted((bench.runs / whole).glob("rows-*.jsonl"))
+    assert rows, "no rows were logged"
+    for path in rows:
+        assert (bench.runs / name / path.name).read_text() == path.read_text(), "rows were lost or taken twice"
     for step in steps:
-        assert saved_state(run, step) == saved_state(whole, step)
-    assert rows_by_place(run) == rows_by_place(whole)
-    for path in sorted(whole.glob("rows-*.jsonl")):
-        assert (run / path.name).read_text() == path.read_text(), "a row was lost or logged twice"
+        assert saved_state(bench.checkpoint(name, step)) == saved_state(bench.checkpoint(whole, step))
 
 
-def saved_state(run: Path, step: int) -> dict[str, Any]:
+def without_speed(figures: dict[str, Any]) -> dict[str, Any]:
+    """Figures of an evaluation, but for the time it took."""
+    return {key: value for key, value in figures.items() if not key.endswith("_per_s")}
+
+
+def saved_state(folder: Path) -> dict[str, Any]:
     """Hashes of all shards (weights and moments) and random states, by file name (DCP's index holds an id that is drawn), and
     what the manifest says of the run, but for speeds."""
-    folder = run / "checkpoints" / step_name(step)
     files = [*folder.glob("state/*.distcp"), *folder.glob("rng-*.safetensors")]
-    assert len(files) == 4, files
+    assert files, folder
     manifest = read_manifest(folder)
-    metrics = {name: value for name, value in manifest["metrics"].items() if not name.endswith("_per_s")}
     hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-    return {"step": manifest["step"], "state": manifest["state"], "metrics": metrics, **hashes}
+    return {"step": manifest["step"], "state": manifest["state"], "metrics": without_speed(manifest["metrics"]), **hashes}
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -168,6 +146,42 @@ def is_whole(folder: Path) -> bool:
     )
 
 
+# --- Runs on `faulty_bench`, which has a finished one on it.
+
+WHOLE = "whole"
+"""The run that nothing interrupts."""
+NUM_STEPS = 6
+SAVED = (2, 4, 6)
+CHANGES: dict[str, Any] = {
+    "model__dropout": 0.1,
+    "train__max_steps": NUM_STEPS,
+    "train__micro_batch_size_rows": 2,  # two micro-batches a step on each of two processes
+    "checkpoint__every_steps": 2,
+    "checkpoint__keep_last": 9,
+    "eval__every_steps": 4,
+    "eval__generate": False,
+    "log_row_ids": True,
+}
+"""26 training rows: an epoch ends after step 4, whose batch is smaller."""
+
+
+def stopped_after(bench: Workbench, name: str, step: int) -> Path:
+    """A new run that looks as if all its ranks had died in the step after the one given, once its checkpoint stood."""
+    later = [step_name(saved) for saved in SAVED if saved > step]
+    return shutil.copytree(bench.runs / WHOLE, bench.runs / name, ignore=shutil.ignore_patterns(*later))
+
+
+def check_like_whole(bench: Workbench, name: str, steps: tuple[int, ...], others: tuple[str, ...] = ()) -> None:
+    """A run is the uninterrupted one, bit for bit, and nothing else lies about.
+
+    Args:
+        steps: of the checkpoints that the run must hold.
+        others: what must lie beside them.
+    """
+    check_same(bench, name, WHOLE, *steps)
+    assert bench.checkpoints(name) == sorted([*map(step_name, steps), *others])
+
+
 def check_one_sentence(outcome: Outcome, sentence: str) -> None:
     """Every rank ended by itself as by a user's error, and one of them told why; `sentence` is a regular expression."""
     assert outcome.returncodes == [EXIT_USER_ERROR] * 2, outcome.stderr[-6000:]
@@ -182,95 +196,3 @@ def check_survivors_ended_by_themselves(outcome: Outcome) -> None:
     for code in outcome.returncodes:
         assert code in (1, -signal.SIGKILL), outcome.stderr[-6000:]
     assert outcome.seconds_after < PEER_GRACE_S, f"{outcome.seconds_after:.1f} s"
-
-
-# --- The rank's side.
-
-
-def before(event: str, path: str, act: Callable[[], None], *, standing: str = "", times: int = 1) -> None:
-    """Call `act` in place of (or before, if it returns) the next file operations of this process that fit.
-
-    Args:
-        event: name of a Python audit event: `open`, `os.mkdir`, `os.rename`, `os.remove`, `os.rmdir`, `shutil.rmtree`.
-        path: regular expression that is searched for in the event's arguments, as in `FROM TO` of a rename, `PATH MODE` of an
-            open. `{4}` stands for the name of the checkpoint of step 4.
-        standing: the entry of the checkpoints folder that must be there for it.
-        times: of so many operations.
-    """
-    pattern = re.compile(re.sub(r"\{(\d)\}", lambda number: step_name(int(number[1])), path))
-    condition = this_run() / "checkpoints" / standing
-    left = [times]
-
-    def hook(name: str, args: tuple[Any, ...]) -> None:
-        if name != event or not left[0] or not pattern.search(" ".join(map(str, args))) or not os.path.lexists(condition):
-            return
-        left[0] -= 1
-        act()
-
-    sys.addaudithook(hook)
-
-
-def at_step(step: int, act: Callable[[], None]) -> None:
-    """Call `act` in the main thread when this rank begins the first forward pass of a step."""
-    from toolkit.training import loop
-
-    seed_all = loop.seed_all
-
-    def act_and_seed(*parts: int | str) -> None:
-        if parts[0] == "step" and parts[2:] == (step, this_rank(), 0):
-            act()
-        seed_all(*parts)
-
-    loop.seed_all = act_and_seed
-
-
-def kill(*ranks: int) -> None:
-    """SIGKILL; this rank last, if it is among them."""
-    tell()
-    for number in sorted(ranks, key=lambda number: number == this_rank()):
-        os.kill(int((pids_folder(this_run()) / str(number)).read_text()), signal.SIGKILL)
-
-
-def refuse(number: int) -> NoReturn:
-    """Raise what the file system would."""
-    tell()
-    raise OSError(number, os.strerror(number))
-
-
-def refuse_to_write() -> NoReturn:
-    refuse(errno.EROFS)
-
-
-def tell() -> None:
-    """Say that a fault strikes now."""
-    os.write(2, f"\ninjected at {time.time()}\n".encode())
-
-
-def this_rank() -> int:
-    return int(os.environ["RANK"])
-
-
-def this_run() -> Path:
-    return Path(os.environ["FAULTY_RUN"])
-
-
-def pids_folder(run: Path) -> Path:
-    return run.with_name(f"{run.name}.pids")
-
-
-def run_recipe_with_fault(fault: str, recipe: str) -> None:
-    """What each rank does."""
-    from toolkit.training import setup as stages
-
-    (pids_folder(this_run()) / str(this_rank())).write_text(str(os.getpid()))
-    if inject := pickle.loads(bytes.fromhex(fault)):
-        inject()
-    left_out = patch.object(stages, "finish", lambda config, run: run.sharded.accelerator.end_training())
-    with nullcontext() if os.environ["FINISHES"] == "True" else left_out:
-        runpy.run_path(recipe, run_name="__main__")
-
-
-if __name__ == "__main__":
-    _, inject_, recipe_, *flags = sys.argv
-    sys.argv = [recipe_, *flags]
-    run_recipe_with_fault(inject_, recipe_)

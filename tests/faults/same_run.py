@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.recipes.runs import Workbench
 from tests.recipes.test_resume import compare_checkpoints, curves, on_one_process
+from tests.support.workbench import Workbench
 from toolkit.files.json_lines import load_json_lines
 
 

@@ -27,9 +27,9 @@ import numpy as np
 
 from tests.faults.same_run import find_differences, rows_of
 from tests.faults.workers.marked_ranks import open_marks
-from tests.recipes.runs import FP32, RECIPE, Workbench
 from tests.support.launch import Running, run_on_ranks, start
 from tests.support.model_folders import build_model_folders, make_rows, save_jsonl
+from tests.support.workbench import FP32, RECIPE, Workbench
 from toolkit.errors import EXIT_STOPPED
 
 EVERY_STEPS = 5

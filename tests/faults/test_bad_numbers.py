@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.faults.injected_runs import Fault, attempt_with, check_same, new_bench, read_manifest, run_with
-from tests.recipes.runs import FP32, Workbench
+from tests.faults.harness import Fault, attempt_with, check_same, read_manifest, run_with
+from tests.faults.signals import signal_in_phase
+from tests.faults.workers.faulty_recipe import wrap
 from tests.recipes.test_resume import rows_by_place
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU
+from tests.support.workbench import FP32, Workbench, new_bench
 from toolkit.errors import EXIT_STOPPED, EXIT_USER_ERROR
 from toolkit.files.json_lines import load_json_lines
 
@@ -29,13 +36,100 @@ FSDP1 = {"preset": "fsdp1_full_shard", "overrides": GPU_PRESET_OVERRIDES_ON_CPU[
 BF16 = {"overrides": {"mixed_precision": "bf16"}}
 
 
-def bad_loss(value: str, *at: tuple[int, int, int]) -> Fault:
-    """At these (step, rank, micro-batch)."""
-    return "bad_loss", {"value": value, "at": at}
+def spoil_loss(value: str, at: Sequence[tuple[int, ...]]) -> None:
+    """The loss of these (step, rank, micro-batch) is not finite, and so are the gradients it gives."""
+    from toolkit.training import loop
+
+    here: list[tuple[int, ...]] = [()]
+    wrap(loop, "seed_all", lambda purpose, seed, *place: here.append(place))
+    summed_loss = loop.summed_loss
+
+    def spoil(*args: Any) -> Any:
+        loss_sum, num_correct = summed_loss(*args)
+        return (loss_sum * float(value) if here[-1] in at else loss_sum), num_correct
+
+    loop.summed_loss = spoil  # type: ignore[assignment]
+
+
+def spoil_gradient(value: str, steps: Sequence[int], rank: int) -> None:
+    """One element of one rank's gradient is not finite in these steps, after all ranks have reduced it."""
+    from toolkit.distributed import comm as distributed
+    from toolkit.parallel.units import local_tensor
+    from toolkit.training import loop
+
+    step = _current_step(loop)
+
+    def spoil(model: torch.nn.Module, max_norm: float | None) -> None:
+        if step[-1] in steps and distributed.rank() == rank:
+            mine = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
+            next(gradient for gradient in mine if gradient.numel()).view(-1)[0] = float(value)
+
+    wrap(loop, "clip_gradients", spoil)
+
+
+def bad_loss(value: str, *at: tuple[int, int, int]) -> partial[None]:
+    return partial(spoil_loss, value, at=at)
 
 
 def bad_gradient(value: str, *steps: int, rank: int) -> Fault:
-    return "bad_gradient", {"value": value, "steps": steps, "rank": rank}
+    return partial(spoil_gradient, value, steps, rank)
+
+
+def spike(steps: Sequence[int], factor: float) -> None:
+    """Gradients are so many times larger in these steps."""
+    from toolkit.parallel.units import local_tensor
+    from toolkit.training import loop
+
+    step = _current_step(loop)
+
+    def enlarge(model: torch.nn.Module, max_norm: float | None) -> None:
+        if step[-1] in steps:
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    local_tensor(parameter.grad).mul_(factor)
+
+    wrap(loop, "clip_gradients", enlarge)
+
+
+def watch_updates(file: str) -> None:
+    """Write down for each step which parameters and moments it changed on this rank, bit for bit, and Adam's step counts."""
+    from toolkit.distributed.comm import rank
+    from toolkit.training import loop
+
+    train_step = loop.train_step
+
+    def watched(session: Any, step: Any, *args: Any) -> Any:
+        before = _bits(session)
+        figures = train_step(session, step, *args)
+        after = _bits(session)
+        # A moment that did not exist was 0.
+        changed = [name for name, t in after.items() if not torch.equal(before.get(name, torch.zeros_like(t)), t)]
+        counts = sorted({int(t.item()) for name, t in after.items() if name.endswith(".step")})
+        with Path(f"{file}-{rank()}.jsonl").open("a") as out:
+            print(json.dumps({"step": step.step, "changed": len(changed), "of": len(after), "counts": counts}), file=out)
+        return figures
+
+    loop.train_step = watched  # type: ignore[assignment]
+
+
+def _current_step(loop: Any) -> list[int]:
+    """A list whose last element is the step under way."""
+    steps = [0]
+    wrap(loop, "seed_all", lambda purpose, seed, step, *_: steps.append(step))
+    return steps
+
+
+def _bits(session: Any) -> dict[str, torch.Tensor]:
+    """This rank's parts of all parameters and optimizer states, copied."""
+    from toolkit.parallel.units import local_tensor
+
+    found = {}
+    for name, parameter in session.run.sharded.model.named_parameters():
+        found[name] = parameter
+        for what, value in session.run.optimizer.state.get(parameter, {}).items():
+            found[f"{name}.{what}"] = value
+    local = {name: local_tensor(tensor).detach() for name, tensor in found.items()}
+    return {name: tensor.clone() for name, tensor in local.items() if tensor.numel()}  # with FSDP1 a rank may hold nothing
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +138,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
 
 
 # Name: fault, skipped steps, preset.
-CASES: dict[str, tuple[Fault, list[int], dict[str, Any]]] = {
+CASES: dict[str, tuple[Any, list[int], dict[str, Any]]] = {
     "fsdp2, loss": (bad_loss("nan", (3, 1, 0)), [3], {}),
     "fsdp2, loss in the first step": (bad_loss("inf", (1, 0, 1)), [1], {}),
     "fsdp2, gradient": (bad_gradient("nan", 1, 4, rank=1), [1, 4], {}),
@@ -63,7 +157,7 @@ CASES: dict[str, tuple[Fault, list[int], dict[str, Any]]] = {
 def test_update_is_left_out_on_all_ranks(bench: Workbench, case: str) -> None:
     fault, skipped, settings = CASES[case]
     name = case.replace(" ", "-").replace(",", "")
-    watch = ("watch_updates", {"file": str(bench.runs / f"{name}-updates")})
+    watch = partial(watch_updates, str(bench.runs / f"{name}-updates"))
     printed = run_with(bench, name, fault, watch, **CHANGES, **settings)
     assert printed.count("update skipped on all ranks") == len(skipped), "told by one rank, once a step"
 
@@ -86,25 +180,25 @@ def test_update_is_left_out_on_all_ranks(bench: Workbench, case: str) -> None:
         of_step = {key: ids for key, ids in rows.items() if key[1] == line["step"]}
         if "loss" in case:
             assert line["loss"] is None and line["loss_is"] in ("nan", "inf", "-inf")
-            at = [bad for bad in fault[1]["at"] if bad[0] == line["step"]]
+            at = [bad for bad in fault.keywords["at"] if bad[0] == line["step"]]
             bad_rows = [row for step, rank, micro_batch in at for row in of_step[f"rows-{rank:05d}", step, micro_batch]]
         else:
             assert line["loss"] is not None
             bad_rows = [row for ids in of_step.values() for row in ids]
         assert line["row_ids"] == sorted(bad_rows) != []
-    assert read_manifest(bench, name, NUM_STEPS)["state"]["skips"]["num_skipped"] == len(skipped)
+    assert read_manifest(bench.checkpoint(name, NUM_STEPS))["state"]["skips"]["num_skipped"] == len(skipped)
     rates = [line["learning_rate"] for line in bench.lines(name, "train")]
     assert rates == pytest.approx([1e-3 * (NUM_STEPS - done) / NUM_STEPS for done in range(NUM_STEPS)])
 
 
 def stop_in(step: int) -> Fault:
     """The run then ends after the step behind it."""
-    return "signal_in_phase", {"phase": "loading rows", "step": step, "ranks": [1], "signals": ["SIGTERM"]}
+    return partial(signal_in_phase, "loading rows", step, [1], ["SIGTERM"])
 
 
 # Name: faults, settings, steps that are skipped.
 GUARDED: dict[str, Any] = {"optim__skip_beyond_sigmas": 50, "optim__skip_window_steps": 2}
-SPIKE: Fault = ("spike", {"steps": [6], "factor": 1e6})
+SPIKE = partial(spike, [6], 1e6)
 RESUMED: dict[str, tuple[list[Fault], dict[str, Any], list[int]]] = {
     "skips on both sides": ([bad_loss("nan", (3, 1, 0), (5, 0, 1))], {"log_every_steps": 4}, [3, 5]),
     "skip in the last step": ([bad_loss("inf", (4, 0, 0))], {"preset": "ddp_cpu"}, [4]),
@@ -125,7 +219,7 @@ def test_resume_behind_a_skip_is_exact(bench: Workbench, case: str) -> None:
     assert bench.checkpoints(stopped) == ["step-00000004"]
     assert "after step 4\n" in run_with(bench, stopped, *faults, **changes)
     check_same(bench, stopped, whole, 8)
-    state = read_manifest(bench, stopped, 8)["state"]["skips"]
+    state = read_manifest(bench.checkpoint(stopped, 8))["state"]["skips"]
     assert state["num_skipped"] == len(skipped)
     assert state["num_grad_norms"] == (7 if "optim__skip_beyond_sigmas" in settings else 0)
     assert all(isinstance(norm, float) for norm in state["grad_norms"]), "NaN has entered the window"
@@ -152,7 +246,7 @@ def test_too_many_in_a_row_stop_the_run_though_the_next_one_is_good(bench: Workb
 def test_too_many_in_a_row_are_counted_across_a_resume(bench: Workbench) -> None:
     stopped = attempt_with(bench, "count", BAD_STEPS, stop_in(2), **CHANGES, **TOO_MANY)
     assert stopped.returncodes == [EXIT_STOPPED] * 2
-    assert read_manifest(bench, "count", 3)["state"]["skips"]["num_in_a_row"] == 2
+    assert read_manifest(bench.checkpoint("count", 3))["state"]["skips"]["num_in_a_row"] == 2
     result = attempt_with(bench, "count", BAD_STEPS, **CHANGES, **TOO_MANY)
     check_too_many(bench, "count", result.returncodes, result.stderr, "up to step 4 ", [4])
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults.injected_runs import attempt_with, check_same, new_bench, run_with
-from tests.recipes.runs import Workbench
+from tests.faults.harness import attempt_with, check_same, run_with
+from tests.faults.signals import signal_in_phase
 from tests.recipes.test_resume import curves, rows_by_step
 from tests.support.launch import LaunchResult
 from tests.support.model_folders import make_rows, save_jsonl
+from tests.support.workbench import Workbench, new_bench
 from toolkit.errors import EXIT_USER_ERROR
 
 CHANGES: dict[str, Any] = {
@@ -139,6 +141,19 @@ def test_what_is_no_part_of_the_training_may_change(bench: Workbench) -> None:
     assert actual == expected != {}
 
 
+def tell_finalization() -> None:
+    """Say where a rank that ends early is left to Python's finalization, which threads of gloo may abort."""
+    from toolkit import errors
+
+    leave = errors._leave
+
+    def told(exit_code: int) -> None:
+        leave(exit_code)
+        print("Python finalizes", flush=True)
+
+    errors._leave = told
+
+
 # Stopped in the middle of the first epoch, between two micro-batches, and resumed with other loader workers.
 WORKERS = [(0, 0), (2, 2), (0, 2), (2, 0)]
 
@@ -146,12 +161,12 @@ WORKERS = [(0, 0), (2, 2), (0, 2), (2, 0)]
 @pytest.mark.parametrize(("before", "after"), WORKERS)
 def test_stopped_in_mid_epoch(bench: Workbench, before: int, after: int) -> None:
     name = f"workers-{before}-{after}"
-    stop = ("signal_in_phase", {"phase": "forward and backward", "step": 2, "ranks": [0], "signals": ["SIGTERM"], "nth": 2})
+    stop = partial(signal_in_phase, "forward and backward", 2, [0], ["SIGTERM"], nth=2)
     changes = CHANGES | LONGER | {"checkpoint__every_steps": 20}
     whole = "whole-20"
     if not (bench.runs / whole).exists():
         run_with(bench, whole, **changes)
-    stopped = attempt_with(bench, name, stop, ("tell_finalization", {}), **changes, data__num_loader_workers=before)
+    stopped = attempt_with(bench, name, stop, tell_finalization, **changes, data__num_loader_workers=before)
     assert stopped.returncodes == [75, 75], stopped.stderr[-6000:]
     assert "Python finalizes" not in stopped.stdout
     assert bench.checkpoints(name) == ["step-00000003"]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import shutil
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults.injected_runs import check_same, new_bench, run_with
-from tests.recipes.runs import Workbench
+from tests.faults.harness import check_same, run_with
+from tests.faults.workers.faulty_recipe import wrap
+from tests.support.workbench import Workbench, new_bench
 from toolkit.checkpoint.load import find_checkpoint
 
 CHANGES: dict[str, Any] = {
@@ -22,11 +26,32 @@ CHANGES: dict[str, Any] = {
 TABLE = ["lead sentence", "constant", "before training", "step 6"]
 
 
+def remove(path: Path, step: int, in_save: bool = False) -> None:
+    """Rank 0 removes a file or a folder when it begins a step, or once it has written its shards of the step's checkpoint."""
+    from toolkit.checkpoint import save as checkpoint_writer
+    from toolkit.distributed.comm import rank
+    from toolkit.training import loop
+
+    left = [1]
+
+    def strike() -> None:
+        if rank() == 0 and left:
+            left.clear()
+            print(f"removed {path}", flush=True)
+            gone = path.rename(path.with_name(f"{path.name}.gone"))  # all of it at once
+            shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+
+    if in_save:
+        wrap(checkpoint_writer, "describe_files", lambda folder, _: strike() if folder.stem == f"step-{step:08d}" else None)
+    else:
+        wrap(loop, "seed_all", lambda _, __, step_now, *___: strike() if step_now == step else None)
+
+
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
     """The runs of this file; `metrics` loses its `metrics.jsonl` when step 4 begins."""
     bench = new_bench(tmp_path_factory, "changing")
-    fault = ("remove", {"what": str(bench.runs / "metrics/metrics.jsonl"), "step": 4})
+    fault = partial(remove, bench.runs / "metrics/metrics.jsonl", step=4)
     (bench.runs / "metrics.txt").write_text(run_with(bench, "metrics", fault, **CHANGES, exports=True))
     return bench
 
@@ -55,7 +80,7 @@ def test_metrics_are_restored_whole(bench: Workbench) -> None:
 def test_a_folder_that_is_removed_while_a_checkpoint_is_written(bench: Workbench) -> None:
     """What was there is lost; the run is none the less the same to its end, and the save under way is done again."""
     run = bench.runs / "all"
-    fault = ("remove", {"what": str(run), "step": 4, "in_save": True})
+    fault = partial(remove, run, step=4, in_save=True)
     # A save that training waits for: beside it, nobody knows which of the next steps' files are there by then.
     printed = run_with(bench, "all", fault, **CHANGES, checkpoint__async_save=False, exports=True)
     (told,) = [line for line in printed.splitlines() if "was removed during the run" in line]

@@ -24,11 +24,10 @@ from tests.faults.harness import (
     check_one_sentence,
     read_manifest,
     resume,
-    step_name,
     stopped_after,
     write_manifest,
 )
-from tests.recipes.runs import Workbench
+from tests.support.workbench import Workbench, step_name
 
 SHARDS = ("state/__0_0.distcp", "state/__1_0.distcp")
 NEWEST = step_name(4)

@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults.injected_runs import new_bench, run_with
-from tests.recipes.runs import FP32, Workbench
+from tests.faults.harness import run_with
 from tests.recipes.test_resume import load_whole, on_one_process, rows_by_place, rows_by_step
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU
+from tests.support.workbench import FP32, Workbench, new_bench
 
 RELATIVE_TOLERANCE = 1e-5
 NUM_STEPS, SAVED_STEP = 6, 2
@@ -90,7 +91,7 @@ def test_resume_elsewhere(benches: dict[str, Workbench], kind: str, source: str,
     whole = whole_run(bench, kind, source)
     later = [f"step-{step:08d}" for step in range(SAVED_STEP + 1, NUM_STEPS + 1)]
     shutil.copytree(whole, bench.runs / name, ignore=shutil.ignore_patterns(*later, "rows-*"))
-    check = ("check_loaded", {"file": str(bench.runs / f"{name}-loaded")})
+    check = partial(check_loaded, str(bench.runs / f"{name}-loaded"))
     printed = run_with(bench, name, check, exports=exports, **changes_of(kind), **WHERE[target])
 
     num_ranks = int(target[-1]) if target[-1].isdigit() else 1
@@ -115,6 +116,47 @@ def test_resume_elsewhere(benches: dict[str, Workbench], kind: str, source: str,
         last = bench.runs / name / "checkpoints" / f"step-{NUM_STEPS:08d}" / "state"
         looked = on_one_process(look_at_lora if kind == "lora" else look_at_t5, exported, last)
         assert looked["unequal"] == [] and looked["num_compared"] > 0
+
+
+def check_loaded(file: str) -> None:
+    """Right after a resume, compare weights and moments of every rank with the checkpoint read whole, through torch alone."""
+    from toolkit.distributed.comm import rank
+    from toolkit.training import setup as stages
+
+    resume = stages.resume
+
+    def checked(config: Any, context: Any, run: Any) -> Any:
+        state = resume(config, context, run)
+        Path(f"{file}-{rank()}.json").write_text(json.dumps(_compare(context.resume_from, run.sharded, run.optimizer)))
+        return state
+
+    stages.resume = checked  # type: ignore[assignment]
+
+
+def _compare(folder: Path, sharded: Any, optimizer: Any) -> dict[str, Any]:
+    """What the ranks hold and the checkpoint's tensors. Collective."""
+    import torch
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+    from torch.distributed.tensor import DTensor
+
+    from toolkit.checkpoint.state import state_tensors
+
+    theirs, ours = load_whole(folder / "state"), state_tensors(sharded, optimizer)
+    unequal = []
+    for name, tensor in ours.items():
+        whole = theirs.get(name)
+        if whole is None or tensor.shape != whole.shape:
+            unequal.append(name)
+        elif isinstance(tensor, ShardedTensor):
+            for shard in tensor.local_shards():
+                meta = shard.metadata
+                part = whole[tuple(slice(o, o + n) for o, n in zip(meta.shard_offsets, meta.shard_sizes, strict=True))]
+                unequal += [] if torch.equal(part, shard.tensor) else [name]
+        elif not torch.equal(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor, whole):
+            unequal.append(name)
+    missing = sorted(theirs.keys() - ours.keys())
+    num_moments = sum(name.startswith("optimizer.") for name in ours)
+    return {"unequal": unequal, "missing": missing, "num_weights": len(ours) - num_moments, "num_moments": num_moments}
 
 
 def check_rows(bench: Workbench, source: str, name: str, num_ranks: int) -> None:

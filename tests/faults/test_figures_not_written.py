@@ -8,20 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.faults.harness import (
-    SAVED,
-    attempt_with,
-    before,
-    check_like_whole,
-    check_one_sentence,
-    refuse,
-    resume,
-    step_name,
-    stopped_after,
-    tell,
-    this_rank,
-)
-from tests.recipes.runs import Workbench
+from tests.faults.harness import SAVED, attempt_with, check_like_whole, check_one_sentence, resume, stopped_after
+from tests.faults.workers.faulty_recipe import before, refuse, tell, this_rank
+from tests.support.workbench import Workbench, step_name
 
 NO_SPACE = "No space left on device"
 

@@ -11,25 +11,16 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import (
-    SAVED,
-    Outcome,
-    attempt_with,
-    before,
-    check_like_whole,
-    check_one_sentence,
-    kill,
-    refuse,
-    tell,
-    this_rank,
-)
+from tests.faults.harness import SAVED, Outcome, attempt_with, check_like_whole, check_one_sentence
 from tests.faults.test_failing_saves import can_mount, mounted
-from tests.recipes.runs import Workbench
+from tests.faults.workers.faulty_recipe import before, kill, refuse, tell, this_rank
+from tests.support.workbench import Workbench
 
 PAGE_BYTES = 4096
 FILLER = "filler"
@@ -72,13 +63,13 @@ def kill_in_the_token_cache() -> None:
 def test_each_place_of_a_full_disk_and_the_same_command_completes(faulty_bench: Workbench, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     cache, runs = disk / "cache", disk / "runs"
-    bench = Workbench(runs=runs, models=faulty_bench.models, data=faulty_bench.data)
+    bench = replace(faulty_bench, runs=runs)
     run = runs / "full"
 
     def attempt(event: str, path: str, spare_pages: int) -> Outcome:
-        fault = partial(fill_before, event, path, disk, spare_pages) if event else None
+        faults = [partial(fill_before, event, path, disk, spare_pages)] if event else []
         settings = {"data__cache_dir": cache, "eval__generate": True, "eval__every_steps": None}
-        outcome = attempt_with(bench, "full", fault, finishes=True, **settings)
+        outcome = attempt_with(bench, "full", *faults, exports=True, **settings)
         (disk / FILLER).unlink(missing_ok=True)
         assert not [*disk.rglob("unfinished-*"), *disk.rglob("*.tmp"), *disk.rglob("*.mode")]
         return outcome

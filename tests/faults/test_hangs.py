@@ -6,18 +6,17 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.small_run import write_inputs
 from tests.faults.workers import hanging_ranks, sleepy_recipe, waiting_recipe
 from tests.faults.workers.sleepy_recipe import PLACES, STEP
-from tests.support.launch import REPOSITORY, LaunchResult, Running, start
+from tests.support.launch import LaunchResult, Running, start
+from tests.support.real_launch import accelerate_launch, finish
+from tests.support.small_run import write_inputs
 from toolkit.distributed.hang_report import hang_file
 from toolkit.errors import EXIT_HANG
 
@@ -130,13 +129,12 @@ def test_no_hang(way: str, preset: str, tmp_path: Path) -> None:
 
 def test_every_rank_shows_its_stacks_under_the_real_launcher(tmp_path: Path) -> None:
     """It ends the other ranks a tenth of a second after one has ended."""
-    preset = REPOSITORY / "accelerate_configs" / "ddp_cpu.yaml"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(preset)]
-    command += [hanging_ranks.__file__, "sleep_in_compute", str(tmp_path), str(TIMEOUT_S)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=100)
-    assert done.returncode != 0
-    assert f"exitcode  : {EXIT_HANG}" in done.stderr, done.stderr[-3000:]
-    assert len([line for line in told(done.stderr) if "rank 1 did not arrive: in step 4" in line]) == 2, done.stderr[-3000:]
+    argv = ["sleep_in_compute", tmp_path, str(TIMEOUT_S)]
+    launcher = accelerate_launch(hanging_ranks.__file__, argv, folder=tmp_path, preset="ddp_cpu")
+    printed = finish(launcher)
+    assert launcher.returncode != 0
+    assert f"exitcode  : {EXIT_HANG}" in printed, printed[-3000:]
+    assert len([line for line in told(printed) if "rank 1 did not arrive: in step 4" in line]) == 2, printed[-3000:]
     assert all("most recent call first" in hang_file(tmp_path, rank).read_text() for rank in range(2))
 
 

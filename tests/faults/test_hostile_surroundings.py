@@ -2,25 +2,50 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
 import stat
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults.injected_runs import attempt_with, new_bench, run_with
+from tests.faults.harness import attempt_with, run_with
+from tests.faults.workers.faulty_recipe import wrap
 from tests.recipes.bad_input import Case, check
 from tests.recipes.llm_bad_row_cases import ROW, chats
-from tests.recipes.runs import Workbench
 from tests.recipes.test_llm_bad_input import working_run
 from tests.support.launch import LaunchResult
 from tests.support.model_folders import make_rows, save_jsonl
+from tests.support.workbench import Workbench, new_bench
 
 CHANGES: dict[str, Any] = {"train__max_steps": 2, "log_row_ids": True}
 TITLE = "\x1b]0;owned\x07"
 """A terminal that prints it has another title."""
+
+
+def no_capabilities() -> None:
+    """Root may read everything, unless it has given that up."""
+    import ctypes
+
+    version_3_of_this_thread = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    if ctypes.CDLL(None, use_errno=True).capset(version_3_of_this_thread, (ctypes.c_uint32 * 6)()) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+def kill_tokenizing_process() -> None:
+    """One of the processes that rank 0 tokenizes with is killed, as by a system that runs out of memory."""
+    from transformers import PreTrainedTokenizerBase
+
+    from toolkit.data.tokens import cache as token_cache
+
+    token_cache._ROWS_WORTH_SEVERAL_PROCESSES = 1
+    rank_itself = os.getpid()
+    look = lambda *_, **__: None if os.getpid() == rank_itself else os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+    wrap(PreTrainedTokenizerBase, "__call__", look)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +54,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
     bench = new_bench(tmp_path_factory, "surroundings")
     rows = [{name: f"{TITLE}{text}" for name, text in row.items()} for row in make_rows(60)]
     changes = CHANGES | {"data__files": save_jsonl(bench.runs / "rows.jsonl", rows)}
-    result = attempt_with(bench, "whole", ("umask", {"mode": 0o002}), **changes, exports=True)
+    result = attempt_with(bench, "whole", partial(os.umask, 0o002), **changes, exports=True)
     assert result.returncodes == [0, 0], result.stderr[-6000:]
     (bench.runs / "printed.txt").write_text(result.stdout + result.stderr)
     return bench
@@ -55,7 +80,7 @@ def test_a_checkpoint_that_may_not_be_read_is_not_said_to_be_damaged(bench: Work
     run = shutil.copytree(bench.runs / "whole", bench.runs / "unread")
     (closed := run / "checkpoints/step-00000002/rng-00001.safetensors").chmod(0)
     changes = CHANGES | {"data__files": bench.runs / "rows.jsonl", "train__max_steps": 3}
-    result = attempt_with(bench, "unread", ("no_capabilities", {}), **changes)
+    result = attempt_with(bench, "unread", no_capabilities, **changes)
     refused(bench, result, f"{closed} cannot be read (Permission denied): ask its owner, or chmod")
     assert "remove" not in result.stderr + result.stdout
     closed.chmod(0o600)
@@ -72,7 +97,7 @@ def test_an_export_on_another_disk_is_refused_before_the_run(bench: Workbench) -
 
 def test_a_tokenizing_process_that_is_killed(bench: Workbench) -> None:
     changes = CHANGES | {"data__num_tokenizer_workers": 2, "data__cache_dir": bench.runs / "cache"}
-    result = attempt_with(bench, "killed", ("kill_tokenizing_process", {}), **changes)
+    result = attempt_with(bench, "killed", kill_tokenizing_process, **changes)
     refused(bench, result, "one of the 2 processes that tokenize the train rows was killed, as the system does where memory …")
     assert [path.name for path in (bench.runs / "cache").iterdir()] == ["rows"]
     assert "2 training rows" in run_with(bench, "killed", **changes)  # the same command, with enough memory

@@ -5,21 +5,15 @@ By the real launcher, whose agent keeps one store over all attempts; the crash c
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
 import subprocess
-import sys
 from typing import Any
 
 import pytest
-import yaml
 
-from tests.recipes.runs import FP32, RECIPE, Workbench
-from tests.support.launch import REPOSITORY, run_on_ranks
-from tests.support.model_folders import build_model_folders, make_rows, save_jsonl
+from tests.support.launch import free_port
+from tests.support.real_launch import accelerate_launch, finish
+from tests.support.workbench import FP32, RECIPE, Workbench, new_bench
 
-TIMEOUT_S = 200
 CHANGES: dict[str, Any] = {
     "train__max_steps": 6,
     "checkpoint__every_steps": 2,
@@ -31,11 +25,11 @@ CRASHING_RECIPE = f"""
 import os, runpy, signal, sys, time
 from pathlib import Path
 
-import toolkit.distributed.comm
+from toolkit.distributed import rng
 
 how, run_folder, *sys.argv[1:] = sys.argv[1:]
 run_folder = Path(run_folder)
-seed_all = toolkit.distributed.rng.seed_all
+seed_all = rng.seed_all
 
 
 def crash_or_seed(purpose, *parts):
@@ -52,7 +46,7 @@ def crash_or_seed(purpose, *parts):
 
 if os.environ["RANK"] == "0" and (run_folder / "crashed").exists():
     time.sleep(3)  # rank 1 comes first, and must not take what the dead rank 0 left in the store for an answer
-toolkit.distributed.rng.seed_all = crash_or_seed
+rng.seed_all = crash_or_seed
 try:
     runpy.run_path({str(RECIPE)!r}, run_name="__main__")
 except RuntimeError:
@@ -68,11 +62,8 @@ The rank that loses its peer then fails, as gloo's do, or hangs, as nccl's may."
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
     """A bench with a finished run `whole` on it, which nothing interrupted."""
-    here = tmp_path_factory.mktemp("restarts")
-    models = run_on_ranks(build_model_folders, preset="single", overrides=FP32, args=(here / "models",))[0]
-    save_jsonl(here / "rows.jsonl", make_rows(60))
-    (here / "crashing.py").write_text(CRASHING_RECIPE)
-    bench = Workbench(runs=here / "runs", models=models, data=here)
+    bench = new_bench(tmp_path_factory, "restarts")
+    (bench.runs / "crashing.py").write_text(CRASHING_RECIPE)
     bench.run("whole", **CHANGES)
     return bench
 
@@ -115,41 +106,14 @@ def test_two_machines_meet_again_though_only_one_counts_the_restart(bench: Workb
 
 def launch(bench: Workbench, name: str, *flags: str, how: str, max_restarts: int, **where: Any) -> subprocess.Popen[str]:
     """Start run `name` by `accelerate launch` in fp32; `where` changes its YAML."""
-    preset = REPOSITORY / "accelerate_configs" / "fsdp2_cpu.yaml"
-    accelerate_yaml = bench.data / f"{name}.yaml"
-    accelerate_yaml.write_text(yaml.safe_dump({**yaml.safe_load(preset.read_text()), **FP32, **where}))
-    return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(accelerate_yaml), *flags),
-            *("--max_restarts", str(max_restarts), "--monitor_interval", "0.1"),
-            *(str(bench.data / "crashing.py"), how, str(bench.runs / name), *bench.flags(name, **CHANGES)),
-        ],
-        cwd=REPOSITORY,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(launcher: subprocess.Popen[str]) -> str:
-    """What the launcher and its ranks have printed when they end; they are told to end where they hang."""
-    try:
-        return launcher.communicate(timeout=TIMEOUT_S)[0]
-    except subprocess.TimeoutExpired:
-        launcher.send_signal(signal.SIGTERM)  # which the launcher passes on to its ranks
-        return "HANGS\n" + launcher.communicate()[0]
+    flags = (*flags, "--max_restarts", str(max_restarts), "--monitor_interval", "0.1")
+    argv = [how, bench.runs / name, *bench.flags(name, **CHANGES)]
+    return accelerate_launch(bench.runs / "crashing.py", argv, folder=bench.runs, overrides=FP32 | where, flags=flags)
 
 
 def machine(number: int) -> tuple[str, ...]:
     """Flags of machine `number` of two that are one: which of them holds the rendezvous cannot be told from its address."""
     return f"--machine_rank={number}", "--rdzv_backend=c10d", f"--rdzv_conf=is_host={number == 0},join_timeout=120"
-
-
-def free_port() -> int:
-    """A TCP port that nobody uses now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def check_came_back(bench: Workbench, name: str, printed: str) -> None:

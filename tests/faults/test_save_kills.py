@@ -20,19 +20,16 @@ import pytest
 from tests.faults.harness import (
     NUM_STEPS,
     attempt_with,
-    before,
     check_like_whole,
     check_survivors_ended_by_themselves,
-    kill,
     read_manifest,
     resume,
-    step_name,
     stopped_after,
-    this_rank,
     whole_checkpoints,
     write_manifest,
 )
-from tests.recipes.runs import Workbench
+from tests.faults.workers.faulty_recipe import before, kill, this_rank
+from tests.support.workbench import Workbench, step_name
 
 KEEP_ONE = {"checkpoint__keep_last": 1}
 

@@ -16,20 +16,15 @@ from tests.faults.harness import (
     PATIENCE_S,
     SAVED,
     Fault,
-    at_step,
     attempt_with,
-    before,
     check_like_whole,
     check_one_sentence,
-    refuse,
     resume,
-    step_name,
     stopped_after,
-    tell,
-    this_rank,
     whole_checkpoints,
 )
-from tests.recipes.runs import Workbench
+from tests.faults.workers.faulty_recipe import at_step, before, refuse, tell, this_rank
+from tests.support.workbench import Workbench, step_name
 
 # --- What is written is the run as it was, however long it takes.
 

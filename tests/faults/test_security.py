@@ -19,9 +19,9 @@ from tests.faults.hostile_checkpoints import CHECKPOINTS, make_the_manifest_matc
 from tests.faults.hostile_folders import FOLDERS, fill_with_code, with_unknown_model_code
 from tests.recipes.bad_input import TIMEOUT_S, Case, check, contents
 from tests.recipes.bad_input_cases import ROWS
-from tests.recipes.runs import RECIPE
 from tests.recipes.test_bad_input import WORKING_RUN
 from tests.support.launch import LaunchResult, launch
+from tests.support.workbench import RECIPE
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import UserError
 from toolkit.models.config import WEIGHTS_INDEX, load_model_config

@@ -17,9 +17,9 @@ import pytest
 
 from tests.recipes.bad_input import TIMEOUT_S, Case, check, fill
 from tests.recipes.bad_input_cases import ROWS
-from tests.recipes.runs import RECIPE
 from tests.recipes.test_bad_input import WORKING_RUN
 from tests.support.launch import launch, run_on_ranks
+from tests.support.workbench import RECIPE
 from toolkit.config.data import DataConfig
 from toolkit.config.schema import ModelConfig, RunConfig, SummarizationConfig
 from toolkit.errors import UserError

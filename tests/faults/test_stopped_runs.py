@@ -5,27 +5,25 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from tests.faults.injected_runs import (
-    SCRIPT,
-    Fault,
-    arguments,
-    attempt_with,
-    check_same,
-    new_bench,
-    read_manifest,
-    run_with,
-    start_with,
+from tests.faults.harness import SCRIPT, Fault, arguments, attempt_with, check_same, read_manifest, run_with, start_with
+from tests.faults.signals import (
+    signal_in_generation,
+    signal_in_phase,
+    signal_in_save,
+    signals_until_the_end,
+    tell_saves,
+    wait_for_signal,
 )
-from tests.recipes.runs import FP32, Workbench
-from tests.support.launch import REPOSITORY, LaunchResult
+from tests.support.launch import LaunchResult
+from tests.support.real_launch import accelerate_launch, finish
+from tests.support.workbench import FP32, Workbench, new_bench
 from toolkit.checkpoint.find import newest_valid
 from toolkit.errors import EXIT_STOPPED
 
@@ -58,16 +56,16 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
 
 
 def phase(phase: str, step: int, ranks: list[int], *signals: str, **more: Any) -> Fault:
-    return "signal_in_phase", {"phase": phase, "step": step, "ranks": ranks, "signals": signals, **more}
+    return partial(signal_in_phase, phase, step, ranks, signals, **more)
 
 
 def in_generation(call: int, ranks: list[int], *signals: str) -> Fault:
     """Each rank generates three times an evaluation."""
-    return "signal_in_generation", {"call": call, "ranks": ranks, "signals": signals}
+    return partial(signal_in_generation, call, ranks, signals)
 
 
 def in_save(step: int, ranks: list[int], *signals: str) -> Fault:
-    return "signal_in_save", {"step": step, "ranks": ranks, "signals": signals}
+    return partial(signal_in_save, step, ranks, signals)
 
 
 # Name: fault, steps it may end after, whether it then owes an evaluation.
@@ -86,7 +84,7 @@ MOMENTS: dict[str, tuple[Fault, set[int], bool]] = {
     "last evaluation, last batch": (in_generation(6, [1], "SIGINT"), {6}, False),
     "last save": (in_save(6, [0], "SIGTERM"), {6}, False),
     "other signals behind it": (phase("forward and backward", 1, [0, 1], "SIGTERM", "SIGINT", "SIGUSR1", "SIGTERM"), {2}, False),
-    "signals until the end": (("signals_until_the_end", {"signals": ["SIGTERM", "SIGINT"], "every_s": 0.01}), {0, 1, 2}, False),
+    "signals until the end": (partial(signals_until_the_end, ["SIGTERM", "SIGINT"], every_s=0.01), {0, 1, 2}, False),
 }  # fmt: skip
 
 
@@ -97,12 +95,14 @@ def test_stopped_run_goes_on_bit_for_bit(bench: Workbench, moment: str) -> None:
     step = check_stopped(bench, name, attempt_with(bench, name, fault, timeout_s=2 * GRACE_S, **CHANGES))
     assert step in steps
     if step:
-        assert read_manifest(bench, name, step)["state"]["evaluation_due"] == (evaluation_due or step == NUM_STEPS > min(steps))
+        due = read_manifest(bench.checkpoint(name, step))["state"]["evaluation_due"]
+        assert due == (evaluation_due or step == NUM_STEPS > min(steps))
     run_with(bench, name, **CHANGES)
     check_same(bench, name, "whole", NUM_STEPS)
     assert bench.checkpoints(name) == bench.checkpoints("whole")
     for best in (3, 6):
-        assert read_manifest(bench, name, best)["metrics"]["loss"] == read_manifest(bench, "whole", best)["metrics"]["loss"]
+        losses = [read_manifest(bench.checkpoint(run, best))["metrics"]["loss"] for run in (name, "whole")]
+        assert losses[0] == losses[1]
 
 
 def check_stopped(bench: Workbench, name: str, result: LaunchResult) -> int:
@@ -170,7 +170,7 @@ def test_rank_that_is_ended_as_its_peer_died_saves_nothing(bench: Workbench, whe
     """As torch elastic does it: the peer has gone, then comes the signal. Rank 0 would begin a checkpoint."""
     name = f"orphan-{where.split()[0]}-{dead}"
     changes = CHANGES | {"checkpoint__async_save": False}  # none is under way when it happens
-    faults: list[Fault] = [phase(where, 3, [dead], "SIGSTOP", nth=2), ("tell_saves", {})]
+    faults: list[Fault] = [phase(where, 3, [dead], "SIGSTOP", nth=2), tell_saves]
     with start_with(bench, name, *faults, **changes) as running:
         running.wait_for_output("got SIGSTOP")
         before = bench.checkpoints(name)
@@ -189,7 +189,7 @@ def test_rank_that_is_ended_as_its_peer_died_saves_nothing(bench: Workbench, whe
 
 def test_signal_to_the_launcher_comes_to_every_rank(bench: Workbench, tmp_path: Path) -> None:
     """`accelerate launch` passes SIGTERM on and would kill after 30 s; the same command goes on."""
-    launcher = launch(bench, tmp_path, ("wait_for_signal", {"step": 4, "file": str(tmp_path / "waits")}))
+    launcher = launch(bench, partial(wait_for_signal, 4, str(tmp_path / "waits")))
     give_up_at = time.monotonic() + 90
     while len(list(tmp_path.glob("waits-*"))) < 2:
         assert launcher.poll() is None and time.monotonic() < give_up_at, finish(launcher)
@@ -205,34 +205,12 @@ def test_signal_to_the_launcher_comes_to_every_rank(bench: Workbench, tmp_path: 
     newest, refused = newest_valid(bench.runs / "launched")
     assert (newest, refused) == (bench.runs / "launched" / "checkpoints" / "step-00000005", [])
 
-    launcher = launch(bench, tmp_path)
+    launcher = launch(bench)
     printed = finish(launcher)
     assert launcher.returncode == 0 and "after step 5\n" in printed, printed
     check_same(bench, "launched", "whole", NUM_STEPS)
 
 
-def launch(bench: Workbench, folder: Path, *faults: Fault) -> subprocess.Popen[str]:
+def launch(bench: Workbench, *faults: Fault) -> subprocess.Popen[str]:
     """Run `launched` by `accelerate launch` in fp32."""
-    preset = yaml.safe_load((REPOSITORY / "accelerate_configs" / "fsdp2_cpu.yaml").read_text())
-    accelerate_yaml = folder / "accelerate.yaml"
-    accelerate_yaml.write_text(yaml.safe_dump({**preset, **FP32}))
-    return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(accelerate_yaml)),
-            *(str(SCRIPT), *arguments(bench, "launched", *faults, **CHANGES)),
-        ],
-        cwd=REPOSITORY,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(launcher: subprocess.Popen[str]) -> str:
-    """What the launcher and its ranks have printed when they end; one that hangs is told to end."""
-    try:
-        return launcher.communicate(timeout=120)[0]
-    except subprocess.TimeoutExpired:
-        launcher.send_signal(signal.SIGTERM)
-        return "HANGS\n" + launcher.communicate()[0]
+    return accelerate_launch(SCRIPT, arguments(bench, "launched", *faults, **CHANGES), folder=bench.runs, overrides=FP32)

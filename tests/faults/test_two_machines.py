@@ -8,17 +8,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from tests.faults.injected_runs import new_bench
-from tests.recipes.runs import FP32, RECIPE, Workbench
-from tests.support.launch import REPOSITORY
+from tests.support.real_launch import accelerate_launch
+from tests.support.workbench import FP32, RECIPE, Workbench, new_bench
 
 ADDRESSES = ("10.213.0.1", "10.213.0.2")
 PORT = 29500  # of a namespace, where nobody else is
@@ -93,22 +89,16 @@ def check_curve(bench: Workbench) -> None:
 
 def _launch(bench: Workbench, machine: str, number: int, name: str) -> subprocess.Popen[str]:
     """The preset for several machines with one CPU process on each."""
-    preset = yaml.safe_load((REPOSITORY / "accelerate_configs" / "fsdp2_multi_node.yaml").read_text())
     where = {"use_cpu": True, "num_processes": 2, "main_process_ip": ADDRESSES[0], "main_process_port": PORT}
-    path: Path = bench.runs / f"machine{number}.yaml"
-    path.write_text(yaml.safe_dump({**preset, **FP32, **where, "machine_rank": number}))
-    return subprocess.Popen(
-        [
-            *("ip", "netns", "exec", machine, sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path)),
-            *(str(RECIPE), *bench.flags(name, **CHANGES)),
-        ],
-        cwd=REPOSITORY,
-        # gloo takes the address of the host's name, which here is the loopback's, unless it is told of a device.
-        env=os.environ
-        | {"GLOO_SOCKET_IFNAME": "eth0", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+    return accelerate_launch(
+        RECIPE,
+        bench.flags(name, **CHANGES),
+        folder=bench.runs,
+        preset="fsdp2_multi_node",
+        overrides=FP32 | where | {"machine_rank": number},
+        # gloo takes the address of the host's name, which here is the loopback's, unless a device is named.
+        env={"GLOO_SOCKET_IFNAME": "eth0"},
+        within=("ip", "netns", "exec", machine),
     )
 
 

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.faults.injected_runs import new_bench
 from tests.planting.faults import FAULTS
 from tests.planting.verify_run import RUNS_OF_CHECK, run_part, run_verify
-from tests.recipes.runs import Workbench
 from tests.support.launch import REPOSITORY
+from tests.support.workbench import Workbench, new_bench
 
 CASES = [(recipe, name) for name, fault in FAULTS.items() for recipe in fault.verify]
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.distributed.small_run import train_and_record_gradients
 from tests.distributed.test_float8_training import BF16, PRESET, check_run, check_step, take_step
 from tests.gpu.needs import needs_gpus
 from tests.support.launch import run_on_ranks
+from tests.support.small_run import train_and_record_gradients
 
 ON_GPUS = {"num_processes": 2}
 RESUME_TOLERANCE = 1e-3

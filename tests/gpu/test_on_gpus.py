@@ -80,7 +80,7 @@ def report_backends() -> dict[str, Any]:
     import torch.distributed as dist
     from transformers import T5Config, T5ForConditionalGeneration
 
-    from tests.distributed.small_run import T5_CONFIG
+    from tests.support.small_run import T5_CONFIG
     from toolkit.distributed.comm import control_group, rank, save_group
     from toolkit.launch.accelerator import build_accelerator
     from toolkit.parallel.units import local_tensor

@@ -5,21 +5,17 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 
-from tests.faults.injected_runs import new_bench
 from tests.gpu.needs import needs_gpus
-from tests.recipes.runs import Workbench
-from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, _merge
+from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, write_accelerate_yaml
+from tests.support.real_launch import accelerate_launch, finish
+from tests.support.workbench import RECIPES, Workbench, new_bench
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 
 NUM_GPUS = torch.cuda.device_count()
@@ -61,7 +57,7 @@ def test_mesh_trains_and_resumes(bench: Workbench, preset: str) -> None:
 def test_what_is_changed_for_the_gpus_makes_a_preset_that_is_not_refused(preset: str, tmp_path: Path) -> None:
     """Needs no GPU."""
     changes = two_by_two(preset) if preset in MESHES else {**AS_MANY_AS_THERE_ARE, "num_processes": 2}
-    path = write_preset(tmp_path, preset, changes)
+    path, _ = write_accelerate_yaml(tmp_path, preset, changes)
     assert check_accelerate_yaml(path)["num_processes"] == changes["num_processes"]
 
 
@@ -70,24 +66,15 @@ def two_by_two(preset: str) -> dict[str, Any]:
     return ON_ONE_MACHINE | {key: GPU_PRESET_OVERRIDES_ON_CPU[preset][key] for key in ("num_processes", "parallelism_config")}
 
 
-def write_preset(folder: Path, preset: str, overrides: dict[str, Any]) -> Path:
-    """The preset with `overrides`, in `folder`."""
-    mapping = _merge(yaml.safe_load((REPOSITORY / "accelerate_configs" / f"{preset}.yaml").read_text()), overrides)
-    path = folder / f"{preset}.yaml"
-    path.write_text(yaml.safe_dump(mapping))
-    return path
-
-
 def train_and_resume(bench: Workbench, preset: str, overrides: dict[str, Any]) -> None:
     """By `accelerate launch` on the preset with `overrides`."""
-    path = write_preset(bench.runs, preset, overrides)
     changes: dict[str, Any] = {"checkpoint__every_steps": 1, "checkpoint__keep_last": 9, "train__micro_batch_size_rows": 2}
-    printed = accelerate_launch(path, bench, preset, **changes)
+    printed = launch(bench, preset, preset, overrides, changes)
     assert f"on each of {overrides.get('num_processes', 1)} processes" in printed
     resumed = f"{preset}-resumed"
     later = shutil.ignore_patterns("step-00000002", "step-00000003", "export")
     shutil.copytree(bench.runs / preset, bench.runs / resumed, ignore=later)
-    assert "after step 1\n" in accelerate_launch(path, bench, resumed, **changes)
+    assert "after step 1\n" in launch(bench, resumed, preset, overrides, changes)
     whole, again = (bench.lines(name, "train") for name in (preset, resumed))
     assert [line["step"] for line in again] == [line["step"] for line in whole] == [1, 2, 3]
     assert [line["loss"] for line in again] == pytest.approx([line["loss"] for line in whole], rel=RELATIVE_TOLERANCE)
@@ -95,19 +82,10 @@ def train_and_resume(bench: Workbench, preset: str, overrides: dict[str, Any]) -
     assert (bench.runs / resumed / "export" / "model.safetensors").is_file()
 
 
-def accelerate_launch(accelerate_yaml: Path, bench: Workbench, name: str, **changes: Any) -> str:
+def launch(bench: Workbench, name: str, preset: str, overrides: dict[str, Any], changes: dict[str, Any]) -> str:
     """Run `name` to its good end; returns what was printed."""
-    recipe = REPOSITORY / "recipes" / f"{bench.recipe}.py"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(accelerate_yaml)),
-            *(str(recipe), *bench.flags(name, **changes)),
-        ],
-        cwd=REPOSITORY,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
+    argv = bench.flags(name, **changes)
+    launcher = accelerate_launch(RECIPES / f"{bench.recipe}.py", argv, folder=bench.runs, preset=preset, overrides=overrides)
+    printed = finish(launcher, TIMEOUT_S)
+    assert launcher.returncode == 0, printed[-8000:]
+    return printed

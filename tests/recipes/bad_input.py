@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.recipes.runs import RECIPES
 from tests.support.launch import LaunchResult, launch
+from tests.support.workbench import RECIPES
 from toolkit.errors import EXIT_USER_ERROR
 
 TIMEOUT_S = 60

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.runs import Workbench
 from tests.support.launch import run_on_ranks
-from tests.support.model_folders import build_model_folders, make_rows, save_jsonl
+from tests.support.model_folders import build_model_folders
+from tests.support.workbench import ROWS, Workbench, save_rows
 
 
 @pytest.fixture(scope="session")
@@ -20,11 +20,9 @@ def model_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`rows.jsonl` with 60 rows to summarize, `prompts.jsonl` with the same as prompts and completions, the cache of the runs."""
+    """The rows of both recipes, and the cache of the runs."""
     folder = tmp_path_factory.mktemp("data")
-    rows = make_rows(60)
-    save_jsonl(folder / "rows.jsonl", rows)
-    save_jsonl(folder / "prompts.jsonl", [{"prompt": row["source"], "completion": " " + row["target"]} for row in rows])
+    save_rows(folder)
     return folder
 
 
@@ -37,4 +35,4 @@ def workbench(tmp_path: Path, model_folders: dict[str, Path], data_folder: Path)
 @pytest.fixture
 def llm_workbench(tmp_path: Path, model_folders: dict[str, Path], data_folder: Path) -> Workbench:
     """Runs of one test, on the tiny Llama unless it says otherwise."""
-    return Workbench(runs=tmp_path, models=model_folders, data=data_folder, recipe="llm", rows="prompts.jsonl")
+    return Workbench(runs=tmp_path, models=model_folders, data=data_folder, recipe="llm", rows=ROWS["llm"])

@@ -15,9 +15,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from tests.recipes.runs import FP32, RECIPES, Workbench
 from tests.recipes.test_resume import list_tensors, on_one_process
 from tests.support.launch import run_on_ranks
+from tests.support.workbench import FP32, RECIPES, Workbench
 
 LORA: dict[str, Any] = {"adapter__method": "lora", "adapter__rank": 3, "adapter__alpha": 6, "optim__lr": 1e-2}
 """Two ranks share three rows of A unevenly."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.recipes.runs import Workbench
+from tests.support.workbench import Workbench
 
 WORSENING: dict[str, Any] = {
     "optim__lr": 10.0,

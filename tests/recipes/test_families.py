@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.recipes.runs import Workbench
 from tests.support.model_folders import FAMILIES
 from tests.support.translation_tokenizers import LANGUAGES
+from tests.support.workbench import Workbench
 from toolkit.files.json_lines import load_json_lines
 
 LOGIT_TOLERANCE = {"no": 1e-4, "bf16": 5e-2}

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tests.recipes.llm_bad_input_cases import LLAMA
-from tests.recipes.runs import Workbench
 from tests.recipes.test_resume import rows_by_step
 from tests.support.chats import CHATML, build_chat_tokenizer, say
 from tests.support.model_folders import make_rows, save_jsonl
+from tests.support.workbench import Workbench
 from toolkit.files.json_lines import load_json_lines
 
 NO_TEXTS = {"eval__generate": False}

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.recipes.runs import Workbench
 from tests.support.model_folders import CAUSAL_FAMILIES
+from tests.support.workbench import Workbench
 from toolkit.files.json_lines import load_json_lines
 
 LOGIT_TOLERANCE = 1e-4

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.recipes.runs import FP32, Workbench
 from tests.recipes.test_resume import (
     EXACT,
     NUM_STEPS,
@@ -22,6 +21,7 @@ from tests.recipes.test_resume import (
 )
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU
 from tests.support.model_folders import make_rows, save_jsonl
+from tests.support.workbench import FP32, Workbench
 
 LORA: dict[str, Any] = {"adapter__method": "lora", "adapter__rank": 4, "adapter__dropout": 0.2, "optim__lr": 1e-2}
 PACKED: dict[str, Any] = {"data__max_length_tokens": 64, "train__micro_batch_size_rows": 1}

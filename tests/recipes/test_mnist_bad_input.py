@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.recipes.bad_input import Case, check, fill
-from tests.recipes.runs import RECIPES
 from tests.support.launch import launch
+from tests.support.workbench import RECIPES
 
 CASES = {
     "idx-file-missing": Case(

@@ -12,8 +12,8 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.recipes.runs import FP32, RECIPE, Workbench
 from tests.support.launch import run_on_ranks
+from tests.support.workbench import FP32, RECIPE, Workbench
 
 TAUGHT: dict[str, Any] = {
     "model__freeze": [r"encoder\..*"],  # its checkpoints lack the encoder and, tied to it, all embeddings

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.recipes.runs import FP32, RECIPES, Workbench
 from tests.support.chats import CHATML, build_chat_tokenizer, say
 from tests.support.launch import GPU_CHECKS, GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, launch, run_on_ranks
 from tests.support.model_folders import CAUSAL_FAMILIES, make_rows, save_jsonl, save_wikihow_csv
+from tests.support.real_launch import accelerate_launch, finish
+from tests.support.workbench import FP32, RECIPE, RECIPES, Workbench
 from toolkit.files.json_lines import load_json_lines
 from toolkit.launch.accelerate_yaml import preset_header
 
@@ -90,23 +88,12 @@ def test_accelerate_launch_trains_on_a_wikihow_file(workbench: Workbench, tmp_pa
     file = save_wikihow_csv(tmp_path / "wikihowAll.csv", make_rows(60))
     config = RUN_CONFIG_FOLDER / "t5_wikihow.yaml"
     small = {"data__source": "wikihow", "data__files": file, "train__num_epochs": None, "optim__warmup_steps": 1}
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "accelerate.commands.launch"),
-            *("--config_file", str(REPOSITORY / "accelerate_configs" / "fsdp2_cpu.yaml")),
-            *(str(REPOSITORY / "recipes" / "t5.py"), "--config", str(config)),
-            *workbench.flags("run", **small),
-        ],
-        cwd=REPOSITORY,
-        # this checkout, installed or not
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY), "ONEDNN_VERBOSE": "profile_create"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "with an empty text" in done.stdout
-    until_bounded = done.stdout.partition(" training rows, ")[0]
+    argv = ["--config", config, *workbench.flags("run", **small)]
+    launcher = accelerate_launch(RECIPE, argv, folder=tmp_path, env={"ONEDNN_VERBOSE": "profile_create"})
+    printed = finish(launcher)
+    assert launcher.returncode == 0, printed[-4000:]
+    assert "with an empty text" in printed
+    until_bounded = printed.partition(" training rows, ")[0]
     assert "onednn_verbose" not in until_bounded, "oneDNN reads the capacity of its cache with the first product"
     check_whole_run(workbench)
 

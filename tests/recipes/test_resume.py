@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.recipes.runs import FP32, Workbench
 from tests.support.launch import Running, run_on_ranks
+from tests.support.workbench import FP32, Workbench
 from toolkit.files.json_lines import load_json_lines
 
 NUM_STEPS = 10

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.planting.verify_run import run_verify
-from tests.recipes.runs import Workbench
+from tests.support.workbench import Workbench
 from toolkit.cli.verify.verify import DEFAULT_TOLERANCE
 
 CHECKS = {

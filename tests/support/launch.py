@@ -235,24 +235,30 @@ def _build_world(
     for name in READ_AT_IMPORT:
         asked, frozen = environment.get(name), _environment_at_server_start.get(name)
         assert asked == frozen, f"{name}={asked!r} comes too late: the preloaded libraries read {frozen!r}"
-    path = REPOSITORY / "accelerate_configs" / f"{preset}.yaml" if isinstance(preset, str) else preset
-    mapping = _merge(yaml.safe_load(path.read_text(encoding="utf-8")), overrides or {})
-    if num_processes is not None:
-        mapping["num_processes"] = num_processes
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-    accelerate_yaml = folder / path.name
-    accelerate_yaml.write_text(yaml.safe_dump(mapping), encoding="utf-8")
+    processes = {} if num_processes is None else {"num_processes": num_processes}
+    accelerate_yaml, mapping = write_accelerate_yaml(folder, preset, (overrides or {}) | processes)
     is_distributed = mapping["distributed_type"] in ("MULTI_GPU", "FSDP")
     return World(
         folder=folder,
         accelerate_yaml=accelerate_yaml,
         # accelerate starts one process for every other type, MULTI_CPU included
         num_processes=mapping["num_processes"] if is_distributed else 1,
-        master_port=_free_port() if is_distributed else None,
+        master_port=free_port() if is_distributed else None,
         # There is no launcher above a rank whose command line would name the file.
         environment={**os.environ, **SERVER_ENVIRONMENT, "TOOLKIT_ACCELERATE_YAML": str(accelerate_yaml), **(env or {})},
         **what,
     )
+
+
+def write_accelerate_yaml(
+    folder: Path, preset: str | Path, overrides: dict[str, Any] | None = None
+) -> tuple[Path, dict[str, Any]]:
+    """A preset (a name in accelerate_configs/ or a file) with `overrides` merged into it: its file in `folder`, its content."""
+    path = REPOSITORY / "accelerate_configs" / f"{preset}.yaml" if isinstance(preset, str) else preset
+    mapping = _merge(yaml.safe_load(path.read_text(encoding="utf-8")), overrides or {})
+    (folder / path.name).write_text(yaml.safe_dump(mapping), encoding="utf-8")
+    return folder / path.name, mapping
 
 
 def _merge(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
@@ -262,7 +268,8 @@ def _merge(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port that nobody uses now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

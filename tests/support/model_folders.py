@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +65,15 @@ CAUSAL_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Tied are llama_tied, qwen3, both Gemmas and GPT-2; the windows are shorter than the rows of the tests."""
 
 
-def build_model_folders(parent: Path) -> dict[str, Path]:
+def build_model_folders(parent: Path, families: Collection[str] = (*FAMILIES, *CAUSAL_FAMILIES)) -> dict[str, Path]:
     """One folder a family, by its name. Imports transformers: call it through `run_on_ranks`, where that is done."""
     import torch
     import transformers
 
     folders = {}
     for place, (family, (config_class, settings)) in enumerate({**FAMILIES, **CAUSAL_FAMILIES}.items()):
+        if family not in families:
+            continue
         folder = folders[family] = parent / family
         torch.manual_seed(place)
         config = getattr(transformers, config_class)(vocab_size=256, **settings)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tests.faults.workers.injected_recipe import wrap
+from tests.faults.workers.faulty_recipe import wrap
 from tests.support.launch import REPOSITORY
 from toolkit.checkpoint import load as checkpoint
 from toolkit.checkpoint import save as checkpoint_writer

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.launch import REPOSITORY, LaunchResult, Running, start
+import pytest
+
+from tests.support.launch import REPOSITORY, LaunchResult, Running, run_on_ranks, start
+from tests.support.model_folders import build_model_folders, make_rows, save_jsonl
 from toolkit.files.json_lines import load_json_lines
 
 RECIPES = REPOSITORY / "recipes"
@@ -25,6 +29,8 @@ SMALL: dict[str, Any] = {
     "log_every_steps": 1,
 }
 """What a test's run is unless it says otherwise."""
+ROWS = {"t5": "rows.jsonl", "llm": "prompts.jsonl"}
+"""File of rows of a recipe."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,8 @@ class Workbench:
     recipe: str = "t5"
     rows: str = "rows.jsonl"
     """File in `data`."""
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Of every run here."""
 
     def flags(self, name: str, model: str | Path | None = None, **changes: Any) -> list[str]:
         """The flags of run `name`; `changes` say `train__max_steps=5` for `--train.max_steps 5`."""
@@ -48,7 +56,7 @@ class Workbench:
             "run.output_dir": self.runs,
             "run.name": name,
             **SMALL,
-            **{key.replace("__", "."): value for key, value in changes.items()},
+            **{key.replace("__", "."): value for key, value in (self.changes | changes).items()},
         }
         return [f"--{key}={value if isinstance(value, str | Path) else json.dumps(value)}" for key, value in values.items()]
 
@@ -78,3 +86,36 @@ class Workbench:
     def checkpoints(self, name: str) -> list[str]:
         """Names of the entries of a run's checkpoints folder."""
         return sorted(path.name for path in (self.runs / name / "checkpoints").iterdir())
+
+    def checkpoint(self, name: str, step: int) -> Path:
+        """Folder of a run's checkpoint, whether it is there or not."""
+        return self.runs / name / "checkpoints" / step_name(step)
+
+
+def step_name(step: int) -> str:
+    """Of a checkpoint's folder."""
+    return f"step-{step:08d}"
+
+
+def new_bench(factory: pytest.TempPathFactory, name: str, recipe: str = "t5") -> Workbench:
+    """A place for the runs of one file of tests, with a tiny T5, a tiny Llama, and 60 rows for either."""
+    inputs = _inputs(factory.getbasetemp())
+    models = {family: inputs / family for family in ("t5", "llama")}
+    return Workbench(factory.mktemp(name), models, data=inputs, recipe=recipe, rows=ROWS[recipe])
+
+
+@functools.cache
+def _inputs(parent: Path) -> Path:
+    """Two model folders and the rows, made once a test run."""
+    folder = parent / "inputs"
+    folder.mkdir()
+    run_on_ranks(build_model_folders, preset="single", overrides=FP32, args=(folder, ("t5", "llama")))
+    save_rows(folder)
+    return folder
+
+
+def save_rows(folder: Path) -> None:
+    """`rows.jsonl` with 60 rows to summarize, `prompts.jsonl` with the same as prompts and completions."""
+    rows = make_rows(60)
+    save_jsonl(folder / ROWS["t5"], rows)
+    save_jsonl(folder / ROWS["llm"], [{"prompt": row["source"], "completion": " " + row["target"]} for row in rows])

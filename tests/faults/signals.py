@@ -1,0 +1,125 @@
+"""Signals that are put into a recipe at a chosen moment, from outside: functions of the toolkit are replaced before it starts.
+
+Each is called on every rank, as a fault of `harness.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tests.faults.workers.faulty_recipe import wrap
+
+HELD_S = 0.4
+"""How long a save is held up, so that training goes on beside it."""
+
+
+def send(ranks: list[int], signals: Sequence[str], to_group: bool = False) -> None:
+    """Signals to this process, or to its group with its loader workers in it, where it is one of `ranks`."""
+    from toolkit.distributed.comm import rank
+
+    if rank() in ranks:
+        for name in signals:
+            print(f"got {name}", flush=True)
+            (os.killpg if to_group else os.kill)(os.getpid(), getattr(signal, name))
+
+
+def signal_in_phase(
+    phase: str, step: int, ranks: list[int], signals: Sequence[str], nth: int = 1, to_group: bool = False
+) -> None:
+    """At the n-th time that the training thread enters a phase of a step, in the watchdog's words."""
+    from toolkit.distributed.watchdog import Watchdog
+
+    seen: Counter[tuple[str, int]] = Counter()
+
+    def look(_: Watchdog, phase_now: str, step_now: int | None, **__: bool) -> None:
+        seen[phase_now, step_now] += 1
+        if (phase_now, step_now, seen[phase_now, step_now]) == (phase, step, nth):
+            send(ranks, signals, to_group)
+
+    wrap(Watchdog, "at", look)
+
+
+def signal_in_generation(call: int, ranks: list[int], signals: Sequence[str]) -> None:
+    """Inside the n-th `generate` of this rank."""
+    from transformers import GenerationMixin
+
+    calls = Counter[str]()
+
+    def look(*_: Any, **__: Any) -> None:
+        calls["generate"] += 1
+        if calls["generate"] == call + 1:  # the first tries the evaluation before training
+            send(ranks, signals)
+
+    wrap(GenerationMixin, "_prepare_generation_config", look)
+
+
+def signal_in_save(step: int, ranks: list[int], signals: Sequence[str]) -> None:
+    """While the shards of a step are written, which takes a while then."""
+    from toolkit.checkpoint import save as checkpoint_writer
+    from toolkit.checkpoint.save import CheckpointWriter
+
+    steps = []
+    wrap(CheckpointWriter, "_write", lambda _, snapshot, save: steps.append(save.step))
+
+    def look(*_: Any) -> None:
+        if steps[-1] == step:
+            send(ranks, signals)
+            time.sleep(HELD_S)
+
+    wrap(checkpoint_writer, "save_tensors", look)
+
+
+def tell_saves() -> None:
+    """Each rank says when it begins to save."""
+    from toolkit.checkpoint.save import CheckpointWriter
+
+    wrap(CheckpointWriter, "save", lambda _, state, **__: print(f"saving step {state.step}", flush=True))
+
+
+def signals_until_the_end(signals: Sequence[str], every_s: float) -> None:
+    """Every rank gets them again and again, from the first step on, until it has gone. A process of its own sends them."""
+    from toolkit.distributed.signals import StopRequests
+
+    def start() -> None:
+        pid = os.getpid()
+        if os.fork() == 0:
+            with suppress(ProcessLookupError):
+                while os.getppid() == pid:
+                    for name in signals:
+                        time.sleep(every_s)
+                        os.kill(pid, getattr(signal, name))
+            os._exit(0)
+
+    entered = StopRequests.__enter__
+
+    def enter(self: StopRequests) -> StopRequests:
+        start()
+        return entered(self)
+
+    StopRequests.__enter__ = enter  # type: ignore[method-assign]
+
+
+def wait_for_signal(step: int, file: str) -> None:
+    """Each rank says in `file`-<rank> that it has begun a step, and waits there until a signal is noted (20 s at most)."""
+    from toolkit.distributed.comm import rank
+    from toolkit.distributed.signals import StopRequests
+    from toolkit.training import loop
+
+    stops: list[StopRequests] = []
+    wrap(StopRequests, "__enter__", stops.append)
+
+    def wait(_: str, __: int, step_now: int, *___: int) -> None:
+        if step_now == step:
+            Path(f"{file}-{rank()}").touch()
+            give_up_at = time.monotonic() + 20
+            while not stops[0].noted and time.monotonic() < give_up_at:
+                time.sleep(0.02)
+
+    wrap(loop, "seed_all", wait)
