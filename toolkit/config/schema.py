@@ -6,7 +6,7 @@ Each module of the toolkit gets only its own section.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -203,11 +203,11 @@ class ProfileConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SummarizationConfig:
-    """Config of `recipes/t5.py`."""
+class _RecipeSections:
+    """What the configs of `recipes/t5.py` and `recipes/llm.py` share: all but the type of `data`."""
 
     model: ModelConfig
-    data: DataConfig
+    data: Any
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -224,21 +224,14 @@ class SummarizationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LLMConfig:
+class SummarizationConfig(_RecipeSections):
+    """Config of `recipes/t5.py`."""
+
+    data: DataConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLMConfig(_RecipeSections):
     """Config of `recipes/llm.py`."""
 
-    model: ModelConfig
     data: LLMDataConfig
-    adapter: AdapterConfig = field(default_factory=AdapterConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    export: ExportConfig = field(default_factory=ExportConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    profile: ProfileConfig = field(default_factory=ProfileConfig)
-    run: RunConfig = field(default_factory=RunConfig)
-    log_every_steps: PositiveInt = 10  # type: ignore[valid-type]
-    """Steps between two log lines. Each reads the loss and so waits for the device."""
-    log_row_ids: bool = False
-    """Write the row ids of every micro-batch to `rows-<rank>.jsonl` in the run folder."""
