@@ -1,4 +1,4 @@
-"""Fine-tune a causal language model (Llama, Qwen, Gemma, …), whole or by an adapter, sharded as the accelerate YAML says.
+"""Fine-tune a causal language model (Llama, Qwen, Gemma, …), fully or with an adapter, sharded as the accelerate YAML says.
 
 accelerate launch --config_file accelerate_configs/fsdp2_cpu.yaml recipes/llm.py --config recipes/configs/llm_stdlib.yaml
 """
@@ -15,7 +15,7 @@ CAUSAL: Final = "AutoModelForCausalLM"
 def main() -> None:
     config = load_config(LLMConfig, description=__doc__)
 
-    # These take seconds to import; a wrong flag was told before.
+    # These imports take seconds, so a wrong flag has been reported before them.
     from toolkit.data.batch_plan import BatchPlan, Mix
     from toolkit.data.collate import CausalCollator
     from toolkit.data.tokens.causal import prepare_llm_rows
@@ -37,10 +37,10 @@ def main() -> None:
     context = begin(config)
     accelerator, run_folder = context.accelerator, context.run_folder
 
-    # The model without weights: whatever is wrong with it is told before data and weights load.
+    # The model on the meta device: what is wrong with it is reported before data and weights load.
     model_config, skeleton = build_skeleton(config, accelerator, CAUSAL)
 
-    # Rows: text → tokens on disk → the plan of which rows each step takes, and the held-out ones.
+    # Rows: text → tokens on disk → the batch plan (which rows each step takes) and the evaluation split.
     rows = prepare_llm_rows(config.data, config.model, num_token_embeddings(skeleton))
     num_tokens, num_label_tokens = (rows.train.with_format("numpy")[name][:] for name in ("num_tokens", "num_label_tokens"))
     weights = tuple(entry.weight for entry in config.data.mix)
@@ -67,7 +67,7 @@ def main() -> None:
     check_causal_positions(model_config, config.model.name_or_path, longest, config.eval)
     num_steps = check_rows(config, rows, plan, evaluation)
 
-    # Model → frozen or adapted → shards → optimizer. Under FSDP2 `sources` say where each rank reads its shards.
+    # Model → frozen or adapted → shards → optimizer. Under FSDP2, `sources` says where each rank reads its shards.
     model, sources = load_model(config, context, CAUSAL, model_config, skeleton)
     identity = identity_of(context, model_config, rows, model, sources)
     sharded = shard_model(accelerator, model, sources)
@@ -75,13 +75,13 @@ def main() -> None:
     print_rank0(describe(sharded.units))
     check_causal_model(sharded, evaluation.collator, packing=config.data.packing)
 
-    # This run's own last checkpoint, if there is one.
+    # Resume from this run's last checkpoint, if there is one.
     metrics = open_metrics(run_folder)
     run = Run(run_folder, sharded, optimizer, plan, rows.train, evaluation, identity, metrics, num_steps)
     state = resume(config, context, run)
     save_run_config(config, run_folder)
 
-    # Train: step, evaluate, save. Then export, reload, compare, and show what came out.
+    # Train: step, evaluate, save. Then export, reload, compare, and print the results.
     start_trackers(accelerator, config.tracking, config.run.name, dotted_keys(config))
     train(config, run, state)
     finish(config, run)

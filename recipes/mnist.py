@@ -1,4 +1,4 @@
-"""Train a small convnet on images of digits, the job of PyTorch's FSDP tutorial, sharded as the accelerate YAML says.
+"""Train the small convnet of PyTorch's FSDP tutorial on images of digits, sharded as the accelerate YAML says.
 
 accelerate launch --config_file accelerate_configs/ddp_cpu.yaml recipes/mnist.py --config recipes/configs/mnist_digits.yaml
 """
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from toolkit.tracking.step_log import StepFigures
 
 SMALLEST_SIDE = 6
-"""Pixels that two 3 x 3 convolutions and a pooling leave something of."""
+"""Smallest image side, in pixels, that survives two 3 x 3 convolutions and a pooling."""
 
 
 def main() -> None:
     config = load_config(MnistConfig, description=__doc__, check=check_mnist_config)
 
-    # These take seconds to import; a wrong flag was told before.
+    # These imports take seconds, so a wrong flag has been reported before them.
     import numpy as np
     import torch
 
@@ -55,7 +55,7 @@ def main() -> None:
     keep_stacks_in(run_folder)
     on_all_ranks(lambda: lock_run_folder(run_folder) if rank() == 0 else None)
 
-    # Images → the plan of which of them each step takes. To the plan an image is a row of one token with one label.
+    # Images → the batch plan (which images each step takes). For the plan, an image is a row of one token with one label.
     working("loading images")
     images = on_all_ranks(lambda: load_images(config.data, SMALLEST_SIDE))
     ones = np.ones(len(images.train), dtype=np.int64)
@@ -63,7 +63,7 @@ def main() -> None:
     num_steps = plan.num_steps(config.train.num_epochs) if config.train.num_epochs else config.train.max_steps or 0
     print_rank0(f"{len(images.train):,} training images, {len(images.evaluation):,} held-out ones; {num_steps:,} steps")
 
-    # Model → shards → optimizer and its schedule, both torch's own.
+    # Model → shards → torch's own optimizer and schedule.
     seed_all("weights", config.train.seed)
     model: Any = build_convnet(config.model, images)
     on_all_ranks(lambda: check_wrap(accelerator, model))
@@ -72,7 +72,7 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=config.optim.gamma)
     print_rank0(describe(sharded.units))
 
-    # Train: step; after every epoch evaluate and lower the learning rate. There is no resume: it starts afresh.
+    # Train. After every epoch, evaluate and lower the learning rate. This recipe cannot resume; it starts anew.
     metrics = open_metrics(run_folder)
     metrics.truncate_after(-1)
     save_run_config(config, run_folder)
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def build_convnet(config: ConvNetConfig, images: ImageSets) -> torch.nn.Module:
-    """Two convolutions, a pooling, two linear layers: images B1HW → logits (B, number of classes)."""
+    """Build two convolutions, a pooling and two linear layers: images B1HW → logits (B, number of classes)."""
     from torch import nn
 
     height, width = ((side - 4) // 2 for side in images.train.pixels_NHW.shape[1:])
@@ -118,7 +118,7 @@ def build_convnet(config: ConvNetConfig, images: ImageSets) -> torch.nn.Module:
 def train_step(
     seed: int, sharded: ShardedModel, optimizer: torch.optim.Optimizer, images: ImageSets, plan: BatchPlan, step: Step
 ) -> StepFigures:
-    """One update over one global batch, the same on any number of processes. Collective."""
+    """Make one update over one global batch, the same on any number of processes. Collective."""
     import torch
     import torch.distributed as dist
 

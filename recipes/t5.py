@@ -15,7 +15,7 @@ SEQ2SEQ: Final = "AutoModelForSeq2SeqLM"
 def main() -> None:
     config = load_config(SummarizationConfig, description=__doc__)
 
-    # These take seconds to import; a wrong flag was told before.
+    # These imports take seconds, so a wrong flag has been reported before them.
     from toolkit.data.batch_plan import BatchPlan
     from toolkit.data.collate import SummarizationCollator, own_label_shift
     from toolkit.data.tokens.languages import start_generation
@@ -38,11 +38,11 @@ def main() -> None:
     context = begin(config)
     accelerator, run_folder = context.accelerator, context.run_folder
 
-    # The model without weights: whatever is wrong with it is told before data and weights load.
+    # The model on the meta device: what is wrong with it is reported before data and weights load.
     model_config, skeleton = build_skeleton(config, accelerator, SEQ2SEQ)
     collator = SummarizationCollator(*special_tokens(model_config, config.model.name_or_path), own_label_shift(skeleton))
 
-    # Rows: text → tokens on disk → the plan of which rows each step takes, and the held-out ones.
+    # Rows: text → tokens on disk → the batch plan (which rows each step takes) and the evaluation split.
     rows = prepare_rows(config.data, config.model, num_token_embeddings(skeleton))
     num_tokens, num_label_tokens = (rows.train.with_format("numpy")[name][:] for name in ("num_tokens", "num_label_tokens"))
     plan = BatchPlan(
@@ -63,7 +63,7 @@ def main() -> None:
     check_positions(model_config, config.model.name_or_path, longest, config.eval)
     num_steps = check_rows(config, rows, plan, evaluation)
 
-    # Model → frozen or adapted → shards → optimizer. Under FSDP2 `sources` say where each rank reads its shards.
+    # Model → frozen or adapted → shards → optimizer. Under FSDP2, `sources` says where each rank reads its shards.
     model, sources = load_model(config, context, SEQ2SEQ, model_config, skeleton)
     start_generation(model, rows.tokenizer, collator)
     identity = identity_of(context, model_config, rows, model, sources)
@@ -72,13 +72,13 @@ def main() -> None:
     print_rank0(describe(sharded.units))
     check_seq2seq_model(sharded, collator, config.eval)
 
-    # This run's own last checkpoint, if there is one.
+    # Resume from this run's last checkpoint, if there is one.
     metrics = open_metrics(run_folder)
     run = Run(run_folder, sharded, optimizer, plan, rows.train, evaluation, identity, metrics, num_steps)
     state = resume(config, context, run)
     save_run_config(config, run_folder)
 
-    # Train: step, evaluate, save. Then export, reload, compare, and show what came out.
+    # Train: step, evaluate, save. Then export, reload, compare, and print the results.
     start_trackers(accelerator, config.tracking, config.run.name, dotted_keys(config))
     train(config, run, state)
     finish(config, run)

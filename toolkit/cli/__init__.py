@@ -1,1 +1,1 @@
-"""`python -m toolkit COMMAND`: one file or folder a command."""
+"""`python -m toolkit COMMAND`: one file or folder per command."""

@@ -1,4 +1,4 @@
-"""`python -m toolkit checkpoints`: what lies in a run's checkpoints folder, and whether each is whole. Imports no torch."""
+"""`python -m toolkit checkpoints`: lists a run's checkpoints and checks that each is complete. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from toolkit.checkpoint.manifest import MANIFEST, Unread, check_file, check_file
 from toolkit.errors import UserError
 
 _METRICS = ("loss", "bits_per_byte", "token_accuracy", "rouge1", "rougeL", "exact_match")
-_LARGE_BYTES = 2**28  # hashed in about a second
+_LARGE_BYTES = 2**28  # takes about a second to hash
 _LEFTOVERS = {
     UNFINISHED: "unfinished: a save under way, or one that a crash ended; the next save removes it",
     REPLACED: "replaced by another of that step; a resume puts it back where that one is missing",
@@ -39,34 +39,34 @@ class Entry:
     name: str
     step: int
     is_checkpoint: bool
-    """Named like a checkpoint; else a leftover."""
+    """True if it is named like a checkpoint; else it is a leftover."""
     valid: bool | None
     """None for a leftover."""
     note: str
-    """Why it is not valid or not read, what a leftover is, or what else there is to say."""
+    """Why it is not valid or not read, what kind of leftover it is, or another remark."""
     num_bytes: int
-    """On the disk."""
+    """Size on the disk."""
     written_at: str | None
-    """Local time, ISO 8601, of its manifest; of the folder where there is none."""
+    """Modification time of its manifest, else of the folder, as local time in ISO 8601."""
     world_size: int | None = None
     metrics: dict[str, float | None] = field(default_factory=dict)
-    """As evaluated at this step; None for what is not finite, which JSON cannot say."""
+    """Metrics evaluated at this step; None for a value that is not finite, which JSON cannot express."""
     measured_on: dict[str, Any] = field(default_factory=dict)
-    """The sha256 of the rows of `metrics`, and how texts were generated."""
+    """The sha256 of the rows that `metrics` were measured on, and the generation settings."""
     best_metric: str | None = None
-    """What the run goes by."""
+    """The run's `eval.best_metric`."""
     unread: bool = False
-    """The file system refuses to read it: it is not known to be valid, and may be whole."""
+    """The file system refuses to read it, so it may or may not be valid."""
 
 
 def show_checkpoints(run_folder: Path, verify: bool, as_json: bool) -> bool:
-    """Print a table, or JSON, of a run's checkpoints and leftovers; with `verify` every file is hashed again.
+    """Print a table or JSON of a run's checkpoints and leftovers. With `verify`, hash every file.
 
     Returns:
         Whether every folder named like a checkpoint is valid.
 
     Raises:
-        UserError: there is no such run folder, or no checkpoint in it.
+        UserError: there is no such run folder, or it has no checkpoint.
     """
     folder = checkpoints_folder(run_folder)
     if not folder.is_dir():
@@ -89,7 +89,7 @@ def show_checkpoints(run_folder: Path, verify: bool, as_json: bool) -> bool:
 
 
 def _check(path: Path, verify: bool) -> Entry | None:
-    """What is known of a folder named like a checkpoint; None where a run removed it in the meantime."""
+    """The entry of a folder named like a checkpoint; None if a run has removed it in the meantime."""
     manifest: dict[str, Any] = {}
     try:
         manifest = read_manifest(path)
@@ -108,7 +108,7 @@ def _check(path: Path, verify: bool) -> Entry | None:
 
 
 def _note_other_rows(entry: Entry, newest: list[Entry]) -> Entry:
-    """The entry with a note where its metrics are no equals of those of the newest that has any."""
+    """The entry, with a note if its metrics are not comparable with those of the newest checkpoint that has any."""
     if not entry.metrics or not newest or entry.measured_on == newest[0].measured_on:
         return entry
     is_of_rows = entry.measured_on.get("rows") != newest[0].measured_on.get("rows")
@@ -138,30 +138,30 @@ def _entry(path: Path, manifest: dict[str, Any], valid: bool | None, note: str) 
 
 
 def _hash_files(path: Path, manifest: dict[str, Any]) -> None:
-    """`check_files`, with a line that tells how far it is where that takes long and someone looks on."""
+    """Check every file by its hash, with a progress line on a terminal if that takes long."""
     total = sum(about["bytes"] for about in manifest["files"].values())
-    told = total >= _LARGE_BYTES and sys.stderr.isatty()
+    shows_progress = total >= _LARGE_BYTES and sys.stderr.isatty()
     done = 0
     try:
         for name, about in manifest["files"].items():
-            if told:
+            if shows_progress:
                 print(f"\r{path.name}: hashed {_readable(done)} of {_readable(total)}\033[K", end="", file=sys.stderr, flush=True)
             check_file(path, name, about, hashes=True)
             done += about["bytes"]
     finally:
-        if told:
+        if shows_progress:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def _files(path: Path) -> list[Path]:
-    """Every file below a folder; not `rglob`, which stops at a folder that a run removes meanwhile."""
+    """Every file below a folder. `rglob` would stop at a folder that a run removes meanwhile."""
     return [Path(place, name) for place, _, names in os.walk(path) for name in names]
 
 
 def _num_bytes(file: Path) -> int:
     try:
         return file.lstat().st_size
-    except OSError:  # a run may be saving or pruning; or it may not be looked at
+    except OSError:  # a run may be saving or pruning, or the file may not be accessed
         return 0
 
 
@@ -175,7 +175,7 @@ def _written_at(path: Path) -> str | None:
 
 
 def _format(entries: list[Entry]) -> str:
-    """Entries as aligned text: a row each, numbers to the right; metrics that no checkpoint has are left out."""
+    """Format entries as aligned text, one row each, without metrics that no checkpoint has."""
     wanted = dict.fromkeys([*_METRICS, *(entry.best_metric for entry in entries if entry.best_metric)])
     metrics = [name for name in wanted if any(name in entry.metrics for entry in entries)]
     table = [["", "size", "written", "processes", *metrics, ""]]

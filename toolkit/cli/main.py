@@ -1,12 +1,12 @@
-"""`python -m toolkit`: what is done beside a run.
+"""`python -m toolkit`: the commands beside a training run.
 
 check FILE.yaml           check an accelerate YAML strictly
-checkpoints RUN_FOLDER    one table of a run's checkpoints and whether each is whole; exits 1 where one is not
-compare --presets A,B -- RECIPE …  one recipe under several presets: time, memory, loss, saving; exits 1 where one fails
-plan --model M …          what each rank of a run would need, and whether it fits; exits 1 where it does not
-presets [--write] FOLDER  check the tables of presets in the folder's README.md, or write them
-results RUN_FOLDER...     one table of what several runs came to, and the plan's memory beside theirs
-verify --model M …        prove on this box, by short runs, what a run relies on; exits 1 where something is not as it must be
+checkpoints RUN_FOLDER    list a run's checkpoints and check that each is complete; exits 1 if one is not
+compare --presets A,B -- RECIPE …  run a recipe under several presets: time, memory, loss, saving; exits 1 if one fails
+plan --model M …          predict the memory that each rank of a run needs, and whether it fits; exits 1 if it does not
+presets [--write] FOLDER  check or write the tables of presets in the folder's README.md
+results RUN_FOLDER...     print one table of several runs' results, with planned and measured memory
+verify --model M …        prove by short runs on this machine what a run relies on; exits 1 if a check fails
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from toolkit.errors import UserError, exit_on_user_error
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml, update_preset_table
 
 EXIT_NOT_VALID = 1
-"""What `checkpoints` exits with where a folder named like a checkpoint is not valid, `plan` where a run does not fit, `compare`
-where a preset fails, and `verify` where a check fails."""
+"""Exit code of `checkpoints` if a checkpoint is not valid, of `plan` if a run does not fit, of `compare` if a preset fails, and
+of `verify` if a check fails."""
 WITH_RUN_FLAGS = ("plan", "verify")
-"""Jobs that take the dotted flags of a recipe beside their own."""
+"""Commands that also take the dotted flags of a recipe."""
 
 
 def main() -> None:
-    """Read the command line and do the one job it names. Each job is a function below that returns whether all is well."""
-    parser = argparse.ArgumentParser(prog="python -m toolkit", description="What is done beside a run.")
+    """Read the command line and run the command. Each command is a function below that returns whether it succeeded."""
+    parser = argparse.ArgumentParser(prog="python -m toolkit", description="Commands beside a training run.")
     jobs = parser.add_subparsers(dest="job", required=True)
     for add in (_add_check, _add_checkpoints, _add_compare, _add_plan, _add_presets, _add_results, _add_verify):
         add(jobs)
     own, recipe = _split_at_recipe(sys.argv[1:])
     arguments, run_flags = parser.parse_known_args(own)
     if run_flags and arguments.job not in WITH_RUN_FLAGS:
-        hint = ": the recipe and its flags stand after --" if arguments.job == "compare" else ""
+        hint = ": write the recipe and its flags after --" if arguments.job == "compare" else ""
         parser.error(f"unrecognized arguments: {' '.join(run_flags)}{hint}")
     with exit_on_user_error():
         is_well = arguments.do(arguments, recipe if arguments.job == "compare" else run_flags)
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def _split_at_recipe(argv: list[str]) -> tuple[list[str], list[str]]:
-    """What stands before and after the first `--`, which argparse would take for one of its own."""
+    """Split `compare`'s arguments at the first `--`, which argparse would interpret itself."""
     if argv[:1] != ["compare"] or "--" not in argv:
         return argv, []
     place = argv.index("--")
@@ -56,7 +56,7 @@ def _split_at_recipe(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _add_check(jobs: Any) -> None:
-    check = jobs.add_parser("check", help="check an accelerate YAML: unknown keys, wrong values, keys that are ignored")
+    check = jobs.add_parser("check", help="check an accelerate YAML for unknown keys, wrong values and ignored keys")
     check.add_argument("file", type=Path, help="the accelerate YAML")
     check.set_defaults(do=_check)
 
@@ -68,9 +68,9 @@ def _check(arguments: Namespace, _: list[str]) -> bool:
 
 
 def _add_checkpoints(jobs: Any) -> None:
-    checkpoints = jobs.add_parser("checkpoints", help="one table of a run's checkpoints; exits 1 where one is not valid")
-    checkpoints.add_argument("run_folder", type=Path, metavar="RUN_FOLDER", help="as in runs/t5_docstrings")
-    checkpoints.add_argument("--verify", action="store_true", help="hash every file again, not only compare its size")
+    checkpoints = jobs.add_parser("checkpoints", help="list a run's checkpoints; exits 1 if one is not valid")
+    checkpoints.add_argument("run_folder", type=Path, metavar="RUN_FOLDER", help="a run's folder, as in runs/t5_docstrings")
+    checkpoints.add_argument("--verify", action="store_true", help="also hash every file, instead of only comparing sizes")
     checkpoints.add_argument("--json", action="store_true", help="print a JSON list instead of the table")
     checkpoints.set_defaults(do=lambda arguments, _: show_checkpoints(arguments.run_folder, arguments.verify, arguments.json))
 
@@ -79,22 +79,24 @@ def _add_compare(jobs: Any) -> None:
     compare = jobs.add_parser(
         "compare",
         allow_abbrev=False,
-        help="one recipe under several presets, one after the other: a table and a picture",
+        help="run a recipe under several presets, one after the other; writes a table and a picture",
         usage="%(prog)s --presets A,B,C [options] -- RECIPE.py --config RUN.yaml …",
-        description="The recipe's run folder, length and log_every_steps are set for it; all else stands after --.",
+        description="compare sets the recipe's run folder, length and log_every_steps. Write its other flags after --.",
     )
     compare.add_argument(
         "--presets",
         required=True,
         metavar="A,B,C",
-        help="names in accelerate_configs/ or files, each with changes if need be: fsdp2_size_wrap:fsdp_min_num_params=50000",
+        help="names in accelerate_configs/ or files, optionally with changes: fsdp2_size_wrap:fsdp_min_num_params=50000",
     )
-    compare.add_argument("--num-processes", type=int, metavar="N", help="unset: as each preset says, or the GPUs there are")
-    compare.add_argument("--use-cpu", action="store_true", help="run presets for GPUs on CPU processes too")
-    compare.add_argument("--mixed-precision", choices=["no", "bf16"], help="for all of them; unset: as each preset says")
-    compare.add_argument("--steps", type=int, default=20, metavar="N", help="optimizer updates of each run (20)")
-    compare.add_argument("--warmup-steps", type=int, default=5, metavar="N", help="of them, first ones that are not timed (5)")
-    compare.add_argument("--output", type=Path, metavar="FOLDER", help="a new folder; unset: runs/compare-DATE-TIME")
+    compare.add_argument(
+        "--num-processes", type=int, metavar="N", help="number of ranks (default: each preset's, at most the GPUs)"
+    )
+    compare.add_argument("--use-cpu", action="store_true", help="run GPU presets on CPU processes too")
+    compare.add_argument("--mixed-precision", choices=["no", "bf16"], help="precision of all runs (default: each preset's)")
+    compare.add_argument("--steps", type=int, default=20, metavar="N", help="optimizer updates per run (default: 20)")
+    compare.add_argument("--warmup-steps", type=int, default=5, metavar="N", help="first steps that are not timed (default: 5)")
+    compare.add_argument("--output", type=Path, metavar="FOLDER", help="a new folder (default: runs/compare-DATE-TIME)")
     compare.set_defaults(do=_compare)
 
 
@@ -117,15 +119,17 @@ def _compare(arguments: Namespace, recipe: list[str]) -> bool:
 
 def _add_plan(jobs: Any) -> None:
     plan = jobs.add_parser(
-        "plan", allow_abbrev=False, help="memory of each rank before there is a GPU; dotted flags as of a recipe"
+        "plan", allow_abbrev=False, help="predict each rank's memory, without a GPU; also takes a recipe's dotted flags"
     )
-    plan.add_argument("--model", required=True, metavar="FOLDER_OR_ID", help="its config.json is enough")
-    plan.add_argument("--accelerate-config", type=Path, required=True, metavar="PRESET.yaml", help="as for accelerate launch")
-    plan.add_argument("--num-processes", type=int, required=True, help="ranks, one a GPU")
-    plan.add_argument("--config", metavar="RUN.yaml", help="run YAML; unset: one row of 1,024 tokens")
-    plan.add_argument("--recipe", choices=["llm", "t5"], help="unset: by the model")
-    plan.add_argument("--gpu-memory-gib", type=float, default=80.0, help="of one GPU (80); 0.92 of it counts as usable")
-    plan.add_argument("--json", action="store_true", help="print all of it as JSON")
+    plan.add_argument("--model", required=True, metavar="FOLDER_OR_ID", help="the model; its config.json is enough")
+    plan.add_argument(
+        "--accelerate-config", type=Path, required=True, metavar="PRESET.yaml", help="accelerate YAML of the launch"
+    )
+    plan.add_argument("--num-processes", type=int, required=True, help="number of ranks, one per GPU")
+    plan.add_argument("--config", metavar="RUN.yaml", help="run YAML (default: micro-batches of one row of 1,024 tokens)")
+    plan.add_argument("--recipe", choices=["llm", "t5"], help="recipe of the run (default: by the model)")
+    plan.add_argument("--gpu-memory-gib", type=float, default=80.0, help="memory of one GPU (default: 80), 0.92 of it usable")
+    plan.add_argument("--json", action="store_true", help="print the memory plan as JSON")
     plan.set_defaults(do=_plan)
 
 
@@ -144,10 +148,10 @@ def _plan(arguments: Namespace, run_flags: list[str]) -> bool:
 
 
 def _add_presets(jobs: Any) -> None:
-    presets = jobs.add_parser("presets", help="see that the tables in a folder's README.md are those of its presets")
-    presets.add_argument("folder", type=Path, metavar="FOLDER", help="as in accelerate_configs")
-    presets.add_argument("--write", action="store_true", help="write the table, and the section of which preset to take")
-    presets.add_argument("--plan", action="store_true", help="with --write: plan that section anew, which takes minutes")
+    presets = jobs.add_parser("presets", help="check or write the tables of presets in a folder's README.md")
+    presets.add_argument("folder", type=Path, metavar="FOLDER", help="folder of presets, as in accelerate_configs")
+    presets.add_argument("--write", action="store_true", help="write the table and the section 'Which preset?'")
+    presets.add_argument("--plan", action="store_true", help="with --write: plan that section again, which takes minutes")
     presets.set_defaults(do=_presets)
 
 
@@ -164,8 +168,10 @@ def _presets(arguments: Namespace, _: list[str]) -> bool:
 
 
 def _add_results(jobs: Any) -> None:
-    results = jobs.add_parser("results", help="one table of the first and the last evaluation of several runs")
-    results.add_argument("run_folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="as in runs/t5_docstrings")
+    results = jobs.add_parser("results", help="print one table of the first and last evaluations of several runs")
+    results.add_argument(
+        "run_folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="runs' folders, as in runs/t5_docstrings"
+    )
     results.set_defaults(do=_results)
 
 
@@ -178,18 +184,27 @@ def _results(arguments: Namespace, _: list[str]) -> bool:
 
 def _add_verify(jobs: Any) -> None:
     verify = jobs.add_parser(
-        "verify", allow_abbrev=False, help="prove on this box what a run relies on; dotted flags as of a recipe"
+        "verify", allow_abbrev=False, help="prove on this machine what a run relies on; also takes a recipe's dotted flags"
     )
-    verify.add_argument("--model", metavar="FOLDER_OR_ID", help="unset: that of --config, else a small T5")
-    verify.add_argument("--config", metavar="RUN.yaml", help="run YAML; unset: rows of docstrings")
-    verify.add_argument("--recipe", choices=["llm", "t5"], help="unset: by the model")
     verify.add_argument(
-        "--presets", type=lambda names: names.split(","), metavar="A,B", help="names or paths (fsdp2_full_shard), beside DDP"
+        "--model", metavar="FOLDER_OR_ID", help="model to verify with (default: that of --config, else a small T5)"
     )
-    verify.add_argument("--num-processes", type=int, help="unset: the GPUs of this box, else 2")
-    verify.add_argument("--use-cpu", action="store_true", help="on the CPU, GPUs or not")
-    verify.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference of losses, gradients (1e-5)")
-    verify.add_argument("--output", type=Path, default=Path("runs/verify"), metavar="FOLDER", help="of the table (runs/verify)")
+    verify.add_argument("--config", metavar="RUN.yaml", help="run YAML (default: rows of docstrings)")
+    verify.add_argument("--recipe", choices=["llm", "t5"], help="recipe to run (default: by the model)")
+    verify.add_argument(
+        "--presets",
+        type=lambda names: names.split(","),
+        metavar="A,B",
+        help="names or paths of presets, in addition to DDP (default: fsdp2_full_shard)",
+    )
+    verify.add_argument("--num-processes", type=int, help="number of ranks (default: the GPUs of this machine, else 2)")
+    verify.add_argument("--use-cpu", action="store_true", help="run on the CPU even if there are GPUs")
+    verify.add_argument(
+        "--tolerance", type=float, default=1e-5, help="largest relative difference of losses and gradients (default: 1e-5)"
+    )
+    verify.add_argument(
+        "--output", type=Path, default=Path("runs/verify"), metavar="FOLDER", help="folder of the table (default: runs/verify)"
+    )
     verify.set_defaults(do=_verify)
 
 

@@ -1,4 +1,4 @@
-"""What the plan says of a run that was: its prediction beside what the run's training steps took."""
+"""`python -m toolkit results`: metrics of several runs in one table, and planned beside measured memory."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ GIB = 2**30
 
 
 def compare_with_plan(run_folder: Path) -> str:
-    """A sentence of the prediction and of what was measured on each rank; of why there is none, where there cannot be one.
+    """A sentence with the predicted memory and that measured on each rank, or with the reason why there is none.
 
-    Planned is the largest micro-batch that a rank had. On a CPU resident memory is measured: what was there before the model
-    loaded is taken off, but not what gloo and the C library hold.
+    The prediction is for the largest micro-batch of any rank. On a CPU, resident memory is measured, minus what was resident
+    before the model loaded; it includes what gloo and the C library hold.
     """
     path = run_folder / MEMORY_FILE
     if not path.is_file():
-        return f"no {MEMORY_FILE}: it has taken no training step to its end"
+        return f"no {MEMORY_FILE}: the run has finished no training step"
     try:
         measured = json.loads(path.read_text(encoding="utf-8"))
         predicted_gib = _predict(run_folder, measured) / GIB
@@ -50,17 +50,17 @@ def compare_with_plan(run_folder: Path) -> str:
 
 
 def _predict(run_folder: Path, measured: dict[str, Any]) -> int:
-    """Bytes of one rank for this run's own config, accelerate YAML and largest micro-batch.
+    """Predicted bytes of one rank for this run's own config, accelerate YAML and largest micro-batch.
 
     Raises:
-        UserError: there is no such plan.
+        UserError: the run cannot be planned.
     """
     import yaml
 
     if not (run_folder / ACCELERATE_FILE).is_file():
-        raise UserError("it was launched without an accelerate YAML")
+        raise UserError("the run was launched without an accelerate YAML")
     if not measured["row_tokens"]:
-        raise UserError("its rows are no tokens")
+        raise UserError("the run's rows are not tokens")
     config_file = run_folder / "config.yaml"
     name = yaml.safe_load(config_file.read_text(encoding="utf-8"))["model"]["name_or_path"]
     lengths = {"row": "max_length_tokens", "source": "max_source_length_tokens", "target": "max_target_length_tokens"}
@@ -76,13 +76,13 @@ _COLUMNS_OF_RUNS = ("loss", "bits_per_byte", "token_accuracy", "accuracy", "roug
 
 
 def show_runs(run_folders: Sequence[Path]) -> None:
-    """Print one table of the first and the last evaluation of each run, in the order given, and its memory beside the plan's.
+    """Print one table of the first and last evaluations of each run, in the given order, and planned beside measured memory.
 
-    `rougeL_line1` is ROUGE-L of each text's first line alone: a model that says the right headline but was never taught to stop
-    there is told from one that says a wrong one.
+    `rougeL_line1` is ROUGE-L on each text's first line alone. It separates a model that writes the right first line, but has not
+    learned to stop there, from one that writes a wrong one.
 
     Raises:
-        UserError: a folder that holds no evaluation.
+        UserError: a folder holds no evaluation.
     """
     table = {}
     for folder in run_folders:
@@ -109,7 +109,7 @@ def show_runs(run_folders: Sequence[Path]) -> None:
 
 
 def _score_first_lines(predictions_path: Path) -> dict[str, float]:
-    """`rougeL_line1` in percent, or nothing where no texts were generated."""
+    """`rougeL_line1` in percent; empty if no texts were generated."""
     if not predictions_path.exists():
         return {}
     from toolkit.evaluation.rouge import Rouge

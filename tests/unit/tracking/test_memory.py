@@ -82,7 +82,7 @@ def test_why_there_is_no_plan_is_told(run_folder: Path) -> None:
     (run_folder / "model" / "config.json").unlink()
     assert compare_with_plan(run_folder).startswith("not planned: model.name_or_path")
     (run_folder / "accelerate.yaml").unlink()
-    assert compare_with_plan(run_folder) == "not planned: it was launched without an accelerate YAML"
+    assert compare_with_plan(run_folder) == "not planned: the run was launched without an accelerate YAML"
     (run_folder / "memory.json").write_text("{")
     assert "cannot be read" in compare_with_plan(run_folder)
     (run_folder / "memory.json").unlink()

@@ -1,4 +1,4 @@
-"""A comparison of presets as one picture: bars for what each costs, and their loss curves on top of each other."""
+"""Draws a comparison of presets: bars of their costs, and their loss curves in one panel."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from toolkit.cli.compare.table import Figures, Outcome, find_reference, loss_dif
 
 _COLORS = ("#1f5a91", "#d1602b", "#5b9a6f", "#8a6bb0", "#c9a227", "#4aa3b5", "#a34a5e", "#7a7a7a")
 _SMALLEST_DIFFERENCE = 1e-9
-"""Left end of the panel of loss differences; equal curves stand there."""
+"""Left end of the panel of loss differences, where equal curves are drawn."""
 
 
 def draw_comparison(outcomes: Sequence[Outcome], title: str, picture_path: Path) -> None:
-    """Draw the presets that ran as a PNG; a preset has one colour in all panels. Without any, no picture is written."""
+    """Draw the presets that ran as a PNG, each in one colour in all panels. If none ran, write no picture."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -52,7 +52,7 @@ def _draw_bars(
     value_of: Callable[[Figures], float],
     part_of: Callable[[Figures], float] | None = None,
 ) -> None:
-    """A bar a preset with its value in `form`; with `part_of` it is light but for that part."""
+    """Draw a bar per preset with its value in `form`. With `part_of`, that part of the bar is dark and the rest light."""
     from matplotlib.ticker import MaxNLocator
 
     places, values = range(len(ran)), [value_of(figures) for figures in ran.values()]
@@ -68,7 +68,7 @@ def _draw_bars(
 
 
 def _draw_differences(axes: Any, ran: dict[str, Figures], reference: str) -> None:
-    """Loss differences on a log scale, as they span many orders of magnitude."""
+    """Draw loss differences on a log scale, because they span many orders of magnitude."""
     for place, (preset, figures) in enumerate(ran.items()):
         difference = loss_difference(figures, ran[reference])
         shown = min(max(difference, _SMALLEST_DIFFERENCE), 1.0) if math.isfinite(difference) else 1.0
@@ -85,7 +85,7 @@ def _draw_differences(axes: Any, ran: dict[str, Figures], reference: str) -> Non
 
 
 def _draw_losses(axes: Any, ran: dict[str, Figures]) -> None:
-    """Curves on top of each other, the later ones thinner, so that equal ones can all be seen."""
+    """Draw the curves over each other, later ones thinner, so that equal ones stay visible."""
     for place, figures in enumerate(ran.values()):
         points = sorted((step, loss) for step, loss in figures.losses.items() if loss is not None)
         width = 1.2 + 1.4 * (len(ran) - 1 - place)
@@ -104,7 +104,7 @@ def _colors(ran: dict[str, Figures]) -> list[str]:
 
 
 def _wrapped(preset: str) -> str:
-    """A changed preset on several lines."""
+    """The name of a preset, with each of its changes on a line of its own."""
     return re.sub(r"[:+]", lambda mark: f"{mark[0]}\n", preset)
 
 

@@ -1,4 +1,4 @@
-"""One recipe under several presets, one after the other: a table, a picture, and the same as JSON."""
+"""`python -m toolkit compare`: runs a recipe under several presets, and writes a table, a picture and JSON."""
 
 from __future__ import annotations
 
@@ -18,37 +18,38 @@ from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import SECTIONS, check_accelerate_yaml
 from toolkit.launch.relaunch import adapt_preset, find_preset, launch, reason_of_failure, save_preset
 
-CHANGES_NOT_TOLD = ("main_process_ip", "main_process_port", "machine_rank")
+CHANGES_NOT_SHOWN = ("main_process_ip", "main_process_port", "machine_rank")
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What is alike for all presets."""
+    """What is the same for all presets."""
 
     command: list[str]
     """The recipe and its arguments."""
     num_steps: int
-    """Optimizer updates, those of the warm-up among them."""
+    """Optimizer updates, including those of the warm-up."""
     warmup_steps: int
     """Steps at the start that are not timed."""
     num_processes: int | None = None
-    """None: as each preset says, or as many as there are GPUs (on the CPU: cores), if that is less."""
+    """None takes each preset's number, or the number of GPUs (on the CPU: cores) if that is smaller."""
     use_cpu: bool = False
     mixed_precision: str | None = None
-    """`no` or `bf16` instead of what the presets say."""
+    """`no` or `bf16` replaces the presets' precision."""
 
 
 def compare(presets: Sequence[str], conditions: Conditions, output: Path) -> bool:
-    """Run the recipe under each preset, print the table and write it into `output`; whether all of them ran to their end.
+    """Run the recipe under each preset, print the table and write it into `output`. Returns whether all runs succeeded.
 
     Args:
-        presets: names or paths, each with changes if need be, as in `ddp` and
+        presets: names or paths, optionally with changes, as in `ddp` and
             `fsdp2_size_wrap:fsdp_min_num_params=1000000+fsdp_offload_params=true`.
-        output: a new folder: comparison.md, comparison.json, comparison.png, and of each run its folder, accelerate YAML and log.
+        output: a new folder. It gets comparison.md, comparison.json, comparison.png, and each run's folder, accelerate YAML and
+            log.
 
     Raises:
-        UserError: before anything runs: an unknown preset, or one given twice, a change that is no key of it, no such recipe,
-            nothing to time, a folder that is not empty or cannot be made.
+        UserError: before anything runs: an unknown preset or one given twice, a change to an unknown key, no such recipe, nothing
+            to time, a folder that is not empty or cannot be created.
     """
     _check(presets, conditions, output)
     mappings = {preset: load_preset(preset) for preset in presets}
@@ -69,10 +70,10 @@ def compare(presets: Sequence[str], conditions: Conditions, output: Path) -> boo
 
 
 def load_preset(preset: str) -> dict[str, Any]:
-    """The accelerate YAML that is named before the colon, with the changes `key=value+key=value` after it.
+    """The accelerate YAML named before the colon, with the changes `key=value+key=value` after it.
 
     Raises:
-        UserError: there is none, a change is not `key=value`, or what comes out is not valid.
+        UserError: there is none, a change is not `key=value`, or the result is not valid.
     """
     name, _, changes = preset.partition(":")
     mapping = check_accelerate_yaml(find_preset(name))
@@ -81,7 +82,7 @@ def load_preset(preset: str) -> dict[str, Any]:
         if not equals:
             raise UserError(f"--presets {preset}: {change} is no change: write key=value, as in fsdp_offload_params=true")
         section = next((section for section, prefix in SECTIONS.items() if key.startswith(prefix)), None)
-        # Not as YAML, which reads `no` as false.
+        # Not parsed as YAML, which reads `no` as false.
         parsed: Any = int(value) if value.isdecimal() else {"true": True, "false": False}.get(value, value)
         mapping = mapping | ({section: {**(mapping.get(section) or {}), key: parsed}} if section else {key: parsed})
     if changes:
@@ -113,7 +114,8 @@ def _check(presets: Sequence[str], conditions: Conditions, output: Path) -> None
 
 
 def _run(preset: str, mapping: dict[str, Any], name: str, conditions: Conditions, output: Path) -> Outcome:
-    """Launch the recipe and read what it came to; a failure is an outcome too."""
+    """Launch the recipe and read its metrics. A failure is an outcome too."""
+    # The preset as it can run here.
     adapted, failure = mapping, None
     try:
         adapted = _adapt(mapping, conditions)
@@ -129,12 +131,14 @@ def _run(preset: str, mapping: dict[str, Any], name: str, conditions: Conditions
     }
     if failure is not None:
         return Outcome(**about, failure=failure)
+
+    # Launch, and read the metrics.
     flags = {
         "run.output_dir": output,
         "run.name": name,
         "train.num_epochs": "null",
         "train.max_steps": conditions.num_steps,
-        # A read of the device after the warm-up, and then as seldom: times are known by groups of steps.
+        # One log line after the warm-up, and then as rarely: each reads the device, and times are known per log line.
         "log_every_steps": conditions.warmup_steps or conditions.num_steps,
     }
     log_path = output / f"{name}.log"
@@ -148,7 +152,7 @@ def _run(preset: str, mapping: dict[str, Any], name: str, conditions: Conditions
 
 
 def _adapt(mapping: dict[str, Any], conditions: Conditions) -> dict[str, Any]:
-    """The preset as it runs here."""
+    """The preset with the processes, device and precision of this comparison."""
     import torch
 
     use_cpu = conditions.use_cpu or mapping.get("use_cpu", False)
@@ -160,7 +164,7 @@ def _adapt(mapping: dict[str, Any], conditions: Conditions) -> dict[str, Any]:
 
 
 def _check_devices(mapping: dict[str, Any]) -> None:
-    """Told here what ranks would tell after seconds of imports."""
+    """Raise here for missing GPUs, because the ranks would do so only after seconds of imports."""
     import torch
 
     if mapping["distributed_type"] == "NO" or mapping.get("use_cpu"):
@@ -171,13 +175,13 @@ def _check_devices(mapping: dict[str, Any]) -> None:
 
 
 def _changes(mapping: dict[str, Any], adapted: dict[str, Any]) -> list[str]:
-    """What differs between two accelerate YAMLs, as in "num_processes 8 → 2"."""
+    """The differences between two accelerate YAMLs, as in "num_processes 8 → 2"."""
     changes = []
     for key, value in adapted.items():
         before = mapping.get(key)
         if isinstance(value, dict):
             changes += _changes(before or {}, value)
-        elif value != before and key not in CHANGES_NOT_TOLD and (before, value) != (None, 1):
+        elif value != before and key not in CHANGES_NOT_SHOWN and (before, value) != (None, 1):
             changes.append(f"{key} {_spelt(before)} → {_spelt(value)}")
     return changes
 
@@ -187,7 +191,7 @@ def _spelt(value: Any) -> str:
 
 
 def _report(outcomes: list[Outcome], conditions: Conditions, output: Path) -> None:
-    """Print and write what came out."""
+    """Print the table, and write it with the picture and the JSON."""
     recipe = Path(conditions.command[0]).name
     reference = find_reference(outcomes)
     heading = f"{recipe}: {conditions.num_steps} steps, timed from step {conditions.warmup_steps + 1} on"

@@ -1,4 +1,4 @@
-"""What a run under one preset came to, read from its `metrics.jsonl`, and several of them as one table."""
+"""Figures of a run under one preset, read from its `metrics.jsonl`, and the table of several such runs."""
 
 from __future__ import annotations
 
@@ -12,50 +12,50 @@ from typing import Any
 from toolkit.tracking.metrics_log import load_metrics, speed_unit
 
 METRICS = {"accuracy": "accuracy %", "rougeL": "ROUGE-L", "token_accuracy": "token accuracy %"}
-"""Figures of an evaluation with the heads of their columns; the first that the runs have is shown beside the held-out loss."""
+"""Evaluation metrics with their column heads. The first that the runs have is shown beside the held-out loss."""
 ABSENT = "–"
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What one run came to."""
+    """Time, memory, losses, saves and evaluation of one run."""
 
     losses: dict[int, float | None]
-    """Training loss by step; None where it was not finite."""
+    """Training loss by step; None if it was not finite."""
     num_timed_steps: int
     loop_s: float
-    """Time of the timed steps: without the first ones, evaluations and waiting for saves."""
+    """Time of the timed steps, without the warm-up, evaluations and waiting for saves."""
     speed: float
-    """Rows or tokens a second over all ranks in the timed steps; `unit` says which."""
+    """Rows or tokens per second over all ranks in the timed steps; `unit` says which."""
     unit: str
     peak_memory_gib: float
-    """Of the rank with most, from the start of its process to the last step, evaluations between among it."""
+    """Peak of the rank with most, from the start of its process to the last step, including evaluations in between."""
     save_waits_s: float | None
-    """Time that training waits for a save, mean over the saves; None without one."""
+    """Time that training waits for a save, averaged over the saves; None without one."""
     save_stands_s: float | None
-    """Time from the start of a save until the checkpoint stands, mean over the saves."""
+    """Time from the start of a save until the checkpoint is complete, averaged over the saves."""
     num_bytes: int | None
-    """Of the last save, all ranks together."""
+    """Size of the last save, summed over ranks."""
     evaluation: dict[str, float]
-    """Figures of the last evaluation; empty without one."""
+    """Metrics of the last evaluation; empty without one."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One preset: how it ran here, and what came out, or why nothing did."""
+    """One preset: how it ran here, and its figures or the reason for its failure."""
 
     preset: str
     num_processes: int
     precision: str
     changes: list[str]
-    """What is not as in the preset's file, as in "num_processes 8 → 2"."""
+    """Changes to the preset's file, as in "num_processes 8 → 2"."""
     figures: Figures | None = None
     failure: str | None = None
-    """A sentence, where there are no figures."""
+    """A sentence, if there are no figures."""
 
 
 def read_figures(metrics_path: Path, warmup_steps: int) -> Figures:
-    """The figures of one run, of whose time the first `warmup_steps` steps are left out.
+    """The figures of one run. Its times exclude the first `warmup_steps` steps.
 
     Raises:
         ValueError: no step is left, or the file is broken.
@@ -67,7 +67,7 @@ def read_figures(metrics_path: Path, warmup_steps: int) -> Figures:
         raise ValueError(f"{metrics_path} holds no step after step {warmup_steps}")
     loop_s = sum(line["step_time_s"] for line in timed)
     saves = [(line["blocking_s"], line["write_s"], line["num_bytes"]) for line in lines if line["kind"] == "checkpoint"]
-    # A save that training waited for has its writing inside the waiting; else the thread began to write when training went on.
+    # If training waited for the save, the write is part of the wait; else the thread started writing when training continued.
     stands_s = [waits_s if waits_s >= write_s else waits_s + write_s for waits_s, write_s, _ in saves]
     evaluations = [line for line in lines if line["kind"] == "eval"]
     return Figures(
@@ -85,7 +85,7 @@ def read_figures(metrics_path: Path, warmup_steps: int) -> Figures:
 
 
 def loss_difference(figures: Figures, reference: Figures) -> float:
-    """Largest relative difference of the training loss over the steps; infinite where only one of two losses is finite."""
+    """Largest relative difference of the training loss over the steps; infinite if only one of two losses is finite."""
     largest = 0.0
     for step in figures.losses.keys() & reference.losses.keys():
         loss, expected = figures.losses[step], reference.losses[step]
@@ -97,17 +97,17 @@ def loss_difference(figures: Figures, reference: Figures) -> float:
 
 
 def find_reference(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """The first preset that ran to its end: what the losses of the others are compared with."""
+    """The first preset that succeeded. The losses of the others are compared with its losses."""
     return next((outcome for outcome in outcomes if outcome.figures), None)
 
 
 def common_changes(outcomes: Sequence[Outcome]) -> list[str]:
-    """What was changed in all of the presets alike."""
+    """The changes that all presets share."""
     return [change for change in outcomes[0].changes if all(change in outcome.changes for outcome in outcomes)]
 
 
 def format_comparison(outcomes: Sequence[Outcome]) -> str:
-    """The outcomes as a Markdown table that a terminal shows aligned; failures and changes of their own stand at the end."""
+    """The outcomes as an aligned Markdown table. Failures and the presets' own changes are in the last column."""
     reference = find_reference(outcomes)
     ran = [outcome.figures for outcome in outcomes if outcome.figures]
     unit = " or ".join(sorted({figures.unit for figures in ran})) or "tokens/s"
@@ -133,7 +133,7 @@ def format_comparison(outcomes: Sequence[Outcome]) -> str:
 
 
 def _cells(figures: Figures, reference: Figures, metric: str) -> list[str]:
-    """From loop time to final metric."""
+    """The cells of one row, from loop time to final metric."""
     difference = loss_difference(figures, reference)
     return [
         f"{figures.loop_s:.2f}",

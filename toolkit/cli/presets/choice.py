@@ -1,4 +1,4 @@
-"""Which preset for which model on how many GPUs: the cheapest that fits, by the plan."""
+"""Chooses the preset for a model and a number of GPUs: the cheapest one that fits, by its memory plan."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "8B (Llama 3.1)": _llama(4096, 14336, 32, 32),
     "70B (Llama 3.1)": _llama(8192, 28672, 80, 64),
 }  # fmt: skip
-"""Shapes of well-known models, by the name that the page has."""
+"""Shapes of well-known models, by their name on the page."""
 
 
 def save_choice(folder: Path) -> None:
     """Plan every cell of the page and write `which_preset.json` into the folder of presets. Takes minutes.
 
     Raises:
-        UserError: a preset that is not valid.
+        UserError: a preset is not valid.
     """
     cells = [
         {"model": model, "way": way, "num_gpus": num_gpus, **choose_preset(subject, num_gpus, folder)}
@@ -63,7 +63,7 @@ def save_choice(folder: Path) -> None:
 
 
 def build_shape(model: str, way: str, folder: Path) -> Subject:
-    """One of `MODELS` as it is trained, weightless."""
+    """One of `MODELS` as it is trained, on the meta device."""
     strategy = load_strategy(folder / "fsdp2_full_shard.yaml", 1)
     rows = T5_ROWS if MODELS[model]["model_type"] == "t5" else LLM_ROWS
     with tempfile.TemporaryDirectory() as name:
@@ -72,7 +72,7 @@ def build_shape(model: str, way: str, folder: Path) -> Subject:
 
 
 def choose_preset(subject: Subject, num_gpus: int, folder: Path) -> dict[str, Any]:
-    """The first of `candidates` that fits: its name, a rank's peak with one row in bytes, and the most rows; else None each."""
+    """The first of `candidates` that fits: its name, a rank's peak in bytes with one row, and the most rows; else None each."""
     usable = int(GPU_MEMORY_GIB * 2**30 * USABLE_SHARE)
     with fake_ranks(num_gpus):
         for name, strategy in candidates(num_gpus, folder):
@@ -84,7 +84,7 @@ def choose_preset(subject: Subject, num_gpus: int, folder: Path) -> dict[str, An
 
 
 def candidates(num_gpus: int, folder: Path) -> Iterator[tuple[str, Strategy]]:
-    """Presets for so many GPUs, the cheapest in time first."""
+    """Presets for this number of GPUs, the fastest first."""
 
     def load(preset: str) -> Strategy:
         return load_strategy(folder / f"{preset}.yaml", num_gpus)
@@ -107,7 +107,7 @@ def candidates(num_gpus: int, folder: Path) -> Iterator[tuple[str, Strategy]]:
 
 
 def _state_bytes(subject: Subject, strategy: Strategy) -> int:
-    """Of parameters and moments on one rank: more than this is needed in any case."""
+    """Bytes of parameters and moments on one rank, a lower bound of the peak."""
     parameters = list(subject.skeleton.parameters())
     moments = MOMENT_BYTES * sum(p.numel() for p in parameters if p.requires_grad)
     return 0 if strategy.offload else (sum(p.nbytes for p in parameters) + moments) // strategy.num_shards

@@ -1,7 +1,7 @@
-"""The section "Which preset?" of the presets' README.md, rendered from what the planner has found.
+"""Renders the section "Which preset?" of the presets' README.md from the planner's results.
 
-Planning takes minutes, so its findings are kept in `which_preset.json` with a hash of all that they depend on: the page can be
-checked within a second, and a finding that is out of date is told.
+Planning takes minutes, so its results are kept in `which_preset.json` with a hash of everything they depend on. The page can then
+be checked within a second, and outdated results are reported.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ CHOICE_BEGIN, CHOICE_END = "<!-- begin: made from which_preset.json -->\n", "<!-
 PLANNED_PRESETS = (
     "single", "ddp", "fsdp2_shard_grad_op", "fsdp2_full_shard", "fsdp2_activation_checkpointing", "fsdp2_offload",
 )  # fmt: skip
-"""Those that the section chooses among; its meshes over machines are made from them."""
+"""Presets that the section chooses among. Its meshes over several machines are derived from them."""
 _SOURCES = ("cli/presets/choice", *(f"planning/{name}" for name in ("kernels", "peak", "strategy", "subject", "trace")))
 
 
 def update_choice(folder: Path, *, write: bool) -> None:
-    """Put the section between its two marks in the folder's README.md, or see that it stands there; nothing without a finding.
+    """Write the section between its two marks in the folder's README.md, or, without `write`, check that it is up to date. Does
+    nothing in a folder without results.
 
     Raises:
-        UserError: the finding is out of date, there are no marks, or, unless it is to be written, another section.
+        UserError: the results are out of date, the marks are missing or, without `write`, the section is out of date.
     """
     found, page = folder / CHOICE_FILE, folder / "README.md"
     if not found.is_file():
@@ -51,7 +52,7 @@ def update_choice(folder: Path, *, write: bool) -> None:
 
 
 def choice_table(cells: list[dict[str, Any]]) -> str:
-    """A row a model and way, a column a number of GPUs, as Markdown."""
+    """A Markdown table with a row per model and way of training, and a column per number of GPUs."""
     columns = sorted({cell["num_gpus"] for cell in cells})
     names = list(dict.fromkeys((cell["model"], cell["way"]) for cell in cells))
     by_place = {(cell["model"], cell["way"], cell["num_gpus"]): cell for cell in cells}
@@ -64,7 +65,7 @@ def choice_table(cells: list[dict[str, Any]]) -> str:
 
 
 def hash_inputs(folder: Path) -> str:
-    """sha256 of the planner's code and of the settings of the presets it chooses among; comments and docstrings do not count."""
+    """sha256 of the planner's code, without comments and docstrings, and of the settings of the presets it chooses among."""
     import yaml
 
     digest = hashlib.sha256()

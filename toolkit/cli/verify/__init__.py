@@ -1,16 +1,16 @@
-"""`python -m toolkit verify`: what the toolkit promises, proven by running it on the user's own box, with the user's model.
+"""`python -m toolkit verify`: proves the toolkit's guarantees by short runs on the user's machine, with the user's model.
 
-verify.py        in the user's process: launches a few short runs of the recipe, compares, prints the table
-runs.py          which runs, and what each of them is for
-watched_run.py   in every rank: the recipe as it stands, watched from outside
-rank_probes.py   in it: what dropout drops, what is generated
-records.py       what a watched run has left
-checks.py        what is compared and with which tolerance
-updates.py       AdamW written out, and masks of dropout
+verify.py        in the user's process: launches a few short runs of the recipe, compares them, prints the table
+runs.py          which runs there are, and what each is for
+watched_run.py   in every rank: the unchanged recipe, with its calls wrapped to record what they do
+rank_probes.py   in every rank: dropout masks and generated texts
+records.py       reads the records of a watched run
+checks.py        what is compared, and with which tolerance
+updates.py       AdamW computed in fp64, and dropout masks
 exports.py       exports, loaded by plain transformers and peft
 """
 
 EXPORT, LEAVE = "export", "leave"
 """How a watched run ends: with the recipe's export, or after the last step."""
 PROBED_STEPS = (2, 3)
-"""In which the masks of dropout are compared."""
+"""Steps in which dropout masks are compared."""

@@ -1,4 +1,4 @@
-"""What the runs have left is held against each other: each check gives rows of the table, passed or FAILED."""
+"""Compares the records of the runs. Each check gives rows of the table, passed or FAILED."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from toolkit.cli.verify.records import NotReached, Tensors, load_about, load_lin
 from toolkit.cli.verify.runs import NUM_STEPS, SAVED_STEP, WatchedRun
 
 GRADIENT_FLOOR = 0.01
-"""A gradient that is zero but for rounding (of an attention key's bias) is compared with this share of the model's mean one."""
+"""A gradient that is zero up to rounding (an attention key's bias) is compared with this fraction of the model's mean one."""
 LATE_TOLERANCE = 0.01
-"""Of gradients in step 2: where one of step 1 is zero but for rounding, Adam may move that weight either way."""
+"""Tolerance for gradients in step 2: if one of step 1 is zero up to rounding, Adam may move that weight either way."""
 SHARD_SLACK = 0.01
-"""Padding that FSDP may add to a rank's share."""
+"""Padding that FSDP may add to a rank's share, as a fraction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,21 +27,21 @@ class Proof:
     check: str
     compared: str
     difference: float | None
-    """Largest one found, in what `tolerance` is given in; None where there was nothing to measure."""
+    """Largest difference, in the unit of `tolerance`; None if nothing was measured."""
     tolerance: float
-    """0: equal bit for bit."""
+    """0 means equal bit for bit."""
     passed: bool
     is_reached: bool = True
-    """False: a run has ended before; why is in a row of its own."""
+    """False if a run ended before this check; another row has the reason."""
     detail: str = ""
-    """Which tensor or step is wrong."""
+    """The tensor or step that is wrong."""
 
 
 def check_all(runs: dict[str, WatchedRun], tolerance: float, *, expects_frozen: bool) -> list[Proof]:
-    """Every check but the exports'; a run that ended early fails one of them, and leaves others open.
+    """All checks except those of updates and exports. A run that ended early fails one check and leaves others not reached.
 
     Args:
-        runs: by name, as `runs.plan_runs` gives them.
+        runs: by name, as in `runs.plan_runs`.
         tolerance: largest relative difference of losses and gradients.
         expects_frozen: whether the config freezes anything.
     """
@@ -70,12 +70,12 @@ def check_all(runs: dict[str, WatchedRun], tolerance: float, *, expects_frozen: 
 
 
 def not_reached(check: str, run: WatchedRun) -> Proof:
-    """The row of a check that a run, or the one whose checkpoint it needs, did not live to see."""
+    """The row of a check that was not reached, because the run, or the one whose checkpoint it needs, ended before."""
     return Proof(check=check, compared=run.title, difference=None, tolerance=0.0, passed=False, is_reached=False)
 
 
 def failed(check: str, compared: str, detail: str) -> Proof:
-    """The row of what cannot be measured, but is wrong."""
+    """The row of a failure without a measured difference."""
     return Proof(check=check, compared=compared, difference=None, tolerance=0.0, passed=False, detail=detail)
 
 
@@ -88,11 +88,11 @@ def prove(check: str, run: WatchedRun, work: Callable[[WatchedRun], Proof | None
         return failed(check, run.title, f"{missing.run.title} ended well, but has not left what is compared")
 
 
-# --- Equal over processes, micro-batches and presets.
+# --- What must be equal for all processes, micro-batches and presets.
 
 
 def compare_starts(reference: WatchedRun, run: WatchedRun) -> Proof:
-    """Weights before the first step, trainable and frozen, are bit for bit those that one process loads."""
+    """Check that the weights before the first step, trainable and frozen, are bit for bit those that one process loads."""
     expected, actual = load_about(reference, "loaded")["frozen"], load_about(run, "loaded")["frozen"]
     title = f"{run.title}: weights as loaded"
     if changed := [name for name in {**expected, **actual} if expected.get(name) != actual.get(name)]:
@@ -101,7 +101,7 @@ def compare_starts(reference: WatchedRun, run: WatchedRun) -> Proof:
 
 
 def compare_rows(reference: WatchedRun, run: WatchedRun) -> Proof:
-    """Every step takes the same rows, none of them twice."""
+    """Check that every step takes the same rows, and none twice."""
     expected, actual = load_rows_of_steps(reference), load_rows_of_steps(run)
     wrong = [step for step, rows in actual.items() if sorted(rows) != sorted(expected.get(step, []))]
     detail = f"step {wrong[0]} takes other rows, or some twice" if wrong else ""
@@ -109,7 +109,7 @@ def compare_rows(reference: WatchedRun, run: WatchedRun) -> Proof:
 
 
 def compare_losses(reference: WatchedRun, run: WatchedRun, tolerance: float) -> Proof:
-    """The loss of every step."""
+    """Compare the loss of every step."""
     expected = {line["step"]: line["loss"] for line in load_lines(reference, "train")}
     lines = load_lines(run, "train")
     worst = max((_relative(line["loss"], expected[line["step"]]), line["step"]) for line in lines)
@@ -117,7 +117,7 @@ def compare_losses(reference: WatchedRun, run: WatchedRun, tolerance: float) -> 
 
 
 def compare_gradients(reference: WatchedRun, run: WatchedRun, tolerance: float) -> Proof:
-    """Whole gradients of step 1 before clipping, each by its norm; and the global norm of every step."""
+    """Compare the unsharded gradients of step 1 before clipping, relative to their norms, and the global norm of every step."""
     expected, actual = load_tensors(reference, "gradients"), load_tensors(run, "gradients")
     if expected.keys() != actual.keys():
         names = sorted(expected.keys() ^ actual.keys())
@@ -130,7 +130,7 @@ def compare_gradients(reference: WatchedRun, run: WatchedRun, tolerance: float) 
 
 
 def compare_late_gradients(reference: WatchedRun, run: WatchedRun) -> Proof | None:
-    """Whole gradients of step 2 of what had none in step 1, as LoRA's A while its B is zero; None where all had one."""
+    """Compare the unsharded gradients of step 2 whose step 1 was zero, as LoRA's A while B is zero; None if there are none."""
     zero = {name for name, gradient in load_tensors(reference, "gradients").items() if not gradient.any()}
     if not zero:
         return None
@@ -146,7 +146,7 @@ def compare_late_gradients(reference: WatchedRun, run: WatchedRun) -> Proof | No
 
 
 def _largest_gradient(expected: Tensors, actual: Tensors) -> tuple[float, str]:
-    """Largest difference of two sets of gradients, each by its norm, and whose it is."""
+    """The largest difference of two sets of gradients, relative to their norms, and the parameter's name."""
     squares = sum(float(np.square(g, dtype=np.float64).sum()) for g in expected.values())
     mean = math.sqrt(squares / max(1, sum(g.size for g in expected.values())))
 
@@ -161,7 +161,7 @@ def _largest_gradient(expected: Tensors, actual: Tensors) -> tuple[float, str]:
 
 
 def compare_evaluations(reference: WatchedRun, run: WatchedRun, tolerance: float) -> Proof | None:
-    """The held-out loss after the last step; None where there are no held-out rows."""
+    """Compare the held-out loss after the last step; None without held-out rows."""
     expected, actual = load_lines(reference, "eval", needed=False), load_lines(run, "eval", needed=False)
     if not expected:
         return None
@@ -176,9 +176,9 @@ def compare_evaluations(reference: WatchedRun, run: WatchedRun, tolerance: float
 
 
 def check_shards(run: WatchedRun) -> Proof:
-    """No rank holds more of the parameters than its shard, nor ranks on average more of the moments: a silent DDP holds all.
+    """Check that no rank holds more of the parameters than its shard, nor ranks on average more of the moments, as under DDP.
 
-    FSDP1 cuts trainable and frozen parameters as one, so that a rank alone may hold most of the trainable ones.
+    Moments are averaged because FSDP1 shards trainable and frozen parameters together: one rank may hold most of the former.
     """
     about, num_shards = load_about(run, f"saved-{SAVED_STEP}"), run.plan.num_shards or 1
     whole = fair = trainable = 0
@@ -199,7 +199,7 @@ def check_shards(run: WatchedRun) -> Proof:
 
 
 def check_ties(run: WatchedRun) -> Proof | None:
-    """Names that are one weight in transformers' own model are one in the wrapped one; None where nothing is tied."""
+    """Check that weights tied in transformers' own model are tied in the wrapped one; None if nothing is tied."""
     ties = load_about(run, "loaded")["ties"]
     if not ties["tied"]:
         return None
@@ -210,7 +210,7 @@ def check_ties(run: WatchedRun) -> Proof | None:
 
 
 def check_moved(run: WatchedRun) -> Proof:
-    """Every trainable parameter differs from the start."""
+    """Check that every trainable parameter has changed since the start."""
     before, after = load_tensors(run, "loaded"), load_tensors(run, "trained")
     names = [name for name in before if name.startswith("model.")]
     still = [name for name in names if before[name].tobytes() == after[name].tobytes()]
@@ -218,7 +218,7 @@ def check_moved(run: WatchedRun) -> Proof:
 
 
 def check_frozen(run: WatchedRun, expects_frozen: bool) -> Proof | None:
-    """Every frozen parameter is bit for bit what it was at the start; None where nothing is frozen, nor should be."""
+    """Check that every frozen parameter is bit for bit unchanged; None if nothing is frozen, and nothing should be."""
     before, after = load_about(run, "loaded")["frozen"], load_about(run, "trained")["frozen"]
     if not before:
         return failed("frozen", run.title, "nothing is frozen") if expects_frozen else None
@@ -230,14 +230,15 @@ def check_frozen(run: WatchedRun, expects_frozen: bool) -> Proof | None:
 
 
 def compare_loaded(of: WatchedRun, run: WatchedRun) -> Proof:
-    """What a run has after loading a checkpoint is what the run that saved it had: weights and moments, bit for bit."""
+    """Check that a run loads a checkpoint's weights and moments bit for bit as they were saved."""
     title = f"{of.title}, loaded by {run.plan.mapping['num_processes']}"
     return _same_tensors("save", title, load_tensors(of, f"saved-{SAVED_STEP}"), load_tensors(run, "loaded"))
 
 
 def compare_resumed(whole: WatchedRun, resumed: WatchedRun, without_dropout: WatchedRun) -> Proof:
-    """With dropout on: rows, losses, gradient norms, learning rates, and at the end weights and moments are bit for bit those of
-    the run that was not stopped. A model may have no dropout: its resume needs no random state and proves none."""
+    """Check that a resumed run with dropout is bit for bit the uninterrupted one: rows, losses, gradient norms, learning rates,
+    final weights and moments. In a model without dropout this does not test the random state."""
+    # The logged figures, then the rows, then weights and moments.
     after = [line for line in load_lines(whole, "train") if line["step"] > SAVED_STEP]
     lines = load_lines(resumed, "train")
     title = f"{resumed.title} after step {SAVED_STEP}: curves, weights, moments"
@@ -273,13 +274,13 @@ def _exact(check: str, compared: str, difference: float, detail: str) -> Proof:
 
 
 def _within(check: str, compared: str, difference: float, where: Any, tolerance: float, detail: str) -> Proof:
-    passed = difference <= tolerance  # False of a NaN
-    told = "" if passed else detail.format(where)
-    return Proof(check=check, compared=compared, difference=difference, tolerance=tolerance, passed=passed, detail=told)
+    passed = difference <= tolerance  # False for a NaN
+    reason = "" if passed else detail.format(where)
+    return Proof(check=check, compared=compared, difference=difference, tolerance=tolerance, passed=passed, detail=reason)
 
 
 def _relative(actual: float | None, expected: float | None) -> float:
-    """Of figures in metrics.jsonl, which holds null for one that was not finite."""
+    """Relative difference of two figures in metrics.jsonl, which has null for a value that was not finite."""
     if actual is None or expected is None:
         return math.inf
     return _number(abs(actual - expected) / max(abs(expected), 1e-30))
@@ -290,10 +291,10 @@ def _largest(actual: np.ndarray, expected: np.ndarray) -> float:
 
 
 def _number(difference: float) -> float:
-    """NaN is the largest difference of all."""
+    """The difference, or infinity for NaN."""
     return math.inf if math.isnan(difference) else difference
 
 
 def named(names: list[str], what: str) -> str:
-    """The first of the names, with what is said of it, and how many more there are."""
+    """The first name followed by `what`, and the number of further names."""
     return f"{names[0]} {what}" + (f", and {len(names) - 1} more" if len(names) > 1 else "") if names else ""

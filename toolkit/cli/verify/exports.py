@@ -1,4 +1,4 @@
-"""A run's exports, loaded by plain transformers and peft in a process that has not trained, against what was trained."""
+"""Checks a run's exports: loads them with plain transformers and peft in a fresh process, and compares with what was trained."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from toolkit.models.config import AutoClass
 
 Tensors = dict[str, torch.Tensor]
 SCALE_TOLERANCE = 1e-2
-"""Of what a merge adds, which the last bits of the weights round."""
+"""Relative tolerance of what a merge adds, which is rounded to the last bits of the weights."""
 NUM_TEXTS = 4
-"""Generated again: on the CPU, where a large model is slow."""
+"""Number of texts to generate again, on the CPU, where a large model is slow."""
 
 
 def check_exports(run: WatchedRun, config: RecipeConfig, auto_class: AutoClass) -> list[Proof]:
-    """Rows for `export/`, its weights, logits and texts, and for an adapter those of `merged/` and its scale."""
+    """Rows for the weights, logits and texts of `export/` and, for an adapter, also for `merged/` and its scale."""
     check_file = run.folder / "export_check.safetensors"
     if not check_file.is_file():
         return [not_reached("export", run) if run.failure else failed("export", run.title, "nothing was exported")]
@@ -55,7 +55,7 @@ def check_exports(run: WatchedRun, config: RecipeConfig, auto_class: AutoClass) 
         ValueError,
         RuntimeError,
         SafetensorError,
-    ) as error:  # what transformers and peft raise at a folder they cannot load
+    ) as error:  # raised by transformers and peft for a folder that they cannot load
         return [failed("export", run.title, " ".join(str(error).split()))]
 
 
@@ -86,12 +86,12 @@ def _load_adapter(base: Any, folder: Path) -> nn.Module:
     from peft import PeftModel
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of peft, about transformers' names
+        warnings.simplefilter("ignore")  # peft warns about transformers' names
         return PeftModel.from_pretrained(base, str(folder)).eval()
 
 
 def _compare_weights(run: WatchedRun, what: str, model: nn.Module, trained: Tensors, frozen: dict[str, str]) -> Proof:
-    """Bit for bit; frozen ones by their hash."""
+    """Compare weights bit for bit, frozen ones by their hash."""
     loaded = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
     differences = {name: _difference(loaded.get(name), weight) for name, weight in trained.items()}
     unequal = [name for name, difference in differences.items() if difference]
@@ -114,21 +114,21 @@ def _difference(loaded: torch.Tensor | None, weight: torch.Tensor) -> float:
 
 @torch.no_grad()
 def _compare_logits(run: WatchedRun, what: str, model: nn.Module, check: Tensors) -> Proof:
-    """As a share of the largest logit: the reloaded model computes on one process, the trained one was sharded."""
+    """Compare logits, relative to the largest: the reloaded model runs on one process, the trained one was sharded."""
     inputs = {name: tensor for name, tensor in check.items() if name != "logits"}
     logits_BTV = model(**inputs, use_cache=False).logits
     difference = float((logits_BTV - check["logits"]).abs().max() / check["logits"].abs().max().clamp(min=1e-6))
     tolerance = LOGIT_TOLERANCE[torch.float32]
-    passed = difference <= tolerance  # False of a NaN
+    passed = difference <= tolerance  # False for a NaN
     title, detail = f"{run.title}: {what} reloaded, logits", "" if passed else "logits differ from those of the trained model"
     return Proof(check="export", compared=title, difference=difference, tolerance=tolerance, passed=passed, detail=detail)
 
 
 def _compare_scale(run: WatchedRun, config: AdapterConfig, adapted: Any, merged: nn.Module, trained: Tensors) -> list[Proof]:
-    """What the merge has added to each layer of the base is alpha / rank * B A, with the alpha of the run's config."""
+    """Check that the merge added alpha / rank * B A to each layer of the base, with the alpha of the run's config."""
     from transformers.pytorch_utils import Conv1D
 
-    if config.method == "dora" or config.name_or_path is not None:  # another formula; an adapter with a config of its own
+    if config.method == "dora" or config.name_or_path is not None:  # DoRA has another formula, a loaded adapter its own config
         return []
     scale = config.alpha / (math.sqrt(config.rank) if config.method == "rslora" else config.rank)
     worst, num_layers = (0.0, ""), 0
@@ -158,7 +158,7 @@ def _compare_scale(run: WatchedRun, config: AdapterConfig, adapted: Any, merged:
 
 
 def _compare_texts(run: WatchedRun, model: Any) -> list[Proof]:
-    """Tokens that the run has generated are those of plain transformers from the same prompts, and repeat no n-gram."""
+    """Check that the run generated the same tokens as plain transformers does from the same prompts, and repeated no n-gram."""
     generated = load_list(run, "generated")[:NUM_TEXTS]
     if not generated:  # rows of plain text have no prompt
         return []
@@ -188,7 +188,7 @@ def _compare_texts(run: WatchedRun, model: Any) -> list[Proof]:
 
 
 def _strip(tokens: list[int], pad: int) -> list[int]:
-    """Without the padding at the end."""
+    """`tokens` without the padding at the end."""
     while tokens and tokens[-1] == pad:
         tokens = tokens[:-1]
     return tokens

@@ -1,4 +1,4 @@
-"""What a rank of `verify` tries out beside the steps: which elements dropout drops, and what `generate` is given and gives."""
+"""What a rank of `verify` records in addition to the steps: which elements dropout drops, and `generate`'s inputs and outputs."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from toolkit.training import loop
 
 @dataclass
 class DropoutWatch:
-    """Losses of one row, each with the dropout of a micro-batch."""
+    """Losses of one row, each with the dropout of one micro-batch."""
 
     session: Any = None
-    """Of the run; None before its first step."""
+    """The run's session; None before its first step."""
     seen: list[dict[str, Any]] = field(default_factory=list)
-    """`rank`, `step`, `micro_batch`, `loss`, `plain_loss` without dropout, and `mask`, what torch's dropout leaves of ones."""
+    """`rank`, `step`, `micro_batch`, `loss`, `plain_loss` without dropout, and `mask`, torch's dropout applied to ones."""
 
 
 def watch_dropout() -> DropoutWatch:
-    """Wrap the call that seeds a micro-batch, in this process, for good.
+    """Wrap the call that seeds a micro-batch, for the rest of this process.
 
-    After it, in `PROBED_STEPS` and where the run has dropout, the loss of the first training row is computed: the same row and
-    weights on all ranks, so that two losses are equal only where all masks are. LoRA's dropout shows from the second step on.
-    Attention draws its masks in a kernel of its own, which would hide that the others are equal: torch's dropout is tried alone
-    too.
+    After that call, in `PROBED_STEPS` of a run with dropout, the loss of the first training row is computed. Row and weights are
+    the same on all ranks, so two losses are equal only if all masks are. LoRA's dropout has an effect from the second step on.
+    Attention draws its masks in its own kernel, which would hide that other masks are equal, so torch's dropout is also
+    applied alone.
     """
     watch, seed_all = DropoutWatch(), loop.seed_all
 
@@ -46,7 +46,7 @@ def watch_dropout() -> DropoutWatch:
 
 
 def _loss(session: Any, *, dropout: bool = True) -> float:
-    """Of the first training row, with the random state as it is, which stays. Collective under FSDP."""
+    """Loss of the first training row with the current random state, which is kept. Collective under FSDP."""
     model, run = session.run.sharded.model, session.run
     batch = run.evaluation.collator.collate([[run.train_rows[0]]])
     with random_state_kept(), torch.no_grad():
@@ -62,10 +62,10 @@ def _mask(device: torch.device) -> str:
 
 
 def watch_generation(steps: DropoutWatch) -> list[dict[str, Any]]:
-    """Wrap transformers' `generate`, in this process, for good; returns the list that `prompt` and `new` tokens go into.
+    """Wrap transformers' `generate` for the rest of this process; returns the list that gets `prompt` and `new` tokens.
 
     Args:
-        steps: knows whether steps were taken; what is generated before is a trial of two tokens.
+        steps: knows whether a step was taken. The generation before is only a trial of two tokens.
     """
     from transformers import GenerationMixin
 

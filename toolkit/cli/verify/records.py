@@ -1,4 +1,4 @@
-"""What a watched run has left: the recipe's own figures, and the records of `watched_run`."""
+"""Reads what a watched run has left: the recipe's own metrics and row ids, and the records of `watched_run`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tensors = dict[str, np.ndarray]
 
 
 class NotReached(Exception):
-    """A run has ended before it left what a check needs."""
+    """A run ended before it wrote what a check needs."""
 
     def __init__(self, run: WatchedRun) -> None:
         super().__init__(run.title)
@@ -23,10 +23,10 @@ class NotReached(Exception):
 
 
 def load_lines(run: WatchedRun, kind: str, *, needed: bool = True) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl.
+    """Lines of one kind in metrics.jsonl.
 
     Raises:
-        NotReached: the last step is not among them, and they are needed.
+        NotReached: the lines are needed, and the last step is not among them.
     """
     path = run.folder / "metrics.jsonl"
     lines = [line for line in load_metrics(path) if line["kind"] == kind] if path.exists() else []
@@ -36,7 +36,7 @@ def load_lines(run: WatchedRun, kind: str, *, needed: bool = True) -> list[dict[
 
 
 def load_rows_of_steps(run: WatchedRun) -> dict[int, list[int]]:
-    """Row ids by step: of all ranks and micro-batches, rank 0's first.
+    """Row ids by step, of all ranks and micro-batches, rank 0's first.
 
     Raises:
         NotReached: the last step is not among them.
@@ -51,7 +51,7 @@ def load_rows_of_steps(run: WatchedRun) -> dict[int, list[int]]:
 
 
 def load_tensors(run: WatchedRun, name: str) -> Tensors:
-    """A record's whole tensors.
+    """A record's unsharded tensors.
 
     Raises:
         NotReached: there is no such record.
@@ -66,10 +66,10 @@ def load_tensors(run: WatchedRun, name: str) -> Tensors:
 
 
 def load_list(run: WatchedRun, name: str) -> list[dict[str, Any]]:
-    """What all ranks have noted, one after another; empty where none had anything to note.
+    """The items that all ranks recorded, concatenated; empty if there were none.
 
     Raises:
-        NotReached: the run has ended before.
+        NotReached: the run ended before it wrote them.
     """
     path = run.records / f"{name}.json"
     if not path.is_file() and run.failure:
@@ -78,7 +78,7 @@ def load_list(run: WatchedRun, name: str) -> list[dict[str, Any]]:
 
 
 def load_about(run: WatchedRun, name: str) -> dict[str, Any]:
-    """What ranks hold, as in a record.
+    """A record's JSON, which describes what the ranks hold.
 
     Raises:
         NotReached: there is no such record.

@@ -1,4 +1,4 @@
-"""The few short runs of a recipe that everything is proven with: where each runs, with which flags, and what it is for."""
+"""The short runs of a recipe that `verify` compares: the preset and flags of each, and what it is for."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.launch.relaunch import adapt_preset, find_preset, reason_of_failure, save_preset
 
 NUM_STEPS = 4
-"""Of every run: the recipe itself checks after three updates that all trainables have moved."""
+"""Length of every run. The recipe itself checks after three updates that all trainables have moved."""
 SAVED_STEP = 2
 DROPOUT = 0.1
-"""Of the runs that a resume is proven with; any other run has none, as masks differ from rank to rank."""
+"""Dropout of the runs that prove a resume. The other runs have none, because masks differ between ranks."""
 LARGEST_LR = 1e-4
-"""Where a gradient is zero but for rounding, Adam makes a step of the learning rate of it."""
+"""Limit of the learning rate: if a gradient is zero up to rounding, Adam makes a full step of the learning rate of it."""
 
 LARGEST_GRAD_NORM = 0.1
-"""So that clipping acts."""
+"""Small enough that clipping takes effect."""
 NUM_EVAL_ROWS = 11
-"""No number of processes and rows a batch divides it: the last batches are not full."""
+"""A prime, which no number of processes times rows per batch divides, so the last batches are not full."""
 GENERATION = {"eval.generate": True, "eval.num_beams": 2, "eval.no_repeat_ngram_size": 2, "eval.max_new_tokens": 8}
-"""Of the run that is exported: settings that change what is generated."""
+"""Generation settings of the exported run; each changes the generated texts."""
 
 Launch = Callable[[Path, list[str], Path], int]
-"""As `launching.launch`: preset, command and log → exit status."""
+"""Signature of `relaunch.launch`: preset, command and log → exit status."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """Where and with what is verified."""
+    """The machine, recipe and model to verify."""
 
     recipe: Path
     arguments: list[str]
-    """Of the recipe, as the user would give them."""
+    """The recipe's arguments, as the user would give them."""
     config: RecipeConfig
-    """What the arguments say."""
+    """The config that the arguments give."""
     num_positions: int | None
-    """Of a causal model; None where there is no limit."""
+    """Position limit of a causal model; None if there is none."""
     presets: list[str]
     num_processes: int
     use_cpu: bool
@@ -57,12 +57,12 @@ class Box:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """One launch."""
+    """One run to launch."""
 
     name: str
-    """Of its folder."""
+    """Name of its folder."""
     title: str
-    """In the table."""
+    """Its name in the table."""
     mapping: dict[str, Any]
     """Its accelerate YAML."""
     flags: dict[str, Any]
@@ -72,7 +72,7 @@ class PlannedRun:
 
     @property
     def num_shards(self) -> int | None:
-        """Over how many ranks a parameter is sharded; None without FSDP."""
+        """Number of ranks over which a parameter is sharded; None without FSDP."""
         if self.mapping["distributed_type"] != "FSDP":
             return None
         mesh = self.mapping.get("parallelism_config") or {}
@@ -81,30 +81,31 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class WatchedRun:
-    """A run that has ended, well or not."""
+    """A run that has ended, successfully or not."""
 
     plan: PlannedRun
     folder: Path
     """The recipe's run folder."""
     records: Path
-    """What `watched_run` has written."""
+    """Folder of the records that `watched_run` wrote."""
     failure: str | None
-    """The sentence that it ended with, or that the run ended with whose checkpoint it needs."""
+    """The error that ended it, or that ended the run whose checkpoint it needs."""
     failed_check: str | None
-    """Which check that sentence speaks for; None also where another run has failed."""
+    """The check that this error fails; None also if it is another run's error."""
 
     @property
     def title(self) -> str:
-        """In the table."""
+        """Its name in the table."""
         return self.plan.title
 
 
 def plan_runs(box: Box) -> dict[str, PlannedRun]:
-    """All runs, in order, by what they are for: `preset-0`, … are the user's. The first that is FSDP is resumed and exported.
+    """All runs by name, in order. `preset-0`, … are the user's presets; `preset-0` is the first with FSDP, resumed and exported.
 
     Raises:
-        UserError: a preset that does not exist, is wrong, or does not fit the number of processes.
+        UserError: a preset does not exist, is wrong, or does not fit the number of processes.
     """
+    # The user's presets, the first with FSDP in front.
     processes, rows = box.num_processes, 4 * box.num_processes
     chosen = [(name, _adapted(box, name, processes)) for name in box.presets]
     if alone := [name for name, mapping in chosen if mapping["distributed_type"] == "NO"]:
@@ -123,11 +124,13 @@ def plan_runs(box: Box) -> dict[str, PlannedRun]:
     def title(name: str) -> str:
         return f"{Path(name).stem} x {processes}"
 
+    # One process is the reference; DDP and the presets are compared with it.
     runs = [planned("reference", "single", single, _flags(box, rows=rows, micro=4))]
     if not any(mapping["distributed_type"] == "MULTI_GPU" for _, mapping in chosen):
         runs.append(planned("ddp", title("ddp"), ddp, _flags(box, rows=rows, micro=2)))
     for place, (name, mapping) in enumerate(chosen):
         runs.append(planned(f"preset-{place}", title(name), mapping, _flags(box, rows=rows, micro=1 + place % 2)))
+    # Resumes: on one process, and on the same processes with dropout.
     moved = _flags(box, rows=rows, micro=2)
     runs += [
         planned("resharded", f"{title(main_name)}, resumed as single", single, moved, after="preset-0"),
@@ -138,10 +141,10 @@ def plan_runs(box: Box) -> dict[str, PlannedRun]:
 
 
 def launch_all(box: Box, plans: dict[str, PlannedRun], launch: Launch) -> Iterator[WatchedRun]:
-    """Launch one after the other, and say how long each took.
+    """Launch the runs one after the other, and print how long each took.
 
     Raises:
-        UserError: what the first run refuses: nothing of the toolkit is on trial yet.
+        UserError: the first run, on one process, refuses the settings; that is the user's mistake and no failed check.
     """
     width = max(len(plan.title) for plan in plans.values())
     failures: dict[str, str | None] = {}
@@ -152,6 +155,8 @@ def launch_all(box: Box, plans: dict[str, PlannedRun], launch: Launch) -> Iterat
         end = EXPORT if plan.exports else LEAVE
         command = ["-m", "toolkit.cli.verify.watched_run", str(box.recipe), str(records), end, *box.arguments, *flags]
         print(f"run {number} of {len(plans)}: {plan.title:<{width}}", end="  ", flush=True)
+
+        # Launch it, unless the run whose checkpoint it loads has failed.
         start_s = time.perf_counter()
         failure, check = None, None
         if plan.after and (reason := failures[plan.after]):
@@ -161,6 +166,8 @@ def launch_all(box: Box, plans: dict[str, PlannedRun], launch: Launch) -> Iterat
             if launch(preset, command, log):
                 failure, check = _failure(records, log)
             print(f"{time.perf_counter() - start_s:5.1f} s{'  failed' if failure else ''}", flush=True)
+
+        # A refusal of the first run is raised; other failures are rows of the table.
         if failure and number == 1 and f"error: {failure}" in log.read_text(encoding="utf-8", errors="replace").split("\n"):
             raise UserError(failure)
         failures[plan.name] = failure
@@ -170,32 +177,32 @@ def launch_all(box: Box, plans: dict[str, PlannedRun], launch: Launch) -> Iterat
 
 
 def _drop_checkpoints(box: Box, ended: PlannedRun, needed: set[str | None]) -> None:
-    """Of a run that has ended and the one it has loaded; all of them together may take more room than there is."""
+    """Remove the checkpoints of an ended run and of the run it loaded, unless needed: all together might fill the disk."""
     for name in {ended.name, ended.after} - needed - {None}:
         shutil.rmtree(box.output / "runs" / str(name) / "checkpoints", ignore_errors=True)
 
 
 def _failure(records: Path, log: Path) -> tuple[str, str]:
-    """The sentence that a run ended with and the check it speaks for: those of the rank that failed first."""
-    told = [json.loads(path.read_text(encoding="utf-8")) for path in records.glob("failed-*.json")]
-    if not told:
+    """The error that ended a run and the check that it fails, from the rank that failed first."""
+    failures = [json.loads(path.read_text(encoding="utf-8")) for path in records.glob("failed-*.json")]
+    if not failures:
         return reason_of_failure(log), "run"
-    first = min(told, key=lambda about: about["time_s"])
+    first = min(failures, key=lambda about: about["time_s"])
     return first["reason"], first["check"]
 
 
 def _adapted(box: Box, name: str, num_processes: int | None) -> dict[str, Any]:
-    """A preset in fp32 on this box, which a run would take.
+    """A preset adapted to fp32 and to this machine, and checked.
 
     Raises:
-        UserError: naming the preset.
+        UserError: names the preset.
     """
     mapping = check_accelerate_yaml(find_preset(name))
     if mapping.get("mixed_precision") == "fp8":
         raise UserError(f"--presets names {name}, whose float8 products only come near those of one process: leave it out")
     adapted = adapt_preset(mapping, num_processes=num_processes, use_cpu=box.use_cpu) | {
         "mixed_precision": "no",
-        "use_cpu": box.use_cpu,  # as all the runs that it is compared with, whatever the preset says
+        "use_cpu": box.use_cpu,  # as in all runs that it is compared with, whatever the preset says
     }
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -206,16 +213,16 @@ def _adapted(box: Box, name: str, num_processes: int | None) -> dict[str, Any]:
 
 
 def _flags(box: Box, *, rows: int, micro: int, dropout: float = 0.0) -> dict[str, Any]:
-    """What a run overrides of the user's config: few steps and rows, everything logged and saved.
+    """Flags that override the user's config: few steps and rows, everything logged and saved.
 
     Args:
-        rows: of a step.
-        micro: most rows of a micro-batch; no more than the user's, for which there is memory.
+        rows: rows per step.
+        micro: maximum rows per micro-batch, capped at the user's, which fit into memory.
     """
     config = box.config
     micro = min(micro, config.train.micro_batch_size_rows)
     has_adapter = config.adapter.method != "none"
-    # A prompt as long as the rows may be leaves no position to generate into.
+    # A prompt of the maximum length would leave no position for generated tokens.
     room = (box.num_positions or math.inf) - GENERATION["eval.max_new_tokens"]
     is_cut = isinstance(config, LLMConfig) and config.data.max_length_tokens > room
     return {

@@ -1,4 +1,4 @@
-"""Steps held against what they must be, and not against another run: AdamW written out, and masks of dropout that differ."""
+"""Checks of steps on their own, without another run: AdamW against its formula, and dropout masks that must differ."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from toolkit.cli.verify.runs import LARGEST_GRAD_NORM, SAVED_STEP, WatchedRun
 from toolkit.config.schema import OptimConfig
 
 UPDATE_TOLERANCE = 1e-4
-"""Of moments by their norm, and of a weight's change by its norm, beyond the last bits of the weight."""
+"""Tolerance for moments and for a weight's change, relative to their norms and beyond the weight's last bits."""
 
 
 def check_all_updates(runs: dict[str, WatchedRun], config: OptimConfig) -> list[Proof]:
-    """The rows of one process, DDP and the presets, and of dropout."""
+    """Rows for the updates of one process, DDP and the presets, and for dropout."""
     updated = [run for name, run in runs.items() if name in ("reference", "ddp") or name.startswith("preset-")]
     proofs = [prove("update", run, lambda run: check_updates(run, config)) for run in updated]
     proofs.append(prove("dropout", runs["dropout"], check_dropout))
@@ -27,8 +27,8 @@ def check_all_updates(runs: dict[str, WatchedRun], config: OptimConfig) -> list[
 
 
 def check_updates(run: WatchedRun, config: OptimConfig) -> Proof:
-    """Weights and moments after steps 1 and 2 are what clipping and AdamW, written out in fp64, make of those before and of the
-    recorded gradients, with the run's own logged learning rate (Loshchilov and Hutter 2019, algorithm 2)."""
+    """Check weights and moments after steps 1 and 2 against clipping and AdamW in fp64 (Loshchilov and Hutter 2019, algorithm 2),
+    computed from those before, the recorded gradients and the logged learning rate."""
     lrs = {line["step"]: line["learning_rate"] for line in load_lines(run, "train")}
     decay = load_about(run, "updated-1")["weight_decay"]
     states = [load_tensors(run, name) for name in ("loaded", "updated-1", f"saved-{SAVED_STEP}")]
@@ -55,7 +55,7 @@ def check_updates(run: WatchedRun, config: OptimConfig) -> Proof:
 def _difference(
     name: str, gradient: np.ndarray, before: Tensors, after: Tensors, step: int, lr: float, decay: float, config: OptimConfig
 ) -> float:
-    """Largest relative one of a weight's change and its two moments."""
+    """The largest relative difference of a weight's change and of its two moments."""
 
     def moment(state: Tensors, kind: str) -> np.ndarray:
         return state.get(f"optimizer.state.{name}.{kind}", np.zeros_like(gradient)).astype(np.float64)
@@ -73,7 +73,8 @@ def _difference(
 
 
 def check_dropout(run: WatchedRun) -> Proof | None:
-    """No two ranks or micro-batches drop the same elements, nor two steps; None where dropout changes nothing in this model."""
+    """Check that no two ranks, micro-batches or steps drop the same elements; None if the model has no dropout."""
+    # What each rank and micro-batch drew in each step.
     seen = load_list(run, "dropout")
     if all(probe["loss"] == probe["plain_loss"] for probe in seen):
         return None
@@ -81,11 +82,12 @@ def check_dropout(run: WatchedRun) -> Proof | None:
     places = sorted({place[:2] for place in drawn["loss"]})
 
     def of_place(place: tuple[int, int], kind: str) -> list[Any]:
-        return [drawn[kind][*place, step] for step in PROBED_STEPS]  # of both: two losses may be equal by chance
+        return [drawn[kind][*place, step] for step in PROBED_STEPS]  # both steps: two losses may be equal by chance
 
     def of_step(step: int, kind: str) -> list[Any]:
         return [drawn[kind][*place, step] for place in places]
 
+    # Compare places with each other, then the steps.
     equal = [
         pair for pair in combinations(places, 2) if any(of_place(pair[0], kind) == of_place(pair[1], kind) for kind in drawn)
     ]

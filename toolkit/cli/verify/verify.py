@@ -1,4 +1,4 @@
-"""`python -m toolkit verify`: short runs of the recipe with the user's model on this box, and a table of what they prove."""
+"""`python -m toolkit verify`: launches short runs of the recipe with the user's model, and prints a table of what they prove."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL_ROWS: Final = {
     "t5": {"data.source": "docstrings", "data.max_source_length_tokens": 64, "data.max_target_length_tokens": 32},
     "llm": {"data.source": "docstrings", "data.max_length_tokens": 128},
 }
-"""What is trained on where no run YAML says what: docstrings of this Python."""
+"""Data without a run YAML: docstrings of this Python."""
 TITLES = ("check", "compared with one process, or as said", "difference", "tolerance", "")
 
 
@@ -42,27 +42,29 @@ def verify(
     tolerance: float = DEFAULT_TOLERANCE,
     launch: Launch = launch,
 ) -> bool:
-    """Launch, compare, print; returns whether everything that was to be proven is. The table is also in `output`.
+    """Launch the runs, compare them and print the table; returns whether all checks passed. The table is also in `output`.
 
     Args:
         run_arguments: dotted flags of the recipe.
-        model: folder or hub id; unset: that of `config`, else the small T5 of the recipes.
-        config: run YAML; its rows are trained on. Unset: docstrings.
-        recipe: `t5` or `llm`; unset: by the model.
-        presets: names or paths of accelerate YAMLs to prove beside one process and DDP.
-        num_processes: unset: the GPUs of this box, else 2.
+        model: folder or hub id. If unset, that of `config`, else the small T5 of the recipes.
+        config: run YAML, whose rows the runs train on. If unset, docstrings.
+        recipe: `t5` or `llm`. If unset, chosen by the model.
+        presets: names or paths of accelerate YAMLs to check, in addition to one process and DDP.
+        num_processes: if unset, the GPUs of this machine, else 2.
         tolerance: largest relative difference of losses and gradients in fp32.
 
     Raises:
-        UserError: settings that no run would take, or more processes than GPUs.
+        UserError: settings that a run would refuse, or more processes than GPUs.
     """
+    # Plan the runs and launch them, one after the other.
     box = build_box(run_arguments, model, config, recipe, presets or list(DEFAULT_PRESETS), num_processes, use_cpu, output)
     plans = plan_runs(box)
     _clear(output)
     where = f"{box.num_processes} processes on {'the CPU' if box.use_cpu else 'GPUs'}"
     print(f"{box.config.model.name_or_path} by recipes/{box.recipe.name}, {where}, fp32: {len(plans)} runs", flush=True)
     runs = {run.plan.name: run for run in launch_all(box, plans, launch)}
-    # transformers and torch take seconds to import
+
+    # Compare what they left. These imports take seconds.
     from toolkit.cli.verify.exports import check_exports
     from toolkit.cli.verify.updates import check_all_updates
 
@@ -86,7 +88,7 @@ def build_box(
     use_cpu: bool,
     output: Path,
 ) -> Box:
-    """What is to be verified, with what `verify` is not told filled in.
+    """What to verify, with defaults for all arguments that `verify` did not get.
 
     Raises:
         UserError: as `verify`.
@@ -95,6 +97,8 @@ def build_box(
         raise UserError(f"{RECIPE_FOLDER} is not there: install the toolkit with `pip install -e` from its checkout")
     if any(argument.partition("=")[0] == "--model.name_or_path" for argument in run_arguments):
         raise UserError("--model.name_or_path: give the model as --model, by which verify chooses recipe and weights")
+
+    # The model chooses the recipe, and with it the default rows.
     if model is None and config is None:
         model = str(RECIPE_FOLDER / "models" / "t5_docstrings")
         run_arguments = ["--model.from_scratch=true", *run_arguments]
@@ -103,7 +107,7 @@ def build_box(
     given = [f"--config={config}"] if config else [f"--{key}={value}" for key, value in SMALL_ROWS[name].items()]
     arguments = [*given, *([f"--model.name_or_path={model}"] if model else []), *run_arguments]
     config_class: Any = SummarizationConfig if is_t5 else LLMConfig
-    # Every run needs a length, and here it is no business of the user's.
+    # Every config needs a length; that of the runs is set later.
     parsed = load_config(config_class, arguments if config else ["--train.max_steps=1", *arguments])
     if "flash" in (attention := parsed.model.attn_implementation or ""):
         raise UserError(
@@ -124,13 +128,13 @@ def build_box(
 
 
 def _num_positions(config: RecipeConfig) -> int | None:
-    """Of a causal model, where its config says so."""
+    """The position limit of a causal model, if its config has one."""
     model_config = load_model_config(config.model, "AutoModelForCausalLM")
     return getattr(model_config.get_text_config(), "max_position_embeddings", None)
 
 
 def _processes(num_processes: int | None, use_cpu: bool) -> tuple[bool, int]:
-    """Whether on the CPU, and how many."""
+    """Whether to run on the CPU, and with how many processes."""
     import torch
 
     num_gpus = torch.cuda.device_count()
@@ -146,10 +150,10 @@ def _processes(num_processes: int | None, use_cpu: bool) -> tuple[bool, int]:
 
 
 def _model_of(config: str | None) -> str:
-    """`model.name_or_path` of a run YAML; empty where it has none, which `load_config` tells better.
+    """`model.name_or_path` of a run YAML; empty if it has none, for which `load_config` has the better message.
 
     Raises:
-        UserError: it leads to two places.
+        UserError: the path is ambiguous.
     """
     import yaml
 
@@ -161,10 +165,10 @@ def _model_of(config: str | None) -> str:
 
 
 def _clear(output: Path) -> None:
-    """Make the folder, or remove what an earlier `verify` has left in it.
+    """Create the folder, or remove what an earlier `verify` left in it.
 
     Raises:
-        UserError: it holds anything else, or cannot be made.
+        UserError: the folder holds anything else, or cannot be created.
     """
     if output.exists() and (not output.is_dir() or (any(output.iterdir()) and not (output / "verify.json").exists())):
         raise UserError(f"--output {output} is there and not of an earlier verify: take another folder")
@@ -179,7 +183,8 @@ def _clear(output: Path) -> None:
 
 
 def _tell(proofs: list[Proof], output: Path, passed: bool) -> None:
-    """Print the table and write it. Runs whose proofs all passed are removed: they take as much room as their checkpoints."""
+    """Print the table and write it. If all checks passed, remove the runs: they are as large as their checkpoints."""
+    # The table, and a line for each cause of failures.
     rows = [TITLES, *(_cells(proof) for proof in proofs)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(TITLES))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -195,6 +200,8 @@ def _tell(proofs: list[Proof], output: Path, passed: bool) -> None:
         names = ", ".join(dict.fromkeys(proof.check for proof in failed))
         lines.append(f"FAILED: {names}" + (f"; not reached: {', '.join(open_checks)}" if open_checks else ""))
     text = "\n".join(lines)
+
+    # Print it, and write it as Markdown and as JSON.
     print(f"\n{text}")
     (output / "verify.md").write_text(f"```\n{text}\n```\n", encoding="utf-8")
     about = {"passed": passed, "proofs": [_plain(dataclasses.asdict(proof)) for proof in proofs]}
@@ -221,5 +228,5 @@ def _cells(proof: Proof) -> tuple[str, ...]:
 
 
 def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity."""
+    """Replace infinities, which JSON cannot express, by None."""
     return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}

@@ -1,20 +1,20 @@
-"""What a rank of `python -m toolkit verify` runs: the recipe as it stands, watched from outside.
+"""Runs in each rank of `python -m toolkit verify`: the unchanged recipe, with its calls wrapped to record what they do.
 
     accelerate launch --config_file PRESET.yaml -m toolkit.cli.verify.watched_run RECIPE.py FOLDER export|leave FLAG...
 
-Calls of the recipe's run are wrapped; what they see goes into FOLDER, written by rank 0:
+Rank 0 writes the records into FOLDER:
 
     loaded.*        after the checkpoint is loaded, or before the first step
-    gradients.*     in the first step, before they are clipped; late_gradients.*: in the second
+    gradients.*     in the first step, before clipping; late_gradients.*: in the second
     updated-1.*     after the first step
     saved-<step>.*  whenever a checkpoint is saved
-    dropout.json    losses of one row, by the dropout of each rank and micro-batch (`rank_probes`)
-    generated.json  prompts and what was generated (`rank_probes`)
-    trained.*       after the last step; then the run exports, or leaves
-    failed-<rank>.json   the error that the rank ended with, and the check that it speaks for
+    dropout.json    losses of one row, with the dropout of each rank and micro-batch (`rank_probes`)
+    generated.json  prompts and generated texts (`rank_probes`)
+    trained.*       after the last step; then the run exports, or ends
+    failed-<rank>.json   the error that ended the rank, and the check that it fails
 
-`*.safetensors` holds whole tensors, `*.json` what the ranks hold of them. They are gathered by torch's own full state dict and
-not by the functions of the toolkit that are on trial. Rank 0 takes all of it into host memory.
+`*.safetensors` holds unsharded tensors, `*.json` what each rank holds of them. torch's own full state dict gathers them, because
+the toolkit's functions are what is being checked. Rank 0 takes everything into host memory.
 """
 
 from __future__ import annotations
@@ -61,44 +61,46 @@ CHECK_OF_MODULE = {
     "toolkit.evaluation.loop": "evaluation",
     "toolkit.export.write": "export",
 }
-"""A run checks itself: which check of ours an error speaks for that comes from there."""
+"""A run checks itself: the check that fails if an error comes from this function or module."""
 
 
 def main() -> None:
-    """Run a recipe with all its flags, watched."""
+    """Run a recipe with all its flags, and record it."""
     recipe, folder, end, *flags = sys.argv[1:]
-    if torch.cuda.is_available():  # equal bit for bit on a GPU only by kernels that add in a fixed order
+    if torch.cuda.is_available():  # on a GPU, only kernels that add in a fixed order are equal bit for bit
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
     watch(Path(folder), exports=end == EXPORT)
     sys.argv = [recipe, *flags]
     try:
         runpy.run_path(recipe, run_name="__main__")
-    except BaseException as error:  # it goes on its way; a `UserError` is a SystemExit by now
+    except BaseException as error:  # re-raised below; a `UserError` is a SystemExit by now
         if not isinstance(error, SystemExit) or error.code:
             _note_failure(Path(folder), error)
         raise
 
 
 def watch(folder: Path, *, exports: bool) -> None:
-    """Wrap the calls that are looked at, in this process, for good.
+    """Wrap the recorded calls, for the rest of this process.
 
     Args:
-        exports: whether the recipe's export is made; it takes as long as a run of a few steps.
+        exports: whether the recipe exports, which takes as long as a run of a few steps.
     """
+    # The original calls, and the probes of dropout and generation.
     resume, clip, save, finish = stages.resume, loop.clip_gradients, CheckpointWriter.save, stages.finish
     train_step = loop.train_step
     records = ["gradients", "late_gradients"]
     masks = watch_dropout()
     texts = watch_generation(masks)
 
+    # Each wrapper records before or after the original call.
     def resume_and_look(config: RecipeConfig, context: stages.RunContext, run: loop.Run) -> TrainState:
         state = resume(config, context, run)
         _record(folder / "loaded", run.sharded, run.optimizer)
         return state
 
     def look_and_clip(model: Any, max_norm: float | None) -> torch.Tensor:
-        if records:  # on all ranks alike
+        if records:  # the same on all ranks
             _save(folder / records.pop(0), _whole_gradients(model))
         return clip(model, max_norm)
 
@@ -130,31 +132,34 @@ def watch(folder: Path, *, exports: bool) -> None:
 
 
 def _note_failure(folder: Path, error: BaseException) -> None:
-    """Write what the rank ended with. A peer may end of it too, later, with an error that says nothing."""
+    """Write the error that ended the rank, with its time: peers may fail later because of it, with meaningless errors."""
     cause = error.__context__ if isinstance(error, SystemExit) and error.__context__ else error
     frames = [(str(frame.f_globals.get("__name__")), frame.f_code.co_name) for frame, _ in traceback.walk_tb(cause.__traceback__)]
     checks = (CHECK_OF_FUNCTION.get(frame) or CHECK_OF_MODULE.get(frame[0]) for frame in frames)
     text = " ".join(str(cause).split())
-    told = text if isinstance(cause, UserError) else f"{type(cause).__name__}: {text}"
-    about = {"check": next(filter(None, checks), "run"), "reason": told, "time_s": time.time()}
+    reason = text if isinstance(cause, UserError) else f"{type(cause).__name__}: {text}"
+    about = {"check": next(filter(None, checks), "run"), "reason": reason, "time_s": time.time()}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"failed-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(about), encoding="utf-8")
 
 
 def _record(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Write parameters and moments whole (of frozen parameters a hash), and what each rank holds of them. Collective.
+    """Write unsharded parameters and moments (a hash for frozen parameters), and what each rank holds of them. Collective.
 
     Args:
-        optimizer: None: parameters alone.
+        optimizer: None records parameters only.
     """
+    # Gather weights and moments on rank 0.
     named = dict(sharded.skeleton.named_parameters())
     weights = _on_rank_0(get_model_state_dict(sharded.model, options=_whole(sharded.model)))
     assert rank() != 0 or weights.keys() >= named.keys(), f"not gathered: {sorted(named.keys() - weights.keys())}"
     moments = {}
-    if optimizer is not None and optimizer.state:  # else torch would take a step to make them
+    if optimizer is not None and optimizer.state:  # without state, torch would take a step to create it
         options = _whole(sharded.model, flatten_optimizer_state_dict=True)
         state: dict[str, Any] = get_optimizer_state_dict(sharded.model, optimizer, options=options)
         moments = _on_rank_0({name: t for name, t in state.items() if name.startswith("state.")})
+
+    # What this rank holds, and how it is sharded.
     local = {
         "parameter_bytes": sum(_num_bytes(local_tensor(p)) for p in sharded.model.parameters()),
         "moment_bytes": sum(
@@ -180,7 +185,7 @@ def _record(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer 
 
 
 def _weight_decay(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, float]:
-    """Of each trainable parameter, by clean name."""
+    """Weight decay of each trainable parameter, by clean name."""
     groups = optimizer.param_groups if optimizer is not None else []
     decay = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
     named = {clean(name).removeprefix("module."): id(parameter) for name, parameter in model.named_parameters()}
@@ -188,7 +193,7 @@ def _weight_decay(model: torch.nn.Module, optimizer: torch.optim.Optimizer | Non
 
 
 def _whole(model: torch.nn.Module, *, flatten_optimizer_state_dict: bool = False) -> StateDictOptions:
-    """For rank 0 alone, on its CPU; FSDP1 on a CPU, whose offload to the CPU ends in a segmentation fault, gives it to all."""
+    """Options to gather on rank 0's CPU only. FSDP1 on a CPU gathers on all ranks: its offload to the CPU segfaults."""
     gathers = world_size() > 1
     offloads = gathers and not (isinstance(model, FullyShardedDataParallel) and next(model.parameters()).device.type == "cpu")
     return StateDictOptions(
@@ -203,7 +208,7 @@ def _on_rank_0(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _whole_gradients(model: Any) -> dict[str, torch.Tensor]:
-    """Gradients of trainables by clean name. Collective."""
+    """Unsharded gradients of trainables, by clean name. Collective."""
 
     def whole(gradient: torch.Tensor) -> torch.Tensor:
         return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).detach().to("cpu", copy=True).contiguous()
@@ -219,7 +224,7 @@ def _whole_gradients(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _ties(sharded: ShardedModel) -> dict[str, list[list[str]]]:
-    """Names that are one weight in the model as transformers builds it, and those of them that are no longer here."""
+    """Groups of names that share one weight in the model as transformers builds it, and those that no longer share it here."""
     with torch.device("meta"):
         plain: Any = type(sharded.skeleton)(sharded.skeleton.config)  # type: ignore[arg-type]
     here = {}
@@ -246,7 +251,7 @@ def hash_tensor(tensor: torch.Tensor) -> str:
 
 
 def _save(path: Path, tensors: dict[str, torch.Tensor], about: dict[str, Any] | None = None) -> None:
-    """On rank 0; the JSON comes last, so that with it the record is whole."""
+    """Write a record on rank 0. The JSON is written last, so that a record with it is complete."""
     if rank() != 0:
         return
     path.parent.mkdir(parents=True, exist_ok=True)

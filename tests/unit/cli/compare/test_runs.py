@@ -137,7 +137,7 @@ def test_the_recipe_stands_after_two_dashes(launched: list[Any], capsys: pytest.
         assert "error: compare needs a recipe after its own options: add -- recipes/t5.py" in capsys.readouterr().err
     with patch.object(sys, "argv", ["toolkit", "compare", "--presets", "ddp", "recipes/t5.py"]), pytest.raises(SystemExit):
         main()
-    assert "unrecognized arguments: recipes/t5.py: the recipe and its flags stand after --" in capsys.readouterr().err
+    assert "unrecognized arguments: recipes/t5.py: write the recipe and its flags after --" in capsys.readouterr().err
     assert not launched
 
 
