@@ -1,6 +1,6 @@
-"""An adapter's folder that plain peft loads, and the model with the adapter merged into it that plain transformers loads.
+"""Exports an adapter for plain peft, and the merged model for plain transformers.
 
-Each is reloaded by its folder's future reader and compared before it is called exported.
+Each is reloaded with the library that will read it, and compared, before it counts as exported.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ def write_adapter(folder: Path, skeleton: PreTrainedModel, weights: Tensors, bas
 
     Args:
         skeleton: the model with the adapter; its weights are not read.
-        weights: whole trainable parameters by name, fp32 on the CPU.
-        base_hashes: as `adapter_files.hash_base` gives them.
+        weights: unsharded trainable parameters by name, fp32 on the CPU.
+        base_hashes: from `lora_files.hash_base`.
     """
     lora: Any = copy.deepcopy(_lora_config(skeleton))
     lora.inference_mode = True
-    # peft ties again only what is named among the modules to save.
+    # On loading, peft ties only modules that `modules_to_save` names.
     lora.modules_to_save = sorted({*(lora.modules_to_save or ()), *(getattr(lora, "modules_to_tie", None) or ())}) or None
     if not isinstance(lora.target_modules, str):
         lora.target_modules = sorted(lora.target_modules)
     lora.save_pretrained(str(folder))
-    # A copy each: safetensors takes no two names of one memory, and peft wants a tied weight under all its names.
+    # Clones, because safetensors refuses tensors that share memory, and peft stores a tied weight under all its names.
     stored = {stored: weights[name].clone().contiguous() for stored, name in file_names(skeleton).items()}
     save_file(stored, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     base = {"name_or_path": lora.base_model_name_or_path, "revision": lora.revision, "tensors": base_hashes}
@@ -48,14 +48,14 @@ def write_adapter(folder: Path, skeleton: PreTrainedModel, weights: Tensors, bas
 
 
 def compare_adapter(folder: Path, skeleton: PreTrainedModel, weights: Tensors, check: Tensors, computed: torch.dtype) -> None:
-    """Load the adapter by plain peft on the base from where it is, in fp32, and hold both against the trained model.
+    """Load the base from its origin and the adapter with plain peft, in fp32, and compare them with the trained model.
 
     Args:
-        check: a forward's arguments and the trained model's `logits`.
+        check: a forward's arguments, and the trained model's `logits` for them.
         computed: dtype of the trained model's forward.
 
     Raises:
-        RuntimeError: weights differ, or logits where the model was computed and its base stored in fp32.
+        RuntimeError: weights differ, or logits differ although the model computed, and its base is stored, in fp32.
     """
     from peft import PeftModel
 
@@ -72,12 +72,12 @@ def compare_adapter(folder: Path, skeleton: PreTrainedModel, weights: Tensors, c
 
 
 def merge(skeleton: PreTrainedModel, weights: Tensors) -> PreTrainedModel:
-    """The plain model with the adapter in its weights: merged by peft in fp32, stored in the base's dtype.
+    """The plain model with the adapter merged into its weights: merged by peft in fp32, stored in the base's dtype.
 
-    One layer at a time is fp32, so that it takes hardly more than the base's own memory.
+    Only one layer at a time is fp32, so that the merge needs little more memory than the base.
 
     Args:
-        weights: all whole parameters by name, on the CPU; the frozen ones are changed.
+        weights: all parameters, unsharded, by name, on the CPU; the frozen ones are modified.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
@@ -101,10 +101,10 @@ def merge(skeleton: PreTrainedModel, weights: Tensors) -> PreTrainedModel:
 
 
 def compare_merged(folder: Path, merged: PreTrainedModel, check: Tensors, computed: torch.dtype) -> None:
-    """Load the merged model by plain transformers in fp32 and hold it against what was written and trained.
+    """Load the merged model with plain transformers in fp32, and compare its weights and the trained model's logits.
 
     Raises:
-        RuntimeError: weights differ, or logits where the model was computed and is stored in fp32.
+        RuntimeError: weights differ, or logits differ although the model computed, and is stored, in fp32.
     """
     reloaded = reload(merged, folder)
     weights = {name: parameter.detach() for name, parameter in merged.named_parameters()}

@@ -109,7 +109,7 @@ def is_encoder_decoder(name_or_path: str) -> bool:
             return False
         reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
         raise UserError(
-            f"model {name_or_path} is no folder here and could not be read from the hub ({reason}): give a folder with its "
+            f"model {name_or_path} is not a local folder and could not be read from the hub ({reason}): give a folder with its "
             "config.json"
         ) from None
 

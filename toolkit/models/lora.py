@@ -1,4 +1,4 @@
-"""LoRA, rsLoRA and DoRA adapters (peft) on a frozen model, in place: the model stays the transformers model that it is."""
+"""Adds LoRA, rsLoRA and DoRA adapters (peft) to a frozen model, in place: it remains the same transformers model."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 ALL_LINEAR = "all-linear"
 LORA_NAME = re.compile(r"\.lora_(embedding_)?[AB]\.default")
 TIED_NAMES = ("embed_tokens", "lm_head")
-"""peft keeps tied modules together that it knows by these names."""
+"""peft keeps tied modules tied only if one of them has one of these names."""
 
 
 def check_adapter_config(config: Any) -> None:
-    """Refuse sections of a recipe's config that exclude each other, and an adapter that could not train.
+    """Refuse settings that exclude each other, and an adapter that could not train.
 
     Raises:
         UserError: naming the fields.
@@ -64,17 +64,18 @@ def is_enabled(config: AdapterConfig) -> bool:
 
 
 def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig, seed: int) -> None:
-    """Freeze a model that is not sharded and add an adapter, a new one or that of `adapter.name_or_path`, in place.
+    """Freeze an unsharded model and add an adapter in place: a new one, or that of `adapter.name_or_path`.
 
-    Call it on the skeleton (meta device) to tell mistakes early, then on the model. Trainable parameters are fp32
-    whatever the base is. A new adapter changes no output: its A is drawn from `seed`, its B zero, DoRA's magnitudes are
-    the base's norms.
+    Call it on the skeleton (meta device) to find mistakes early, then on the model. Trainable parameters are fp32, whatever
+    the base's dtype. A new adapter does not change outputs: A is drawn from `seed`, B is zero, and DoRA's magnitudes are the
+    base's norms.
 
     Raises:
-        UserError: names that match nothing, ties that would break, or an adapter that does not fit or has another base.
+        UserError: names match nothing, ties would break, or the adapter does not fit or has another base.
     """
     from peft import inject_adapter_in_model
 
+    # peft's config: the existing adapter's, or a new one.
     folder = find_adapter(config.name_or_path) if config.name_or_path else None
     what = f"adapter.name_or_path {config.name_or_path}" if folder else "the adapter"
     lora = read_lora_config(folder, config) if folder else _new_lora(model, config)
@@ -84,16 +85,18 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     if folder and not is_meta:
         check_base(folder, base.name_or_path, hash_base(model), what)
+    # Inject.
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # GPT-2's Conv1D, ties that `_check_ties` tells better, …
+        warnings.simplefilter("ignore")  # about GPT-2's Conv1D, ties that `_check_ties` reports better, …
         try:
             inject_adapter_in_model(lora, model, low_cpu_mem_usage=is_meta)
         except ValueError as error:
             reason = " ".join(str(error).split())
-            if isinstance(lora.target_modules, set):  # which is written in another order by every process
+            if isinstance(lora.target_modules, set):  # a set prints in another order in every process
                 reason = reason.replace(str(lora.target_modules), ", ".join(sorted(lora.target_modules)))
             raise UserError(f"{what} does not fit {base.name_or_path}: {reason}") from None
     _check_ties(model, what)
+    # Values in fp32: peft creates them in the base's dtype.
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -107,10 +110,10 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
 
 
 def draw_new(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
-    """A tensor of a new LoRA in fp32, drawn as peft does, but each from a seed of its own: the same however the base is loaded.
+    """Values of a new LoRA parameter in fp32, drawn as peft does, but from its own seed, however the base loads.
 
     Args:
-        name: the parameter's in the adapted model.
+        name: the parameter's name in the adapted model.
     """
     values = torch.zeros(shape)
     generator = torch.Generator().manual_seed(derive_seed("adapter", seed, name))
@@ -122,7 +125,7 @@ def draw_new(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
 
 
 def magnitudes(layer: nn.Module, weight: torch.Tensor) -> torch.Tensor:
-    """DoRA's first magnitudes of a base layer's weight (or of whole outputs of it): its outputs' norms, in fp32."""
+    """DoRA's initial magnitudes in fp32: the norm of each output of a base layer's weight, or of some of its outputs."""
     # Conv1D and embeddings have their outputs last.
     return torch.linalg.vector_norm(weight.float(), dim=1 if isinstance(layer, nn.Linear) else 0)
 
@@ -149,9 +152,9 @@ def _new_lora(model: PreTrainedModel, config: AdapterConfig) -> LoraConfig:
 
 
 def _modules_to_save(model: PreTrainedModel, ends: list[str]) -> tuple[list[str], bool]:
-    """Whole names of the modules, with those that are tied to one of them; and whether any are.
+    """Full names of the matching modules and of those tied to them, and whether any are tied.
 
-    Whole, as peft would take `head` for an end of `lm_head`.
+    Full names, because peft would let `head` match `lm_head`.
     """
     named = [name for name, module in model.named_modules() if any(True for _ in module.parameters())]
     matched: set[str] = set()
@@ -170,7 +173,7 @@ def _modules_to_save(model: PreTrainedModel, ends: list[str]) -> tuple[list[str]
 
 
 def _check_targets(model: PreTrainedModel, ends: list[str], modules_to_save: list[str]) -> None:
-    """Every end must match, and only layers that an adapter goes on."""
+    """Refuse an end that matches nothing, or a layer that cannot be adapted."""
     from transformers.pytorch_utils import Conv1D
 
     named = dict(model.named_modules())
@@ -199,7 +202,7 @@ def _ends_with(name: str, end: str) -> bool:
 
 
 def _aliases(model: nn.Module) -> list[list[str]]:
-    """Names of each parameter."""
+    """All names of each parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -207,7 +210,7 @@ def _aliases(model: nn.Module) -> list[list[str]]:
 
 
 def _check_ties(model: PreTrainedModel, what: str) -> None:
-    """After the injection: a tied weight is adapted nowhere, or trained whole in all its places as one."""
+    """Check after the injection that each tied weight is not adapted at all, or is trained in full under all its names as one."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for names in _aliases(model):
         adapted = [name for name in names if ".base_layer." in name]
@@ -223,7 +226,7 @@ def _check_ties(model: PreTrainedModel, what: str) -> None:
                 f"of adapter.target_modules{or_whole}"
             )
         copies = {name: name.replace(".original_module.", ".modules_to_save.default.") for name in names}
-        # peft puts a linear layer into each place but the input embedding's, which breaks T5's three embeddings.
+        # peft replaces all modules except the input embedding by linear layers, which breaks T5's three embeddings.
         same_kind = len(saved) == len(names) and all(_owner(model, old) is _owner(model, new) for old, new in copies.items())
         if not same_kind or len({id(parameters[new]) for new in copies.values()}) > 1:
             raise UserError(
@@ -237,7 +240,7 @@ def _owner(model: nn.Module, parameter_name: str) -> type[nn.Module]:
 
 
 def _reset_magnitudes(model: nn.Module) -> None:
-    """DoRA's magnitudes in fp32; peft takes them in the base's dtype."""
+    """Recompute DoRA's magnitudes in fp32; peft computes them in the base's dtype."""
     for module in model.modules():
         vectors: Any = getattr(module, "lora_magnitude_vector", None)
         if vectors:

@@ -1,10 +1,10 @@
-"""An adapter's folder: what peft reads, and beside it which base the adapter belongs to.
+"""Reads an adapter's folder, which has peft's files and a record of the base that the adapter belongs to.
 
-    adapter_config.json          peft's
+    adapter_config.json          peft's config
     adapter_model.safetensors    the trainable tensors
-    base.json                    where the base is, and a hash of each of its tensors
+    base.json                    where the base came from, and a hash of each of its tensors
 
-In names of parameters (`…` is a module, `default` peft's name of the adapter):
+Names of parameters without → with the adapter (`…` is a module, `default` is peft's name of the adapter):
 
     ….weight → ….base_layer.weight                                     frozen
                ….lora_A.default.weight   ….lora_B.default.weight       trainable; `lora_embedding_A.default` of an embedding
@@ -49,13 +49,13 @@ _WITHOUT_EFFECT = (
     "lora_dropout", "fan_in_fan_out", "init_lora_weights", "runtime_config", "loftq_config", "eva_config", "corda_config",
     "lora_ga_config",
 )  # fmt: skip
-"""Settings that say where an adapter comes from or how it began; dropout is the run's own."""
+"""Settings of an adapter's origin and initialization, which do not affect further training; dropout is the run's own."""
 _KEEPING_THE_BASE = (True, False, "gaussian", "orthogonal", "eva")
-"""Values of `init_lora_weights` that leave the base's weights as they are."""
+"""Values of `init_lora_weights` that do not change the base's weights."""
 
 
 def find_adapter(name_or_path: str) -> Path:
-    """The folder of an adapter, here or in the hub's cache after a download.
+    """The folder of an adapter: a local one, or the hub's cache after a download.
 
     Raises:
         UserError: it has no `adapter_config.json` or no safetensors weights, or may not be read.
@@ -71,10 +71,10 @@ def find_adapter(name_or_path: str) -> Path:
 
 
 def read_lora_config(folder: Path, config: AdapterConfig) -> LoraConfig:
-    """peft's config of the adapter in `folder`, to go on training it.
+    """peft's config of the adapter in `folder`, to continue training it.
 
     Raises:
-        UserError: it is no LoRA, of another method than `adapter.method`, or has settings that are not supported.
+        UserError: it is not a LoRA, its method is not `adapter.method`, or it has settings that are not supported.
     """
     from peft import LoraConfig
 
@@ -89,7 +89,7 @@ def read_lora_config(folder: Path, config: AdapterConfig) -> LoraConfig:
         raise UserError(f"{what} is a {method} adapter, but adapter.method is {config.method}: set adapter.method {method}")
     if (began := settings.get("init_lora_weights", True)) not in _KEEPING_THE_BASE:
         raise UserError(
-            f"{what} began by init_lora_weights {began}, which changes the base: convert it to plain LoRA with peft first"
+            f"{what} was initialized with init_lora_weights {began}, which changes the base: convert it to LoRA with peft first"
         )
     defaults = {field.name: field.default for field in dataclasses.fields(LoraConfig)}
     for key, value in settings.items():
@@ -103,13 +103,14 @@ def read_lora_config(folder: Path, config: AdapterConfig) -> LoraConfig:
 
 
 def load_adapter_weights(model: PreTrainedModel, folder: Path, base: str, what: str) -> None:
-    """Fill the trainable parameters from a folder's safetensors; on the meta device only compare names and shapes.
+    """Load the trainable parameters from a folder's safetensors; on the meta device, only compare names and shapes.
 
     Args:
-        base: what the model is called in an error, and `what` the adapter.
+        base: the model's name, for errors.
+        what: the adapter's setting and name, for errors.
 
     Raises:
-        UserError: naming the first that is missing, unknown or of another shape.
+        UserError: naming the first tensor that is missing, unknown or of another shape.
     """
     names, parameters = file_names(model), dict(model.named_parameters())
     try:
@@ -124,7 +125,7 @@ def load_adapter_weights(model: PreTrainedModel, folder: Path, base: str, what: 
 
 
 def file_names(model: nn.Module) -> dict[str, str]:
-    """Names in an adapter file, as peft writes them → names of the model's trainable parameters. Aliases are in it too."""
+    """Names in an adapter file, as peft writes them → names of the model's trainable parameters, aliases included."""
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     names = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -137,32 +138,34 @@ def file_names(model: nn.Module) -> dict[str, str]:
 
 
 def base_name(name: str) -> str | None:
-    """A parameter's name as it is without the adapter; None for the adapter's own."""
+    """A parameter's name in the model without the adapter; None for the adapter's own parameters."""
     if re.search(r"\.(lora_\w+|modules_to_save)\.default(\.|$)", name):
         return None
     return re.sub(r"\.(base_layer|original_module)\.", ".", name)
 
 
 def hash_base(model: nn.Module) -> dict[str, str]:
-    """`hash_weight` of each of the base's parameters, by name; equal before and after the adapter was added."""
+    """`hash_weight` of each of the base's parameters, by name; the same before and after an adapter is added."""
     named = {base_name(name): parameter.detach() for name, parameter in model.named_parameters()}
     weights = {name: weight for name, weight in named.items() if name is not None}
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # hashing releases the interpreter's lock
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # hashing releases the GIL
         return dict(zip(weights, threads.map(hash_weight, weights.values()), strict=True))
 
 
 def hash_weight(weight: torch.Tensor) -> str:
-    """sha256 of shape and bytes in bf16 of a whole weight: the same whether the base is stored in fp32 or bf16."""
+    """sha256 of an unsharded weight's shape and bf16 bytes: the same whether the base is stored in fp32 or bf16."""
     digest = hashlib.sha256(str(tuple(weight.shape)).encode())
     digest.update(weight.to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
 def check_base(folder: Path, name_or_path: str, tensors: dict[str, str], what: str) -> None:
-    """Refuse a base that is not the one recorded in an adapter's folder; adapters that only peft has saved record none.
+    """Refuse a base that differs from the one recorded in an adapter's folder; adapters saved by peft alone record none.
 
     Args:
-        name_or_path: of the base that is to be used, and `tensors` its `hash_base`.
+        name_or_path: the given base's name, for errors.
+        tensors: the given base's `hash_base`.
+        what: the adapter's setting and name, for errors.
 
     Raises:
         UserError: naming the first tensor that differs.
@@ -183,7 +186,7 @@ def check_base(folder: Path, name_or_path: str, tensors: dict[str, str], what: s
 
 
 def _read_json(file: Path, what: str) -> dict[str, Any]:
-    """The object in a file of the adapter `what`."""
+    """The JSON object in a file of the adapter `what`."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -224,8 +227,8 @@ def _download(name_or_path: str) -> Path:
     except (OSError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
         raise UserError(
-            f"adapter.name_or_path {name_or_path} is no folder here, and the hub does not give it ({reason}): give an adapter's "
-            f"folder, or a hub id within reach that has {CONFIG_FILE} and {WEIGHTS_FILE}"
+            f"adapter.name_or_path {name_or_path} is not a local folder, and the hub does not provide it ({reason}): give an "
+            f"adapter's folder, or a hub id within reach that has {CONFIG_FILE} and {WEIGHTS_FILE}"
         ) from None
     with contextlib.suppress(EntryNotFoundError):
         hf_hub_download(name_or_path, BASE_FILE)

@@ -101,7 +101,7 @@ def _check_called_alike(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
     for name, block in blocks.items():
         what = f"fsdp_transformer_layer_cls_to_wrap names {type(block).__name__}"
         if not name:
-            raise UserError(f"{what}, which is the whole model: name the class of its repeated layers")
+            raise UserError(f"{what}, which is the full model: name the class of its repeated layers")
         if is_causal and id(block) not in inside:
             raise UserError(
                 f"{what}, which makes {name} a shard unit of its own, but the loss calls it once for each chunk of a rank's "

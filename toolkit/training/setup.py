@@ -224,7 +224,7 @@ def resume(config: RecipeConfig, context: RunContext, run: Run) -> TrainState:
     working("resuming")
     run.metrics.truncate_after(state.step, evaluation_due=state.evaluation_due)
     if run.metrics.is_empty:  # lines are written before their checkpoint, so somebody removed them
-        known = "" if not manifest["metrics"] else ", but for the checkpoint's own evaluation"
+        known = "" if not manifest["metrics"] else " except the checkpoint's own evaluation"
         print_rank0(f"{run.metrics.path} was removed or emptied: figures of earlier steps are missing{known}")
         if manifest["metrics"]:
             run.metrics.write("eval", state.step, **manifest["metrics"], measured_on=manifest["measured_on"])

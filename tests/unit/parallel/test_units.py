@@ -65,7 +65,7 @@ def test_an_unknown_wrap_class_is_refused_with_those_that_exist() -> None:
     ("class_name", "sentence"),
     [
         ("Linear", "names Linear, which makes lm_head a shard unit of its own, but the loss calls it once for each chunk"),
-        ("LlamaForCausalLM", "names LlamaForCausalLM, which is the whole model"),
+        ("LlamaForCausalLM", "names LlamaForCausalLM, which is the full model"),
     ],
 )
 def test_a_class_whose_units_ranks_would_wait_for_is_refused(class_name: str, sentence: str) -> None:

@@ -449,7 +449,7 @@ def test_a_hub_id_out_of_reach_is_asked_for_once(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", fail)
     with pytest.raises(
-        UserError, match=r"model some/model is no folder here .*\(We couldn't connect to 'https://huggingface.co'\)"
+        UserError, match=r"model some/model is not a local folder .*\(We couldn't connect to 'https://huggingface.co'\)"
     ):
         build_plan("some/model", PRESETS / "single.yaml", 1, [], None, 80.0)
     assert asked == ["some/model"]
