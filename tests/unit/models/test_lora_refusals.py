@@ -123,7 +123,7 @@ def with_tensor(name: str, *shape: int) -> Any:
 REFUSED_FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "method": ("llama", {}, {"method": "dora"}, "is a lora adapter, but adapter.method is dora: set adapter.method lora"),
     "kind": ("llama", {"peft_type": "IA3"}, {}, "is an adapter of type IA3, and only LORA (LoRA, rsLoRA, DoRA) is supported"),
-    "pissa": ("llama", {"init_lora_weights": "pissa"}, {}, "with init_lora_weights pissa, which changes the base: convert"),
+    "pissa": ("llama", {"init_lora_weights": "pissa"}, {}, "was initialized with init_lora_weights pissa, which changes"),
     "setting": ("llama", {"bias": "all"}, {}, "has bias 'all' in its adapter_config.json, which is not supported"),
     "newer": ("llama", {"of_tomorrow": True}, {}, "has of_tomorrow True in its adapter_config.json, which is not supported"),
     "names": ("gpt2", {}, {}, "does not fit {base}: Target modules down_proj, q_proj not found in the base model."),
