@@ -24,7 +24,7 @@ NAMED_SOURCES = ("docstrings", "stdlib", *READERS)
 def load_llm_rows(config: LLMDataConfig) -> TextRows:
     """Read, check and split the rows of `data.source`, or of every entry of `data.mix`. For one process per node; no collectives.
 
-    A hash of a row's group (the prompt, the first user message, or the whole text) decides its split. `data.eval_files`
+    A hash of a row's group (the prompt, the first user message, or the full text) decides its split. `data.eval_files`
     replaces this, and training rows that are in them are left out. `docstrings` and `stdlib` have splits of their own.
 
     Raises:

@@ -152,7 +152,7 @@ def split_words(identifier: str) -> str:
 
 
 def normalize(text: str) -> str:
-    """Reduce a text to what is left without punctuation, case and white space differences."""
+    """Lower-case a text and reduce punctuation and white space to single spaces, to compare texts."""
     return re.sub(r"\W+", " ", text).lower().strip()
 
 

@@ -27,7 +27,7 @@ _PROBE_TIMEOUT_S = 5
 
 
 def check_hub_name(name: str, setting: str, other_sources: tuple[str, ...]) -> None:
-    """Refuse the name of a `datasets` reader, in any case, even if a folder has this name.
+    """Refuse the name of a `datasets` reader in upper or lower case, even if a folder has this name.
 
     Args:
         setting: name of the config field, for messages.
