@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import json
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+RESULTS = REPOSITORY / "benchmarks" / "results"
 Figures = dict[str, float]
 
 
@@ -143,9 +145,25 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows))
 
 
-def today() -> str:
-    """The date in results' names: 2025-01-31."""
-    return datetime.date.today().isoformat()
+def build_parser(description: str, *, parts: Sequence[str] = (), repetitions: int = 0) -> argparse.ArgumentParser:
+    """The options that most drivers have: which `parts` to measure (all, unless said), and how often."""
+    parser = argparse.ArgumentParser(description=description)
+    if parts:
+        parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    if repetitions:
+        parser.add_argument("--repetitions", type=int, default=repetitions)
+    return parser
+
+
+def write_report(
+    name: str, title: str, about: str, sections: Sequence[str], *, packages: Sequence[str], folder: Path = RESULTS
+) -> None:
+    """Write `<name>_<hardware>_<date>.md`: the command, hardware and versions of `packages`, then `about`, then the sections."""
+    hardware_name, hardware = describe_hardware()
+    path = folder / f"{name}_{hardware_name}_{datetime.date.today().isoformat()}.md"
+    head = f"# {title}\n\n`{describe_command()}`\n\n{hardware}; {describe_versions(packages)}{about}"
+    path.write_text("\n\n".join([head, *sections]) + "\n")
+    print(f"written to {path}")
 
 
 def _as_yaml(value: Any) -> str:

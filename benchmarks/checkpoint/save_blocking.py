@@ -19,14 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measuring import (
-    REPOSITORY,
-    describe_command,
-    describe_hardware,
-    describe_versions,
+    RESULTS,
+    build_parser,
     format_spread,
     format_table,
     run_script,
-    today,
+    write_report,
 )
 
 PACKAGES = ["torch", "transformers", "accelerate"]
@@ -47,24 +45,22 @@ NAMES = {"async": "ours, asynchronous", "sync": "ours, synchronous", "save_state
 def main() -> None:
     options = parse_options()
     sections = [{"blocking": describe_blocking, "overhead": describe_overhead}[part](options) for part in options.parts]
-    hardware_name, hardware = describe_hardware()
-    name = f"save_blocking_{hardware_name}_{today()}.md"
-    path = Path(tempfile.gettempdir()) / name if options.small else REPOSITORY / "benchmarks/results" / name
-    head = f"""# What a checkpoint costs
-
-`{describe_command()}`
-
-{hardware}; {describe_versions(PACKAGES)}.
+    about = f""".
 
 {NUM_PROCESSES} processes over gloo, FSDP2; weights and moments in fp32, forward and backward in bf16. Times are those of the rank
 that takes longer."""
-    path.write_text("\n\n".join([head, *sections]) + "\n")
-    print(f"written to {path}")
+    write_report(
+        "save_blocking",
+        "What a checkpoint costs",
+        about,
+        sections,
+        packages=PACKAGES,
+        folder=Path(tempfile.gettempdir()) if options.small else RESULTS,
+    )
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Blocking time and overhead of checkpoints.")
-    parser.add_argument("--parts", nargs="+", choices=["blocking", "overhead"], default=["blocking", "overhead"])
+    parser = build_parser("Blocking time and overhead of checkpoints.", parts=["blocking", "overhead"])
     parser.add_argument("--saves", type=int, default=6, help="of each side; the first is told apart")
     parser.add_argument("--rounds", type=int, default=2, help="of the overhead's three sides")
     parser.add_argument("--steps", type=int, default=20, help="between two saves")

@@ -20,15 +20,13 @@ from benchmarks.measuring import (
     REPOSITORY,
     Figures,
     as_arguments,
-    describe_command,
-    describe_hardware,
-    describe_versions,
+    build_parser,
     format_spread,
     format_table,
     interleave,
     median,
     run_script,
-    today,
+    write_report,
 )
 
 PACKAGES = ["torch", "transformers", "accelerate", "peft", "trl"]
@@ -46,23 +44,14 @@ def main() -> None:
     options = parse_options()
     comparisons = {"checkpoint": compare_checkpoints, "loss": compare_losses}
     sections = [comparisons[part](options) for part in options.parts]
-    hardware_name, hardware = describe_hardware()
-    path = REPOSITORY / "benchmarks/results" / f"llm_memory_{hardware_name}_{today()}.md"
-    head = f"""# Adapter checkpoints and the loss's memory
-
-`{describe_command()}`
-
-{hardware}; {describe_versions(PACKAGES)}; bf16.
+    about = f"""; bf16.
 
 Minimum / median / maximum of {options.repetitions} repetitions, sides interleaved; ratios are taken within a repetition."""
-    path.write_text("\n\n".join([head, *sections]) + "\n")
-    print(f"written to {path.relative_to(REPOSITORY)}")
+    write_report("llm_memory", "Adapter checkpoints and the loss's memory", about, sections, packages=PACKAGES)
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Adapter checkpoints and the loss's memory.")
-    parser.add_argument("--parts", nargs="+", choices=["checkpoint", "loss"], default=["checkpoint", "loss"])
-    parser.add_argument("--repetitions", type=int, default=2)
+    parser = build_parser("Adapter checkpoints and the loss's memory.", parts=["checkpoint", "loss"], repetitions=2)
     parser.add_argument("--hidden_size", type=int, default=768, help="of the base under the adapters")
     parser.add_argument("--num_layers", type=int, default=12, help="of the base under the adapters")
     parser.add_argument("--vocab_size", type=int, default=131_072, help="of the loss")

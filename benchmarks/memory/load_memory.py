@@ -15,18 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measuring import (
-    REPOSITORY,
     Figures,
     as_arguments,
-    describe_command,
-    describe_hardware,
-    describe_versions,
+    build_parser,
     format_spread,
     format_table,
     interleave,
     median,
     run_script,
-    today,
+    write_report,
 )
 
 PACKAGES = ["torch", "transformers", "accelerate", "peft", "safetensors"]
@@ -52,13 +49,7 @@ def main() -> None:
                 trained,
             )
             sections.append(describe(trained, runs, num_bytes))
-    hardware_name, hardware = describe_hardware()
-    path = REPOSITORY / "benchmarks/results" / f"load_memory_{hardware_name}_{today()}.md"
-    head = f"""# Host memory of loading
-
-`{describe_command()}`
-
-{hardware}; {describe_versions(PACKAGES)}; FSDP2, {NUM_PROCESSES} processes over gloo. The shards stay in host memory here; with
+    about = f"""; FSDP2, {NUM_PROCESSES} processes over gloo. The shards stay in host memory here; with
 GPUs they would not.
 
 Of the rank that has most, above what it had once model config, structure and libraries were there. *Anonymous*: memory of the
@@ -67,17 +58,15 @@ keeps them mapped where their dtype is right already. The kernel can take such p
 rank's part is read by `pread` and maps nothing. Seconds: from opening the files to shards with values, the hashes of frozen
 weights included, with the files in the page cache. Minimum / median / maximum of {options.repetitions} repetitions, sides
 interleaved."""
-    path.write_text("\n\n".join([head, *sections]) + "\n")
-    print(f"written to {path.relative_to(REPOSITORY)}")
+    write_report("load_memory", "Host memory of loading", about, sections, packages=PACKAGES)
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Host memory of a rank while a model is loaded and sharded.")
+    parser = build_parser("Host memory of a rank while a model is loaded and sharded.", repetitions=2)
     parser.add_argument("--hidden_size", type=int, default=2048)
     parser.add_argument("--num_layers", type=int, default=26, help="of the model under an adapter")
     parser.add_argument("--num_layers_trained", type=int, default=8, help="of the model that trains whole, in fp32")
     parser.add_argument("--vocab_size", type=int, default=64_000)
-    parser.add_argument("--repetitions", type=int, default=2)
     return parser.parse_args()
 
 

@@ -9,7 +9,6 @@ Writes `primitive_cache_<hardware>_<date>.md` into `benchmarks/results/`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -19,16 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measuring import (
-    REPOSITORY,
     Figures,
-    describe_command,
-    describe_hardware,
-    describe_versions,
+    build_parser,
     format_spread,
     format_table,
     interleave,
     run_side,
-    today,
+    write_report,
 )
 
 WIDTH, NUM_BLOCKS, VOCAB_SIZE = 64, 2, 500
@@ -39,9 +35,8 @@ NUM_WARMUP_STEPS = 50
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Memory and speed of a CPU rank, by the capacity of oneDNN's primitive cache.")
+    parser = build_parser("Memory and speed of a CPU rank, by the capacity of oneDNN's primitive cache.", repetitions=2)
     parser.add_argument("--num_steps", type=int, default=500)
-    parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--side", nargs=3, metavar=("MODEL", "SHAPES", "CACHE"), help="run this one and print its figures")
     options = parser.parse_args()
     if options.side:
@@ -56,20 +51,13 @@ def main() -> None:
 
             runs = interleave(measure, [DEFAULT, BOUNDED], options.repetitions, f"{model}, {shapes}")
             sections.append(f"## {model}, {shapes}\n\n{describe(runs)}")
-    hardware_name, hardware = describe_hardware()
-    path = REPOSITORY / "benchmarks/results" / f"primitive_cache_{hardware_name}_{today()}.md"
-    head = f"""# oneDNN's cache of primitives
-
-`{describe_command()}`
-
-{hardware}; {describe_versions(["torch", "transformers"])}; one process, one thread, bf16,
+    about = f"""; one process, one thread, bf16,
 {options.num_steps:,} steps without optimizer. Models of {NUM_BLOCKS} blocks of width {WIDTH}, so that products cost little beside
 what oneDNN does to prepare them: of a larger model's step the cache is a smaller part.
 MiB are resident anonymous memory (`RssAnon`) after {NUM_WARMUP_STEPS} steps and at the end; steps a second of CPU time are of
 the steps between. Minimum / median / maximum of {options.repetitions} repetitions, sides interleaved.
 fp32 products do not go through oneDNN here (MKL)."""
-    path.write_text("\n\n".join([head, *sections]) + "\n")
-    print(f"written to {path.relative_to(REPOSITORY)}")
+    write_report("primitive_cache", "oneDNN's cache of primitives", about, sections, packages=["torch", "transformers"])
 
 
 def train(model_name: str, shapes: str, side: str, num_steps: int) -> Figures:

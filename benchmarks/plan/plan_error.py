@@ -8,7 +8,6 @@ Without a GPU: 2 processes under gloo, presets made from `fsdp2_cpu`. On GPUs: t
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -20,13 +19,11 @@ from typing import Any
 
 from benchmarks.measuring import (
     REPOSITORY,
-    describe_command,
-    describe_hardware,
-    describe_versions,
+    build_parser,
     format_table,
     num_cores,
     run_side,
-    today,
+    write_report,
 )
 
 PACKAGES = ["torch", "transformers", "accelerate", "peft"]
@@ -113,7 +110,7 @@ PLANNED = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The plan's memory beside that of real steps.")
+    parser = build_parser("The plan's memory beside that of real steps.")
     parser.add_argument("--only", default="", help="cases with this in their name")
     parser.add_argument("--rows", type=Path, help="JSON lines that rows are added to; those in it are not measured again")
     parser.add_argument("--report", action="store_true", help="measure nothing: write what --rows has")
@@ -134,10 +131,8 @@ def main() -> None:
         costs = [] if only else [row(label, planning_cost, label, *what) for label, what in PLANNED.items()]
     if not num_gpus:
         gpu = [[case.name, "", "not measured", ""] for case in GPU_CASES]
-    hardware_name, hardware = describe_hardware()
-    path = REPOSITORY / "benchmarks/results" / f"plan_error_{hardware_name}_{today()}.md"
-    path.write_text(report(hardware, num_gpus, cpu, gpu, costs))
-    print(f"written to {path.relative_to(REPOSITORY)}")
+    about, *sections = report(num_gpus, cpu, gpu, costs).rstrip("\n").split("\n\n## ")
+    write_report("plan_error", "The planner's error", about, [f"## {section}" for section in sections], packages=PACKAGES)
 
 
 def measure(case: Case, num_processes: int, folder: Path, *, is_gpu: bool) -> list[str]:
@@ -214,17 +209,13 @@ def _write_inputs(case: Case, folder: Path, num_processes: int) -> tuple[Path, P
     return model, preset
 
 
-def report(hardware: str, num_gpus: int, cpu: list[list[str]], gpu: list[list[str]], costs: list[list[str]]) -> str:
+def report(num_gpus: int, cpu: list[list[str]], gpu: list[list[str]], costs: list[list[str]]) -> str:
     columns = ["", "planned GiB a rank", "allocated GiB", "error"]
     cpu_columns = [*columns[:3], "of it freed unseen", "error without that", "error with it", "resident GiB"]
     errors = {row[0]: row[4] for row in cpu if row[4]} | {row[0]: row[3] for row in gpu if row[3]}
     missed = [name for name, error in errors.items() if abs(float(error.rstrip(" %"))) > GOAL_PERCENT]
     met = f"Missed: {'; '.join(missed)}." if missed else "Met by every row that was measured."
-    return f"""# The planner's error
-
-`{describe_command()}`
-
-{hardware}; {describe_versions(PACKAGES)}.
+    return f""".
 
 Goal: at most {GOAL_PERCENT:.0f} % between planned and allocated. {met}
 

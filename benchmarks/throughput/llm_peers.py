@@ -18,16 +18,13 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.measuring import (
-    REPOSITORY,
     Figures,
-    describe_command,
-    describe_hardware,
-    describe_versions,
+    build_parser,
     format_spread,
     format_table,
     interleave,
     median,
-    today,
+    write_report,
 )
 from benchmarks.throughput.llm_sides import MAX_LENGTH_TOKENS, VOCAB_SIZE, Data, Side, run, write_data
 
@@ -52,27 +49,18 @@ def main() -> None:
         data = write_data(Path(folder), SHAPE, options.num_rows)
         parts = {"single": single_process, "distributed": two_processes}
         sections = [compare(data, options, part, *parts[part](data, options)) for part in options.parts]
-    hardware_name, hardware = describe_hardware()
-    path = REPOSITORY / "benchmarks/results" / f"llm_peers_{hardware_name}_{today()}.md"
     shape = ", ".join(f"{key} {value}" for key, value in SHAPE.items())
-    head = f"""# recipes/llm.py beside TRL's SFTTrainer
-
-`{describe_command()}`
-
-{hardware}; {describe_versions(PACKAGES)}; bf16, sdpa.
+    about = f"""; bf16, sdpa.
 
 Llama ({shape}, vocabulary {VOCAB_SIZE}) from random weights; {data.num_rows} docstrings as prompt and completion,
 {data.num_tokens / data.num_rows:.0f} tokens in the mean and {MAX_LENGTH_TOKENS} at most; {options.warmup_steps} steps of
 warm-up, then one epoch.
 Minimum / median / maximum of {options.repetitions} repetitions, sides interleaved; ratios are taken within a repetition."""
-    path.write_text("\n\n".join([head, *sections]) + "\n")
-    print(f"written to {path.relative_to(REPOSITORY)}")
+    write_report("llm_peers", "recipes/llm.py beside TRL's SFTTrainer", about, sections, packages=PACKAGES)
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="LLM training beside TRL's SFTTrainer.")
-    parser.add_argument("--parts", nargs="+", choices=["single", "distributed"], default=["single", "distributed"])
-    parser.add_argument("--repetitions", type=int, default=2)
+    parser = build_parser("LLM training beside TRL's SFTTrainer.", parts=["single", "distributed"], repetitions=2)
     parser.add_argument("--num_rows", type=int, default=192, help="training rows at most; one epoch of them is timed")
     parser.add_argument("--batch_size_rows", type=int, default=16, help="documents of a step, packed or not")
     parser.add_argument("--warmup_steps", type=int, default=2)

@@ -17,16 +17,13 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.measuring import (
-    REPOSITORY,
     Figures,
-    describe_command,
-    describe_hardware,
-    describe_versions,
+    build_parser,
     format_spread,
     format_table,
     interleave,
     median,
-    today,
+    write_report,
 )
 from benchmarks.throughput.t5_sides import MAX_SOURCE_TOKENS, VOCAB_SIZE, Data, OurRun, run_ours, run_peer, write_data
 
@@ -45,24 +42,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="t5-peers-") as folder:
         data = write_data(Path(folder), SHAPES, options.num_rows, options.num_eval_rows)
         sections = [comparisons[part](data, options) for part in options.parts]
-    hardware_name, hardware = describe_hardware()
-    path = REPOSITORY / "benchmarks/results" / f"t5_peers_{hardware_name}_{today()}.md"
-    head = f"""# recipes/t5.py beside Seq2SeqTrainer
-
-`{describe_command()}`
-
-{hardware}; {describe_versions(PACKAGES)}; bf16.
+    about = f"""; bf16.
 
 Minimum / median / maximum of {options.repetitions} repetitions, sides interleaved; ratios are taken within a repetition."""
-    path.write_text("\n\n".join([head, *sections]) + "\n")
-    print(f"written to {path.relative_to(REPOSITORY)}")
+    write_report("t5_peers", "recipes/t5.py beside Seq2SeqTrainer", about, sections, packages=PACKAGES)
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="T5 training and evaluation beside Seq2SeqTrainer.")
-    parts = ["training", "evaluation", "memory"]
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--repetitions", type=int, default=3)
+    parser = build_parser(
+        "T5 training and evaluation beside Seq2SeqTrainer.", parts=["training", "evaluation", "memory"], repetitions=3
+    )
     parser.add_argument("--num_rows", type=int, default=2000, help="training rows at most; one epoch of them is timed")
     parser.add_argument("--num_eval_rows", type=int, default=200, help="held-out rows at most")
     parser.add_argument("--batch_size_rows", type=int, default=16)
