@@ -20,10 +20,5 @@ def test_fault_is_caught_by_its_test(tmp_path: Path, name: str) -> None:
     assert fault.says in failures[0]
 
 
-def test_without_a_fault_it_passes(tmp_path: Path) -> None:
-    """The harness breaks nothing by itself."""
-    assert run_planted(CAUGHT["beta2_fixed"].test, "none", tmp_path / "nested") == []
-
-
 def test_every_fault_has_someone_who_catches_it() -> None:
     assert [name for name, fault in FAULTS.items() if not (fault.test or fault.verify)] == []
