@@ -66,8 +66,8 @@ def find_path(value: str, yaml_path: Path, where: str, *, is_pattern: bool = Fal
     here, there = _list_matches(value, is_pattern), _list_matches(beside, is_pattern)
     if here and there and here != there:
         raise UserError(
-            f"{where} {value} is in the working directory ({here[0]}) and beside the run YAML ({there[0]}): write the whole "
-            "path, or give it as a flag, which is one of the working directory"
+            f"{where} {value} is in the working directory ({here[0]}) and beside the run YAML ({there[0]}): write the full "
+            "path, or give it as a flag, which is relative to the working directory"
         )
     return beside if there and not here else value
 

@@ -41,7 +41,7 @@ def rendezvous_arguments(timeout_s: float) -> dict[str, Any]:
         first_line = str(error).splitlines()[0]
         raise refusal(
             f"rank {meeting.rank} of {meeting.world_size} lost the others at {meeting.address} before all were connected "
-            f"({first_line}): see what rank 0 said"
+            f"({first_line}): see rank 0's error"
         ) from None
     return {"store": dist.PrefixStore(attempt, store), "rank": meeting.rank, "world_size": meeting.world_size}
 

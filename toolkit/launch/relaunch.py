@@ -32,7 +32,7 @@ def find_preset(name: str) -> Path:
         if path.is_file():
             return path
     existing = ", ".join(sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml"))) or "none here"
-    raise UserError(f"preset {name} is no file and none of {PRESET_FOLDER} ({existing}): give one of them, or a path")
+    raise UserError(f"preset {name} is neither a file nor one of {PRESET_FOLDER} ({existing}): give one of them, or a path")
 
 
 def adapt_preset(mapping: dict[str, Any], *, num_processes: int | None, use_cpu: bool) -> dict[str, Any]:

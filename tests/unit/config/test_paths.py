@@ -82,7 +82,7 @@ def test_what_is_in_both_places_is_refused(project: Path, monkeypatch: pytest.Mo
     there = project / value.replace("*", "a")
     assert str(caught.value) == (
         f"{project / 'run.yaml'}, line {line}: {key} {value} is in the working directory ({other}) and beside the run YAML "
-        f"({there}): write the whole path, or give it as a flag, which is one of the working directory"
+        f"({there}): write the full path, or give it as a flag, which is relative to the working directory"
     )
     assert paths(project / "run.yaml", f"--{key}={value}")[key] == value
     other.unlink()

@@ -45,7 +45,7 @@ def test_mesh_needs_an_even_number_of_processes() -> None:
 
 def test_presets_are_found_by_name_and_by_path(tmp_path: Path) -> None:
     assert find_preset("ddp") == find_preset("ddp.yaml") == find_preset(str(find_preset("ddp")))
-    with pytest.raises(UserError, match="preset nosuch is no file.*fsdp2_full_shard"):
+    with pytest.raises(UserError, match="preset nosuch is neither a file.*fsdp2_full_shard"):
         find_preset("nosuch")
 
 

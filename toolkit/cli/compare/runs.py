@@ -80,7 +80,7 @@ def load_preset(preset: str) -> dict[str, Any]:
     for change in filter(None, changes.split("+")):
         key, equals, value = change.partition("=")
         if not equals:
-            raise UserError(f"--presets {preset}: {change} is no change: write key=value, as in fsdp_offload_params=true")
+            raise UserError(f"--presets {preset}: {change} is not a change: write key=value, as in fsdp_offload_params=true")
         section = next((section for section, prefix in SECTIONS.items() if key.startswith(prefix)), None)
         # Not parsed as YAML, which reads `no` as false.
         parsed: Any = int(value) if value.isdecimal() else {"true": True, "false": False}.get(value, value)
@@ -96,7 +96,7 @@ def load_preset(preset: str) -> dict[str, Any]:
 
 def _check(presets: Sequence[str], conditions: Conditions, output: Path) -> None:
     if not presets:
-        raise UserError("--presets names none: give names in accelerate_configs/, as in ddp_cpu,fsdp2_cpu")
+        raise UserError("--presets is empty: give names in accelerate_configs/, as in ddp_cpu,fsdp2_cpu")
     if twice := next((preset for preset in presets if presets.count(preset) > 1), None):
         raise UserError(f"--presets names {twice} twice: give each once")
     if conditions.num_processes is not None and conditions.num_processes < 1:
@@ -171,7 +171,7 @@ def _check_devices(mapping: dict[str, Any]) -> None:
         return
     if (num_gpus := torch.accelerator.device_count()) < mapping["num_processes"]:
         wanted, seen = mapping["num_processes"], num_gpus or "none"
-        raise UserError(f"it wants {wanted} GPUs, but torch sees {seen} here: add --use-cpu, or give fewer --num-processes")
+        raise UserError(f"it needs {wanted} GPUs, but torch sees {seen} here: add --use-cpu, or give fewer --num-processes")
 
 
 def _changes(mapping: dict[str, Any], adapted: dict[str, Any]) -> list[str]:

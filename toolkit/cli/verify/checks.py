@@ -85,7 +85,7 @@ def prove(check: str, run: WatchedRun, work: Callable[[WatchedRun], Proof | None
     except NotReached as missing:
         if missing.run.failure:
             return not_reached(check, run)
-        return failed(check, run.title, f"{missing.run.title} ended well, but has not left what is compared")
+        return failed(check, run.title, f"{missing.run.title} succeeded, but left no record to compare")
 
 
 # --- What must be equal for all processes, micro-batches and presets.

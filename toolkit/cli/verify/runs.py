@@ -109,7 +109,9 @@ def plan_runs(box: Box) -> dict[str, PlannedRun]:
     processes, rows = box.num_processes, 4 * box.num_processes
     chosen = [(name, _adapted(box, name, processes)) for name in box.presets]
     if alone := [name for name, mapping in chosen if mapping["distributed_type"] == "NO"]:
-        raise UserError(f"--presets names {alone[0]}, which has one process: leave it out, all others are compared with one")
+        raise UserError(
+            f"--presets names {alone[0]}, which has one process: leave it out, the others are compared with one process anyway"
+        )
     is_sharded = [mapping["distributed_type"] == "FSDP" for _, mapping in chosen]
     main = is_sharded.index(True) if any(is_sharded) else 0
     chosen = [chosen[main], *chosen[:main], *chosen[main + 1 :]]
@@ -199,7 +201,7 @@ def _adapted(box: Box, name: str, num_processes: int | None) -> dict[str, Any]:
     """
     mapping = check_accelerate_yaml(find_preset(name))
     if mapping.get("mixed_precision") == "fp8":
-        raise UserError(f"--presets names {name}, whose float8 products only come near those of one process: leave it out")
+        raise UserError(f"--presets names {name}, whose float8 products only approximate those of one process: leave it out")
     adapted = adapt_preset(mapping, num_processes=num_processes, use_cpu=box.use_cpu) | {
         "mixed_precision": "no",
         "use_cpu": box.use_cpu,  # as in all runs that it is compared with, whatever the preset says

@@ -96,7 +96,7 @@ def build_box(
     if not RECIPE_FOLDER.is_dir():
         raise UserError(f"{RECIPE_FOLDER} is not there: install the toolkit with `pip install -e` from its checkout")
     if any(argument.partition("=")[0] == "--model.name_or_path" for argument in run_arguments):
-        raise UserError("--model.name_or_path: give the model as --model, by which verify chooses recipe and weights")
+        raise UserError("--model.name_or_path is given: give the model as --model, from which verify chooses recipe and weights")
 
     # The model chooses the recipe, and with it the default rows.
     if model is None and config is None:
@@ -111,7 +111,7 @@ def build_box(
     parsed = load_config(config_class, arguments if config else ["--train.max_steps=1", *arguments])
     if "flash" in (attention := parsed.model.attn_implementation or ""):
         raise UserError(
-            f"model.attn_implementation is {attention}, which cannot compute in fp32, as verify does to tell rounding from "
+            f"model.attn_implementation is {attention}, which cannot compute in fp32, but verify does, to separate rounding from "
             "mistakes: add --model.attn_implementation sdpa"
         )
     on_cpu, chosen = _processes(num_processes, use_cpu)
@@ -142,7 +142,7 @@ def _processes(num_processes: int | None, use_cpu: bool) -> tuple[bool, int]:
     chosen = num_processes if num_processes is not None else (2 if on_cpu else num_gpus)
     if chosen < 2:
         raise UserError(
-            f"{chosen} process proves nothing about several: give --num-processes 2 or more, with --use-cpu if need be"
+            f"--num-processes is {chosen}, but verify compares several with one: give 2 or more, with --use-cpu if need be"
         )
     if not on_cpu and chosen > num_gpus:
         raise UserError(f"--num-processes is {chosen}, but there are {num_gpus} GPUs here: give fewer, or --use-cpu")
@@ -171,7 +171,7 @@ def _clear(output: Path) -> None:
         UserError: the folder holds anything else, or cannot be created.
     """
     if output.exists() and (not output.is_dir() or (any(output.iterdir()) and not (output / "verify.json").exists())):
-        raise UserError(f"--output {output} is there and not of an earlier verify: take another folder")
+        raise UserError(f"--output {output} exists and is not from an earlier verify: take another folder")
     for name in ("runs", "records", "logs", "presets"):
         shutil.rmtree(output / name, ignore_errors=True)
     try:
@@ -210,7 +210,7 @@ def _tell(proofs: list[Proof], output: Path, passed: bool) -> None:
         shutil.rmtree(output / "runs")
         shutil.rmtree(output / "records")
     else:
-        print(f"what the runs printed and wrote is in {output}")
+        print(f"{output} has the runs' output and files")
 
 
 def _cells(proof: Proof) -> tuple[str, ...]:

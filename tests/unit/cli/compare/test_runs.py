@@ -95,7 +95,7 @@ def test_a_gpu_preset_without_gpus_is_told_how_to_run(
 
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
     assert run("--presets", "ddp,fsdp2_cpu", "--output", tmp_path) == 1
-    assert "failed: it wants 8 GPUs, but torch sees none here: add --use-cpu" in capsys.readouterr().out
+    assert "failed: it needs 8 GPUs, but torch sees none here: add --use-cpu" in capsys.readouterr().out
     assert [mapping["num_processes"] for mapping, _ in launched] == [2]
     launched.clear()
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
@@ -109,9 +109,9 @@ def test_a_gpu_preset_without_gpus_is_told_how_to_run(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--presets", "ddp,nosuch"], "preset nosuch is no file and none of "),
+        (["--presets", "ddp,nosuch"], "preset nosuch is neither a file nor one of "),
         (["--presets", "ddp,ddp"], "--presets names ddp twice: give each once"),
-        (["--presets", ","], "--presets names none"),
+        (["--presets", ","], "--presets is empty"),
         (["--presets", "ddp", "--steps", "5"], "--steps 5 leaves no step to time after --warmup-steps 5: give more"),
         (["--presets", "ddp", "--warmup-steps", "-1"], "--warmup-steps is -1: give 0 or more"),
         (["--presets", "ddp", "--num-processes", "0"], "--num-processes is 0: give 1 or more"),
@@ -147,7 +147,7 @@ def test_changes_of_a_preset_are_checked_as_its_file_is() -> None:
     assert changed["fsdp_config"]["fsdp_reshard_after_forward"] is False
     for preset, sentence in [
         ("ddp:fsdp_ofload=true", "--presets ddp:fsdp_ofload=true: unknown key fsdp_config.fsdp_ofload: did you mean"),
-        ("fsdp2_cpu:offload", "--presets fsdp2_cpu:offload: offload is no change: write key=value"),
+        ("fsdp2_cpu:offload", "--presets fsdp2_cpu:offload: offload is not a change: write key=value"),
         ("ddp:num_processes=two", "--presets ddp:num_processes=two: num_processes is 'two': write a whole number"),
     ]:
         with pytest.raises(UserError) as caught:

@@ -231,9 +231,9 @@ def test_command_exits_1_where_a_check_fails(monkeypatch: pytest.MonkeyPatch, pa
 @pytest.mark.parametrize(
     ("settings", "arguments", "sentence"),
     [
-        ({"num_processes": 1}, [], "1 process proves nothing"),
-        ({"num_processes": 0}, [], "0 process proves nothing"),
-        ({"presets": ["nosuch"]}, [], "preset nosuch is no file"),
+        ({"num_processes": 1}, [], "--num-processes is 1, but verify compares several"),
+        ({"num_processes": 0}, [], "--num-processes is 0, but verify compares several"),
+        ({"presets": ["nosuch"]}, [], "preset nosuch is neither a file"),
         ({"presets": ["single"]}, [], "--presets names single, which has one process"),
         ({"presets": ["fsdp2_hsdp"]}, [], "4 or more, not 2"),
         ({"presets": ["fsdp2_cpu", "fsdp1_hybrid_shard"]}, [], "names fsdp1_hybrid_shard, which cannot run here: .*HYBRID_SHARD"),
@@ -242,7 +242,7 @@ def test_command_exits_1_where_a_check_fails(monkeypatch: pytest.MonkeyPatch, pa
         ({}, ["--model.name_or_path=llama"], "give the model as --model"),
         ({}, ["--model.attn_implementation", "flash_attention_2"], "cannot compute in fp32"),
         ({"config": "nosuch.yaml"}, [], "nosuch.yaml"),
-        ({"output": "taken"}, [], "not of an earlier verify"),
+        ({"output": "taken"}, [], "not from an earlier verify"),
         ({"output": "taken/thesis.tex/below"}, [], "cannot be written .Not a directory"),
     ],
 )
