@@ -93,15 +93,18 @@ def build_plan(
     """
     if not 0 < gpu_memory_gib < float("inf"):
         raise UserError(f"--gpu-memory-gib is {gpu_memory_gib}: give a GPU's memory, as in 80")
+    # What to plan for.
     strategy = load_strategy(preset, num_processes)
     subject = build_subject(model, strategy, run_arguments, recipe)
     usable = int(gpu_memory_gib * 2**30 * USABLE_SHARE)
     rows = subject.config.train.micro_batch_size_rows
+    # Trace the run, then search for the largest micro-batch and, if the run does not fit, a change of the preset.
     with fake_ranks(num_processes):
         trace, sharded = trace_rank(subject, strategy, subject.skeleton, rows)
         largest = largest_micro_batch(subject, strategy, usable) if searches else None
         fits = sum(trace.peak.values()) <= usable
         change = _find_change(subject, strategy, usable) if searches and not fits else None
+    # The rest is arithmetic.
     return Plan(
         model=model,
         preset=str(preset),

@@ -236,6 +236,7 @@ def _watched(tracker: _Tracker) -> Iterator[None]:
     resize, allocate = torch.UntypedStorage.resize_, DefaultAllocMixin.allocate
     unshard, initialize = FSDPParam.alloc_all_gather_outputs, FSDPParam.init_unsharded_param
 
+    # Wrappers around what allocates FSDP2's buffers; each tags its result.
     def seen_resize(storage: torch.UntypedStorage, size: int) -> Any:
         result = resize(storage, size)
         tracker.resized(storage)
