@@ -6,6 +6,8 @@ count in the loss.
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -170,7 +172,10 @@ def load_micro_batches(
         pin_memory=pin_memory,
         collate_fn=_unchanged,  # type: ignore[arg-type]  # items are collated where they are read
     )
-    return iter(loader)
+    batches = iter(loader)
+    if num_workers:
+        atexit.register(_end_workers)  # exit functions run last in, first out: before those that wait for the workers
+    return batches
 
 
 class _CollatedRows(torch.utils.data.Dataset):
@@ -188,6 +193,13 @@ def _leave_signals_to_the_rank(worker: int) -> None:
     """A terminal signals the whole process group, but workers must live until their rank has reached a step boundary."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+
+
+def _end_workers() -> None:
+    """At the exit of a rank: multiprocessing ends the workers by SIGTERM, which they ignore, and waits for them for ever."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises where a worker was killed
+    for worker in multiprocessing.active_children():
+        worker.kill()
 
 
 def _unchanged(item: tuple[MicroBatch, Batch]) -> tuple[MicroBatch, Batch]:
