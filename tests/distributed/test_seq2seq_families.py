@@ -197,9 +197,9 @@ def check_without_casts() -> str:
     """The check's error for M2M-100 when nothing casts the fp32 positions in its bf16 copy."""
     from unittest.mock import patch
 
-    from toolkit.parallel import wrap as sharding
+    from toolkit.parallel import gather
 
-    with patch.object(sharding, "_cast_inputs", lambda dtype, block, args, kwargs: (args, kwargs)):
+    with patch.object(gather, "_cast_inputs", lambda dtype, block, args, kwargs: (args, kwargs)):
         return check_m2m_100()
 
 

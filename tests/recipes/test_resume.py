@@ -77,10 +77,12 @@ def test_complete_run_says_so_and_exports_again(uninterrupted: Workbench) -> Non
     assert (folder / "metrics.jsonl").read_bytes() == metrics
     assert (folder / "export" / "model.safetensors").read_bytes() == weights
 
-    # Somewhere else there is no line of it to show.
+    # Somewhere else there is the checkpoint's own evaluation to show, and nothing before it.
     last = folder / "checkpoints" / f"step-{NUM_STEPS:08d}"
     printed = bench.run("elsewhere", preset="single", **EXACT, checkpoint__resume=last)
-    assert f"no table: {bench.runs / 'elsewhere'} has no evaluation of these 3 held-out rows\n" in printed
+    missing = "has no figures of earlier steps but the checkpoint's own evaluation"
+    assert f"{bench.runs / 'elsewhere' / 'metrics.jsonl'} {missing}" in printed
+    assert f"\nstep {NUM_STEPS} " in printed and "\nbefore training" not in printed
     assert (bench.runs / "elsewhere" / "export" / "model.safetensors").read_bytes() == weights
 
 

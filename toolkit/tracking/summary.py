@@ -101,7 +101,7 @@ def _print_samples(predictions_path: Path, eval_rows: Dataset) -> None:
     with suppress(OSError, UserError):
         lines = load_json_lines(predictions_path)
     if len(lines) != len(eval_rows):
-        print(f"no samples: {predictions_path} was removed or changed after the evaluation\n", flush=True)
+        print(f"no samples: {predictions_path} is missing, or is not what the evaluation wrote\n", flush=True)
         return
     for place in range(NUM_SAMPLES):
         index = (2 * place + 1) * len(lines) // (2 * NUM_SAMPLES)

@@ -223,9 +223,10 @@ def resume(config: RecipeConfig, context: RunContext, run: Run) -> TrainState:
     # metrics.jsonl up to the checkpoint.
     working("resuming")
     run.metrics.truncate_after(state.step, evaluation_due=state.evaluation_due)
-    if run.metrics.is_empty:  # lines are written before their checkpoint, so somebody removed them
-        known = "" if not manifest["metrics"] else " except the checkpoint's own evaluation"
-        print_rank0(f"{run.metrics.path} was removed or emptied: figures of earlier steps are missing{known}")
+    if run.metrics.is_empty:  # lines are written before their checkpoint
+        known = " but the checkpoint's own evaluation" if manifest["metrics"] else ""
+        why = "it was removed or emptied, or the checkpoint is another run's"
+        print_rank0(f"{run.metrics.path} has no figures of earlier steps{known}: {why}")
         if manifest["metrics"]:
             run.metrics.write("eval", state.step, **manifest["metrics"], measured_on=manifest["measured_on"])
     return state

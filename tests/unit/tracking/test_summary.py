@@ -99,7 +99,7 @@ def test_predictions_that_are_gone_or_changed(tmp_path: Path, capsys: pytest.Cap
     if content is not None:
         path.write_text(content)
     _print_samples(path, Dataset.from_dict({"lead_text": ["a"]}))
-    assert capsys.readouterr().out == f"no samples: {path} was removed or changed after the evaluation\n\n"
+    assert capsys.readouterr().out == f"no samples: {path} is missing, or is not what the evaluation wrote\n\n"
 
 
 def test_emptied_predictions_have_no_score(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
