@@ -123,19 +123,6 @@ def restore_replaced(run_folder: Path) -> list[str]:
     return sentences
 
 
-def _is_folder(path: Path) -> bool:
-    with denials_named("checkpoint.resume"):
-        return path.is_dir()
-
-
-def _is_valid(folder: Path) -> bool:
-    try:
-        check_files(folder, read_manifest(folder))
-    except ValueError:
-        return False
-    return True
-
-
 @dataclass(frozen=True)
 class Goal:
     """What ranks checkpoints: a metric, its direction, and what it must be measured on."""
@@ -213,6 +200,19 @@ def prune(run_folder: Path, keep_last: int, keep_best: int, goal: Goal, just_wri
         else:
             removed.append(folder)
     return [folder for folder in removed if folder in going], sentences
+
+
+def _is_folder(path: Path) -> bool:
+    with denials_named("checkpoint.resume"):
+        return path.is_dir()
+
+
+def _is_valid(folder: Path) -> bool:
+    try:
+        check_files(folder, read_manifest(folder))
+    except ValueError:
+        return False
+    return True
 
 
 def _rank(whole: list[tuple[Path, dict[str, Any]]], goal: Goal) -> list[Ranked]:

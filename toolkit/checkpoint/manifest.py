@@ -73,42 +73,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _measured_before_4(config: dict[str, Any]) -> dict[str, Any]:
-    """`measured_on` of format 3, whose runs evaluated on the first `eval.num_rows` of the evaluation split."""
-    generated = {key: config.get(f"eval.{key}") for key in ("max_new_tokens", "num_beams", "no_repeat_ngram_size")}
-    return {"rows": f"the first {config.get('eval.num_rows')}", **generated}
-
-
-def _check_version(version: Any, folder: Path) -> None:
-    ours = " and ".join(map(str, _READABLE_VERSIONS))
-    if type(version) is not int:
-        raise ValueError(f"{folder.name} names no checkpoint format (format_version is {_short(version)}): it is none of ours")
-    if version > FORMAT_VERSION:
-        raise ValueError(f"{folder.name} has checkpoint format {version}; this version reads {ours}: update the toolkit")
-    if version not in _READABLE_VERSIONS:
-        raise ValueError(
-            f"{folder.name} has checkpoint format {version}; this version reads {ours}: export it with the version that wrote "
-            "it, and give the export as model.init_from"
-        )
-
-
-def _check_fields(mapping: dict[str, Any], kinds: dict[str, type], prefix: str) -> None:
-    for key, kind in kinds.items():
-        if key not in mapping:
-            raise ValueError(f"{prefix}{key} is missing")
-        _check_kind(mapping[key], kind, f"{prefix}{key} is")
-
-
-def _check_kind(value: Any, kind: type, what: str) -> None:
-    if type(value) is not kind:  # not isinstance: a bool is no number here
-        raise ValueError(f"{what} {_short(value)}, not {_KINDS[kind]}")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"
-
-
 def check_files(folder: Path, manifest: dict[str, Any], hashes: bool = True) -> None:
     """Compare every file of a checkpoint with its manifest: presence, size and, with `hashes`, sha256.
 
@@ -159,6 +123,42 @@ def commit(unfinished: Path, folder: Path, manifest: dict[str, Any]) -> None:
     save_json(unfinished / MANIFEST, seal({"format_version": FORMAT_VERSION, **manifest}))
     fsync_names(unfinished)
     put_in_place(unfinished, folder)
+
+
+def _measured_before_4(config: dict[str, Any]) -> dict[str, Any]:
+    """`measured_on` of format 3, whose runs evaluated on the first `eval.num_rows` of the evaluation split."""
+    generated = {key: config.get(f"eval.{key}") for key in ("max_new_tokens", "num_beams", "no_repeat_ngram_size")}
+    return {"rows": f"the first {config.get('eval.num_rows')}", **generated}
+
+
+def _check_version(version: Any, folder: Path) -> None:
+    ours = " and ".join(map(str, _READABLE_VERSIONS))
+    if type(version) is not int:
+        raise ValueError(f"{folder.name} names no checkpoint format (format_version is {_short(version)}): it is none of ours")
+    if version > FORMAT_VERSION:
+        raise ValueError(f"{folder.name} has checkpoint format {version}; this version reads {ours}: update the toolkit")
+    if version not in _READABLE_VERSIONS:
+        raise ValueError(
+            f"{folder.name} has checkpoint format {version}; this version reads {ours}: export it with the version that wrote "
+            "it, and give the export as model.init_from"
+        )
+
+
+def _check_fields(mapping: dict[str, Any], kinds: dict[str, type], prefix: str) -> None:
+    for key, kind in kinds.items():
+        if key not in mapping:
+            raise ValueError(f"{prefix}{key} is missing")
+        _check_kind(mapping[key], kind, f"{prefix}{key} is")
+
+
+def _check_kind(value: Any, kind: type, what: str) -> None:
+    if type(value) is not kind:  # not isinstance: a bool is no number here
+        raise ValueError(f"{what} {_short(value)}, not {_KINDS[kind]}")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def _inside(folder: Path, name: str) -> Path:

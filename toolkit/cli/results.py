@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toolkit.checkpoint.folders import list_checkpoints
 from toolkit.config.paths import find_path
@@ -15,12 +15,11 @@ from toolkit.files.json_lines import load_json_lines
 from toolkit.planning.plan import build_plan
 from toolkit.tracking.memory import ACCELERATE_FILE, MEMORY_FILE
 from toolkit.tracking.metrics_log import load_metrics
-
-if TYPE_CHECKING:
-    pass
 from toolkit.tracking.summary import format_table
 
 GIB = 2**30
+
+_COLUMNS_OF_RUNS = ("loss", "bits_per_byte", "token_accuracy", "accuracy", "rouge1", "rougeL", "rougeL_line1", "percent_distinct")
 
 
 def compare_with_plan(run_folder: Path) -> str:
@@ -47,32 +46,6 @@ def compare_with_plan(run_folder: Path) -> str:
     how = f"resident above the {at_first}, with what gloo and malloc hold" if is_cpu else "allocated on the GPU"
     error_percent = 100 * (predicted_gib / max(above) - 1)
     return f"predicted {predicted_gib:.2f} GiB; measured {ranks} GiB by rank ({how}); {error_percent:+.0f} %"
-
-
-def _predict(run_folder: Path, measured: dict[str, Any]) -> int:
-    """Predicted bytes of one rank for this run's own config, accelerate YAML and largest micro-batch.
-
-    Raises:
-        UserError: the run cannot be planned.
-    """
-    import yaml
-
-    if not (run_folder / ACCELERATE_FILE).is_file():
-        raise UserError("the run was launched without an accelerate YAML")
-    if not measured["row_tokens"]:
-        raise UserError("the run's rows are not tokens")
-    config_file = run_folder / "config.yaml"
-    name = yaml.safe_load(config_file.read_text(encoding="utf-8"))["model"]["name_or_path"]
-    lengths = {"row": "max_length_tokens", "source": "max_source_length_tokens", "target": "max_target_length_tokens"}
-    flags = [f"--data.{lengths[name]}={length}" for name, length in measured["row_tokens"].items()]
-    arguments = [f"--config={config_file}", *flags]
-    arguments.append(f"--train.micro_batch_size_rows={measured['micro_batch_size_rows']}")
-    model = find_path(name, config_file, f"{config_file}: model.name_or_path")
-    plan = build_plan(model, run_folder / ACCELERATE_FILE, measured["num_processes"], arguments, None, 80.0, searches=False)
-    return plan.total
-
-
-_COLUMNS_OF_RUNS = ("loss", "bits_per_byte", "token_accuracy", "accuracy", "rouge1", "rougeL", "rougeL_line1", "percent_distinct")
 
 
 def show_runs(run_folders: Sequence[Path]) -> None:
@@ -106,6 +79,29 @@ def show_runs(run_folders: Sequence[Path]) -> None:
         print("\nmemory of a rank in training steps, predicted by `plan` against measured")
         for folder in run_folders:
             print(f"{folder.name}: {compare_with_plan(folder)}", flush=True)
+
+
+def _predict(run_folder: Path, measured: dict[str, Any]) -> int:
+    """Predicted bytes of one rank for this run's own config, accelerate YAML and largest micro-batch.
+
+    Raises:
+        UserError: the run cannot be planned.
+    """
+    import yaml
+
+    if not (run_folder / ACCELERATE_FILE).is_file():
+        raise UserError("the run was launched without an accelerate YAML")
+    if not measured["row_tokens"]:
+        raise UserError("the run's rows are not tokens")
+    config_file = run_folder / "config.yaml"
+    name = yaml.safe_load(config_file.read_text(encoding="utf-8"))["model"]["name_or_path"]
+    lengths = {"row": "max_length_tokens", "source": "max_source_length_tokens", "target": "max_target_length_tokens"}
+    flags = [f"--data.{lengths[name]}={length}" for name, length in measured["row_tokens"].items()]
+    arguments = [f"--config={config_file}", *flags]
+    arguments.append(f"--train.micro_batch_size_rows={measured['micro_batch_size_rows']}")
+    model = find_path(name, config_file, f"{config_file}: model.name_or_path")
+    plan = build_plan(model, run_folder / ACCELERATE_FILE, measured["num_processes"], arguments, None, 80.0, searches=False)
+    return plan.total
 
 
 def _score_first_lines(predictions_path: Path) -> dict[str, float]:

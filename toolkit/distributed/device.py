@@ -6,12 +6,8 @@ import contextlib
 import os
 import resource
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    pass
 
 GIB = 2**30
 

@@ -63,6 +63,26 @@ def load_random_state(folder: Path, saved_world_size: int) -> None:
         on_all_ranks(lambda: _restore(folder / f"rng-{rank():05d}.safetensors"))
 
 
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed from `parts`, equal on every machine (blake2b of their text)."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def seed_all(*parts: int | str) -> None:
+    """Seed Python, NumPy and torch (every device) from `parts`.
+
+    Training calls it before every micro-batch with (seed, step, rank, micro-batch). Dropout then depends only on the place in the
+    run: a restart draws the same masks, and an evaluation in between changes nothing.
+    """
+    import numpy as np
+
+    seed = derive_seed(*parts)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.manual_seed(seed)
+
+
 def _restore(path: Path) -> None:
     from safetensors.torch import load_file
 
@@ -82,23 +102,3 @@ def _set(state: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from `parts`, equal on every machine (blake2b of their text)."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
-
-
-def seed_all(*parts: int | str) -> None:
-    """Seed Python, NumPy and torch (every device) from `parts`.
-
-    Training calls it before every micro-batch with (seed, step, rank, micro-batch). Dropout then depends only on the place in the
-    run: a restart draws the same masks, and an evaluation in between changes nothing.
-    """
-    import numpy as np
-
-    seed = derive_seed(*parts)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    torch.manual_seed(seed)

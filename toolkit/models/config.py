@@ -182,6 +182,12 @@ def special_tokens(model_config: PretrainedConfig, name: str) -> tuple[int, int]
     return int(pad), int(start)
 
 
+def hash_model_config(settings: dict[str, Any]) -> str:
+    """sha256 of a model's `config.json`, without the version that wrote it."""
+    kept = {key: value for key, value in settings.items() if key != "transformers_version" and not key.startswith("_")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
+
+
 def _check_index(index: Path, what: str) -> None:
     """Refuse an index that names anything but safetensors files in its own folder."""
     try:
@@ -266,9 +272,3 @@ def _has_encoder(model_config: PretrainedConfig) -> bool:
 
     is_decoder = getattr(model_config, "is_decoder", True)  # also False for GPT-NeoX, which does not use it
     return model_config.is_encoder_decoder or (type(model_config) in AutoModelForMaskedLM._model_mapping and not is_decoder)
-
-
-def hash_model_config(settings: dict[str, Any]) -> str:
-    """sha256 of a model's `config.json`, without the version that wrote it."""
-    kept = {key: value for key, value in settings.items() if key != "transformers_version" and not key.startswith("_")}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from toolkit.errors import UserError
-
-if TYPE_CHECKING:
-    pass
 
 
 def freeze(model: nn.Module, patterns: list[str]) -> None:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from toolkit.checkpoint.find import Goal
 from toolkit.config.schema import EvalConfig
 from toolkit.errors import UserError
 from toolkit.evaluation.generate import ROUGE_METRICS
 from toolkit.evaluation.rows import EvaluationRows
-
-if TYPE_CHECKING:
-    pass
 
 TEXT_METRICS = (*ROUGE_METRICS, "exact_match", "percent_distinct")
 
