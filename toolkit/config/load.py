@@ -65,9 +65,9 @@ def load_config(
     entries: dict[str, Entry] = {}
     file_arguments = []
     for file in files:
-        in_file, text = load_entries(Path(file), config_class)
+        in_file, readable = load_entries(Path(file), config_class)
         entries |= in_file
-        file_arguments.append(f"--config={text}")
+        file_arguments.append(f"--config={readable}")
 
     # Parse the files alone first, so that an error is known to be theirs; then with the flags.
     try:

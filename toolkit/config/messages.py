@@ -42,7 +42,9 @@ class Entry:
 
 
 def load_entries(path: Path, config_class: type) -> tuple[dict[str, Entry], str]:
-    """Every value of a run YAML by its dotted key, as text, and the YAML with present key names. Types are not checked.
+    """Every value of a run YAML by its dotted key, as text, and what the parser is to read. Types are not checked.
+
+    The parser reads the file, so that its errors name it; where a key was renamed, the YAML's text with the present name.
 
     Raises:
         UserError: the file cannot be read or is broken, a key is unknown (the nearest is suggested) or given twice, or a
@@ -66,8 +68,10 @@ def load_entries(path: Path, config_class: type) -> tuple[dict[str, Entry], str]
     if not isinstance(root, yaml.MappingNode):
         raise UserError(f"{path} holds no keys and values: write them as in `log_every_steps: 10`")
     entries: dict[str, Entry] = {}
-    _collect_entries(root, "", path, text, config_class, entries)
-    return entries, yaml.serialize(root, allow_unicode=True)
+    as_written = yaml.serialize(root, allow_unicode=True)
+    _collect_entries(root, "", path, text, config_class, entries)  # renames old keys in place
+    renamed = yaml.serialize(root, allow_unicode=True)
+    return entries, str(path) if renamed == as_written else renamed
 
 
 def _collect_entries(node: Any, prefix: str, path: Path, text: str, config_class: type, entries: dict[str, Entry]) -> None:

@@ -25,6 +25,7 @@ from toolkit.data.tokens import seq2seq as tokens
 from toolkit.distributed.comm import rank
 from toolkit.export import write as export
 from toolkit.models import load as models
+from toolkit.training import setup
 
 TIMEOUT_S = 4
 """Of the watchdog."""
@@ -36,7 +37,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "tokenizing": (tokens, "tokenize_rows"),  # on rank 0 alone
     "after tokenizing": (token_cache, "raise_together"),
     "loading the model": (models, "load_model"),
-    "hashing frozen weights": (models, "hash_frozen"),
+    "hashing frozen weights": (setup, "hash_frozen"),
     "loading the checkpoint": (checkpoint, "load_tensors"),
     "saving": (checkpoint_writer, "describe_files"),  # in the thread that writes the first checkpoint
     "export": (export, "_write_model"),  # on rank 0 alone
