@@ -159,6 +159,11 @@ def own_label_shift(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] 
     return getattr(model, "prepare_decoder_input_ids_from_labels", None)
 
 
+def move_to(device: torch.device, batch: Batch) -> Batch:
+    """The batch on `device`; the host does not wait where the batch is pinned."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
 def load_micro_batches(
     rows: Dataset, micro_batches: Iterable[MicroBatch], collator: Collator, *, num_workers: int, pin_memory: bool
 ) -> Iterator[tuple[MicroBatch, Batch]]:

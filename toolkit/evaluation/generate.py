@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.schema import EvalConfig
-from toolkit.data.collate import Batch
+from toolkit.data.collate import move_to
 from toolkit.distributed.comm import broadcast_object, gather_objects, on_all_ranks, rank
 from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows
@@ -32,7 +32,7 @@ class Score:
     rouge: tuple[float, ...]
 
 
-def _generate(
+def generate_texts(
     config: EvalConfig,
     model: PreTrainedModel,
     sharded: ShardedModel,
@@ -54,7 +54,9 @@ def _generate(
             if not indices and not in_step:
                 continue
             # In step, a rank without rows generates for any prompt, so that the collectives of all ranks match.
-            prompts = _on_device(data.collator.prompts([data.rows[i] for i in indices or data.prompted[:1]]), sharded)
+            prompts = move_to(
+                sharded.accelerator.device, data.collator.prompts([data.rows[i] for i in indices or data.prompted[:1]])
+            )
             tokens_BT = model.generate(  # type: ignore[operator]
                 **prompts,
                 max_new_tokens=config.max_new_tokens,
@@ -75,7 +77,7 @@ def _generate(
     return scores
 
 
-def _gather_scores(scores: list[Score], data: EvaluationRows, predictions_path: Path) -> dict[str, float]:
+def gather_scores(scores: list[Score], data: EvaluationRows, predictions_path: Path) -> dict[str, float]:
     """Mean scores, equal for every process count because rank 0 sums in row order; it also writes the predictions. Collective.
 
     Raises:
@@ -116,7 +118,3 @@ def _stop_token_ids(model: PreTrainedModel, data: EvaluationRows) -> list[int] |
     own = model.generation_config.eos_token_id  # type: ignore[union-attr]
     every = {*data.stop_token_ids, *(own if isinstance(own, list) else [own])} - {None}
     return sorted(every) or None
-
-
-def _on_device(batch: Batch, sharded: ShardedModel) -> Batch:
-    return {name: tensor.to(sharded.accelerator.device) for name, tensor in batch.items()}

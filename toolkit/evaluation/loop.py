@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from toolkit.config.schema import EvalConfig
+from toolkit.data.collate import move_to
 from toolkit.distributed.comm import rank, reduce_on_cpu, world_size
 from toolkit.distributed.rng import random_state_kept
-from toolkit.evaluation.generate import _gather_scores, _generate, _on_device
+from toolkit.evaluation.generate import gather_scores, generate_texts
 from toolkit.evaluation.rows import EvaluationRows, plan_evaluation
 from toolkit.loss import summed_loss
 from toolkit.parallel.gather import evaluation_model
@@ -55,8 +56,8 @@ def evaluate(
     with random_state_kept(), torch.no_grad(), evaluation_model(sharded, config.unshard) as (model, in_step):
         figures = _evaluate_loss(model, sharded, data, batches, in_step, between_batches)
         if config.generate and data.prompted:
-            scores = _generate(config, model, sharded, data, batches, in_step, between_batches)
-            figures |= _gather_scores(scores, data, predictions_path)
+            scores = generate_texts(config, model, sharded, data, batches, in_step, between_batches)
+            figures |= gather_scores(scores, data, predictions_path)
     seconds = time.perf_counter() - start_s
     return {**figures, "num_rows": len(data.rows), "rows_per_s": len(data.rows) / seconds}
 
@@ -82,7 +83,9 @@ def _evaluate_loss(
             continue
         # A rank without rows runs one whose labels do not count, so that the collectives of all ranks match.
         rows = [[data.rows[i]] for i in indices or [0]]
-        batch_sum, batch_correct = summed_loss(model, _on_device(data.collator.collate(rows, is_dummy=not indices), sharded))
+        batch_sum, batch_correct = summed_loss(
+            model, move_to(sharded.accelerator.device, data.collator.collate(rows, is_dummy=not indices))
+        )
         source = data.sources[(indices or [0])[0]]  # all rows of a batch have the same source
         loss_sums[source] += batch_sum
         num_correct += batch_correct

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from toolkit.checkpoint.folders import put_in_place
 from toolkit.config.load import RecipeConfig
+from toolkit.data.collate import move_to
 from toolkit.distributed.comm import barrier, on_all_ranks, rank
 from toolkit.distributed.watchdog import at, moved, working
 from toolkit.errors import UserError
@@ -185,7 +186,7 @@ def _trained_logits(sharded: ShardedModel, data: EvaluationRows) -> Tensors:
     rows = [data.rows[i] for i in range(min(NUM_CHECK_ROWS, len(data.rows)))]
     token = data.collator.pad_token_id + 1
     inputs = data.collator.model_inputs(rows or [{"input_ids": [token] * 4, "labels": [token] * 4}])
-    on_device = {name: tensor.to(sharded.accelerator.device) for name, tensor in inputs.items()}
+    on_device = move_to(sharded.accelerator.device, inputs)
     with evaluation_model(sharded, unshard="never") as (model, _):
         logits_BTV = model(**on_device, use_cache=False).logits.float().cpu().contiguous()
     return {**inputs, "logits": logits_BTV}

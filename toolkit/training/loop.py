@@ -19,7 +19,7 @@ from toolkit.checkpoint.save import CheckpointWriter
 from toolkit.checkpoint.state import TrainState
 from toolkit.config.load import RecipeConfig
 from toolkit.data.batch_plan import BatchPlan, MicroBatch, Step
-from toolkit.data.collate import Batch, load_micro_batches
+from toolkit.data.collate import Batch, load_micro_batches, move_to
 from toolkit.distributed.comm import rank, world_size
 from toolkit.distributed.rng import seed_all
 from toolkit.distributed.signals import StopRequests
@@ -145,7 +145,7 @@ def train_step(
         if config.log_row_ids:
             _log_row_ids(run, micro_batch)
         session.log.memory.see(batch)
-        batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        batch = move_to(device, batch)
         # FSDP reduces gradients after every micro-batch: deferring would keep them unsharded. DDP holds them unsharded anyway.
         accumulates = isinstance(model, DistributedDataParallel) and not micro_batch.is_last
         with cast(DistributedDataParallel, model).no_sync() if accumulates else contextlib.nullcontext():

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from toolkit.config.schema import EvalConfig
-from toolkit.data.collate import Collator, SummarizationCollator
+from toolkit.data.collate import Batch, Collator, SummarizationCollator, move_to
 from toolkit.distributed.rendezvous import is_connection_error
 from toolkit.distributed.rng import random_state_kept
 from toolkit.distributed.watchdog import at
@@ -129,9 +129,10 @@ def _loss(sharded: ShardedModel, model: torch.nn.Module, collator: Collator, pac
     return summed_loss(model, _on_device(sharded, collator.collate(packs)))[0].item()
 
 
-def _on_device(sharded: ShardedModel, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _on_device(sharded: ShardedModel, batch: Batch) -> Batch:
+    """Also reports progress: each batch of the check is one."""
     at("checking the model")
-    return {name: tensor.to(sharded.accelerator.device) for name, tensor in batch.items()}
+    return move_to(sharded.accelerator.device, batch)
 
 
 def _row(token_ids: list[int]) -> dict[str, list[int]]:

@@ -11,7 +11,7 @@ from toolkit.checkpoint.find import Goal
 from toolkit.config.schema import EvalConfig
 from toolkit.data.collate import SummarizationCollator
 from toolkit.errors import UserError
-from toolkit.evaluation.generate import Score, _gather_scores
+from toolkit.evaluation.generate import Score, gather_scores
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.training.goal import build_goal
 
@@ -52,10 +52,10 @@ def test_predictions_that_cannot_be_written_are_told_in_one_sentence(tmp_path: P
     tokenizer: Any = None
     data = EvaluationRows(rows=rows, tokenizer=tokenizer, collator=SummarizationCollator(0, 0))
     scores = [Score(1, " c\n", (100.0, 0.0, 100.0, 100.0)), Score(0, "a", (50.0, 0.0, 50.0, 50.0))]
-    figures = _gather_scores(scores, data, tmp_path / "predictions.jsonl")
+    figures = gather_scores(scores, data, tmp_path / "predictions.jsonl")
     assert figures["rouge1"] == 75.0 and figures["exact_match"] == 50.0 and figures["percent_distinct"] == 100.0
     assert (tmp_path / "predictions.jsonl").read_text().count("\n") == 2
     scores = [Score(0, "b", (0.0, 0.0, 0.0, 0.0)), Score(1, "b", (0.0, 0.0, 0.0, 0.0))]
-    assert _gather_scores(scores, data, tmp_path / "predictions.jsonl")["percent_distinct"] == 50.0  # one text of two
+    assert gather_scores(scores, data, tmp_path / "predictions.jsonl")["percent_distinct"] == 50.0  # one text of two
     with pytest.raises(UserError, match="predictions .* could not be written: Is a directory$"):
-        _gather_scores(scores, data, tmp_path)
+        gather_scores(scores, data, tmp_path)
