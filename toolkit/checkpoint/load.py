@@ -77,6 +77,7 @@ def load_checkpoint(folder: Path, sharded: ShardedModel, optimizer: torch.optim.
     # Weights and moments are read into the run's own tensors.
     manifest = on_all_ranks(lambda: load_manifest(folder, identity))
     options = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
+    at("loading the checkpoint")  # FSDP1 gathers over the device here, where waiting takes a core like work
     tensors = state_tensors(sharded, optimizer)
     _load(tensors, folder)
     at("loading the checkpoint")
@@ -91,6 +92,7 @@ def load_checkpoint(folder: Path, sharded: ShardedModel, optimizer: torch.optim.
 
 def load_weights(folder: Path, sharded: ShardedModel) -> None:
     """Load only a checkpoint's parameters and buffers, in place. Collective."""
+    at("loading the checkpoint")
     tensors = model_tensors(sharded)
     _load(tensors, folder)
     at("loading the checkpoint")

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from toolkit.config.schema import TrackingConfig
+from toolkit.distributed.comm import barrier
 from toolkit.distributed.watchdog import working
 from toolkit.errors import UserError
 
@@ -56,3 +57,14 @@ def log_to_trackers(accelerator: Any, figures: dict[str, Any], step: int) -> Non
     numbers = {key: value for key, value in figures.items() if isinstance(value, int | float) and not isinstance(value, bool)}
     if numbers:
         accelerator.log(numbers, step=step)
+
+
+def close_trackers(accelerator: Any) -> None:
+    """Finish every tracker; no rank leaves before. Collective.
+
+    A tracker may upload for minutes, on rank 0 alone, and the launcher kills rank 0 soon after another rank has left.
+    """
+    working("closing the trackers")
+    for tracker in accelerator.trackers:
+        tracker.finish()
+    barrier()

@@ -24,7 +24,7 @@ from toolkit.parallel.wrap import ShardedModel
 from toolkit.tracking.metrics_log import MetricsLog
 from toolkit.tracking.progress import Progress
 from toolkit.tracking.step_log import StepLog
-from toolkit.tracking.trackers import log_to_trackers
+from toolkit.tracking.trackers import close_trackers, log_to_trackers
 from toolkit.training.skip_guard import SkipGuard
 
 if TYPE_CHECKING:
@@ -197,8 +197,7 @@ def _end(session: Session, signal_name: str) -> NoReturn:
     place = f"after step {step}, with a checkpoint: {command} goes on from there" if step else "before the first step"
     session.bar.close()
     session.bar.say(f"stopped by {signal_name} {place}")
-    for tracker in session.run.sharded.accelerator.trackers:
-        tracker.finish()
+    close_trackers(session.run.sharded.accelerator)
     raise Stopped  # keep the process group: with one, the process exits without Python's finalization (`errors._leave`)
 
 

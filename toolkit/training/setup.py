@@ -33,7 +33,7 @@ from toolkit.parallel.wrap import check_wrap
 from toolkit.tracking.memory import note_before_model
 from toolkit.tracking.metrics_log import MetricsLog
 from toolkit.tracking.summary import show_results
-from toolkit.tracking.trackers import check_trackers
+from toolkit.tracking.trackers import check_trackers, close_trackers
 from toolkit.training import loop
 from toolkit.training.after_step import Run
 from toolkit.training.goal import build_goal, check_metric
@@ -258,8 +258,7 @@ def finish(config: RecipeConfig, run: Run) -> None:
 
 def leave(accelerator: Accelerator) -> None:
     """Close the trackers, the watchdog and the process groups at the end of a run. Collective."""
-    working("closing the trackers")
-    accelerator.end_training()
+    close_trackers(accelerator)
     stop()
     close_groups()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -133,3 +133,26 @@ def test_the_choice_of_the_best_names_what_was_not_compared(tmp_path: Path) -> N
     assert best_of_run(tmp_path, LOSS) == (chosen, sentence + why)
     with pytest.raises(UserError, match="no checkpoint in .* has rougeL, or only NaN: take last$"):
         best_of_run(tmp_path, replace(LOSS, metric="rougeL"))
+
+
+def test_gathers_of_fsdp1_are_no_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Waiting for another GPU takes a core, so what gathers over the device must not count as work for the watchdog."""
+    phases: list[str] = []
+    monkeypatch.setattr(checkpoint, "at", lambda phase: phases.append(f"at {phase}"))
+    monkeypatch.setattr(checkpoint, "working", lambda phase: phases.append(f"working {phase}"))
+    monkeypatch.setattr(checkpoint, "load_manifest", lambda *_: {})
+    gathered: list[str] = []
+
+    def gather(*_: Any) -> NoReturn:
+        gathered.append(phases[-1] if phases else "")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "state_tensors", gather)
+    monkeypatch.setattr(checkpoint, "model_tensors", gather)
+    nothing: Any = None
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.load_checkpoint(tmp_path, nothing, nothing, nothing)
+    phases.clear()
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.load_weights(tmp_path, nothing)
+    assert gathered == ["at loading the checkpoint"] * 2
