@@ -101,8 +101,10 @@ def _load_about(what: str, folder: Path) -> dict[str, Any] | None:
                 path = folder / name
                 if path.stat().st_size != expected["bytes"] or hash_file(path) != expected["sha256"]:
                     return None
-            # A tokenizer loads every file in its folder, so an extra file counts as damage.
-            unnamed = {str(path.relative_to(folder)) for path in folder.glob("tokenizer/*")} - about["files"].keys()
+            # A tokenizer may load any file in its folder, so an extra one counts as damage; but no hidden one, as file browsers
+            # and network file systems leave.
+            visible = [path for path in folder.glob("tokenizer/*") if not path.name.startswith(".")]
+            unnamed = {str(path.relative_to(folder)) for path in visible} - about["files"].keys()
             return None if unnamed else about
     except UserError:
         raise
@@ -115,12 +117,18 @@ def _load_about(what: str, folder: Path) -> dict[str, Any] | None:
 
 
 def _identify(folder: Path) -> tuple[int, int] | None:
-    """(device, inode) of the folder, to notice a replacement; None if there is no folder."""
+    """(device, inode) of the folder, to notice a replacement; None if there is no folder.
+
+    Raises:
+        UserError: the file system does not say.
+    """
     try:
         with denials_named("data.cache_dir"):
             status = os.lstat(folder)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise UserError(f"{folder} cannot be read ({error.strerror}): fix that, or set data.cache_dir") from None
     return status.st_dev, status.st_ino
 
 
@@ -177,7 +185,10 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _remove_left_overs(cache: Path) -> None:
     """Remove the unfinished folders of dead processes, and print which."""
-    for path in sorted(set(cache.glob(f"{UNFINISHED}*")) - _ours):
+    found: set[Path] = set()
+    with suppress(OSError):  # what may not be read is reported by whoever reads the cache
+        found = set(cache.glob(f"{UNFINISHED}*"))
+    for path in sorted(found - _ours):
         with suppress(OSError):  # already gone, or another user's
             if _is_left_over(path):
                 shutil.rmtree(path, ignore_errors=True)  # another run may be removing it too

@@ -115,7 +115,7 @@ def restore_run_folder(folder: Path) -> str:
     if folder in _saved_configs and not (folder / "config.yaml").exists():
         save_config(_saved_configs[folder], folder / "config.yaml")
         restored.append("config.yaml")
-    said = f"; so are {' and '.join(restored)}, and what else was in the folder is lost" if restored else ""
+    said = f"; so are {' and '.join(restored)}, and what else was in the folder is gone" if restored else ""
     return said + ("" if any((folder / "checkpoints").glob("step-*")) else "; there is no checkpoint before the next save")
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
+import json
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -82,7 +84,8 @@ class MetricsLog:
             lines = self._lines_left()
             content = b"".join(map(encode_json_line, lines))
             if trouble == "replaced":
-                os.replace(self.path, self.path.with_name(f"{self.path.name}.found"))
+                other = _free_name(self.path.with_name(f"{self.path.name}.found"))
+                os.replace(self.path, other)
             is_whole = len(content) >= self._num_bytes
             _write_whole(self.path, content)
             self._file.close()
@@ -93,7 +96,7 @@ class MetricsLog:
             self.error = error
         else:
             kept = f"its {len(lines)} lines are restored" if is_whole else f"{len(lines)} lines, with all evaluations, are left"
-            found = f" (the other file is {self.path.name}.found now)" if trouble == "replaced" else ""
+            found = f" (the other file is {other.name} now)" if trouble == "replaced" else ""
             print_rank0(f"{self.path} was {trouble} during the run{found}: {kept}{about_folder}")
 
     def note_failure(self, path: Path, error: OSError) -> None:
@@ -160,10 +163,26 @@ class MetricsLog:
     def _lines_left(self) -> list[dict[str, Any]]:
         """The lines of the open file, even if its name is gone, and the evaluations that it has lost."""
         lines: list[dict[str, Any]] = []
-        with contextlib.suppress(OSError, ValueError):  # removed on another node of a network file system, or damaged
-            lines = load_metrics(Path(f"/dev/fd/{self._file.fileno()}"))
+        num_foreign = 0
+        with contextlib.suppress(OSError):  # removed on another node of a network file system
+            for text in Path(f"/dev/fd/{self._file.fileno()}").read_bytes().splitlines():
+                try:
+                    line = json.loads(text)
+                    is_ours = isinstance(line, dict) and {"kind", "step"} <= line.keys()
+                except (ValueError, RecursionError):
+                    is_ours = False
+                lines += [line] if is_ours else []
+                num_foreign += not is_ours
+        if num_foreign:
+            print_rank0(f"{num_foreign} lines of {self.path} were changed or added during the run and are left out")
         there = {line["step"] for line in lines if line["kind"] == "eval"}
         return lines + [line for line in self._evaluations if line["step"] not in there]
+
+
+def _free_name(path: Path) -> Path:
+    """`path`, or the first of `path-2`, `path-3`, … that does not exist."""
+    names = itertools.chain([path], (path.with_name(f"{path.name}-{number}") for number in itertools.count(2)))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import pytest
 
 from toolkit.data import cache_folders
 from toolkit.data.cache_folders import IDLE_S, find_or_build
+from toolkit.errors import UserError
 from toolkit.files.durable import refused_write, written_beside
 
 PATIENCE_S = 60
@@ -199,3 +200,9 @@ def test_a_folder_of_an_unknown_form_is_built_again(tmp_path: Path) -> None:
         (tmp_path / "a" / "about.json").write_bytes(content)
         assert find_or_build("the cache", tmp_path / "a", fill("new"))["by"] == "new", content
         (tmp_path / "a" / "about.json").write_bytes(b"")
+
+
+def test_a_cache_that_may_not_be_listed_is_one_sentence(tmp_path: Path) -> None:
+    """Root may read everything, so a name that is too long stands in for a folder that may not be entered."""
+    with pytest.raises(UserError, match=r"cannot be read \(File name too long\): fix that, or set data.cache_dir"):
+        find_or_build("the cache", tmp_path / ("a" * 300) / "rows", fill("text"))

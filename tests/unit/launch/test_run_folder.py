@@ -170,7 +170,7 @@ def test_a_folder_that_was_removed_is_made_again_with_lock_and_config(tmp_path: 
     assert restore_run_folder(folder) == "; there is no checkpoint before the next save"
     shutil.rmtree(folder)
     told = restore_run_folder(folder)
-    assert told.startswith("; so are its lock and config.yaml, and what else was in the folder is lost; there is no checkpoint")
+    assert told.startswith("; so are its lock and config.yaml, and what else was in the folder is gone; there is no checkpoint")
     assert (folder / "config.yaml").read_text() == written
     code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
     another = subprocess.run([sys.executable, "-c", code, folder / ".lock"], capture_output=True, text=True)

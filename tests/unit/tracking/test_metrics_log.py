@@ -261,3 +261,22 @@ def test_a_folder_that_another_run_has_taken_is_left_to_it(tmp_path):
     log.write("train", 2, loss=1.0)
     assert str(log.error) == "another run is writing into it"
     assert log.path.read_text() == '{"kind": "train", "step": 9}\n' and len(log.load()) == 1
+
+
+def test_a_foreign_line_costs_no_other_one(tmp_path, capsys):
+    log = MetricsLog(tmp_path / "metrics.jsonl", is_writer=True, restore_folder=lambda folder: "")
+    log.write("train", 1, loss=2.0)
+    with log.path.open("a") as file:
+        file.write("# a note\n")
+    log.write("train", 2, loss=1.0)
+    assert [line["step"] for line in log.load()] == [1, 2]
+    assert capsys.readouterr().out == f"1 lines of {log.path} were changed or added during the run and are left out\n"
+
+
+def test_each_file_that_took_the_place_is_kept(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl", is_writer=True, restore_folder=lambda folder: "")
+    for step in (1, 2):
+        replaced(log)
+        log.write("train", step, loss=1.0)
+    assert [line["step"] for line in load_metrics(log.path)] == [1, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.jsonl.found", "metrics.jsonl.found-2"]

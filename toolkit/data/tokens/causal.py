@@ -24,6 +24,7 @@ from toolkit.data.tokens.prompts import Prepared, prepare_chat, prepare_text
 from toolkit.data.tokens.tokenizer import (
     has_tokenizer,
     hash_tokenizer,
+    keep_trained_tokenizer,
     load_tokenizer,
     tell_lost_text,
     train_byte_level_tokenizer,
@@ -63,10 +64,11 @@ def _build_cache(config: LLMDataConfig, model: ModelConfig, vocab_size: int) -> 
     if tokenizer is not None:
         _set_up(tokenizer, template, config.max_length_tokens)
     rows = load_llm_rows(config)
+    training = f"byte-level trained on the rows, {vocab_size} tokens"
     identity = {
         "format": FORMAT_VERSION,
         "rows": rows.fingerprint,
-        "tokenizer": hash_tokenizer(tokenizer) if tokenizer else f"byte-level trained on the rows, {vocab_size} tokens",
+        "tokenizer": hash_tokenizer(tokenizer) if tokenizer else training,
         "chat_template": hashlib.sha256(json.dumps(tokenizer.chat_template if tokenizer else template).encode()).hexdigest(),
         "loss_on": config.loss_on,
         "max_length_tokens": config.max_length_tokens,
@@ -76,7 +78,8 @@ def _build_cache(config: LLMDataConfig, model: ModelConfig, vocab_size: int) -> 
         if tokenizer is not None:
             return _write_tokens(rows, tokenizer, config, folder)
         texts = (text for row in rows.train for text in list_texts(json.loads(row["source"])))
-        trained = train_byte_level_tokenizer(texts, vocab_size)
+        train = partial(train_byte_level_tokenizer, texts, vocab_size)
+        trained = keep_trained_tokenizer(cache_folder(config.cache_dir), f"{rows.fingerprint} {training}", train)
         _set_up(trained, template, config.max_length_tokens)
         return _write_tokens(rows, trained, config, folder)
 
@@ -292,9 +295,6 @@ def _find_stops(item: Prepared, tokenizer: PreTrainedTokenizerBase, special_toke
     """The columns about the ends of turns. The tokenizer's end token is always one, because an empty list has no type."""
     ends = [special_tokens.findall(item.text[turn.content_end : turn.end]) for turn in item.turns] if item.is_chat else []
     stop_tokens = [str(tokenizer.eos_token), *(tokens[-1] for tokens in ends if tokens)]
-    stop_token_ids: Any = tokenizer.convert_tokens_to_ids(stop_tokens)
-    return {
-        "is_chat": item.is_chat,
-        "is_endless": any(not tokens for tokens in ends),
-        "stop_token_ids": sorted(set(stop_token_ids)),
-    }
+    stop_ids: Any = tokenizer.convert_tokens_to_ids(stop_tokens)
+    is_endless = any(not tokens for tokens in ends)
+    return {"is_chat": item.is_chat, "is_endless": is_endless, "stop_token_ids": sorted(set(stop_ids))}

@@ -13,7 +13,13 @@ from toolkit.data.rows.source_rows import load_text_rows
 from toolkit.data.tokens.cache import About, TokenizedRows, Written, build_once_a_node, save_tokens, tokenize_rows, write_tokens
 from toolkit.data.tokens.cuts import tell_cut
 from toolkit.data.tokens.languages import marks_languages, set_languages
-from toolkit.data.tokens.tokenizer import has_tokenizer, hash_tokenizer, load_tokenizer, train_tokenizer
+from toolkit.data.tokens.tokenizer import (
+    has_tokenizer,
+    hash_tokenizer,
+    keep_trained_tokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -38,10 +44,11 @@ def _build_cache(config: DataConfig, model: ModelConfig, vocab_size: int) -> Wri
     if tokenizer is not None:
         set_languages(tokenizer, model.name_or_path, config.source_language, config.target_language)
     rows = load_text_rows(config)
+    training = f"unigram trained on the rows, {vocab_size} tokens"
     identity = {
         "format": FORMAT_VERSION,
         "rows": rows.fingerprint,
-        "tokenizer": hash_tokenizer(tokenizer) if tokenizer else f"unigram trained on the rows, {vocab_size} tokens",
+        "tokenizer": hash_tokenizer(tokenizer) if tokenizer else training,
         "prefix": config.prefix,
         "max_source_length_tokens": config.max_source_length_tokens,
         "max_target_length_tokens": config.max_target_length_tokens,
@@ -50,9 +57,12 @@ def _build_cache(config: DataConfig, model: ModelConfig, vocab_size: int) -> Wri
         identity["languages"] = f"{tokenizer.src_lang} to {tokenizer.tgt_lang}"
 
     def write(folder: Path) -> About:
-        return _write_tokens(rows, tokenizer or train_tokenizer(rows.train, vocab_size), config, folder)
+        train = partial(train_tokenizer, rows.train, vocab_size)
+        kept = tokenizer or keep_trained_tokenizer(cache, f"{rows.fingerprint} {training}", train)
+        return _write_tokens(rows, kept, config, folder)
 
-    return write_tokens(cache_folder(config.cache_dir), identity, write)
+    cache = cache_folder(config.cache_dir)
+    return write_tokens(cache, identity, write)
 
 
 def _write_tokens(rows: TextRows, tokenizer: PreTrainedTokenizerBase, config: DataConfig, folder: Path) -> About:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit.config.schema import ModelConfig
+from toolkit.data.cache_folders import find_or_build
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -67,6 +68,29 @@ def load_tokenizer(config: ModelConfig, vocab_size: int) -> PreTrainedTokenizerB
             "transformers' resize_token_embeddings and save it first"
         )
     return tokenizer
+
+
+def keep_trained_tokenizer(cache: Path, trained_on: str, train: Callable[[], PreTrainedTokenizerBase]) -> PreTrainedTokenizerBase:
+    """The tokenizer that `train` makes, or made for an earlier run: trained again, even on the same rows, it would differ.
+
+    It has a folder of its own in `cache`, so that tokens that are damaged are built again as they were.
+
+    Args:
+        trained_on: everything that decides what it is trained on.
+
+    Raises:
+        UserError: the cache cannot be written or read.
+    """
+    from transformers import AutoTokenizer
+
+    folder = cache / f"tokenizer-{hashlib.sha256(trained_on.encode()).hexdigest()}"
+
+    def build(unfinished: Path) -> dict[str, Any]:
+        train().save_pretrained(unfinished / "tokenizer")
+        return {"trained_on": trained_on}
+
+    find_or_build("the trained tokenizer", folder, build)
+    return AutoTokenizer.from_pretrained(folder / "tokenizer")
 
 
 def train_tokenizer(rows: Dataset, vocab_size: int) -> PreTrainedTokenizerBase:

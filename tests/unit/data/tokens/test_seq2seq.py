@@ -21,15 +21,21 @@ from toolkit.data.tokens.tokenizer import train_tokenizer
 from toolkit.errors import UserError
 
 
-def test_the_fingerprint_follows_the_tokenizer_that_came_out_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training it again gives another one on the same rows, and a resume with other tokens must not look exact."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
+def rows_without_a_tokenizer(folder: Path) -> tuple[DataConfig, ModelConfig]:
+    """A small source, and a model that brings no tokenizer."""
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
     words = ["read", "write", "open", "close", "file", "path", "line", "text", "count", "split"]
     rows = [{"source": " ".join(words[i % 7 : i % 10 + 1] * 2) + f" {i}", "target": words[i % 10]} for i in range(60)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = DataConfig(source="jsonl", files=str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / "cache"), eval_fraction=0.2)
-    model = ModelConfig(name_or_path=str(tmp_path / "model"), from_scratch=True)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig(source="jsonl", files=str(folder / "rows.jsonl"), cache_dir=str(folder / "cache"), eval_fraction=0.2)
+    model = ModelConfig(name_or_path=str(folder / "model"), from_scratch=True)
+    return data, model
+
+
+def test_the_fingerprint_follows_the_tokenizer_that_came_out_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training it again gives another one on the same rows, and a resume with other tokens must not look exact."""
+    data, model = rows_without_a_tokenizer(tmp_path)
     first = prepare_rows(data, model, 80)
     assert prepare_rows(data, model, 80).fingerprint == first.fingerprint
     # On fewer rows: on the same ones it comes out the same now and then.
@@ -123,3 +129,27 @@ def test_a_cache_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("")
     with pytest.raises(UserError, match=r"cache folder .*cache cannot be written \(File exists\): set data.cache_dir"):
         write_tokens(tmp_path / "cache", {}, lambda folder: About([]))
+
+
+@pytest.mark.parametrize("damage", ["a byte of the rows", "about.json"])
+def test_damaged_tokens_are_built_again_with_the_tokenizer_that_was_trained(
+    tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trained again it would be another one, and a resume would be refused."""
+    data, model = rows_without_a_tokenizer(tmp_path)
+    before = prepare_rows(data, model, 80)
+    trained_apart = train_tokenizer(before.train.select(range(20)).rename_columns({"lead_text": "source"}), 80)
+    monkeypatch.setattr(tokens, "train_tokenizer", lambda rows, vocab_size: trained_apart)
+    (folder,) = (path.parent for path in (tmp_path / "cache").glob("*/evaluation"))
+    path = folder / "about.json" if damage == "about.json" else next((folder / "train").glob("*.arrow"))
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    assert prepare_rows(data, model, 80).fingerprint == before.fingerprint
+
+
+def test_a_hidden_file_beside_the_tokenizer_is_no_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, model = rows_without_a_tokenizer(tmp_path)
+    prepare_rows(data, model, 80)
+    for folder in (tmp_path / "cache").glob("*/tokenizer"):
+        (folder / ".DS_Store").touch()
+    prepare_rows(data, model, 80)
+    assert "is damaged" not in capsys.readouterr().out
