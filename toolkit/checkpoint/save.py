@@ -100,6 +100,7 @@ class CheckpointWriter:
         A thread that still runs at interpreter exit would abort the process, and SIGABRT would hide the root cause.
         """
         if self.thread is not None:
+            working("saving")
             self.thread.join(None if isinstance(error, UserError | Stopped) else PATIENCE_S)
         self.copier.close()
 

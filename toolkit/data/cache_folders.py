@@ -175,7 +175,7 @@ def _locked(folder: Path) -> Iterator[None]:
     """Hold a record lock, as for the run folder: child processes do not inherit it, and a kill releases it."""
     new = folder / f"{_LOCK}.new"
     with new.open("w") as file:
-        file.write(socket.gethostname())
+        file.write(_this_machine())
         file.flush()
         with suppress(OSError):  # a file system without locks
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -207,4 +207,10 @@ def _is_left_over(folder: Path) -> bool:
             return False
         except OSError:  # a file system without locks
             return is_idle
-        return is_idle or file.read() == socket.gethostname()
+        return is_idle or file.read() == _this_machine()
+
+
+def _this_machine() -> str:
+    """Host name and boot: nodes may share a name, and a lock may be seen on its own machine only."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"

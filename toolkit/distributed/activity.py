@@ -7,6 +7,7 @@ waits for a file system that no longer answers takes nothing at all.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 
 import psutil
@@ -49,20 +50,35 @@ class Activity:
         # The process's own clock is finer than the ticks that psutil reads.
         cpu_s, num_bytes = time.process_time() - not_counted_s, _num_bytes(self._process) - self._bytes_of_looks
         own_bytes = _num_bytes(self._process)
-        with suppress(psutil.Error):
+        with suppress(psutil.Error, OSError):  # such as no file descriptor left
             times = self._process.cpu_times()
             cpu_s += times.children_user + times.children_system
-            for child in self._process.children(recursive=True):  # reads a file for every process on the machine
-                with suppress(psutil.Error):  # the child has ended
+            for child in _descendants(self._process.pid):
+                with suppress(psutil.Error, OSError):  # the child has ended
                     cpu_s += sum(child.cpu_times()[:4])  # its own, and those of its ended children
                     num_bytes += _num_bytes(child)
         self._bytes_of_looks += _num_bytes(self._process) - own_bytes
         return cpu_s, num_bytes
 
 
+def _descendants(pid: int) -> Iterator[psutil.Process]:
+    """Children, their children, and so on. Reads a file for every process on the machine.
+
+    `Process.children` gives none where the system hides a single process of another user (/proc mounted with `hidepid`).
+    """
+    children: dict[int | None, list[psutil.Process]] = {}
+    for process in psutil.process_iter(["ppid"]):
+        children.setdefault(process.info["ppid"], []).append(process)
+    parents = [pid]
+    while parents:
+        found = children.get(parents.pop(), [])
+        yield from found
+        parents += [process.pid for process in found]
+
+
 def _num_bytes(process: psutil.Process) -> int:
     """Bytes read and written so far; 0 if the system does not count them."""
-    with suppress(psutil.Error, OSError, AttributeError):
+    with suppress(psutil.Error, OSError, AttributeError, ValueError, RuntimeError):
         io = process.io_counters()
         # Device bytes too: only they include reads of memory-mapped files.
         return io.read_bytes + io.write_bytes + getattr(io, "read_chars", 0) + getattr(io, "write_chars", 0)

@@ -19,32 +19,23 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import json
 import os
 import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from toolkit.distributed.activity import MIN_IO_BYTES_PER_S, Activity
 from toolkit.distributed.comm import rank, world_size
 from toolkit.distributed.hang_report import Place, Verdict, explain, hang_file, line_of_main_thread, num_collectives
+from toolkit.distributed.peers import ANSWER_S, LOOK_S, Peers, store_bytes_per_s
 from toolkit.errors import EXIT_HANG
 
-ANSWER_S = 5.0
-"""A rank or the store counts as silent after this time without an answer, or after half of the timeout if that is longer."""
-LOOK_S = 10.0
-"""Longest time between two looks at the other ranks."""
 WINDOW_S = 30.0
 """Longest time between two looks at the process's own activity."""
-REPORT_BYTES = 512
-"""Upper bound of one report of a rank's place, which the store's host reads: rank 0, unless the launcher hosts it."""
 STDERR = 2
 """The file descriptor is used because a hung thread may hold the lock of `sys.stderr`."""
 
@@ -122,8 +113,10 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         # Stored here because the process group may end before its watchdog.
         self._rank, self._world_size = rank(), world_size()
-        reports_bytes_per_s = REPORT_BYTES * self._world_size / self._interval_s if self._rank == 0 else 0
-        self._activity = Activity(min(WINDOW_S, self.timeout_s / 5), MIN_IO_BYTES_PER_S + reports_bytes_per_s)
+        # The launcher hosts the store, or rank 0: its reads and writes are no work of the run.
+        look_s = min(LOOK_S, self.timeout_s / 10)
+        of_store = store_bytes_per_s(self._world_size, self._interval_s, look_s) if self._rank == 0 else 0
+        self._activity = Activity(min(WINDOW_S, self.timeout_s / 5), MIN_IO_BYTES_PER_S + of_store)
         self._threads = [threading.Thread(target=self._keep_time, name="watchdog", daemon=True)]
         if self._world_size > 1:
             store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
@@ -176,10 +169,10 @@ class Watchdog:
         return here[2] and self._activity.has_worked(cpu_s)
 
     def _ask_peers(self, store: dist.Store) -> None:
-        peers: _Peers | None = None
+        peers: Peers | None = None
         while not self._stopped.wait(self._interval_s) and self._verdict is None:
             try:
-                peers = peers or _Peers(store, self._rank, self._world_size)
+                peers = peers or Peers(store, self._rank, self._world_size)
                 self._ask(peers)
             except dist.DistError:
                 # An answer may still be under way on this connection, so the next try opens a new one. If the store never
@@ -194,7 +187,7 @@ class Watchdog:
                 peers.tell(self._place())
         self._seen_by_all.set()
 
-    def _ask(self, peers: _Peers) -> None:
+    def _ask(self, peers: Peers) -> None:
         place = self._place()
         peers.tell(place)
         if place.idle_s < self.timeout_s / 2:
@@ -228,72 +221,3 @@ class Watchdog:
             self._seen_by_all.wait(ANSWER_S)
         sys.stdout.flush()
         os._exit(EXIT_HANG)
-
-
-class _Peers:
-    """A rank's view of the others, through a separate connection to the store: the main thread may be waiting in its own."""
-
-    def __init__(self, store: Any, own_rank: int, num_ranks: int) -> None:
-        # The group's store belongs to this attempt alone (`toolkit.distributed.rendezvous`), so it has no earlier verdict.
-        self._store = dist.PrefixStore("watchdog", store.clone())
-        self._store.set_timeout(timedelta(seconds=ANSWER_S))
-        self._keys = [f"place/{number}" for number in range(num_ranks)]
-        self._own_key = self._keys[own_rank]
-        self.forget()
-
-    def tell(self, place: Place) -> None:
-        """Publish where this rank is."""
-        self._store.set(self._own_key, json.dumps(asdict(place)))
-
-    def forget(self) -> None:
-        """Drop what was seen of the others, because this rank makes progress; the next `look` starts anew."""
-        self._last_look_s: float | None = None
-        self._before: dict[int, Place] = {}
-        self._heard: set[int] = set()
-        """Ranks that have reported since the first look."""
-        self._silent_s = [0.0] * len(self._keys)
-
-    def look(self, timeout_s: float, patience_s: float, folder: Path | None) -> Verdict | None:
-        """The verdict, if the job hangs; None while it may still make progress."""
-        if self._store.check(["verdict"]):
-            return Verdict(**json.loads(self._store.get("verdict")))
-        now_s, every_s = time.monotonic(), min(LOOK_S, timeout_s / 10)
-        since_last_s = None if self._last_look_s is None else now_s - self._last_look_s
-        if since_last_s is not None and since_last_s < every_s:
-            return None
-        before, places = self._before, self._places()
-        self._last_look_s, self._before = now_s, places
-        if since_last_s is None:
-            return None
-
-        # Which ranks have reported since the last look, and for how long the others have been silent.
-        reported = {number for number, place in places.items() if place != before.get(number)}
-        self._heard |= reported
-        for number in range(len(self._keys)):
-            # The pause of a suspended job does not count as silence.
-            self._silent_s[number] = 0.0 if number in reported else self._silent_s[number] + min(since_last_s, every_s + 1)
-        silent = {number for number, seconds in enumerate(self._silent_s) if seconds >= patience_s}
-        gone = {number for number, place in places.items() if place.has_left}
-        answering = set(range(len(self._keys))) - silent - gone
-        if not answering <= self._heard or any(places[number].idle_s < timeout_s for number in answering):
-            return None
-
-        # Nobody who answers has made progress. The first verdict in the store holds for all ranks.
-        here = {number: place for number, place in places.items() if number not in gone}
-        verdict = Verdict(explain(here, silent - gone, timeout_s, folder), sorted(answering))
-        return Verdict(**json.loads(self._store.compare_set("verdict", "", json.dumps(asdict(verdict)))))
-
-    def wait_until_shown(self, verdict: Verdict) -> None:
-        """Return once every answering rank has written its stacks. A rank outside `answering` that answers again waits too."""
-        num_shown = self._store.add("shown", 1)
-        while num_shown < len(verdict.answering):
-            time.sleep(0.05)
-            num_shown = self._store.add("shown", 0)
-
-    def _places(self) -> dict[int, Place]:
-        """The places of the ranks that have ever reported one, by rank."""
-        reported = list(range(len(self._keys)))
-        if not self._store.check(self._keys):
-            reported = [number for number in reported if self._store.check([self._keys[number]])]
-        values = self._store.multi_get([self._keys[number] for number in reported])
-        return {number: Place(**json.loads(value)) for number, value in zip(reported, values, strict=True)}

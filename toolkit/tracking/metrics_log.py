@@ -88,7 +88,8 @@ class MetricsLog:
                 os.replace(self.path, other)
             is_whole = len(content) >= self._num_bytes
             _write_whole(self.path, content)
-            self._file.close()
+            with contextlib.suppress(OSError):  # removed on another node of a network file system
+                self._file.close()
             self._open()
         except OSError as error:
             self.note_failure(self.path, error)
@@ -132,12 +133,15 @@ class MetricsLog:
         def truncate() -> None:
             if self._file is not None:
                 self.restore()
+                if self.error is not None:
+                    raise self.error
                 self._file.close()
                 for path in (self.path, *self.path.parent.glob("rows-*.jsonl")):
                     with _raised_as_user_error(path):
                         _keep_lines(path, stays)
-                self._open()
-                self._evaluations = [line for line in load_metrics(self.path) if line["kind"] == "eval"]
+                with _raised_as_user_error(self.path):
+                    self._open()
+                    self._evaluations = [line for line in load_metrics(self.path) if line["kind"] == "eval"]
 
         on_all_ranks(truncate)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 import tempfile
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.unit.distributed.test_watchdog import Bitten
@@ -77,3 +79,30 @@ def test_a_strict_phase_does_not_take_work_for_movement(tmp_path: Path) -> None:
         exec(COMPUTE.format(seconds=1.2))
         assert watchdog.bitten.is_set()
     assert "rank 0 stopped moving: in step 3, evaluation" in watchdog.sentence
+
+
+def test_a_child_counts_where_the_system_hides_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As /proc mounted with hidepid=1: psutil then lists no children at all."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise psutil.AccessDenied(pid=1)
+
+    monkeypatch.setattr(psutil.Process, "children", refuse)
+    activity = Activity(WINDOW_S)
+    with subprocess.Popen([sys.executable, "-S", "-c", COMPUTE.format(seconds=60)]) as child:
+        sleep()
+        assert activity.has_worked(0.0)
+        child.kill()
+
+
+def test_a_look_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that keeps the time would end with it, and the run would go on unwatched."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(psutil, "process_iter", fail)
+    monkeypatch.setattr(psutil.Process, "children", fail)
+    activity = Activity(WINDOW_S)
+    compute()
+    assert activity.has_worked(0.0)

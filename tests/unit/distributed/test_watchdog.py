@@ -12,7 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from toolkit.distributed.hang_report import Place, Verdict, explain, hang_file, late_ranks
-from toolkit.distributed.watchdog import Watchdog, _Peers
+from toolkit.distributed.peers import Peers, store_bytes_per_s
+from toolkit.distributed.watchdog import Watchdog
 
 WAITS = Place("forward and backward", 4, 31.2, "loop.py:9 in train_step", {"0/cpu": 12, "1/cpu": 3})
 LATE = replace(WAITS, line="rows.py:7 in read", num_collectives={"0/cpu": 11, "1/cpu": 3})
@@ -133,7 +134,7 @@ def test_without_a_run_folder_stacks_are_on_stderr() -> None:
 def judge(places: dict[int, Callable[[int], Place]], timeout_s: float = 1.0, patience_s: float = 0.3) -> str | None:
     """What rank 0 of three says, which looks at all until it has been patient; each reports a place at every look, or None."""
     store = dist.HashStore()
-    peers = [_Peers(store, number, 3) for number in range(3)]
+    peers = [Peers(store, number, 3) for number in range(3)]
     for look in range(8):
         for number, report in places.items():
             peers[number].tell(replace(report(look), beat=look))
@@ -162,3 +163,9 @@ def test_a_job_in_which_one_rank_moves_does_not_hang() -> None:
     still = {number: lambda _: place() for number in (0, 1)}
     assert judge({**still, 2: lambda look: replace(place(), idle_s=0.1 * look)}) is None
     assert judge({**still, 2: lambda look: replace(place(), idle_s=0.5 + 0.1 * look)}) is not None
+
+
+@pytest.mark.parametrize(("num_ranks", "kib_per_s"), [(16, 18), (32, 62), (64, 219), (128, 828)])
+def test_what_the_store_reads_and_writes_is_no_work_of_its_rank(num_ranks: int, kib_per_s: float) -> None:
+    """Measured in the process of a TCPStore whose ranks all look at each other, as they do before they end a hang."""
+    assert store_bytes_per_s(num_ranks, report_every_s=1, look_every_s=10) > kib_per_s * 2**10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -175,3 +176,20 @@ def test_a_folder_that_was_removed_is_made_again_with_lock_and_config(tmp_path: 
     code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
     another = subprocess.run([sys.executable, "-c", code, folder / ".lock"], capture_output=True, text=True)
     assert "BlockingIOError" in another.stderr
+
+
+def test_a_lock_whose_file_another_node_removed_is_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network file system answers ESTALE for a file that another node has removed."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lock_run_folder(folder)
+    fstat, stale = os.fstat, [run_folder._held_locks[folder].fileno()]
+
+    def refuse_once(descriptor: int) -> os.stat_result:
+        if descriptor in stale:
+            stale.clear()
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return fstat(descriptor)
+
+    monkeypatch.setattr(os, "fstat", refuse_once)
+    assert restore_run_folder(folder).startswith("; so are its lock")

@@ -280,3 +280,13 @@ def test_each_file_that_took_the_place_is_kept(tmp_path):
         log.write("train", step, loss=1.0)
     assert [line["step"] for line in load_metrics(log.path)] == [1, 2]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.jsonl.found", "metrics.jsonl.found-2"]
+
+
+def test_a_folder_that_another_run_has_taken_is_one_sentence_at_a_resume_too(tmp_path):
+    def refuse(folder):
+        raise UserError("another run is writing into it")
+
+    log = MetricsLog(tmp_path / "metrics.jsonl", is_writer=True, restore_folder=refuse)
+    log.path.unlink()
+    with pytest.raises(UserError, match="another run is writing into it"):
+        log.truncate_after(0)
