@@ -72,7 +72,7 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=config.optim.gamma)
     print_rank0(describe(sharded.units))
 
-    # Train. After every epoch, evaluate and lower the learning rate. This recipe cannot resume; it starts anew.
+    # Train, evaluate every `eval_every_epochs`, lower the learning rate after every epoch. This recipe cannot resume.
     metrics = open_metrics(run_folder)
     metrics.truncate_after(-1)
     save_run_config(config, run_folder)
@@ -80,18 +80,18 @@ def main() -> None:
     log = StepLog(metrics, sharded, bar, [], SkipHistory(), max_skipped_steps=1)
     for number in range(num_steps + 1):
         at("step", number)
-        epoch_ends = number > 0 and number == plan.num_steps(plan.step(number).epoch + 1)
         if number > 0:
             log.add(train_step(config.train.seed, sharded, optimizer, images, plan, plan.step(number)))
-        if epoch_ends or number == num_steps or number % config.log_every_steps == 0:
+        evaluates = number in (0, num_steps) or plan.is_due(number, config.eval_every_epochs)
+        if evaluates or number % config.log_every_steps == 0:
             log.flush()
-        if epoch_ends or number in (0, num_steps):
+        if evaluates:
             at("evaluation", number)
             figures = evaluate_accuracy(sharded, images, config.eval_batch_size_rows)
             metrics.write("eval", number, **figures)
             bar.say(f"evaluation at step {number}: loss {figures['loss']:.4f}, accuracy {figures['accuracy']:.2f} %")
             log.restart_clock()
-        if epoch_ends:
+        if plan.is_due(number, every_epochs=1):
             schedule.step()
     at("saving", num_steps)
     metrics.write("checkpoint", num_steps, **save_whole_state(sharded, run_folder / "model.safetensors"))

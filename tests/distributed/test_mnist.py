@@ -15,7 +15,7 @@ from tests.distributed.test_invariants import RELATIVE_TOLERANCE
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, run_on_ranks
 from tests.support.small_run import read_lines
 
-NUM_STEPS = 8
+NUM_STEPS, NUM_EPOCHS = 8, "1.13"
 # An epoch has 7 steps, the last of 1 row; the last evaluation batch has 1 of the 283 rows: a rank of 2 goes without.
 NUM_ROWS, STEPS_OF_EPOCH, NUM_HELD_OUT = 301, 7, 283
 ROWS = ["--data.num_rows", str(NUM_ROWS), "--data.eval_fraction", "0.15", "--eval_batch_size_rows", "47"]
@@ -41,7 +41,18 @@ def run(folder: Path, name: str, *flags: str) -> tuple[list[dict[str, Any]], dic
     from safetensors.numpy import load_file
 
     preset, overrides, own_flags = RUNS[name]
-    always = ["--train.max_steps", str(NUM_STEPS), "--run.output_dir", str(folder), "--run.name", name, "--log_every_steps", "3"]
+    always = [
+        "--train.num_epochs",
+        NUM_EPOCHS,
+        "--eval_every_epochs",
+        "0.5",
+        "--run.output_dir",
+        str(folder),
+        "--run.name",
+        name,
+        "--log_every_steps",
+        "3",
+    ]
     argv = [*always, *ROWS, *BATCHES, *own_flags, *flags]
     overrides = {"mixed_precision": "no", **overrides}
     run_on_ranks(run_recipe, preset=preset, overrides=overrides, args=(argv,))
@@ -101,7 +112,7 @@ def test_one_process_trains_as_the_tutorial_does(expected: tuple[list[dict[str, 
         accuracy = 100 * (model(pixels).argmax(-1) == labels).double().mean().item()
     last = [line for line in expected[0] if line["kind"] == "eval"][-1]
     assert last["accuracy"] == pytest.approx(accuracy) and last["num_rows"] == len(labels) == NUM_HELD_OUT
-    assert [line["step"] for line in expected[0] if line["kind"] == "eval"] == [0, STEPS_OF_EPOCH, NUM_STEPS]
+    assert [line["step"] for line in expected[0] if line["kind"] == "eval"] == [0, 4, STEPS_OF_EPOCH, NUM_STEPS]
     for mine, saved in zip(model.parameters(), [expected[1][name] for name in in_order()], strict=True):
         np.testing.assert_allclose(saved, mine.detach().numpy(), atol=1e-5)
 

@@ -204,7 +204,7 @@ def _check_identity(folder: Path, theirs: dict[str, Any], ours: Identity) -> Non
 
 def _check_config(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     for key, value in ours.items():
-        before = theirs.get(key)  # None for a key that was added since
+        before = theirs.get(key, value if value == 0 else None)  # a key that was added since counts as None, a number as 0
         if not key.startswith(MAY_CHANGE_ON_RESUME) and _without_files(before) != _without_files(value):
             raise UserError(f"{key} is {value!r}, but {folder} was made with {before!r}: {_ways_out()}")
 

@@ -76,7 +76,7 @@ def show_checkpoints(run_folder: Path, verify: bool, as_json: bool) -> bool:
     checked = [entry for _, path in list_checkpoints(run_folder) if (entry := _check(path, verify)) is not None]
     if not checked:
         beside = f", only {', '.join(entry.name for entry in leftovers)}" if leftovers else ""
-        raise UserError(f"{folder} holds no checkpoint{beside}: let the run reach checkpoint.every_steps, or its end")
+        raise UserError(f"{folder} holds no checkpoint{beside}: let the run reach its first one")
     checked = [_note_other_rows(entry, [other for other in checked if other.metrics][-1:]) for entry in checked]
     entries = sorted([*checked, *leftovers], key=lambda entry: (entry.step, entry.name))
     if as_json:

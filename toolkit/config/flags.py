@@ -7,16 +7,21 @@ import json
 import re
 from typing import Any, get_args, get_origin
 
-from toolkit.config.messages import known_keys, sentence
+from toolkit.config.messages import given_flags, known_keys, sentence
 from toolkit.config.names import present_name
+from toolkit.config.validate import EXCLUSIVE
 from toolkit.errors import UserError
 
 
-def unset_counterparts(flags: list[str]) -> list[str]:
-    """Flags that unset the other kind of run length, so that a length given as a flag wins over one in the YAML."""
-    lengths = {"--train.max_steps", "--train.num_epochs"}
-    given = {flag.split("=")[0] for flag in flags} & lengths
-    return [f"{other}=null" for other in lengths - given] if len(given) == 1 else []
+def unset_counterparts(flags: list[str], config_class: type) -> list[str]:
+    """Flags that unset the other of two keys, of which a run has one: the one given as a flag wins over the YAML's."""
+    keys = known_keys(config_class)[0]
+    values = dict(reversed(given_flags(flags)))
+    unset = []
+    for pair, nothing in EXCLUSIVE.items():
+        given = {key for key in pair if values.get(key, nothing) != nothing}
+        unset += [f"--{other}={nothing}" for other in pair if given and other not in values and other in keys]
+    return unset
 
 
 def split_files_and_flags(argv: list[str]) -> tuple[list[str], list[str]]:

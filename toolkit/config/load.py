@@ -76,7 +76,7 @@ def load_config(
         if "arguments are required" not in str(error):  # flags may give them
             raise UserError(sentence(str(error), config_class, [], entries)) from None
     try:
-        namespace = parser.parse_args([*file_arguments, *unset_counterparts(flags), *flags])
+        namespace = parser.parse_args([*file_arguments, *unset_counterparts(flags, config_class), *flags])
         namespace.pop("config")
         config = parser.instantiate(namespace)
     except ArgumentError as error:

@@ -18,6 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from toolkit.config.names import find_by_meaning, present_name, say_elsewhere
+from toolkit.config.schema import HalfOpenUnitInterval, NumEpochs
 from toolkit.errors import UserError
 
 _ALLOWED = {
@@ -26,6 +27,8 @@ _ALLOWED = {
     PositiveFloat: "a number above 0",
     NonNegativeFloat: "a number of 0 or more",
     ClosedUnitInterval: "a number from 0 to 1",
+    HalfOpenUnitInterval: "a number of 0 or more and below 1",
+    NumEpochs: "a number above 0",
     bool: "true or false",
     str: "text, in quotes if it looks like a number",
     types.NoneType: "null",
@@ -219,7 +222,7 @@ def sentence(message: str, config_class: type, flags: list[str], entries: dict[s
     """
     leaves, sections = known_keys(config_class)
     # Unknown, missing and incomplete arguments.
-    for key, value in _given_flags(flags):
+    for key, value in given_flags(flags):
         if key in leaves and (node := _compose(value)) and (found := _find_trouble_in_list(key, leaves[key], node)):
             return f"--{found[1]}" if found[1].startswith(key) else f"--{key}: {found[1]}"
     if unknown := re.search(r"unrecognized arguments: (\S+)", message):
@@ -249,13 +252,13 @@ def _type_sentence(key: str, hint: Any, flags: list[str], entries: dict[str, Ent
     if key in entries:
         entry = entries[key]
         return f"{entry.path}, line {entry.line}: {key} is {_shortened(entry.text) or 'null'}: write {allowed(hint)}"
-    for name, given in _given_flags(flags):
+    for name, given in given_flags(flags):
         if name == key:
             return f"--{key} is {_shortened(given)}: give {allowed(hint)}"
     return f"{key} has a value of the wrong type: give {allowed(hint)}"
 
 
-def _given_flags(flags: list[str]) -> list[tuple[str, str]]:
+def given_flags(flags: list[str]) -> list[tuple[str, str]]:
     """(key, value) of the flags on the command line, the last one first, because the last one wins."""
     pairs = list(zip(flags, [*flags[1:], ""], strict=False))
     given = [(*flag[2:].partition("="), value) for flag, value in reversed(pairs) if flag.startswith("--")]

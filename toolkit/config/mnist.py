@@ -7,7 +7,7 @@ from typing import Any
 
 from jsonargparse.typing import ClosedUnitInterval, PositiveFloat, PositiveInt
 
-from toolkit.config.schema import RunConfig, TrainConfig
+from toolkit.config.schema import NumEpochs, RunConfig, TrainConfig
 from toolkit.config.validate import check_length_and_name
 from toolkit.errors import UserError
 
@@ -68,7 +68,9 @@ class MnistConfig:
     optim: AdadeltaConfig = field(default_factory=AdadeltaConfig)
     run: RunConfig = field(default_factory=RunConfig)
     eval_batch_size_rows: PositiveInt = 500  # type: ignore[valid-type]
-    """Images per evaluation batch of one process. Evaluation runs after every epoch."""
+    """Images per evaluation batch of one process."""
+    eval_every_epochs: NumEpochs = 1.0  # type: ignore[valid-type]
+    """Epochs between evaluations, as in 0.5. A part of an epoch is rounded up to whole steps."""
     log_every_steps: PositiveInt = 10  # type: ignore[valid-type]
     """Steps between two log lines. Each reads the loss and so waits for the device."""
 

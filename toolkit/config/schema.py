@@ -5,12 +5,29 @@ Each module of the toolkit gets only its own section.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, Literal
 
-from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from jsonargparse.typing import (
+    ClosedUnitInterval,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    restricted_number_type,
+)
 
 from toolkit.config.data import DataConfig, LLMDataConfig
+
+HalfOpenUnitInterval = restricted_number_type("HalfOpenUnitInterval", float, [(">=", 0), ("<", 1)])
+NumEpochs = restricted_number_type("NumEpochs", float, [(">", 0), ("<", math.inf)])
+
+
+def as_written(number: float) -> Fraction:
+    """The decimal number as it was written: 0.1 is a tenth, not the nearest binary number, of which three are more than 0.3."""
+    return Fraction(str(number))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +101,8 @@ class TrainConfig:
     result does not depend on it."""
     max_steps: NonNegativeInt | None = None  # type: ignore[valid-type]
     """Number of optimizer updates. 0 only evaluates, and merges if `export.merge` is set. Give this or `num_epochs`."""
-    num_epochs: PositiveInt | None = None  # type: ignore[valid-type]
-    """Number of passes over the rows. Give this or `max_steps`."""
+    num_epochs: NumEpochs | None = None  # type: ignore[valid-type]
+    """Number of passes over the rows, as in 2.5. A part of an epoch is rounded up to whole steps. Give this or `max_steps`."""
     seed: NonNegativeInt = 0  # type: ignore[valid-type]
     """Seed of the weight initialization, row order and dropout."""
 
@@ -107,7 +124,9 @@ class OptimConfig:
     schedule: Literal["linear", "cosine", "constant", "step"] = "linear"
     """Shape of the learning-rate schedule after the warm-up."""
     warmup_steps: NonNegativeInt = 0  # type: ignore[valid-type]
-    """Steps over which the learning rate rises linearly to `lr`."""
+    """Steps over which the learning rate rises linearly to `lr`. Give this or `warmup_ratio`."""
+    warmup_ratio: HalfOpenUnitInterval = 0.0  # type: ignore[valid-type]
+    """Warm-up as a fraction of the run's steps, rounded up. Give this or `warmup_steps`."""
     min_lr_ratio: ClosedUnitInterval = 0.0  # type: ignore[valid-type]
     """Final learning rate of the linear and cosine schedules, as a fraction of `lr`."""
     gamma: PositiveFloat = 0.7  # type: ignore[valid-type]
@@ -130,7 +149,9 @@ class EvalConfig:
     """Loss and generated texts on the evaluation split."""
 
     every_steps: PositiveInt | None = None  # type: ignore[valid-type]
-    """Steps between evaluations. If unset, evaluate once at the end."""
+    """Steps between evaluations. If this and `every_epochs` are unset, evaluate once at the end."""
+    every_epochs: NumEpochs | None = None  # type: ignore[valid-type]
+    """Epochs between evaluations, as in 0.5, instead of `every_steps`. A part of an epoch is rounded up to whole steps."""
     at_start: bool = True
     """Also evaluate before the first step, as the untrained baseline."""
     num_rows: PositiveInt | None = None  # type: ignore[valid-type]
@@ -160,7 +181,9 @@ class CheckpointConfig:
     """Sharded checkpoints in the run folder."""
 
     every_steps: PositiveInt | None = None  # type: ignore[valid-type]
-    """Steps between checkpoints. If unset, save one at the end."""
+    """Steps between checkpoints. If this and `every_epochs` are unset, save one at the end."""
+    every_epochs: NumEpochs | None = None  # type: ignore[valid-type]
+    """Epochs between checkpoints, as in 0.5, instead of `every_steps`. A part of an epoch is rounded up to whole steps."""
     async_save: bool = True
     """Save asynchronously: training continues while the checkpoint, staged in host memory, is written. false waits for it."""
     keep_last: PositiveInt = 2  # type: ignore[valid-type]

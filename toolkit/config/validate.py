@@ -7,6 +7,13 @@ from typing import Any
 
 from toolkit.errors import UserError
 
+EXCLUSIVE = {
+    ("train.max_steps", "train.num_epochs"): "null",
+    ("eval.every_steps", "eval.every_epochs"): "null",
+    ("checkpoint.every_steps", "checkpoint.every_epochs"): "null",
+    ("optim.warmup_steps", "optim.warmup_ratio"): "0",
+}
+"""Pairs of keys of which a run has one, with the value of the other."""
 FILE_SOURCES = ("csv", "jsonl", "parquet", "wikihow")
 
 
@@ -18,15 +25,19 @@ def check_config(config: Any) -> None:
     """
     train, profile, data, evaluation = config.train, config.profile, config.data, config.eval
     check_length_and_name(config)
+    for first, second in EXCLUSIVE:
+        values = [getattr(getattr(config, section), name) for section, name in (first.split("."), second.split("."))]
+        if values[0] and values[1]:
+            raise UserError(f"{first} is {values[0]} and {second} is {values[1]}: give one of them")
     if profile.steps is not None and (len(profile.steps) != 2 or profile.steps[0] > profile.steps[1]):
         raise UserError(f"profile.steps is {profile.steps}: give the first and the last step, as in [10, 12]")
     if train.max_steps is not None:
         check_num_steps(config, train.max_steps)
     _check_sources(data)
-    if evaluation.early_stopping_patience is not None and evaluation.every_steps is None:
+    if evaluation.early_stopping_patience is not None and evaluation.every_steps is evaluation.every_epochs is None:
         raise UserError(
             f"eval.early_stopping_patience is {evaluation.early_stopping_patience}, but only the end is evaluated: set "
-            "eval.every_steps too"
+            "eval.every_steps or eval.every_epochs too"
         )
     if evaluation.best_metric.startswith("rouge") and not evaluation.generate:
         raise UserError(f"eval.best_metric {evaluation.best_metric} needs eval.generate true")

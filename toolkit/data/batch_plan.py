@@ -9,13 +9,15 @@ at the same time.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import chain
 
 import numpy as np
 
-from toolkit.config.schema import TrainConfig
+from toolkit.config.schema import TrainConfig, as_written
 from toolkit.data.packing import pack_best_fit
 from toolkit.distributed.rng import derive_seed
 from toolkit.errors import UserError
@@ -111,17 +113,20 @@ class BatchPlan:
         """Number of global batches in the first epoch. The last one may be smaller; it is used too."""
         return self.num_steps(1)
 
-    def num_steps(self, num_epochs: int) -> int:
-        """Number of global batches in the first `num_epochs` epochs."""
-        while len(self._first_steps) <= num_epochs:
-            self._first_steps.append(self._first_steps[-1] + self._num_batches(epoch=len(self._first_steps) - 1))
-        return self._first_steps[num_epochs] - 1
+    def num_steps(self, num_epochs: float) -> int:
+        """Number of global batches in the first `num_epochs` epochs; those of a part of an epoch are rounded up."""
+        epoch, part = divmod(as_written(num_epochs), 1)
+        first_step = self._first_step(epoch)
+        return first_step - 1 + (math.ceil(part * (self._first_step(epoch + 1) - first_step)) if part else 0)
+
+    def is_due(self, step: int, every_epochs: float) -> bool:
+        """Whether `step` is the last of the first k * `every_epochs` epochs, for a whole number k above 0."""
+        every = as_written(every_epochs)
+        return self._num_epochs(step) // every > self._num_epochs(step - 1) // every
 
     def step(self, step: int) -> Step:
         """Return the global batch of the 1-based `step`."""
-        epoch = 0
-        while self.num_steps(epoch + 1) < step:
-            epoch += 1
+        epoch = self._epoch(step)
         rows = self._batches(epoch)[step - self._first_steps[epoch]]
         return Step(step, epoch, tuple(rows.tolist()), int(self.num_label_tokens[rows].sum()), int(self.num_tokens[rows].sum()))
 
@@ -149,6 +154,25 @@ class BatchPlan:
             longest = (max(int(counts[pack].sum()) for pack in packs) for counts in (self.num_tokens, self.num_label_tokens))
             shapes.add((len(packs), *longest))
         return len(shapes)
+
+    def _first_step(self, epoch: int) -> int:
+        while len(self._first_steps) <= epoch:
+            self._first_steps.append(self._first_steps[-1] + self._num_batches(epoch=len(self._first_steps) - 1))
+        return self._first_steps[epoch]
+
+    def _epoch(self, step: int) -> int:
+        """The 0-based epoch of a step."""
+        while self._first_steps[-1] <= step:
+            self._first_step(len(self._first_steps))
+        return bisect_right(self._first_steps, step) - 1
+
+    def _num_epochs(self, step: int) -> Fraction:
+        """Epochs done after `step`."""
+        if step < 1:
+            return Fraction(0)
+        epoch = self._epoch(step)
+        first_step = self._first_step(epoch)
+        return epoch + Fraction(step + 1 - first_step, self._first_step(epoch + 1) - first_step)
 
     def _pack(self, step: Step) -> list[Pack]:
         if self.pack_length_tokens is None:

@@ -13,6 +13,7 @@ from toolkit.checkpoint.find import Goal
 from toolkit.checkpoint.save import CheckpointWriter, Save
 from toolkit.checkpoint.state import Identity, TrainState
 from toolkit.config.load import RecipeConfig
+from toolkit.config.schema import CheckpointConfig, EvalConfig
 from toolkit.data.batch_plan import BatchPlan
 from toolkit.distributed.comm import raise_together
 from toolkit.distributed.signals import StopRequests
@@ -76,12 +77,12 @@ def after_step(session: Session, *, is_resumed: bool = False) -> bool:
     # 2. Evaluate before saving: the manifest holds the metrics of its step.
     if state.evaluation_due:
         _evaluate_and_log(session)
-    # 3. Save at the end, on a new best value, and every `checkpoint.every_steps`.
+    # 3. Save at the end, on a new best value, and every `checkpoint.every_steps` or `every_epochs`.
     if run.num_steps == 0:
         return True
     over = state.step == run.num_steps or should_stop_early(config, state)
     keeps = config.checkpoint.keep_best > 0 and session.writer.is_best(state)
-    if state.step > 0 and (over or keeps or is_resumed or is_due(state.step, config.checkpoint.every_steps)):
+    if state.step > 0 and (over or keeps or is_resumed or is_due(state.step, config.checkpoint, run.plan)):
         _save(session, wait=over)
     if over and state.step < run.num_steps:
         session.bar.say(
@@ -230,6 +231,8 @@ def should_stop_early(config: RecipeConfig, state: TrainState) -> bool:
     return patience is not None and state.num_evaluations_without_gain >= patience
 
 
-def is_due(step: int, every_steps: int | None) -> bool:
-    """Whether an action that repeats every `every_steps` is due after `step`; None: never."""
-    return every_steps is not None and step % every_steps == 0
+def is_due(step: int, config: EvalConfig | CheckpointConfig, plan: BatchPlan) -> bool:
+    """Whether an action that repeats every `every_steps` or `every_epochs` is due after `step`; without both: never."""
+    if config.every_epochs is not None:
+        return plan.is_due(step, config.every_epochs)
+    return config.every_steps is not None and step % config.every_steps == 0

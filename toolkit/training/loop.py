@@ -57,7 +57,7 @@ def num_steps(config: RecipeConfig, plan: BatchPlan) -> int:
 def train(config: RecipeConfig, run: Run, state: TrainState) -> TrainState:
     """Train from the step after `state.step` to the end. Collective.
 
-    Evaluates every `eval.every_steps` and at the end. Saves every `checkpoint.every_steps`, after each new best value if
+    Evaluates every `eval.every_steps` or `every_epochs`, and at the end. Saves as `checkpoint` says, after each new best value if
     `checkpoint.keep_best` is set, and at the end. Stops early after `eval.early_stopping_patience` evaluations without gain.
 
     Raises:
@@ -108,7 +108,7 @@ def _train_steps(session: Session) -> None:
             lr = learning_rate(config.optim, step_number, run.num_steps, run.plan.steps_per_epoch)
             log.add(train_step(session, step, micro_batches, lr, watch if step_number == first_step else None))
         state.step, state.metrics = step_number, {}
-        state.evaluation_due = step_number == run.num_steps or is_due(step_number, config.eval.every_steps)
+        state.evaluation_due = step_number == run.num_steps or is_due(step_number, config.eval, run.plan)
         # 2. After a few updates that are large enough to show, every trainable parameter must have moved.
         num_showing += lr >= SMALLEST_SHOWING_LR
         if num_showing == UPDATES_UNTIL_MOVED and lr >= SMALLEST_SHOWING_LR:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.config.schema import OptimConfig
+from toolkit.config.schema import OptimConfig, as_written
 from toolkit.parallel.float8 import is_sharded_with_cast, refresh_scales
 
 
@@ -55,13 +55,14 @@ def _decayed_parameters(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
 def learning_rate(config: OptimConfig, step: int, num_steps: int, steps_per_epoch: int) -> float:
     """Learning rate of the 1-based `step`. It is a pure function, so that a resume needs no scheduler state.
 
-    Linear warm-up reaches `lr` at step `warmup_steps`. The linear and cosine schedules then decay so that step `num_steps + 1`
-    would be the first at `min_lr_ratio * lr`: the last step still updates, as in transformers. The `step` schedule multiplies
-    by `gamma` every `decay_every_steps` (default: an epoch).
+    Linear warm-up reaches `lr` at step `warmup_steps`, or at `warmup_ratio` of the steps, rounded up. The linear and cosine
+    schedules then decay so that step `num_steps + 1` would be the first at `min_lr_ratio * lr`: the last step still updates, as
+    in transformers. The `step` schedule multiplies by `gamma` every `decay_every_steps` (default: an epoch).
     """
-    if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
-    progress = (step - 1 - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
+    warmup_steps = config.warmup_steps or math.ceil(as_written(config.warmup_ratio) * num_steps)
+    if step <= warmup_steps:
+        return config.lr * step / warmup_steps
+    progress = (step - 1 - warmup_steps) / max(1, num_steps - warmup_steps)
     progress = min(max(progress, 0.0), 1.0)
     if config.schedule == "constant":
         return config.lr

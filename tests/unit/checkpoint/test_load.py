@@ -83,10 +83,10 @@ def test_a_changed_base_is_named_by_its_first_tensor() -> None:
         _check_identity(Path("step-00000003"), theirs, ours)
 
 
-def test_a_key_newer_than_the_checkpoint_may_not_change_the_run() -> None:
-    key = "optim.skip_beyond_sigmas"
+@pytest.mark.parametrize(("key", "off"), [("optim.skip_beyond_sigmas", None), ("optim.warmup_ratio", 0.0)])
+def test_a_key_newer_than_the_checkpoint_may_not_change_the_run(key: str, off: float | None) -> None:
     theirs = {"config": SETTINGS, "model_config_hash": "m", "data_fingerprint": "d", "frozen_hashes": {}}
-    _check_identity(Path("step-00000003"), theirs, identity(**{key: None}))
+    _check_identity(Path("step-00000003"), theirs, identity(**{key: off}))
     with pytest.raises(UserError, match=f"^{key} is 4.0, but step-00000003 was made with None"):
         _check_identity(Path("step-00000003"), theirs, identity(**{key: 4.0}))
 

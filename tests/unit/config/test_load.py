@@ -18,8 +18,9 @@ from tests.support.launch import REPOSITORY
 from toolkit.config import names as config_names
 from toolkit.config.load import dotted_keys, field_names, load_config, save_config
 from toolkit.config.messages import known_keys
+from toolkit.config.mnist import MnistConfig, check_mnist_config
 from toolkit.config.schema import LLMConfig, OptimConfig, SummarizationConfig
-from toolkit.config.validate import check_evaluation_rows, check_num_steps
+from toolkit.config.validate import EXCLUSIVE, check_evaluation_rows, check_num_steps
 from toolkit.errors import UserError
 
 REQUIRED = ["--model.name_or_path", "folder", "--data.source", "docstrings", "--train.max_steps", "20"]
@@ -197,6 +198,8 @@ def test_a_typo_gets_the_nearest_key(tmp_path: Path, key: str, suggested: str) -
         ("train.logging_steps", "log_every_steps"),
         ("save_steps", "checkpoint.every_steps"),
         ("eval_steps", "eval.every_steps"),
+        ("warmup_ratio", "optim.warmup_ratio"),
+        ("saves_per_epoch", "checkpoint.every_epochs"),
         ("eval.batch_size", "eval.batch_size_rows"),
         ("max_seq_length", "data.max_source_length_tokens"),
         ("lora_r", "adapter.rank"),
@@ -212,7 +215,6 @@ def test_what_other_trainers_call_it_is_understood(key: str, suggested: str) -> 
     [
         ("bf16", "the precision is mixed_precision of the accelerate YAML"),
         ("train.gradient_checkpointing", "it is fsdp_activation_checkpointing, in fsdp_config of the accelerate YAML"),
-        ("warmup_ratio", "the warm-up is given in steps, as optim.warmup_steps"),
         ("gradient_accumulation_steps", "it follows from train.global_batch_size_rows, train.micro_batch_size_rows and the "),
         ("deepspeed", "DeepSpeed is not used, models are sharded by FSDP: sharding is in the accelerate YAML, see"),
     ],
@@ -279,6 +281,9 @@ WRONG_TYPES = {
     ("train.seed", "-1"): "a whole number of 0 or more",
     ("train.global_batch_size_rows", "1.5"): "a whole number of 1 or more",
     ("train.max_steps", "many"): "a whole number of 0 or more or null",
+    ("train.num_epochs", "0"): "a number above 0 or null",
+    ("eval.every_epochs", ".inf"): "a number above 0 or null",
+    ("optim.warmup_ratio", "1"): "a number of 0 or more and below 1",
     ("optim.schedule", "cosin"): "linear, cosine, constant or step",
     ("eval.generate", "perhaps"): "true or false",
     ("data.eval_fraction", "1.1"): "a number from 0 to 1",
@@ -369,7 +374,19 @@ def test_missing_keys_are_named() -> None:
         (["--eval.best_metric=rougeL", "--eval.generate=false"], "eval.best_metric rougeL needs eval.generate true"),
         (
             ["--eval.early_stopping_patience=2"],
-            "eval.early_stopping_patience is 2, but only the end is evaluated: set eval.every_steps too",
+            "eval.early_stopping_patience is 2, but only the end is evaluated: set eval.every_steps or eval.every_epochs too",
+        ),
+        (
+            ["--eval.every_steps=5", "--eval.every_epochs=0.5"],
+            "eval.every_steps is 5 and eval.every_epochs is 0.5: give one of them",
+        ),
+        (
+            ["--checkpoint.every_steps=5", "--checkpoint.every_epochs=2"],
+            "checkpoint.every_steps is 5 and checkpoint.every_epochs is 2.0: give one of them",
+        ),
+        (
+            ["--optim.warmup_steps=5", "--optim.warmup_ratio=0.1"],
+            "optim.warmup_steps is 5 and optim.warmup_ratio is 0.1: give one of them",
         ),
         (["--export.weights=best"], "export.weights best needs checkpoint.keep_best of 1 or more"),
         (
@@ -397,7 +414,7 @@ def test_number_of_steps_is_checked_once_it_is_known() -> None:
     ("name", "flags"),
     [
         ("export.weights best", ["--export.weights=best", "--checkpoint.keep_best=1"]),
-        ("eval.early_stopping_patience", ["--eval.early_stopping_patience=2", "--eval.every_steps=1"]),
+        ("eval.early_stopping_patience", ["--eval.early_stopping_patience=2", "--eval.every_epochs=1"]),
     ],
 )
 def test_held_out_rows_are_asked_for_once_they_are_counted(name: str, flags: list[str]) -> None:
@@ -420,8 +437,29 @@ def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
     return path
 
 
-def test_a_run_length_as_a_flag_wins_over_the_other_kind_in_the_yaml(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("model: {name_or_path: m}\ndata: {source: docstrings}\ntrain: {num_epochs: 3}\n")
-    train = load_config(SummarizationConfig, ["--config", str(path), "--train.max_steps", "7"]).train
-    assert (train.max_steps, train.num_epochs) == (7, None)
+@pytest.mark.parametrize(
+    ("section", "in_yaml", "flag", "values"),
+    [
+        ("train", "num_epochs: 3", "max_steps=7", (7, None)),
+        ("train", "max_steps: 7", "num_epochs=2.5", (None, 2.5)),
+        ("eval", "every_steps: 7", "every_epochs=0.5", (None, 0.5)),
+        ("eval", "every_epochs: 0.5", "every_steps=null", (None, 0.5)),
+        ("checkpoint", "every_epochs: 0.5", "every_steps=7", (7, None)),
+        ("optim", "warmup_steps: 7", "warmup_ratio=0.1", (0, 0.1)),
+        ("optim", "warmup_ratio: 0.1", "warmup_steps=0", (0, 0.1)),
+    ],
+)
+def test_one_of_two_keys_as_a_flag_wins_over_the_other_in_the_yaml(
+    tmp_path: Path, section: str, in_yaml: str, flag: str, values: tuple[float | None, ...]
+) -> None:
+    text = "model: {name_or_path: m}\ndata: {source: docstrings}\n"
+    length = "" if section == "train" else "train: {max_steps: 20}\n"
+    path = write(tmp_path, f"{text}{length}{section}: {{{in_yaml}}}\n")
+    built = getattr(load_config(SummarizationConfig, ["--config", str(path), f"--{section}.{flag}"]), section)
+    ours = next(pair for pair in EXCLUSIVE if f"{section}.{in_yaml.split(':')[0]}" in pair)
+    assert tuple(getattr(built, key.partition(".")[2]) for key in ours) == values
+
+
+def test_a_flag_that_a_recipe_lacks_is_the_one_that_is_named() -> None:
+    with pytest.raises(UserError, match=r"^unknown flag --optim.warmup_ratio"):
+        load_config(MnistConfig, ["--train.max_steps=1", "--optim.warmup_ratio=0.1"], check=check_mnist_config)

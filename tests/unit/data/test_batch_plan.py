@@ -100,6 +100,31 @@ def test_a_budget_of_tokens_is_filled_and_kept(kind: str) -> None:
     assert [plan.step(n) for n in (1, num_steps, 2)] == [steps[0], steps[-1], steps[1]], "asked for in any order"
 
 
+# 203 rows in batches of 30: an epoch has 7 steps.
+@pytest.mark.parametrize(
+    ("num_epochs", "num_steps"), [(1, 7), (1.0, 7), (0.5, 4), (2.5, 18), (0.01, 1), (1 / 7, 1), (0.1429, 2), (3, 21), (1e-9, 1)]
+)
+def test_a_part_of_an_epoch_is_rounded_up_to_whole_steps(num_epochs: float, num_steps: int) -> None:
+    assert build_plan(global_batch_size_rows=30).num_steps(num_epochs) == num_steps
+
+
+@pytest.mark.parametrize(
+    ("every_epochs", "due"),
+    [(0.5, [4, 7, 11, 14, 18, 21]), (1, [7, 14, 21]), (1.5, [11, 21]), (2, [14]), (0.75, [6, 11, 16, 21]), (1e-9, range(1, 22))],
+)
+def test_what_repeats_by_epochs_is_due_where_as_many_epochs_end(every_epochs: float, due: list[int]) -> None:
+    plan = build_plan(global_batch_size_rows=30)
+    assert [step for step in range(22) if plan.is_due(step, every_epochs)] == list(due)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_due_steps_are_the_lengths_of_as_many_epochs(kind: str) -> None:
+    """Of epochs of different lengths too; 0.1 is a tenth, though three times the nearest binary number is more than 0.3."""
+    plan = build_plan(**KINDS[kind])
+    due = [step for step in range(plan.num_steps(3) + 1) if plan.is_due(step, 0.1)]
+    assert due == sorted({plan.num_steps(k / 10) for k in range(1, 31)}) and due[-1] == plan.num_steps(3)
+
+
 def test_a_budget_below_the_longest_row_is_refused() -> None:
     with pytest.raises(UserError, match=r"global_batch_size_tokens is 100, less than the longest row \(\d+ tokens\)"):
         build_plan(global_batch_size_tokens=100)

@@ -6,14 +6,16 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 
 from tests.support.checkpoint_files import LOSS
 from toolkit.checkpoint.state import TrainState
-from toolkit.config.schema import CheckpointConfig, EvalConfig
+from toolkit.config.schema import CheckpointConfig, EvalConfig, TrainConfig
+from toolkit.data.batch_plan import BatchPlan
 from toolkit.tracking.progress import Progress
 from toolkit.training import after_step as module
-from toolkit.training.after_step import Session, after_step, say_without_gain
+from toolkit.training.after_step import Session, after_step, is_due, say_without_gain
 
 
 @pytest.mark.parametrize(
@@ -54,3 +56,19 @@ def test_a_checkpoint_gets_the_figures_of_an_evaluation_that_a_signal_ended(
     assert not after_step(Session(config, run, state, **stand_ins), is_resumed=is_resumed)
     assert state.metrics == {"loss": 0.4}
     assert saved == ([state.metrics] if is_resumed else [])
+
+
+@pytest.mark.parametrize(
+    ("section", "due"),
+    [
+        ({}, []),
+        ({"every_steps": 3}, [3, 6, 9]),
+        ({"every_epochs": 0.5}, [3, 5, 8, 10]),
+        ({"every_epochs": 2.0}, [10]),
+    ],
+)
+def test_what_repeats_is_due_by_steps_or_by_epochs(section: dict[str, Any], due: list[int]) -> None:
+    ones = np.ones(10, dtype=np.int64)
+    plan = BatchPlan(ones, ones, TrainConfig(global_batch_size_rows=2), world_size=1)
+    for config in (EvalConfig(**section), CheckpointConfig(**section)):
+        assert [step for step in range(1, 11) if is_due(step, config, plan)] == due

@@ -46,6 +46,9 @@ def test_frozen_parameters_are_left_out() -> None:
 
 def test_schedules() -> None:
     assert rates(5, schedule="constant", warmup_steps=2) == [0.5, 1, 1, 1, 1]
+    assert rates(5, schedule="constant", warmup_ratio=0.3) == [0.5, 1, 1, 1, 1], "rounded up"
+    assert rates(1, warmup_ratio=0.1) == [1]
+    assert rates(100, warmup_ratio=0.07) == rates(100, warmup_steps=7), "though 0.07 * 100 is more than 7 in binary"
     assert rates(4, schedule="linear") == [1, 0.75, 0.5, 0.25]
     assert rates(6, schedule="linear", warmup_steps=2, min_lr_ratio=0.2) == [0.5, 1, 1, 0.8, 0.6, 0.4]
     assert rates(4, schedule="cosine") == [1, 0.853553, 0.5, 0.146447]
@@ -96,6 +99,8 @@ def test_norms_of_dora_are_not_decayed() -> None:
         ({}, 6, 1000, 1001, None),
         ({}, 11, 20, 10, None),
         ({"warmup_steps": 8}, 6, 10, 20, None),
+        ({"warmup_ratio": 0.5, "schedule": "constant"}, 6, 10, 20, "drops to 0.6 in step 6, after 1 in step 5"),
+        ({"warmup_ratio": 0.5, "schedule": "constant"}, 11, 10, 20, None),
         ({"schedule": "constant"}, 6, 10, 20, None),
         ({"schedule": "step"}, 6, 10, 20, None),
     ],
