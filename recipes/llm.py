@@ -60,6 +60,7 @@ def main() -> None:
         collator=CausalCollator(rows.tokenizer.pad_token_id, one_row=uses_flash_attention(skeleton)),
         stop_token_ids=rows.stop_token_ids,
         source_names=name_sources(config.data),
+        metrics=context.metrics,
     )
     longest = {
         name: setup.longest(rows, evaluation, column) for name, column in (("row", "num_tokens"), ("prompt", "prompt_length"))

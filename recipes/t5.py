@@ -55,6 +55,7 @@ def main() -> None:
         rows=choose_rows(rows.evaluation, config.eval.num_rows),
         tokenizer=rows.tokenizer,
         collator=collator,
+        metrics=context.metrics,
     )
     longest = {
         "source": setup.longest(rows, evaluation, "num_tokens", minus="num_label_tokens"),

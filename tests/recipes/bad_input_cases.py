@@ -84,6 +84,11 @@ EARLY = {
         flags="--eval.best_metric accuracy",
         sentence="eval.best_metric is accuracy: choose one of loss, perplexity, bits_per_byte, token_accuracy",
     ),
+    "metric that fails": Case(
+        flags="--eval.metrics {here}/own --eval.generate true",
+        files={"own/own.py": "raise RuntimeError('no such library')"},
+        sentence="eval.metrics {here}/own cannot be loaded (RuntimeError: no such library): name a metric of …",
+    ),
     "tracker not installed": Case(
         flags="--tracking.log_with ['{tracker}']",
         sentence="tracking.log_with: '{tracker}' is not installed; … (metrics.jsonl is written in any case)",

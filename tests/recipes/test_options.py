@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.support.launch import run_on_ranks
+from tests.support.metric_scripts import write_metric
 from tests.support.workbench import FP32, RECIPE, Workbench
 
 TAUGHT: dict[str, Any] = {
@@ -71,6 +72,29 @@ def test_run_stops_without_gain_keeps_the_best_and_exports_it(bench: Workbench) 
         for name, weights in (("best", best), ("last", last))
     }
     assert num_steps == {"best": 1, "last": 3}
+
+
+def test_a_metric_of_ones_own_is_computed_once_over_all_rows_and_ranks_checkpoints(bench: Workbench, tmp_path: Path) -> None:
+    # It depends on the order of the rows and on all of them, so parts computed on ranks would show.
+    folder = write_metric(tmp_path / "own", "return {'order': sum(i * len(t) for i, t in enumerate(predictions + references))}")
+    options: dict[str, Any] = {
+        "eval__metrics": [str(folder)],
+        "eval__best_metric": "own/order",
+        "eval__higher_is_better": False,
+        "eval__at_start": True,
+        "checkpoint__keep_best": 1,
+        "train__max_steps": 2,
+    }
+    figures = {}
+    for preset in ("fsdp2_cpu", "single"):
+        printed = bench.run(f"own_{preset}", preset=preset, **options)
+        figures[preset] = [line["own/order"] for line in bench.lines(f"own_{preset}", "eval")]
+        assert f"own/order {figures[preset][0]:.4g}" in printed and " own/order\n" in printed
+    assert figures["single"] == figures["fsdp2_cpu"] and len(figures["single"]) == 2 and figures["single"][0] > 0
+
+    write_metric(folder, "return {'order': 1}")
+    printed = bench.run("own_single", preset="single", **options | {"train__max_steps": 3})
+    assert "is not compared with later values: eval.metrics/own has other code now" in printed
 
 
 @pytest.mark.parametrize(("source", "step"), [("taught", 3), ("taught/checkpoints/step-00000001", 1), ("taught/export", 3)])

@@ -112,7 +112,7 @@ def _note_other_rows(entry: Entry, newest: list[Entry]) -> Entry:
     if not entry.metrics or not newest or entry.measured_on == newest[0].measured_on:
         return entry
     is_of_rows = entry.measured_on.get("rows") != newest[0].measured_on.get("rows")
-    what = "metrics are of other rows" if is_of_rows else "texts were generated with other settings"
+    what = "metrics are of other rows" if is_of_rows else "texts were generated or scored in another way"
     return replace(entry, note=f"{entry.note}; " * bool(entry.note) + f"{what} than {newest[0].name}'s")
 
 

@@ -64,6 +64,7 @@ _NAMES = {
     "eval.num_beams": "generation_num_beams",
     "eval.max_new_tokens": "generation_max_length generation_max_new_tokens",
     "eval.best_metric": "metric_for_best_model",
+    "eval.higher_is_better": "greater_is_better",
     "eval.early_stopping_patience": "patience early_stopping stop_after",
     "checkpoint.every_steps": "save_steps save_strategy",
     "checkpoint.every_epochs": "saves_per_epoch",

@@ -22,6 +22,7 @@ PATH_FIELDS = {
     "model": ("name_or_path", "init_from"),
     "adapter": ("name_or_path",),
     "data": ("source", "mix", "files", "eval_files", "chat_template", "folder"),
+    "eval": ("metrics",),
     "checkpoint": ("resume",),
 }
 """Fields that may hold a path to read. A value that matches no path, such as a hub id, stays as it is."""
@@ -94,8 +95,8 @@ def _map_paths(config: Any, change: Callable[[str, str, bool], str]) -> Any:
         if isinstance(value, MixEntry):
             parts = {part: changed(key, part, getattr(value, part)) for part in ("source", "files")}
             return dataclasses.replace(value, **parts)
-        # A source without a slash is the name of a source, even if a folder has the same name.
-        is_path = isinstance(value, str) and (name != "source" or "/" in value)
+        # A source or metric without a slash is a name, even if a folder has the same name.
+        is_path = isinstance(value, str) and (name not in ("source", "metrics") or "/" in value)
         return change(key, value, name in ("files", "eval_files")) if is_path else value
 
     sections = {}

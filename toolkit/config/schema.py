@@ -166,11 +166,16 @@ class EvalConfig:
     """Maximum tokens per generated text."""
     no_repeat_ngram_size: NonNegativeInt = 0  # type: ignore[valid-type]
     """Forbid repeated n-grams of this size in generated texts. 0 allows all."""
+    metrics: list[str] = field(default_factory=list)
+    """More metrics of generated texts: modules of `evaluate` by their name on the hub (`sacrebleu`), or folders with a script
+    (`./my_metric`). They are code, and it runs. Figures are named `sacrebleu/score`: module, slash, key of its result."""
     unshard: Literal["auto", "never"] = "auto"
     """`auto` gathers the full model once per evaluation if it fits in memory; `never` gathers it block by block."""
     best_metric: str = "loss"
     """Metric for `early_stopping_patience`, `checkpoint.keep_best` and `export.weights: best`: `loss`, `rouge1`, `rougeL`, …
-    Only values measured on the same rows and, for text metrics, with the same generation settings are compared."""
+    Only values measured on the same rows and, for text metrics, with the same generation settings and code are compared."""
+    higher_is_better: bool | None = None
+    """Whether a higher `best_metric` is better. Needed for a figure of `metrics`; the toolkit's own figures have a direction."""
     early_stopping_patience: PositiveInt | None = None  # type: ignore[valid-type]
     """Early stopping: stop after this many evaluations in a row that do not improve on the best `best_metric` so far. The
     evaluation before the first step does not count."""

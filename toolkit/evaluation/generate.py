@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.schema import EvalConfig
 from toolkit.data.collate import move_to
 from toolkit.distributed.comm import broadcast_object, gather_objects, on_all_ranks, rank
+from toolkit.distributed.watchdog import working
 from toolkit.errors import UserError
+from toolkit.evaluation.metrics import compute_figures
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.files.json_lines import save_json_lines
 from toolkit.parallel.gather import generation_ready
@@ -81,22 +83,34 @@ def gather_scores(scores: list[Score], data: EvaluationRows, predictions_path: P
     """Mean scores, equal for every process count because rank 0 sums in row order; it also writes the predictions. Collective.
 
     Raises:
-        UserError: the predictions cannot be written; on every rank.
+        UserError: the predictions cannot be written, or one of `data.metrics` fails; on every rank.
     """
     gathered = gather_objects(scores)
-    figures: dict[str, float] = {}
-    ordered: list[Score] = []
-    if rank() == 0:
+
+    def score_rows() -> dict[str, float]:
+        if rank() != 0:
+            return {}
         ordered = sorted((score for part in gathered for score in part), key=lambda score: score.index)
         if [score.index for score in ordered] != data.prompted:
             raise RuntimeError(f"{len(ordered)} scored rows for {len(data.prompted)} prompts: a row is missing or doubled")
-        for place, name in enumerate(ROUGE_METRICS):
-            figures[name] = math.fsum(score.rouge[place] for score in ordered) / len(ordered)
-        references = data.rows["target"][:]
-        figures["exact_match"] = 100 * sum(s.prediction.strip() == references[s.index].strip() for s in ordered) / len(ordered)
-        figures["percent_distinct"] = 100 * len({score.prediction for score in ordered}) / len(ordered)
-    on_all_ranks(lambda: _write_predictions(ordered, data, predictions_path) if rank() == 0 else None)
-    return broadcast_object(figures)
+        _write_predictions(ordered, data, predictions_path)  # first: they are there to look at where a metric fails
+        return _mean_scores(ordered, data)
+
+    return broadcast_object(on_all_ranks(score_rows))
+
+
+def _mean_scores(ordered: list[Score], data: EvaluationRows) -> dict[str, float]:
+    """ROUGE and the like, and the figures of `data.metrics`."""
+    figures: dict[str, float] = {}
+    for place, name in enumerate(ROUGE_METRICS):
+        figures[name] = math.fsum(score.rouge[place] for score in ordered) / len(ordered)
+    predictions, references = [score.prediction for score in ordered], data.references
+    pairs = zip(predictions, references, strict=True)
+    figures["exact_match"] = 100 * sum(ours.strip() == theirs.strip() for ours, theirs in pairs) / len(ordered)
+    figures["percent_distinct"] = 100 * len(set(predictions)) / len(ordered)
+    if data.metrics:
+        working("computing eval.metrics")
+    return figures | compute_figures(data.metrics, predictions, references)
 
 
 def _write_predictions(scores: list[Score], data: EvaluationRows, path: Path) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from toolkit.config.data import LLMDataConfig
 from toolkit.data.collate import Collator
 from toolkit.distributed.rng import derive_seed
+from toolkit.evaluation.metrics import TextMetric
 from toolkit.evaluation.text import Tokenizer, choose_tokenizer
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class EvaluationRows:
     """Tokens that end a generated text, in addition to those of the model's generation config."""
     source_names: tuple[str, ...] = ()
     """Names by `source_index` if the loss is also reported per source; else empty. See `name_sources`."""
+    metrics: tuple[TextMetric, ...] = ()
+    """Metrics of generated texts beside ROUGE."""
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -58,7 +61,12 @@ class EvaluationRows:
     @functools.cached_property
     def rouge_tokenizer(self) -> Tokenizer:
         """How ROUGE splits the texts of the `prompted` rows into words."""
-        return choose_tokenizer(self.rows.select(self.prompted)["target"][:])
+        return choose_tokenizer(self.references)
+
+    @property
+    def references(self) -> list[str]:
+        """The true texts of the `prompted` rows."""
+        return self.rows.select(self.prompted)["target"][:]
 
     @functools.cached_property
     def sources(self) -> np.ndarray:

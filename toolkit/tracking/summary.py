@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.distributed.comm import rank
 from toolkit.errors import UserError, escape_controls
 from toolkit.evaluation.generate import ROUGE_METRICS
+from toolkit.evaluation.metrics import own_figures
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.files.json_lines import load_json_lines
 from toolkit.tracking.metrics_log import MetricsLog
@@ -61,8 +62,9 @@ def _print_results(
     prompted = evaluation.rows.select(evaluation.prompted)
     baselines = _baselines(train_rows, prompted) if any("rougeL" in line for line in evaluations) else {}
     table = {**baselines, **dict(sorted(named.items()))}
+    own = own_figures(evaluation.metrics, evaluations[-1])
     words = f"; ROUGE counts {evaluation.rouge_tokenizer.description}" if baselines else ""
-    print(f"\n{len(evaluation.rows)} held-out rows{words}\n{format_table(table)}\n", flush=True)
+    print(f"\n{len(evaluation.rows)} held-out rows{words}\n{format_table(table, (*_COLUMNS, *own))}\n", flush=True)
     if "rougeL" in evaluations[-1]:
         _print_samples(run_folder / f"predictions-{evaluations[-1]['step']}.jsonl", prompted)
 
@@ -71,9 +73,9 @@ def format_table(rows: dict[str, dict[str, float]], choice: Sequence[str] = _COL
     """Format figures, by row name, as aligned text. A column that no row has is left out."""
     columns = [c for c in choice if any(c in row for row in rows.values())]
     width = max(len(name) for name in rows)
-    lines = [" " * width + "".join(f"{column.replace('percent_', '% '):>15}" for column in columns)]
+    lines = [" " * width + "".join(f"{column.replace('percent_', '% '):>{max(15, len(column) + 2)}}" for column in columns)]
     for name, row in rows.items():
-        cells = (f"{row[c]:>15.2f}" if row.get(c) is not None else f"{'–':>15}" for c in columns)
+        cells = (f"{'–' if row.get(c) is None else f'{row[c]:.2f}':>{max(15, len(c) + 2)}}" for c in columns)
         lines.append(f"{name:<{width}}" + "".join(cells))
     return escape_controls("\n".join(lines))
 

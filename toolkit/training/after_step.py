@@ -20,6 +20,7 @@ from toolkit.distributed.signals import StopRequests
 from toolkit.distributed.watchdog import at, working
 from toolkit.errors import Stopped
 from toolkit.evaluation.loop import evaluate
+from toolkit.evaluation.metrics import own_figures
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.parallel.wrap import ShardedModel
 from toolkit.tracking.metrics_log import MetricsLog
@@ -157,7 +158,8 @@ def _evaluate_and_log(session: Session) -> None:
     run.metrics.write("eval", state.step, **figures, **text_fields, measured_on=goal.measured_on)
     log_to_trackers(run.sharded.accelerator, {f"eval/{name}": value for name, value in figures.items()}, state.step)
     of_sources = (name for name in figures if name.startswith("loss/"))
-    shown = ("loss", *of_sources, "bits_per_byte", "token_accuracy", "rouge1", "rougeL", "percent_distinct", "rows_per_s")
+    own = own_figures(run.evaluation.metrics, figures)
+    shown = ("loss", *of_sources, "bits_per_byte", "token_accuracy", "rouge1", "rougeL", *own, "percent_distinct", "rows_per_s")
     bar.say(f"evaluation at step {state.step}: " + ", ".join(f"{n} {figures[n]:.4g}" for n in shown if n in figures))
     state.metrics, state.evaluation_due = figures, False
     session.log.restart_clock()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from toolkit.checkpoint.find import Goal
 from toolkit.config.schema import EvalConfig
+from toolkit.distributed.comm import on_all_ranks
 from toolkit.errors import UserError
 from toolkit.evaluation.generate import ROUGE_METRICS
+from toolkit.evaluation.metrics import try_metrics
 from toolkit.evaluation.rows import EvaluationRows
 
 TEXT_METRICS = (*ROUGE_METRICS, "exact_match", "percent_distinct")
@@ -18,21 +22,55 @@ HIGHER_IS_BETTER = (*TEXT_METRICS, "token_accuracy")
 
 
 def build_goal(config: EvalConfig, data: EvaluationRows) -> Goal:
-    """The goal that `eval.best_metric` names, with what it is measured on: metrics of texts depend on generation settings too."""
+    """The goal that `eval.best_metric` names, with what it is measured on: metrics of texts depend on generation settings too,
+    and those of `eval.metrics` on their code."""
     metric = config.best_metric
     keys = ("max_new_tokens", "num_beams", "no_repeat_ngram_size") if config.generate else ()
-    measured_on = {"rows": data.fingerprint, **{key: getattr(config, key) for key in keys}}
-    return Goal(metric, metric in HIGHER_IS_BETTER, measured_on, tuple(measured_on) if metric in TEXT_METRICS else ("rows",))
+    code = {f"metrics/{own.name}": own.code_hash for own in data.metrics}
+    measured_on = {"rows": data.fingerprint, **{key: getattr(config, key) for key in keys}, **code}
+    if metric in LOSS_METRICS:
+        return Goal(metric, metric in HIGHER_IS_BETTER, measured_on, ("rows",))
+    if metric in TEXT_METRICS:
+        return Goal(metric, metric in HIGHER_IS_BETTER, measured_on, ("rows", *keys))
+    assert config.higher_is_better is not None  # ensured by check_metric
+    return Goal(metric, config.higher_is_better, measured_on, ("rows", *keys, f"metrics/{metric.split('/')[0]}"))
 
 
-def check_metric(config: EvalConfig, data: EvaluationRows | None = None) -> None:
-    """Check that evaluations produce the metric; with `data`, also on these rows.
+def check_metric(config: EvalConfig, own: Collection[str]) -> None:
+    """Check that evaluations may produce the metric, and that which value is better is known.
+
+    Args:
+        own: names of the metrics beside the toolkit's.
 
     Raises:
-        UserError: it does not exist; the sentence lists those that do.
+        UserError: it does not exist; the sentence lists those that do. Or `eval.higher_is_better` is missing or wrong.
     """
+    metric, higher = config.best_metric, config.higher_is_better
     known = (*LOSS_METRICS, *(TEXT_METRICS if config.generate else ()))
-    if data is not None and config.best_metric in TEXT_METRICS and not data.prompted:
-        raise UserError(f"eval.best_metric is {config.best_metric}, but no held-out row has a prompt: choose loss or the like")
-    if config.best_metric not in known:
-        raise UserError(f"eval.best_metric is {config.best_metric}: choose one of {', '.join(known)}")
+    if metric in known:
+        if higher is not None and higher != (metric in HIGHER_IS_BETTER):
+            raise UserError(
+                f"eval.higher_is_better is {str(higher).lower()}, but of {metric} the other value is better: leave it out"
+            )
+    elif metric.split("/")[0] not in own:
+        raise UserError(f"eval.best_metric is {metric}: choose one of {', '.join([*known, *(f'{name}/…' for name in own)])}")
+    elif higher is None:
+        raise UserError(f"eval.best_metric is {metric}: also say which value is better, by eval.higher_is_better true or false")
+
+
+def check_metric_on_rows(config: EvalConfig, data: EvaluationRows) -> None:
+    """Check that evaluations of these rows produce the metric, by computing `data.metrics` on a few references. Collective.
+
+    Raises:
+        UserError: no row has a prompt to generate a text for, or a metric fails or lacks that figure; on every rank.
+    """
+    metric = config.best_metric
+
+    def check(figures: Collection[str]) -> None:
+        if metric not in LOSS_METRICS and not data.prompted:
+            raise UserError(f"eval.best_metric is {metric}, but no held-out row has a prompt: choose loss or the like")
+        if metric not in (*LOSS_METRICS, *TEXT_METRICS, *figures):
+            raise UserError(f"eval.best_metric is {metric}: choose one of {', '.join([*LOSS_METRICS, *TEXT_METRICS, *figures])}")
+
+    figures = try_metrics(data.metrics, data.references) if data.metrics else []
+    on_all_ranks(lambda: check(figures))

@@ -18,6 +18,7 @@ from toolkit.data.batch_plan import BatchPlan, check_global_batch_size
 from toolkit.data.tokens.cache import TokenizedRows
 from toolkit.distributed.comm import close_groups, on_all_ranks, print_rank0, rank, world_size
 from toolkit.distributed.watchdog import keep_stacks_in, start, stop, working
+from toolkit.evaluation.metrics import TextMetric, load_text_metrics, metric_name
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export.write import check_export_places, export_model
 from toolkit.launch.accelerator import bound_primitive_cache, build_accelerator, frozen_dtype, fsdp_version
@@ -36,7 +37,7 @@ from toolkit.tracking.summary import show_results
 from toolkit.tracking.trackers import check_trackers, close_trackers
 from toolkit.training import loop
 from toolkit.training.after_step import Run
-from toolkit.training.goal import build_goal, check_metric
+from toolkit.training.goal import build_goal, check_metric, check_metric_on_rows
 from toolkit.training.optim import describe_rate_change
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class RunContext:
     """This run's checkpoint to resume from."""
     init_from: Path | None
     """Another run's weights to start from; None if they are not needed."""
+    metrics: tuple[TextMetric, ...]
+    """`eval.metrics`, loaded."""
 
 
 def begin(config: RecipeConfig) -> RunContext:
@@ -72,7 +75,7 @@ def begin(config: RecipeConfig) -> RunContext:
     """
     # Checks of the config alone, then the accelerator.
     check_trackers(config.tracking)
-    check_metric(config.eval)
+    check_metric(config.eval, own=[metric_name(name) for name in config.eval.metrics])
     check_adapter_config(config)
     accelerator = build_accelerator(config.tracking.log_with, config.run.output_dir, config.run.timeout_s)
     start(config.run.timeout_s)
@@ -80,6 +83,7 @@ def begin(config: RecipeConfig) -> RunContext:
     has_adapter = is_enabled(config.adapter)
     dtype = on_all_ranks(lambda: frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=has_adapter))
     check_global_batch_size(config.train, world_size())
+    metrics = load_text_metrics(config.eval.metrics)
     # The run folder, locked against a second run.
     run_folder = open_run_folder(config)
     keep_stacks_in(run_folder)
@@ -93,7 +97,7 @@ def begin(config: RecipeConfig) -> RunContext:
     # A checkpoint lacks frozen weights: with `model.freeze`, they come from `init_from` on a resume too.
     needs_start = resume_from is None or bool(config.model.freeze)
     init_from = find_weights(config.model.init_from) if config.model.init_from and needs_start else None
-    return RunContext(accelerator, dtype, run_folder, settings, resume_from, init_from)
+    return RunContext(accelerator, dtype, run_folder, settings, resume_from, init_from, metrics)
 
 
 def build_skeleton(
@@ -123,7 +127,7 @@ def check_rows(config: RecipeConfig, rows: TokenizedRows, plan: BatchPlan, evalu
     num_steps = loop.num_steps(config, plan)
     check_num_steps(config, num_steps)
     check_evaluation_rows(config, len(evaluation.rows))
-    check_metric(config.eval, evaluation)
+    check_metric_on_rows(config.eval, evaluation)
     bound_primitive_cache(plan.num_shapes(min(num_steps, NUM_STEPS_LOOKED_AT), rank()))
     # Print the counts, per source if there are several.
     counted = [f"{(evaluation.sources == place).sum():,} of {name}" for place, name in enumerate(evaluation.source_names)]

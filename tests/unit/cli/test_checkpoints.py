@@ -161,5 +161,5 @@ def test_figures_that_are_no_equals_are_noted(
     assert run_command(monkeypatch, tmp_path) == 0
     _, *rows, _ = capsys.readouterr().out.splitlines()
     assert rows[0].endswith("valid: metrics are of other rows than step-00000012's")
-    assert rows[1].endswith("valid: texts were generated with other settings than step-00000012's")
+    assert rows[1].endswith("valid: texts were generated or scored in another way than step-00000012's")
     assert all(row.endswith("  valid") for row in rows[2:])

@@ -1,0 +1,152 @@
+"""Metrics of generated texts beside ROUGE: modules of `evaluate`, or functions of predictions and references.
+
+Rank 0 loads them and computes each once over all rows, in row order, so figures do not depend on the number of processes.
+A metric runs code. It runs only because the user named it: in `eval.metrics`, or as an argument of `toolkit.finetune`.
+"""
+
+from __future__ import annotations
+
+import functools
+import numbers
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.distributed.comm import broadcast_object, on_all_ranks, rank
+from toolkit.errors import UserError
+
+NUM_ROWS_TRIED = 8
+"""Number of references on which each metric runs before the model loads."""
+_OUR_FIGURES = (
+    *("loss", "perplexity", "bits_per_byte", "token_accuracy", "num_rows", "rows_per_s", "kind", "step", "measured_on"),
+    *("rouge1", "rouge2", "rougeL", "rougeLsum", "exact_match", "percent_distinct", "rouge_tokenizer"),
+)
+
+
+@dataclass(frozen=True)
+class TextMetric:
+    """A metric of generated texts; its figures are `<name>/<key>` for each number of a dict, or `<name>` for a plain number."""
+
+    name: str
+    code_hash: str
+    """Hash of the code. Figures of different code are not compared."""
+    compute: Callable[..., Any] | None
+    """(predictions, references), two lists of texts → a number or a dict; None on ranks other than 0, which do not call it."""
+
+    def figures(self, predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+        """The metric's numbers over all rows; what is no number (lists, texts) is left out. Only for rank 0.
+
+        Raises:
+            UserError: a module raised an error, or the metric returned no number. A function's errors are its own.
+        """
+        assert self.compute is not None
+        result = self.compute(list(predictions), list(references))
+        named = (
+            {f"{self.name}/{key}": value for key, value in result.items()} if isinstance(result, Mapping) else {self.name: result}
+        )
+        numbers_only = {name: float(value) for name, value in named.items() if isinstance(value, numbers.Real)}
+        if not numbers_only:
+            raise UserError(
+                f"eval.metrics {self.name} returned {result!r:.80}: a metric returns a number, or a dict with numbers"
+            )
+        return numbers_only
+
+
+def load_text_metrics(names: Sequence[str]) -> tuple[TextMetric, ...]:
+    """Load each module of `evaluate` that `eval.metrics` names: on the hub, or a folder or file with its script. Collective.
+
+    Raises:
+        UserError: one cannot be loaded, a name may mean two things, or two metrics have one name; on every rank.
+    """
+    loaded = on_all_ranks(lambda: [_load_module(name) for name in names] if rank() == 0 else [])
+    hashes = broadcast_object([metric.code_hash for metric in loaded])
+    computes = [metric.compute for metric in loaded] or [None] * len(names)
+    metrics = tuple(map(TextMetric, map(metric_name, names), hashes, computes))
+    check_names(metric.name for metric in metrics)
+    return metrics
+
+
+def metric_name(path: str) -> str:
+    """What figures of a module call it: the last part of its path or hub id, without `.py`."""
+    return Path(path).name.removesuffix(".py")
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuse names of metrics that would overwrite figures.
+
+    Raises:
+        UserError: a name is given twice, or its figures could be taken for the toolkit's own.
+    """
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise UserError(f"eval.metrics has two metrics named {name}: rename the folder of one, or leave one out")
+        if name == "loss" or not name:
+            raise UserError(f"eval.metrics has a metric named {name!r}, which the toolkit's own figures are called: rename it")
+        seen.add(name)
+
+
+def compute_figures(metrics: Sequence[TextMetric], predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    """The figures of all metrics. Only for rank 0.
+
+    Raises:
+        UserError: as `TextMetric.figures`, or a metric returned a plain number under the name of a figure of the toolkit.
+    """
+    figures: dict[str, float] = {}
+    for metric in metrics:
+        figures |= metric.figures(predictions, references)
+    if taken := figures.keys() & set(_OUR_FIGURES):
+        raise UserError(f"eval.metrics {min(taken)} is the name of a figure of the toolkit: rename the metric")
+    return figures
+
+
+def own_figures(metrics: Sequence[TextMetric], figures: Iterable[str]) -> list[str]:
+    """The names among `figures` that are of these metrics."""
+    names = {metric.name for metric in metrics}
+    return [figure for figure in figures if figure.split("/")[0] in names]
+
+
+def try_metrics(metrics: Sequence[TextMetric], references: Sequence[str]) -> list[str]:
+    """Compute every metric on a few references as their own predictions; returns the names of the figures. Collective.
+
+    What would fail after hours of training, at the first evaluation, fails here.
+
+    Raises:
+        UserError: as `compute_figures`; on every rank.
+    """
+    few = list(references[:NUM_ROWS_TRIED])
+    return broadcast_object(on_all_ranks(lambda: list(compute_figures(metrics, few, few)) if rank() == 0 and few else []))
+
+
+def _load_module(name: str) -> TextMetric:
+    """Load a module with `evaluate`. A name without a slash is the hub's: no folder's code runs by the accident of its name."""
+    if "/" not in name and (Path(name, f"{name}.py").is_file() or Path(name).is_file()):
+        raise UserError(f"eval.metrics {name} is a name on the hub, but also a path here: write ./{name} for the path")
+    import evaluate
+
+    try:
+        # In memory, because files of several runs would share a folder.
+        module = evaluate.load(name, keep_in_memory=True, experiment_id=uuid.uuid4().hex)
+    except Exception as error:  # importing the script runs its code: anything may come
+        raise UserError(
+            f"eval.metrics {name} cannot be loaded ({_line(error)}): name a metric of huggingface.co/evaluate-metric, or, on a "
+            "machine without network, a folder with its script, as in ./my_metric with my_metric.py in it"
+        ) from error
+    return TextMetric(metric_name(name), str(module._hash), functools.partial(_compute_module, module, name))
+
+
+def _compute_module(module: Any, name: str, predictions: list[str], references: list[str]) -> Any:
+    try:
+        return module.compute(predictions=predictions, references=references)
+    except Exception as error:  # the code is not ours: anything may come
+        raise UserError(
+            f"eval.metrics {name} failed on {len(predictions)} predictions and their references ({_line(error)}): fix it, or "
+            "leave it out"
+        ) from error
+
+
+def _line(error: Exception) -> str:
+    """An error on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
