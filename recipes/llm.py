@@ -18,7 +18,7 @@ def main() -> None:
     # These imports take seconds, so a wrong flag has been reported before them.
     from toolkit.data.batch_plan import BatchPlan, Mix
     from toolkit.data.collate import CausalCollator
-    from toolkit.data.tokens.causal import prepare_llm_rows
+    from toolkit.data.tokens.prepare import prepare_rows
     from toolkit.distributed.comm import print_rank0, world_size
     from toolkit.evaluation.rows import EvaluationRows, choose_rows, name_sources
     from toolkit.launch.run_folder import save_run_config
@@ -41,7 +41,7 @@ def main() -> None:
     model_config, skeleton = build_skeleton(config, accelerator, CAUSAL)
 
     # Rows: text → tokens on disk → the batch plan (which rows each step takes) and the evaluation split.
-    rows = prepare_llm_rows(config.data, config.model, num_token_embeddings(skeleton))
+    rows = prepare_rows(config.data, config.model, num_token_embeddings(skeleton))
     num_tokens, num_label_tokens = (rows.train.with_format("numpy")[name][:] for name in ("num_tokens", "num_label_tokens"))
     weights = tuple(entry.weight for entry in config.data.mix)
     mix = Mix(rows.train.with_format("numpy")["source_index"][:], weights) if weights else None

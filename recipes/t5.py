@@ -19,7 +19,7 @@ def main() -> None:
     from toolkit.data.batch_plan import BatchPlan
     from toolkit.data.collate import SummarizationCollator, own_label_shift
     from toolkit.data.tokens.languages import start_generation
-    from toolkit.data.tokens.seq2seq import prepare_rows
+    from toolkit.data.tokens.prepare import prepare_rows
     from toolkit.distributed.comm import print_rank0, world_size
     from toolkit.evaluation.rows import EvaluationRows, choose_rows
     from toolkit.launch.run_folder import save_run_config

@@ -125,7 +125,7 @@ def train_family(family: str, accelerator: Any, folder: Path) -> tuple[float, fl
     from tests.support.model_folders import _build_tokenizer
     from toolkit.config.data import DataConfig
     from toolkit.config.schema import EvalConfig, ModelConfig, OptimConfig, SummarizationConfig
-    from toolkit.data.tokens.seq2seq import _tokenize_batch
+    from toolkit.data.tokens.seq2seq import tokenize
     from toolkit.evaluation.loop import evaluate
     from toolkit.evaluation.rows import EvaluationRows
     from toolkit.export.write import export_model
@@ -142,7 +142,9 @@ def train_family(family: str, accelerator: Any, folder: Path) -> tuple[float, fl
     tokenizer = _build_tokenizer(("<s>", "<pad>", "</s>") if collator.pad_token_id else ("<pad>", "</s>"))
     rows = make_rows(3)
     columns = {name: [row[name] for row in rows] for name in rows[0]}
-    tokens = _tokenize_batch(columns, tokenizer, "", 60, 60)
+    tokens = tokenize(
+        columns, tokenizer, DataConfig(source="jsonl", max_source_length_tokens=60, max_target_length_tokens=60), []
+    )
     dataset = Dataset.from_dict({**columns, **tokens, "row_id": [0, 1, 2]})
     data = EvaluationRows(rows=dataset, tokenizer=tokenizer, collator=collator)
     config = SummarizationConfig(

@@ -40,9 +40,9 @@ def kill_tokenizing_process() -> None:
     """One of the processes that rank 0 tokenizes with is killed, as by a system that runs out of memory."""
     from transformers import PreTrainedTokenizerBase
 
-    from toolkit.data.tokens import cache as token_cache
+    from toolkit.data.tokens import prepare
 
-    token_cache._ROWS_WORTH_SEVERAL_PROCESSES = 1
+    prepare._ROWS_WORTH_SEVERAL_PROCESSES = 1
     rank_itself = os.getpid()
     look = lambda *_, **__: None if os.getpid() == rank_itself else os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
     wrap(PreTrainedTokenizerBase, "__call__", look)

@@ -9,6 +9,7 @@ Processes on several machines may share a cache. They may read, build or rebuild
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -68,6 +69,11 @@ def find_or_build(what: str, folder: Path, build: Callable[[Path], dict[str, Any
         raise UserError(
             f"{what} cannot be written to {folder.parent} ({reason}): make room there, or set data.cache_dir"
         ) from None
+
+
+def name_folder(identity: dict[str, Any]) -> str:
+    """The name of a cache folder: sha256 of everything that decides its content, as JSON values."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
 def _put_in_place(what: str, unfinished: Path, folder: Path, beside: Path) -> dict[str, Any] | None:

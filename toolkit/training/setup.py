@@ -15,7 +15,7 @@ from toolkit.config.load import RecipeConfig, dotted_keys
 from toolkit.config.paths import write_paths
 from toolkit.config.validate import check_evaluation_rows, check_num_steps
 from toolkit.data.batch_plan import BatchPlan, check_global_batch_size
-from toolkit.data.tokens.cache import TokenizedRows
+from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.distributed.comm import close_groups, on_all_ranks, print_rank0, rank, world_size
 from toolkit.distributed.watchdog import keep_stacks_in, start, stop, working
 from toolkit.evaluation.metrics import TextMetric, load_text_metrics, metric_name

@@ -20,8 +20,7 @@ from tests.faults.workers.faulty_recipe import wrap
 from tests.support.launch import REPOSITORY
 from toolkit.checkpoint import load as checkpoint
 from toolkit.checkpoint import save as checkpoint_writer
-from toolkit.data.tokens import cache as token_cache
-from toolkit.data.tokens import seq2seq as tokens
+from toolkit.data.tokens import prepare
 from toolkit.distributed.comm import rank
 from toolkit.export import write as export
 from toolkit.models import load as models
@@ -34,8 +33,8 @@ BUSY_S = 2 * TIMEOUT_S
 FOREVER_S = 600.0
 
 PLACES: dict[str, tuple[Any, str]] = {
-    "tokenizing": (tokens, "tokenize_rows"),  # on rank 0 alone
-    "after tokenizing": (token_cache, "raise_together"),
+    "tokenizing": (prepare, "tokenize_rows"),  # on rank 0 alone
+    "after tokenizing": (prepare, "raise_together"),
     "loading the model": (models, "load_model"),
     "hashing frozen weights": (setup, "hash_frozen"),
     "loading the checkpoint": (checkpoint, "load_tensors"),

@@ -21,7 +21,6 @@ from toolkit.checkpoint.init_from import find_weights
 from toolkit.cli.checkpoints import show_checkpoints
 from toolkit.data.cache_folders import find_or_build
 from toolkit.data.rows.cache import load_rows
-from toolkit.data.tokens.cache import About, write_tokens
 from toolkit.distributed.rng import capture_random_state, save_random_state
 from toolkit.errors import UserError
 from toolkit.export.write import _replace, _save_check
@@ -164,21 +163,19 @@ def test_a_cache_that_may_not_be_read_is_one_sentence(shared: Path) -> None:
 
 @pytest.mark.parametrize("closed", ["train/data.arrow", "train", ""])
 def test_a_token_cache_that_may_not_be_read_is_not_built_again(shared: Path, closed: str) -> None:
-    def write(folder: Path) -> About:
+    def write(folder: Path) -> dict[str, str]:
         (folder / "train").mkdir()
         (folder / "train" / "data.arrow").touch()
-        return About([])
+        return {}
 
-    cache = shared / "cache"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("toolkit.data.tokens.cache.hash_contents", lambda folder: "of the rows")
-        folder = cache / write_tokens(cache, {"a": 1}, write).name
-    cache.chmod(0o777)
+    folder = shared / "cache" / "tokens"
+    find_or_build("the token cache", folder, write)
+    folder.parent.chmod(0o777)
     before = mode(folder / closed)
     (folder / closed).chmod(0)
     try:
         with another_user(), pytest.raises(UserError, match=f"^data.cache_dir: {folder}.* cannot be read .*: ask its owner, or"):
-            write_tokens(cache, {"a": 1}, write)
+            find_or_build("the token cache", folder, write)
     finally:
         (folder / closed).chmod(before)
 

@@ -6,13 +6,12 @@ The hash comes first, so that a second run reads the cache and does not parse a 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.data.cache_folders import find_or_build
+from toolkit.data.cache_folders import find_or_build, name_folder
 from toolkit.data.rows.split import InputReport, write_rows
 from toolkit.data.sources.row import RowInput
 
@@ -77,8 +76,7 @@ def load_rows(
         "eval_fraction": eval_fraction,
         "inputs": [(item.is_eval_file, item.digest) for item in inputs],
     }
-    fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    folder = cache / "rows" / fingerprint
+    folder = cache / "rows" / name_folder(identity)
 
     def build(unfinished: Path) -> dict[str, Any]:
         reports, repeats = write_rows(

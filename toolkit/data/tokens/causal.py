@@ -1,34 +1,23 @@
-"""Text rows of a causal model's run → tokenized rows on disk, with -100 as label where a token does not count."""
+"""Chats, pairs and texts → tokens of a causal model, with -100 as label where a token does not count: what `prepare.py` calls for
+its rows."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from toolkit.config.data import LLMDataConfig
 from toolkit.config.schema import ModelConfig
-from toolkit.data.rows.cache import TextRows, cache_folder
-from toolkit.data.rows.causal_rows import load_llm_rows
 from toolkit.data.rows.messages import list_texts
-from toolkit.data.tokens.cache import About, TokenizedRows, Written, build_once_a_node, save_tokens, tokenize_rows, write_tokens
 from toolkit.data.tokens.chat_template import check_chat_template, list_special_tokens, read_chat_template
 from toolkit.data.tokens.cuts import ROW_IDS_OF_A_PIECE, SIDES, split_text, tell_cut, tell_split
 from toolkit.data.tokens.offsets import TokenizedText, tokenize_texts
 from toolkit.data.tokens.prompts import Prepared, prepare_chat, prepare_text
-from toolkit.data.tokens.tokenizer import (
-    has_tokenizer,
-    hash_tokenizer,
-    keep_trained_tokenizer,
-    load_tokenizer,
-    tell_lost_text,
-    train_byte_level_tokenizer,
-)
+from toolkit.data.tokens.tokenizer import tell_lost_text, train_byte_level_tokenizer
 from toolkit.errors import UserError
 from toolkit.loss import IGNORED_LABEL
 
@@ -36,57 +25,16 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 5
-"""Part of the cache's name. Raise it when the columns or their meaning change."""
+TRAINED = "byte-level trained"
+"""The tokenizer of a model that brings none."""
+PLACEHOLDER = {"source": '{"text": "", "mix_entry": 0}', "target": "", "lead_text": ""}
 
 _OF_TOKENIZING = ("num_given_tokens", "num_lost_tokens", "piece", "is_chat", "is_endless")
 """Temporary columns: tokens before and lost to the cut; a row's 0-based number in its text; a chat, one with an endless turn."""
 _NUM_ROWS_TRIED = 100  # to see whether the tokenizer preserves their text
 
 
-def prepare_llm_rows(config: LLMDataConfig, model: ModelConfig, vocab_size: int) -> TokenizedRows:
-    """Read, tokenize and cache the rows on the first process of each node; the others load the cache. Collective.
-
-    A chat is rendered by the chat template. A pair or a text has the tokenizer's prefix (Llama's `<s>`) and its end token around
-    it. Beyond `data.max_length_tokens` chats and pairs are cut, and a text is split into several rows (see `cuts.py`).
-
-    Raises:
-        UserError: anything wrong with the source, the tokenizer or the chat template; after the cut, no training row has a label,
-            over all or in one entry of `data.mix`; the nodes have read different data. On every rank.
-    """
-    return build_once_a_node(cache_folder(config.cache_dir), partial(_build_cache, config, model, vocab_size))
-
-
-def _build_cache(config: LLMDataConfig, model: ModelConfig, vocab_size: int) -> Written:
-    """Write the tokenized rows into the cache unless they are there. For one process per node."""
-    template = read_chat_template(config.chat_template) if config.chat_template else None
-    tokenizer = load_tokenizer(model, vocab_size) if has_tokenizer(model) else None
-    if tokenizer is not None:
-        _set_up(tokenizer, template, config.max_length_tokens)
-    rows = load_llm_rows(config)
-    training = f"byte-level trained on the rows, {vocab_size} tokens"
-    identity = {
-        "format": FORMAT_VERSION,
-        "rows": rows.fingerprint,
-        "tokenizer": hash_tokenizer(tokenizer) if tokenizer else training,
-        "chat_template": hashlib.sha256(json.dumps(tokenizer.chat_template if tokenizer else template).encode()).hexdigest(),
-        "loss_on": config.loss_on,
-        "max_length_tokens": config.max_length_tokens,
-    }
-
-    def write(folder: Path) -> About:
-        if tokenizer is not None:
-            return _write_tokens(rows, tokenizer, config, folder)
-        texts = (text for row in rows.train for text in list_texts(json.loads(row["source"])))
-        train = partial(train_byte_level_tokenizer, texts, vocab_size)
-        trained = keep_trained_tokenizer(cache_folder(config.cache_dir), f"{rows.fingerprint} {training}", train)
-        _set_up(trained, template, config.max_length_tokens)
-        return _write_tokens(rows, trained, config, folder)
-
-    return write_tokens(cache_folder(config.cache_dir), identity, write)
-
-
-def _set_up(tokenizer: PreTrainedTokenizerBase, template: str | None, max_length_tokens: int) -> None:
+def set_up(tokenizer: PreTrainedTokenizerBase, config: LLMDataConfig, model: ModelConfig) -> None:
     """Set the tokenizer's chat template, which is exported with it, and refuse an unsuitable tokenizer or template."""
     name = tokenizer.name_or_path or "trained on the rows"
     if not tokenizer.is_fast:
@@ -96,55 +44,83 @@ def _set_up(tokenizer: PreTrainedTokenizerBase, template: str | None, max_length
     if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer {name} has no end token to put after texts: set eos_token in its tokenizer_config.json")
     least = len(_get_prefix(tokenizer)) + 2
-    if max_length_tokens < least:
-        raise UserError(f"data.max_length_tokens = {max_length_tokens} leaves no room for a label: give a row at least {least}")
-    if template is not None:
-        tokenizer.chat_template = template
+    if config.max_length_tokens < least:
+        raise UserError(
+            f"data.max_length_tokens = {config.max_length_tokens} leaves no room for a label: give a row at least {least}"
+        )
+    if config.chat_template:
+        tokenizer.chat_template = read_chat_template(config.chat_template)
     check_chat_template(tokenizer)
 
 
-def _write_tokens(rows: TextRows, tokenizer: PreTrainedTokenizerBase, config: LLMDataConfig, folder: Path) -> About:
-    first_rows = rows.train.select(range(min(_NUM_ROWS_TRIED, len(rows.train))))["source"]
-    remarks = rows.remarks + tell_lost_text(tokenizer, [list_texts(json.loads(source)) for source in first_rows])
-    stop_token_ids = {int(tokenizer.eos_token_id)}
-    arguments = {
-        "tokenizer": tokenizer,
+def list_settings(config: LLMDataConfig, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+    """What decides the tokens, beside the rows and the tokenizer."""
+    if tokenizer is not None:
+        template: Any = tokenizer.chat_template
+    else:
+        template = read_chat_template(config.chat_template) if config.chat_template else None
+    return {
+        "chat_template": hashlib.sha256(json.dumps(template).encode()).hexdigest(),
         "loss_on": config.loss_on,
         "max_length_tokens": config.max_length_tokens,
-        "origins": rows.origins,
     }
-    for name, dataset in (("train", rows.train), ("evaluation", rows.evaluation)):
-        tokenized = tokenize_rows(
-            dataset,
-            _tokenize_batch,
-            arguments,
-            name,
-            folder,
-            num_workers=config.num_tokenizer_workers,
-            placeholder={"source": '{"text": "", "mix_entry": 0}', "target": "", "lead_text": ""},
-        )
-        kept, sentences = _drop_lost_rows(tokenized, config, name)
-        remarks += sentences
-        if name == "train":
-            _check_mix(kept, config)
-        stop_token_ids.update(*kept["stop_token_ids"])
-        save_tokens(kept.remove_columns([*_OF_TOKENIZING, "stop_token_ids"]), name, folder)
-    tokenizer.save_pretrained(folder / "tokenizer")
-    return About(remarks, sorted(stop_token_ids))
 
 
-def _check_mix(train: Dataset, config: LLMDataConfig) -> None:
-    left = set(train.with_format("numpy")["source_index"][:].tolist())
-    for number, entry in enumerate(config.mix):
-        if number not in left:
-            raise UserError(
-                f"data.mix[{number}] ({entry.source}) has no training row left (all its rows are held out, skipped or cut off): "
-                "leave it out, or change data.eval_fraction or data.max_length_tokens"
+def train(rows: Dataset, vocab_size: int) -> PreTrainedTokenizerBase:
+    """A byte-level tokenizer, from the training rows."""
+    texts = (text for row in rows for text in list_texts(json.loads(row["source"])))
+    return train_byte_level_tokenizer(texts, vocab_size)
+
+
+def describe(tokenizer: PreTrainedTokenizerBase, rows: Dataset) -> list[str]:
+    """What to print about a tokenizer: whether it loses text of the first rows."""
+    first_rows = rows.select(range(min(_NUM_ROWS_TRIED, len(rows))))["source"]
+    return tell_lost_text(tokenizer, [list_texts(json.loads(source)) for source in first_rows])
+
+
+def tokenize(
+    rows: dict[str, list], tokenizer: PreTrainedTokenizerBase, config: LLMDataConfig, origins: list[tuple[str, int]]
+) -> dict[str, list]:
+    """The columns of `TokenizedRows`, those of `_OF_TOKENIZING`, and `stop_token_ids`."""
+    # Render each example as text with the positions of its turns, and tokenize all of them.
+    examples = [json.loads(source) for source in rows["source"]]
+    prepared = [
+        prepare_chat(tokenizer, example, config.loss_on, _locate(row_id, origins))
+        if "messages" in example
+        else prepare_text(example, config.loss_on, lead_text)
+        for row_id, example, lead_text in zip(rows["row_id"], examples, rows["lead_text"], strict=True)
+    ]
+    tokenized = tokenize_texts(
+        tokenizer, [item.text for item in prepared], [[turn.start for turn in item.turns] for item in prepared]
+    )
+    # Turn each example into one row, or a long text into several.
+    prefix = _get_prefix(tokenizer)
+    special_tokens = re.compile("|".join(map(re.escape, list_special_tokens(tokenizer))) or "(?!)")
+    all_columns = []
+    for row_id, example, item, tokens in zip(rows["row_id"], examples, prepared, tokenized, strict=True):
+        if not item.is_chat:  # add the special tokens around a text; a chat's template has printed its own
+            length, before = len(item.text), np.zeros(len(prefix), dtype=np.int64)
+            tokens = TokenizedText(
+                np.concatenate([prefix, tokens.input_ids, [tokenizer.eos_token_id]]).astype(np.int32),
+                np.concatenate([before, tokens.starts, [length]]),
+                np.concatenate([before, tokens.ends, [length]]),
+                tuple(first + len(prefix) for first in tokens.firsts),
             )
+        if "text" in example:
+            columns = _split(item, tokens, len(prefix), config.max_length_tokens)
+        else:
+            columns = [_mask(item, tokens, config.max_length_tokens, special_tokens)]
+        of_row = {**_find_stops(item, tokenizer, special_tokens), "source_index": example["mix_entry"]}
+        all_columns += [
+            {**part, **of_row, "row_id": row_id + piece * ROW_IDS_OF_A_PIECE, "piece": piece}
+            for piece, part in enumerate(columns)
+        ]
+    return {name: [columns[name] for columns in all_columns] for name in all_columns[0]}
 
 
-def _drop_lost_rows(tokenized: Dataset, config: LLMDataConfig, name: str) -> tuple[Dataset, list[str]]:
-    """The rows with at least one label, and sentences about rows that were split, cut, dropped or have no end of turn."""
+def report(tokenized: Dataset, config: LLMDataConfig, name: str) -> tuple[Dataset, list[str], set[int]]:
+    """The rows with a label, as they are stored; sentences about rows that were split, cut, dropped or have no end of turn; and
+    the tokens that end turns."""
     numbers = tokenized.select_columns(["num_label_tokens", *_OF_TOKENIZING]).with_format("numpy")[:]
     is_kept = numbers["num_label_tokens"] > 0
     is_bare = ~is_kept & (numbers["num_lost_tokens"] == 0)  # no label before any cut, as with zero-width characters for BERT's
@@ -173,51 +149,21 @@ def _drop_lost_rows(tokenized: Dataset, config: LLMDataConfig, name: str) -> tup
             f"the chat template ends the turns of {num_endless} of {num_rows} {side} rows with no special token, so generation "
             "has nothing to stop at: end assistant turns with eos_token in data.chat_template"
         )
-    return tokenized.select(np.flatnonzero(is_kept)) if num_lost or num_bare else tokenized, sentences
+    kept = tokenized.select(np.flatnonzero(is_kept)) if num_lost or num_bare else tokenized
+    if name == "train":
+        _check_mix(kept, config)
+    stop_token_ids: set[int] = set().union(*kept["stop_token_ids"])
+    return kept.remove_columns([*_OF_TOKENIZING, "stop_token_ids"]), sentences, stop_token_ids
 
 
-def _tokenize_batch(
-    rows: dict[str, list],
-    tokenizer: PreTrainedTokenizerBase,
-    loss_on: str,
-    max_length_tokens: int,
-    origins: list[tuple[str, int]],
-) -> dict[str, list]:
-    """The columns of `TokenizedRows`, those of `_OF_TOKENIZING`, and `stop_token_ids`."""
-    # Render each example as text with the positions of its turns, and tokenize all of them.
-    examples = [json.loads(source) for source in rows["source"]]
-    prepared = [
-        prepare_chat(tokenizer, example, loss_on, _locate(row_id, origins))
-        if "messages" in example
-        else prepare_text(example, loss_on, lead_text)
-        for row_id, example, lead_text in zip(rows["row_id"], examples, rows["lead_text"], strict=True)
-    ]
-    tokenized = tokenize_texts(
-        tokenizer, [item.text for item in prepared], [[turn.start for turn in item.turns] for item in prepared]
-    )
-    # Turn each example into one row, or a long text into several.
-    prefix = _get_prefix(tokenizer)
-    special_tokens = re.compile("|".join(map(re.escape, list_special_tokens(tokenizer))) or "(?!)")
-    all_columns = []
-    for row_id, example, item, tokens in zip(rows["row_id"], examples, prepared, tokenized, strict=True):
-        if not item.is_chat:  # add the special tokens around a text; a chat's template has printed its own
-            length, before = len(item.text), np.zeros(len(prefix), dtype=np.int64)
-            tokens = TokenizedText(
-                np.concatenate([prefix, tokens.input_ids, [tokenizer.eos_token_id]]).astype(np.int32),
-                np.concatenate([before, tokens.starts, [length]]),
-                np.concatenate([before, tokens.ends, [length]]),
-                tuple(first + len(prefix) for first in tokens.firsts),
+def _check_mix(train: Dataset, config: LLMDataConfig) -> None:
+    left = set(train.with_format("numpy")["source_index"][:].tolist())
+    for number, entry in enumerate(config.mix):
+        if number not in left:
+            raise UserError(
+                f"data.mix[{number}] ({entry.source}) has no training row left (all its rows are held out, skipped or cut off): "
+                "leave it out, or change data.eval_fraction or data.max_length_tokens"
             )
-        if "text" in example:
-            columns = _split(item, tokens, len(prefix), max_length_tokens)
-        else:
-            columns = [_mask(item, tokens, max_length_tokens, special_tokens)]
-        of_row = {**_find_stops(item, tokenizer, special_tokens), "source_index": example["mix_entry"]}
-        all_columns += [
-            {**part, **of_row, "row_id": row_id + piece * ROW_IDS_OF_A_PIECE, "piece": piece}
-            for piece, part in enumerate(columns)
-        ]
-    return {name: [columns[name] for columns in all_columns] for name in all_columns[0]}
 
 
 def _locate(row_id: int, origins: list[tuple[str, int]]) -> str:

@@ -1,107 +1,56 @@
-"""Text rows of a summarization run → tokenized rows on disk."""
+"""A text and its summary or translation → tokens of an encoder-decoder: what `prepare.py` calls for its rows."""
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit.config.data import DataConfig
 from toolkit.config.schema import ModelConfig
-from toolkit.data.rows.cache import TextRows, cache_folder
-from toolkit.data.rows.source_rows import load_text_rows
-from toolkit.data.tokens.cache import About, TokenizedRows, Written, build_once_a_node, save_tokens, tokenize_rows, write_tokens
 from toolkit.data.tokens.cuts import tell_cut
 from toolkit.data.tokens.languages import marks_languages, set_languages
-from toolkit.data.tokens.tokenizer import (
-    has_tokenizer,
-    hash_tokenizer,
-    keep_trained_tokenizer,
-    load_tokenizer,
-    train_tokenizer,
-)
+from toolkit.data.tokens.tokenizer import train_tokenizer
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 5
-"""Part of the cache's name. Raise it when the columns or their meaning change."""
+TRAINED = "unigram trained"
+"""The tokenizer of a model that brings none."""
+PLACEHOLDER = {"source": "", "target": "", "lead_text": ""}
 
 
-def prepare_rows(config: DataConfig, model: ModelConfig, vocab_size: int) -> TokenizedRows:
-    """Read, tokenize and cache the rows on the first process of each node; the others load the cache. Collective.
-
-    Raises:
-        UserError: anything wrong with the source or the tokenizer; the nodes have read different data. On every rank.
-    """
-    return build_once_a_node(cache_folder(config.cache_dir), partial(_build_cache, config, model, vocab_size))
+def set_up(tokenizer: PreTrainedTokenizerBase, config: DataConfig, model: ModelConfig) -> None:
+    """Set the languages of a translation model."""
+    set_languages(tokenizer, model.name_or_path, config.source_language, config.target_language)
 
 
-def _build_cache(config: DataConfig, model: ModelConfig, vocab_size: int) -> Written:
-    """Write the tokenized rows into the cache unless they are there. For one process per node."""
-    tokenizer = load_tokenizer(model, vocab_size) if has_tokenizer(model) else None
-    if tokenizer is not None:
-        set_languages(tokenizer, model.name_or_path, config.source_language, config.target_language)
-    rows = load_text_rows(config)
-    training = f"unigram trained on the rows, {vocab_size} tokens"
-    identity = {
-        "format": FORMAT_VERSION,
-        "rows": rows.fingerprint,
-        "tokenizer": hash_tokenizer(tokenizer) if tokenizer else training,
-        "prefix": config.prefix,
-        "max_source_length_tokens": config.max_source_length_tokens,
-        "max_target_length_tokens": config.max_target_length_tokens,
-    }
+def list_settings(config: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+    """What decides the tokens, beside the rows and the tokenizer."""
+    settings = {name: getattr(config, name) for name in ("prefix", "max_source_length_tokens", "max_target_length_tokens")}
     if tokenizer is not None and marks_languages(tokenizer):
-        identity["languages"] = f"{tokenizer.src_lang} to {tokenizer.tgt_lang}"
-
-    def write(folder: Path) -> About:
-        train = partial(train_tokenizer, rows.train, vocab_size)
-        kept = tokenizer or keep_trained_tokenizer(cache, f"{rows.fingerprint} {training}", train)
-        return _write_tokens(rows, kept, config, folder)
-
-    cache = cache_folder(config.cache_dir)
-    return write_tokens(cache, identity, write)
+        settings["languages"] = f"{tokenizer.src_lang} to {tokenizer.tgt_lang}"
+    return settings
 
 
-def _write_tokens(rows: TextRows, tokenizer: PreTrainedTokenizerBase, config: DataConfig, folder: Path) -> About:
-    remarks = list(rows.remarks)
-    if marks_languages(tokenizer):
-        remarks.append(f"sources are marked as {tokenizer.src_lang}, targets as {tokenizer.tgt_lang}")
-    arguments = {
-        "tokenizer": tokenizer,
-        "prefix": config.prefix,
-        "max_source_length_tokens": config.max_source_length_tokens,
-        "max_target_length_tokens": config.max_target_length_tokens,
-    }
-    for name, dataset in (("train", rows.train), ("evaluation", rows.evaluation)):
-        tokenized = tokenize_rows(
-            dataset,
-            _tokenize_batch,
-            arguments,
-            name,
-            folder,
-            num_workers=config.num_tokenizer_workers,
-            placeholder={"source": "", "target": "", "lead_text": ""},
-        )
-        remarks += _report_truncation(tokenized, config, name)
-        save_tokens(tokenized.remove_columns(["num_lost_source_tokens", "num_lost_target_tokens"]), name, folder)
-    tokenizer.save_pretrained(folder / "tokenizer")
-    return About(remarks)
+def train(rows: Dataset, vocab_size: int) -> PreTrainedTokenizerBase:
+    """A tokenizer like T5's, from the training rows."""
+    return train_tokenizer(rows, vocab_size)
 
 
-def _tokenize_batch(
-    rows: dict[str, list],
-    tokenizer: PreTrainedTokenizerBase,
-    prefix: str,
-    max_source_length_tokens: int,
-    max_target_length_tokens: int,
+def describe(tokenizer: PreTrainedTokenizerBase, rows: Dataset) -> list[str]:
+    """What to print about a tokenizer."""
+    if not marks_languages(tokenizer):
+        return []
+    return [f"sources are marked as {tokenizer.src_lang}, targets as {tokenizer.tgt_lang}"]
+
+
+def tokenize(
+    rows: dict[str, list], tokenizer: PreTrainedTokenizerBase, config: DataConfig, origins: list[tuple[str, int]]
 ) -> dict[str, list]:
-    sources, num_lost_of_sources = _encode(
-        tokenizer, [prefix + text for text in rows["source"]], max_source_length_tokens, "text"
-    )
-    labels, num_lost_of_targets = _encode(tokenizer, rows["target"], max_target_length_tokens, "text_target")
+    """The columns of `TokenizedRows`, and the numbers of tokens that the limits cost."""
+    texts = [config.prefix + text for text in rows["source"]]
+    sources, num_lost_of_sources = _encode(tokenizer, texts, config.max_source_length_tokens, "text")
+    labels, num_lost_of_targets = _encode(tokenizer, rows["target"], config.max_target_length_tokens, "text_target")
     texts = [
         str(tokenizer.decode(ids, skip_special_tokens=True)) if num_lost else text
         for ids, text, num_lost in zip(labels, rows["target"], num_lost_of_targets, strict=True)
@@ -117,6 +66,20 @@ def _tokenize_batch(
     }
 
 
+def report(tokenized: Dataset, config: DataConfig, name: str) -> tuple[Dataset, list[str], set[int]]:
+    """The rows as they are stored, and sentences about cuts. Which tokens end a text is for the generation config to say."""
+    lost = ["num_lost_source_tokens", "num_lost_target_tokens"]
+    numbers = tokenized.select_columns(["num_tokens", "num_label_tokens", *lost]).with_format("numpy")[:]
+    num_kept = {"source": numbers["num_tokens"] - numbers["num_label_tokens"], "target": numbers["num_label_tokens"]}
+    sentences: list[str] = []
+    for side, limit in (("source", config.max_source_length_tokens), ("target", config.max_target_length_tokens)):
+        num_lost = numbers[f"num_lost_{side}_tokens"]
+        sentences += tell_cut(
+            num_kept[side] + num_lost, num_lost, len(tokenized), name, f"data.max_{side}_length_tokens = {limit}", side
+        )
+    return tokenized.remove_columns(lost), sentences, set()
+
+
 def _encode(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: int, argument: str
 ) -> tuple[list[list[int]], list[int]]:
@@ -128,16 +91,3 @@ def _encode(
             all_ids[i] = tokenizer(**{argument: text}, truncation=True, max_length=max_length)["input_ids"]
             num_lost[i] = num_given - len(all_ids[i])
     return all_ids, num_lost
-
-
-def _report_truncation(tokenized: Dataset, config: DataConfig, name: str) -> list[str]:
-    names = ["num_tokens", "num_label_tokens", "num_lost_source_tokens", "num_lost_target_tokens"]
-    numbers = tokenized.select_columns(names).with_format("numpy")[:]
-    num_kept = {"source": numbers["num_tokens"] - numbers["num_label_tokens"], "target": numbers["num_label_tokens"]}
-    sentences: list[str] = []
-    for side, limit in (("source", config.max_source_length_tokens), ("target", config.max_target_length_tokens)):
-        num_lost = numbers[f"num_lost_{side}_tokens"]
-        sentences += tell_cut(
-            num_kept[side] + num_lost, num_lost, len(tokenized), name, f"data.max_{side}_length_tokens = {limit}", side
-        )
-    return sentences

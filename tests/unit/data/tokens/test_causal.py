@@ -21,8 +21,8 @@ from tests.support.chats import (
 )
 from toolkit.config.data import LLMDataConfig, MixEntry
 from toolkit.config.schema import ModelConfig
-from toolkit.data.tokens import causal as llm_tokens
-from toolkit.data.tokens.causal import prepare_llm_rows
+from toolkit.data.tokens import prepare as preparing
+from toolkit.data.tokens.prepare import prepare_rows
 from toolkit.errors import UserError
 
 CHATS = [say("hello there", "it is four", "thanks", "welcome", system="be brief"), say("what is two", "two is it")]
@@ -45,7 +45,7 @@ def prepare(tmp_path, model):
             (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             settings = {"source": "jsonl", "files": str(tmp_path / "rows.jsonl")} | settings
         config = LLMDataConfig(**{"cache_dir": str(tmp_path / "cache"), **NO_SPLIT, **settings})
-        return prepare_llm_rows(config, model, 400)
+        return prepare_rows(config, model, 400)
 
     return prepare
 
@@ -469,7 +469,7 @@ def test_tokenizers_that_cannot_do_it_are_refused(prepare, tmp_path):
 
 def test_the_second_run_reads_the_cache(prepare, monkeypatch):
     first = prepare(chats(*CHATS))
-    monkeypatch.setattr(llm_tokens, "tokenize_rows", None)  # called again, it would raise
+    monkeypatch.setattr(preparing, "tokenize_rows", None)  # called again, it would raise
     second = prepare(chats(*CHATS))
     assert second.train[:] == first.train[:] and second.fingerprint == first.fingerprint
 
@@ -503,10 +503,8 @@ def test_a_folder_without_tokenizer_gets_one_trained_on_the_training_rows(prepar
 
 
 def test_several_processes_give_the_same_rows_and_tell_a_users_mistake(prepare, monkeypatch):
-    from toolkit.data.tokens import cache as token_cache
-
     expected = prepare(chats(*CHATS)).train[:]
-    monkeypatch.setattr(token_cache, "_ROWS_WORTH_SEVERAL_PROCESSES", 1)
+    monkeypatch.setattr(preparing, "_ROWS_WORTH_SEVERAL_PROCESSES", 1)
     assert prepare(chats(*CHATS), num_tokenizer_workers=2, max_length_tokens=1023).train[:] == expected
     with pytest.raises(UserError, match="row 2: the chat template refuses this conversation"):
         prepare(chats(CHATS[1], [*say("a"), *say("b", "c")]), chat_template=LLAMA2, num_tokenizer_workers=2)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from toolkit.data.tokens import cache as token_cache
+from toolkit.data.tokens import prepare
 from toolkit.errors import UserError
 
 
@@ -20,7 +20,7 @@ def tokenize(batch: dict[str, list]) -> dict[str, list]:
 
 
 def test_a_killed_worker_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_cache, "_ROWS_WORTH_SEVERAL_PROCESSES", 1)
+    monkeypatch.setattr(prepare, "_ROWS_WORTH_SEVERAL_PROCESSES", 1)
     rows = Dataset.from_dict({"row_id": list(range(4)), "source": ["a"] * 4})
     with pytest.raises(UserError, match="one of the 2 processes that tokenize the train rows was killed"):
-        token_cache.tokenize_rows(rows, tokenize, {}, "train", tmp_path, num_workers=2, placeholder={"source": "a"})
+        prepare.tokenize_rows(rows, tokenize, {}, "train", tmp_path, num_workers=2, placeholder={"source": "a"})

@@ -12,9 +12,8 @@ from tests.support.tokenizer_kinds import EXACT_KINDS, build_byte_level, build_m
 from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.config.schema import ModelConfig
 from toolkit.data.tokens import offsets as spans
-from toolkit.data.tokens.causal import prepare_llm_rows
 from toolkit.data.tokens.cuts import split_text, tell_cut
-from toolkit.data.tokens.seq2seq import prepare_rows
+from toolkit.data.tokens.prepare import prepare_rows
 from toolkit.errors import UserError
 
 BOOK_CHARACTERS = 200_000
@@ -28,7 +27,7 @@ def prepare(tmp_path):
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         settings = {"cache_dir": str(tmp_path / "cache"), "eval_fraction": 0.0} | settings
         config = LLMDataConfig(source="jsonl", files=str(tmp_path / "rows.jsonl"), **settings)
-        return prepare_llm_rows(config, ModelConfig(name_or_path=str(tmp_path / "model")), len(tokenizer))
+        return prepare_rows(config, ModelConfig(name_or_path=str(tmp_path / "model")), len(tokenizer))
 
     return prepare
 

@@ -11,7 +11,7 @@ from tests.support.chats import CHATML
 from tests.support.tokenizer_kinds import EXACT_KINDS, build_byte_level, build_word_piece, draw_text
 from toolkit.config.data import LLMDataConfig
 from toolkit.config.schema import ModelConfig
-from toolkit.data.tokens.causal import prepare_llm_rows
+from toolkit.data.tokens.prepare import prepare_rows
 
 NUM_PAIRS = 200
 
@@ -24,7 +24,7 @@ def prepare(tmp_path):
         config = LLMDataConfig(
             source="jsonl", files=str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / "cache"), eval_fraction=0.0, **settings
         )
-        return prepare_llm_rows(config, ModelConfig(name_or_path=str(tmp_path / "model")), len(tokenizer))
+        return prepare_rows(config, ModelConfig(name_or_path=str(tmp_path / "model")), len(tokenizer))
 
     return prepare
 

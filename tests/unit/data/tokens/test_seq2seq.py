@@ -14,9 +14,9 @@ from datasets import Dataset, concatenate_datasets, load_from_disk
 from tests.support.tokenizer_kinds import build_byte_level
 from toolkit.config.data import DataConfig
 from toolkit.config.schema import ModelConfig
-from toolkit.data.tokens import seq2seq as tokens
-from toolkit.data.tokens.cache import About, hash_contents, write_tokens
-from toolkit.data.tokens.seq2seq import prepare_rows
+from toolkit.data.cache_folders import find_or_build
+from toolkit.data.tokens import seq2seq
+from toolkit.data.tokens.prepare import hash_contents, prepare_rows
 from toolkit.data.tokens.tokenizer import train_tokenizer
 from toolkit.errors import UserError
 
@@ -40,28 +40,26 @@ def test_the_fingerprint_follows_the_tokenizer_that_came_out_of_training(tmp_pat
     assert prepare_rows(data, model, 80).fingerprint == first.fingerprint
     # On fewer rows: on the same ones it comes out the same now and then.
     trained_apart = train_tokenizer(first.train.select(range(20)).rename_columns({"lead_text": "source"}), 80)
-    monkeypatch.setattr(tokens, "train_tokenizer", lambda rows, vocab_size: trained_apart)
+    monkeypatch.setattr(seq2seq, "train_tokenizer", lambda rows, vocab_size: trained_apart)
     elsewhere = prepare_rows(replace(data, cache_dir=str(tmp_path / "elsewhere")), model, 80)
     assert elsewhere.fingerprint != first.fingerprint
 
 
 def test_two_machines_with_one_process_id_may_write_one_cache(tmp_path: Path) -> None:
-    def write(folder: Path, name: str) -> About:
-        write_rows(folder, [3 if name == "first" else 4])
-        return About([name])
+    folder = tmp_path / "cache" / "tokens"
 
-    def write_while_another_does(folder: Path) -> About:
-        write_tokens(tmp_path / "cache", {"a": 1}, lambda other: write(other, "first"))
-        return write(folder, "second")
+    def write(unfinished: Path, name: str) -> dict[str, str]:
+        write_rows(unfinished, [3 if name == "first" else 4])
+        return {"by": name}
 
-    name, contents = write_tokens(tmp_path / "cache", {"a": 1}, write_while_another_does)
-    folder = tmp_path / "cache" / name
-    assert os.listdir(tmp_path / "cache") == [name]
+    def write_while_another_does(unfinished: Path) -> dict[str, str]:
+        find_or_build("the token cache", folder, lambda other: write(other, "first"))
+        return write(unfinished, "second")
+
+    about = find_or_build("the token cache", folder, write_while_another_does)
+    assert os.listdir(tmp_path / "cache") == ["tokens"]
     assert load_from_disk(str(folder / "train"))["input_ids"][:] == [[3]]
-    about = {"remarks": ["first"], "stop_token_ids": [], "contents": contents, "a": 1}
-    written = json.loads((folder / "about.json").read_text())
-    assert about.items() <= written.items() and written.keys() - about.keys() == {"files", "sha256"}
-    assert contents == hash_contents(folder)
+    assert about["by"] == "first" and about == json.loads((folder / "about.json").read_text())
 
 
 def write_rows(folder: Path, ids: list[int], **columns: list) -> None:
@@ -97,13 +95,13 @@ def test_the_hash_of_tokens_is_of_their_values_and_not_of_their_blocks(tmp_path:
 def test_a_cache_that_was_changed_is_named_and_built_again(
     tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def write(folder: Path) -> About:
-        write_rows(folder, list(range(1000, 9000)))
-        return About([])
+    def write(unfinished: Path) -> dict[str, str]:
+        write_rows(unfinished, list(range(1000, 9000)))
+        return {"contents": hash_contents(unfinished)}
 
-    first = write_tokens(tmp_path, {"a": 1}, write)
-    assert write_tokens(tmp_path, {"a": 1}, write) == first and not capsys.readouterr().out
-    folder = tmp_path / first.name
+    folder = tmp_path / "tokens"
+    first = find_or_build("the token cache", folder, write)
+    assert find_or_build("the token cache", folder, write) == first and not capsys.readouterr().out
     (table,) = (folder / "train").glob("*.arrow")
     if damage == "ids":  # one of them, and the file is as good as before
         content = table.read_bytes()
@@ -120,15 +118,15 @@ def test_a_cache_that_was_changed_is_named_and_built_again(
     else:
         file = folder / {"tokenizer": "tokenizer/tokenizer.json", "about": "about.json"}[damage]
         file.write_text(file.read_text().replace("1", "2", 1))
-    assert write_tokens(tmp_path, {"a": 1}, write) == first
+    assert find_or_build("the token cache", folder, write) == first
     assert capsys.readouterr().out == f"the token cache {folder} is damaged: it is built again\n"
-    assert os.listdir(tmp_path) == [first.name] and hash_contents(folder) == first.contents
+    assert os.listdir(tmp_path) == ["tokens"] and hash_contents(folder) == first["contents"]
 
 
 def test_a_cache_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("")
     with pytest.raises(UserError, match=r"cache folder .*cache cannot be written \(File exists\): set data.cache_dir"):
-        write_tokens(tmp_path / "cache", {}, lambda folder: About([]))
+        find_or_build("the token cache", tmp_path / "cache" / "tokens", lambda folder: {})
 
 
 @pytest.mark.parametrize("damage", ["a byte of the rows", "about.json"])
@@ -139,7 +137,7 @@ def test_damaged_tokens_are_built_again_with_the_tokenizer_that_was_trained(
     data, model = rows_without_a_tokenizer(tmp_path)
     before = prepare_rows(data, model, 80)
     trained_apart = train_tokenizer(before.train.select(range(20)).rename_columns({"lead_text": "source"}), 80)
-    monkeypatch.setattr(tokens, "train_tokenizer", lambda rows, vocab_size: trained_apart)
+    monkeypatch.setattr(seq2seq, "train_tokenizer", lambda rows, vocab_size: trained_apart)
     (folder,) = (path.parent for path in (tmp_path / "cache").glob("*/evaluation"))
     path = folder / "about.json" if damage == "about.json" else next((folder / "train").glob("*.arrow"))
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")

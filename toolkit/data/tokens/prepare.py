@@ -1,4 +1,7 @@
-"""The token cache: tokenized rows, built once per node under a hash of all that they depend on, and loaded by every rank."""
+"""From text rows to tokenized rows: built once per node under a hash of all that they depend on, and loaded by every rank.
+
+Both recipes pass here; what differs is in two modules with functions of the same names, `seq2seq` and `causal`.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,20 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from toolkit.data.cache_folders import ABOUT, find_or_build
-from toolkit.data.tokens.tokenizer import hash_tokenizer
+from toolkit.config.data import DataConfig, LLMDataConfig
+from toolkit.config.schema import ModelConfig
+from toolkit.data.cache_folders import ABOUT, find_or_build, name_folder
+from toolkit.data.rows.cache import TextRows, cache_folder
+from toolkit.data.rows.causal_rows import load_llm_rows
+from toolkit.data.rows.source_rows import load_text_rows
+from toolkit.data.tokens import causal, seq2seq
+from toolkit.data.tokens.tokenizer import has_tokenizer, hash_tokenizer, keep_trained_tokenizer, load_tokenizer
 from toolkit.distributed.comm import gather_objects, local_rank, local_world_size, raise_together
 from toolkit.distributed.watchdog import working
 from toolkit.errors import UserError
@@ -23,6 +33,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
+
+FORMAT_VERSION = 6
+"""Part of the cache's name. Raise it when the columns or their meaning change."""
 
 _ROWS_WORTH_SEVERAL_PROCESSES = 10_000
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 1000, 2**24
@@ -63,21 +76,12 @@ class Written(NamedTuple):
     """sha256 of their contents, see `TokenizedRows.fingerprint`."""
 
 
-class About(NamedTuple):
-    """The fields of `TokenizedRows` that are stored beside the columns."""
-
-    remarks: list[str]
-    stop_token_ids: list[int] | tuple[()] = ()
-
-
-def build_once_a_node(cache: Path, build: Callable[[], Written]) -> TokenizedRows:
-    """Run `build` on the first process of each node, then load its result on every rank. Collective.
-
-    Args:
-        build: writes tokenized rows into a folder of `cache` unless they are there, see `write_tokens`.
+def prepare_rows(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab_size: int) -> TokenizedRows:
+    """Read, tokenize and cache the rows on the first process of each node; the others load the cache. Collective.
 
     Raises:
-        UserError: those of `build`; the nodes have read different data. On every rank.
+        UserError: anything wrong with the source, the tokenizer or the chat template; after the cut, no training row has a label,
+            over all or in one entry of `data.mix`; the nodes have read different data. On every rank.
     """
     from datasets import load_from_disk
     from transformers import AutoTokenizer
@@ -87,7 +91,7 @@ def build_once_a_node(cache: Path, build: Callable[[], Written]) -> TokenizedRow
     written, error = None, None
     if local_rank() == 0:
         try:
-            written = build()
+            written = _find_or_build(config, model, vocab_size)
         except UserError as e:
             error = e
     raise_together(error)
@@ -103,7 +107,7 @@ def build_once_a_node(cache: Path, build: Callable[[], Written]) -> TokenizedRow
             "nodes share, or, if the tokenizer is trained on the rows, put a trained one into the model folder"
         )
     working("opening the tokenized rows")
-    folder = cache / names[0]
+    folder = cache_folder(config.cache_dir) / names[0]
     about = json.loads((folder / ABOUT).read_text())
     return TokenizedRows(
         train=load_from_disk(str(folder / "train")),
@@ -115,46 +119,60 @@ def build_once_a_node(cache: Path, build: Callable[[], Written]) -> TokenizedRow
     )
 
 
-def write_tokens(cache: Path, identity: dict[str, Any], write: Callable[[Path], About]) -> Written:
-    """Let `write` fill a folder of `cache`, named by the sha256 of `identity`, unless a valid one is there.
+def _find_or_build(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab_size: int) -> Written:
+    """Read the rows, and tokenize them unless their tokens are in the cache. For one process per node."""
+    kind = causal if isinstance(config, LLMDataConfig) else seq2seq
+    tokenizer = load_tokenizer(model, vocab_size) if has_tokenizer(model) else None
+    if tokenizer is not None:
+        kind.set_up(tokenizer, config, model)
+    settings = kind.list_settings(config, tokenizer)
+    rows = load_llm_rows(config) if isinstance(config, LLMDataConfig) else load_text_rows(config)
+    identity = {
+        "format": FORMAT_VERSION,
+        "rows": rows.fingerprint,
+        "tokenizer": hash_tokenizer(tokenizer) if tokenizer else f"{kind.TRAINED} on the rows, {vocab_size} tokens",
+        **settings,
+    }
+    folder = cache_folder(config.cache_dir) / name_folder(identity)
+    write = partial(_write_tokens, config, model, vocab_size, rows, tokenizer, identity)
+    return Written(folder.name, find_or_build("the token cache", folder, write)["contents"])
 
-    Args:
-        identity: everything that decides what `write` writes, as JSON values.
-        write: puts `train/`, `evaluation/` and `tokenizer/` into the folder given to it.
 
-    Raises:
-        UserError: the cache cannot be written or read; those of `write`.
-    """
-    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-
-    def build(folder: Path) -> dict[str, Any]:
-        about = write(folder)
-        return {**about._asdict(), "contents": hash_contents(folder), **identity}
-
-    return Written(name, find_or_build("the token cache", cache / name, build)["contents"])
-
-
-def hash_contents(folder: Path) -> str:
-    """sha256 of the columns of tokenized rows and of their tokenizer, independent of the files' block sizes.
-
-    It is computed once, when the rows are written, with one block in memory at a time (1.5 s per GB here). Later runs compare
-    the files, see `cache_folders`.
-    """
-    from datasets import load_from_disk
-    from transformers import AutoTokenizer
-
-    digest = hashlib.sha256(hash_tokenizer(AutoTokenizer.from_pretrained(folder / "tokenizer")).encode())
-    for part in ("train", "evaluation"):
-        table = load_from_disk(str(folder / part)).data.table
-        for name in sorted(table.column_names):
-            column = table.column(name)
-            digest.update(f"{part} {name} {column.type} {len(column)}".encode())
-            for chunks in _list_values(column.chunks):
-                values = hashlib.sha256()
-                for chunk in chunks:
-                    values.update(np.ascontiguousarray(chunk).data)
-                digest.update(values.digest())
-    return digest.hexdigest()
+def _write_tokens(
+    config: DataConfig | LLMDataConfig,
+    model: ModelConfig,
+    vocab_size: int,
+    rows: TextRows,
+    tokenizer: PreTrainedTokenizerBase | None,
+    identity: dict[str, Any],
+    folder: Path,
+) -> dict[str, Any]:
+    """Write `train/`, `evaluation/` and `tokenizer/` into `folder`. Returns what is stored beside them."""
+    kind = causal if isinstance(config, LLMDataConfig) else seq2seq
+    if tokenizer is None:
+        trained_on = f"{rows.fingerprint} {identity['tokenizer']}"
+        train = partial(kind.train, rows.train, vocab_size)
+        tokenizer = keep_trained_tokenizer(cache_folder(config.cache_dir), trained_on, train)
+        kind.set_up(tokenizer, config, model)
+    remarks = rows.remarks + kind.describe(tokenizer, rows.train)
+    stop_token_ids: set[int] = set()
+    arguments = {"tokenizer": tokenizer, "config": config, "origins": rows.origins}
+    for name, dataset in (("train", rows.train), ("evaluation", rows.evaluation)):
+        tokenized = tokenize_rows(
+            dataset,
+            kind.tokenize,
+            arguments,
+            name,
+            folder,
+            num_workers=config.num_tokenizer_workers,
+            placeholder=kind.PLACEHOLDER,
+        )
+        kept, sentences, stops = kind.report(tokenized, config, name)
+        remarks += sentences
+        stop_token_ids |= stops
+        save_tokens(kept, name, folder)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    return {"remarks": remarks, "stop_token_ids": sorted(stop_token_ids), "contents": hash_contents(folder), **identity}
 
 
 def tokenize_rows(
@@ -216,6 +234,37 @@ def tokenize_rows(
     return tokenized.select([]) if is_empty else tokenized
 
 
+def save_tokens(tokenized: Dataset, name: str, folder: Path) -> None:
+    """Write the result of `tokenize_rows` to `folder / name`, and remove the file that backed it."""
+    # One shard even for no rows: without any, the library cannot read the folder back.
+    tokenized.save_to_disk(str(folder / name), num_shards=None if len(tokenized) else 1)
+    for scratch_file in folder.glob(f"{name}*.arrow"):
+        scratch_file.unlink()
+
+
+def hash_contents(folder: Path) -> str:
+    """sha256 of the columns of tokenized rows and of their tokenizer, independent of the files' block sizes.
+
+    It is computed once, when the rows are written, with one block in memory at a time (1.5 s per GB here). Later runs compare
+    the files, see `cache_folders`.
+    """
+    from datasets import load_from_disk
+    from transformers import AutoTokenizer
+
+    digest = hashlib.sha256(hash_tokenizer(AutoTokenizer.from_pretrained(folder / "tokenizer")).encode())
+    for part in ("train", "evaluation"):
+        table = load_from_disk(str(folder / part)).data.table
+        for name in sorted(table.column_names):
+            column = table.column(name)
+            digest.update(f"{part} {name} {column.type} {len(column)}".encode())
+            for chunks in _list_values(column.chunks):
+                values = hashlib.sha256()
+                for chunk in chunks:
+                    values.update(np.ascontiguousarray(chunk).data)
+                digest.update(values.digest())
+    return digest.hexdigest()
+
+
 def _list_values(chunks: list[pa.Array]) -> Iterator[Iterator[np.ndarray]]:
     """The values of a column, block by block; for texts and lists the lengths first."""
     import pyarrow as pa
@@ -230,11 +279,3 @@ def _list_values(chunks: list[pa.Array]) -> Iterator[Iterator[np.ndarray]]:
         yield (np.frombuffer("".join(chunk.to_pylist()).encode(), dtype=np.uint8) for chunk in chunks)
     else:
         yield (chunk.to_numpy(zero_copy_only=False) for chunk in chunks)
-
-
-def save_tokens(tokenized: Dataset, name: str, folder: Path) -> None:
-    """Write the result of `tokenize_rows` to `folder / name`, and remove the file that backed it."""
-    # One shard even for no rows: without any, the library cannot read the folder back.
-    tokenized.save_to_disk(str(folder / name), num_shards=None if len(tokenized) else 1)
-    for scratch_file in folder.glob(f"{name}*.arrow"):
-        scratch_file.unlink()
