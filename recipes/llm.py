@@ -3,11 +3,15 @@
 accelerate launch --config_file accelerate_configs/fsdp2_cpu.yaml recipes/llm.py --config recipes/configs/llm_stdlib.yaml
 """
 
+import logging
 from typing import Final
 
 from toolkit.config.load import dotted_keys, load_config
 from toolkit.config.schema import LLMConfig
 from toolkit.errors import exit_on_user_error
+from toolkit.launch.log import start_logging
+
+logger = logging.getLogger("toolkit")
 
 CAUSAL: Final = "AutoModelForCausalLM"
 
@@ -19,7 +23,7 @@ def main() -> None:
     from toolkit.data.batch_plan import BatchPlan, Mix
     from toolkit.data.collate import CausalCollator
     from toolkit.data.tokens.prepare import prepare_rows
-    from toolkit.distributed.comm import print_rank0, world_size
+    from toolkit.distributed.comm import world_size
     from toolkit.evaluation.rows import EvaluationRows, choose_rows, name_sources
     from toolkit.launch.run_folder import save_run_config
     from toolkit.models.config import check_causal_positions
@@ -73,7 +77,7 @@ def main() -> None:
     identity = identity_of(context, model_config, rows, model, sources)
     sharded = shard_model(accelerator, model, sources)
     optimizer = build_optimizer(config.optim, sharded.model)
-    print_rank0(describe(sharded.units))
+    logger.info(describe(sharded.units))
     check_causal_model(sharded, evaluation.collator, packing=config.data.packing)
 
     # Resume from this run's last checkpoint, if there is one.
@@ -90,4 +94,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     with exit_on_user_error():
+        start_logging()
         main()

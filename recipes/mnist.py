@@ -5,12 +5,14 @@ accelerate launch --config_file accelerate_configs/ddp_cpu.yaml recipes/mnist.py
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.load import load_config
 from toolkit.config.mnist import ConvNetConfig, MnistConfig, check_mnist_config
 from toolkit.errors import exit_on_user_error
+from toolkit.launch.log import start_logging
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from toolkit.data.sources.images import ImageSets
     from toolkit.parallel.wrap import ShardedModel
     from toolkit.tracking.step_log import StepFigures
+
+logger = logging.getLogger("toolkit")
 
 SMALLEST_SIDE = 6
 """Smallest image side, in pixels, that survives two 3 x 3 convolutions and a pooling."""
@@ -35,7 +39,7 @@ def main() -> None:
     from toolkit.checkpoint.state import SkipHistory
     from toolkit.data.batch_plan import BatchPlan, check_global_batch_size
     from toolkit.data.sources.images import load_images
-    from toolkit.distributed.comm import on_all_ranks, print_rank0, rank, world_size
+    from toolkit.distributed.comm import on_all_ranks, rank, world_size
     from toolkit.distributed.rng import seed_all
     from toolkit.distributed.watchdog import at, keep_stacks_in, start, working
     from toolkit.evaluation.accuracy import evaluate_accuracy
@@ -61,7 +65,7 @@ def main() -> None:
     ones = np.ones(len(images.train), dtype=np.int64)
     plan = BatchPlan(ones, ones, config.train, world_size(), bucket_by_length=False)
     num_steps = plan.num_steps(config.train.num_epochs) if config.train.num_epochs else config.train.max_steps or 0
-    print_rank0(f"{len(images.train):,} training images, {len(images.evaluation):,} held-out ones; {num_steps:,} steps")
+    logger.info(f"{len(images.train):,} training images, {len(images.evaluation):,} held-out ones; {num_steps:,} steps")
 
     # Model → shards → torch's own optimizer and schedule.
     seed_all("weights", config.train.seed)
@@ -70,7 +74,7 @@ def main() -> None:
     sharded = shard_model(accelerator, model)
     optimizer = torch.optim.Adadelta(sharded.model.parameters(), lr=config.optim.lr)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=config.optim.gamma)
-    print_rank0(describe(sharded.units))
+    logger.info(describe(sharded.units))
 
     # Train, evaluate every `eval_every_epochs`, lower the learning rate after every epoch. This recipe cannot resume.
     metrics = open_metrics(run_folder)
@@ -89,7 +93,7 @@ def main() -> None:
             at("evaluation", number)
             figures = evaluate_accuracy(sharded, images, config.eval_batch_size_rows)
             metrics.write("eval", number, **figures)
-            bar.say(f"evaluation at step {number}: loss {figures['loss']:.4f}, accuracy {figures['accuracy']:.2f} %")
+            logger.info(f"evaluation at step {number}: loss {figures['loss']:.4f}, accuracy {figures['accuracy']:.2f} %")
             log.restart_clock()
         if plan.is_due(number, every_epochs=1):
             schedule.step()
@@ -147,4 +151,5 @@ def train_step(
 
 if __name__ == "__main__":
     with exit_on_user_error():
+        start_logging()
         main()

@@ -3,11 +3,15 @@
 accelerate launch --config_file accelerate_configs/fsdp2_cpu.yaml recipes/t5.py --config recipes/configs/t5_docstrings.yaml
 """
 
+import logging
 from typing import Final
 
 from toolkit.config.load import dotted_keys, load_config
 from toolkit.config.schema import SummarizationConfig
 from toolkit.errors import exit_on_user_error
+from toolkit.launch.log import start_logging
+
+logger = logging.getLogger("toolkit")
 
 SEQ2SEQ: Final = "AutoModelForSeq2SeqLM"
 
@@ -20,7 +24,7 @@ def main() -> None:
     from toolkit.data.collate import SummarizationCollator, own_label_shift
     from toolkit.data.tokens.languages import start_generation
     from toolkit.data.tokens.prepare import prepare_rows
-    from toolkit.distributed.comm import print_rank0, world_size
+    from toolkit.distributed.comm import world_size
     from toolkit.evaluation.rows import EvaluationRows, choose_rows
     from toolkit.launch.run_folder import save_run_config
     from toolkit.models.config import check_positions, special_tokens
@@ -70,7 +74,7 @@ def main() -> None:
     identity = identity_of(context, model_config, rows, model, sources)
     sharded = shard_model(accelerator, model, sources)
     optimizer = build_optimizer(config.optim, sharded.model)
-    print_rank0(describe(sharded.units))
+    logger.info(describe(sharded.units))
     check_seq2seq_model(sharded, collator, config.eval)
 
     # Resume from this run's last checkpoint, if there is one.
@@ -87,4 +91,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     with exit_on_user_error():
+        start_logging()
         main()

@@ -26,7 +26,7 @@ from toolkit.checkpoint.load import choose_checkpoint, load_checkpoint
 from toolkit.checkpoint.save import CheckpointWriter, Save
 from toolkit.checkpoint.state import Identity, TrainState
 from toolkit.config.schema import CheckpointConfig, OptimConfig
-from toolkit.distributed.comm import barrier, gather_objects, print_rank0, rank, world_size
+from toolkit.distributed.comm import barrier, gather_objects, rank, world_size
 from toolkit.launch.accelerator import build_accelerator
 from toolkit.loss import share_of_global_mean, summed_loss
 from toolkit.parallel.wrap import ShardedModel, shard_model
@@ -175,7 +175,8 @@ def measure_overhead(config: SidesConfig) -> dict[str, Any]:
             restart_peak()
             seconds[side].append(seconds_of(lambda side=side: block(side)))  # type: ignore[misc]
             peak_gib[side].append(max(gather_objects(peak_memory_gib())))
-            print_rank0(f"{side}: {seconds[side][-1]:.1f} s")
+            if rank() == 0:
+                print(f"{side}: {seconds[side][-1]:.1f} s", flush=True)
     return {
         "num_parameters": sum(unit.num_parameters for unit in ours.sharded.units),
         "seconds": seconds,
@@ -213,7 +214,8 @@ def num_bytes(folder: Path) -> int:
 def main() -> None:
     config = SidesConfig(**json.loads(Path(sys.argv[1]).read_text()))
     figures = {"blocking": measure_blocking, "overhead": measure_overhead}[config.part](config)
-    print_rank0(json.dumps(figures))
+    if rank() == 0:
+        print(json.dumps(figures), flush=True)
     torch.distributed.destroy_process_group()
 
 

@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 from toolkit.config.load import load_config
 from toolkit.config.schema import LLMConfig
-from toolkit.distributed.comm import barrier, gather_objects, print_rank0
+from toolkit.distributed.comm import barrier, gather_objects, rank
 from toolkit.launch.accelerator import build_accelerator, frozen_dtype
 from toolkit.models import load_sharded as sharded_loading
 from toolkit.models.lora import is_enabled
@@ -58,7 +58,8 @@ def main() -> None:
         "num_parameters": sum(parameter.numel() for parameter in sharded.plain.parameters()),
     }
     of_ranks = gather_objects(figures)
-    print_rank0(json.dumps({name: max(of_rank[name] for of_rank in of_ranks) for name in figures}))
+    if rank() == 0:
+        print(json.dumps({name: max(of_rank[name] for of_rank in of_ranks) for name in figures}), flush=True)
 
 
 def read_memory() -> dict[str, int]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from toolkit.config.load import load_config
 from toolkit.config.schema import LLMConfig, SummarizationConfig
-from toolkit.distributed.comm import gather_objects, print_rank0
+from toolkit.distributed.comm import gather_objects, rank
 from toolkit.launch.accelerator import build_accelerator, frozen_dtype
 from toolkit.loss import share_of_global_mean, summed_loss
 from toolkit.models.config import load_model_config
@@ -84,7 +84,8 @@ def main() -> None:
         rise, left = _allocated_bytes(profiler)
         figures |= {"allocated_gib": at_rest_gib + rise / 2**30, "unseen_gib": left / 2**30}
     gathered = gather_objects(figures)
-    print_rank0(json.dumps(gathered))
+    if rank() == 0:
+        print(json.dumps(gathered), flush=True)
 
 
 def _load(config: Any, accelerator: Any, auto_class: Any, model_config: Any) -> Any:

@@ -191,7 +191,7 @@ def load(accelerator: Any, folders: dict[str, Path], name: str, flags: dict[str,
     context = stages.RunContext(accelerator, dtype, Path(), {}, None, init_from)
     model_config, skeleton = stages.build_skeleton(config, accelerator, auto_class)
     printed: list[str] = []
-    with patch.object(stages, "print_rank0", printed.append):
+    with patch.object(stages.logger, "info", printed.append):
         model, sources = stages.load_model(config, context, auto_class, model_config, skeleton)
     identity = stages.identity_of(context, model_config, SimpleNamespace(fingerprint=""), model, sources)
     assert sources is None or all(parameter.is_meta for parameter in model.parameters())

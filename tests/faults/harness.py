@@ -83,7 +83,7 @@ def run_with(bench: Workbench, name: str, *faults: Fault, **changes: Any) -> str
     """Run to a good end; returns what it printed."""
     outcome = attempt_with(bench, name, *faults, **changes)
     assert not any(outcome.returncodes), outcome.stdout[-3000:] + outcome.stderr[-6000:]
-    return outcome.stdout
+    return outcome.stdout + outcome.stderr
 
 
 def resume(bench: Workbench, name: str, from_step: int, **changes: Any) -> str:

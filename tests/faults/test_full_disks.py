@@ -133,13 +133,13 @@ def test_damaged_caches_are_named_and_built_again(faulty_bench: Workbench, tmp_p
     outcome = attempt_with(faulty_bench, name, data__cache_dir=cache)
     assert outcome.returncodes == [0, 0], outcome.stderr[-3000:]
     assert f"removed {left}, left behind by a killed run\n" in outcome.stdout
-    again = r"^the cache of rows .* is damaged: it is built again$"
-    assert re.search(again, outcome.stdout, re.MULTILINE), outcome.stdout
+    again = r"^WARNING: the cache of rows .* is damaged: it is built again$"
+    assert re.search(again, outcome.stderr, re.MULTILINE), outcome.stderr
     check_like_whole(faulty_bench, name, SAVED)
     damage(next(cache.glob("*/train/*.arrow")), kind)
     outcome = attempt_with(faulty_bench, name, data__cache_dir=cache)
     assert outcome.returncodes == [0, 0], outcome.stderr[-3000:]
-    assert re.search(again.replace("cache of rows", "token cache"), outcome.stdout, re.MULTILINE), outcome.stdout
+    assert re.search(again.replace("cache of rows", "token cache"), outcome.stderr, re.MULTILINE), outcome.stderr
     assert "resuming from" in outcome.stdout, "the tokens are those that the run was trained on"
     check_like_whole(faulty_bench, name, SAVED)
     assert not list(cache.rglob("unfinished-*"))

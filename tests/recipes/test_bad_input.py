@@ -87,7 +87,7 @@ def test_unusable_and_long_rows_are_counted_and_told_and_the_run_goes_on(finishe
         f"WARNING: cut the source of 1 of {NUM_ROWS + 1} training rows to data.max_source_length_tokens = 60: ",
         f"WARNING: cut the target of 1 of {NUM_ROWS + 1} training rows to data.max_target_length_tokens = 30: ",
     ]
-    lines = result.stdout.splitlines()
+    lines = [*result.stdout.splitlines(), *result.stderr.splitlines()]
     assert [sum(line.startswith(sentence) for line in lines) for sentence in told] == [1, 1, 1, 1], result.stdout
     assert (here / "runs/run/checkpoints/step-00000002/manifest.json").is_file()
 

@@ -83,6 +83,6 @@ def test_lost_and_cut_chats_are_counted_and_told_and_the_run_goes_on(finished_ru
         f"{NUM_CHATS + 1} training rows, 0 held-out rows; 5 steps an epoch, 2 in all; 1 micro-batches a step on each of 2 "
         "processes",
     ]
-    lines = result.stdout.splitlines()
+    lines = [*result.stdout.splitlines(), *result.stderr.splitlines()]
     assert [sum(line.startswith(sentence) for line in lines) for sentence in told] == [1] * len(told), result.stdout
     assert (here / "runs/run/checkpoints/step-00000002/manifest.json").is_file()

@@ -75,7 +75,7 @@ class Workbench:
         with self.start(name, **changes) as running:
             result = running.wait()
             assert not any(result.returncodes), running.last_words()
-            return result.stdout
+            return result.stdout + result.stderr
 
     def lines(self, name: str, kind: str) -> list[dict[str, Any]]:
         """The lines of one kind in a run's metrics.jsonl; the last one may be torn while the run goes on."""

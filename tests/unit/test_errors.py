@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -10,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.launch import REPOSITORY
-from toolkit.distributed.comm import print_rank0
 from toolkit.errors import EXIT_USER_ERROR, UserError, exit_on_user_error
 
 
@@ -128,7 +128,7 @@ def test_control_characters_of_a_row_do_not_reach_the_terminal(
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(SystemExit), exit_on_user_error():
         raise UserError(f"row 3 is {HOSTILE}:\n\twrite é, 还")
-    print_rank0(f"the template says {HOSTILE}")
+    logging.getLogger("toolkit").info(f"the template says {HOSTILE}")
     printed = capsys.readouterr()
     assert printed.err == f"error: row 3 is {HARMLESS}:\n\twrite é, 还\n"
     assert printed.out == f"the template says {HARMLESS}\n"

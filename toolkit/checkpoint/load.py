@@ -11,6 +11,7 @@ the manifest has their hashes.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,15 @@ from toolkit.checkpoint.find import Goal, Ranked, find_checkpoint, rank_checkpoi
 from toolkit.checkpoint.folders import list_checkpoints
 from toolkit.checkpoint.manifest import check_files, read_manifest
 from toolkit.checkpoint.state import Identity, TrainState, model_tensors, state_tensors
-from toolkit.distributed.comm import broadcast_object, on_all_ranks, print_rank0, raise_together, rank
+from toolkit.distributed.comm import broadcast_object, on_all_ranks, raise_together, rank
 from toolkit.distributed.rng import load_random_state
 from toolkit.distributed.watchdog import at, working
 from toolkit.errors import UserError
 from toolkit.models.lora_files import base_name
 from toolkit.parallel.float8 import refresh_scales
 from toolkit.parallel.wrap import ShardedModel
+
+logger = logging.getLogger("toolkit")
 
 MAY_CHANGE_ON_RESUME = (
     "train.max_steps", "train.num_epochs", "train.micro_batch_size_rows", "log_every_steps", "log_row_ids",
@@ -64,7 +67,7 @@ def choose_checkpoint(run_folder: Path, resume: str, config: dict[str, Any]) -> 
             error = e
     raise_together(error)
     for sentence in refused:
-        print_rank0(sentence)
+        logger.warning(sentence)
     return broadcast_object(choice)
 
 

@@ -22,6 +22,7 @@ from toolkit.cli.checkpoints import show_checkpoints
 from toolkit.cli.presets.page import update_choice
 from toolkit.errors import UserError, exit_on_user_error
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml, update_preset_table
+from toolkit.launch.log import start_logging
 
 EXIT_NOT_VALID = 1
 """Exit code of `checkpoints` if a checkpoint is not valid, of `plan` if a run does not fit, of `compare` if a preset fails, and
@@ -42,6 +43,7 @@ def main() -> None:
         hint = ": write the recipe and its flags after --" if arguments.job == "compare" else ""
         parser.error(f"unrecognized arguments: {' '.join(run_flags)}{hint}")
     with exit_on_user_error():
+        start_logging()
         is_well = arguments.do(arguments, recipe if arguments.job == "compare" else run_flags)
     if not is_well:
         raise SystemExit(EXIT_NOT_VALID)

@@ -5,9 +5,10 @@ Spelling alone would mislead: `--report_to` means `tracking.log_with`, but is sp
 
 from __future__ import annotations
 
-import os
-import sys
+import logging
 from collections.abc import Collection
+
+logger = logging.getLogger("toolkit")
 
 RENAMED_KEYS = {"eval.stop_after": "eval.early_stopping_patience"}
 """Old names of keys, in the same section; each is read for one version."""
@@ -102,10 +103,10 @@ _ELSEWHERE = {
 
 
 def present_name(key: str, where: str) -> str:
-    """What a dotted key is called in this version; one rank prints where an old name stands."""
+    """What a dotted key is called in this version; warns where an old name stands."""
     new = RENAMED_KEYS.get(key, key)
-    if new != key and os.environ.get("RANK", "0") == "0":
-        print(f"{where}{key} is called {new} now; the old name works in this version only", file=sys.stderr, flush=True)
+    if new != key:
+        logger.warning(f"{where}{key} is called {new} now; the old name works in this version only")
     return new
 
 

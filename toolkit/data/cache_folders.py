@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 import socket
@@ -24,6 +25,8 @@ from typing import Any
 from toolkit.errors import UserError
 from toolkit.files.durable import describe_files, fsync_names, fsync_path, hash_file, list_files, refused_write, save_json, seal
 from toolkit.files.modes import denials_named
+
+logger = logging.getLogger("toolkit")
 
 ABOUT = "about.json"
 UNFINISHED = "unfinished-"
@@ -52,7 +55,7 @@ def find_or_build(what: str, folder: Path, build: Callable[[Path], dict[str, Any
     try:
         with _unfinished_folder(folder.parent) as beside:
             if seen:
-                print(f"{what} {folder} is damaged: it is built again", flush=True)
+                logger.warning(f"{what} {folder} is damaged: it is built again", extra={"concerns_this_rank": True})
                 _move_away(what, folder, seen, beside)
             unfinished = beside / "content"
             unfinished.mkdir()
@@ -199,7 +202,7 @@ def _remove_left_overs(cache: Path) -> None:
             if _is_left_over(path):
                 shutil.rmtree(path, ignore_errors=True)  # another run may be removing it too
                 if not path.exists():
-                    print(f"removed {path}, left behind by a killed run", flush=True)
+                    logger.info(f"removed {path}, left behind by a killed run", extra={"concerns_this_rank": True})
 
 
 def _is_left_over(folder: Path) -> bool:

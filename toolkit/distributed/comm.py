@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from toolkit.errors import UserError, escape_controls
+from toolkit.errors import UserError
 
 T = TypeVar("T")
 
@@ -140,9 +140,3 @@ def on_all_ranks(work: Callable[[], T]) -> T:
         error = e
     raise_together(error)
     return result  # type: ignore[return-value]
-
-
-def print_rank0(*lines: str) -> None:
-    """Print on rank 0 only, control characters escaped."""
-    if rank() == 0:
-        print(*map(escape_controls, lines), sep="\n", flush=True)

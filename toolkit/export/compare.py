@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from toolkit.distributed.comm import print_rank0
-
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger("toolkit")
 
 LOGIT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest difference between the trained and the reloaded model's logits, as a share of the largest logit.
@@ -63,4 +64,4 @@ def compare_logits(check: dict[str, torch.Tensor], reloaded: nn.Module, folder: 
     sentence = f"logits of {folder}, reloaded, differ by {difference:.2e} of the largest, more than {tolerance}"
     if dtype == torch.float32:
         raise RuntimeError(sentence)
-    print_rank0(f"{sentence}; {why}")
+    logger.warning(f"{sentence}; {why}")

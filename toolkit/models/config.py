@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
 from toolkit.config.schema import EvalConfig, ModelConfig
-from toolkit.distributed.comm import print_rank0
 from toolkit.errors import UserError
 from toolkit.files.modes import check_readable
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+logger = logging.getLogger("toolkit")
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -87,7 +89,7 @@ def load_model_config(config: ModelConfig, auto_class: AutoClass) -> PretrainedC
         if getattr(model_config, rate, None):
             # If one rank drops a layer, the others hang in its collectives (M2M100 has a rate of 0.05).
             setattr(model_config, rate, 0.0)
-            print_rank0(f"{rate} of {name} is set to 0: every rank must run every layer")
+            logger.warning(f"{rate} of {name} is set to 0: every rank must run every layer")
     return model_config
 
 

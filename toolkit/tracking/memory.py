@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from toolkit.distributed.comm import gather_objects, print_rank0, rank, world_size
+from toolkit.distributed.comm import gather_objects, rank, world_size
 from toolkit.distributed.device import held_memory_gib, peak_memory_gib, reset_peak_memory
 from toolkit.launch.accelerate_yaml import find_accelerate_yaml
 from toolkit.tracking.metrics_log import MetricsLog
+
+logger = logging.getLogger("toolkit")
 
 MEMORY_FILE, ACCELERATE_FILE = "memory.json", "accelerate.yaml"
 _before_model_gib = [0.0]
@@ -79,7 +82,7 @@ def save_memory(folder: Path, memory: StepMemory, metrics: MetricsLog) -> None:
             (folder / ACCELERATE_FILE).write_text(launched_with.read_text(encoding="utf-8"), encoding="utf-8")
     except OSError as error:
         metrics.note_failure(folder / MEMORY_FILE, error)
-    print_rank0(
+    logger.info(
         f"memory of training steps: {max(peaks):.2f} GiB on the rank with most; `python -m toolkit results {folder}` compares "
         "it with the memory plan"
     )

@@ -9,15 +9,18 @@ import contextlib
 import errno
 import itertools
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from toolkit.distributed.comm import on_all_ranks, print_rank0
+from toolkit.distributed.comm import on_all_ranks
 from toolkit.errors import UserError
 from toolkit.files.json_lines import encode_json_line, load_json_lines
+
+logger = logging.getLogger("toolkit")
 
 
 class MetricsLog:
@@ -98,7 +101,7 @@ class MetricsLog:
         else:
             kept = f"its {len(lines)} lines are restored" if is_whole else f"{len(lines)} lines, with all evaluations, are left"
             found = f" (the other file is {other.name} now)" if trouble == "replaced" else ""
-            print_rank0(f"{self.path} was {trouble} during the run{found}: {kept}{about_folder}")
+            logger.warning(f"{self.path} was {trouble} during the run{found}: {kept}{about_folder}")
 
     def note_failure(self, path: Path, error: OSError) -> None:
         """Remember, on any rank, that a file of figures cannot be written; the first failure counts."""
@@ -178,7 +181,7 @@ class MetricsLog:
                 lines += [line] if is_ours else []
                 num_foreign += not is_ours
         if num_foreign:
-            print_rank0(f"{num_foreign} lines of {self.path} were changed or added during the run and are left out")
+            logger.warning(f"{num_foreign} lines of {self.path} were changed or added during the run and are left out")
         there = {line["step"] for line in lines if line["kind"] == "eval"}
         return lines + [line for line in self._evaluations if line["step"] not in there]
 

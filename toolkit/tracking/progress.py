@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from typing import Any
 
+logger = logging.getLogger("toolkit")
+
 
 class Progress:
-    """A progress bar on a terminal; elsewhere a line every `min_interval_s` seconds and at the last step.
+    """A progress bar on a terminal; elsewhere a line of the log every `min_interval_s` seconds and at the last step.
 
     Silent unless `enabled`. Steps are optimizer updates; `start_step` is the step that a resumed run continues from.
     """
@@ -43,15 +46,8 @@ class Progress:
         elif step == self._total_steps or time.monotonic() - self._last_line_s >= self._min_interval_s:
             self._last_line_s = time.monotonic()
             parts = (f"step {step}/{self._total_steps}", figures, self._remaining(step))
-            print(", ".join(part for part in parts if part), flush=True)
+            logger.info(", ".join(part for part in parts if part))
         self._step = step
-
-    def say(self, text: str) -> None:
-        """Print a message on a line of its own without breaking the bar."""
-        if self._bar is not None:
-            self._bar.write(text, file=sys.stdout)
-        elif self._enabled:
-            print(text, flush=True)
 
     def close(self) -> None:
         """End the bar; it stays on the terminal."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ from toolkit.tracking.trackers import log_to_trackers
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+logger = logging.getLogger("toolkit")
 
 MOST_ROWS_NAMED = 16
 
@@ -116,7 +119,7 @@ class StepLog:
         row_ids = self._suspects(f)
         self.last_skipped.append((f.step.step, row_ids))
         self.metrics.write("skip", f.step.step, loss=loss, grad_norm=grad_norm, row_ids=row_ids)
-        self.bar.say(
+        logger.warning(
             f"step {f.step.step}: update skipped on all ranks (loss {loss:.4g}, gradient norm {grad_norm:.4g}); "
             f"{_named(row_ids)}; {self.skips.num_skipped} skipped so far"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ from toolkit.training.skip_guard import SkipGuard
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+logger = logging.getLogger("toolkit")
 
 
 @dataclass(frozen=True)
@@ -86,22 +89,22 @@ def after_step(session: Session, *, is_resumed: bool = False) -> bool:
     if state.step > 0 and (over or keeps or is_resumed or is_due(state.step, config.checkpoint, run.plan)):
         _save(session, wait=over)
     if over and state.step < run.num_steps:
-        session.bar.say(
+        logger.info(
             f"stopping at step {state.step}: {config.eval.early_stopping_patience} evaluations without gain in "
             f"{config.eval.best_metric}"
         )
     if over:
-        say_without_gain(session.bar, state, session.writer.goal)
+        say_without_gain(state, session.writer.goal)
     return over
 
 
-def say_without_gain(bar: Progress, state: TrainState, goal: Goal) -> None:
+def say_without_gain(state: TrainState, goal: Goal) -> None:
     """Print a line if no evaluated step is better than the start."""
     best = math.nan if state.best_value is None else state.best_value
     is_evaluated = state.best_value is not None or state.num_evaluations_without_gain > 0
     if state.start_value is not None and is_evaluated and not goal.is_better(best, state.start_value):
         start = f"{goal.metric} {state.start_value:.4g} before the first step"
-        bar.say(f"no evaluated step is better than the start: {start}, at best {best:.4g} after it")
+        logger.info(f"no evaluated step is better than the start: {start}, at best {best:.4g} after it")
 
 
 def _agree(session: Session) -> str | None:
@@ -135,7 +138,7 @@ def _evaluate_and_log(session: Session) -> None:
     Raises:
         Stopped: a signal arrived meanwhile; the resumed run repeats the evaluation.
     """
-    config, run, state, bar = session.config, session.run, session.state, session.bar
+    config, run, state = session.config, session.run, session.state
     if len(run.evaluation.rows) == 0:
         state.evaluation_due = False
         return
@@ -160,7 +163,7 @@ def _evaluate_and_log(session: Session) -> None:
     of_sources = (name for name in figures if name.startswith("loss/"))
     own = own_figures(run.evaluation.metrics, figures)
     shown = ("loss", *of_sources, "bits_per_byte", "token_accuracy", "rouge1", "rougeL", *own, "percent_distinct", "rows_per_s")
-    bar.say(f"evaluation at step {state.step}: " + ", ".join(f"{n} {figures[n]:.4g}" for n in shown if n in figures))
+    logger.info(f"evaluation at step {state.step}: " + ", ".join(f"{n} {figures[n]:.4g}" for n in shown if n in figures))
     state.metrics, state.evaluation_due = figures, False
     session.log.restart_clock()
     # best value and early stopping
@@ -199,7 +202,7 @@ def _end(session: Session, signal_name: str) -> NoReturn:
     command = "the same command" + ("" if session.config.checkpoint.resume == "auto" else " with checkpoint.resume auto")
     place = f"after step {step}, with a checkpoint: {command} goes on from there" if step else "before the first step"
     session.bar.close()
-    session.bar.say(f"stopped by {signal_name} {place}")
+    logger.info(f"stopped by {signal_name} {place}")
     close_trackers(session.run.sharded.accelerator)
     raise Stopped  # keep the process group: with one, the process exits without Python's finalization (`errors._leave`)
 
@@ -221,7 +224,7 @@ def _log_save(session: Session, save: Save | None) -> None:
     """Log a finished checkpoint."""
     if save is not None:
         for remark in save.remarks:
-            session.bar.say(remark)
+            logger.info(remark)
         session.run.metrics.write(
             "checkpoint", save.step, blocking_s=save.blocking_s, write_s=save.write_s, num_bytes=save.num_bytes
         )

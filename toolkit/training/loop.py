@@ -7,6 +7,7 @@ until they are read together every `log_every_steps`.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -45,6 +46,8 @@ from toolkit.training.optim import clip_gradients, learning_rate
 from toolkit.training.parameter_checks import SMALLEST_SHOWING_LR, UPDATES_UNTIL_MOVED, ParameterWatch
 from toolkit.training.skip_guard import SkipGuard
 
+logger = logging.getLogger("toolkit")
+
 
 def num_steps(config: RecipeConfig, plan: BatchPlan) -> int:
     """Optimizer updates of the run."""
@@ -70,8 +73,8 @@ def train(config: RecipeConfig, run: Run, state: TrainState) -> TrainState:
     goal = build_goal(config.eval, run.evaluation)
     state.evaluation_due |= run.num_steps == 0 or (state.step == 0 and config.eval.at_start)
     if (state.step >= run.num_steps or should_stop_early(config, state)) and not state.evaluation_due:
-        bar.say(f"nothing left to train: the run is complete at step {state.step}")
-        say_without_gain(bar, state, goal)
+        logger.info(f"nothing left to train: the run is complete at step {state.step}")
+        say_without_gain(state, goal)
         return state
     best_saved = best_saved_value(run.folder, goal, state.step)
     # Signals and saves are handled from here until both are finished.

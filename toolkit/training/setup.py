@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +17,13 @@ from toolkit.config.paths import write_paths
 from toolkit.config.validate import check_evaluation_rows, check_num_steps
 from toolkit.data.batch_plan import BatchPlan, check_global_batch_size
 from toolkit.data.tokens.prepare import TokenizedRows
-from toolkit.distributed.comm import close_groups, on_all_ranks, print_rank0, rank, world_size
+from toolkit.distributed.comm import close_groups, on_all_ranks, rank, world_size
 from toolkit.distributed.watchdog import keep_stacks_in, start, stop, working
 from toolkit.evaluation.metrics import TextMetric, load_text_metrics, metric_name
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export.write import check_export_places, export_model
 from toolkit.launch.accelerator import bound_primitive_cache, build_accelerator, frozen_dtype, fsdp_version
+from toolkit.launch.log import start_logging
 from toolkit.launch.run_folder import lock_run_folder, open_run_folder, restore_run_folder
 from toolkit.models import load, load_sharded
 from toolkit.models.config import AutoClass, hash_model_config, load_model_config
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PretrainedConfig, PreTrainedModel
 
+
+logger = logging.getLogger("toolkit")
 
 NUM_STEPS_LOOKED_AT = 100
 """Number of first steps whose distinct batch shapes are counted, to see how often shapes repeat."""
@@ -73,6 +77,7 @@ def begin(config: RecipeConfig) -> RunContext:
     Raises:
         UserError: something is wrong with the two YAML files, the run folder or its checkpoints; on every rank.
     """
+    start_logging()  # for programs that begin a run by themselves; a recipe has done it
     # Checks of the config alone, then the accelerator.
     check_trackers(config.tracking)
     check_metric(config.eval, own=[metric_name(name) for name in config.eval.metrics])
@@ -132,13 +137,16 @@ def check_rows(config: RecipeConfig, rows: TokenizedRows, plan: BatchPlan, evalu
     # Print the counts, per source if there are several.
     counted = [f"{(evaluation.sources == place).sum():,} of {name}" for place, name in enumerate(evaluation.source_names)]
     of_sources = f" ({', '.join(counted)})" if counted and len(evaluation.rows) else ""
-    print_rank0(
-        *rows.remarks,
+    for remark in rows.remarks:
+        level = logging.WARNING if remark.startswith("WARNING: ") else logging.INFO
+        logger.log(level, remark.removeprefix("WARNING: "))
+    logger.info(
         f"{len(rows.train):,} training rows, {len(evaluation.rows):,} held-out rows{of_sources}; {plan.steps_per_epoch:,} steps "
         f"an epoch, {num_steps:,} in all; {len(plan.micro_batches(plan.step(1), 0))} micro-batches a step on each of "
-        f"{world_size()} processes",
-        *([f"ROUGE counts {evaluation.rouge_tokenizer.description}"] if config.eval.generate and evaluation.prompted else []),
+        f"{world_size()} processes"
     )
+    if config.eval.generate and evaluation.prompted:
+        logger.info(f"ROUGE counts {evaluation.rouge_tokenizer.description}")
     return num_steps
 
 
@@ -176,7 +184,7 @@ def load_model(
         try:
             opened = open_weights(config.model, model_config, auto_class, skeleton, loaded_dtype, context.init_from)
         except WholeOnly as reason:
-            print_rank0(f"every rank loads all of {config.model.name_or_path} before it is sharded: {reason}")
+            logger.info(f"every rank loads all of {config.model.name_or_path} before it is sharded: {reason}")
     # Otherwise load the full model on every rank.
     if opened is not None:
         model, weights = opened
@@ -223,14 +231,16 @@ def resume(config: RecipeConfig, context: RunContext, run: Run) -> TrainState:
         forget_unequal(state, manifest, build_goal(config.eval, run.evaluation)),
         describe_rate_change(config.optim, state.step + 1, num_steps_before, run.num_steps, run.plan.steps_per_epoch),
     ]
-    print_rank0(f"resuming from {folder}, after step {state.step}", *(remark for remark in remarks if remark))
+    logger.info(f"resuming from {folder}, after step {state.step}")
+    for remark in filter(None, remarks):
+        logger.info(remark)
     # metrics.jsonl up to the checkpoint.
     working("resuming")
     run.metrics.truncate_after(state.step, evaluation_due=state.evaluation_due)
     if run.metrics.is_empty:  # lines are written before their checkpoint
         known = " but the checkpoint's own evaluation" if manifest["metrics"] else ""
         why = "it was removed or emptied, or the checkpoint is another run's"
-        print_rank0(f"{run.metrics.path} has no figures of earlier steps{known}: {why}")
+        logger.warning(f"{run.metrics.path} has no figures of earlier steps{known}: {why}")
         if manifest["metrics"]:
             run.metrics.write("eval", state.step, **manifest["metrics"], measured_on=manifest["measured_on"])
     return state
@@ -248,13 +258,13 @@ def finish(config: RecipeConfig, run: Run) -> None:
     exports = run.num_steps > 0 or config.export.merge
     if run.num_steps > 0 and config.export.weights == "best":
         best, choice = best_of_run(run.folder, goal)
-        print_rank0(choice)
+        logger.info(choice)
         if best is not None:
             load_weights(best, run.sharded)
     if exports:
         export_model(config, run.sharded, run.evaluation, run.folder)
     merged = f", merged into its base to {run.folder / 'merged'}" if config.export.merge else ""
-    print_rank0(f"exported to {run.folder / 'export'}{merged}" if exports else "nothing is exported: train.max_steps is 0")
+    logger.info(f"exported to {run.folder / 'export'}{merged}" if exports else "nothing is exported: train.max_steps is 0")
     working("showing the results")
     on_all_ranks(lambda: show_results(run.metrics, run.train_rows, run.evaluation, goal.measured_on))
     leave(run.sharded.accelerator)

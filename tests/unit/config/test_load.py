@@ -230,10 +230,10 @@ def test_an_old_name_of_a_key_is_read_and_reported(tmp_path: Path, capsys: pytes
     path = write(tmp_path, "eval:\n  every_steps: 1\n  stop_after: 3\noptim: {lr: 1e-4}\n")
     config = load("--config", str(path))
     assert (config.eval.early_stopping_patience, config.optim.lr) == (3, 1e-4)
-    assert capsys.readouterr().err == f"{path}, line 3: {OLD_NAME}"
+    assert capsys.readouterr().err == f"WARNING: {path}, line 3: {OLD_NAME}"
     for flag in (["--eval.stop_after", "2"], ["--eval.stop_after=2"]):
         assert load("--config", str(path), *flag).eval.early_stopping_patience == 2
-        assert capsys.readouterr().err == f"--{OLD_NAME}{path}, line 3: {OLD_NAME}"
+        assert capsys.readouterr().err == f"WARNING: --{OLD_NAME}WARNING: {path}, line 3: {OLD_NAME}"
     assert "every_steps" in refusal("--eval.stop_after=2")
 
 

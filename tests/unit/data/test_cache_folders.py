@@ -22,21 +22,20 @@ from toolkit.files.durable import refused_write, written_beside
 
 PATIENCE_S = 60
 ANOTHER = """
-import builtins, sys, time
+import logging, sys
 from pathlib import Path
 from toolkit.data.cache_folders import find_or_build
 
 cache, name, pause = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-say = builtins.print
 
 def wait():
-    say("waits", flush=True)
+    print("waits", flush=True)
     sys.stdin.readline()
 
-def print_and_wait(*line, **options):
-    say(*line, **options)
-    if pause == "at damage" and "is built again" in line[0]:
+def wait_at_damage(record):
+    if pause == "at damage" and "is built again" in record.getMessage():
         wait()
+    return True
 
 def build(folder):
     (folder / "rows.arrow").write_text(name)
@@ -44,8 +43,8 @@ def build(folder):
         wait()
     return {"by": name}
 
-builtins.print = print_and_wait
-say("has that of", find_or_build("the cache", cache / "a", build)["by"], flush=True)
+logging.getLogger("toolkit").addFilter(wait_at_damage)
+print("has that of", find_or_build("the cache", cache / "a", build)["by"], flush=True)
 """
 
 
@@ -112,7 +111,7 @@ def test_a_damaged_folder_is_named_and_built_again(tmp_path: Path, damage: str, 
         file.write_text({"truncated": "some", "emptied": "", "changed": "same text"}[damage])
     assert not capsys.readouterr().out
     assert find_or_build("the cache", folder, fill("some text")) == about
-    assert capsys.readouterr().out == f"the cache {folder} is damaged: it is built again\n"
+    assert capsys.readouterr().err == f"WARNING: the cache {folder} is damaged: it is built again\n"
     assert os.listdir(tmp_path) == ["a"] and file.read_text() == "some text"
 
 

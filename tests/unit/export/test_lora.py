@@ -106,7 +106,7 @@ def test_logits_that_differ_under_bf16_are_told(bases: Path, tmp_path: Path, cap
     skeleton = copy_on_meta(model)
     write_adapter(tmp_path, skeleton, own(model, weights), {})
     compare_adapter(tmp_path, skeleton, own(model, weights), {**check, "logits": check["logits"] * 1.1}, torch.bfloat16)
-    assert "more than 0.05; the adapter is bit for bit the trained one" in capsys.readouterr().out
+    assert "more than 0.05; the adapter is bit for bit the trained one" in capsys.readouterr().err
 
 
 def test_the_same_adapter_is_written_the_same_way(bases: Path, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_the_trained_weights_pass(
     reloaded = reload(model, folder)
     compare_weights(weights, reloaded, folder)
     compare_logits(check, reloaded, folder, torch.float32, "")
-    assert "differ" not in capsys.readouterr().out
+    assert "differ" not in capsys.readouterr().err
 
 
 def test_every_trained_weight_must_be_there_bit_for_bit(
@@ -76,7 +76,7 @@ def test_other_logits_are_an_error_in_fp32_and_a_remark_in_bf16(
     with pytest.raises(RuntimeError, match=r"differ by 1.67e-01 of the largest, more than 0.0001$"):
         compare_logits(other, reloaded, folder, torch.float32, "")
     compare_logits(other, reloaded, folder, torch.bfloat16, "that is why")
-    assert "differ by 1.67e-01 of the largest, more than 0.05; that is why" in capsys.readouterr().out
+    assert "differ by 1.67e-01 of the largest, more than 0.05; that is why" in capsys.readouterr().err
 
 
 def test_reloading_takes_the_attention_that_was_trained_with(

@@ -36,7 +36,7 @@ def test_layers_are_never_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[
     transformers.OPTConfig(layerdrop=0.1).save_pretrained(tmp_path)
     config = load_model_config(ModelConfig(name_or_path=str(tmp_path), dropout=0.25), "AutoModelForCausalLM")
     assert (config.dropout, config.layerdrop) == (0.25, 0.0)
-    assert f"layerdrop of {tmp_path} is set to 0: every rank must run every layer\n" in capsys.readouterr().out
+    assert f"layerdrop of {tmp_path} is set to 0: every rank must run every layer\n" in capsys.readouterr().err
 
 
 ENCODERS: dict[str, tuple[str, dict[str, Any], bool]] = {

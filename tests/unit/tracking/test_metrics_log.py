@@ -237,7 +237,7 @@ def test_what_happens_to_the_file_is_noticed_by_the_next_write(tmp_path, capsys,
     kept = "1 lines, with all evaluations, are left" if happens is cut else "its 2 lines are restored"
     found = " (the other file is metrics.jsonl.found now)" if happens is replaced else ""
     what = happens.__name__.partition("_")[0]
-    assert capsys.readouterr().out == f"{log.path} was {what} during the run{found}: {kept}; and more\n"
+    assert capsys.readouterr().err == f"WARNING: {log.path} was {what} during the run{found}: {kept}; and more\n"
     if happens is replaced:
         assert [line["step"] for line in load_metrics(log.path.with_name("metrics.jsonl.found"))] == [9]
 
@@ -270,7 +270,7 @@ def test_a_foreign_line_costs_no_other_one(tmp_path, capsys):
         file.write("# a note\n")
     log.write("train", 2, loss=1.0)
     assert [line["step"] for line in log.load()] == [1, 2]
-    assert capsys.readouterr().out == f"1 lines of {log.path} were changed or added during the run and are left out\n"
+    assert capsys.readouterr().err == f"WARNING: 1 lines of {log.path} were changed or added during the run and are left out\n"
 
 
 def test_each_file_that_took_the_place_is_kept(tmp_path):

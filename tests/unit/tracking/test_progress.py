@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import sys
 
 from toolkit.tracking import progress as module
@@ -24,7 +25,7 @@ def test_plain_lines_at_most_every_interval_and_at_the_last_step(capsys, monkeyp
         clock.now_s += 6
         progress.update(step, loss=2.5, learning_rate=1e-3, tokens_per_s=12345.6)
         if step == 6:
-            progress.say("saved")
+            logging.getLogger("toolkit").info("saved")
     progress.close()
     # 6 s a step from step 4 on; lines at 12 s, 24 s and at the end.
     assert capsys.readouterr().out.splitlines() == [
@@ -45,7 +46,6 @@ def test_figures_that_were_not_read_are_left_out(capsys):
 def test_other_ranks_are_silent(capsys):
     progress = Progress(total_steps=2, start_step=0, enabled=False, min_interval_s=0)
     progress.update(2, loss=1.0)
-    progress.say("hello")
     progress.close()
     assert capsys.readouterr() == ("", "")
 
@@ -59,7 +59,7 @@ def test_a_bar_on_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stderr", terminal)
     progress = Progress(total_steps=8, start_step=2, enabled=True)
     progress.update(5, loss=1.25, tokens_per_s=1000.0)
-    progress.say("evaluated")
+    logging.getLogger("toolkit").info("evaluated")
     progress.update(8, loss=1.0)
     progress.close()
     shown = terminal.getvalue()

@@ -56,7 +56,7 @@ def test_rows_of_the_bad_micro_batch_are_named(log: StepLog, tmp_path: Path, cap
     assert skip == expected
     assert (
         "step 4: update skipped on all ranks (loss nan, gradient norm 1); rows 1010, 1011; 1 skipped so far\n"
-        in capsys.readouterr().out
+        in capsys.readouterr().err
     )
 
 
@@ -118,4 +118,4 @@ def test_many_rows_are_cut_short_in_the_sentence_but_not_in_the_log(
     log.flush()
     (skip,) = [line for line in load_metrics(tmp_path / "metrics.jsonl") if line["kind"] == "skip"]
     assert len(skip["row_ids"]) == 20
-    assert "1017 and 4 more; 1 skipped so far" in capsys.readouterr().out
+    assert "1017 and 4 more; 1 skipped so far" in capsys.readouterr().err

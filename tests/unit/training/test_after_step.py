@@ -13,7 +13,6 @@ from tests.support.checkpoint_files import LOSS
 from toolkit.checkpoint.state import TrainState
 from toolkit.config.schema import CheckpointConfig, EvalConfig, TrainConfig
 from toolkit.data.batch_plan import BatchPlan
-from toolkit.tracking.progress import Progress
 from toolkit.training import after_step as module
 from toolkit.training.after_step import Session, after_step, is_due, say_without_gain
 
@@ -32,7 +31,7 @@ from toolkit.training.after_step import Session, after_step, is_due, say_without
 def test_it_is_said_where_no_step_gained_on_the_start(
     state: dict[str, Any], at_best: str | None, capsys: pytest.CaptureFixture
 ) -> None:
-    say_without_gain(Progress(9, 0, enabled=True), TrainState(9, **state), LOSS)
+    say_without_gain(TrainState(9, **state), LOSS)
     sentence = f"no evaluated step is better than the start: loss 2 before the first step, at best {at_best} after it\n"
     assert capsys.readouterr().out == (sentence if at_best else "")
 

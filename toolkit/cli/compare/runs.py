@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shlex
 import tempfile
@@ -17,6 +18,8 @@ from toolkit.cli.compare.table import Outcome, as_json, common_changes, find_ref
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import SECTIONS, check_accelerate_yaml
 from toolkit.launch.relaunch import adapt_preset, find_preset, launch, reason_of_failure, save_preset
+
+logger = logging.getLogger("toolkit")
 
 CHANGES_NOT_SHOWN = ("main_process_ip", "main_process_port", "machine_rank")
 
@@ -61,10 +64,10 @@ def compare(presets: Sequence[str], conditions: Conditions, output: Path) -> boo
     for place, (preset, mapping) in enumerate(mappings.items(), start=1):
         start_s = time.perf_counter()
         name = f"{place}-{Path(preset.partition(':')[0]).stem}"
-        print(f"{place}/{len(presets)} {preset}: running, output in {output / name}.log", flush=True)
+        logger.info(f"{place}/{len(presets)} {preset}: running, output in {output / name}.log")
         outcomes.append(_run(preset, mapping, name, conditions, output))
         how = f"failed: {outcomes[-1].failure}" if outcomes[-1].failure else "done"
-        print(f"{place}/{len(presets)} {preset}: {how} ({time.perf_counter() - start_s:.0f} s)", flush=True)
+        logger.info(f"{place}/{len(presets)} {preset}: {how} ({time.perf_counter() - start_s:.0f} s)")
     _report(outcomes, conditions, output)
     return all(outcome.failure is None for outcome in outcomes)
 

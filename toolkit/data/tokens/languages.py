@@ -6,16 +6,18 @@ a text, not by the model's name.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from toolkit.data.collate import SummarizationCollator
-from toolkit.distributed.comm import print_rank0
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger("toolkit")
 
 NUM_LANGUAGES_SHOWN = 6
 
@@ -83,7 +85,7 @@ def start_generation(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
     for setting, token_id in settings.items():
         setattr(generation, setting, token_id)
         token = None if token_id is None else tokenizer.convert_ids_to_tokens(token_id)
-        print_rank0(f"{setting} of the generation config is set to {token_id} ({token}), as in training")
+        logger.info(f"{setting} of the generation config is set to {token_id} ({token}), as in training")
 
 
 def _language_ids(tokenizer: Any) -> dict[str, int]:

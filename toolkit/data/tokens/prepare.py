@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger("toolkit")
 
 FORMAT_VERSION = 6
 """Part of the cache's name. Raise it when the columns or their meaning change."""
@@ -201,7 +204,7 @@ def tokenize_rows(
 
     if not sys.stderr.isatty():  # progress bars are for terminals
         datasets.disable_progress_bars()
-        print(f"tokenizing {len(dataset):,} {name} rows", flush=True)
+        logger.info(f"tokenizing {len(dataset):,} {name} rows")
     if is_empty := len(dataset) == 0:
         # `map` over no rows would not add the new columns: tokenize a placeholder row and drop it at the end.
         row: dict[str, list] = {"row_id": [0], **{column: [text] for column, text in placeholder.items()}}

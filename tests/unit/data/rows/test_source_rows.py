@@ -172,7 +172,7 @@ def test_a_damaged_cache_is_named_and_built_again(config, tmp_path, capsys, name
     file.unlink() if damage == "gone" else file.write_bytes(contents[damage])
     capsys.readouterr()
     assert load_text_rows(config).train[:] == expected
-    assert capsys.readouterr().out == f"the cache of rows {file.parent} is damaged: it is built again\n"
+    assert capsys.readouterr().err == f"WARNING: the cache of rows {file.parent} is damaged: it is built again\n"
     load_text_rows(config)
     assert not capsys.readouterr().out
 

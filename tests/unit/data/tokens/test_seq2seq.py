@@ -119,7 +119,7 @@ def test_a_cache_that_was_changed_is_named_and_built_again(
         file = folder / {"tokenizer": "tokenizer/tokenizer.json", "about": "about.json"}[damage]
         file.write_text(file.read_text().replace("1", "2", 1))
     assert find_or_build("the token cache", folder, write) == first
-    assert capsys.readouterr().out == f"the token cache {folder} is damaged: it is built again\n"
+    assert capsys.readouterr().err == f"WARNING: the token cache {folder} is damaged: it is built again\n"
     assert os.listdir(tmp_path) == ["tokens"] and hash_contents(folder) == first["contents"]
 
 
@@ -150,4 +150,4 @@ def test_a_hidden_file_beside_the_tokenizer_is_no_damage(tmp_path: Path, capsys:
     for folder in (tmp_path / "cache").glob("*/tokenizer"):
         (folder / ".DS_Store").touch()
     prepare_rows(data, model, 80)
-    assert "is damaged" not in capsys.readouterr().out
+    assert "is damaged" not in capsys.readouterr().err
