@@ -214,6 +214,12 @@ DATA = {
         flags="--data.source docstring --data.files null",
         sentence="data.source docstring is none of …, and the hub cannot be reached: did you mean docstrings?",
     ),
+    "error in a function of one's own": Case(
+        flags="--data.source {here}/my_rows.py:load_rows",
+        files={"my_rows.py": "def load_rows(config):\n    yield {'source': 'a', 'target': 'b'}\n    yield config.nothing\n"},
+        sentence="{here}/my_rows.py:load_rows: line 3 of the file raised AttributeError: 'DataConfig' object has no attribute "
+        "'nothing': mend it there",
+    ),
     "missing column": Case(
         flags=CSV,
         files={"rows.csv": "id,source,summary\n1,a,b\n"},

@@ -28,6 +28,7 @@ from toolkit.checkpoint.find import Goal, Ranked, find_checkpoint, rank_checkpoi
 from toolkit.checkpoint.folders import list_checkpoints
 from toolkit.checkpoint.manifest import check_files, read_manifest
 from toolkit.checkpoint.state import Identity, TrainState, model_tensors, state_tensors
+from toolkit.config.paths import split_own_source
 from toolkit.distributed.comm import broadcast_object, on_all_ranks, raise_together, rank
 from toolkit.distributed.rng import load_random_state
 from toolkit.distributed.watchdog import at, working
@@ -209,15 +210,19 @@ def _check_identity(folder: Path, theirs: dict[str, Any], ours: Identity) -> Non
 def _check_config(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     for key, value in ours.items():
         before = theirs.get(key, value if value == 0 else None)  # a key that was added since counts as None, a number as 0
-        if not key.startswith(MAY_CHANGE_ON_RESUME) and _without_files(before) != _without_files(value):
+        if not key.startswith(MAY_CHANGE_ON_RESUME) and _without_places(before) != _without_places(value):
             raise UserError(f"{key} is {value!r}, but {folder} was made with {before!r}: {_ways_out()}")
 
 
-def _without_files(value: Any) -> Any:
-    """Entries of `data.mix` without their files, which the data fingerprint covers."""
+def _without_places(value: Any) -> Any:
+    """Entries of `data.mix` without their files, own sources without their folder: the data fingerprint covers both."""
+    if isinstance(value, str) and split_own_source(value):
+        return value.rpartition("/")[2]
     if not isinstance(value, list):
         return value
-    return [{k: v for k, v in item.items() if k != "files"} if isinstance(item, dict) else item for item in value]
+    return [
+        {k: _without_places(v) for k, v in item.items() if k != "files"} if isinstance(item, dict) else item for item in value
+    ]
 
 
 def _ways_out() -> str:

@@ -13,10 +13,10 @@ class DataConfig:
     """Which rows to read, and how to tokenize them."""
 
     source: str
-    """Source of the rows: `docstrings`, `wikihow`, `csv`, `jsonl`, `parquet`, the id of a hub dataset, or a folder with one.
-    Other file formats of `datasets` (`text`, `json`, …) are refused."""
+    """Source of the rows: `docstrings`, `wikihow`, `csv`, `jsonl`, `parquet`, a Python file and a function in it
+    (`my_rows.py:load_rows`), the id of a hub dataset, or a folder with one. Other file formats of `datasets` are refused."""
     files: list[str] | str | None = None
-    """File or list of files of a file source (`csv`, `jsonl`, `parquet`, …)."""
+    """File or list of files of a file source (`csv`, `jsonl`, `parquet`, …), or for the function of a Python file."""
     eval_files: list[str] | str | None = None
     """Files with the evaluation split. If unset, `eval_fraction` of the rows are held out."""
     hub_subset: str | None = None
@@ -55,12 +55,12 @@ class MixEntry:
     """One of several sources. Fields are as in `data`."""
 
     source: str
-    """Source of the rows: `docstrings`, `stdlib`, `csv`, `jsonl`, `parquet`, the id of a hub dataset, or a folder with one.
-    Other file formats of `datasets` (`text`, `json`, …) are refused."""
+    """Source of the rows: `docstrings`, `stdlib`, `csv`, `jsonl`, `parquet`, a Python file and a function in it
+    (`my_rows.py:load_rows`), the id of a hub dataset, or a folder with one. Other file formats of `datasets` are refused."""
     weight: PositiveFloat = 1.0  # type: ignore[valid-type]
     """Share of an epoch's rows, relative to the other weights."""
     files: list[str] | str | None = None
-    """File or list of files of a file source (`csv`, `jsonl`, `parquet`, …)."""
+    """File or list of files of a file source (`csv`, `jsonl`, `parquet`, …), or for the function of a Python file."""
     hub_subset: str | None = None
     """Configuration name of a hub dataset."""
     hub_split: str = "train"
@@ -72,12 +72,12 @@ class LLMDataConfig:
     """Which rows to read (chats, prompts with completions, or plain text), and how to tokenize them."""
 
     source: str | None = None
-    """Source of the rows: `docstrings`, `stdlib`, `csv`, `jsonl`, `parquet`, the id of a hub dataset, or a folder with one.
-    Other file formats of `datasets` (`text`, `json`, …) are refused."""
+    """Source of the rows: `docstrings`, `stdlib`, `csv`, `jsonl`, `parquet`, a Python file and a function in it
+    (`my_rows.py:load_rows`), the id of a hub dataset, or a folder with one. Other file formats of `datasets` are refused."""
     mix: list[MixEntry] = field(default_factory=list)
     """List of weighted sources, instead of `source` and `files`."""
     files: list[str] | str | None = None
-    """File or list of files of a file source (`csv`, `jsonl`, `parquet`, …)."""
+    """File or list of files of a file source (`csv`, `jsonl`, `parquet`, …), or for the function of a Python file."""
     eval_files: list[str] | str | None = None
     """Files with the evaluation split. If unset, `eval_fraction` of the rows are held out."""
     hub_subset: str | None = None

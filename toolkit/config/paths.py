@@ -86,6 +86,14 @@ def write_paths(config: Any, folder: Path) -> Any:
     return _map_paths(config, write)
 
 
+def split_own_source(source: str) -> tuple[str, str] | None:
+    """`folder/my_rows.py:load_rows` → its file and its function, which is empty if none is named; None for another source."""
+    file, colon, function = source.rpartition(":")
+    if source.endswith(".py"):
+        return source, ""
+    return (file, function) if colon and file.endswith(".py") else None
+
+
 def _map_paths(config: Any, change: Callable[[str, str, bool], str]) -> Any:
     """The config with each value of `PATH_FIELDS` replaced by `change(dotted key, value, is_pattern)`."""
 
@@ -95,6 +103,8 @@ def _map_paths(config: Any, change: Callable[[str, str, bool], str]) -> Any:
         if isinstance(value, MixEntry):
             parts = {part: changed(key, part, getattr(value, part)) for part in ("source", "files")}
             return dataclasses.replace(value, **parts)
+        if name == "source" and isinstance(value, str) and (own := split_own_source(value)):
+            return change(key, own[0], False) + value[len(own[0]) :]
         # A source or metric without a slash is a name, even if a folder has the same name.
         is_path = isinstance(value, str) and (name not in ("source", "metrics") or "/" in value)
         return change(key, value, name in ("files", "eval_files")) if is_path else value

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from toolkit.config.data import LLMDataConfig
+from toolkit.config.paths import split_own_source
 from toolkit.data.collate import Collator
 from toolkit.distributed.rng import derive_seed
 from toolkit.evaluation.metrics import TextMetric
@@ -101,8 +101,8 @@ def name_sources(config: LLMDataConfig) -> tuple[str, ...]:
     entries = [] if config.eval_files else config.mix
     if len(entries) < 2:
         return ()
-    counts = Counter(entry.source for entry in entries)
-    return tuple(entry.source if counts[entry.source] == 1 else f"mix[{place}]" for place, entry in enumerate(entries))
+    names = [entry.source.rpartition("/")[2] if split_own_source(entry.source) else entry.source for entry in entries]
+    return tuple(name if names.count(name) == 1 else f"mix[{place}]" for place, name in enumerate(names))
 
 
 def plan_evaluation(data: EvaluationRows, batch_size_rows: int, rank: int, world_size: int) -> list[list[int]]:

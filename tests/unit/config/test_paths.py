@@ -108,6 +108,27 @@ def test_names_that_are_no_paths_stay(project: Path, monkeypatch: pytest.MonkeyP
     assert images.data.folder == "../project/rows"
 
 
+def test_a_file_of_ones_own_rows_is_a_path(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project / "my_rows.py").touch()
+    mix = "[{source: 'my_rows.py:one'}, {source: 'no_rows.py:two'}, {source: 'user/data.py'}]"
+    (project / "t5.yaml").write_text("model: {name_or_path: m}\ndata: {source: 'my_rows.py:one'}\ntrain: {max_steps: 3}\n")
+    (project / "llm.yaml").write_text(f"model: {{name_or_path: m}}\ndata: {{mix: {mix}}}\ntrain: {{max_steps: 3}}\n")
+    elsewhere = project.parent / "elsewhere"
+    monkeypatch.chdir(elsewhere)
+    config = load_config(SummarizationConfig, [f"--config={project / 't5.yaml'}"])
+    assert config.data.source == "../project/my_rows.py:one"
+    save_config(config, project / "runs" / "run" / "config.yaml")
+    saved = load_config(SummarizationConfig, [f"--config={project / 'runs' / 'run' / 'config.yaml'}"])
+    assert saved.data.source == "../project/my_rows.py:one"
+    entries = load_config(LLMConfig, [f"--config={project / 'llm.yaml'}"]).data.mix
+    assert [entry.source for entry in entries] == ["../project/my_rows.py:one", "no_rows.py:two", "user/data.py"]
+    (elsewhere / "my_rows.py").touch()
+    with pytest.raises(UserError, match=r"t5.yaml, line 2: data.source my_rows.py is in the working directory \("):
+        load_config(SummarizationConfig, [f"--config={project / 't5.yaml'}"])
+    by_flag = load_config(SummarizationConfig, [f"--config={project / 't5.yaml'}", "--data.source=my_rows.py:one"])
+    assert by_flag.data.source == "my_rows.py:one"
+
+
 def test_a_saved_config_leads_to_the_same_from_anywhere(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = project / "runs" / "run"
     save_config(load_config(SummarizationConfig, ["--config=run.yaml"]), run / "config.yaml")

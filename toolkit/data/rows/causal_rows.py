@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from toolkit.config.data import LLMDataConfig, MixEntry
+from toolkit.config.paths import split_own_source
 from toolkit.data.rows.cache import TextRows, cache_folder, hash_rows, load_rows
 from toolkit.data.rows.messages import Columns, build_row, choose_columns, configured_columns
 from toolkit.data.sources.files import READERS, Cells, find_files, hash_file, list_columns
 from toolkit.data.sources.hub import check_hub_name, load_hub_dataset, read_hub_rows
+from toolkit.data.sources.own import build_own_input, load_own_source, read_own_rows
 from toolkit.data.sources.row import Row, RowInput
 from toolkit.errors import UserError
 
@@ -34,12 +38,14 @@ def load_llm_rows(config: LLMDataConfig) -> TextRows:
         MixEntry(source=config.source or "", files=config.files, hub_subset=config.hub_subset, hub_split=config.hub_split)
     ]
     columns_used: set[str] = set()
-    inputs = list(_build_eval_inputs(config, columns_used))
+    has_own = any(split_own_source(entry.source) for entry in entries)
+    reads_eval_files = not has_own or bool(config.mix)  # an own source on its own gets them
+    inputs = list(_build_eval_inputs(config, columns_used)) if reads_eval_files else []
     for number, entry in enumerate(entries):
         setting = f"data.mix[{number}]" if config.mix else "data"
         inputs += _build_inputs(entry, config, number, setting, columns_used)
     for setting, column in configured_columns(config).items():
-        if column not in columns_used:
+        if column not in columns_used and not has_own:
             labels = ", ".join(item.label for item in inputs)
             raise UserError(f"{setting} is {column}, but that is no column of {labels}: name one that exists, or leave it out")
     brings_split = all(entry.source in ("docstrings", "stdlib") for entry in entries)
@@ -47,7 +53,7 @@ def load_llm_rows(config: LLMDataConfig) -> TextRows:
         inputs,
         cache_folder(config.cache_dir),
         identity={"examples": EXAMPLE_VERSION, "mix_entries": [item.mix_entry for item in inputs]},
-        eval_fraction=None if config.eval_files or brings_split else config.eval_fraction,
+        eval_fraction=None if (config.eval_files and reads_eval_files) or brings_split else config.eval_fraction,
         num_rows=config.num_rows,
     )
 
@@ -61,6 +67,8 @@ def _build_eval_inputs(config: LLMDataConfig, columns_used: set[str]) -> Iterato
 
 
 def _build_inputs(entry: MixEntry, config: LLMDataConfig, mix_entry: int, setting: str, columns_used: set[str]) -> list[RowInput]:
+    if split_own_source(entry.source):
+        return [_build_own_input(entry, config, mix_entry, setting)]
     if entry.source not in NAMED_SOURCES:
         check_hub_name(entry.source, f"{setting}.source", NAMED_SOURCES)
     if entry.source not in READERS and entry.files:
@@ -108,6 +116,23 @@ def _build_hub_input(entry: MixEntry, config: LLMDataConfig, mix_entry: int, col
         read=partial(_read_examples, read_cells, columns, entry.source, mix_entry),
         mix_entry=mix_entry,
     )
+
+
+def _build_own_input(entry: MixEntry, config: LLMDataConfig, mix_entry: int, setting: str) -> RowInput:
+    of_entry: dict[str, Any] = {"mix": [], "source": entry.source, "files": entry.files, "eval_files": None} if config.mix else {}
+    own = load_own_source(dataclasses.replace(config, **of_entry), setting)
+    configured = configured_columns(config)
+
+    def read() -> Iterator[Row]:
+        for where, row, fields in read_own_rows(own):
+            columns = choose_columns(where, list(row), config)
+            for setting, column in configured.items():
+                if column not in columns.names and not config.mix:
+                    raise UserError(f"{setting} is {column}, but {where} is made from {', '.join(columns.names)}: leave one out")
+            yield build_row([row[name] for name in columns.names], columns, where, mix_entry, **fields)
+
+    item = build_own_input(own, read, columns=None, num_rows=config.num_rows, mix_entry=mix_entry)
+    return dataclasses.replace(item, digest=f"{item.digest} {sorted(configured.items())}")
 
 
 def _read_examples(read_cells: Callable[[], Iterator[Cells]], columns: Columns, label: str, mix_entry: int) -> Iterator[Row]:

@@ -1,7 +1,7 @@
 """`data.source` of a summarization run → rows of text.
 
-There are four kinds of source: docstrings of the running interpreter, WikiHow's files, plain csv / jsonl / parquet files, and
-datasets of the hub. Each yields its rows to the single pass in `split.py`.
+Sources are docstrings of the running interpreter, WikiHow's files, plain csv / jsonl / parquet files, datasets of the hub, and
+functions of the user's. Each yields its rows to the single pass in `split.py`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from itertools import islice, starmap
 from pathlib import Path
 
 from toolkit.config.data import DataConfig
+from toolkit.config.paths import split_own_source
 from toolkit.data.rows.cache import TextRows, cache_folder, hash_rows, load_rows
-from toolkit.data.sources.files import READERS, find_files, hash_file
+from toolkit.data.sources.files import READERS, check_columns, find_files, hash_file
 from toolkit.data.sources.hub import check_hub_name, load_hub_dataset, read_hub_rows
+from toolkit.data.sources.own import build_own_input, load_own_source, read_own_rows
 from toolkit.data.sources.row import Row, RowInput
 from toolkit.data.sources.wikihow import COLUMNS, read_wikihow
 from toolkit.errors import UserError
@@ -35,11 +37,12 @@ def load_text_rows(config: DataConfig) -> TextRows:
             without usable rows; a cell that is not text.
     """
     _check_settings(config)
+    is_own = split_own_source(config.source) is not None
     return load_rows(
         _build_inputs(config),
         cache_folder(config.cache_dir),
         identity={"reader": config.source if config.source in NAMED_SOURCES else "hub", "columns": _columns(config)},
-        eval_fraction=None if config.source == "docstrings" or config.eval_files else config.eval_fraction,
+        eval_fraction=None if config.source == "docstrings" or (config.eval_files and not is_own) else config.eval_fraction,
         num_rows=config.num_rows,
         drop_repeats=config.source == "wikihow",
     )
@@ -47,11 +50,12 @@ def load_text_rows(config: DataConfig) -> TextRows:
 
 def _check_settings(config: DataConfig) -> None:
     """Refuse settings that the source would silently ignore, and a file source without files."""
+    is_own = split_own_source(config.source) is not None
     if config.source in FILE_SOURCES and not config.files:
         raise UserError(f"data.source {config.source} needs data.files")
-    if config.source not in NAMED_SOURCES:
+    if config.source not in NAMED_SOURCES and not is_own:
         check_hub_name(config.source, "data.source", NAMED_SOURCES)
-    if config.source not in FILE_SOURCES:
+    if config.source not in FILE_SOURCES and not is_own:
         for name, value in (("files", config.files), ("eval_files", config.eval_files)):
             if value:
                 raise UserError(f"data.{name} is given, but data.source {config.source} reads no files: leave one of them out")
@@ -74,6 +78,8 @@ def _build_inputs(config: DataConfig) -> list[RowInput]:
     """The inputs of the source, evaluation files first."""
     if config.source == "docstrings":
         return [_build_docstrings_input()]
+    if split_own_source(config.source):
+        return [_build_own_input(config)]
     if config.source not in FILE_SOURCES:
         return [_build_hub_input(config)]
     return [
@@ -105,6 +111,17 @@ def _build_docstrings_input() -> RowInput:
             )
 
     return RowInput(label="docstrings", columns=("source", "target"), digest=identify_docstrings(), read=read)
+
+
+def _build_own_input(config: DataConfig) -> RowInput:
+    own, columns = load_own_source(config, "data"), _columns(config)
+
+    def read() -> Iterator[Row]:
+        for where, row, fields in read_own_rows(own):
+            check_columns(where, list(row), columns)
+            yield Row(row[columns[0]], row[columns[1]], **fields)
+
+    return build_own_input(own, read, columns=columns, num_rows=config.num_rows)
 
 
 def _build_hub_input(config: DataConfig) -> RowInput:

@@ -1,0 +1,300 @@
+"""Rows from a function of the user's: columns, split, fingerprint, and one sentence for whatever the function does wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from toolkit.checkpoint.load import _without_places
+from toolkit.config.data import DataConfig, LLMDataConfig, MixEntry
+from toolkit.data.rows.cache import TextRows
+from toolkit.data.rows.causal_rows import load_llm_rows
+from toolkit.data.rows.source_rows import load_text_rows
+from toolkit.errors import UserError
+
+PAIRS = """
+    def load_rows(config):
+        for i in range(40):
+            yield {"source": f"text {i}", "target": f"t {i}"}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(code: str, name: str = "my_rows.py") -> None:
+    Path(name).write_text(dedent(code))
+
+
+def t5(code: str | None = None, **settings: Any) -> TextRows:
+    if code is not None:
+        write(code)
+    return load_text_rows(DataConfig(**{"source": "my_rows.py:load_rows", "eval_fraction": 0.0, "cache_dir": "cache"} | settings))
+
+
+def llm(code: str | None = None, **settings: Any) -> TextRows:
+    if code is not None:
+        write(code)
+    return load_llm_rows(
+        LLMDataConfig(**{"source": "my_rows.py:load_rows", "eval_fraction": 0.0, "cache_dir": "cache"} | settings)
+    )
+
+
+def returns(rows: str) -> str:
+    return f"def load_rows(config): return {rows}"
+
+
+def examples(rows: TextRows) -> list[dict[str, Any]]:
+    return [json.loads(source) for source in rows.train["source"]]
+
+
+def test_rows_of_a_generator_with_group_split_and_lead_text(folder: Path) -> None:
+    rows = t5("""
+        def load_rows(config):
+            for i in range(8):
+                yield {"source": f"text {i}", "target": f"t {i}", "split": "eval" if i == 5 else "train", "lead_text": "lead"}
+            for i in range(200):
+                yield {"source": f"more {i}", "target": "t", "group": str(i % 40), "lead_text": None, "other": object}
+    """, eval_fraction=0.4)  # fmt: skip
+    assert [row["source"] for row in rows.evaluation][0] == "text 5"
+    assert set(rows.train["source"][:7]) == {f"text {i}" for i in range(8)} - {"text 5"}
+    assert rows.train["lead_text"][0] == "lead" and rows.train["lead_text"][-1] == rows.train["source"][-1]
+    groups = [
+        {int(text[5:]) % 40 for text in side["source"] if text.startswith("more")} for side in (rows.train, rows.evaluation)
+    ]
+    assert groups[0] and groups[1] and not groups[0] & groups[1]
+
+
+def test_a_dataset_and_the_column_settings(folder: Path) -> None:
+    code = """
+        from datasets import Dataset
+        def load_rows(config):
+            return Dataset.from_dict({"article": ["a", "b"], "summary": ["c", None], "id": [1, 2]})
+    """
+    rows = t5(code, source_column="article", target_column="summary")
+    assert (rows.train["source"][:], rows.train["target"][:]) == (["a"], ["c"])
+    assert rows.remarks == ["skipped 1 of 2 rows of my_rows.py:load_rows with an empty target (row 2)"]
+
+
+def test_the_kind_of_an_llm_row_follows_from_its_columns(folder: Path) -> None:
+    rows = llm("""
+        def load_rows(config):
+            yield {"prompt": "p", "completion": "c", "lead_text": "first"}
+            yield {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}], "tools": None}
+            yield {"text": "plain"}
+    """)  # fmt: skip
+    pair, chat, text = examples(rows)
+    assert (pair["prompt"], pair["completion"], text["text"]) == ("p", "c", "plain")
+    assert [message["content"] for message in chat["messages"]] == ["u", "a"]
+    assert rows.train["lead_text"][0] == "first"
+    assert examples(llm(returns("[{'body': 'x'}]"), text_column="body"))[0]["text"] == "x"
+    with pytest.raises(UserError, match="data.text_column is body, but .*row 1 is made from prompt, completion"):
+        llm(returns("[{'prompt': 'x', 'completion': 'y'}]"), text_column="body")
+
+
+def test_the_function_gets_the_data_section_and_its_files(folder: Path) -> None:
+    for name in ("b.txt", "a.txt", "held_out.txt"):
+        Path(name).write_text(name)
+    code = """
+        from pathlib import Path
+        def load_rows(config):
+            for split, files in (("train", config.files), ("eval", config.eval_files)):
+                for file in files:
+                    yield {"text": Path(file).read_text() + config.loss_on, "split": split}
+    """
+    rows = llm(code, files="[ab].txt", eval_files=["held_out.txt"])
+    assert [example["text"] for example in examples(rows)] == ["a.txtcompletions", "b.txtcompletions"]
+    assert len(rows.evaluation) == 1
+    mixed = llm(mix=[MixEntry(source="my_rows.py:load_rows", files="b.txt")], source=None)
+    assert [example["text"] for example in examples(mixed)] == ["b.txtcompletions"]
+    with pytest.raises(UserError, match="data.files: there is no file c.txt"):
+        llm(files="c.txt")
+
+
+def test_beside_files_in_a_mix(folder: Path) -> None:
+    Path("a.jsonl").write_text('{"text": "of a file"}\n')
+    write("def one(config): return [{'text': 'one'}]\ndef two(config): return [{'text': 'two'}]")
+    entries = [MixEntry(source="my_rows.py:one"), MixEntry(source="jsonl", files="a.jsonl"), MixEntry(source="my_rows.py:two")]
+    found = [(example["text"], example["mix_entry"]) for example in examples(llm(source=None, mix=entries))]
+    assert found == [("one", 0), ("of a file", 1), ("two", 2)]
+
+
+def test_fingerprint_is_of_the_file_and_of_the_rows_and_of_no_place(folder: Path) -> None:
+    reading = """
+        from pathlib import Path
+        def load_rows(config):
+            for line in Path(__file__).with_name("texts").read_text().split():
+                yield {"source": line, "target": "t"}
+    """
+    Path("texts").write_text("a b c")
+    first = t5(reading).fingerprint
+    assert t5(reading).fingerprint == first
+    assert t5(dedent(reading) + "# changed").fingerprint != first
+    Path("texts").write_text("a b d")
+    assert t5(reading).fingerprint != first
+    Path("elsewhere").mkdir()
+    for name in ("my_rows.py", "texts"):
+        Path(name).rename(Path("elsewhere") / name)
+    Path("elsewhere/texts").write_text("a b c")
+    assert t5(source="elsewhere/my_rows.py:load_rows").fingerprint == first
+    assert _without_places("../elsewhere/my_rows.py:load_rows") == _without_places("my_rows.py:load_rows")
+    assert _without_places("../elsewhere/my_rows.py:load_rows") != _without_places("my_rows.py:other")
+    assert _without_places([{"source": "../my_rows.py:f", "files": "a"}]) == _without_places([{"source": "my_rows.py:f"}])
+
+
+def test_identify_stands_for_the_rows(folder: Path) -> None:
+    write(f"{dedent(PAIRS)}\ndef identify(config): return open('version').read()\n")
+    Path("version").write_text("1")
+    first = t5().fingerprint
+    assert t5().fingerprint == first
+    Path("version").write_text("2")
+    assert t5().fingerprint != first
+    counting = """
+        def load_rows(config):
+            with open("calls", "a") as calls:
+                calls.write("x")
+            return [{"source": "a", "target": "b"}]
+    """
+    t5(counting)
+    t5()
+    assert Path("calls").read_text() == "xxx"  # hashed and read, then hashed
+    Path("calls").unlink()
+    t5(dedent(counting) + "\ndef identify(config): return 'always the same'\n")
+    t5()
+    assert Path("calls").read_text() == "x"
+
+
+def test_num_rows_reads_no_further(folder: Path) -> None:
+    code = """
+        def load_rows(config):
+            yield {"source": "a", "target": "b"}
+            raise OSError
+    """
+    assert t5(code, num_rows=1).train["source"][:] == ["a"]
+
+
+def test_the_file_runs_as_it_is_and_imports_what_is_beside_it(folder: Path) -> None:
+    Path("project").mkdir()
+    write("TARGET = 't'", "project/my_targets.py")
+    before = list(sys.path)
+    code = "from my_targets import TARGET\ndef load_rows(config): return [{'source': 'a', 'target': TARGET}]"
+    write(code, "project/my_rows.py")
+    assert t5(source="project/my_rows.py:load_rows").train["target"][:] == ["t"]
+    assert sys.path == before
+    # Same size, within the same second: an import would take the compiled file.
+    write(code.replace("'a'", "'b'"), "project/my_rows.py")
+    assert t5(source="project/my_rows.py:load_rows").train["source"][:] == ["b"]
+    assert not list(Path("project").glob("__pycache__/my_rows*"))
+    dataclasses = """
+        from __future__ import annotations
+        from dataclasses import asdict, dataclass
+        @dataclass
+        class Row:
+            source: str
+            target: str
+        def load_rows(config):
+            return map(asdict, [Row("a", "b")])
+    """
+    assert t5(dataclasses).train["target"][:] == ["b"]
+
+
+ROW = "{'source': 'a', 'target': 'b'}"
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        ("def load_row(config): ...", "my_rows.py:load_rows: the file has no function load_rows: did you mean load_row?"),
+        ("x = 1", "my_rows.py:load_rows: the file has no function load_rows: it defines none"),
+        ("load_rows = 3", "the file has no function load_rows"),
+        ("def load_rows(): ...", "load_rows() cannot be called with the config alone: write def load_rows(config)"),
+        ("def load_rows(a, b): ...", "load_rows(a, b) cannot be called with the config alone"),
+        ("def load_rows(config) return 3", "line 1 of the file raised SyntaxError: expected ':'"),
+        ("import no_such_module_here", "line 1 of the file raised ModuleNotFoundError: No module named 'no_such_module_here'"),
+        ("\nraise SystemExit(3)", "line 2 of the file raised SystemExit: 3: mend it there"),
+        (returns("None"), "my_rows.py:load_rows returns None, which holds no rows: yield dicts, or return a list or a Dataset"),
+        ("async def load_rows(config): ...", "which holds no rows"),
+        (returns("{'train': [], 'test': []}"), "returns a dict with the keys train, test: return the rows of one of them"),
+        (returns("[]"), "my_rows.py:load_rows holds no rows: give a source with at least one"),
+        ("def load_rows(config): yield from ()", "my_rows.py:load_rows holds no rows: give a source with at least one"),
+        (returns("'text'"), "row 1: 't' is of type str, not a dict: yield {column: value, ...}"),
+        (returns(f"[{ROW}, None]"), "row 2: None is of type NoneType, not a dict"),
+        (returns(f"[{ROW}, {{'source': 'a'}}]"), "row 2 has no column 'target' (its columns: source)"),
+        (returns(f"[{ROW}, {{'source': 'a', 'target': 3}}]"), "my_rows.py:load_rows, row 2, column target: 3 is of type int"),
+        (returns(f"[{ROW} | {{'group': 3}}]"), "row 1, column group: 3 is of type int, not text: write it as a string"),
+        (returns(f"[{ROW} | {{'lead_text': 3}}]"), "row 1, column lead_text: 3 is of type int, not text"),
+        (returns(f"[{ROW} | {{'split': 'test'}}]"), "row 1, column split: 'test' is neither train nor eval"),
+        (returns(f"[{ROW} | {{'split': ['train']}}]"), "row 1, column split: ['train'] is neither train nor eval"),
+        (
+            "def load_rows(config):\n    yield {'source': 'a', 'target': 'b'}\n    yield {}['what']\n",
+            "my_rows.py:load_rows: line 3 of the file raised KeyError: 'what': mend it there",
+        ),
+        (
+            "import itertools\ncalls = itertools.count()\n" + returns("[{'source': f'{next(calls)}', 'target': 'b'}]"),
+            "my_rows.py:load_rows gives other rows when it is called again: seed what is random, sort what has no order",
+        ),
+        (
+            "import itertools\ncalls = itertools.count(1)\n" + returns(f"[{ROW}] * next(calls)"),
+            "gives other rows when it is called again",
+        ),
+        (dedent(PAIRS) + "\ndef identify(): ...", "identify() cannot be called with the config alone: write def"),
+        (dedent(PAIRS) + "\ndef identify(config): ...", "the result of identify: None is of type NoneType, not text"),
+        (dedent(PAIRS) + "\ndef identify(config): 1 / 0", "line 6 of the file raised ZeroDivisionError: division by zero"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_one_sentence(folder: Path, code: str, sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        t5(code)
+    assert sentence in str(caught.value) and "\n" not in str(caught.value)
+    assert not list(Path("cache").glob("rows/*")), "rows of a refused source are in the cache"
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("my_row.py:load_rows", "data.source: there is no file my_row.py: did you mean my_rows.py?"),
+        ("my_rows.py", "data.source my_rows.py names no function: write it behind the file, as in my_rows.py:load_rows"),
+        ("my_rows.py:", "data.source my_rows.py: names no function"),
+        ("folder.py:load_rows", "data.source: folder.py is a folder"),
+    ],
+)
+def test_what_is_wrong_with_the_name_is_one_sentence(folder: Path, source: str, sentence: str) -> None:
+    Path("folder.py").mkdir()
+    for load in (t5, llm):
+        with pytest.raises(UserError) as caught:
+            load(PAIRS, source=source)
+        assert sentence in str(caught.value)
+    with pytest.raises(UserError) as caught:
+        llm(source=None, mix=[MixEntry(source=source)])
+    assert sentence.replace("data.source", "data.mix[0].source") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        (
+            "[{'prompt': 'p'}]",
+            "row 1 has none of the columns 'messages', 'prompt' and 'completion', 'text'",
+        ),
+        ("[{'text': 'a'}, {'text': 3}]", "my_rows.py:load_rows, row 2, column text: 3 is of type int, not text"),
+        ("[{'text': 'a', 'messages': []}]", "row 1 has columns of more than one kind, 'messages' and 'text'"),
+        ("[{'messages': [{'role': 'user'}]}]", "my_rows.py:load_rows, row 1, message 1 has no content"),
+    ],
+)
+def test_what_is_wrong_with_an_llm_row_is_one_sentence(folder: Path, rows: str, sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        llm(returns(rows))
+    assert sentence in str(caught.value)
+
+
+def test_an_error_in_a_library_names_the_line_of_the_file(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"line 2 of the file raised JSONDecodeError: Expecting value: line 1 column 1"):
+        t5("import json\nrows = json.loads('')")

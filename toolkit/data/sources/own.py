@@ -1,0 +1,222 @@
+"""A source of one's own: `data.source: my_rows.py:load_rows` names a Python file and a function in it that gives rows as dicts.
+
+The function gets the run's data section. The file runs only because the user named it, and only on the first process of each
+node. It is compiled from the bytes that are hashed, so that no outdated `.pyc` runs in its place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import inspect
+import itertools
+import json
+import sys
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.data import DataConfig, LLMDataConfig
+from toolkit.config.paths import split_own_source
+from toolkit.data.sources.files import find_files, hash_file
+from toolkit.data.sources.row import Row, RowInput, check_text
+from toolkit.errors import UserError
+
+IDENTIFY = "identify"
+"""Name of a function, `(config) -> str`, that a file may have: it says what decides the rows, at less cost than reading them."""
+_MAX_REASON_CHARACTERS = 300
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnSource:
+    """A function of the user's, and what it is called with."""
+
+    label: str
+    """The source as the config gives it, for messages."""
+    path: Path
+    function: Callable[[Any], Any]
+    config: DataConfig | LLMDataConfig
+    """What the function gets: the data section, with `files` and `eval_files` as lists of paths that exist."""
+    identity: str
+    """Hex sha256 of the file, the function's name, the contents of the files in `config`, and what `identify` returned."""
+    is_identified: bool
+    """Whether the file has `identify`, so that the rows need not be hashed."""
+
+
+def load_own_source(config: DataConfig | LLMDataConfig, setting: str) -> OwnSource:
+    """Run the file that `config.source` names, find its function, and call its `identify`.
+
+    Args:
+        config: the data section; for an entry of `data.mix`, with the source and the files of the entry.
+        setting: where the source is given, for messages: `data` or `data.mix[i]`.
+
+    Raises:
+        UserError: no such file or function, an error in the file, a function that does not take the config.
+    """
+    label = config.source or ""
+    file, name = split_own_source(label) or ("", "")
+    if not name:
+        raise UserError(f"{setting}.source {label} names no function: write it behind the file, as in {file}:load_rows")
+    (path,) = find_files(file, f"{setting}.source")
+    digests = [hash_file(path, is_text=True), name]
+    found = {key: find_files(getattr(config, key) or [], f"{setting}.{key}") for key in ("files", "eval_files")}
+    digests += [f"{key} {hash_file(path, is_text=False)}" for key, paths in found.items() for path in paths]
+    files, eval_files = ([str(path) for path in paths] for paths in found.values())
+    config = dataclasses.replace(config, files=files, eval_files=eval_files)
+
+    module = _run_file(path, label)
+    function = _find_function(module, name, label)
+    identify = getattr(module, IDENTIFY, None)
+    if identify is not None:
+        _check_signature(identify, label)
+        with _errors_of(path, label):
+            identity = identify(config)
+        check_text(identity, f"{label}: the result of {IDENTIFY}")
+        digests.append(f"{IDENTIFY} {identity}")
+    return OwnSource(
+        label=label,
+        path=path,
+        function=function,
+        config=config,
+        identity=hashlib.sha256(json.dumps(digests).encode()).hexdigest(),
+        is_identified=identify is not None,
+    )
+
+
+def read_own_rows(own: OwnSource) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Call the function; yield where each row is (for messages), its columns, and its optional columns as fields of `Row`.
+
+    Raises:
+        UserError: an error in the function; no rows; a row that is no dict; an optional column with a wrong value.
+    """
+    with _errors_of(own.path, own.label):
+        rows = own.function(own.config)
+    if isinstance(rows, dict):  # a DatasetDict is one
+        raise UserError(
+            f"{own.label} returns a {type(rows).__name__} with the keys {', '.join(map(str, rows))}: return the rows of one of "
+            "them, or of all, with a column split (train or eval)"
+        )
+    if not hasattr(rows, "__iter__"):
+        raise UserError(f"{own.label} returns {rows!r:.60}, which holds no rows: yield dicts, or return a list or a Dataset")
+    iterator, end = iter(rows), object()
+    for number in itertools.count(1):
+        with _errors_of(own.path, own.label):
+            row = next(iterator, end)
+        if row is end:
+            return
+        where = f"{own.label}, row {number}"
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: {row!r:.60} is of type {type(row).__name__}, not a dict: yield {{column: value, ...}}")
+        yield where, row, _read_fields(row, where)
+
+
+def build_own_input(
+    own: OwnSource,
+    read: Callable[[], Iterator[Row]],
+    *,
+    columns: tuple[str, str] | None,
+    num_rows: int | None,
+    mix_entry: int = 0,
+) -> RowInput:
+    """The input of an own source. Unless the file has `identify`, its rows are read once to be hashed, and again to be used.
+
+    Args:
+        read: turns `read_own_rows(own)` into rows.
+        columns, mix_entry: of the input.
+        num_rows: the first rows that will be used; None: all.
+
+    Raises:
+        UserError: those of `read`; when the input is read, if it gives other rows than those that were hashed.
+    """
+    if own.is_identified:
+        return RowInput(label=own.label, columns=columns, digest=own.identity, read=read, mix_entry=mix_entry)
+    digest, num_hashed = hashlib.sha256(own.identity.encode()), 0
+    for row in islice(read(), num_rows):
+        digest.update(repr(tuple(row)).encode())
+        num_hashed += 1
+    expected = digest.hexdigest()
+
+    def read_again() -> Iterator[Row]:
+        digest, number = hashlib.sha256(own.identity.encode()), 0
+        changed = UserError(f"{own.label} gives other rows when it is called again: seed what is random, sort what has no order")
+        for number, row in enumerate(read(), start=1):
+            digest.update(repr(tuple(row)).encode())
+            if number == num_hashed and digest.hexdigest() != expected:
+                raise changed
+            yield row
+        if number != num_hashed:
+            raise changed
+
+    return RowInput(label=own.label, columns=columns, digest=expected, read=read_again, mix_entry=mix_entry)
+
+
+def _run_file(path: Path, label: str) -> types.ModuleType:
+    """The file as a module. While it runs, it can import the files beside it, after everything that is installed."""
+    content = path.read_bytes()
+    # Its own name, which no import statement can hit, in sys.modules: dataclasses look themselves up there.
+    module = types.ModuleType(f"{path.stem}-{hashlib.sha256(content).hexdigest()[:12]}")
+    module.__file__ = str(path.absolute())
+    sys.modules[module.__name__] = module
+    beside = str(path.absolute().parent)
+    sys.path.append(beside)
+    try:
+        with _errors_of(path, label):
+            exec(compile(content, str(path), "exec"), module.__dict__)
+    finally:
+        sys.path.remove(beside)
+    return module
+
+
+def _find_function(module: types.ModuleType, name: str, label: str) -> Callable[[Any], Any]:
+    function = getattr(module, name, None)
+    if not callable(function):
+        defined = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+        near = difflib.get_close_matches(name, defined, n=1, cutoff=0.5)
+        names = f"did you mean {near[0]}?" if near else f"it defines {', '.join(defined) or 'none'}"
+        raise UserError(f"{label}: the file has no function {name}: {names}")
+    _check_signature(function, label)
+    return function
+
+
+def _check_signature(function: Callable[..., Any], label: str) -> None:
+    name = getattr(function, "__name__", type(function).__name__)
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):  # some builtins have none
+        return
+    try:
+        signature.bind(None)
+    except TypeError:
+        raise UserError(f"{label}: {name}{signature} cannot be called with the config alone: write def {name}(config)") from None
+
+
+@contextmanager
+def _errors_of(path: Path, label: str) -> Iterator[None]:
+    """Turn an exception of the user's code into one sentence with the line of their file."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        message: object = error
+        if isinstance(error, SyntaxError) and error.filename == str(path):
+            lines, message = [error.lineno], error.msg
+        where = f"line {lines[-1]} of the file" if lines else "the file"
+        reason = " ".join(f"{type(error).__name__}: {message}".split())
+        raise UserError(f"{label}: {where} raised {reason[:_MAX_REASON_CHARACTERS].rstrip(': .')}: mend it there") from error
+
+
+def _read_fields(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """The optional columns `group`, `lead_text` and `split`, as fields of `Row`."""
+    fields = {name: row[name] for name in ("group", "lead_text") if row.get(name) is not None}
+    for name, value in fields.items():
+        check_text(value, f"{where}, column {name}")
+    if (split := row.get("split")) is not None:
+        if split not in ("train", "eval"):
+            raise UserError(f"{where}, column split: {split!r:.60} is neither train nor eval: write one of them, or leave it out")
+        fields["held_out"] = split == "eval"
+    return fields
