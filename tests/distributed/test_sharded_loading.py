@@ -188,7 +188,7 @@ def load(accelerator: Any, folders: dict[str, Path], name: str, flags: dict[str,
     auto_class: Any = "AutoModelForSeq2SeqLM" if is_seq2seq else "AutoModelForCausalLM"
     dtype = frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=config.adapter.method != "none")
     init_from = find_weights(config.model.init_from) if config.model.init_from else None
-    context = stages.RunContext(accelerator, dtype, Path(), {}, None, init_from)
+    context = stages.RunContext(accelerator, dtype, Path(), {}, None, init_from, ())
     model_config, skeleton = stages.build_skeleton(config, accelerator, auto_class)
     printed: list[str] = []
     with patch.object(stages.logger, "info", printed.append):

@@ -276,11 +276,19 @@ def free_port() -> int:
         return port
 
 
+def preloaded() -> list[str]:
+    """What the server imports. On a machine with GPUs nothing: torchao, which transformers imports, initializes CUDA at its
+    import, and no fork of a process that has may use it."""
+    import torch  # here, because most who import this file start no ranks
+
+    return [] if torch.cuda.device_count() else PRELOADED
+
+
 def _fork_server() -> Any:
     """The context whose processes are forks of the preloaded server; the first call starts it."""
     context = multiprocessing.get_context("forkserver")
     if not _environment_at_server_start:
-        context.set_forkserver_preload(PRELOADED)
+        context.set_forkserver_preload(preloaded())
         with patch.dict(os.environ, SERVER_ENVIRONMENT):
             _environment_at_server_start.update(os.environ)
             multiprocessing.forkserver.ensure_running()  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from tests.support import launch as launcher
@@ -93,6 +94,12 @@ def test_environment_is_that_of_accelerate_launch(tmp_path: Path) -> None:
         assert real["argv"].pop(0) != forked["argv"].pop(0)
         assert real["environment"].pop("MASTER_PORT") != forked["environment"].pop("MASTER_PORT")
         assert real == forked
+
+
+@pytest.mark.parametrize("num_gpus", [0, 1])
+def test_forks_of_a_server_on_gpus_can_use_them(num_gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    assert launcher.preloaded() == ([] if num_gpus else launcher.PRELOADED)
 
 
 def test_overrides_merge_into_nested_mappings(tmp_path: Path) -> None:
