@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 import yaml
 
@@ -41,7 +42,16 @@ PRESETS: dict[str, int] = {
 RESUMED = ("ddp_cpu", "fsdp2_offload", "fsdp2_hsdp", "fsdp1_full_shard")
 """Presets whose checkpoints are read back: each has a way of its own to hold parameters and moments."""
 
-RUN_CONFIGS = ["t5_docstrings", "t5_wikihow", "llm_stdlib", "llm_docstrings", "llm_chat_lora", "llm_100b", "mnist_digits"]
+RUN_CONFIGS = [
+    "t5_docstrings",
+    "t5_csv",
+    "t5_wikihow",
+    "llm_stdlib",
+    "llm_docstrings",
+    "llm_chat_lora",
+    "llm_100b",
+    "mnist_digits",
+]
 """Each has a test below that runs it, made small by flags."""
 
 
@@ -83,16 +93,22 @@ def test_docstrings_config_trains_its_model_and_a_tokenizer(workbench: Workbench
     check_whole_run(workbench)
 
 
-def test_accelerate_launch_trains_on_a_wikihow_file(workbench: Workbench, tmp_path: Path) -> None:
-    """The command of the README, as a user types it, with flags that make it small."""
+def test_wikihow_config_trains_on_a_wikihow_file(workbench: Workbench, tmp_path: Path) -> None:
     file = save_wikihow_csv(tmp_path / "wikihowAll.csv", make_rows(60))
-    config = RUN_CONFIG_FOLDER / "t5_wikihow.yaml"
     small = {"data__source": "wikihow", "data__files": file, "train__num_epochs": None, "optim__warmup_steps": 1}
-    argv = ["--config", config, *workbench.flags("run", **small)]
+    assert "with an empty text" in workbench.run("run", config=RUN_CONFIG_FOLDER / "t5_wikihow.yaml", **small)
+    check_whole_run(workbench)
+
+
+def test_accelerate_launch_trains_on_a_csv_of_ones_own(workbench: Workbench, tmp_path: Path) -> None:
+    """The command of the README, as a user types it, with flags that make it small."""
+    config = RUN_CONFIG_FOLDER / "t5_csv.yaml"
+    rows = [{"article": row["source"], "summary": row["target"]} for row in make_rows(60)]
+    pandas.DataFrame(rows).to_csv(tmp_path / "articles.csv", index=False)
+    argv = ["--config", config, *workbench.flags("run", data__source="csv", data__files=tmp_path / "articles.csv")]
     launcher = accelerate_launch(RECIPE, argv, folder=tmp_path, env={"ONEDNN_VERBOSE": "profile_create"})
     printed = finish(launcher)
     assert launcher.returncode == 0, printed[-4000:]
-    assert "with an empty text" in printed
     until_bounded = printed.partition(" training rows, ")[0]
     assert "onednn_verbose" not in until_bounded, "oneDNN reads the capacity of its cache with the first product"
     check_whole_run(workbench)
