@@ -37,27 +37,25 @@ def main() -> None:
 
     from toolkit.checkpoint.single_file import save_whole_state
     from toolkit.checkpoint.state import SkipHistory
-    from toolkit.data.batch_plan import BatchPlan, check_global_batch_size
+    from toolkit.data.batch_plan import BatchPlan
     from toolkit.data.sources.images import load_images
     from toolkit.distributed.comm import on_all_ranks, rank, world_size
     from toolkit.distributed.rng import seed_all
-    from toolkit.distributed.watchdog import at, keep_stacks_in, start, working
+    from toolkit.distributed.watchdog import at, start, working
     from toolkit.evaluation.accuracy import evaluate_accuracy
     from toolkit.launch.accelerator import build_accelerator
-    from toolkit.launch.run_folder import lock_run_folder, open_run_folder, save_run_config
+    from toolkit.launch.run_folder import save_run_config
     from toolkit.parallel.units import describe
     from toolkit.parallel.wrap import check_wrap, shard_model
     from toolkit.tracking.curves import draw_curves
     from toolkit.tracking.progress import Progress
     from toolkit.tracking.step_log import StepLog
-    from toolkit.training.setup import leave, open_metrics
+    from toolkit.training.run import leave, open_metrics
+    from toolkit.training.setup import open_run
 
     accelerator = build_accelerator([], config.run.output_dir, config.run.timeout_s)
     start(config.run.timeout_s)
-    check_global_batch_size(config.train, world_size())
-    run_folder = open_run_folder(config)
-    keep_stacks_in(run_folder)
-    on_all_ranks(lambda: lock_run_folder(run_folder) if rank() == 0 else None)
+    run_folder = open_run(config)
 
     # Images → the batch plan (which images each step takes). For the plan, an image is a row of one token with one label.
     working("loading images")

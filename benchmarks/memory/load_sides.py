@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 from toolkit.config.load import load_config
@@ -26,9 +25,9 @@ from toolkit.models.lora import is_enabled
 from toolkit.models.safetensors_index import WholeOnly
 from toolkit.parallel.units import local_tensor
 from toolkit.parallel.wrap import shard_model
-from toolkit.training.setup import RunContext, build_skeleton, identity_of, load_model
+from toolkit.training.model import build_skeleton, identity_of, load_model
+from toolkit.training.setup import RunContext
 
-CAUSAL: Any = "AutoModelForCausalLM"
 SAMPLED_EVERY_S = 0.005
 
 
@@ -38,13 +37,13 @@ def main() -> None:
     accelerator = build_accelerator([], config.run.output_dir)
     dtype = frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=is_enabled(config.adapter))
     context = RunContext(accelerator, dtype, Path(config.run.output_dir), {}, None, None, ())
-    model_config, skeleton = build_skeleton(config, accelerator, CAUSAL)
+    model_config, skeleton = build_skeleton(config, accelerator)
     whole = patch.object(sharded_loading, "open_weights", side_effect=WholeOnly("the benchmark asks for it"))
     gc.collect()
     barrier()
     before, started = read_memory(), time.monotonic()
     with sampled_peak() as peak, whole if way == "whole" else contextlib.nullcontext():
-        model, sources = load_model(config, context, CAUSAL, model_config, skeleton)
+        model, sources = load_model(config, context, model_config, skeleton)
         identity_of(context, model_config, SimpleNamespace(fingerprint=""), model, sources)
         sharded = shard_model(accelerator, model, sources)
     seconds = time.monotonic() - started

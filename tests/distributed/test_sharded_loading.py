@@ -173,7 +173,8 @@ def load(accelerator: Any, folders: dict[str, Path], name: str, flags: dict[str,
     from toolkit.launch.accelerator import frozen_dtype
     from toolkit.parallel import wrap as sharding
     from toolkit.parallel.gather import whole_parameters
-    from toolkit.training import setup as stages
+    from toolkit.training import model as stages
+    from toolkit.training.setup import RunContext
 
     is_seq2seq = json.loads((folders[name] / "config.json").read_text()).get("is_encoder_decoder", False)
     always = {
@@ -185,14 +186,13 @@ def load(accelerator: Any, folders: dict[str, Path], name: str, flags: dict[str,
         SummarizationConfig if is_seq2seq else LLMConfig,
         [f"--{key}={value if isinstance(value, str | Path) else json.dumps(value)}" for key, value in values.items()],
     )
-    auto_class: Any = "AutoModelForSeq2SeqLM" if is_seq2seq else "AutoModelForCausalLM"
     dtype = frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=config.adapter.method != "none")
     init_from = find_weights(config.model.init_from) if config.model.init_from else None
-    context = stages.RunContext(accelerator, dtype, Path(), {}, None, init_from, ())
-    model_config, skeleton = stages.build_skeleton(config, accelerator, auto_class)
+    context = RunContext(accelerator, dtype, Path(), {}, None, init_from, ())
+    model_config, skeleton = stages.build_skeleton(config, accelerator)
     printed: list[str] = []
     with patch.object(stages.logger, "info", printed.append):
-        model, sources = stages.load_model(config, context, auto_class, model_config, skeleton)
+        model, sources = stages.load_model(config, context, model_config, skeleton)
     identity = stages.identity_of(context, model_config, SimpleNamespace(fingerprint=""), model, sources)
     assert sources is None or all(parameter.is_meta for parameter in model.parameters())
     reads: list[int] = []

@@ -121,16 +121,16 @@ def test_resume_elsewhere(benches: dict[str, Workbench], kind: str, source: str,
 def check_loaded(file: str) -> None:
     """Right after a resume, compare weights and moments of every rank with the checkpoint read whole, through torch alone."""
     from toolkit.distributed.comm import rank
-    from toolkit.training import setup as stages
+    from toolkit.training import finetune
 
-    resume = stages.resume
+    resume = finetune.resume
 
     def checked(config: Any, context: Any, run: Any) -> Any:
         state = resume(config, context, run)
         Path(f"{file}-{rank()}.json").write_text(json.dumps(_compare(context.resume_from, run.sharded, run.optimizer)))
         return state
 
-    stages.resume = checked  # type: ignore[assignment]
+    finetune.resume = checked  # type: ignore[assignment]
 
 
 def _compare(folder: Path, sharded: Any, optimizer: Any) -> dict[str, Any]:

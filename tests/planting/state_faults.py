@@ -12,9 +12,9 @@ def untied_weight(patch: MonkeyPatch) -> None:
     """The output head has a weight of its own."""
     import torch
 
-    from toolkit.training import setup as stages
+    from toolkit.training import model as setup
 
-    load_model = stages.load_model
+    load_model = setup.load_model
 
     def untying(*args: Any) -> Any:
         model, sources = load_model(*args)
@@ -23,7 +23,7 @@ def untied_weight(patch: MonkeyPatch) -> None:
             sources["lm_head.weight"] = sources["shared.weight"]
         return model, sources
 
-    patch.setattr(stages, "load_model", untying)
+    patch.setattr(setup, "load_model", untying)
 
 
 def dropped_slice(patch: MonkeyPatch) -> None:
@@ -70,9 +70,9 @@ def wrong_start(patch: MonkeyPatch) -> None:
     import torch
     from torch.distributed.fsdp import FSDPModule
 
-    from toolkit.parallel import wrap as sharding
+    from toolkit.training import model as setup
 
-    shard_model = sharding.shard_model
+    shard_model = setup.shard_model
 
     def changing(*args: Any) -> Any:
         sharded = shard_model(*args)
@@ -81,7 +81,7 @@ def wrong_start(patch: MonkeyPatch) -> None:
                 next(p for p in sharded.model.parameters() if p.requires_grad).mul_(1 + 2**-20)
         return sharded
 
-    patch.setattr(sharding, "shard_model", changing)
+    patch.setattr(setup, "shard_model", changing)
 
 
 def silent_ddp(patch: MonkeyPatch) -> None:

@@ -50,9 +50,9 @@ def missing_gradient_average(patch: MonkeyPatch) -> None:
     """FSDP adds up the gradients of its ranks, where DDP still averages them."""
     from torch.distributed.fsdp import FSDPModule
 
-    from toolkit.parallel import wrap as sharding
+    from toolkit.training import model as setup
 
-    shard_model = sharding.shard_model
+    shard_model = setup.shard_model
 
     def summing(*args: Any) -> Any:
         sharded = shard_model(*args)
@@ -62,7 +62,7 @@ def missing_gradient_average(patch: MonkeyPatch) -> None:
                 module.set_gradient_divide_factor(1.0)
         return sharded
 
-    patch.setattr(sharding, "shard_model", summing)
+    patch.setattr(setup, "shard_model", summing)
 
 
 def wrong_loss_divisor(patch: MonkeyPatch) -> None:

@@ -214,10 +214,10 @@ def test_embeddings_and_all_but_the_last_block_are_frozen(bench: Workbench) -> N
 
 def train_and_gather(argv: list[str]) -> dict[str, np.ndarray]:
     """On every rank: the recipe, with B drawn anew between training and export; all parameters, whole, by name."""
-    from toolkit.training import setup as stages
+    from toolkit.training import finetune
 
     gathered: dict[str, np.ndarray] = {}
-    finish = stages.finish
+    finish = finetune.finish
 
     def draw_gather_and_finish(config: Any, run: Any) -> None:
         import torch
@@ -230,7 +230,7 @@ def train_and_gather(argv: list[str]) -> dict[str, np.ndarray]:
             gathered[name] = parameter.detach().full_tensor().clone().numpy()
         finish(config, run)
 
-    with patch.object(stages, "finish", draw_gather_and_finish), patch.object(sys, "argv", ["llm.py", *argv]):
+    with patch.object(finetune, "finish", draw_gather_and_finish), patch.object(sys, "argv", ["llm.py", *argv]):
         runpy.run_path(str(RECIPES / "llm.py"), run_name="__main__")
     return gathered
 

@@ -93,16 +93,16 @@ def run_recipe(kind: str, preset: str, output: Path) -> Path:
 
 def train_on_rank(recipe: str, argv: list[str], folder: Path) -> None:
     """On every rank: the recipe as it stands; a new adapter's weights are written before the first step."""
-    from toolkit.training import loop
+    from toolkit.training import finetune
 
-    train = loop.train
+    train = finetune.train
 
     def note_adapter_and_train(config: Any, run: Any, state: Any) -> Any:
         if config.adapter.method != "none":
             _save_adapter(run.sharded.model, folder / "first_adapter.safetensors")
         return train(config, run, state)
 
-    with patch.object(loop, "train", note_adapter_and_train), patch.object(sys, "argv", [f"{recipe}.py", *argv]):
+    with patch.object(finetune, "train", note_adapter_and_train), patch.object(sys, "argv", [f"{recipe}.py", *argv]):
         runpy.run_path(str(REPOSITORY / "recipes" / f"{recipe}.py"), run_name="__main__")
 
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
-
-import torch
+from typing import Any, NoReturn
 
 from toolkit.checkpoint.find import Goal
 from toolkit.checkpoint.save import CheckpointWriter, Save
-from toolkit.checkpoint.state import Identity, TrainState
+from toolkit.checkpoint.state import TrainState
 from toolkit.config.load import RecipeConfig
 from toolkit.config.schema import CheckpointConfig, EvalConfig
 from toolkit.data.batch_plan import BatchPlan
@@ -22,33 +19,13 @@ from toolkit.distributed.watchdog import at, working
 from toolkit.errors import Stopped
 from toolkit.evaluation.loop import evaluate
 from toolkit.evaluation.metrics import own_figures
-from toolkit.evaluation.rows import EvaluationRows
-from toolkit.parallel.wrap import ShardedModel
-from toolkit.tracking.metrics_log import MetricsLog
 from toolkit.tracking.progress import Progress
 from toolkit.tracking.step_log import StepLog
 from toolkit.tracking.trackers import close_trackers, log_to_trackers
+from toolkit.training.run import Run
 from toolkit.training.skip_guard import SkipGuard
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-
 logger = logging.getLogger("toolkit")
-
-
-@dataclass(frozen=True)
-class Run:
-    """The objects of a run."""
-
-    folder: Path
-    sharded: ShardedModel
-    optimizer: torch.optim.Optimizer
-    plan: BatchPlan
-    train_rows: Dataset
-    evaluation: EvaluationRows
-    identity: Identity
-    metrics: MetricsLog
-    num_steps: int
 
 
 @dataclass(frozen=True)

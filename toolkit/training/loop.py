@@ -19,7 +19,7 @@ from toolkit.checkpoint.load import best_saved_value
 from toolkit.checkpoint.save import CheckpointWriter
 from toolkit.checkpoint.state import TrainState
 from toolkit.config.load import RecipeConfig
-from toolkit.data.batch_plan import BatchPlan, MicroBatch, Step
+from toolkit.data.batch_plan import MicroBatch, Step
 from toolkit.data.collate import Batch, load_micro_batches, move_to
 from toolkit.distributed.comm import rank, world_size
 from toolkit.distributed.rng import seed_all
@@ -32,7 +32,6 @@ from toolkit.tracking.memory import save_memory
 from toolkit.tracking.progress import Progress
 from toolkit.tracking.step_log import StepFigures, StepLog
 from toolkit.training.after_step import (
-    Run,
     Session,
     after_step,
     finish_writing,
@@ -44,17 +43,10 @@ from toolkit.training.after_step import (
 from toolkit.training.goal import build_goal
 from toolkit.training.optim import clip_gradients, learning_rate
 from toolkit.training.parameter_checks import SMALLEST_SHOWING_LR, UPDATES_UNTIL_MOVED, ParameterWatch
+from toolkit.training.run import Run
 from toolkit.training.skip_guard import SkipGuard
 
 logger = logging.getLogger("toolkit")
-
-
-def num_steps(config: RecipeConfig, plan: BatchPlan) -> int:
-    """Optimizer updates of the run."""
-    if config.train.max_steps is not None:
-        return config.train.max_steps
-    assert config.train.num_epochs is not None  # ensured by load_config
-    return plan.num_steps(config.train.num_epochs)
 
 
 def train(config: RecipeConfig, run: Run, state: TrainState) -> TrainState:

@@ -95,9 +95,9 @@ def tell() -> None:
 
 def no_export() -> None:
     """End after the training, which is what most tests are about."""
-    from toolkit.training import setup as stages
+    from toolkit.training import finetune
 
-    stages.finish = lambda config, run: run.sharded.accelerator.end_training()
+    finetune.finish = lambda config, run: run.sharded.accelerator.end_training()
 
 
 def this_rank() -> int:

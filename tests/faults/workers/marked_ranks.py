@@ -50,7 +50,7 @@ def main() -> None:
     from toolkit.checkpoint import save as checkpoint_writer
     from toolkit.checkpoint.save import CheckpointWriter
     from toolkit.distributed.watchdog import Watchdog
-    from toolkit.training import setup as stages
+    from toolkit.training import finetune, run
 
     at, write, commit = Watchdog.at, CheckpointWriter._write, checkpoint_writer.commit
     save_tensors, delays = checkpoint_writer.save_tensors, random.Random()  # of its own: the run's is seeded, and saved
@@ -103,8 +103,8 @@ def main() -> None:
         patch.object(checkpoint_writer, "describe_files", saving(b"hashes", checkpoint_writer.describe_files)),
         patch.object(checkpoint_writer, "commit", saving(b"manifest and rename", marked_commit)),
         patch.object(checkpoint_writer, "prune", saving(b"pruning", checkpoint_writer.prune)),
-        patch.object(stages, "load_checkpoint", training(b"loading the checkpoint", stages.load_checkpoint)),
-        patch.object(stages, "finish", training(b"export", stages.finish)),
+        patch.object(run, "load_checkpoint", training(b"loading the checkpoint", run.load_checkpoint)),
+        patch.object(finetune, "finish", training(b"export", finetune.finish)),
     ):
         runpy.run_path(recipe, run_name="__main__")
 

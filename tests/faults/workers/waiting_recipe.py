@@ -24,7 +24,7 @@ from toolkit.data.tokens import prepare
 from toolkit.distributed.comm import rank
 from toolkit.export import write as export
 from toolkit.models import load as models
-from toolkit.training import setup
+from toolkit.training import model
 
 TIMEOUT_S = 4
 """Of the watchdog."""
@@ -36,7 +36,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "tokenizing": (prepare, "tokenize_rows"),  # on rank 0 alone
     "after tokenizing": (prepare, "raise_together"),
     "loading the model": (models, "load_model"),
-    "hashing frozen weights": (setup, "hash_frozen"),
+    "hashing frozen weights": (model, "hash_frozen"),
     "loading the checkpoint": (checkpoint, "load_tensors"),
     "saving": (checkpoint_writer, "describe_files"),  # in the thread that writes the first checkpoint
     "export": (export, "_write_model"),  # on rank 0 alone

@@ -46,8 +46,9 @@ from toolkit.errors import UserError
 from toolkit.parallel.units import clean, local_tensor
 from toolkit.parallel.wrap import ShardedModel
 from toolkit.tracking.step_log import StepFigures
-from toolkit.training import loop
-from toolkit.training import setup as stages
+from toolkit.training import finetune, loop
+from toolkit.training.run import Run, leave
+from toolkit.training.setup import RunContext
 
 CHECK_OF_FUNCTION = {
     ("toolkit.checkpoint.load", "load_checkpoint"): "save",
@@ -87,14 +88,14 @@ def watch(folder: Path, *, exports: bool) -> None:
         exports: whether the recipe exports, which takes as long as a run of a few steps.
     """
     # The original calls, and the probes of dropout and generation.
-    resume, clip, save, finish = stages.resume, loop.clip_gradients, CheckpointWriter.save, stages.finish
+    resume, clip, save, finish = finetune.resume, loop.clip_gradients, CheckpointWriter.save, finetune.finish
     train_step = loop.train_step
     records = ["gradients", "late_gradients"]
     masks = watch_dropout()
     texts = watch_generation(masks)
 
     # Each wrapper records before or after the original call.
-    def resume_and_look(config: RecipeConfig, context: stages.RunContext, run: loop.Run) -> TrainState:
+    def resume_and_look(config: RecipeConfig, context: RunContext, run: Run) -> TrainState:
         state = resume(config, context, run)
         _record(folder / "loaded", run.sharded, run.optimizer)
         return state
@@ -115,7 +116,7 @@ def watch(folder: Path, *, exports: bool) -> None:
         _record(folder / f"saved-{state.step}", writer.sharded, writer.optimizer)
         return save(writer, state, wait=wait)
 
-    def look_and_finish(config: RecipeConfig, run: loop.Run) -> None:
+    def look_and_finish(config: RecipeConfig, run: Run) -> None:
         _record(folder / "trained", run.sharded)
         for name, seen in (("dropout", masks.seen), ("generated", texts)):
             every = [item for part in gather_objects(seen) for item in part]
@@ -124,9 +125,9 @@ def watch(folder: Path, *, exports: bool) -> None:
         if exports:
             finish(config, run)
         else:
-            stages.leave(run.sharded.accelerator)
+            leave(run.sharded.accelerator)
 
-    stages.resume, stages.finish = resume_and_look, look_and_finish
+    finetune.resume, finetune.finish = resume_and_look, look_and_finish
     loop.clip_gradients, loop.train_step = look_and_clip, step_and_look  # type: ignore[assignment]
     CheckpointWriter.save = look_and_save  # type: ignore[method-assign,assignment]
 

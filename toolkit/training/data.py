@@ -1,0 +1,143 @@
+"""The data of a run: text → tokens on disk → the batch plan (which rows each step takes) and the evaluation split."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from toolkit.config.load import RecipeConfig
+from toolkit.config.schema import LLMConfig, SummarizationConfig
+from toolkit.config.validate import check_evaluation_rows, check_num_steps
+from toolkit.data.batch_plan import BatchPlan, Mix
+from toolkit.data.collate import CausalCollator, SummarizationCollator, own_label_shift
+from toolkit.data.tokens.prepare import TokenizedRows, prepare_rows
+from toolkit.distributed.comm import rank, world_size
+from toolkit.distributed.watchdog import working
+from toolkit.evaluation.metrics import TextMetric
+from toolkit.evaluation.rows import EvaluationRows, choose_rows, name_sources
+from toolkit.launch.accelerator import bound_primitive_cache
+from toolkit.models.config import check_causal_positions, check_positions, special_tokens
+from toolkit.models.load import num_token_embeddings, uses_flash_attention
+from toolkit.training.goal import check_metric_on_rows
+from toolkit.training.setup import RunContext
+
+if TYPE_CHECKING:
+    import numpy as np
+    from transformers import PretrainedConfig, PreTrainedModel
+
+logger = logging.getLogger("toolkit")
+
+NUM_STEPS_LOOKED_AT = 100
+"""Number of first steps whose distinct batch shapes are counted, to see how often shapes repeat."""
+
+
+def prepare_data(
+    config: RecipeConfig, context: RunContext, model_config: PretrainedConfig, skeleton: PreTrainedModel
+) -> tuple[TokenizedRows, BatchPlan, EvaluationRows]:
+    """Tokenize the rows, plan the batches and choose the rows to evaluate, then check settings against them. Collective.
+
+    Raises:
+        UserError: anything wrong with the data or with a setting that depends on it; on every rank.
+    """
+    if isinstance(config, LLMConfig):
+        rows, plan, evaluation = _prepare_causal(config, model_config, skeleton, context.metrics)
+    else:
+        rows, plan, evaluation = _prepare_seq2seq(config, model_config, skeleton, context.metrics)
+    _check_rows(config, rows, plan, evaluation)
+    return rows, plan, evaluation
+
+
+def num_steps(config: RecipeConfig, plan: BatchPlan) -> int:
+    """Optimizer updates of the run."""
+    if config.train.max_steps is not None:
+        return config.train.max_steps
+    assert config.train.num_epochs is not None  # ensured by load_config
+    return plan.num_steps(config.train.num_epochs)
+
+
+def _prepare_seq2seq(
+    config: SummarizationConfig, model_config: PretrainedConfig, skeleton: PreTrainedModel, metrics: tuple[TextMetric, ...]
+) -> tuple[TokenizedRows, BatchPlan, EvaluationRows]:
+    """For an encoder-decoder: sources and targets."""
+    collator = SummarizationCollator(*special_tokens(model_config, config.model.name_or_path), own_label_shift(skeleton))
+    rows = prepare_rows(config.data, config.model, num_token_embeddings(skeleton))
+    plan = BatchPlan(*_lengths(rows), config.train, world_size())
+    evaluation = EvaluationRows(choose_rows(rows.evaluation, config.eval.num_rows), rows.tokenizer, collator, metrics=metrics)
+    longest = {
+        "source": _longest(rows, evaluation, "num_tokens", minus="num_label_tokens"),
+        "target": _longest(rows, evaluation, "num_label_tokens"),
+    }
+    check_positions(model_config, config.model.name_or_path, longest, config.eval)
+    return rows, plan, evaluation
+
+
+def _prepare_causal(
+    config: LLMConfig, model_config: PretrainedConfig, skeleton: PreTrainedModel, metrics: tuple[TextMetric, ...]
+) -> tuple[TokenizedRows, BatchPlan, EvaluationRows]:
+    """For a causal model: chats, prompts with completions, or plain texts, of one source or a mix, packed or not."""
+    data = config.data
+    rows = prepare_rows(data, config.model, num_token_embeddings(skeleton))
+    weights = tuple(entry.weight for entry in data.mix)
+    plan = BatchPlan(
+        *_lengths(rows),
+        config.train,
+        world_size(),
+        bucket_by_length=not data.packing if data.bucket_by_length is None else data.bucket_by_length,
+        pack_length_tokens=data.max_length_tokens if data.packing else None,
+        mix=Mix(rows.train.with_format("numpy")["source_index"][:], weights) if weights else None,
+    )
+    evaluation = EvaluationRows(
+        choose_rows(rows.evaluation, config.eval.num_rows),
+        rows.tokenizer,
+        CausalCollator(rows.tokenizer.pad_token_id, one_row=uses_flash_attention(skeleton)),
+        rows.stop_token_ids,
+        name_sources(data),
+        metrics,
+    )
+    longest = {name: _longest(rows, evaluation, column) for name, column in (("row", "num_tokens"), ("prompt", "prompt_length"))}
+    check_causal_positions(model_config, config.model.name_or_path, longest, config.eval)
+    return rows, plan, evaluation
+
+
+def _check_rows(config: RecipeConfig, rows: TokenizedRows, plan: BatchPlan, evaluation: EvaluationRows) -> None:
+    """Check settings against the rows, and print how many rows and steps there are.
+
+    Raises:
+        UserError: naming the setting.
+    """
+    # Checks.
+    working("planning the batches")
+    steps = num_steps(config, plan)
+    check_num_steps(config, steps)
+    check_evaluation_rows(config, len(evaluation.rows))
+    check_metric_on_rows(config.eval, evaluation)
+    bound_primitive_cache(plan.num_shapes(min(steps, NUM_STEPS_LOOKED_AT), rank()))
+    # Print the counts, per source if there are several.
+    counted = [f"{(evaluation.sources == place).sum():,} of {name}" for place, name in enumerate(evaluation.source_names)]
+    of_sources = f" ({', '.join(counted)})" if counted and len(evaluation.rows) else ""
+    for remark in rows.remarks:
+        level = logging.WARNING if remark.startswith("WARNING: ") else logging.INFO
+        logger.log(level, remark.removeprefix("WARNING: "))
+    logger.info(
+        f"{len(rows.train):,} training rows, {len(evaluation.rows):,} held-out rows{of_sources}; {plan.steps_per_epoch:,} steps "
+        f"an epoch, {steps:,} in all; {len(plan.micro_batches(plan.step(1), 0))} micro-batches a step on each of "
+        f"{world_size()} processes"
+    )
+    if config.eval.generate and evaluation.prompted:
+        logger.info(f"ROUGE counts {evaluation.rouge_tokenizer.description}")
+
+
+def _lengths(rows: TokenizedRows) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens, and label tokens, of each training row."""
+    columns = rows.train.with_format("numpy")
+    return columns["num_tokens"][:], columns["num_label_tokens"][:]
+
+
+def _longest(rows: TokenizedRows, evaluation: EvaluationRows, column: str, minus: str | None = None) -> int:
+    """The largest value of `column`, minus `minus` if given, over all training and evaluation rows; 0 without rows."""
+    found = 0
+    for part in (rows.train, evaluation.rows):
+        columns = part.with_format("numpy")
+        values = columns[column][:] - (columns[minus][:] if minus else 0)
+        found = max(found, int(values.max(initial=0)))
+    return found

@@ -1,0 +1,145 @@
+"""The model of a run: a skeleton that is checked early, then weights, adapter, shards, optimizer, and checks."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from toolkit.checkpoint.init_from import load_into
+from toolkit.checkpoint.state import Identity
+from toolkit.config.load import RecipeConfig
+from toolkit.config.schema import LLMConfig
+from toolkit.data.collate import SummarizationCollator
+from toolkit.data.tokens.languages import start_generation
+from toolkit.data.tokens.prepare import TokenizedRows
+from toolkit.distributed.comm import on_all_ranks
+from toolkit.distributed.watchdog import working
+from toolkit.evaluation.rows import EvaluationRows
+from toolkit.launch.accelerator import fsdp_version
+from toolkit.models import load, load_sharded
+from toolkit.models.config import AutoClass, hash_model_config, load_model_config
+from toolkit.models.freeze import cast_frozen, freeze, freeze_as, hash_frozen
+from toolkit.models.load_sharded import complete_sources, open_weights
+from toolkit.models.lora import add_adapter, is_enabled
+from toolkit.models.safetensors_index import WholeOnly
+from toolkit.models.shard_reader import Sources
+from toolkit.parallel.units import describe
+from toolkit.parallel.wrap import ShardedModel, check_wrap, shard_model
+from toolkit.tracking.memory import note_before_model
+from toolkit.training.model_checks import check_causal_model, check_seq2seq_model
+from toolkit.training.optim import build_optimizer
+from toolkit.training.setup import RunContext
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PretrainedConfig, PreTrainedModel
+
+logger = logging.getLogger("toolkit")
+
+
+def build_skeleton(config: RecipeConfig, accelerator: Accelerator) -> tuple[PretrainedConfig, PreTrainedModel]:
+    """Build the model on the meta device, to check its config, wrap classes, freezing and adapter early. Collective.
+
+    Raises:
+        UserError: one of them is wrong; on every rank.
+    """
+    working("building the model")
+    auto_class = _auto_class(config)
+    model_config = on_all_ranks(lambda: load_model_config(config.model, auto_class))
+    skeleton = on_all_ranks(lambda: load.build_skeleton(config.model, model_config, auto_class))
+    on_all_ranks(lambda: _adapt(skeleton, config))
+    on_all_ranks(lambda: check_wrap(accelerator, skeleton))
+    return model_config, skeleton
+
+
+def build_model(
+    config: RecipeConfig,
+    context: RunContext,
+    model_config: PretrainedConfig,
+    skeleton: PreTrainedModel,
+    rows: TokenizedRows,
+    evaluation: EvaluationRows,
+) -> tuple[ShardedModel, torch.optim.Optimizer, Identity]:
+    """Load the model, add its adapter, shard it, build the optimizer, and check the result on two short rows. Collective.
+
+    Raises:
+        UserError: the weights do not load, or the model cannot be trained or evaluated as the config says; on every rank.
+    """
+    # Under FSDP2, `sources` says where each rank reads its shards.
+    model, sources = load_model(config, context, model_config, skeleton)
+    collator = evaluation.collator
+    if isinstance(collator, SummarizationCollator):
+        start_generation(model, rows.tokenizer, collator)
+    identity = identity_of(context, model_config, rows, model, sources)
+    sharded = shard_model(context.accelerator, model, sources)
+    optimizer = build_optimizer(config.optim, sharded.model)
+    logger.info(describe(sharded.units))
+    if isinstance(collator, SummarizationCollator):
+        check_seq2seq_model(sharded, collator, config.eval)
+    else:
+        check_causal_model(sharded, collator, packing=isinstance(config, LLMConfig) and config.data.packing)
+    return sharded, optimizer, identity
+
+
+def load_model(
+    config: RecipeConfig,
+    context: RunContext,
+    model_config: PretrainedConfig,
+    skeleton: PreTrainedModel,
+) -> tuple[PreTrainedModel, Sources | None]:
+    """The model, adapted and frozen like its skeleton, and the sources that `shard_model` reads its weights from. Collective.
+
+    Under FSDP2, if each rank can read its shards from the files, the model is on the meta device. Otherwise its weights are
+    on the CPU, and the sources are None.
+
+    Raises:
+        UserError: the weights do not load, or are not the model's; on every rank.
+    """
+    # Try to leave the weights in their files until each rank reads its shards.
+    working("loading the model")
+    auto_class = _auto_class(config)
+    note_before_model(context.accelerator.device)
+    loaded_dtype = context.frozen_dtype if is_enabled(config.adapter) else torch.float32  # with an adapter the base is frozen
+    opened = None
+    if fsdp_version(context.accelerator) == 2 and not config.model.from_scratch:
+        try:
+            opened = open_weights(config.model, model_config, auto_class, skeleton, loaded_dtype, context.init_from)
+        except WholeOnly as reason:
+            logger.info(f"every rank loads all of {config.model.name_or_path} before it is sharded: {reason}")
+    # Otherwise load the full model on every rank.
+    if opened is not None:
+        model, weights = opened
+    else:
+        model = on_all_ranks(lambda: load.load_model(config.model, model_config, auto_class, config.train.seed, loaded_dtype))
+        if context.init_from is not None:
+            load_into(model, context.init_from)
+    # Adapter, freezing and dtypes.
+    on_all_ranks(lambda: _adapt(model, config))
+    freeze_as(model, skeleton)
+    cast_frozen(model, context.frozen_dtype)
+    if opened is None:
+        return model, None
+    return model, complete_sources(model, weights, config.adapter, config.model, config.train.seed)
+
+
+def identity_of(
+    context: RunContext, model_config: PretrainedConfig, rows: TokenizedRows, model: PreTrainedModel, sources: Sources | None
+) -> Identity:
+    """What a resume must find unchanged; `model` and `sources` are those of `load_model`, before sharding. Collective."""
+    working("hashing frozen weights")
+    frozen_hashes = hash_frozen(model) if sources is None else load_sharded.hash_frozen(model, sources)
+    return Identity(context.settings, hash_model_config(model_config.to_diff_dict()), rows.fingerprint, frozen_hashes)
+
+
+def _auto_class(config: RecipeConfig) -> AutoClass:
+    return "AutoModelForCausalLM" if isinstance(config, LLMConfig) else "AutoModelForSeq2SeqLM"
+
+
+def _adapt(model: PreTrainedModel, config: RecipeConfig) -> None:
+    """Add the adapter, which freezes the base, or freeze what `model.freeze` names."""
+    if is_enabled(config.adapter):
+        add_adapter(model, config.adapter, config.model, config.train.seed)
+    else:
+        freeze(model, config.model.freeze)

@@ -1,0 +1,124 @@
+"""The objects of a run, how it resumes, and how it ends."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from toolkit.checkpoint.load import best_of_run, forget_unequal, load_checkpoint, load_manifest, load_weights
+from toolkit.checkpoint.state import Identity, TrainState
+from toolkit.config.load import RecipeConfig
+from toolkit.data.batch_plan import BatchPlan
+from toolkit.distributed.comm import close_groups, on_all_ranks, rank
+from toolkit.distributed.watchdog import stop, working
+from toolkit.evaluation.rows import EvaluationRows
+from toolkit.export.write import export_model
+from toolkit.launch.run_folder import restore_run_folder
+from toolkit.parallel.wrap import ShardedModel
+from toolkit.tracking.metrics_log import MetricsLog
+from toolkit.tracking.summary import show_results
+from toolkit.tracking.trackers import close_trackers
+from toolkit.training.goal import build_goal
+from toolkit.training.optim import describe_rate_change
+from toolkit.training.setup import RunContext
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from datasets import Dataset
+
+logger = logging.getLogger("toolkit")
+
+
+@dataclass(frozen=True)
+class Run:
+    """The objects of a run."""
+
+    folder: Path
+    sharded: ShardedModel
+    optimizer: torch.optim.Optimizer
+    plan: BatchPlan
+    train_rows: Dataset
+    evaluation: EvaluationRows
+    identity: Identity
+    metrics: MetricsLog
+    num_steps: int
+
+
+def open_metrics(run_folder: Path) -> MetricsLog:
+    """Open `metrics.jsonl`, which rank 0 writes. Collective.
+
+    Raises:
+        UserError: the file cannot be read or written, or is broken; on every rank.
+    """
+    return on_all_ranks(lambda: MetricsLog(run_folder / "metrics.jsonl", rank() == 0, restore_run_folder))
+
+
+def resume(config: RecipeConfig, context: RunContext, run: Run) -> TrainState:
+    """Load the checkpoint to resume from, if any, and drop what the run logged after it. Collective.
+
+    Raises:
+        UserError: the checkpoint belongs to another run; on every rank.
+    """
+    # Weights, moments, random state.
+    working("loading the checkpoint")
+    if context.resume_from is None:
+        run.metrics.truncate_after(-1)
+        return TrainState()
+    folder = context.resume_from
+    state = load_checkpoint(folder, run.sharded, run.optimizer, run.identity)
+    manifest = on_all_ranks(lambda: load_manifest(folder, run.identity))
+    theirs = manifest["identity"]["config"]
+    # What is different now: the best metric's meaning, the learning rate.
+    num_steps_before = theirs["train.max_steps"] or run.plan.num_steps(theirs["train.num_epochs"])
+    remarks = [
+        forget_unequal(state, manifest, build_goal(config.eval, run.evaluation)),
+        describe_rate_change(config.optim, state.step + 1, num_steps_before, run.num_steps, run.plan.steps_per_epoch),
+    ]
+    logger.info(f"resuming from {folder}, after step {state.step}")
+    for remark in filter(None, remarks):
+        logger.info(remark)
+    # metrics.jsonl up to the checkpoint.
+    working("resuming")
+    run.metrics.truncate_after(state.step, evaluation_due=state.evaluation_due)
+    if run.metrics.is_empty:  # lines are written before their checkpoint
+        known = " but the checkpoint's own evaluation" if manifest["metrics"] else ""
+        why = "it was removed or emptied, or the checkpoint is another run's"
+        logger.warning(f"{run.metrics.path} has no figures of earlier steps{known}: {why}")
+        if manifest["metrics"]:
+            run.metrics.write("eval", state.step, **manifest["metrics"], measured_on=manifest["measured_on"])
+    return state
+
+
+def finish(config: RecipeConfig, run: Run) -> None:
+    """Export the model, reload and compare it, and print the results. Collective.
+
+    A run of no steps exports only if `export.merge` asks for it.
+
+    Raises:
+        UserError: the export or the plot of the curves cannot be written; on every rank.
+    """
+    goal = build_goal(config.eval, run.evaluation)
+    exports = run.num_steps > 0 or config.export.merge
+    if run.num_steps > 0 and config.export.weights == "best":
+        best, choice = best_of_run(run.folder, goal)
+        logger.info(choice)
+        if best is not None:
+            load_weights(best, run.sharded)
+    if exports:
+        export_model(config, run.sharded, run.evaluation, run.folder)
+    merged = f", merged into its base to {run.folder / 'merged'}" if config.export.merge else ""
+    logger.info(f"exported to {run.folder / 'export'}{merged}" if exports else "nothing is exported: train.max_steps is 0")
+    working("showing the results")
+    on_all_ranks(lambda: show_results(run.metrics, run.train_rows, run.evaluation, goal.measured_on))
+    leave(run.sharded.accelerator)
+
+
+def leave(accelerator: Accelerator) -> None:
+    """Close the trackers, the watchdog and the process groups at the end of a run. Collective."""
+    close_trackers(accelerator)
+    stop()
+    close_groups()
