@@ -45,7 +45,8 @@ def write_data(folder: Path, shapes: dict[str, dict[str, Any]], max_train_rows: 
     from toolkit.files.json_lines import save_json_lines
 
     splits = load_docstrings(folder, max_train_rows, max_eval_rows)
-    tokenizer = train_tokenizer(Dataset.from_list(splits["train"]), VOCAB_SIZE)
+    rows = Dataset.from_list(splits["train"]).rename_columns({"source": "prompt", "target": "completion"})
+    tokenizer = train_tokenizer(rows, VOCAB_SIZE)
     data = Data(folder, len(splits["train"]), len(splits["eval"]))
     for split, texts in splits.items():
         save_json_lines(data.text(split), texts)
@@ -62,14 +63,14 @@ def write_data(folder: Path, shapes: dict[str, dict[str, Any]], max_train_rows: 
 def load_docstrings(folder: Path, max_train_rows: int, max_eval_rows: int) -> dict[str, list[dict[str, str]]]:
     """Docstrings with a body, `source` and `target`, of the splits `train` and `eval`; `folder` takes a cache."""
     from toolkit.config.data import DataConfig
-    from toolkit.data.rows.source_rows import load_text_rows
+    from toolkit.data.rows.load import load_rows
 
-    rows = load_text_rows(DataConfig(source="docstrings", cache_dir=str(folder / "cache")))
+    rows = load_rows(DataConfig(source="docstrings", cache_dir=str(folder / "cache")))
     long_enough = rows.train.filter(lambda row: len(row["lead_text"]) >= MIN_BODY_CHARACTERS)
-    return {
-        "train": evenly_spaced(long_enough.select_columns(["source", "target"]).to_list(), max_train_rows),
-        "eval": evenly_spaced(rows.evaluation.select_columns(["source", "target"]).to_list(), max_eval_rows),
-    }
+    train, evaluation = (
+        [{"source": row["prompt"], "target": row["completion"]} for row in split] for split in (long_enough, rows.evaluation)
+    )
+    return {"train": evenly_spaced(train, max_train_rows), "eval": evenly_spaced(evaluation, max_eval_rows)}
 
 
 def evenly_spaced(rows: list[dict[str, str]], most: int) -> list[dict[str, str]]:

@@ -141,11 +141,12 @@ def train_family(family: str, accelerator: Any, folder: Path) -> tuple[float, fl
     collator = build_collator(model)
     tokenizer = _build_tokenizer(("<s>", "<pad>", "</s>") if collator.pad_token_id else ("<pad>", "</s>"))
     rows = make_rows(3)
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    columns = {"row_id": [0, 1, 2], "prompt": [row["source"] for row in rows], "completion": [row["target"] for row in rows]}
+    columns["lead_text"] = columns["prompt"]
     tokens = tokenize(
         columns, tokenizer, DataConfig(source="jsonl", max_source_length_tokens=60, max_target_length_tokens=60), []
     )
-    dataset = Dataset.from_dict({**columns, **tokens, "row_id": [0, 1, 2]})
+    dataset = Dataset.from_dict(tokens)
     data = EvaluationRows(rows=dataset, tokenizer=tokenizer, collator=collator)
     config = SummarizationConfig(
         model=ModelConfig(name_or_path="tiny"),

@@ -38,12 +38,21 @@ _ours: set[Path] = set()
 """Unfinished folders of this process, which its own locks do not protect from it."""
 
 
-def find_or_build(what: str, folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+def cache_folder(cache_dir: str | None) -> Path:
+    """The folder for cached rows and tokens: `data.cache_dir`, or a folder in the Hugging Face cache."""
+    if cache_dir:
+        return Path(cache_dir).expanduser()
+    from huggingface_hub.constants import HF_HOME
+
+    return Path(HF_HOME) / "toolkit"
+
+
+def find_or_build(what: str, folder: Path, build: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
     """Return the description of a cache folder; build the folder first if it is missing or damaged.
 
     Args:
         what: the folder's content, for messages: "the token cache".
-        build: fills the folder given to it and returns its description as JSON values.
+        build: called with `arguments` and a folder, which it fills; returns its description as JSON values.
 
     Raises:
         UserError: the cache cannot be written or read, or a damaged folder belongs to another user; those of `build`.
@@ -59,7 +68,7 @@ def find_or_build(what: str, folder: Path, build: Callable[[Path], dict[str, Any
                 _move_away(what, folder, seen, beside)
             unfinished = beside / "content"
             unfinished.mkdir()
-            about = build(unfinished)
+            about = build(*arguments, unfinished)
             about = seal({**about, "files": describe_files(unfinished, list_files(unfinished))})
             save_json(unfinished / ABOUT, about)
             fsync_names(unfinished)

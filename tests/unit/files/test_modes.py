@@ -20,7 +20,6 @@ from toolkit.checkpoint.folders import checkpoints_folder
 from toolkit.checkpoint.init_from import find_weights
 from toolkit.cli.checkpoints import show_checkpoints
 from toolkit.data.cache_folders import find_or_build
-from toolkit.data.rows.cache import load_rows
 from toolkit.distributed.rng import capture_random_state, save_random_state
 from toolkit.errors import UserError
 from toolkit.export.write import _replace, _save_check
@@ -158,7 +157,7 @@ def test_a_cache_that_may_not_be_read_is_one_sentence(shared: Path) -> None:
     rows = shared / "rows"
     rows.mkdir(mode=0)
     with another_user(), pytest.raises(UserError, match=f"^data.cache_dir: {rows}.* cannot be read .*: ask its owner, or chmod"):
-        load_rows([], shared, identity={}, eval_fraction=None, num_rows=None)
+        find_or_build("the cache of rows", rows / "a", lambda folder: {})
 
 
 @pytest.mark.parametrize("closed", ["train/data.arrow", "train", ""])

@@ -1,12 +1,4 @@
-"""Examples of a causal model: checks the cells of a row and turns them into a chat, a prompt with its completion, or plain text.
-
-An example is stored in the row files as one JSON object, so that all kinds share reading, splitting and caching:
-
-- `{"text"}`
-- `{"prompt", "completion"}`
-- `{"messages", "tools", "first_trained", "weight_0"}`: assistant turns from `first_trained` on are trained on, except for the
-  indices in `weight_0`. A prompt and a completion that are lists of messages also become a chat, in which only the turns of the
-  completion are trained on.
+"""Chats: checks the messages of a row, and brings them and their tools into one form.
 
 A malformed conversation is an error that names the row, because it hints at a broken export. An empty one is left out and
 counted, as rows with empty cells are.
@@ -15,12 +7,10 @@ counted, as rows with empty cells are.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
-from toolkit.config.data import LLMDataConfig
-from toolkit.data.sources.files import check_columns
-from toolkit.data.sources.row import Row, check_text
+from toolkit.data.sources.row import check_text
 from toolkit.errors import UserError
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -28,110 +18,25 @@ TOOLS_COLUMN = "tools"
 _MESSAGE_FORM = 'write {"role": ..., "content": ...}'
 
 
-class Columns(NamedTuple):
-    """The columns of an input that its examples are made from."""
-
-    kind: str
-    """`chat`, `pair` (a prompt and its completion) or `text`."""
-    names: tuple[str, ...]
-    """The messages column; prompt and completion; or the text column. Followed by `tools` if there is such a column."""
-
-
-def choose_columns(where: object, existing: Sequence[str], config: LLMDataConfig) -> Columns:
-    """Choose the columns of an input to read: those that the config names, else those with the default names.
-
-    Raises:
-        UserError: the columns fit no kind of example, or more than one.
-    """
-    kinds = {
-        "chat": (config.messages_column or "messages",),
-        "pair": (config.prompt_column or "prompt", config.completion_column or "completion"),
-        "text": (config.text_column or "text",),
-    }
-    fitting = [kind for kind, names in kinds.items() if all(name in existing for name in names)]
-    configured = set(configured_columns(config).values())
-    chosen = [kind for kind in fitting if configured.intersection(kinds[kind])] or fitting
-    settings = "data.messages_column, data.text_column, or data.prompt_column and data.completion_column"
-    if not chosen:
-        wanted = ", ".join(" and ".join(map(repr, names)) for names in kinds.values())
-        raise UserError(
-            f"{where} has none of the columns {wanted} (its columns: {', '.join(existing) or 'none'}): set {settings}"
-        )
-    if len(chosen) > 1:
-        found = " and ".join(" with ".join(map(repr, kinds[kind])) for kind in chosen)
-        raise UserError(
-            f"{where} has columns of more than one kind, {found} (its columns: {', '.join(existing)}): choose by {settings}"
-        )
-    (kind,) = chosen
-    check_columns(where, existing, kinds[kind], way_out="keep one of them")
-    has_tools = kind != "text" and TOOLS_COLUMN in existing
-    return Columns(kind, kinds[kind] + (TOOLS_COLUMN,) * has_tools)
-
-
-def configured_columns(config: LLMDataConfig) -> dict[str, str]:
-    """The columns that the config names, by setting."""
-    names = ("messages_column", "prompt_column", "completion_column", "text_column")
-    return {f"data.{name}": getattr(config, name) for name in names if getattr(config, name)}
-
-
-def build_row(cells: Sequence[Any], columns: Columns, where: str, mix_entry: int, **row_fields: Any) -> Row:
-    """Build a row of the row files, or a row with the reason to skip it.
+def read_chat(cells: Mapping[str, Any], tools: Any, where: str) -> dict[str, Any] | str:
+    """The fields of a chat's `Example`, or the reason to skip it.
 
     Args:
-        cells: values of `columns.names`.
+        cells: by column: the messages; or a prompt and its completion, of which at least one is a list of messages.
+        tools: the cell of the tools.
         where: file and row, for messages.
-        row_fields: further fields of `Row` that the source knows.
 
     Raises:
-        UserError: a cell of the wrong type; a malformed conversation.
+        UserError: a malformed conversation.
     """
-    cells_by_name = dict(zip(columns.names, cells, strict=True))
-    tools = cells_by_name.pop(TOOLS_COLUMN, None)
-    values = list(cells_by_name.values())
-    for what, value in zip({"pair": ("prompt", "completion")}.get(columns.kind, (columns.kind,)), values, strict=True):
-        if value is None or value == [] or (isinstance(value, str) and not value.strip()):
-            return Row(None, None, skip_reason=f"with an empty {what}")
-    names = list(cells_by_name)
-    if columns.kind == "chat":
-        example = _read_chat([], values[0], tools, (where, names[0]))
-    elif columns.kind == "pair" and any(isinstance(value, list) for value in values):
-        example = _read_conversational_pair(values, names, tools, where)
-    else:
-        for name, value in cells_by_name.items():
-            check_text(value, f"{where}, column {name}")
-        example = dict(zip(("prompt", "completion") if columns.kind == "pair" else ("text",), values, strict=True))
-    if isinstance(example, str):
-        return Row(None, None, skip_reason=example)
-    group = _first_user_message(example["messages"]) if "messages" in example else values[0]
-    row_fields = {"group": group, "lead_text": example.get("prompt", "")} | row_fields
-    content = json.dumps(example, ensure_ascii=False)
-    return Row(f'{content[:-1]}, "mix_entry": {mix_entry}}}', "", content=content, **row_fields)
-
-
-def list_texts(example: dict[str, Any]) -> list[str]:
-    """All texts of an example that a tokenizer should be trained on."""
-    if "messages" in example:
-        return [message["content"] for message in example["messages"]]
-    return [example[name] for name in ("text", "prompt", "completion") if name in example]
-
-
-def _first_user_message(messages: list[dict[str, Any]]) -> str:
-    return next(message["content"] for message in messages if message["role"] == "user")
-
-
-def _read_conversational_pair(values: list[Any], names: list[str], tools: Any, where: str) -> dict[str, Any] | str:
-    for name, value in zip(names, values, strict=True):
-        if not isinstance(value, list):
+    names, (*first, completion) = list(cells), cells.values()
+    for name, value in cells.items():
+        if first and not isinstance(value, list):
             raise UserError(
                 f"{where}: columns {names[0]} and {names[1]} are of different kinds, and {name} is no list of messages: "
                 "make both text, or both lists of messages"
             )
-    return _read_chat(values[0], values[1], tools, (where, names[1]))
-
-
-def _read_chat(prompt: list[Any], completion: Any, tools: Any, place: tuple[str, str]) -> dict[str, Any] | str:
-    """The example, or the reason to skip it."""
-    where, column = place
+    prompt, column = first[0] if first else [], names[-1]
     if isinstance(completion, str):
         completion = _read_json(completion, f"{where}, column {column}")
     if not isinstance(completion, list):

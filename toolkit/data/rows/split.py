@@ -1,4 +1,4 @@
-"""One pass over the rows of any source: it checks them, splits them and writes them to Arrow files.
+"""One pass over the rows of any source: it splits them and writes them to Arrow files.
 
 Memory does not grow with the text: rows are streamed in blocks of a thousand, and at most a few 64-bit hashes are kept per
 row. The files are read back memory-mapped.
@@ -10,13 +10,15 @@ import hashlib
 from array import array
 from collections import Counter
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from toolkit.data.sources.row import Row, RowInput, check_text
+from toolkit.data.rows.example import Example, build_schema, list_cells
+from toolkit.data.rows.inputs import RowInput, read_rows
 from toolkit.errors import UserError
 
 _ROWS_PER_BLOCK = 1000
@@ -73,25 +75,22 @@ class Repeats:
         return sentences
 
 
-def write_rows(
-    inputs: list[RowInput], folder: Path, *, eval_fraction: float, num_rows: int | None, drop_repeats: bool
-) -> tuple[list[InputReport], list[str]]:
+def write_rows(inputs: list[RowInput], eval_fraction: float | None, num_rows: int | None, folder: Path) -> dict[str, Any]:
     """Write `train.arrow` and `evaluation.arrow` into `folder`. A row's id is its position over all inputs.
 
     Args:
         inputs: evaluation files first, so that their rows are known before the training rows are read.
-        eval_fraction: share of the groups for evaluation, in [0, 1]; rows whose input defines the split are not affected.
+        eval_fraction: share of the groups that a hash puts into the evaluation split; None if the inputs define the split.
         num_rows: maximum rows read from one mix entry, without evaluation files.
-        drop_repeats: leave out rows whose source and target both occurred before.
 
     Returns:
-        One report per input, and the sentences about duplicate rows.
+        One report per input (`inputs`), and the sentences about duplicate rows (`repeats`).
 
     Raises:
         UserError: an input without rows, a cell that is not text, no usable row, no row left to train on.
     """
     reports = [InputReport() for _ in inputs]
-    splitter = _Splitter(eval_fraction, has_eval_files=any(item.is_eval_file for item in inputs), drop_repeats=drop_repeats)
+    splitter = _Splitter(eval_fraction or 0.0, has_eval_files=any(item.is_eval_file for item in inputs))
     repeats = Repeats()
     num_read: Counter[int] = Counter()
     row_id = 0
@@ -100,34 +99,22 @@ def write_rows(
             limit = None if item.is_eval_file or num_rows is None else num_rows - num_read[item.mix_entry]
             if limit == 0:
                 continue
-            for row in islice(item.read(), limit):
+            for row in islice(read_rows(item), limit):
                 report.num_rows += 1
-                reason = row.skip_reason or _empty_cell(row, item, report.num_rows) or splitter.find_copy(row, item)
-                if reason:
-                    report.skip(reason)
+                reason = row if isinstance(row, str) else splitter.find_copy(row, item)
+                if isinstance(row, str) or reason is not None:
+                    report.skip(str(reason))
                 else:
                     is_held_out = splitter.holds_out(row, item)
-                    repeats.add(row.content or f"{row.source}\0{row.target}", is_held_out=is_held_out)
-                    side = evaluation if is_held_out else train
-                    side.add((row_id, row.source, row.target, row.source if row.lead_text is None else row.lead_text))
+                    repeats.add(row.content, is_held_out=is_held_out)
+                    (evaluation if is_held_out else train).add([row_id, item.mix_entry, *list_cells(row)])
                 row_id += 1
             if report.num_rows == 0:
                 raise UserError(f"{item.label} holds no rows: give a source with at least one")
             num_read[item.mix_entry] += 0 if item.is_eval_file else report.num_rows
         num_training_rows = train.num_rows
     _check_something_is_left(inputs, reports, num_training_rows)
-    return reports, repeats.sentences()
-
-
-def _empty_cell(row: Row, item: RowInput, number: int) -> str | None:
-    """The reason to skip a row whose source or target is missing or blank; None if both are text."""
-    if item.columns is None:
-        return None
-    for kind, column, value in zip(("source", "target"), item.columns, row[:2], strict=True):
-        if value is None or (isinstance(value, str) and not value.strip()):
-            return f"with an empty {kind}"
-        check_text(value, f"{item.label}, row {number}, column {column}")
-    return None
+    return {"inputs": [asdict(report) for report in reports], "repeats": repeats.sentences()}
 
 
 class _Splitter:
@@ -136,17 +123,16 @@ class _Splitter:
     Among two million rows, the probability that two different ones share a 64-bit hash is 1e-7.
     """
 
-    def __init__(self, eval_fraction: float, *, has_eval_files: bool, drop_repeats: bool) -> None:
+    def __init__(self, eval_fraction: float, *, has_eval_files: bool) -> None:
         self._eval_fraction = eval_fraction
         self._has_eval_files = has_eval_files
-        self._drop_repeats = drop_repeats
         self._held_out_hashes: set[int] = set()
         self._seen_hashes: set[int] = set()
 
-    def find_copy(self, row: Row, item: RowInput) -> str | None:
+    def find_copy(self, row: Example, item: RowInput) -> str | None:
         """The reason to skip a row that repeats an earlier one or is in an evaluation file; else None."""
-        if self._drop_repeats:
-            pair_hash = _hash64(f"{row.source}\0{row.target}")
+        if item.source == "wikihow":
+            pair_hash = _hash64(row.content)
             if pair_hash in self._seen_hashes:
                 return "that repeat an earlier row"
             self._seen_hashes.add(pair_hash)
@@ -154,7 +140,7 @@ class _Splitter:
             return "that are in data.eval_files too"
         return None
 
-    def holds_out(self, row: Row, item: RowInput) -> bool:
+    def holds_out(self, row: Example, item: RowInput) -> bool:
         """Whether the row is for evaluation: the same for all rows of a group, in any order."""
         if item.is_eval_file:
             self._held_out_hashes.update(_text_and_group(row))
@@ -166,9 +152,9 @@ class _Splitter:
         return _text_and_group(row)[1] < self._eval_fraction * 2**64
 
 
-def _text_and_group(row: Row) -> tuple[int, int]:
-    source_hash = _hash64(row.source)
-    return source_hash, source_hash if row.group is None else _hash64(row.group)
+def _text_and_group(row: Example) -> tuple[int, int]:
+    opening_hash = _hash64(row.opening)
+    return opening_hash, opening_hash if row.group is None else _hash64(row.group)
 
 
 def _hash64(text: str) -> int:
@@ -195,15 +181,13 @@ class _RowFile:
         import pyarrow as pa
 
         self.num_rows = 0
-        self._schema = pa.schema(
-            [("row_id", pa.int64()), ("source", pa.string()), ("target", pa.string()), ("lead_text", pa.string())]
-        )
-        self._block: list[tuple[int, str, str, str]] = []
+        self._schema = build_schema()
+        self._block: list[list[Any]] = []
         self._file = path.open("wb")
         self._stream = pa.ipc.new_stream(self._file, self._schema)
 
-    def add(self, row: tuple[int, str, str, str]) -> None:
-        self._block.append(row)
+    def add(self, cells: list[Any]) -> None:
+        self._block.append(cells)
         self.num_rows += 1
         if len(self._block) == _ROWS_PER_BLOCK:
             self._write_block()

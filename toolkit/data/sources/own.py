@@ -17,14 +17,13 @@ import traceback
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.config.paths import split_own_source
 from toolkit.data.sources.files import find_files, hash_file
-from toolkit.data.sources.row import Row, RowInput, check_text
+from toolkit.data.sources.row import check_text
 from toolkit.errors import UserError
 
 IDENTIFY = "identify"
@@ -38,6 +37,8 @@ class OwnSource:
 
     label: str
     """The source as the config gives it, for messages."""
+    setting: str
+    """Where it is given: `data` or `data.mix[i]`."""
     path: Path
     function: Callable[[Any], Any]
     config: DataConfig | LLMDataConfig
@@ -80,6 +81,7 @@ def load_own_source(config: DataConfig | LLMDataConfig, setting: str) -> OwnSour
         digests.append(f"{IDENTIFY} {identity}")
     return OwnSource(
         label=label,
+        setting=setting,
         path=path,
         function=function,
         config=config,
@@ -88,11 +90,11 @@ def load_own_source(config: DataConfig | LLMDataConfig, setting: str) -> OwnSour
     )
 
 
-def read_own_rows(own: OwnSource) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Call the function; yield where each row is (for messages), its columns, and its optional columns as fields of `Row`.
+def read_own_rows(own: OwnSource) -> Iterator[dict[str, Any]]:
+    """Call the function and yield its rows.
 
     Raises:
-        UserError: an error in the function; no rows; a row that is no dict; an optional column with a wrong value.
+        UserError: an error in the function; no rows; a row that is no dict.
     """
     with _errors_of(own.path, own.label):
         rows = own.function(own.config)
@@ -109,50 +111,26 @@ def read_own_rows(own: OwnSource) -> Iterator[tuple[str, dict[str, Any], dict[st
             row = next(iterator, end)
         if row is end:
             return
-        where = f"{own.label}, row {number}"
         if not isinstance(row, dict):
-            raise UserError(f"{where}: {row!r:.60} is of type {type(row).__name__}, not a dict: yield {{column: value, ...}}")
-        yield where, row, _read_fields(row, where)
+            trouble = f"{row!r:.60} is of type {type(row).__name__}, not a dict"
+            raise UserError(f"{own.label}, row {number}: {trouble}: yield {{column: value, ...}}")
+        yield row
 
 
-def build_own_input(
-    own: OwnSource,
-    read: Callable[[], Iterator[Row]],
-    *,
-    columns: tuple[str, str] | None,
-    num_rows: int | None,
-    mix_entry: int = 0,
-) -> RowInput:
-    """The input of an own source. Unless the file has `identify`, its rows are read once to be hashed, and again to be used.
-
-    Args:
-        read: turns `read_own_rows(own)` into rows.
-        columns, mix_entry: of the input.
-        num_rows: the first rows that will be used; None: all.
+def read_options(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """The optional columns `group`, `lead_text` and `split` of a row, as fields of an `Example`.
 
     Raises:
-        UserError: those of `read`; when the input is read, if it gives other rows than those that were hashed.
+        UserError: a wrong value.
     """
-    if own.is_identified:
-        return RowInput(label=own.label, columns=columns, digest=own.identity, read=read, mix_entry=mix_entry)
-    digest, num_hashed = hashlib.sha256(own.identity.encode()), 0
-    for row in islice(read(), num_rows):
-        digest.update(repr(tuple(row)).encode())
-        num_hashed += 1
-    expected = digest.hexdigest()
-
-    def read_again() -> Iterator[Row]:
-        digest, number = hashlib.sha256(own.identity.encode()), 0
-        changed = UserError(f"{own.label} gives other rows when it is called again: seed what is random, sort what has no order")
-        for number, row in enumerate(read(), start=1):
-            digest.update(repr(tuple(row)).encode())
-            if number == num_hashed and digest.hexdigest() != expected:
-                raise changed
-            yield row
-        if number != num_hashed:
-            raise changed
-
-    return RowInput(label=own.label, columns=columns, digest=expected, read=read_again, mix_entry=mix_entry)
+    fields = {name: row[name] for name in ("group", "lead_text") if row.get(name) is not None}
+    for name, value in fields.items():
+        check_text(value, f"{where}, column {name}")
+    if (split := row.get("split")) is not None:
+        if split not in ("train", "eval"):
+            raise UserError(f"{where}, column split: {split!r:.60} is neither train nor eval: write one of them, or leave it out")
+        fields["held_out"] = split == "eval"
+    return fields
 
 
 def _run_file(path: Path, label: str) -> types.ModuleType:
@@ -208,15 +186,3 @@ def _errors_of(path: Path, label: str) -> Iterator[None]:
         where = f"line {lines[-1]} of the file" if lines else "the file"
         reason = " ".join(f"{type(error).__name__}: {message}".split())
         raise UserError(f"{label}: {where} raised {reason[:_MAX_REASON_CHARACTERS].rstrip(': .')}: mend it there") from error
-
-
-def _read_fields(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """The optional columns `group`, `lead_text` and `split`, as fields of `Row`."""
-    fields = {name: row[name] for name in ("group", "lead_text") if row.get(name) is not None}
-    for name, value in fields.items():
-        check_text(value, f"{where}, column {name}")
-    if (split := row.get("split")) is not None:
-        if split not in ("train", "eval"):
-            raise UserError(f"{where}, column split: {split!r:.60} is neither train nor eval: write one of them, or leave it out")
-        fields["held_out"] = split == "eval"
-    return fields

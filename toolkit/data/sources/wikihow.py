@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from toolkit.data.sources.files import check_columns, read_csv_records
-from toolkit.data.sources.row import Row
 
 COLUMNS = ("text", "headline", "title")
+"""Of the files; the rows that are read from them have `source`, `target` and `group`."""
 LONGEST_HEADLINE_SHARE = 0.75
 
 # Punctuation that a list joined into one string leaves after the end of a sentence. In running text such a comma may also follow
@@ -24,8 +24,8 @@ _STRAY_IN_HEADLINE = re.compile(r"(?<=[.!?])[;,]+")
 _STRAY_IN_TEXT = re.compile(r"(?<=[.!?])(?:;,?|,(?= [A-Z]|$))", re.MULTILINE)
 
 
-def read_wikihow(path: Path) -> Iterator[Row]:
-    """Yield cleaned rows. Unusable rows come with their skip reason, because a scraped file is full of them.
+def read_wikihow(path: Path) -> Iterator[dict[str, str] | str]:
+    """Yield cleaned rows, and for an unusable one the reason to skip it, because a scraped file is full of them.
 
     Raises:
         UserError: a column that both files must have is missing.
@@ -37,20 +37,20 @@ def read_wikihow(path: Path) -> Iterator[Row]:
     text_cell, headline_cell, title_cell = (header.index(column) for column in COLUMNS)
     for _, cells in records:
         if len(cells) != len(header):
-            yield Row(None, None, skip_reason="with too many or too few cells")
+            yield "with too many or too few cells"
         else:
             yield _build_row(cells[text_cell], cells[headline_cell], cells[title_cell])
 
 
-def _build_row(text: str, headline: str, title: str) -> Row:
-    clean = Row(clean_text(text), clean_headline(headline), group=title_group(title))
-    for name, cell in (("text", clean.source), ("headline", clean.target), ("title", title.strip())):
+def _build_row(text: str, headline: str, title: str) -> dict[str, str] | str:
+    clean = {"source": clean_text(text), "target": clean_headline(headline), "group": title_group(title)}
+    for name, cell in (("text", clean["source"]), ("headline", clean["target"]), ("title", title.strip())):
         if not cell:
-            return clean._replace(skip_reason=f"with an empty {name}")
+            return f"with an empty {name}"
     # Lengths are compared as in the authors' script: before cleaning, with a line break as one character.
     text, headline = (cell.replace("\r\n", "\n").strip() for cell in (text, headline))
     if len(headline) >= LONGEST_HEADLINE_SHARE * len(text):
-        return clean._replace(skip_reason=f"whose headline is not shorter than {LONGEST_HEADLINE_SHARE} of the text")
+        return f"whose headline is not shorter than {LONGEST_HEADLINE_SHARE} of the text"
     return clean
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from toolkit.config.data import LLMDataConfig
 from toolkit.config.schema import ModelConfig
-from toolkit.data.rows.messages import list_texts
+from toolkit.data.rows.example import read_examples
 from toolkit.data.tokens.chat_template import check_chat_template, list_special_tokens, read_chat_template
 from toolkit.data.tokens.cuts import ROW_IDS_OF_A_PIECE, SIDES, split_text, tell_cut, tell_split
 from toolkit.data.tokens.offsets import TokenizedText, tokenize_texts
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 TRAINED = "byte-level trained"
 """The tokenizer of a model that brings none."""
-PLACEHOLDER = {"source": '{"text": "", "mix_entry": 0}', "target": "", "lead_text": ""}
 
 _OF_TOKENIZING = ("num_given_tokens", "num_lost_tokens", "piece", "is_chat", "is_endless")
 """Temporary columns: tokens before and lost to the cut; a row's 0-based number in its text; a chat, one with an endless turn."""
@@ -68,14 +67,13 @@ def list_settings(config: LLMDataConfig, tokenizer: PreTrainedTokenizerBase | No
 
 def train(rows: Dataset, vocab_size: int) -> PreTrainedTokenizerBase:
     """A byte-level tokenizer, from the training rows."""
-    texts = (text for row in rows for text in list_texts(json.loads(row["source"])))
+    texts = (text for batch in rows.iter(batch_size=1000) for example in read_examples(batch) for text in example.texts)
     return train_byte_level_tokenizer(texts, vocab_size)
 
 
 def describe(tokenizer: PreTrainedTokenizerBase, rows: Dataset) -> list[str]:
     """What to print about a tokenizer: whether it loses text of the first rows."""
-    first_rows = rows.select(range(min(_NUM_ROWS_TRIED, len(rows))))["source"]
-    return tell_lost_text(tokenizer, [list_texts(json.loads(source)) for source in first_rows])
+    return tell_lost_text(tokenizer, [example.texts for example in read_examples(rows[:_NUM_ROWS_TRIED])])
 
 
 def tokenize(
@@ -83,12 +81,12 @@ def tokenize(
 ) -> dict[str, list]:
     """The columns of `TokenizedRows`, those of `_OF_TOKENIZING`, and `stop_token_ids`."""
     # Render each example as text with the positions of its turns, and tokenize all of them.
-    examples = [json.loads(source) for source in rows["source"]]
+    examples = read_examples(rows)
     prepared = [
         prepare_chat(tokenizer, example, config.loss_on, _locate(row_id, origins))
-        if "messages" in example
-        else prepare_text(example, config.loss_on, lead_text)
-        for row_id, example, lead_text in zip(rows["row_id"], examples, rows["lead_text"], strict=True)
+        if example.messages is not None
+        else prepare_text(example, config.loss_on)
+        for row_id, example in zip(rows["row_id"], examples, strict=True)
     ]
     tokenized = tokenize_texts(
         tokenizer, [item.text for item in prepared], [[turn.start for turn in item.turns] for item in prepared]
@@ -97,7 +95,9 @@ def tokenize(
     prefix = _get_prefix(tokenizer)
     special_tokens = re.compile("|".join(map(re.escape, list_special_tokens(tokenizer))) or "(?!)")
     all_columns = []
-    for row_id, example, item, tokens in zip(rows["row_id"], examples, prepared, tokenized, strict=True):
+    for row_id, mix_entry, text, item, tokens in zip(
+        rows["row_id"], rows["mix_entry"], rows["text"], prepared, tokenized, strict=True
+    ):
         if not item.is_chat:  # add the special tokens around a text; a chat's template has printed its own
             length, before = len(item.text), np.zeros(len(prefix), dtype=np.int64)
             tokens = TokenizedText(
@@ -106,11 +106,11 @@ def tokenize(
                 np.concatenate([before, tokens.ends, [length]]),
                 tuple(first + len(prefix) for first in tokens.firsts),
             )
-        if "text" in example:
+        if text is not None:
             columns = _split(item, tokens, len(prefix), config.max_length_tokens)
         else:
             columns = [_mask(item, tokens, config.max_length_tokens, special_tokens)]
-        of_row = {**_find_stops(item, tokenizer, special_tokens), "source_index": example["mix_entry"]}
+        of_row = {**_find_stops(item, tokenizer, special_tokens), "source_index": mix_entry}
         all_columns += [
             {**part, **of_row, "row_id": row_id + piece * ROW_IDS_OF_A_PIECE, "piece": piece}
             for piece, part in enumerate(columns)

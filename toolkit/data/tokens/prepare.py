@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,10 +19,9 @@ import numpy as np
 
 from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.config.schema import ModelConfig
-from toolkit.data.cache_folders import ABOUT, find_or_build, name_folder
-from toolkit.data.rows.cache import TextRows, cache_folder
-from toolkit.data.rows.causal_rows import load_llm_rows
-from toolkit.data.rows.source_rows import load_text_rows
+from toolkit.data.cache_folders import ABOUT, cache_folder, find_or_build, name_folder
+from toolkit.data.rows.example import Example, list_cells
+from toolkit.data.rows.load import TextRows, load_rows
 from toolkit.data.tokens import causal, seq2seq
 from toolkit.data.tokens.tokenizer import has_tokenizer, hash_tokenizer, keep_trained_tokenizer, load_tokenizer
 from toolkit.distributed.comm import gather_objects, local_rank, local_world_size, raise_together
@@ -129,7 +127,7 @@ def _find_or_build(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab
     if tokenizer is not None:
         kind.set_up(tokenizer, config, model)
     settings = kind.list_settings(config, tokenizer)
-    rows = load_llm_rows(config) if isinstance(config, LLMDataConfig) else load_text_rows(config)
+    rows = load_rows(config)
     identity = {
         "format": FORMAT_VERSION,
         "rows": rows.fingerprint,
@@ -137,8 +135,8 @@ def _find_or_build(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab
         **settings,
     }
     folder = cache_folder(config.cache_dir) / name_folder(identity)
-    write = partial(_write_tokens, config, model, vocab_size, rows, tokenizer, identity)
-    return Written(folder.name, find_or_build("the token cache", folder, write)["contents"])
+    about = find_or_build("the token cache", folder, _write_tokens, config, model, vocab_size, rows, tokenizer, identity)
+    return Written(folder.name, about["contents"])
 
 
 def _write_tokens(
@@ -154,8 +152,7 @@ def _write_tokens(
     kind = causal if isinstance(config, LLMDataConfig) else seq2seq
     if tokenizer is None:
         trained_on = f"{rows.fingerprint} {identity['tokenizer']}"
-        train = partial(kind.train, rows.train, vocab_size)
-        tokenizer = keep_trained_tokenizer(cache_folder(config.cache_dir), trained_on, train)
+        tokenizer = keep_trained_tokenizer(cache_folder(config.cache_dir), trained_on, kind.train, rows.train, vocab_size)
         kind.set_up(tokenizer, config, model)
     remarks = rows.remarks + kind.describe(tokenizer, rows.train)
     stop_token_ids: set[int] = set()
@@ -168,7 +165,6 @@ def _write_tokens(
             name,
             folder,
             num_workers=config.num_tokenizer_workers,
-            placeholder=kind.PLACEHOLDER,
         )
         kept, sentences, stops = kind.report(tokenized, config, name)
         remarks += sentences
@@ -186,7 +182,6 @@ def tokenize_rows(
     folder: Path,
     *,
     num_workers: int | None,
-    placeholder: dict[str, str],
 ) -> Dataset:
     """Replace the text columns by the columns from `tokenize`; many rows are tokenized by several processes.
 
@@ -195,7 +190,6 @@ def tokenize_rows(
         name: `train` or `evaluation`, for messages and files.
         folder: gets a file that backs the result; remove it after use, see `save_tokens`.
         num_workers: processes; None: the machine's cores divided by its ranks, at most 8.
-        placeholder: the text columns of any valid row.
 
     Raises:
         UserError: one of the processes was killed; those of `tokenize`.
@@ -207,8 +201,10 @@ def tokenize_rows(
         logger.info(f"tokenizing {len(dataset):,} {name} rows")
     if is_empty := len(dataset) == 0:
         # `map` over no rows would not add the new columns: tokenize a placeholder row and drop it at the end.
-        row: dict[str, list] = {"row_id": [0], **{column: [text] for column, text in placeholder.items()}}
-        dataset = datasets.Dataset.from_dict(row, features=dataset.features)
+        cells = [0, 0, *list_cells(Example(prompt="", completion=""))]
+        dataset = datasets.Dataset.from_dict(
+            {name: [cell] for name, cell in zip(dataset.features, cells, strict=True)}, features=dataset.features
+        )
     num_workers = num_workers or min(8, (os.cpu_count() or 1) // local_world_size())
     has_workers = num_workers > 1 and len(dataset) > _ROWS_WORTH_SEVERAL_PROCESSES
     try:
@@ -218,7 +214,7 @@ def tokenize_rows(
             # A batch is in memory as text and as tokens at once, so long rows need smaller batches.
             batch_size=max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE * len(dataset) // dataset.data.nbytes)),
             num_proc=num_workers if has_workers else None,
-            remove_columns=["source"],
+            remove_columns=dataset.column_names,
             fn_kwargs=arguments,
             # A fingerprint of our own, because that of `datasets` hashes the tokenizer, which differs between processes. It is
             # never used for a look-up: the token cache is ours.

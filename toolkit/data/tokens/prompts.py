@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from toolkit.data.rows.example import Example
 from toolkit.data.tokens.chat_template import TEMPLATE_ERRORS, NoMaskError, Turn, find_turns, render_chat
 from toolkit.errors import UserError
 
@@ -24,24 +25,23 @@ class Prepared(NamedTuple):
     is_chat: bool
 
 
-def prepare_text(example: dict[str, Any], loss_on: str, lead_text: str) -> Prepared:
+def prepare_text(example: Example, loss_on: str) -> Prepared:
     """Prepare a text, or a prompt with its completion."""
-    if "text" in example:
-        return Prepared(example["text"], [], [], counts_whole=True, is_chat=False)
-    prompt, completion = example["prompt"], example["completion"]
-    text = prompt + completion
-    turn = Turn(len(prompt), len(text), len(text) + 1)  # the end token counts as one more character
-    return Prepared(text, [turn], [lead_text], counts_whole=loss_on == "all", is_chat=False)
+    if example.prompt is None or example.completion is None:
+        return Prepared(str(example.text), [], [], counts_whole=True, is_chat=False)
+    text = example.prompt + example.completion
+    turn = Turn(len(example.prompt), len(text), len(text) + 1)  # the end token counts as one more character
+    return Prepared(text, [turn], [example.lead_text], counts_whole=loss_on == "all", is_chat=False)
 
 
-def prepare_chat(tokenizer: PreTrainedTokenizerBase, example: dict[str, Any], loss_on: str, where: str) -> Prepared:
+def prepare_chat(tokenizer: PreTrainedTokenizerBase, example: Example, loss_on: str, where: str) -> Prepared:
     """Prepare a chat as its template renders it.
 
     Raises:
         UserError: the template refuses the chat, prints nothing of a turn, or does not show which text is the assistant's; a
             turn has weight 0 although all tokens count.
     """
-    messages, tools, weight_0 = example["messages"], example["tools"], example["weight_0"]
+    messages, tools, weight_0 = example.messages or [], example.tools, example.weight_0
     if weight_0 and loss_on == "all":
         raise UserError(
             f"{where}: message {weight_0[0] + 1} has weight 0, but data.loss_on all counts every token: set it to completions, "
@@ -72,7 +72,6 @@ def prepare_chat(tokenizer: PreTrainedTokenizerBase, example: dict[str, Any], lo
         if not text[turn.start : turn.content_end].strip():
             has_calls = " (it has tool_calls, which the template may not know)" if messages[i].get("tool_calls") else ""
             raise UserError(f"{where}: the chat template prints nothing of message {i + 1}{has_calls}: set data.chat_template")
-    first = example["first_trained"]
-    trained = [(i, turn) for i, turn in zip(spoken, turns, strict=True) if i >= first and i not in weight_0]
+    trained = [(i, turn) for i, turn in zip(spoken, turns, strict=True) if i >= example.first_trained and i not in weight_0]
     lead_texts = [next(m["content"] for m in reversed(messages[:i]) if m["role"] == "user") for i, _ in trained]
     return Prepared(text, [turn for _, turn in trained], lead_texts, counts_whole=loss_on == "all", is_chat=True)

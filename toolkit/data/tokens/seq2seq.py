@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 TRAINED = "unigram trained"
 """The tokenizer of a model that brings none."""
-PLACEHOLDER = {"source": "", "target": "", "lead_text": ""}
 
 
 def set_up(tokenizer: PreTrainedTokenizerBase, config: DataConfig, model: ModelConfig) -> None:
@@ -48,14 +47,17 @@ def tokenize(
     rows: dict[str, list], tokenizer: PreTrainedTokenizerBase, config: DataConfig, origins: list[tuple[str, int]]
 ) -> dict[str, list]:
     """The columns of `TokenizedRows`, and the numbers of tokens that the limits cost."""
-    texts = [config.prefix + text for text in rows["source"]]
+    texts = [config.prefix + text for text in rows["prompt"]]
     sources, num_lost_of_sources = _encode(tokenizer, texts, config.max_source_length_tokens, "text")
-    labels, num_lost_of_targets = _encode(tokenizer, rows["target"], config.max_target_length_tokens, "text_target")
+    labels, num_lost_of_targets = _encode(tokenizer, rows["completion"], config.max_target_length_tokens, "text_target")
     texts = [
         str(tokenizer.decode(ids, skip_special_tokens=True)) if num_lost else text
-        for ids, text, num_lost in zip(labels, rows["target"], num_lost_of_targets, strict=True)
+        for ids, text, num_lost in zip(labels, rows["completion"], num_lost_of_targets, strict=True)
     ]
     return {
+        "row_id": rows["row_id"],
+        "target": rows["completion"],
+        "lead_text": rows["lead_text"],
         "input_ids": sources,
         "labels": labels,
         "num_tokens": [len(source) + len(target) for source, target in zip(sources, labels, strict=True)],

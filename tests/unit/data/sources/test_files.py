@@ -5,7 +5,7 @@ import json
 import pytest
 
 from toolkit.config.data import DataConfig
-from toolkit.data.rows.source_rows import load_text_rows
+from toolkit.data.rows.load import load_rows
 from toolkit.data.sources import files
 from toolkit.errors import UserError
 
@@ -17,7 +17,7 @@ def load(tmp_path):
     def load(source, paths, **settings):
         settings = {"eval_fraction": 0.0, "cache_dir": str(tmp_path / "cache"), **settings}
         names = [paths] if isinstance(paths, str) else paths
-        return load_text_rows(DataConfig(source=source, files=[str(tmp_path / name) for name in names], **settings))
+        return load_rows(DataConfig(source=source, files=[str(tmp_path / name) for name in names], **settings))
 
     return load
 
@@ -30,7 +30,7 @@ def write_parquet(path, columns):
 
 
 def pairs(rows):
-    return list(zip(rows.train["source"], rows.train["target"], strict=True))
+    return list(zip(rows.train["prompt"], rows.train["completion"], strict=True))
 
 
 def refuse(load, source, name, *fragments, **settings):
@@ -50,7 +50,7 @@ def test_csv_reads_quotes_line_breaks_bom_and_crlf(tmp_path, load):
     )
     rows = load("csv", "rows.csv")
     assert pairs(rows) == [('a, "b"\r\nsecond line', "short"), ("42", "café")]
-    assert rows.train["lead_text"][:] == rows.train["source"][:]
+    assert rows.train["lead_text"][:] == rows.train["prompt"][:]
     assert rows.train["row_id"][:] == [0, 1]
     assert rows.remarks == []
     assert len(rows.evaluation) == 0

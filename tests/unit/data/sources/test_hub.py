@@ -9,7 +9,7 @@ import urllib.request
 import pytest
 
 from toolkit.config.data import DataConfig
-from toolkit.data.rows.source_rows import load_text_rows
+from toolkit.data.rows.load import load_rows
 from toolkit.errors import UserError
 
 
@@ -41,26 +41,26 @@ def config(tmp_path, monkeypatch):
 
 def refuse(config, *fragments, **settings):
     with pytest.raises(UserError) as caught:
-        load_text_rows(DataConfig(**{**config, **settings}))
+        load_rows(DataConfig(**{**config, **settings}))
     assert "\n" not in str(caught.value)
     for fragment in fragments:
         assert fragment in str(caught.value)
 
 
 def test_local_folder_is_read_split_and_told(config):
-    rows = load_text_rows(DataConfig(**config))
-    assert rows.train["source"][:] == [f"text {i}" for i in range(1, 40)]
+    rows = load_rows(DataConfig(**config))
+    assert rows.train["prompt"][:] == [f"text {i}" for i in range(1, 40)]
     assert rows.remarks == [f"skipped 1 of 40 rows of {config['source']} with an empty target (row 1)"]
-    assert load_text_rows(DataConfig(**{**config, "hub_split": "test"})).train["target"][:] == ["one"]
-    few = load_text_rows(DataConfig(**{**config, "num_rows": 10, "eval_fraction": 0.5}))
+    assert load_rows(DataConfig(**{**config, "hub_split": "test"})).train["completion"][:] == ["one"]
+    few = load_rows(DataConfig(**{**config, "num_rows": 10, "eval_fraction": 0.5}))
     assert len(few.train) + len(few.evaluation) == 9 and len(few.evaluation)
 
 
 def test_fingerprint_is_of_the_rows(config, tmp_path):
-    first = load_text_rows(DataConfig(**config)).fingerprint
+    first = load_rows(DataConfig(**config)).fingerprint
     moved = (tmp_path / "dataset").rename(tmp_path / "moved")
-    assert load_text_rows(DataConfig(**{**config, "source": str(moved)})).fingerprint == first
-    assert load_text_rows(DataConfig(**{**config, "source": str(moved), "hub_split": "test"})).fingerprint != first
+    assert load_rows(DataConfig(**{**config, "source": str(moved)})).fingerprint == first
+    assert load_rows(DataConfig(**{**config, "source": str(moved), "hub_split": "test"})).fingerprint != first
 
 
 def test_missing_columns_subsets_and_splits_are_refused(config):

@@ -12,8 +12,7 @@ from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
 from toolkit.config.data import DataConfig, LLMDataConfig, MixEntry
 from toolkit.config.mnist import ImageDataConfig
-from toolkit.data.rows.causal_rows import load_llm_rows
-from toolkit.data.rows.source_rows import load_text_rows
+from toolkit.data.rows.load import load_rows
 from toolkit.data.sources.images import load_images
 from toolkit.errors import UserError
 
@@ -45,7 +44,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str
 
 
 def llm(tmp_path: Path, **settings: Any) -> list[str]:
-    return load_llm_rows(LLMDataConfig(cache_dir=str(tmp_path / "rows"), eval_fraction=0.0, **settings)).train["source"][:]
+    return load_rows(LLMDataConfig(cache_dir=str(tmp_path / "rows"), eval_fraction=0.0, **settings)).train["text"][:]
 
 
 def refusal(load: Callable[[], Any]) -> str:
@@ -59,7 +58,7 @@ def test_a_kind_of_file_is_no_dataset(tmp_path: Path, opened: list[str], name: s
     loads = [
         lambda: llm(tmp_path, source=name),
         lambda: llm(tmp_path, mix=[MixEntry(source="stdlib"), MixEntry(source=name)]),
-        lambda: load_text_rows(DataConfig(source=name, source_column="text", target_column="text2")),
+        lambda: load_rows(DataConfig(source=name, source_column="text", target_column="text2")),
         lambda: load_images(ImageDataConfig(source=name), 1),
     ]
     for load in loads[2 * (name in ("csv", "parquet")) :]:  # our own names, which the check of the config wants files for
@@ -90,7 +89,7 @@ def test_the_sentence_names_what_there_is(tmp_path: Path, opened: list[str]) -> 
 def test_a_folder_with_such_a_name_is_read_and_nothing_beside_it(tmp_path: Path, opened: list[str], source: str) -> None:
     Path("text").mkdir()
     Path("text", "rows.csv").write_text("text\nnamed by the user\n")
-    assert llm(tmp_path, source=source.format(here=Path.cwd())) == ['{"text": "named by the user", "mix_entry": 0}']
+    assert llm(tmp_path, source=source.format(here=Path.cwd())) == ["named by the user"]
     assert any("rows.csv" in path for path in opened) and not [path for path in opened if "secrets" in path]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from textwrap import dedent
@@ -12,9 +11,8 @@ import pytest
 
 from toolkit.checkpoint.load import _without_places
 from toolkit.config.data import DataConfig, LLMDataConfig, MixEntry
-from toolkit.data.rows.cache import TextRows
-from toolkit.data.rows.causal_rows import load_llm_rows
-from toolkit.data.rows.source_rows import load_text_rows
+from toolkit.data.rows.example import Example, read_examples
+from toolkit.data.rows.load import TextRows, load_rows
 from toolkit.errors import UserError
 
 PAIRS = """
@@ -37,23 +35,21 @@ def write(code: str, name: str = "my_rows.py") -> None:
 def t5(code: str | None = None, **settings: Any) -> TextRows:
     if code is not None:
         write(code)
-    return load_text_rows(DataConfig(**{"source": "my_rows.py:load_rows", "eval_fraction": 0.0, "cache_dir": "cache"} | settings))
+    return load_rows(DataConfig(**{"source": "my_rows.py:load_rows", "eval_fraction": 0.0, "cache_dir": "cache"} | settings))
 
 
 def llm(code: str | None = None, **settings: Any) -> TextRows:
     if code is not None:
         write(code)
-    return load_llm_rows(
-        LLMDataConfig(**{"source": "my_rows.py:load_rows", "eval_fraction": 0.0, "cache_dir": "cache"} | settings)
-    )
+    return load_rows(LLMDataConfig(**{"source": "my_rows.py:load_rows", "eval_fraction": 0.0, "cache_dir": "cache"} | settings))
 
 
 def returns(rows: str) -> str:
     return f"def load_rows(config): return {rows}"
 
 
-def examples(rows: TextRows) -> list[dict[str, Any]]:
-    return [json.loads(source) for source in rows.train["source"]]
+def examples(rows: TextRows) -> list[Example]:
+    return read_examples(rows.train[:])
 
 
 def test_rows_of_a_generator_with_group_split_and_lead_text(folder: Path) -> None:
@@ -64,11 +60,11 @@ def test_rows_of_a_generator_with_group_split_and_lead_text(folder: Path) -> Non
             for i in range(200):
                 yield {"source": f"more {i}", "target": "t", "group": str(i % 40), "lead_text": None, "other": object}
     """, eval_fraction=0.4)  # fmt: skip
-    assert [row["source"] for row in rows.evaluation][0] == "text 5"
-    assert set(rows.train["source"][:7]) == {f"text {i}" for i in range(8)} - {"text 5"}
-    assert rows.train["lead_text"][0] == "lead" and rows.train["lead_text"][-1] == rows.train["source"][-1]
+    assert [row["prompt"] for row in rows.evaluation][0] == "text 5"
+    assert set(rows.train["prompt"][:7]) == {f"text {i}" for i in range(8)} - {"text 5"}
+    assert rows.train["lead_text"][0] == "lead" and rows.train["lead_text"][-1] == rows.train["prompt"][-1]
     groups = [
-        {int(text[5:]) % 40 for text in side["source"] if text.startswith("more")} for side in (rows.train, rows.evaluation)
+        {int(text[5:]) % 40 for text in side["prompt"] if text.startswith("more")} for side in (rows.train, rows.evaluation)
     ]
     assert groups[0] and groups[1] and not groups[0] & groups[1]
 
@@ -80,7 +76,7 @@ def test_a_dataset_and_the_column_settings(folder: Path) -> None:
             return Dataset.from_dict({"article": ["a", "b"], "summary": ["c", None], "id": [1, 2]})
     """
     rows = t5(code, source_column="article", target_column="summary")
-    assert (rows.train["source"][:], rows.train["target"][:]) == (["a"], ["c"])
+    assert (rows.train["prompt"][:], rows.train["completion"][:]) == (["a"], ["c"])
     assert rows.remarks == ["skipped 1 of 2 rows of my_rows.py:load_rows with an empty target (row 2)"]
 
 
@@ -92,10 +88,10 @@ def test_the_kind_of_an_llm_row_follows_from_its_columns(folder: Path) -> None:
             yield {"text": "plain"}
     """)  # fmt: skip
     pair, chat, text = examples(rows)
-    assert (pair["prompt"], pair["completion"], text["text"]) == ("p", "c", "plain")
-    assert [message["content"] for message in chat["messages"]] == ["u", "a"]
+    assert (pair.prompt, pair.completion, text.text) == ("p", "c", "plain")
+    assert [message["content"] for message in chat.messages or []] == ["u", "a"]
     assert rows.train["lead_text"][0] == "first"
-    assert examples(llm(returns("[{'body': 'x'}]"), text_column="body"))[0]["text"] == "x"
+    assert examples(llm(returns("[{'body': 'x'}]"), text_column="body"))[0].text == "x"
     with pytest.raises(UserError, match="data.text_column is body, but .*row 1 is made from prompt, completion"):
         llm(returns("[{'prompt': 'x', 'completion': 'y'}]"), text_column="body")
 
@@ -111,10 +107,10 @@ def test_the_function_gets_the_data_section_and_its_files(folder: Path) -> None:
                     yield {"text": Path(file).read_text() + config.loss_on, "split": split}
     """
     rows = llm(code, files="[ab].txt", eval_files=["held_out.txt"])
-    assert [example["text"] for example in examples(rows)] == ["a.txtcompletions", "b.txtcompletions"]
+    assert [example.text for example in examples(rows)] == ["a.txtcompletions", "b.txtcompletions"]
     assert len(rows.evaluation) == 1
     mixed = llm(mix=[MixEntry(source="my_rows.py:load_rows", files="b.txt")], source=None)
-    assert [example["text"] for example in examples(mixed)] == ["b.txtcompletions"]
+    assert [example.text for example in examples(mixed)] == ["b.txtcompletions"]
     with pytest.raises(UserError, match="data.files: there is no file c.txt"):
         llm(files="c.txt")
 
@@ -123,8 +119,8 @@ def test_beside_files_in_a_mix(folder: Path) -> None:
     Path("a.jsonl").write_text('{"text": "of a file"}\n')
     write("def one(config): return [{'text': 'one'}]\ndef two(config): return [{'text': 'two'}]")
     entries = [MixEntry(source="my_rows.py:one"), MixEntry(source="jsonl", files="a.jsonl"), MixEntry(source="my_rows.py:two")]
-    found = [(example["text"], example["mix_entry"]) for example in examples(llm(source=None, mix=entries))]
-    assert found == [("one", 0), ("of a file", 1), ("two", 2)]
+    train = llm(source=None, mix=entries).train
+    assert list(zip(train["text"], train["mix_entry"], strict=True)) == [("one", 0), ("of a file", 1), ("two", 2)]
 
 
 def test_fingerprint_is_of_the_file_and_of_the_rows_and_of_no_place(folder: Path) -> None:
@@ -178,7 +174,7 @@ def test_num_rows_reads_no_further(folder: Path) -> None:
             yield {"source": "a", "target": "b"}
             raise OSError
     """
-    assert t5(code, num_rows=1).train["source"][:] == ["a"]
+    assert t5(code, num_rows=1).train["prompt"][:] == ["a"]
 
 
 def test_the_file_runs_as_it_is_and_imports_what_is_beside_it(folder: Path) -> None:
@@ -187,11 +183,11 @@ def test_the_file_runs_as_it_is_and_imports_what_is_beside_it(folder: Path) -> N
     before = list(sys.path)
     code = "from my_targets import TARGET\ndef load_rows(config): return [{'source': 'a', 'target': TARGET}]"
     write(code, "project/my_rows.py")
-    assert t5(source="project/my_rows.py:load_rows").train["target"][:] == ["t"]
+    assert t5(source="project/my_rows.py:load_rows").train["completion"][:] == ["t"]
     assert sys.path == before
     # Same size, within the same second: an import would take the compiled file.
     write(code.replace("'a'", "'b'"), "project/my_rows.py")
-    assert t5(source="project/my_rows.py:load_rows").train["source"][:] == ["b"]
+    assert t5(source="project/my_rows.py:load_rows").train["prompt"][:] == ["b"]
     assert not list(Path("project").glob("__pycache__/my_rows*"))
     dataclasses = """
         from __future__ import annotations
@@ -203,7 +199,7 @@ def test_the_file_runs_as_it_is_and_imports_what_is_beside_it(folder: Path) -> N
         def load_rows(config):
             return map(asdict, [Row("a", "b")])
     """
-    assert t5(dataclasses).train["target"][:] == ["b"]
+    assert t5(dataclasses).train["completion"][:] == ["b"]
 
 
 ROW = "{'source': 'a', 'target': 'b'}"

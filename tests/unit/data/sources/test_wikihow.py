@@ -5,7 +5,7 @@ import csv
 import pytest
 
 from toolkit.config.data import DataConfig
-from toolkit.data.rows.source_rows import load_text_rows
+from toolkit.data.rows.load import load_rows
 from toolkit.data.sources.wikihow import clean_headline, clean_text, title_group
 from toolkit.errors import UserError
 
@@ -27,7 +27,7 @@ ARTIST_TEXT = (
 def load(tmp_path):
     def load(*names, **settings):
         settings = {"eval_fraction": 0.0, "cache_dir": str(tmp_path / "cache"), **settings}
-        return load_text_rows(DataConfig(source="wikihow", files=[str(tmp_path / name) for name in names], **settings))
+        return load_rows(DataConfig(source="wikihow", files=[str(tmp_path / name) for name in names], **settings))
 
     return load
 
@@ -46,17 +46,17 @@ def article(subject):
 def test_article_is_cleaned(tmp_path, load):
     write_all(tmp_path / "wikihowAll.csv", [(ARTIST_HEADLINE, "How to Be an Organized Artist1", ARTIST_TEXT)])
     row = load("wikihowAll.csv").train[0]
-    assert row["target"] == (
+    assert row["completion"] == (
         "Keep related supplies in the same area. Clean your workspace after every session! "
         "Use clotheslines and clips to hang sketches, photos, and reference material."
     )
-    assert row["source"] == (
+    assert row["prompt"] == (
         "If you're a photographer, keep all lenses, cords, etc. in the same quadrant of your studio. Some ideas include:\n"
         "Essential supplies area -- the things you use every day.\nSecondary supplies area, tucked out of the way.\n"
         "This doesn't mean cleaning the entire studio, it just means the area around the desk.\n"
         "Plastic bottles for paint, pigment, etc. Simply string up the wires across a wall, e.g., along the ceiling."
     )
-    assert row["lead_text"] == row["source"]
+    assert row["lead_text"] == row["prompt"]
 
 
 def test_headline_without_full_stops_keeps_its_commas():
@@ -77,7 +77,7 @@ def test_sep_file_is_recognised_by_its_columns(tmp_path, load):
     with (tmp_path / "wikihowSep.csv").open("w", newline="") as file:
         csv.writer(file).writerows(rows)
     read = load("wikihowSep.csv")
-    assert read.train["target"][:] == ["Buy a lens.", "Clean it."]
+    assert read.train["completion"][:] == ["Buy a lens.", "Clean it."]
     assert read.remarks == []  # a missing overview or label is none of our business
 
 
@@ -101,7 +101,7 @@ def test_unusable_rows_are_counted_by_reason(tmp_path, load):
         ],
     )
     rows = load("wikihowAll.csv")
-    assert rows.train["target"][:] == ["Do it.", "Do it well."]
+    assert rows.train["completion"][:] == ["Do it.", "Do it well."]
     assert rows.train["row_id"][:] == [0, 10]
     assert rows.remarks == [
         f"skipped 2 of 11 rows of {path} with an empty headline (first: rows 2, 3)",
@@ -122,12 +122,12 @@ def test_headline_length_is_compared_as_the_authors_do(tmp_path, load, headline_
         ("\nDo it.", "How to Do It", article("doing")),
     ]
     write_all(tmp_path / "wikihowAll.csv", rows)
-    assert ("a" * headline_length in load("wikihowAll.csv").train["target"]) is is_kept
+    assert ("a" * headline_length in load("wikihowAll.csv").train["completion"]) is is_kept
 
 
 def test_text_after_a_closing_quote_is_taken_as_the_authors_reader_does(tmp_path, load):
     (tmp_path / "wikihowAll.csv").write_text(f'headline,title,text\n"Do" it.,How to Do It,"{article("doing")}"\n')
-    assert load("wikihowAll.csv").train["target"][:] == ["Do it."]
+    assert load("wikihowAll.csv").train["completion"][:] == ["Do it."]
 
 
 def test_titles_of_one_article_share_a_group():
@@ -147,8 +147,8 @@ def test_no_title_is_on_both_sides_and_row_order_does_not_matter(tmp_path, load)
     write_all(tmp_path / "one.csv", rows)
     write_all(tmp_path / "other.csv", rows[::-1])
     one, other = load("one.csv", eval_fraction=0.3), load("other.csv", eval_fraction=0.3)
-    assert set(one.evaluation["target"]) == set(other.evaluation["target"])
-    train, held_out = ({target.split(",")[0] for target in side["target"]} for side in (one.train, one.evaluation))
+    assert set(one.evaluation["completion"]) == set(other.evaluation["completion"])
+    train, held_out = ({target.split(",")[0] for target in side["completion"]} for side in (one.train, one.evaluation))
     assert train and held_out and not train & held_out
     assert len(one.train) + len(one.evaluation) == 180
     assert one.fingerprint != other.fingerprint
@@ -162,8 +162,8 @@ def test_titles_of_evaluation_files_are_kept_out_of_training(tmp_path, load):
     write_all(tmp_path / "eval.csv", [held_out])
     write_all(path, [other_method, same_text, ("\nRest.", "How to Rest", article("rest"))])
     rows = load("train.csv", eval_files=str(tmp_path / "eval.csv"))
-    assert rows.train["target"][:] == ["Rest."]
-    assert rows.evaluation["target"][:] == ["Do it."]
+    assert rows.train["completion"][:] == ["Rest."]
+    assert rows.evaluation["completion"][:] == ["Do it."]
     assert rows.remarks == [f"skipped 2 of 3 rows of {path} that are in data.eval_files too (first: rows 1, 2)"]
 
 

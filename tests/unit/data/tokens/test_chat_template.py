@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.chats import CHATML, CLOSING, LLAMA2, MARKED, PROMPTING, STRIPPING, build_chat_tokenizer, say
+from toolkit.data.rows.example import Example
 from toolkit.data.tokens.chat_template import NoMaskError, check_chat_template, find_turns, read_chat_template, render_chat
 from toolkit.data.tokens.prompts import prepare_chat
 from toolkit.errors import UserError
@@ -218,6 +219,6 @@ def test_the_setting_is_a_template_or_a_file(tmp_path):
 def test_arithmetic_and_recursion_of_a_template_are_one_sentence(tokenizer, template):
     tokenizer.chat_template = template
     check_chat_template(tokenizer)
-    example = {"messages": say("hello", "one"), "tools": None, "first_trained": 0, "weight_0": []}
+    example = Example(messages=say("hello", "one"))
     with pytest.raises(UserError, match="row 3: the chat template refuses this conversation"):
         prepare_chat(tokenizer, example, "completions", "row 3")

@@ -39,7 +39,9 @@ def test_the_fingerprint_follows_the_tokenizer_that_came_out_of_training(tmp_pat
     first = prepare_rows(data, model, 80)
     assert prepare_rows(data, model, 80).fingerprint == first.fingerprint
     # On fewer rows: on the same ones it comes out the same now and then.
-    trained_apart = train_tokenizer(first.train.select(range(20)).rename_columns({"lead_text": "source"}), 80)
+    trained_apart = train_tokenizer(
+        first.train.select(range(20)).rename_columns({"target": "completion", "lead_text": "prompt"}), 80
+    )
     monkeypatch.setattr(seq2seq, "train_tokenizer", lambda rows, vocab_size: trained_apart)
     elsewhere = prepare_rows(replace(data, cache_dir=str(tmp_path / "elsewhere")), model, 80)
     assert elsewhere.fingerprint != first.fingerprint
@@ -136,7 +138,9 @@ def test_damaged_tokens_are_built_again_with_the_tokenizer_that_was_trained(
     """Trained again it would be another one, and a resume would be refused."""
     data, model = rows_without_a_tokenizer(tmp_path)
     before = prepare_rows(data, model, 80)
-    trained_apart = train_tokenizer(before.train.select(range(20)).rename_columns({"lead_text": "source"}), 80)
+    trained_apart = train_tokenizer(
+        before.train.select(range(20)).rename_columns({"target": "completion", "lead_text": "prompt"}), 80
+    )
     monkeypatch.setattr(seq2seq, "train_tokenizer", lambda rows, vocab_size: trained_apart)
     (folder,) = (path.parent for path in (tmp_path / "cache").glob("*/evaluation"))
     path = folder / "about.json" if damage == "about.json" else next((folder / "train").glob("*.arrow"))

@@ -9,7 +9,15 @@ import pytest
 
 from tests.support.chats import say
 from toolkit.config.data import LLMDataConfig
-from toolkit.data.rows.messages import Columns, build_row, choose_columns, list_texts
+from toolkit.data.rows.example import (
+    Columns,
+    Example,
+    build_example,
+    build_schema,
+    choose_columns,
+    list_cells,
+    read_examples,
+)
 from toolkit.errors import UserError
 
 CONFIG = LLMDataConfig(source="jsonl")
@@ -17,8 +25,12 @@ CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"n
 
 
 def read(messages, tools=None):
-    row = build_row((messages, tools), Columns("chat", ("messages", "tools")), "a.jsonl, row 7", 3)
-    return row, json.loads(row.source) if row.source else None
+    """A chat, or the reason to skip it."""
+    return build_example({"messages": messages, "tools": tools}, Columns("chat", ("messages", "tools")), "a.jsonl, row 7")
+
+
+def build(kind, **cells):
+    return build_example(cells, Columns(kind, tuple(cells)), "x")
 
 
 def weighted(*weights):
@@ -79,72 +91,87 @@ def test_no_column_or_several_kinds_are_refused_with_what_there_is(existing, set
 
 def test_a_chat_is_grouped_by_its_first_user_message():
     messages = say("hello", "one", "two", "three", system="be brief")
-    row, example = read(messages)
-    assert example == {"messages": messages, "tools": None, "first_trained": 0, "weight_0": [], "mix_entry": 3}
-    assert (row.group, row.skip_reason, row.held_out) == ("hello", None, None)
-    assert list_texts(example) == ["be brief", "hello", "one", "two", "three"]
+    example = read(messages)
+    assert example == Example(messages=messages)
+    assert (example.opening, example.group, example.held_out) == ("hello", None, None)
+    assert example.texts == ["be brief", "hello", "one", "two", "three"]
 
 
 def test_a_chat_may_be_json_text_with_tools_as_text_or_lists():
     messages = say("hello", "one")
     expected = read(messages, [{"name": "add"}])
-    assert expected[1]["tools"] == [{"name": "add"}]
+    assert expected.tools == [{"name": "add"}]
     assert read(json.dumps(messages), '[{"name": "add"}]') == expected
     assert read(messages, ['{"name": "add"}']) == expected
-    assert read(messages, "")[1]["tools"] is read(messages, [])[1]["tools"] is None
+    assert read(messages, "").tools is read(messages, []).tools is None
 
 
 def test_nulls_that_columnar_files_add_are_dropped():
     messages = [{"role": "user", "content": "hi", "tool_calls": None}, CALL | {"content": None, "name": None}]
     messages += [{"role": "tool", "content": ""}, {"role": "assistant", "content": "one"}]
-    _, example = read(messages)
-    assert example["messages"] == [{"role": "user", "content": "hi"}, CALL | {"content": ""}, *messages[2:]]
+    example = read(messages)
+    assert example.messages == [{"role": "user", "content": "hi"}, CALL | {"content": ""}, *messages[2:]]
 
 
 def test_weights_name_the_turns_that_do_not_count():
     """As OpenAI writes them, and as columnar files do: null where there is none, 0.0 and 1.0."""
     messages = weighted(0, 1, ..., None, 0.0, 1.0)
     messages[2]["weight"] = 0  # of a user: it says what is so anyway
-    _, example = read(messages)
-    assert example["weight_0"] == [1, 2, 9]
-    assert all("weight" not in message for message in example["messages"])  # a template does not see it
+    example = read(messages)
+    assert example.weight_0 == [1, 2, 9]
+    assert all("weight" not in message for message in example.messages)  # a template does not see it
 
 
 def test_a_chat_whose_turns_all_have_weight_0_is_left_out_and_counted():
-    assert read(weighted(0, 0))[0].skip_reason == "with weight 0 on every assistant turn"
-    columns = Columns("pair", ("prompt", "completion"))
+    assert read(weighted(0, 0)) == "with weight 0 on every assistant turn"
     prompt, completion = weighted(1)[:2] + say("b"), weighted(0)[1:]
-    assert build_row((prompt, completion), columns, "x", 0).skip_reason == "with weight 0 on every assistant turn"
+    assert build("pair", prompt=prompt, completion=completion) == "with weight 0 on every assistant turn"
 
 
 def test_arguments_of_tool_calls_may_be_json_text():
     as_text = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]}
-    _, example = read([*say("hi"), as_text])
-    assert example["messages"][1]["tool_calls"] == [{"function": {"name": "add", "arguments": {"a": 1}}}]
+    example = read([*say("hi"), as_text])
+    assert example.messages[1]["tool_calls"] == [{"function": {"name": "add", "arguments": {"a": 1}}}]
 
 
 def test_pairs_and_text_are_grouped_by_what_comes_first():
-    row = build_row(("why", " because"), Columns("pair", ("q", "a")), "x", 0)
-    assert json.loads(row.source) == {"prompt": "why", "completion": " because", "mix_entry": 0}
-    assert (row.group, row.lead_text) == ("why", "why")
-    row = build_row(("once",), Columns("text", ("text",)), "x", 1, group="module", held_out=True)
-    assert (json.loads(row.source), row.group, row.held_out) == ({"text": "once", "mix_entry": 1}, "module", True)
+    pair = build("pair", q="why", a=" because")
+    assert pair == Example(prompt="why", completion=" because", lead_text="why") and pair.opening == "why"
+    assert build("seq2seq", article="long", headline="short") == Example(prompt="long", completion="short", lead_text="long")
+    text = build_example({"text": "once"}, Columns("text", ("text",)), "x", group="module", held_out=True)
+    assert text == Example(text="once", group="module", held_out=True) and text.opening == "once"
 
 
 def test_a_pair_of_message_lists_is_a_chat_trained_on_its_completion():
-    columns = Columns("pair", ("prompt", "completion"))
-    row = build_row((say("hello", "one", "two"), say("x", "three")[1:]), columns, "x", 0)
-    assert json.loads(row.source)["messages"] == say("hello", "one", "two", "three")
-    assert (json.loads(row.source)["first_trained"], row.group) == (3, "hello")
+    example = build("pair", prompt=say("hello", "one", "two"), completion=say("x", "three")[1:])
+    assert example.messages == say("hello", "one", "two", "three")
+    assert (example.first_trained, example.opening) == (3, "hello")
     with pytest.raises(UserError, match="x: columns prompt and completion are of different kinds, and completion is no list"):
-        build_row((say("hello"), "one"), columns, "x", 0)
+        build("pair", prompt=say("hello"), completion="one")
     with pytest.raises(UserError, match="x, column completion: no assistant turn"):
-        build_row((say("hello", "one"), say("two")), columns, "x", 0)
+        build("pair", prompt=say("hello", "one"), completion=say("two"))
+    with pytest.raises(UserError, match="x, column target: .* is of type list, not text"):
+        build("seq2seq", source="hello", target=say("x", "three"))
+
+
+def test_what_is_stored_is_read_back():
+    messages = [*say("é", "one"), CALL | {"extra": {"a": [1, 2.5, None, True]}}]
+    examples = [read(messages, [{"name": "add"}]), read(weighted(0, 1)), build("text", text="b"), build("pair", q="c", a="d")]
+    names = build_schema().names[2:]
+    columns = dict(zip(names, zip(*map(list_cells, examples), strict=True), strict=True))
+    assert columns["messages"][2] is columns["messages"][3] is columns["text"][0] is None
+    assert read_examples(columns) == examples
+
+
+def test_equal_content_is_that_of_the_same_kind():
+    same = [build("text", text="a"), build("pair", prompt="a", completion="b"), read(say("a", "b")), read(say("a", "b"), [{}])]
+    assert len({example.content for example in same}) == len(same)
+    assert build("text", text="a").content == build_example({"t": "a"}, Columns("text", ("t",)), "y", group="g").content
 
 
 def test_a_text_that_is_a_list_is_refused():
     with pytest.raises(UserError, match=r"x, column text: \['a', 'b'\] is of type list, not text: write it as a string"):
-        build_row((["a", "b"],), Columns("text", ("text",)), "x", 0)
+        build("text", text=["a", "b"])
 
 
 @pytest.mark.parametrize(
@@ -160,11 +187,12 @@ def test_a_text_that_is_a_list_is_refused():
         ("pair", ("a", None), "completion"),
         ("pair", (say("a"), []), "completion"),
         ("text", ("\n",), "text"),
+        ("seq2seq", (None, "b"), "source"),
+        ("seq2seq", ("a", " "), "target"),
     ],
 )
 def test_empty_rows_come_with_their_reason(kind, cells, reason):
-    columns = Columns(kind, ("prompt", "completion") if kind == "pair" else ("column",))
-    assert build_row(cells, columns, "x", 0).skip_reason == f"with an empty {reason}"
+    assert build(kind, **dict(zip("ab", cells, strict=False))) == f"with an empty {reason}"
 
 
 @pytest.mark.parametrize(
@@ -226,6 +254,6 @@ def test_tools_that_are_none_are_refused():
 
 def test_cells_that_are_not_text_are_refused():
     with pytest.raises(UserError, match="x, column q: 3 is of type int, not text"):
-        build_row((3, "b"), Columns("pair", ("q", "a")), "x", 0)
+        build("pair", q=3, a="b")
     with pytest.raises(UserError, match="x, column text: the text holds a NUL"):
-        build_row(("a\0",), Columns("text", ("text",)), "x", 0)
+        build("text", text="a\0")

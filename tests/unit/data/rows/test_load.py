@@ -6,10 +6,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from datasets import List, Value
 
 from toolkit.config.data import DataConfig
-from toolkit.data.rows import cache as row_cache
-from toolkit.data.rows.source_rows import load_text_rows
+from toolkit.data.rows import load as loading
+from toolkit.data.rows.load import load_rows
 from toolkit.data.rows.split import Repeats
 from toolkit.errors import UserError
 
@@ -23,62 +24,61 @@ def config(tmp_path):
 
 
 def test_split_is_near_the_fraction_and_keeps_groups_together(config):
-    rows = load_text_rows(config)
+    rows = load_rows(config)
     assert 50 <= len(rows.evaluation) <= 110  # 80 expected of 200 groups of two, standard deviation 11
-    assert not set(rows.train["source"]) & set(rows.evaluation["source"])
+    assert not set(rows.train["prompt"]) & set(rows.evaluation["prompt"])
     assert sorted([*rows.train["row_id"], *rows.evaluation["row_id"]]) == list(range(400))
 
 
 def test_split_does_not_depend_on_row_order_and_grows_with_the_fraction(config, tmp_path):
     header, *lines = (tmp_path / "rows.csv").read_text().splitlines(keepends=True)
     (tmp_path / "reversed.csv").write_text(header + "".join(reversed(lines)))
-    held_out = set(load_text_rows(config).evaluation["target"])
-    assert set(load_text_rows(replace(config, files=str(tmp_path / "reversed.csv"))).evaluation["target"]) == held_out
-    assert held_out < set(load_text_rows(replace(config, eval_fraction=0.5)).evaluation["target"])
+    held_out = set(load_rows(config).evaluation["completion"])
+    assert set(load_rows(replace(config, files=str(tmp_path / "reversed.csv"))).evaluation["completion"]) == held_out
+    assert held_out < set(load_rows(replace(config, eval_fraction=0.5)).evaluation["completion"])
 
 
 def test_row_id_is_the_position_in_the_source(config):
-    rows = load_text_rows(config)
+    rows = load_rows(config)
     for side in (rows.train, rows.evaluation):
-        assert all(row["target"] == f"target {row['row_id']}" for row in side)
+        assert all(row["completion"] == f"target {row['row_id']}" for row in side)
 
 
 def test_columns_and_types(config):
-    for side in (load_text_rows(config).train, load_text_rows(replace(config, eval_fraction=0.0)).evaluation):
-        assert {name: feature.dtype for name, feature in side.features.items()} == {
-            "row_id": "int64",
-            "source": "string",
-            "target": "string",
-            "lead_text": "string",
-        }
+    for side in (load_rows(config).train, load_rows(replace(config, eval_fraction=0.0)).evaluation):
+        types = {name: feature.dtype for name, feature in side.features.items() if name != "weight_0"}
+        whole_numbers = {name for name, dtype in types.items() if dtype == "int64"}
+        assert whole_numbers == {"row_id", "mix_entry", "first_trained"}
+        assert types.keys() - whole_numbers == {"prompt", "completion", "text", "messages", "tools", "lead_text"}
+        assert side.features["weight_0"] == List(Value("int64"))
 
 
 def test_eval_fraction_zero_holds_out_nothing_and_one_leaves_nothing(config):
-    rows = load_text_rows(replace(config, eval_fraction=0.0))
+    rows = load_rows(replace(config, eval_fraction=0.0))
     assert (len(rows.train), len(rows.evaluation), rows.remarks) == (400, 0, [])
     with pytest.raises(UserError, match="all rows are held out, none is left to train on: lower data.eval_fraction"):
-        load_text_rows(replace(config, eval_fraction=1.0))
+        load_rows(replace(config, eval_fraction=1.0))
 
 
 def test_a_fraction_that_holds_out_nothing_is_told(config):
-    rows = load_text_rows(replace(config, eval_fraction=1e-9))
+    rows = load_rows(replace(config, eval_fraction=1e-9))
     assert rows.remarks == ["data.eval_fraction 1e-09 holds out none of the 400 rows: there is nothing to evaluate on"]
 
 
 def test_num_rows_limits_the_rows_read_over_all_files(config, tmp_path):
     (tmp_path / "more.csv").write_text("source,target\n" + "".join(f"more {i},m\n" for i in range(10)))
     files = [str(tmp_path / "more.csv"), str(tmp_path / "rows.csv")]
-    rows = load_text_rows(replace(config, files=files, num_rows=13, eval_fraction=0.0))
-    assert rows.train["source"][:] == [f"more {i}" for i in range(10)] + ["text 0", "text 1", "text 2"]
-    assert len(load_text_rows(replace(config, files=files, num_rows=7, eval_fraction=0.0)).train) == 7
+    rows = load_rows(replace(config, files=files, num_rows=13, eval_fraction=0.0))
+    assert rows.train["prompt"][:] == [f"more {i}" for i in range(10)] + ["text 0", "text 1", "text 2"]
+    assert len(load_rows(replace(config, files=files, num_rows=7, eval_fraction=0.0)).train) == 7
 
 
 def test_eval_files_are_the_evaluation_rows_and_leave_training(config, tmp_path):
     (tmp_path / "held_out.csv").write_text("source,target\ntext 3,other\nnew text,n\n")
-    rows = load_text_rows(replace(config, eval_files=[str(tmp_path / "held_out.csv")], num_rows=250))
-    assert rows.evaluation["target"][:] == ["other", "n"]
+    rows = load_rows(replace(config, eval_files=[str(tmp_path / "held_out.csv")], num_rows=250))
+    assert rows.evaluation["completion"][:] == ["other", "n"]
     assert rows.evaluation["row_id"][:] == [0, 1]
-    assert len(rows.train) == 248 and "text 3" not in rows.train["source"][:]
+    assert len(rows.train) == 248 and "text 3" not in rows.train["prompt"][:]
     assert rows.train["row_id"][0] == 2
     told = f"skipped 2 of 250 rows of {tmp_path / 'rows.csv'} that are in data.eval_files too (first: rows 4, 204)"
     assert rows.remarks == [told]
@@ -88,7 +88,7 @@ def test_rows_that_repeat_earlier_ones_are_kept_and_counted(config, tmp_path):
     once, twice = tmp_path / "rows.csv", tmp_path / "twice.csv"
     twice.write_text(once.read_text() + "text 3,target 3\ntext 4,another target\n")
     for _ in range(2):  # the second time from the cache
-        rows = load_text_rows(replace(config, files=[str(once), str(twice)], eval_fraction=0.0))
+        rows = load_rows(replace(config, files=[str(once), str(twice)], eval_fraction=0.0))
         assert rows.remarks == ["training rows that repeat an earlier row exactly: 401 of 802, which are kept"]
         assert len(rows.train) == 802
 
@@ -110,21 +110,21 @@ def test_a_row_is_remembered_in_8_bytes():
 def test_eval_files_without_usable_rows_are_refused(config, tmp_path):
     (tmp_path / "held_out.csv").write_text("source,target\na,\n")
     with pytest.raises(UserError, match="none of the 1 rows can be used: .*held_out.csv with an empty target"):
-        load_text_rows(replace(config, eval_files=str(tmp_path / "held_out.csv")))
+        load_rows(replace(config, eval_files=str(tmp_path / "held_out.csv")))
 
 
 def test_training_files_that_are_all_held_out_are_refused(config):
     with pytest.raises(UserError, match="none of the 400 rows can be used: .* that are in data.eval_files too"):
-        load_text_rows(replace(config, eval_files=config.files))
+        load_rows(replace(config, eval_files=config.files))
 
 
 def test_fingerprint_is_not_of_paths_or_tokenizing(config, tmp_path):
-    first = load_text_rows(config).fingerprint
+    first = load_rows(config).fingerprint
     assert len(first) == 64 and int(first, 16)
     moved = tmp_path / "moved.csv"
     moved.write_bytes((tmp_path / "rows.csv").read_bytes())
-    assert load_text_rows(replace(config, files=[str(moved)], cache_dir=str(tmp_path / "other"))).fingerprint == first
-    assert load_text_rows(replace(config, prefix="summarize: ", max_source_length_tokens=8)).fingerprint == first
+    assert load_rows(replace(config, files=[str(moved)], cache_dir=str(tmp_path / "other"))).fingerprint == first
+    assert load_rows(replace(config, prefix="summarize: ", max_source_length_tokens=8)).fingerprint == first
 
 
 def test_fingerprint_is_of_contents_and_settings(config, tmp_path):
@@ -145,16 +145,16 @@ def test_fingerprint_is_of_contents_and_settings(config, tmp_path):
         {"eval_files": [one], "files": [two, rows]},
         {"eval_files": [one, two], "files": [rows]},
     ]
-    assert len({load_text_rows(replace(config, **changes)).fingerprint for changes in settings}) == len(settings)
+    assert len({load_rows(replace(config, **changes)).fingerprint for changes in settings}) == len(settings)
 
 
 def test_second_load_comes_from_the_cache(config, tmp_path, monkeypatch):
     (tmp_path / "rows.csv").write_text("source,target\na,b\nc,\n")
     config = replace(config, eval_fraction=0.0)
-    first = load_text_rows(config)
-    monkeypatch.setattr(row_cache, "write_rows", None)  # called again, it would raise
+    first = load_rows(config)
+    monkeypatch.setattr(loading, "write_rows", None)  # called again, it would raise
     (tmp_path / "rows.csv").rename(tmp_path / "renamed.csv")
-    second = load_text_rows(replace(config, files=str(tmp_path / "renamed.csv")))
+    second = load_rows(replace(config, files=str(tmp_path / "renamed.csv")))
     assert second.train[:] == first.train[:]
     assert second.remarks == [f"skipped 1 of 2 rows of {tmp_path / 'renamed.csv'} with an empty target (row 2)"]
 
@@ -162,7 +162,7 @@ def test_second_load_comes_from_the_cache(config, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["train.arrow", "evaluation.arrow", "about.json"])
 @pytest.mark.parametrize("damage", ["truncated", "emptied", "changed", "gone"])
 def test_a_damaged_cache_is_named_and_built_again(config, tmp_path, capsys, name, damage):
-    first = load_text_rows(config)
+    first = load_rows(config)
     file = tmp_path / "cache" / "rows" / first.fingerprint / name
     expected = first.train[:]
     content = file.read_bytes()
@@ -171,36 +171,36 @@ def test_a_damaged_cache_is_named_and_built_again(config, tmp_path, capsys, name
     contents = {"truncated": content[:-9], "emptied": b"", "changed": changed}
     file.unlink() if damage == "gone" else file.write_bytes(contents[damage])
     capsys.readouterr()
-    assert load_text_rows(config).train[:] == expected
+    assert load_rows(config).train[:] == expected
     assert capsys.readouterr().err == f"WARNING: the cache of rows {file.parent} is damaged: it is built again\n"
-    load_text_rows(config)
+    load_rows(config)
     assert not capsys.readouterr().out
 
 
 def test_a_failed_load_leaves_nothing_in_the_cache(config, tmp_path):
     (tmp_path / "rows.csv").write_text("source,target\n" + "a,b\n" * 3000 + "a,b,c\n")
     with pytest.raises(UserError, match="line 3002"):
-        load_text_rows(config)
+        load_rows(config)
     assert list((tmp_path / "cache" / "rows").iterdir()) == []
 
 
 def test_another_process_may_write_the_same_cache_first(config, tmp_path, monkeypatch):
-    expected = load_text_rows(replace(config, cache_dir=str(tmp_path / "other")))
-    write_rows = row_cache.write_rows
+    expected = load_rows(replace(config, cache_dir=str(tmp_path / "other")))
+    write_rows = loading.write_rows
 
     def overtaken(*args, **kwargs):
         (tmp_path / "other" / "rows" / expected.fingerprint).rename(tmp_path / "cache" / "rows" / expected.fingerprint)
         return write_rows(*args, **kwargs)
 
-    monkeypatch.setattr(row_cache, "write_rows", overtaken)
-    assert load_text_rows(config).train[:] == expected.train[:]
+    monkeypatch.setattr(loading, "write_rows", overtaken)
+    assert load_rows(config).train[:] == expected.train[:]
     assert [path.name for path in (tmp_path / "cache" / "rows").iterdir()] == [expected.fingerprint]
 
 
 def test_unwritable_cache_is_refused(config, tmp_path):
     (tmp_path / "cache").write_text("a file where the folder should be")
     with pytest.raises(UserError, match="the cache folder .* cannot be written .*set data.cache_dir"):
-        load_text_rows(config)
+        load_rows(config)
 
 
 def docstring_rows():
@@ -215,18 +215,18 @@ def test_docstrings_keep_their_split_and_lead_text(config, monkeypatch):
     reader = SimpleNamespace(read_docstrings=lambda: rows, identify_docstrings=lambda: versions[0])
     monkeypatch.setitem(sys.modules, "toolkit.data.sources.docstrings", reader)
     config = replace(config, source="docstrings", files=None, eval_fraction=0.9)
-    loaded = load_text_rows(config)
-    assert loaded.train["target"][:] == ["a1", "a2", "c"]
-    assert loaded.evaluation[:] == {
+    loaded = load_rows(config)
+    assert loaded.train["completion"][:] == ["a1", "a2", "c"]
+    assert loaded.evaluation.select_columns(["row_id", "prompt", "completion", "lead_text"])[:] == {
         "row_id": [1, 3],
-        "source": ["b1: does b1", "b2: does b2"],
-        "target": ["b1", "b2"],
+        "prompt": ["b1: does b1", "b2: does b2"],
+        "completion": ["b1", "b2"],
         "lead_text": ["does b1", "does b2"],
     }
-    assert load_text_rows(replace(config, eval_fraction=0.1)).fingerprint == loaded.fingerprint
-    assert load_text_rows(replace(config, num_rows=4)).train["target"][:] == ["a1", "a2"]
+    assert load_rows(replace(config, eval_fraction=0.1)).fingerprint == loaded.fingerprint
+    assert load_rows(replace(config, num_rows=4)).train["completion"][:] == ["a1", "a2"]
     versions[0] = "python 3.12"
-    assert load_text_rows(config).fingerprint != loaded.fingerprint
+    assert load_rows(config).fingerprint != loaded.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -238,10 +238,13 @@ def test_docstrings_keep_their_split_and_lead_text(config, monkeypatch):
             {"source": "someone/dataset", "files": None, "eval_files": "e.csv"},
             "data.eval_files is given, but data.source someone",
         ),
-        ({"source": "docstrings", "files": None, "target_column": "t"}, "data.target_column is t, but data.source docstrings"),
+        (
+            {"source": "docstrings", "files": None, "target_column": "t"},
+            "data.target_column is t, but data.source docstrings",
+        ),
         ({"source_column": "target"}, "data.source_column and data.target_column are both target: name two columns"),
     ],
 )
 def test_settings_that_would_be_ignored_are_refused(config, settings, sentence):
     with pytest.raises(UserError, match=sentence):
-        load_text_rows(replace(config, **settings))
+        load_rows(replace(config, **settings))

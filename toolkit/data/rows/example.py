@@ -1,0 +1,186 @@
+"""An example: one row of text as it is split, stored and tokenized, of both recipes.
+
+It is a pair (a prompt and its completion, or a source and its target), a text, or a chat. A prompt and a completion that are
+lists of messages also become a chat, in which only the turns of the completion are trained on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from toolkit.config.data import DataConfig, LLMDataConfig
+from toolkit.data.rows.messages import TOOLS_COLUMN, read_chat
+from toolkit.data.sources.files import check_columns
+from toolkit.data.sources.row import check_text
+from toolkit.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Example:
+    """One row that can be trained on. What its kind does not have is None."""
+
+    prompt: str | None = None
+    """Of a pair; for an encoder-decoder, the source."""
+    completion: str | None = None
+    """Of a pair; for an encoder-decoder, the target."""
+    text: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    """Of a chat, with all keys that its template may read."""
+    tools: list[Any] | None = None
+    """The JSON schemas of a chat's tools."""
+    first_trained: int = 0
+    """Of a chat: assistant turns from this message on are trained on …"""
+    weight_0: list[int] = field(default_factory=list)
+    """… except for these."""
+    lead_text: str = ""
+    """Text whose first sentence is the lead baseline."""
+    group: str | None = None
+    """Rows of one group go into the same split; None: rows with the same opening form a group. Not in the row files."""
+    held_out: bool | None = None
+    """True: evaluation, False: training, None: a hash of the group decides. Not in the row files."""
+
+    @property
+    def opening(self) -> str:
+        """What the model is given first: the prompt, the text, or the first user message."""
+        if self.messages is not None:
+            return next(message["content"] for message in self.messages if message["role"] == "user")
+        return str(self.text if self.prompt is None else self.prompt)
+
+    @property
+    def content(self) -> str:
+        """Two rows with equal content are duplicates."""
+        parts = (self.text, self.prompt, self.completion, self.messages, self.tools, self.first_trained, self.weight_0)
+        return "\0".join(map(str, parts))
+
+    @property
+    def texts(self) -> list[str]:
+        """All texts that a tokenizer should be trained on."""
+        if self.messages is not None:
+            return [message["content"] for message in self.messages]
+        return [text for text in (self.text, self.prompt, self.completion) if text is not None]
+
+
+class Columns(NamedTuple):
+    """The columns of an input that its examples are made from."""
+
+    kind: str
+    """One of `_CELLS`."""
+    names: tuple[str, ...]
+    """The column of each cell of the kind, then `tools` if there is such a column."""
+
+
+_CELLS = {"seq2seq": ("source", "target"), "pair": ("prompt", "completion"), "chat": ("chat",), "text": ("text",)}
+"""The cells of each kind of row, as messages name them."""
+_STORED = ("prompt", "completion", "text", "messages", "tools", "first_trained", "weight_0", "lead_text")
+_AS_JSON = ("messages", "tools")
+"""Every message may have keys and values of its own, which no column type holds."""
+
+
+def choose_columns(where: object, existing: Sequence[str], config: DataConfig | LLMDataConfig) -> Columns:
+    """Choose the columns of an input to read: those that the config names, else those with the default names.
+
+    Raises:
+        UserError: a column that does not exist once; columns that fit no kind of example, or more than one.
+    """
+    if isinstance(config, DataConfig):
+        names = seq2seq_columns(config).names
+        check_columns(where, existing, names)
+        return Columns("seq2seq", names)
+    kinds = {
+        "chat": (config.messages_column or "messages",),
+        "pair": (config.prompt_column or "prompt", config.completion_column or "completion"),
+        "text": (config.text_column or "text",),
+    }
+    fitting = [kind for kind, names in kinds.items() if all(name in existing for name in names)]
+    configured = set(configured_columns(config).values())
+    chosen = [kind for kind in fitting if configured.intersection(kinds[kind])] or fitting
+    settings = "data.messages_column, data.text_column, or data.prompt_column and data.completion_column"
+    if not chosen:
+        wanted = ", ".join(" and ".join(map(repr, names)) for names in kinds.values())
+        raise UserError(
+            f"{where} has none of the columns {wanted} (its columns: {', '.join(existing) or 'none'}): set {settings}"
+        )
+    if len(chosen) > 1:
+        found = " and ".join(" with ".join(map(repr, kinds[kind])) for kind in chosen)
+        raise UserError(
+            f"{where} has columns of more than one kind, {found} (its columns: {', '.join(existing)}): choose by {settings}"
+        )
+    (kind,) = chosen
+    check_columns(where, existing, kinds[kind], way_out="keep one of them")
+    has_tools = kind != "text" and TOOLS_COLUMN in existing
+    return Columns(kind, kinds[kind] + (TOOLS_COLUMN,) * has_tools)
+
+
+def seq2seq_columns(config: DataConfig) -> Columns:
+    """The columns of a source text and its target."""
+    names = (config.source_column or "source", config.target_column or "target")
+    if names[0] == names[1]:
+        raise UserError(f"data.source_column and data.target_column are both {names[0]}: name two columns")
+    return Columns("seq2seq", names)
+
+
+def configured_columns(config: DataConfig | LLMDataConfig) -> dict[str, str]:
+    """The columns that the config names, by setting."""
+    return {f"data.{name}": value for name, value in asdict(config).items() if name.endswith("_column") and value}
+
+
+def build_example(row: Mapping[str, Any], columns: Columns, where: str, **known: Any) -> Example | str:
+    """The example in a row of a source, or the reason to skip it, as in "with an empty target".
+
+    Args:
+        row: its cells by column, those of `columns` at least.
+        where: file and row, for messages.
+        known: `group`, `held_out` and `lead_text`, where the source knows them.
+
+    Raises:
+        UserError: a cell of the wrong type; a malformed conversation.
+    """
+    kind, kinds_of_cells = columns.kind, _CELLS[columns.kind]
+    cells = {name: row[name] for name in columns.names}
+    tools = cells.pop(TOOLS_COLUMN) if len(cells) > len(kinds_of_cells) else None
+    for what, value in zip(kinds_of_cells, cells.values(), strict=True):
+        if value is None or (value == [] and kind != "seq2seq") or (isinstance(value, str) and not value.strip()):
+            return f"with an empty {what}"
+    if kind == "chat" or (kind == "pair" and any(isinstance(value, list) for value in cells.values())):
+        chat = read_chat(cells, tools, where)
+        return chat if isinstance(chat, str) else Example(**chat, **known)
+    for name, value in cells.items():
+        check_text(value, f"{where}, column {name}")
+    if kind == "text":
+        return Example(text=row[columns.names[0]], **known)
+    prompt, completion = cells.values()
+    return Example(prompt=prompt, completion=completion, **{"lead_text": prompt, **known})
+
+
+def build_schema() -> pa.Schema:
+    """The schema of the row files: `row_id` (position in the source, evaluation files first; unique over both splits),
+    `mix_entry` (the entry of `data.mix`; 0 without a mix), and fields of `Example`; `messages` and `tools` are JSON."""
+    import pyarrow as pa
+
+    others = {"row_id": pa.int64(), "mix_entry": pa.int64(), "first_trained": pa.int64(), "weight_0": pa.list_(pa.int64())}
+    return pa.schema([(name, others.get(name, pa.string())) for name in ("row_id", "mix_entry", *_STORED)])
+
+
+def list_cells(example: Example) -> list[Any]:
+    """The cells of an example in the row files."""
+    cells = [getattr(example, name) for name in _STORED]
+    for place, name in enumerate(_STORED):
+        if name in _AS_JSON and cells[place] is not None:
+            cells[place] = json.dumps(cells[place], ensure_ascii=False)
+    return cells
+
+
+def read_examples(rows: Mapping[str, Iterable[Any]]) -> list[Example]:
+    """The examples in rows of the row files, given by column."""
+    examples = []
+    for cells in zip(*(rows[name] for name in _STORED), strict=True):
+        fields = dict(zip(_STORED, cells, strict=True))
+        fields.update({name: json.loads(fields[name]) for name in _AS_JSON if fields[name] is not None})
+        examples.append(Example(**fields))
+    return examples

@@ -1,0 +1,243 @@
+"""`data.source`, `data.mix` and files → the inputs of a run, and the rows of an input as examples."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.data import DataConfig, LLMDataConfig, MixEntry
+from toolkit.config.paths import split_own_source
+from toolkit.data.rows.example import Columns, Example, build_example, choose_columns, configured_columns
+from toolkit.data.sources.files import READERS, find_files, hash_file, list_columns
+from toolkit.data.sources.hub import check_hub_name, load_hub_dataset, read_hub_rows
+from toolkit.data.sources.own import OwnSource, load_own_source, read_options, read_own_rows
+from toolkit.data.sources.wikihow import read_wikihow
+from toolkit.errors import UserError
+
+DEMOS = ("docstrings", "stdlib")
+"""Sources of our own, which have a split of their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowInput:
+    """One file, or one source that is not a file."""
+
+    label: str
+    """Its name in messages."""
+    source: str
+    """The kind of file, or the value of `data.source`."""
+    place: Any
+    """What its rows are read from: a file, a dataset, or a function."""
+    columns: Columns | None
+    """None: each row has its own."""
+    digest: str
+    """Hex sha256 of its contents, and how they are read."""
+    hashed: tuple[int, str] | None = None
+    """How many of its rows were read for the digest, and their hash, where reading them again could give others."""
+    is_eval_file: bool = False
+    """Whether all its rows are evaluation rows."""
+    mix_entry: int = 0
+    """Inputs of one entry of a mix share `num_rows`."""
+
+
+def list_inputs(config: DataConfig | LLMDataConfig) -> list[RowInput]:
+    """The inputs of a run, evaluation files first.
+
+    Raises:
+        UserError: settings that contradict each other; a file or dataset that is missing, broken, or without usable columns.
+    """
+    entries = list_entries(config)
+    for setting, entry in entries.items():
+        _check_entry(entry, config, setting)
+    is_own = any(split_own_source(entry.source) for entry in entries.values())
+    # A function that is the only source gets the evaluation files, and may read them.
+    eval_files = [] if is_own and "data" in entries else find_files(config.eval_files or [], "data.eval_files")
+    inputs = [_open_file(path, _kind_of_eval_file(path, config), config, is_eval_file=True) for path in eval_files]
+    for number, (setting, entry) in enumerate(entries.items()):
+        if entry.source in _file_kinds(config):
+            paths = find_files(entry.files or [], f"{setting}.files")
+            inputs += [_open_file(path, entry.source, config, mix_entry=number) for path in paths]
+        elif split_own_source(entry.source):
+            inputs.append(_open_own(entry, config, setting, number))
+        elif entry.source in DEMOS:
+            inputs.append(_open_demo(entry.source, config, number))
+        else:
+            inputs.append(_open_hub(entry, config, number))
+    used = {name for item in inputs if item.columns for name in item.columns.names}
+    for setting, column in configured_columns(config).items():
+        if column not in used and not is_own:
+            labels = ", ".join(item.label for item in inputs)
+            raise UserError(f"{setting} is {column}, but that is no column of {labels}: name one that exists, or leave it out")
+    return inputs
+
+
+def list_entries(config: DataConfig | LLMDataConfig) -> dict[str, MixEntry]:
+    """The entries of `data.mix`, or the only source as one, by their setting."""
+    if isinstance(config, LLMDataConfig) and config.mix:
+        return {f"data.mix[{number}]": entry for number, entry in enumerate(config.mix)}
+    source = config.source or ""
+    return {"data": MixEntry(source=source, files=config.files, hub_subset=config.hub_subset, hub_split=config.hub_split)}
+
+
+def read_rows(item: RowInput) -> Iterator[Example | str]:
+    """The rows of an input, each as an example or as the reason to skip it, so that every row keeps its position.
+
+    Raises:
+        UserError: a row that cannot be read, a cell of the wrong type, a malformed conversation; other rows than were hashed.
+    """
+    if item.hashed is None:
+        yield from _read_examples(item)
+        return
+    digest, number = hashlib.sha256(), 0
+    changed = UserError(f"{item.label} gives other rows when it is called again: seed what is random, sort what has no order")
+    for number, row in enumerate(_read_examples(item), start=1):
+        digest.update(repr(row).encode())
+        if number == item.hashed[0] and digest.hexdigest() != item.hashed[1]:
+            raise changed
+        yield row
+    if number != item.hashed[0]:
+        raise changed
+
+
+def _read_examples(item: RowInput) -> Iterator[Example | str]:
+    names = item.columns.names if item.columns else ()
+    rows: Iterable[Any]
+    if item.source in READERS:
+        rows = (dict(zip(names, cells, strict=True)) for cells in READERS[item.source](item.place, names))
+    elif item.source == "wikihow":
+        rows = read_wikihow(item.place)
+    elif item.source in DEMOS:
+        rows = item.place()
+    elif isinstance(item.place, OwnSource):
+        rows = read_own_rows(item.place)
+    else:
+        rows = (dict(zip(names, cells, strict=True)) for cells in read_hub_rows(item.place, item.label, names))
+    # In files and datasets, a column `group` or `split` is the user's and means nothing here.
+    has_options = item.source in ("wikihow", *DEMOS) or isinstance(item.place, OwnSource)
+    for number, row in enumerate(rows, start=1):
+        where = f"{item.label}, row {number}"
+        if isinstance(row, str):
+            yield row
+        else:
+            columns = item.columns or _choose_own_columns(item.place, row, where)
+            yield build_example(row, columns, where, **(read_options(row, where) if has_options else {}))
+
+
+def _choose_own_columns(own: OwnSource, row: dict[str, Any], where: str) -> Columns:
+    """The columns of one row of a function, which may give rows of several kinds."""
+    columns = choose_columns(where, list(row), own.config)
+    for setting, column in configured_columns(own.config).items():
+        if column not in columns.names and own.setting == "data":
+            raise UserError(f"{setting} is {column}, but {where} is made from {', '.join(columns.names)}: leave one out")
+    return columns
+
+
+def _hash_rows(rows: Iterable[Any]) -> tuple[int, str]:
+    """The number of rows that do not come from a file, and a hex sha256 of them."""
+    digest, num_rows = hashlib.sha256(), 0
+    for row in rows:
+        digest.update(repr(row).encode())
+        num_rows += 1
+    return num_rows, digest.hexdigest()
+
+
+def _file_kinds(config: DataConfig | LLMDataConfig) -> tuple[str, ...]:
+    return (*READERS, "wikihow") if isinstance(config, DataConfig) else tuple(READERS)
+
+
+def _named_sources(config: DataConfig | LLMDataConfig) -> tuple[str, ...]:
+    return (*DEMOS[: 1 if isinstance(config, DataConfig) else None], *_file_kinds(config))
+
+
+def _check_entry(entry: MixEntry, config: DataConfig | LLMDataConfig, setting: str) -> None:
+    """Refuse a name that is no source, a file source without files, and settings that the source would silently ignore."""
+    if split_own_source(entry.source):
+        return
+    if entry.source not in _named_sources(config):
+        check_hub_name(entry.source, f"{setting}.source", _named_sources(config))
+    if entry.source in ("wikihow", *DEMOS) and setting == "data":
+        for name, column in configured_columns(config).items():
+            raise UserError(f"{name} is {column}, but data.source {entry.source} knows its columns: leave it out")
+    if entry.source in _file_kinds(config):
+        if not entry.files:
+            raise UserError(f"{setting}.source {entry.source} needs {setting}.files")
+        return
+    given = {"files": entry.files, "eval_files": config.eval_files if isinstance(config, DataConfig) else None}
+    for name in (name for name, value in given.items() if value):
+        raise UserError(f"{setting}.{name} is given, but {setting}.source {entry.source} reads no files: leave one of them out")
+
+
+def _kind_of_eval_file(path: Path, config: DataConfig | LLMDataConfig) -> str:
+    kind = config.source if config.source in _file_kinds(config) else path.suffix.lstrip(".")
+    if kind not in _file_kinds(config):
+        raise UserError(f"data.eval_files: {path} has an unknown file ending: let its name end in .csv, .jsonl or .parquet")
+    return kind
+
+
+def _open_file(
+    path: Path, kind: str, config: DataConfig | LLMDataConfig, *, mix_entry: int = 0, is_eval_file: bool = False
+) -> RowInput:
+    digest = hash_file(path, is_text=kind != "parquet")  # first, because it reports unreadable files best
+    existing = ["source", "target"] if kind == "wikihow" else list_columns(path, kind)
+    if not existing:
+        raise UserError(f"{path} holds no rows: give a source with at least one")
+    columns = choose_columns(path, existing, config)
+    return RowInput(
+        label=str(path),
+        source=kind,
+        place=path,
+        columns=columns,
+        digest=f"{digest} {kind} {columns}",
+        is_eval_file=is_eval_file,
+        mix_entry=mix_entry,
+    )
+
+
+def _open_own(entry: MixEntry, config: DataConfig | LLMDataConfig, setting: str, mix_entry: int) -> RowInput:
+    if isinstance(config, LLMDataConfig) and config.mix:
+        config = replace(config, mix=[], source=entry.source, files=entry.files, eval_files=None)
+    own = load_own_source(config, setting)
+    digest = f"{own.identity} {sorted(configured_columns(config).items())}"
+    item = RowInput(label=own.label, source=entry.source, place=own, columns=None, digest=digest, mix_entry=mix_entry)
+    if own.is_identified:
+        return item
+    # Read once to be hashed, and again to be used.
+    hashed = _hash_rows(islice(_read_examples(item), config.num_rows))
+    return replace(item, digest=f"{digest} {hashed}", hashed=hashed)
+
+
+def _open_hub(entry: MixEntry, config: DataConfig | LLMDataConfig, mix_entry: int) -> RowInput:
+    dataset = load_hub_dataset(entry.source, entry.hub_subset, entry.hub_split, other_sources=_named_sources(config))
+    columns = choose_columns(entry.source, dataset.column_names, config)
+    # The fingerprint of `datasets` depends on paths and times; only the rows themselves are the same on every machine.
+    _, digest = _hash_rows(islice(read_hub_rows(dataset, entry.source, columns.names), config.num_rows))
+    return RowInput(
+        label=entry.source,
+        source=entry.source,
+        place=dataset,
+        columns=columns,
+        digest=f"{digest} {columns}",
+        mix_entry=mix_entry,
+    )
+
+
+def _open_demo(source: str, config: DataConfig | LLMDataConfig, mix_entry: int) -> RowInput:
+    read: Callable[[], list[dict[str, str]]]
+    if isinstance(config, DataConfig):
+        from toolkit.data.sources.docstrings import identify_docstrings, read_docstrings
+
+        read, digest, existing = read_docstrings, identify_docstrings(), ["source", "target"]
+    elif source == "docstrings":
+        from toolkit.data.sources.stdlib import identify_functions, read_functions
+
+        read, digest, existing = read_functions, identify_functions(), ["prompt", "completion"]
+    else:
+        from toolkit.data.sources.stdlib import identify_modules, read_modules
+
+        read, digest, existing = read_modules, identify_modules(), ["text"]
+    columns = choose_columns(source, existing, config)
+    return RowInput(label=source, source=source, place=read, columns=columns, digest=f"{digest} {columns}", mix_entry=mix_entry)
