@@ -83,7 +83,7 @@ def main() -> None:
     for number in range(num_steps + 1):
         at("step", number)
         if number > 0:
-            log.add(train_step(config.train.seed, sharded, optimizer, images, plan, plan.step(number)))
+            log.add(train_step(config, sharded, optimizer, images, plan, plan.step(number)))
         evaluates = number in (0, num_steps) or plan.is_due(number, config.eval_every_epochs)
         if evaluates or number % config.log_every_steps == 0:
             log.flush()
@@ -118,7 +118,7 @@ def build_convnet(config: ConvNetConfig, images: ImageSets) -> torch.nn.Module:
 
 
 def train_step(
-    seed: int, sharded: ShardedModel, optimizer: torch.optim.Optimizer, images: ImageSets, plan: BatchPlan, step: Step
+    config: MnistConfig, sharded: ShardedModel, optimizer: torch.optim.Optimizer, images: ImageSets, plan: BatchPlan, step: Step
 ) -> StepFigures:
     """Make one update over one global batch, the same on any number of processes. Collective."""
     import torch
@@ -133,10 +133,10 @@ def train_step(
     device, lr = sharded.accelerator.device, optimizer.param_groups[0]["lr"]
     loss_sum = torch.zeros((), device=device)
     for micro_batch in plan.micro_batches(step, rank()):
-        seed_all("step", seed, step.step, rank(), micro_batch.index)
+        seed_all("step", config.train.seed, step.step, rank(), micro_batch.index)
         rows = [row for (row,) in micro_batch.packs]
         pixels_B1HW, labels_B = images.collate(images.train, rows, device, is_dummy=micro_batch.is_dummy)
-        batch_sum = summed_cross_entropy(sharded.model(pixels_B1HW), labels_B)
+        batch_sum = summed_cross_entropy(sharded.model(pixels_B1HW), labels_B, config.optim.label_smoothing)
         share_of_global_mean(batch_sum, step.num_label_tokens, world_size()).backward()
         loss_sum += batch_sum.detach()
     grad_norm = clip_gradients(sharded.model, max_norm=None)

@@ -16,8 +16,10 @@ IGNORED_LABEL = -100
 """Label of a position that the loss ignores; the same value as in transformers."""
 
 
-def summed_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum over label tokens of -log p(label) in fp32 nats, and the number of labels with top logits. Collective under FSDP.
+def summed_loss(
+    model: nn.Module, batch: dict[str, torch.Tensor], label_smoothing: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`summed_cross_entropy` of the model's logits, and the number of labels with top logits. Collective under FSDP.
 
     Args:
         batch: a collator's output, on the device. For a causal model it has `label_positions`, and the model computes the loss in
@@ -27,14 +29,16 @@ def summed_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch
         Two scalars. The second is 0 while gradients are recorded, because training does not read it.
     """
     if "label_positions" in batch:
-        return model(**batch, use_cache=False)
+        return model(**batch, label_smoothing=label_smoothing, use_cache=False)
     labels_BT = batch["labels"]
     logits_BTV = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}, use_cache=False).logits
-    return summed_cross_entropy(logits_BTV, labels_BT), _num_correct(logits_BTV, labels_BT)
+    return summed_cross_entropy(logits_BTV, labels_BT, label_smoothing), _num_correct(logits_BTV, labels_BT)
 
 
-def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
     """Sum over label tokens of -log p(label), in fp32 nats; a scalar.
+
+    With label smoothing e, each term is -(1 - e) log p(label) - e times the mean of log p(v) over all V tokens v.
 
     transformers computes the *mean* over each micro-batch (T5 even if it gets the number of the global batch,
     transformers#47688), so its loss depends on how a batch is split into micro-batches. A sum does not.
@@ -43,7 +47,8 @@ def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
         logits: (…, V), any floating dtype.
         labels: (…) int64; `IGNORED_LABEL` is ignored.
     """
-    return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+    flat_logits, flat_labels = logits.float().flatten(0, -2), labels.flatten()
+    return F.cross_entropy(flat_logits, flat_labels, ignore_index=IGNORED_LABEL, reduction="sum", label_smoothing=label_smoothing)
 
 
 def chunked_cross_entropy(
@@ -52,6 +57,7 @@ def chunked_cross_entropy(
     head: Callable[[torch.Tensor], torch.Tensor],
     vocab_size: int,
     max_logits: int,
+    label_smoothing: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`summed_cross_entropy` of `head(hidden_ND)`, and the number of labels with the highest logit, without holding all logits.
 
@@ -70,9 +76,9 @@ def chunked_cross_entropy(
     chunks = list(zip(hidden_ND.split(size), labels_N.split(size), strict=True))
     for place, (hidden_nD, labels_n) in enumerate(chunks):
         if torch.is_grad_enabled() and place < len(chunks) - 1:
-            chunk_sum, chunk_correct = checkpoint(_chunk_loss, hidden_nD, labels_n, head, use_reentrant=False)
+            chunk_sum, chunk_correct = checkpoint(_chunk_loss, hidden_nD, labels_n, head, label_smoothing, use_reentrant=False)
         else:
-            chunk_sum, chunk_correct = _chunk_loss(hidden_nD, labels_n, head)
+            chunk_sum, chunk_correct = _chunk_loss(hidden_nD, labels_n, head, label_smoothing)
         loss_sum, num_correct = loss_sum + chunk_sum, num_correct + chunk_correct
     return loss_sum, num_correct
 
@@ -86,10 +92,10 @@ def share_of_global_mean(loss_sum: torch.Tensor, num_label_tokens: int, world_si
 
 
 def _chunk_loss(
-    hidden_nD: torch.Tensor, labels_n: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
+    hidden_nD: torch.Tensor, labels_n: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], label_smoothing: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     logits_nV = head(hidden_nD)
-    return summed_cross_entropy(logits_nV, labels_n), _num_correct(logits_nV, labels_n)
+    return summed_cross_entropy(logits_nV, labels_n, label_smoothing), _num_correct(logits_nV, labels_n)
 
 
 def _num_correct(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from tests.distributed.test_invariants import figures, rows_of_steps
 from tests.planting.plant import NO_FAULT
-from tests.support.absolute_runs import BATCH_ROWS, FP32, KINDS, NUM_EVAL_ROWS, NUM_ROWS, inputs, run_recipe
+from tests.support.absolute_runs import BATCH_ROWS, FP32, KINDS, LABEL_SMOOTHING, NUM_EVAL_ROWS, NUM_ROWS, inputs, run_recipe
 from tests.support.launch import run_on_ranks
 from tests.support.plain_pytorch import MAX_GRAD_NORM, NUM_STEPS, Figures, train_plain
 from tests.support.small_run import read_lines
@@ -54,7 +54,7 @@ def follow(kind: str, steps: tuple[tuple[int, ...], ...], adapter: bytes | None)
     recipe, family, _ = KINDS[kind]
     evaluation, train = (read_lines(inputs() / f"{recipe}-{name}.jsonl") for name in ("eval", "train"))
     rows = [[train[row - NUM_EVAL_ROWS] for row in step] for step in steps]
-    args = (inputs() / family, rows, evaluation, adapter)
+    args = (inputs() / family, rows, evaluation, adapter, LABEL_SMOOTHING if kind == "llama" else 0.0)
     return run_on_ranks(train_plain, preset="single", overrides=FP32, args=args, env=NO_FAULT)[0]
 
 

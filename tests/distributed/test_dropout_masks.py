@@ -43,10 +43,10 @@ def train_and_record_masks(recipe: str, argv: list[str], max_logits: int) -> dic
         place.append((step, micro_batch))
         seed_all(what, seed, step, rank, micro_batch)
 
-    def record_and_compute(model: Any, batch: Any) -> Any:
+    def record_and_compute(model: Any, batch: Any, *args: Any) -> Any:
         with torch.random.fork_rng(devices=[]):
             masks[place[-1]] = F.dropout(torch.ones(256), 0.5).numpy()
-        return summed_loss(model, batch)
+        return summed_loss(model, batch, *args)
 
     with (
         patch.object(loop, "seed_all", note_and_seed),

@@ -99,7 +99,7 @@ def test_one_process_trains_as_the_tutorial_does(expected: tuple[list[dict[str, 
     lines = [line for line in expected[0] if line["kind"] == "train"]
     for line in lines:
         pixels, labels = images.collate(images.train, plan.step(line["step"]).rows, torch.device("cpu"), is_dummy=False)
-        loss = F.cross_entropy(model(pixels), labels)
+        loss = F.cross_entropy(model(pixels), labels, label_smoothing=0.1)
         assert line["loss"] == pytest.approx(loss.item(), rel=RELATIVE_TOLERANCE)
         assert line["learning_rate"] == pytest.approx(1.0 if line["step"] <= STEPS_OF_EPOCH else 0.7)
         loss.backward()
@@ -109,8 +109,10 @@ def test_one_process_trains_as_the_tutorial_does(expected: tuple[list[dict[str, 
             schedule.step()
     with torch.no_grad():
         pixels, labels = images.collate(images.evaluation, range(len(images.evaluation)), torch.device("cpu"), is_dummy=False)
-        accuracy = 100 * (model(pixels).argmax(-1) == labels).double().mean().item()
+        logits = model(pixels)
+        accuracy = 100 * (logits.argmax(-1) == labels).double().mean().item()
     last = [line for line in expected[0] if line["kind"] == "eval"][-1]
+    assert last["loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-4), "not smoothed"
     assert last["accuracy"] == pytest.approx(accuracy) and last["num_rows"] == len(labels) == NUM_HELD_OUT
     assert [line["step"] for line in expected[0] if line["kind"] == "eval"] == [0, 4, STEPS_OF_EPOCH, NUM_STEPS]
     for mine, saved in zip(model.parameters(), [expected[1][name] for name in in_order()], strict=True):

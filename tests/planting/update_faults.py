@@ -72,9 +72,9 @@ def wrong_loss_divisor(patch: MonkeyPatch) -> None:
     summed_loss = loop.summed_loss
     counted: list[int] = []
 
-    def counting(model: Any, batch: Any) -> Any:
+    def counting(model: Any, batch: Any, *args: Any) -> Any:
         counted.append(int((batch["labels"] != -100).sum()))
-        return summed_loss(model, batch)
+        return summed_loss(model, batch, *args)
 
     patch.setattr(loop, "summed_loss", counting)
     patch.setattr(loop, "share_of_global_mean", lambda loss_sum, num_label_tokens, world_size: loss_sum / max(1, counted[-1]))

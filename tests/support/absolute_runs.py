@@ -20,12 +20,16 @@ from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, build_model_f
 
 NUM_ROWS, NUM_EVAL_ROWS, BATCH_ROWS = 70, 7, 16
 """An epoch is four steps of 16 rows and one of 6; evaluation batches of 4 leave 3 rows over."""
-RANK = 4
+RANK, LABEL_SMOOTHING = 4, 0.2
 FP32 = {"mixed_precision": "no"}
 
 KINDS: dict[str, tuple[str, str, list[str]]] = {
     "t5": ("t5", "t5", ["--train.micro_batch_size_rows=3"]),
-    "llama": ("llm", "llama", ["--train.micro_batch_size_rows=1", "--data.packing=true", "--data.max_length_tokens=96"]),
+    "llama": (
+        "llm", "llama",
+        ["--train.micro_batch_size_rows=1", "--data.packing=true", "--data.max_length_tokens=96",
+         f"--optim.label_smoothing={LABEL_SMOOTHING}"],
+    ),
     "lora": (
         "llm", "llama",
         ["--train.micro_batch_size_rows=3", "--data.packing=false", "--data.max_length_tokens=96", "--adapter.method=lora",

@@ -42,12 +42,15 @@ class Figures:
     """Generated for the evaluation rows, at the same times."""
 
 
-def train_plain(folder: Path, steps: list[list[Row]], eval_rows: list[Row], adapter: bytes | None) -> Figures:
+def train_plain(
+    folder: Path, steps: list[list[Row]], eval_rows: list[Row], adapter: bytes | None, label_smoothing: float
+) -> Figures:
     """Train the model of `folder` on the given rows, and evaluate before and after.
 
     Args:
         adapter: safetensors with the first weights of a LoRA on the frozen model, named as in `Figures.weights`; None: the whole
             model is trained.
+        label_smoothing: share of a label's probability that goes to all tokens alike, in training.
     """
     config = transformers.AutoConfig.from_pretrained(folder)
     auto = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
@@ -62,7 +65,7 @@ def train_plain(folder: Path, steps: list[list[Row]], eval_rows: list[Row], adap
         num_labels = sum(len(_labels(tokenizer, row, config)) for row in rows)
         loss = 0.0
         for row in rows:
-            row_loss = _loss_sum(model, tokenizer, row, config) / num_labels
+            row_loss = _loss_sum(model, tokenizer, row, config, label_smoothing) / num_labels
             row_loss.backward()
             loss += row_loss.item()
         norm = math.sqrt(sum(w.grad.square().sum().item() for w in weights.values()))
@@ -106,15 +109,16 @@ def _prompt(tokenizer: Any, row: Row, config: Any) -> list[int]:
     return tokenizer(row["prompt"], add_special_tokens=False).input_ids
 
 
-def _loss_sum(model: Any, tokenizer: Any, row: Row, config: Any) -> torch.Tensor:
-    """-log p of each label, added up."""
+def _loss_sum(model: Any, tokenizer: Any, row: Row, config: Any, label_smoothing: float = 0.0) -> torch.Tensor:
+    """-log p of each label, added up; of the smoothed labels, in which every token has a share of the probability."""
     prompt, labels = _prompt(tokenizer, row, config), _labels(tokenizer, row, config)
     if config.is_encoder_decoder:
         start = config.decoder_start_token_id
         logits_TV = model(input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([[start, *labels[:-1]]])).logits[0]
     else:
         logits_TV = model(input_ids=torch.tensor([[*prompt, *labels[:-1]]])).logits[0, len(prompt) - 1 :]
-    return -torch.log_softmax(logits_TV, dim=-1).gather(1, torch.tensor(labels)[:, None]).sum()
+    wanted_TV = F.one_hot(torch.tensor(labels), logits_TV.shape[1]) * (1 - label_smoothing) + label_smoothing / logits_TV.shape[1]
+    return -(wanted_TV * torch.log_softmax(logits_TV, dim=-1)).sum()
 
 
 def _generate(model: Any, tokenizer: Any, row: Row, config: Any) -> str:

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from toolkit.loss import IGNORED_LABEL, chunked_cross_entropy, share_of_global_mean, summed_cross_entropy
 
+SMOOTHINGS = (0.0, 0.1, 0.9)
 
-def test_sum_over_label_tokens_in_fp32() -> None:
+
+@pytest.mark.parametrize("smoothing", SMOOTHINGS)
+def test_sum_over_label_tokens_in_fp32(smoothing: float) -> None:
     torch.manual_seed(0)
     logits_BTV = torch.randn(3, 4, 11, dtype=torch.bfloat16)
     labels_BT = torch.randint(0, 11, (3, 4))
     labels_BT[1, 2:] = IGNORED_LABEL
-    expected = F.cross_entropy(logits_BTV.float().view(-1, 11), labels_BT.view(-1)) * (labels_BT != IGNORED_LABEL).sum()
-    actual = summed_cross_entropy(logits_BTV, labels_BT)
+    # The cross-entropy with probabilities: the label's, and an equal share of each token.
+    is_label_BT = labels_BT != IGNORED_LABEL
+    wanted_NV = F.one_hot(labels_BT[is_label_BT], 11) * (1 - smoothing) + smoothing / 11
+    expected = -(wanted_NV * logits_BTV[is_label_BT].float().log_softmax(-1)).sum()
+    actual = summed_cross_entropy(logits_BTV, labels_BT, smoothing)
     assert actual.dtype == torch.float32
-    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
 
 
-def test_a_batch_without_labels_gives_zero_loss_and_zero_gradient() -> None:
+@pytest.mark.parametrize("smoothing", SMOOTHINGS)
+def test_a_batch_without_labels_gives_zero_loss_and_zero_gradient(smoothing: float) -> None:
     logits_BTV = torch.randn(2, 3, 5, requires_grad=True)
-    loss = summed_cross_entropy(logits_BTV, torch.full((2, 3), IGNORED_LABEL))
+    loss = summed_cross_entropy(logits_BTV, torch.full((2, 3), IGNORED_LABEL), smoothing)
     loss.backward()
     assert loss.item() == 0
     assert (logits_BTV.grad == 0).all()
@@ -35,8 +44,8 @@ def test_shares_average_to_the_global_mean() -> None:
 
 
 @pytest.mark.parametrize("max_logits", [1, 4 * 11, 10**6])
-@pytest.mark.parametrize("cap", [None, 2.0])
-def test_chunks_give_the_loss_and_the_gradients_of_whole_logits(max_logits: int, cap: float | None) -> None:
+@pytest.mark.parametrize(("cap", "smoothing"), [(None, 0.0), (2.0, 0.0), (2.0, 0.1)])
+def test_chunks_give_the_loss_and_the_gradients_of_whole_logits(max_logits: int, cap: float | None, smoothing: float) -> None:
     torch.manual_seed(0)
     head = torch.nn.Linear(8, 11, dtype=torch.float64)
     hidden_ND = torch.randn(13, 8, dtype=torch.float64, requires_grad=True)
@@ -51,10 +60,11 @@ def test_chunks_give_the_loss_and_the_gradients_of_whole_logits(max_logits: int,
         return logits_nV if cap is None else cap * torch.tanh(logits_nV / cap)
 
     parameters = [hidden_ND, *head.parameters()]
-    expected = F.cross_entropy(logits_of(hidden_ND), labels_N, ignore_index=IGNORED_LABEL, reduction="sum")
+    how: Any = {"ignore_index": IGNORED_LABEL, "reduction": "sum", "label_smoothing": smoothing}
+    expected = F.cross_entropy(logits_of(hidden_ND), labels_N, **how)
     expected_gradients = torch.autograd.grad(expected, parameters)
     most_logits = 0
-    actual, _ = chunked_cross_entropy(hidden_ND, labels_N, logits_of, 11, max_logits)
+    actual, _ = chunked_cross_entropy(hidden_ND, labels_N, logits_of, 11, max_logits, smoothing)
     gradients = torch.autograd.grad(actual, parameters)
     assert most_logits <= max(max_logits, 11)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=0)

@@ -7,7 +7,7 @@ from typing import Any
 
 from jsonargparse.typing import ClosedUnitInterval, PositiveFloat, PositiveInt
 
-from toolkit.config.schema import NumEpochs, RunConfig, TrainConfig
+from toolkit.config.schema import HalfOpenUnitInterval, NumEpochs, RunConfig, TrainConfig
 from toolkit.config.validate import check_length_and_name
 from toolkit.errors import UserError
 
@@ -56,6 +56,8 @@ class AdadeltaConfig:
     """Learning rate of the first epoch."""
     gamma: PositiveFloat = 0.7  # type: ignore[valid-type]
     """Factor on the learning rate after every epoch."""
+    label_smoothing: HalfOpenUnitInterval = 0.0  # type: ignore[valid-type]
+    """Share of each label's probability that is spread evenly over the classes, in the training loss only."""
 
 
 @dataclass(frozen=True, kw_only=True)

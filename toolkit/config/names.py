@@ -55,6 +55,7 @@ _NAMES = {
     "optim.beta2": "adam_beta2",
     "optim.eps": "adam_epsilon",
     "optim.schedule": "lr_scheduler_type lr_scheduler",
+    "optim.label_smoothing": "label_smoothing_factor",
     "optim.max_grad_norm": "gradient_clip_val clip_grad_norm",
     "eval.every_steps": "eval_steps evaluation_strategy eval_strategy",
     "eval.every_epochs": "evals_per_epoch",

@@ -133,6 +133,9 @@ class OptimConfig:
     """Factor of each decay in the `step` schedule."""
     decay_every_steps: PositiveInt | None = None  # type: ignore[valid-type]
     """Steps between decays in the `step` schedule. If unset, decay once per epoch."""
+    label_smoothing: HalfOpenUnitInterval = 0.0  # type: ignore[valid-type]
+    """Share of each label's probability that is spread evenly over the vocabulary. It changes the training loss, also as it is
+    logged; the evaluation's loss is never smoothed."""
     max_grad_norm: PositiveFloat | None = 1.0  # type: ignore[valid-type]
     """Clip gradients to this global norm. null disables clipping."""
     max_skipped_steps: PositiveInt = 5  # type: ignore[valid-type]

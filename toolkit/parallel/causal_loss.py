@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def install(model: PreTrainedModel) -> None:
-    """Make `model(input_ids=…, label_positions=…, labels=…)` return `(loss_sum, num_correct)`, in place.
+    """Make `model(input_ids=…, label_positions=…, labels=…, label_smoothing=…)` return `(loss_sum, num_correct)`, in place.
 
     Without `label_positions` the forward is transformers' own, as `generate` needs it. Encoder-decoders and models that are
     not from transformers stay unchanged.
@@ -41,7 +41,7 @@ def install(model: PreTrainedModel) -> None:
 
 
 def _summed_loss(
-    model: PreTrainedModel, label_positions_N: torch.Tensor, labels: torch.Tensor, **inputs: Any
+    model: PreTrainedModel, label_positions_N: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0, **inputs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of the loss over the label tokens, and the number predicted correctly; scalars.
 
@@ -55,7 +55,8 @@ def _summed_loss(
     # The collator computes the positions: indexing by a mask would be a host sync.
     hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, label_positions_N)
     vocab_size = model.config.get_text_config().vocab_size
-    return chunked_cross_entropy(hidden_ND, labels, functools.partial(_logits, model), vocab_size, MAX_LOGITS_AT_ONCE)
+    head = functools.partial(_logits, model)
+    return chunked_cross_entropy(hidden_ND, labels, head, vocab_size, MAX_LOGITS_AT_ONCE, label_smoothing)
 
 
 def _logits(model: PreTrainedModel, hidden_nD: torch.Tensor) -> torch.Tensor:

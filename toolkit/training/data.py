@@ -123,6 +123,8 @@ def _check_rows(config: RecipeConfig, rows: TokenizedRows, plan: BatchPlan, eval
         f"an epoch, {steps:,} in all; {len(plan.micro_batches(plan.step(1), 0))} micro-batches a step on each of "
         f"{world_size()} processes"
     )
+    if smoothing := config.optim.label_smoothing:
+        logger.info(f"the training loss has label smoothing {smoothing}, the evaluation's has none")
     if config.eval.generate and evaluation.prompted:
         logger.info(f"ROUGE counts {evaluation.rouge_tokenizer.description}")
 

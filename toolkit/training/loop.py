@@ -144,7 +144,7 @@ def train_step(
         # FSDP reduces gradients after every micro-batch: deferring would keep them unsharded. DDP holds them unsharded anyway.
         accumulates = isinstance(model, DistributedDataParallel) and not micro_batch.is_last
         with cast(DistributedDataParallel, model).no_sync() if accumulates else contextlib.nullcontext():
-            loss_sum, _ = summed_loss(model, batch)
+            loss_sum, _ = summed_loss(model, batch, config.optim.label_smoothing)
             share_of_global_mean(loss_sum, step.num_label_tokens, world_size()).backward()
         losses.append((micro_batch, loss_sum.detach()))
         if micro_batch.is_last:

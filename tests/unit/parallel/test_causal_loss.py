@@ -31,19 +31,19 @@ def build_rows(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[dict[s
     return [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in rows]
 
 
-@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
-def test_loss_and_gradients_are_those_of_whole_logits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("family", "smoothing"), [*((family, 0.0) for family in CAUSAL_FAMILIES), ("gemma2", 0.1)])
+def test_loss_and_gradients_are_those_of_whole_logits(family: str, smoothing: float, monkeypatch: pytest.MonkeyPatch) -> None:
     model, rows = build_model(family), build_rows()
     expected = torch.zeros(())
     for row in rows:
         ids_BT = torch.tensor([row["input_ids"]])
-        expected = expected + summed_cross_entropy(model(input_ids=ids_BT).logits[:, :-1], ids_BT[:, 1:])
+        expected = expected + summed_cross_entropy(model(input_ids=ids_BT).logits[:, :-1], ids_BT[:, 1:], smoothing)
     expected.backward()
     expected_gradients = take_gradients(model)
     causal_loss.install(model)
     monkeypatch.setattr(causal_loss, "MAX_LOGITS_AT_ONCE", 7 * VOCAB_SIZE)  # several chunks, the last one smaller
     for packs in ([[row] for row in rows], [rows[:3], rows[3:]]):
-        loss, _ = summed_loss(model, CausalCollator(0).collate(packs))
+        loss, _ = summed_loss(model, CausalCollator(0).collate(packs), smoothing)
         loss.backward()
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
         gradients = take_gradients(model)
