@@ -31,6 +31,11 @@ class Finished:
     peak_memory_gib: float
     """Largest resident memory of any one of its processes."""
 
+    @property
+    def figures(self) -> dict[str, Any]:
+        """What it printed last, as one line of JSON, and its peak memory."""
+        return json.loads(self.stdout.splitlines()[-1]) | {"peak_memory_gib": self.peak_memory_gib}
+
 
 def run_side(command: Sequence[str | Path], *, num_threads: int) -> Finished:
     """Run one side of a comparison from the repository's root, each of its processes with `num_threads` threads.
@@ -69,6 +74,12 @@ def run_script(
     return run_side([sys.executable, *launch, script, *arguments], num_threads=max(1, num_cores() // num_processes))
 
 
+def run_worker(script: str | Path, config: dict[str, Any], file: Path, **launch: Any) -> dict[str, Any]:
+    """`figures` of a script whose one argument is `file`, into which `config` is written as JSON; `launch` as `run_script`."""
+    file.write_text(json.dumps(config, default=str))
+    return run_script(script, [file], **launch).figures
+
+
 def as_arguments(flags: dict[str, Any]) -> list[str]:
     """`--key=value` of dotted flags, as the recipes read them."""
     return [f"--{key}={_as_yaml(value)}" for key, value in flags.items()]
@@ -105,6 +116,18 @@ def median(figures: list[Figures], key: str) -> float:
     return statistics.median(run[key] for run in figures)
 
 
+def memory_gib(field: str) -> float:
+    """Memory of this process, by its field in /proc/self/status: `VmRSS` resident, `RssAnon` anonymous, `VmHWM` peak."""
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) / 2**20
+
+
+def restart_peak() -> None:
+    """Forget this process's peak memory so far (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 def num_cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0))
@@ -137,6 +160,16 @@ def describe_command() -> str:
 def format_spread(values: Sequence[float], digits: int = 1) -> str:
     """`min / median / max`."""
     return " / ".join(f"{value:,.{digits}f}" for value in (min(values), statistics.median(values), max(values)))
+
+
+def format_runs(runs: list[Figures], key: str, digits: int = 1) -> str:
+    """`format_spread` of one figure of the repetitions of a side."""
+    return format_spread([run[key] for run in runs], digits)
+
+
+def format_ratios(above: list[Figures], below: list[Figures], key: str, digits: int = 2) -> str:
+    """`format_spread` of how many times a figure of one side is that of another, taken within a repetition."""
+    return f"{format_spread([one[key] / other[key] for one, other in zip(above, below, strict=True)], digits)} ×"
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

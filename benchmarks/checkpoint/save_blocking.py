@@ -23,7 +23,7 @@ from benchmarks.measuring import (
     build_parser,
     format_spread,
     format_table,
-    run_script,
+    run_worker,
     write_report,
 )
 
@@ -83,11 +83,9 @@ def measure(part: str, options: argparse.Namespace) -> dict[str, Any]:
             "step_s": 0.2 if options.small else options.step_s,
             "num_row_tokens": 64 if options.small else 256,
         }
-        config_path = Path(name) / "config.json"
-        config_path.write_text(json.dumps(config))
-        finished = run_script("benchmarks/checkpoint/save_sides.py", [config_path], preset=PRESET, num_processes=NUM_PROCESSES)
-    print(finished.stdout, flush=True)
-    figures: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
+        script, file = "benchmarks/checkpoint/save_sides.py", Path(name) / "config.json"
+        figures = run_worker(script, config, file, preset=PRESET, num_processes=NUM_PROCESSES)
+    print(json.dumps(figures), flush=True)
     return figures
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from benchmarks.measuring import memory_gib, restart_peak
 from toolkit.checkpoint.find import Goal
 from toolkit.checkpoint.load import choose_checkpoint, load_checkpoint
 from toolkit.checkpoint.save import CheckpointWriter, Save
@@ -174,9 +175,7 @@ def measure_overhead(config: SidesConfig) -> dict[str, Any]:
             side = sides[(turn + number) % len(sides)]
             restart_peak()
             seconds[side].append(seconds_of(lambda side=side: block(side)))  # type: ignore[misc]
-            peak_gib[side].append(max(gather_objects(peak_memory_gib())))
-            if rank() == 0:
-                print(f"{side}: {seconds[side][-1]:.1f} s", flush=True)
+            peak_gib[side].append(max(gather_objects(memory_gib("VmHWM"))))
     return {
         "num_parameters": sum(unit.num_parameters for unit in ours.sharded.units),
         "seconds": seconds,
@@ -193,17 +192,6 @@ def seconds_of(work: Callable[[], Any]) -> float:
     start_s = time.perf_counter()
     work()
     return max(gather_objects(time.perf_counter() - start_s))
-
-
-def restart_peak() -> None:
-    """Forget this process's peak memory so far (Linux)."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_memory_gib() -> float:
-    """Resident, since `restart_peak`."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) / 2**20
 
 
 def num_bytes(folder: Path) -> int:

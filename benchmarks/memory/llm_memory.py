@@ -10,22 +10,22 @@ Writes `llm_memory_<hardware>_<date>.md` into `benchmarks/results/`.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks.measuring import (
-    REPOSITORY,
     Figures,
     as_arguments,
     build_parser,
-    format_spread,
+    format_ratios,
+    format_runs,
     format_table,
     interleave,
     median,
     run_script,
+    run_worker,
     write_report,
 )
 
@@ -74,18 +74,8 @@ def compare_checkpoints(options: argparse.Namespace) -> str:
     rows = []
     for side, (who, adapter) in sides.items():
         ours = runs[f"{OURS}, {adapter}"]
-        ratios = [
-            format_spread([theirs[key] / mine[key] for theirs, mine in zip(runs[side], ours, strict=True)], 1) + " ×"
-            for key in ("megabytes", "blocking_s")
-        ]
-        rows.append(
-            [
-                side,
-                f"{median(runs[side], 'megabytes'):,.1f}",
-                format_spread([run["blocking_s"] for run in runs[side]], 2),
-                *(ratios if who == THEIRS else ["", ""]),
-            ]
-        )
+        ratios = ["" if who == OURS else format_ratios(runs[side], ours, key, 1) for key in ("megabytes", "blocking_s")]
+        rows.append([side, f"{median(runs[side], 'megabytes'):,.1f}", format_runs(runs[side], "blocking_s", 2), *ratios])
     num_parameters = median(runs[next(iter(sides))], "num_parameters") / 1e6
     return f"""## Adapter checkpoints
 
@@ -127,18 +117,9 @@ def write_base(folder: Path, options: argparse.Namespace) -> None:
 
 def save_theirs(folder: Path, name: str, target_modules: list[str] | str, rank: int) -> Figures:
     """One run of `peers/save_state.py`."""
-    config = {
-        "model_folder": str(folder / "base"),
-        "work_folder": str(folder / name),
-        "target_modules": target_modules,
-        "rank": rank,
-    }
-    config_path = folder / f"{name}.json"
-    config_path.write_text(json.dumps(config))
-    finished = run_script(
-        REPOSITORY / "benchmarks/baselines/save_state.py", [config_path], preset=PRESET, num_processes=NUM_PROCESSES
-    )
-    figures = json.loads(finished.stdout.splitlines()[-1])
+    config = {"model_folder": folder / "base", "work_folder": folder / name, "target_modules": target_modules, "rank": rank}
+    script, file = "benchmarks/baselines/save_state.py", folder / f"{name}.json"
+    figures = run_worker(script, config, file, preset=PRESET, num_processes=NUM_PROCESSES)
     return {
         "megabytes": figures["num_bytes"] / 1e6,
         "blocking_s": statistics.median(figures["blocking_s"]),
@@ -183,10 +164,8 @@ def compare_losses(options: argparse.Namespace) -> str:
     """Resident memory of one forward and backward; a section of the report."""
 
     def measure(side: str, name: str) -> Figures:
-        finished = run_script(
-            "benchmarks/memory/loss_memory.py", [LOSSES[side], str(options.vocab_size), str(options.num_tokens)]
-        )
-        figures = json.loads(finished.stdout.splitlines()[-1])
+        arguments = [LOSSES[side], str(options.vocab_size), str(options.num_tokens)]
+        figures = run_script("benchmarks/memory/loss_memory.py", arguments).figures
         return figures | {"above_gib": figures["peak_gib"] - figures["before_gib"]}
 
     runs = interleave(measure, list(LOSSES), options.repetitions, "loss")
@@ -194,7 +173,7 @@ def compare_losses(options: argparse.Namespace) -> str:
     rows = [
         [
             side,
-            *(format_spread([run[key] for run in figures], digits) for key, digits in columns.values()),
+            *(format_runs(figures, key, digits) for key, digits in columns.values()),
             f"{median(figures, 'loss'):.4f}",
             f"{median(figures, 'grad_norm'):.4f}",
         ]

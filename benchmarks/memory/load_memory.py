@@ -9,7 +9,6 @@ model cannot be read in parts. Writes `load_memory_<hardware>_<date>.md` into `b
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from benchmarks.measuring import (
     Figures,
     as_arguments,
     build_parser,
+    format_ratios,
+    format_runs,
     format_spread,
     format_table,
     interleave,
@@ -99,8 +100,7 @@ def load(folder: Path, side: str, trained: dict[str, Any]) -> Figures:
     flags |= {"train.global_batch_size_rows": NUM_PROCESSES, "train.micro_batch_size_rows": 1, **trained}
     way = "whole" if side == WHOLE else "sharded"
     arguments = [way, *as_arguments(flags)]
-    finished = run_script("benchmarks/memory/load_sides.py", arguments, preset=PRESET, num_processes=NUM_PROCESSES)
-    return json.loads(finished.stdout.splitlines()[-1])
+    return run_script("benchmarks/memory/load_sides.py", arguments, preset=PRESET, num_processes=NUM_PROCESSES).figures
 
 
 def describe(trained: str, runs: dict[str, list[Figures]], num_bytes: int) -> str:
@@ -110,11 +110,8 @@ def describe(trained: str, runs: dict[str, list[Figures]], num_bytes: int) -> st
     rows = []
     for side, figures in runs.items():
         cells = [format_spread([run[column] / gib for run in figures], 2) for column in columns]
-        rows.append([side, *cells, format_spread([run["seconds"] for run in figures], 1)])
-    ratios = [
-        format_spread([whole[column] / part[column] for whole, part in zip(runs[WHOLE], runs[SHARDED], strict=True)], 2) + " ×"
-        for column in (*columns, "seconds")
-    ]
+        rows.append([side, *cells, format_runs(figures, "seconds")])
+    ratios = [format_ratios(runs[WHOLE], runs[SHARDED], column) for column in (*columns, "seconds")]
     shards = median(runs[SHARDED], "shard_bytes")
     beside = [(run["anonymous_peak"] - run["shard_bytes"]) / 2**20 for run in runs[SHARDED]]
     header = ["", "anonymous peak, GiB", "anonymous after, GiB", "resident peak, GiB", "seconds"]

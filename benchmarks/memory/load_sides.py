@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+from benchmarks.measuring import memory_gib
 from toolkit.config.load import load_config
 from toolkit.config.schema import LLMConfig
 from toolkit.distributed.comm import barrier, gather_objects, rank
@@ -63,8 +64,7 @@ def main() -> None:
 
 def read_memory() -> dict[str, int]:
     """Bytes of this process: anonymous ones, and all that are resident."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return {name: int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "VmRSS")}
+    return {name: round(memory_gib(name) * 2**30) for name in ("RssAnon", "VmRSS")}
 
 
 @contextlib.contextmanager

@@ -7,15 +7,15 @@ the first of each row). A process of its own, since a process never tells how mu
 from __future__ import annotations
 
 import json
-import os
 import resource
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from benchmarks.measuring import memory_gib
 
 ROW_LENGTH_TOKENS = 512
 SHAPE = {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -29,7 +29,7 @@ def main() -> None:
     num_rows = max(1, num_tokens // ROW_LENGTH_TOKENS)
     input_ids_BT = torch.randint(vocab_size, (num_rows, num_tokens // num_rows))
     mean_loss = {"plain": plain_loss, "chunked": chunked_loss, "trl": trl_loss}[how](model, input_ids_BT)
-    before_gib = resident_gib()
+    before_gib = memory_gib("VmRSS")
     start_s = time.perf_counter()
     with torch.autocast("cpu", torch.bfloat16):
         loss = mean_loss()
@@ -77,12 +77,6 @@ def trl_loss(model: PreTrainedModel, input_ids_BT: torch.Tensor) -> Callable[[],
         return -outputs.log_probs.sum() / outputs.label_mask.sum()
 
     return loss
-
-
-def resident_gib() -> float:
-    """Resident memory now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
 if __name__ == "__main__":

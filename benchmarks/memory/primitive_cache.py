@@ -14,15 +14,16 @@ import os
 import random
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from benchmarks.measuring import (
     Figures,
     build_parser,
-    format_spread,
+    format_ratios,
+    format_runs,
     format_table,
     interleave,
+    memory_gib,
     run_side,
     write_report,
 )
@@ -47,7 +48,7 @@ def main() -> None:
 
             def measure(side: str, _: str, of: tuple[str, str] = (model, shapes)) -> Figures:
                 command = [sys.executable, __file__, "--num_steps", str(options.num_steps), "--side", *of, side]
-                return json.loads(run_side(command, num_threads=1).stdout.splitlines()[-1])
+                return run_side(command, num_threads=1).figures
 
             runs = interleave(measure, [DEFAULT, BOUNDED], options.repetitions, f"{model}, {shapes}")
             sections.append(f"## {model}, {shapes}\n\n{describe(runs)}")
@@ -81,21 +82,21 @@ def train(model_name: str, shapes: str, side: str, num_steps: int) -> Figures:
     of_steps = drawn.sample(possible, NUM_SHAPES[shapes] or num_steps)
     for step in range(num_steps):
         if step == NUM_WARMUP_STEPS:
-            first_mib, start_s = resident_mib(), time.process_time()
+            first_mib, start_s = 1024 * memory_gib("RssAnon"), time.process_time()
         rows, source, target = of_steps[step % len(of_steps)]
         ids_BS, labels_BT = (torch.randint(3, VOCAB_SIZE, (rows, length)) for length in (source, target))
         labels = labels_BT if model_name == "T5" else ids_BS
         model(input_ids=ids_BS, labels=labels, use_cache=False).loss.backward()
         model.zero_grad()
     steps_per_cpu_s = (num_steps - NUM_WARMUP_STEPS) / (time.process_time() - start_s)
+    last_mib = 1024 * memory_gib("RssAnon")
     capacity = int(os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "1024"))
-    return {"capacity": capacity, "first_mib": first_mib, "last_mib": resident_mib(), "steps_per_cpu_s": steps_per_cpu_s}
-
-
-def resident_mib() -> float:
-    """Anonymous memory that this process has in RAM."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
-    return int(line.split()[1]) / 1024
+    return {
+        "capacity": capacity,
+        "first_mib": first_mib,
+        "last_mib": last_mib,
+        "steps_per_cpu_s": steps_per_cpu_s,
+    }
 
 
 def describe(runs: dict[str, list[Figures]]) -> str:
@@ -104,12 +105,11 @@ def describe(runs: dict[str, list[Figures]]) -> str:
     rows = [
         [
             f"{side}, {runs[side][0]['capacity']:,}",
-            *(format_spread([run[key] for run in runs[side]], n) for key, n in columns.items()),
+            *(format_runs(runs[side], key, digits) for key, digits in columns.items()),
         ]
         for side in (DEFAULT, BOUNDED)
     ]
-    pairs = list(zip(runs[BOUNDED], runs[DEFAULT], strict=True))
-    ratios = [format_spread([ours[key] / theirs[key] for ours, theirs in pairs], 2) + " ×" for key in columns]
+    ratios = [format_ratios(runs[BOUNDED], runs[DEFAULT], key) for key in columns]
     return format_table(["", "MiB at first", "MiB at the end", "steps a CPU second"], [*rows, ["bounded / default", *ratios]])
 
 

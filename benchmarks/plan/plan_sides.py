@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from benchmarks.measuring import memory_gib, restart_peak
 from toolkit.config.load import load_config
 from toolkit.config.schema import LLMConfig, SummarizationConfig
 from toolkit.distributed.comm import gather_objects, rank
@@ -49,7 +49,7 @@ def main() -> None:
     batch = {name: t.to(accelerator.device) for name, t in build_batch(subject, config.train.micro_batch_size_rows).items()}
     if "attention_mask" in batch:
         batch["attention_mask"][0, -1] = 0  # as in any batch of real rows: without padding transformers drops the mask
-    before_gib = _memory_gib("VmRSS")
+    before_gib = memory_gib("VmRSS")
     model = _load(config, accelerator, auto_class, model_config)
     sharded = shard_model(accelerator, model)
     optimizer = build_optimizer(config.optim, sharded.model)
@@ -73,9 +73,9 @@ def main() -> None:
         take_step()
         figures["allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
     else:
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM
+        restart_peak()
         take_step()
-        figures["resident_gib"] = _memory_gib("VmHWM") - before_gib
+        figures["resident_gib"] = memory_gib("VmHWM") - before_gib
         with (
             mock.patch.object(dist, "reduce_scatter_tensor", _freed_here(dist.reduce_scatter_tensor)),
             torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler,
@@ -126,12 +126,6 @@ def _freed_here(collective: Callable[..., Any]) -> Callable[..., Any]:
         time.sleep(0.25)
 
     return call
-
-
-def _memory_gib(field: str) -> float:
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return int(found[1]) / 2**20
 
 
 if __name__ == "__main__":

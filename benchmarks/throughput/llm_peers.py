@@ -17,15 +17,7 @@ import dataclasses
 import tempfile
 from pathlib import Path
 
-from benchmarks.measuring import (
-    Figures,
-    build_parser,
-    format_spread,
-    format_table,
-    interleave,
-    median,
-    write_report,
-)
+from benchmarks.measuring import Figures, build_parser, format_ratios, format_runs, format_table, interleave, median, write_report
 from benchmarks.throughput.llm_sides import MAX_LENGTH_TOKENS, VOCAB_SIZE, Data, Side, run, write_data
 
 PACKAGES = ["torch", "transformers", "accelerate", "trl", "datasets", "tokenizers"]
@@ -151,19 +143,12 @@ def compare(data: Data, options: argparse.Namespace, part: str, sides: list[Side
             side,
             f"{median(figures, 'num_steps'):.0f}",
             f"{median(figures, 'padding_share'):.0%}" if "padding_share" in figures[0] else "",
-            *(format_spread([run[key] for run in figures], digits) for key, digits in columns.values()),
+            *(format_runs(figures, key, digits) for key, digits in columns.values()),
             f"{median(figures, 'loss'):.2f}",
         ]
         for side, figures in runs.items()
     ]
-    ratios = [
-        [
-            ours,
-            beside,
-            format_spread([a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(runs[ours], runs[beside], strict=True)], 2),
-        ]
-        for ours, beside in pairs
-    ]
+    ratios = [[ours, beside, format_ratios(runs[ours], runs[beside], "tokens_per_s")] for ours, beside in pairs]
     return f"""## {part.capitalize()}
 
 {note}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measuring import REPOSITORY, Figures, as_arguments, read_training, run_script
+from benchmarks.measuring import REPOSITORY, Figures, as_arguments, read_training, run_script, run_worker
 from benchmarks.throughput.t5_sides import load_docstrings
 
 PEER_SCRIPT = REPOSITORY / "benchmarks/baselines/sft_trainer.py"
@@ -126,14 +125,11 @@ def run_peer(data: Data, side: Side, name: str, num_warmup_steps: int, batch_siz
         "num_warmup_steps": num_warmup_steps,
         "fsdp_on_cpu": side.fsdp_on_cpu,
     }
-    config_path = data.folder / f"{name}.json"
-    config_path.write_text(json.dumps(config, default=str))
     preset = side.preset if side.num_processes > 1 else None
-    finished = run_script(PEER_SCRIPT, [config_path], preset=preset, num_processes=side.num_processes)
-    figures = json.loads(finished.stdout.splitlines()[-1])
+    figures = run_worker(PEER_SCRIPT, config, data.folder / f"{name}.json", preset=preset, num_processes=side.num_processes)
     if side.fsdp_on_cpu and not figures["is_sharded"]:
         raise RuntimeError(f"{side.name} was not sharded")
-    return figures | {"peak_memory_gib": finished.peak_memory_gib}
+    return figures
 
 
 def run_ours(data: Data, side: Side, name: str, num_warmup_steps: int, batch_size_rows: int) -> Figures:

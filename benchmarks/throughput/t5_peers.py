@@ -16,15 +16,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from benchmarks.measuring import (
-    Figures,
-    build_parser,
-    format_spread,
-    format_table,
-    interleave,
-    median,
-    write_report,
-)
+from benchmarks.measuring import Figures, build_parser, format_ratios, format_runs, format_table, interleave, median, write_report
 from benchmarks.throughput.t5_sides import MAX_SOURCE_TOKENS, VOCAB_SIZE, Data, OurRun, run_ours, run_peer, write_data
 
 PACKAGES = ["torch", "transformers", "accelerate", "datasets", "tokenizers"]
@@ -185,7 +177,7 @@ def compare_memory(data: Data, options: argparse.Namespace) -> str:
 
     runs = interleave(measure, list(presets), options.repetitions, "memory")
     columns = {"training": "training_memory_gib", "whole run, with export": "peak_memory_gib"}
-    rows = [[side, *(format_spread([run[key] for run in runs[side]], 2) for key in columns.values())] for side in presets]
+    rows = [[side, *(format_runs(runs[side], key, 2) for key in columns.values())] for side in presets]
     return f"""## Peak resident memory of a rank, GiB
 
 T5 {describe_shape("memory")}; 2 processes, micro-batches of 4.
@@ -197,10 +189,8 @@ def comparison_table(runs: dict[str, list[Figures]], columns: dict[str, tuple[st
     """A row a side; after its figures how many times as fast we are, by each of the columns in `speeds`."""
     rows = []
     for side, figures in runs.items():
-        cells = [format_spread([run[key] for run in figures], digits) for key, digits in columns.values()]
-        for key, _ in (columns[speed] for speed in speeds):
-            ratios = [ours[key] / theirs[key] for ours, theirs in zip(runs[OURS], figures, strict=True)]
-            cells.append("" if side == OURS else f"{format_spread(ratios, 2)} ×")
+        cells = [format_runs(figures, key, digits) for key, digits in columns.values()]
+        cells += ["" if side == OURS else format_ratios(runs[OURS], figures, columns[speed][0]) for speed in speeds]
         rows.append([side, *cells])
     return format_table(["", *columns, *(f"ours, by {speed}" for speed in speeds)], rows)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measuring import REPOSITORY, Figures, as_arguments, read_training, run_script
+from benchmarks.measuring import REPOSITORY, Figures, as_arguments, read_training, run_script, run_worker
 
 PEER_SCRIPT = REPOSITORY / "benchmarks/baselines/seq2seq_trainer.py"
 MIN_BODY_CHARACTERS = 120  # as the held-out rows; one-line docstrings would be no summarization
@@ -85,10 +84,7 @@ def run_peer(data: Data, name: str, **config: Any) -> Figures:
     Args:
         config: fields of its `PeerConfig`, but for `work_folder`.
     """
-    config_path = data.folder / f"{name}.json"
-    config_path.write_text(json.dumps(config | {"work_folder": str(data.folder / name)}, default=str))
-    finished = run_script(PEER_SCRIPT, [config_path])
-    return json.loads(finished.stdout.splitlines()[-1]) | {"peak_memory_gib": finished.peak_memory_gib}
+    return run_worker(PEER_SCRIPT, config | {"work_folder": data.folder / name}, data.folder / f"{name}.json")
 
 
 @dataclass(frozen=True, kw_only=True)
