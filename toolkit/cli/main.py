@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.cli.checkpoints import show_checkpoints
-from toolkit.cli.presets.page import update_choice
+from toolkit.cli.presets.page import update_page
 from toolkit.errors import UserError, exit_on_user_error
-from toolkit.launch.accelerate_yaml import check_accelerate_yaml, update_preset_table
+from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.launch.log import start_logging
 
 EXIT_NOT_VALID = 1
@@ -164,8 +164,7 @@ def _presets(arguments: Namespace, _: list[str]) -> bool:
         from toolkit.cli.presets.choice import save_choice  # torch takes seconds to import
 
         save_choice(arguments.folder)
-    update_preset_table(arguments.folder, write=arguments.write)
-    update_choice(arguments.folder, write=arguments.write)
+    update_page(arguments.folder, write=arguments.write)
     return True
 
 

@@ -19,9 +19,6 @@ from toolkit.launch.accelerate_rules import check_accumulation, check_rules
 PATH_VARIABLE = "TOOLKIT_ACCELERATE_YAML"
 """Names the file if no launching command line can be read, as under another launcher or in another PID namespace."""
 
-HEADER_FIELDS = ("What it shards", "When to pick it", "Cost", "Needs")
-TABLE_BEGIN, TABLE_END = "<!-- begin: made from the headers of the presets -->\n", "<!-- end -->"
-
 SECTIONS = {
     "fsdp_config": "fsdp_",
     "parallelism_config": "parallelism_config_",
@@ -82,54 +79,6 @@ def check_accelerate_yaml(path: Path) -> dict[str, Any]:
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     return mapping
-
-
-def preset_header(path: Path) -> dict[str, str]:
-    """The fixed fields of a preset's header comment, and its `Usage` line.
-
-    Raises:
-        UserError: a field is missing.
-    """
-    header = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        name, _, text = line.removeprefix("# ").partition(": ")
-        if line.startswith("# accelerate launch "):
-            header["Usage"] = line.removeprefix("# ")
-        elif line.startswith("# ") and name in HEADER_FIELDS and text:
-            header[name] = text
-    if missing := [name for name in (*HEADER_FIELDS, "Usage") if name not in header]:
-        raise UserError(f"{path}: the header comment has no `# {missing[0]}: …` line")
-    return header
-
-
-def preset_table(folder: Path) -> str:
-    """The presets of a folder as a Markdown table, built from their headers."""
-    rows = [("Preset", *HEADER_FIELDS), ("---",) * (1 + len(HEADER_FIELDS))]
-    for path in sorted(folder.glob("*.yaml")):
-        header = preset_header(path)
-        rows.append((f"[{path.stem}]({path.name})", *(header[name] for name in HEADER_FIELDS)))
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
-
-
-def update_preset_table(folder: Path, *, write: bool) -> None:
-    """Write the table between its two marks in the folder's README.md, or, without `write`, check that it is up to date.
-
-    Raises:
-        UserError: the marks or a preset's header are missing or, without `write`, the table is out of date.
-    """
-    path = folder / "README.md"
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    before, begin, rest = text.partition(TABLE_BEGIN)
-    _, end, after = rest.partition(TABLE_END)
-    if not end:
-        raise UserError(f"{path}: has no lines {TABLE_BEGIN.strip()} and {TABLE_END}, between which the table of presets stands")
-    updated = before + begin + preset_table(folder) + end + after
-    if write:
-        path.write_text(updated, encoding="utf-8")
-    elif updated != text:
-        raise UserError(
-            f"{path}: its table is not that of the presets' headers; run `python -m toolkit presets --write {folder}`"
-        )
 
 
 def _launch_arguments(command: list[str]) -> list[str] | None:

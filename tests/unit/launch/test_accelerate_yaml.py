@@ -1,4 +1,4 @@
-"""The strict reading of the accelerate YAML: each mistake sees its sentence; the presets and their table are in order."""
+"""The strict reading of the accelerate YAML: each mistake sees its sentence; the presets are in order."""
 
 from __future__ import annotations
 
@@ -8,22 +8,17 @@ from typing import Any
 import pytest
 import yaml
 
+from toolkit.cli.presets.page import preset_header
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import (
     PATH_VARIABLE,
-    TABLE_BEGIN,
-    TABLE_END,
     _config_file,
     _launch_arguments,
     check_accelerate_yaml,
     find_accelerate_yaml,
-    preset_header,
-    preset_table,
-    update_preset_table,
 )
 
-PRESET_FOLDER = Path(__file__).resolve().parents[3] / "accelerate_configs"
-PRESETS = sorted(PRESET_FOLDER.glob("*.yaml"))
+PRESETS = sorted((Path(__file__).resolve().parents[3] / "accelerate_configs").glob("*.yaml"))
 
 DDP = {"distributed_type": "MULTI_GPU", "num_processes": 2}
 WRAPPED = {"fsdp_cpu_ram_efficient_loading": False, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
@@ -276,34 +271,7 @@ def test_what_works_passes_and_comes_back_as_written(tmp_path: Path, mapping: di
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_every_preset_passes_and_has_its_header(path: Path) -> None:
     check_accelerate_yaml(path)
-    header = preset_header(path)
-    assert header["Usage"].startswith(f"accelerate launch --config_file accelerate_configs/{path.name} recipes/")
-
-
-def test_a_preset_without_a_header_field_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text("# What it shards: nothing.\nuse_cpu: true\n")
-    with pytest.raises(UserError, match="no `# When to pick it: …` line"):
-        preset_header(path)
-
-
-def test_the_readme_holds_the_presets_table() -> None:
-    assert len(PRESETS) >= 8
-    update_preset_table(PRESET_FOLDER, write=False)
-
-
-def test_the_table_is_written_between_its_marks_and_an_old_one_is_told(tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    with pytest.raises(UserError, match="README.md: has no lines <!-- begin"):
-        update_preset_table(tmp_path, write=True)
-    (tmp_path / "ddp.yaml").write_text((PRESET_FOLDER / "ddp.yaml").read_text())
-    readme.write_text(f"above\n{TABLE_BEGIN}old\n{TABLE_END}\nbelow\n")
-    with pytest.raises(UserError, match="its table is not that of the presets' headers; run `python -m toolkit presets --write"):
-        update_preset_table(tmp_path, write=False)
-    update_preset_table(tmp_path, write=True)
-    assert readme.read_text() == f"above\n{TABLE_BEGIN}{preset_table(tmp_path)}{TABLE_END}\nbelow\n"
-    assert "| [ddp](ddp.yaml) | nothing;" in readme.read_text()
-    update_preset_table(tmp_path, write=False)
+    assert preset_header(path)["Usage"].startswith(f"accelerate launch --config_file accelerate_configs/{path.name} recipes/")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Renders the section "Which preset?" of the presets' README.md from the planner's results.
+"""Renders the presets' README.md: a table of their headers, and the section "Which preset?" from the planner's results.
 
 Planning takes minutes, so its results are kept in `which_preset.json` with a hash of everything they depend on. The page can then
 be checked within a second, and outdated results are reported.
@@ -15,7 +15,10 @@ from typing import Any
 from toolkit.errors import UserError
 
 CHOICE_FILE = "which_preset.json"
-CHOICE_BEGIN, CHOICE_END = "<!-- begin: made from which_preset.json -->\n", "<!-- end -->"
+HEADER_FIELDS = ("What it shards", "When to pick it", "Cost", "Needs")
+TABLE_BEGIN = "<!-- begin: made from the headers of the presets -->\n"
+CHOICE_BEGIN = "<!-- begin: made from which_preset.json -->\n"
+END = "<!-- end -->"
 PLANNED_PRESETS = (
     "single", "ddp", "fsdp2_shard_grad_op", "fsdp2_full_shard", "fsdp2_activation_checkpointing", "fsdp2_offload",
 )  # fmt: skip
@@ -23,14 +26,16 @@ PLANNED_PRESETS = (
 _SOURCES = ("cli/presets/choice", *(f"planning/{name}" for name in ("kernels", "peak", "strategy", "subject", "trace")))
 
 
-def update_choice(folder: Path, *, write: bool) -> None:
-    """Write the section between its two marks in the folder's README.md, or, without `write`, check that it is up to date. Does
-    nothing in a folder without results.
+def update_page(folder: Path, *, write: bool) -> None:
+    """Write the table of presets and the section "Which preset?" between their marks in the folder's README.md, or, without
+    `write`, check that they are up to date. A folder without planned results has no such section.
 
     Raises:
-        UserError: the results are out of date, the marks are missing or, without `write`, the section is out of date.
+        UserError: a preset's header or the marks are missing, or the planned results, or, without `write`, the page, are out of
+            date.
     """
-    found, page = folder / CHOICE_FILE, folder / "README.md"
+    page, found = folder / "README.md", folder / CHOICE_FILE
+    _update_section(page, TABLE_BEGIN, preset_table(folder), "the table of the presets' headers", write=write)
     if not found.is_file():
         return
     choice = json.loads(found.read_text(encoding="utf-8"))
@@ -39,16 +44,34 @@ def update_choice(folder: Path, *, write: bool) -> None:
             f"{found}: the planner or a preset has changed since; run `python -m toolkit presets --write --plan {folder}`, which "
             "takes minutes"
         )
-    text = page.read_text(encoding="utf-8") if page.is_file() else ""
-    before, begin, rest = text.partition(CHOICE_BEGIN)
-    _, end, after = rest.partition(CHOICE_END)
-    if not end:
-        raise UserError(f"{page}: has no lines {CHOICE_BEGIN.strip()} and {CHOICE_END}, between which the section stands")
-    updated = before + begin + choice_table(choice["cells"]) + end + after
-    if write:
-        page.write_text(updated, encoding="utf-8")
-    elif updated != text:
-        raise UserError(f"{page}: its section is not that of {CHOICE_FILE}; run `python -m toolkit presets --write {folder}`")
+    _update_section(page, CHOICE_BEGIN, choice_table(choice["cells"]), f"the section made from {CHOICE_FILE}", write=write)
+
+
+def preset_header(path: Path) -> dict[str, str]:
+    """The fixed fields of a preset's header comment, and its `Usage` line.
+
+    Raises:
+        UserError: a field is missing.
+    """
+    header = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        name, _, text = line.removeprefix("# ").partition(": ")
+        if line.startswith("# accelerate launch "):
+            header["Usage"] = line.removeprefix("# ")
+        elif line.startswith("# ") and name in HEADER_FIELDS and text:
+            header[name] = text
+    if missing := [name for name in (*HEADER_FIELDS, "Usage") if name not in header]:
+        raise UserError(f"{path}: the header comment has no `# {missing[0]}: …` line")
+    return header
+
+
+def preset_table(folder: Path) -> str:
+    """The presets of a folder as a Markdown table, built from their headers."""
+    rows = [("Preset", *HEADER_FIELDS), ("---",) * (1 + len(HEADER_FIELDS))]
+    for path in sorted(folder.glob("*.yaml")):
+        header = preset_header(path)
+        rows.append((f"[{path.stem}]({path.name})", *(header[name] for name in HEADER_FIELDS)))
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def choice_table(cells: list[dict[str, Any]]) -> str:
@@ -75,6 +98,19 @@ def hash_inputs(folder: Path) -> str:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
         digest.update(json.dumps([path.name, settings], sort_keys=True).encode())
     return digest.hexdigest()
+
+
+def _update_section(page: Path, begin: str, content: str, what: str, *, write: bool) -> None:
+    text = page.read_text(encoding="utf-8") if page.is_file() else ""
+    before, opening, rest = text.partition(begin)
+    _, closing, after = rest.partition(END)
+    if not closing:
+        raise UserError(f"{page}: has no lines {begin.strip()} and {END}, between which {what} stands")
+    updated = before + opening + content + closing + after
+    if write:
+        page.write_text(updated, encoding="utf-8")
+    elif updated != text:
+        raise UserError(f"{page}: {what} is out of date; run `python -m toolkit presets --write {page.parent}`")
 
 
 def _cell(cell: dict[str, Any]) -> str:

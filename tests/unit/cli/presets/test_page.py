@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.cli.presets import choice
-from toolkit.cli.presets.page import CHOICE_FILE, choice_table, update_choice
+from toolkit.cli.presets.page import CHOICE_FILE, END, TABLE_BEGIN, choice_table, preset_header, preset_table, update_page
 from toolkit.errors import UserError
 from toolkit.planning.peak import estimate_peak
 from toolkit.planning.trace import fake_ranks
@@ -48,23 +48,40 @@ def test_more_gpus_and_less_to_train_never_fit_worse() -> None:
 
 
 def test_a_page_that_is_out_of_date_is_told_with_the_command(presets: Path) -> None:
-    update_choice(presets, write=False)
+    update_page(presets, write=False)
     page = presets / "README.md"
     page.write_text(page.read_text().replace("3B (Llama 3.2)", "3B"))
-    with pytest.raises(UserError, match=r"its section is not that of which_preset.json; run `python -m toolkit presets --write "):
-        update_choice(presets, write=False)
-    update_choice(presets, write=True)
-    update_choice(presets, write=False)
+    with pytest.raises(UserError, match=r"made from which_preset.json is out of date; run `python -m toolkit presets --write "):
+        update_page(presets, write=False)
+    update_page(presets, write=True)
+    update_page(presets, write=False)
     preset = presets / "ddp.yaml"
     preset.write_text(f"# another comment\n{preset.read_text()}")
-    update_choice(presets, write=False)  # a comment changes no plan
+    update_page(presets, write=False)  # a comment changes no plan
     preset.write_text(preset.read_text().replace("mixed_precision: bf16", "mixed_precision: 'no'"))
     with pytest.raises(UserError, match=r"has changed since; run `python -m toolkit presets --write --plan "):
-        update_choice(presets, write=False)
+        update_page(presets, write=False)
 
 
-def test_a_folder_without_a_finding_needs_no_section(tmp_path: Path) -> None:
-    update_choice(tmp_path, write=False)
+def test_a_preset_without_a_header_field_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("# What it shards: nothing.\nuse_cpu: true\n")
+    with pytest.raises(UserError, match="no `# When to pick it: …` line"):
+        preset_header(path)
+
+
+def test_the_table_is_written_between_its_marks_in_a_folder_without_planned_results(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    with pytest.raises(UserError, match="README.md: has no lines <!-- begin"):
+        update_page(tmp_path, write=True)
+    (tmp_path / "ddp.yaml").write_text((PRESETS / "ddp.yaml").read_text())
+    readme.write_text(f"above\n{TABLE_BEGIN}old\n{END}\nbelow\n")
+    with pytest.raises(UserError, match="presets' headers is out of date; run `python -m toolkit presets --write "):
+        update_page(tmp_path, write=False)
+    update_page(tmp_path, write=True)
+    assert readme.read_text() == f"above\n{TABLE_BEGIN}{preset_table(tmp_path)}{END}\nbelow\n"
+    assert "| [ddp](ddp.yaml) | nothing;" in readme.read_text()
+    update_page(tmp_path, write=False)
 
 
 def test_what_does_not_fit_is_said_so() -> None:
