@@ -39,7 +39,7 @@ def main() -> None:
     from toolkit.checkpoint.state import SkipHistory
     from toolkit.data.batch_plan import BatchPlan
     from toolkit.data.sources.images import load_images
-    from toolkit.distributed.comm import on_all_ranks, rank, world_size
+    from toolkit.distributed.comm import on_all_ranks, on_rank_0, rank, world_size
     from toolkit.distributed.rng import seed_all
     from toolkit.distributed.watchdog import at, start, working
     from toolkit.evaluation.accuracy import evaluate_accuracy
@@ -99,7 +99,7 @@ def main() -> None:
     metrics.write("checkpoint", num_steps, **save_whole_state(sharded, run_folder / "model.safetensors"))
     bar.close()
     working("drawing the curves")
-    on_all_ranks(lambda: draw_curves(metrics.load(), run_folder / "curves.png") if rank() == 0 else None)
+    on_rank_0(lambda: draw_curves(metrics.load(), run_folder / "curves.png"))
     leave(accelerator)
 
 

@@ -10,7 +10,7 @@ import torch
 from toolkit.checkpoint.dcp import load_tensors, stored_names
 from toolkit.checkpoint.find import newest_valid
 from toolkit.checkpoint.manifest import Unread, check_files, read_manifest
-from toolkit.distributed.comm import broadcast_object, on_all_ranks, raise_together, rank
+from toolkit.distributed.comm import on_all_ranks, on_rank_0, raise_together
 from toolkit.errors import UserError
 from toolkit.files.modes import denials_named
 from toolkit.models.config import check_weight_files
@@ -30,9 +30,9 @@ def find_weights(path: str) -> Path:
 
     def find() -> Path:
         with denials_named(f"model.init_from {path}"):
-            return _find_weights(Path(path)) if rank() == 0 else Path(path)
+            return _find_weights(Path(path))
 
-    return broadcast_object(on_all_ranks(find))
+    return on_rank_0(find)
 
 
 def load_into(model: PreTrainedModel, folder: Path) -> None:

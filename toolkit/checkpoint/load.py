@@ -29,7 +29,7 @@ from toolkit.checkpoint.folders import list_checkpoints
 from toolkit.checkpoint.manifest import check_files, read_manifest
 from toolkit.checkpoint.state import Identity, TrainState, model_tensors, state_tensors
 from toolkit.config.paths import split_own_source
-from toolkit.distributed.comm import broadcast_object, on_all_ranks, raise_together, rank
+from toolkit.distributed.comm import on_all_ranks, on_rank_0, raise_together
 from toolkit.distributed.rng import load_random_state
 from toolkit.distributed.watchdog import at, working
 from toolkit.errors import UserError
@@ -56,20 +56,17 @@ def choose_checkpoint(run_folder: Path, resume: str, config: dict[str, Any]) -> 
     Raises:
         UserError: as `find_checkpoint`, or the checkpoint has another config; on every rank.
     """
-    error: UserError | None = None
-    choice: Path | None = None
-    refused: list[str] = []
-    if rank() == 0:
-        try:
-            choice, refused = find_checkpoint(run_folder, resume)
-            if choice is not None:
-                _check_config(choice, read_manifest(choice)["identity"]["config"], config)
-        except UserError as e:
-            error = e
-    raise_together(error)
+
+    def choose() -> tuple[Path | None, list[str]]:
+        choice, refused = find_checkpoint(run_folder, resume)
+        if choice is not None:
+            _check_config(choice, read_manifest(choice)["identity"]["config"], config)
+        return choice, refused
+
+    choice, refused = on_rank_0(choose)
     for sentence in refused:
         logger.warning(sentence)
-    return broadcast_object(choice)
+    return choice
 
 
 def load_checkpoint(folder: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer, identity: Identity) -> TrainState:
@@ -127,8 +124,8 @@ def best_saved_value(run_folder: Path, goal: Goal, step: int) -> float | None:
     Raises:
         UserError: the folder of checkpoints may not be read; on every rank.
     """
-    ranked = on_all_ranks(lambda: rank_checkpoints(run_folder, goal, step) if rank() == 0 else [])
-    return broadcast_object(ranked[0].value if ranked and ranked[0].is_comparable else None)
+    ranked = on_rank_0(lambda: rank_checkpoints(run_folder, goal, step)[:1])
+    return ranked[0].value if ranked and ranked[0].is_comparable else None
 
 
 def best_of_run(run_folder: Path, goal: Goal) -> tuple[Path | None, str]:
@@ -142,9 +139,7 @@ def best_of_run(run_folder: Path, goal: Goal) -> tuple[Path | None, str]:
 
     working("choosing the best checkpoint")
 
-    def find() -> tuple[Path | None, str] | None:
-        if rank() != 0:
-            return None
+    def find() -> tuple[Path | None, str]:
         if not list_checkpoints(run_folder):
             return None, f"{run_folder} has no checkpoint any more to take the best from: exporting the last weights"
         ranked = rank_checkpoints(run_folder, goal)
@@ -159,9 +154,7 @@ def best_of_run(run_folder: Path, goal: Goal) -> tuple[Path | None, str]:
             raise UserError(f"export.weights is best, but {error}: set it to last") from None
         return best.folder, _describe_choice(best, ranked, goal.metric)
 
-    found = broadcast_object(on_all_ranks(find))
-    assert found is not None
-    return found
+    return on_rank_0(find)
 
 
 def load_manifest(folder: Path, identity: Identity) -> dict[str, Any]:

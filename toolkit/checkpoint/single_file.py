@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from toolkit.distributed.comm import on_all_ranks, rank
+from toolkit.distributed.comm import on_rank_0, rank
 from toolkit.distributed.watchdog import working
 from toolkit.errors import UserError
 from toolkit.files.durable import written_beside
@@ -38,8 +38,6 @@ def save_whole_state(sharded: ShardedModel, path: Path) -> dict[str, float]:
     gathered_s = time.perf_counter()
 
     def write() -> int:
-        if rank() != 0:
-            return 0
         try:
             with written_beside(path) as unfinished:
                 save_file(weights, unfinished)
@@ -49,6 +47,6 @@ def save_whole_state(sharded: ShardedModel, path: Path) -> dict[str, float]:
         return path.stat().st_size
 
     working("saving")
-    num_bytes = on_all_ranks(write)
+    num_bytes = on_rank_0(write)
     end_s = time.perf_counter()
     return {"blocking_s": end_s - start_s, "write_s": end_s - gathered_s, "num_bytes": num_bytes}

@@ -140,3 +140,8 @@ def on_all_ranks(work: Callable[[], T]) -> T:
         error = e
     raise_together(error)
     return result  # type: ignore[return-value]
+
+
+def on_rank_0(work: Callable[[], T]) -> T:
+    """Run `work` on rank 0; every rank returns its result, or raises its `UserError`. Collective."""
+    return broadcast_object(on_all_ranks(lambda: work() if rank() == 0 else None))  # type: ignore[return-value]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.schema import EvalConfig
 from toolkit.data.collate import move_to
-from toolkit.distributed.comm import broadcast_object, gather_objects, on_all_ranks, rank
+from toolkit.distributed.comm import gather_objects, on_rank_0
 from toolkit.distributed.watchdog import working
 from toolkit.errors import UserError
 from toolkit.evaluation.metrics import compute_figures
@@ -88,15 +88,13 @@ def gather_scores(scores: list[Score], data: EvaluationRows, predictions_path: P
     gathered = gather_objects(scores)
 
     def score_rows() -> dict[str, float]:
-        if rank() != 0:
-            return {}
         ordered = sorted((score for part in gathered for score in part), key=lambda score: score.index)
         if [score.index for score in ordered] != data.prompted:
             raise RuntimeError(f"{len(ordered)} scored rows for {len(data.prompted)} prompts: a row is missing or doubled")
         _write_predictions(ordered, data, predictions_path)  # first: they are there to look at where a metric fails
         return _mean_scores(ordered, data)
 
-    return broadcast_object(on_all_ranks(score_rows))
+    return on_rank_0(score_rows)
 
 
 def _mean_scores(ordered: list[Score], data: EvaluationRows) -> dict[str, float]:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from toolkit.checkpoint.folders import put_in_place
 from toolkit.config.load import RecipeConfig
 from toolkit.data.collate import move_to
-from toolkit.distributed.comm import barrier, on_all_ranks, rank
+from toolkit.distributed.comm import on_rank_0, rank
 from toolkit.distributed.watchdog import at, moved, working
 from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows
@@ -69,8 +69,6 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
 
     # Rank 0 writes and compares.
     def write() -> None:
-        if rank() != 0:
-            return
         exported = Exported(
             sharded.skeleton, data.tokenizer, check, compute_dtype(sharded.accelerator), config.export.max_shard_size
         )
@@ -86,8 +84,7 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
                 _replace(run_folder / "merged", lambda unfinished: _write_merged(exported, weights, unfinished))
 
     working("export")
-    on_all_ranks(lambda: _guarded(run_folder / "export", write))
-    barrier()
+    on_rank_0(lambda: _guarded(run_folder / "export", write))
 
 
 def check_export_places(config: RecipeConfig, run_folder: Path) -> None:

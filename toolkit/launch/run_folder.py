@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from toolkit.config.load import dotted_keys, save_config
-from toolkit.distributed.comm import broadcast_object, on_all_ranks, rank
+from toolkit.distributed.comm import broadcast_object, on_all_ranks, on_rank_0, rank
 from toolkit.errors import UserError
 
 PROBE_TIMEOUT_S = 5.0
@@ -45,7 +45,7 @@ def open_run_folder(config: Any) -> Path:
     # Random, so that a rank can read only what rank 0 has just written.
     probe, content = broadcast_object((f".probe-{secrets.token_hex(16)}", secrets.token_hex(16)))
     try:
-        on_all_ranks(lambda: _write_probe(folder, probe, content, config.run.output_dir) if rank() == 0 else None)
+        on_rank_0(lambda: _write_probe(folder, probe, content, config.run.output_dir))
         first_node = broadcast_object(socket.gethostname())
         on_all_ranks(lambda: _read_probe(folder, probe, content, config.run.output_dir, first_node))
     finally:
@@ -91,13 +91,12 @@ def save_run_config(config: Any, folder: Path) -> None:
 
     def save() -> None:
         try:
-            if rank() == 0:
-                save_config(config, folder / "config.yaml")
-                _saved_configs[folder] = config
+            save_config(config, folder / "config.yaml")
+            _saved_configs[folder] = config
         except OSError as error:
             raise UserError(f"{folder / 'config.yaml'} cannot be written ({error.strerror}): fix that first") from None
 
-    on_all_ranks(save)
+    on_rank_0(save)
 
 
 def restore_run_folder(folder: Path) -> str:

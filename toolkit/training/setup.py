@@ -14,7 +14,7 @@ from toolkit.config.load import RecipeConfig, dotted_keys
 from toolkit.config.mnist import MnistConfig
 from toolkit.config.paths import write_paths
 from toolkit.data.batch_plan import check_global_batch_size
-from toolkit.distributed.comm import on_all_ranks, rank, world_size
+from toolkit.distributed.comm import on_all_ranks, on_rank_0, world_size
 from toolkit.distributed.watchdog import keep_stacks_in, start, working
 from toolkit.evaluation.metrics import TextMetric, load_text_metrics, metric_name
 from toolkit.export.write import check_export_places
@@ -67,7 +67,7 @@ def begin(config: RecipeConfig) -> RunContext:
     metrics = load_text_metrics(config.eval.metrics)
     # Of the run folder and its checkpoints. Settings have paths relative to it, so that a resume works from any directory.
     run_folder = open_run(config)
-    on_all_ranks(lambda: check_export_places(config, run_folder) if rank() == 0 else None)
+    on_rank_0(lambda: check_export_places(config, run_folder))
     resolved = {"model.frozen_dtype": str(dtype).removeprefix("torch."), "mixed_precision": accelerator.mixed_precision}
     settings = {**dotted_keys(write_paths(config, run_folder)), **resolved}
     working("choosing the checkpoint")
@@ -87,5 +87,5 @@ def open_run(config: RecipeConfig | MnistConfig) -> Path:
     check_global_batch_size(config.train, world_size())
     run_folder = open_run_folder(config)
     keep_stacks_in(run_folder)
-    on_all_ranks(lambda: lock_run_folder(run_folder) if rank() == 0 else None)
+    on_rank_0(lambda: lock_run_folder(run_folder))
     return run_folder
