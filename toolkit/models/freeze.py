@@ -1,4 +1,4 @@
-"""Frozen parameters: which ones, their storage dtype, and their hashes."""
+"""Names of tied parameters; frozen parameters: which ones, their storage dtype, and their hashes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ import torch
 from torch import nn
 
 from toolkit.errors import UserError
+
+
+def aliases(model: nn.Module) -> dict[int, list[str]]:
+    """All names of each parameter, several if it is tied, by the parameter's `id`."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return names
 
 
 def freeze(model: nn.Module, patterns: list[str]) -> None:

@@ -17,7 +17,7 @@ from toolkit.config.schema import AdapterConfig, ModelConfig
 from toolkit.distributed.comm import broadcast_object, gather_objects, on_all_ranks
 from toolkit.errors import UserError
 from toolkit.models.config import AutoClass
-from toolkit.models.freeze import hash_header
+from toolkit.models.freeze import aliases, hash_header
 from toolkit.models.load import build_on_meta, missing_weights, other_shape
 from toolkit.models.lora import draw_new, magnitudes
 from toolkit.models.lora_files import BASE_FILE, WEIGHTS_FILE, base_name, check_base, file_names, find_adapter
@@ -181,9 +181,7 @@ def _check_same(model: PreTrainedModel, match: Match, init_from: Path) -> None:
 
 def _sources_of(model: PreTrainedModel, files: WeightFiles, match: Match) -> Sources:
     """Each parameter's source, under all its names; a tied weight is read from a name that is stored."""
-    names_of: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names_of.setdefault(id(parameter), []).append(name)
+    names_of = aliases(model)
     sources: Sources = {}
     for parameter in model.parameters():
         names = names_of[id(parameter)]

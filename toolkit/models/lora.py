@@ -13,6 +13,7 @@ from torch import nn
 from toolkit.config.schema import AdapterConfig, ModelConfig
 from toolkit.distributed.rng import derive_seed
 from toolkit.errors import UserError
+from toolkit.models.freeze import aliases
 from toolkit.models.lora_files import base_name, check_base, find_adapter, hash_base, load_adapter_weights, read_lora_config
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ def _modules_to_save(model: PreTrainedModel, ends: list[str]) -> tuple[list[str]
             raise UserError(f"adapter.modules_to_save {end} matches no module; ends of names that exist: {', '.join(existing)}")
         matched |= set(found)
     tied: set[str] = set()
-    for names in _aliases(model):
+    for names in aliases(model).values():
         modules = {name.rpartition(".")[0] for name in names}
         if len(modules) > 1 and modules & matched:
             tied |= modules
@@ -201,18 +202,10 @@ def _ends_with(name: str, end: str) -> bool:
     return name == end or name.endswith(f".{end}")
 
 
-def _aliases(model: nn.Module) -> list[list[str]]:
-    """All names of each parameter."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return list(names.values())
-
-
 def _check_ties(model: PreTrainedModel, what: str) -> None:
     """Check after the injection that each tied weight is not adapted at all, or is trained in full under all its names as one."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    for names in _aliases(model):
+    for names in aliases(model).values():
         adapted = [name for name in names if ".base_layer." in name]
         saved = [name for name in names if ".original_module." in name]
         if len(names) == 1 or not (adapted or saved):

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, BinaryIO
 import torch
 from safetensors import SafetensorError, safe_open
 
-from toolkit.distributed.comm import broadcast_object, on_all_ranks, rank
+from toolkit.distributed.comm import on_rank_0
 from toolkit.errors import UserError
 from toolkit.models.config import WEIGHTS_FILES, WEIGHTS_INDEX
+from toolkit.models.freeze import aliases
 from toolkit.models.shard_reader import Box, Source, pieces
 
 if TYPE_CHECKING:
@@ -183,20 +184,17 @@ def check_ties(model: PreTrainedModel, files: WeightFiles, match: Match) -> None
     Raises:
         WholeOnly: the values differ; on every rank. Rank 0 compares them.
     """
-    names_of: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in match.tensors:
-            names_of.setdefault(id(parameter), []).append(name)
 
     def find() -> str | None:
-        for first, *others in names_of.values() if rank() == 0 else ():
-            for other in others:
-                one, two = (files.source(match.tensors[name], torch.float32) for name in (first, other))
+        for names in aliases(model).values():
+            stored = [name for name in names if name in match.tensors]
+            for other in stored[1:]:
+                one, two = (files.source(match.tensors[name], torch.float32) for name in (stored[0], other))
                 if not all(torch.equal(one.read(piece), two.read(piece)) for piece in pieces(one.shape)):
-                    return f"{first} and {other} are tied, but differ in the files"
+                    return f"{stored[0]} and {other} are tied, but differ in the files"
         return None
 
-    if reason := broadcast_object(on_all_ranks(find)):
+    if reason := on_rank_0(find):
         raise WholeOnly(reason)
 
 

@@ -17,6 +17,7 @@ from toolkit.distributed.comm import reduce_on_cpu
 from toolkit.distributed.device import free_memory_bytes
 from toolkit.distributed.watchdog import moved
 from toolkit.launch.accelerator import compute_dtype, fsdp_version
+from toolkit.models.freeze import aliases
 from toolkit.parallel.causal_loss import install
 from toolkit.parallel.float8 import plain
 from toolkit.parallel.units import clean, repeated_blocks
@@ -63,10 +64,7 @@ def fits_whole(sharded: ShardedModel) -> bool:
 
 def assign_parameters(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
     """Replace the parameters of a model on the meta device by `weights`, each under all its aliases."""
-    aliases: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(parameter), []).append(name)
-    for names in aliases.values():
+    for names in aliases(model).values():
         parameter = nn.Parameter(weights[names[0]], requires_grad=False)
         for name in names:
             module_name, _, own_name = name.rpartition(".")

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
+from toolkit.models.freeze import aliases
 from toolkit.parallel.float8 import plain
 
 if TYPE_CHECKING:
@@ -139,9 +140,7 @@ def _large_modules(model: nn.Module, min_num_parameters: int) -> dict[str, nn.Mo
     """
     blocks: dict[str, nn.Module] = {}
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    names_of: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names_of.setdefault(id(parameter), []).append(name)
+    names_of = aliases(model)
 
     def visit(path: str, module: nn.Module) -> dict[int, int]:
         """Sizes of the parameters under `module` that no unit holds, by id, so that tied ones count once."""

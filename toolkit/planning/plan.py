@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from toolkit.errors import UserError
+from toolkit.models.freeze import aliases
 from toolkit.models.shard_reader import PIECE_BYTES
 from toolkit.parallel.units import ShardUnit, local_tensor
 from toolkit.planning.peak import MOMENT_BYTES, OPTIMIZER, estimate_peak, trace_rank
@@ -118,7 +119,7 @@ def build_plan(
         moved=_moved_bytes(subject, strategy, trace, rows),
         units=sharded.units,
         largest_gather_bytes=trace.largest_gather_bytes,
-        tied=_tied_names(subject.skeleton),
+        tied=[names for names in aliases(subject.skeleton).values() if len(names) > 1],
         usable_bytes=usable,
         largest_micro_batch_rows=largest,
         change=change,
@@ -228,10 +229,3 @@ def _notes(subject: Subject, strategy: Strategy) -> list[str]:
     notes.append("of training: an evaluation that generates, or with longer rows, may need more (eval.unshard)")
     notes.append("largest micro-batch and changes: extrapolated from models of few blocks")
     return notes
-
-
-def _tied_names(model: nn.Module) -> list[list[str]]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [group for group in names.values() if len(group) > 1]

@@ -43,6 +43,7 @@ from toolkit.config.load import RecipeConfig
 from toolkit.data.batch_plan import Step
 from toolkit.distributed.comm import gather_objects, rank, world_size
 from toolkit.errors import UserError
+from toolkit.models.freeze import aliases
 from toolkit.parallel.units import clean, local_tensor
 from toolkit.parallel.wrap import ShardedModel
 from toolkit.tracking.step_log import StepFigures
@@ -233,10 +234,7 @@ def _ties(sharded: ShardedModel) -> dict[str, list[list[str]]]:
         name = clean(name)
         if ".original_module." not in name:
             here[name.replace(".modules_to_save.default.", ".").replace(".base_layer.", ".")] = id(parameter)
-    groups: dict[int, list[str]] = {}
-    for name, parameter in plain.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
-    tied = [names for names in groups.values() if len(names) > 1]
+    tied = [names for names in aliases(plain).values() if len(names) > 1]
     return {"tied": tied, "broken": [names for names in tied if len({here.get(name, name) for name in names}) > 1]}
 
 
