@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.workers import hanging_ranks, sleepy_recipe, waiting_recipe
-from tests.faults.workers.sleepy_recipe import PLACES, STEP
+from tests.faults.workers import hanging_ranks, waiting_recipe
+from tests.faults.workers.waiting_recipe import STEP
 from tests.support.launch import LaunchResult, Running, start
 from tests.support.real_launch import accelerate_launch, finish
 from tests.support.small_run import write_inputs
@@ -146,34 +146,32 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("phase", list(PLACES))
-def test_a_recipe_whose_rank_sleeps(phase: str, inputs: Path) -> None:
-    name = phase.replace(" ", "_")
-    argv = [phase, "t5", *flags(inputs, name, 5)]
-    with start(sleepy_recipe.__file__, argv, preset="fsdp2_cpu", overrides=FP32) as running:
-        result = running.wait(2 * END_S)
-    # The thread that writes a checkpoint sleeps while training goes on, up to the save at the end.
-    step = 5 if phase == "saving" else STEP
-    check_hang(result, inputs / "runs" / name, f"rank 1 did not arrive: in step {step}, {phase}, for … s, at …", timeout_s=5)
-    assert "sleepy_recipe.py" in hang_file(inputs / "runs" / name, 1).read_text()
-
-
-def flags(inputs: Path, name: str, timeout_s: int) -> list[str]:
-    """Of a small run."""
-    return [
+def hold_up(inputs: Path, name: str, holds: list[tuple[str, int, str]], cache: str = "cache") -> Running:
+    """Start a small run of a recipe whose ranks are held up."""
+    flags = [
         "--model.name_or_path", str(inputs / "model"), "--model.from_scratch", "true",
-        "--data.source", "jsonl", "--data.files", str(inputs / "rows.jsonl"), "--data.cache_dir", str(inputs / "cache"),
+        "--data.source", "jsonl", "--data.files", str(inputs / "rows.jsonl"), "--data.cache_dir", str(inputs / cache),
         "--data.eval_fraction", "0.1", "--train.max_steps", "5", "--train.global_batch_size_rows", "16",
         "--eval.at_start", "false", "--eval.every_steps", "3", "--eval.max_new_tokens", "4", "--checkpoint.every_steps", "3",
-        "--run.output_dir", str(inputs / "runs"), "--run.name", name, "--run.timeout_s", str(timeout_s),
+        "--run.output_dir", str(inputs / "runs"), "--run.name", name, "--run.timeout_s", str(waiting_recipe.TIMEOUT_S),
     ]  # fmt: skip
-
-
-def hold_up(inputs: Path, name: str, holds: list[tuple[str, int, str]], cache: str = "cache") -> Running:
-    """Start a recipe whose ranks are held up."""
-    own = ["--data.cache_dir", str(inputs / cache), "--eval.every_steps", "9"]
-    argv = [json.dumps(holds), "t5", *flags(inputs, name, waiting_recipe.TIMEOUT_S), *own]
+    argv = [json.dumps(holds), "t5", *flags]
     return start(waiting_recipe.__file__, argv, preset="fsdp2_cpu", overrides=FP32)
+
+
+@pytest.mark.parametrize("phase", ["loading rows", "forward and backward", "update", "evaluation", "saving"])
+def test_a_rank_that_sleeps_in_the_loop(phase: str, inputs: Path) -> None:
+    name = phase.replace(" ", "_")
+    with hold_up(inputs, name, [(phase, 1, "sleep")]) as running:
+        result = running.wait(2 * END_S)
+    # The thread that writes a checkpoint sleeps while training goes on, up to the save at the end.
+    where = (
+        "step 5, saving, for … s, at …"
+        if phase == "saving"
+        else f"step {STEP}, {phase}, for … s, at waiting_recipe.py:… in sleep"
+    )
+    check_hang(result, inputs / "runs" / name, f"rank 1 did not arrive: in {where}", timeout_s=waiting_recipe.TIMEOUT_S)
+    assert "in sleep" in hang_file(inputs / "runs" / name, 1).read_text()
 
 
 @pytest.fixture(scope="module")

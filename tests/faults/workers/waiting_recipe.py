@@ -1,6 +1,6 @@
-"""A recipe that one rank holds up outside the training loop: `waiting_recipe.py HOLDS RECIPE FLAGS…`, started by test_hangs.py.
+"""A recipe that one rank holds up: `waiting_recipe.py HOLDS RECIPE FLAGS…`, started by test_hangs.py.
 
-HOLDS is JSON: [[place, rank, way], …].
+HOLDS is JSON: [[place, rank, way], …]. A place is one of `PLACES`, or a phase of the training loop, which holds in `STEP`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from toolkit.checkpoint import load as checkpoint
 from toolkit.checkpoint import save as checkpoint_writer
 from toolkit.data.tokens import prepare
 from toolkit.distributed.comm import rank
+from toolkit.distributed.watchdog import Watchdog
 from toolkit.export import write as export
 from toolkit.models import load as models
 from toolkit.training import model
@@ -31,6 +32,7 @@ TIMEOUT_S = 4
 BUSY_S = 2 * TIMEOUT_S
 """How long what moves goes on."""
 FOREVER_S = 600.0
+STEP = 3
 
 PLACES: dict[str, tuple[Any, str]] = {
     "tokenizing": (prepare, "tokenize_rows"),  # on rank 0 alone
@@ -73,6 +75,16 @@ WAYS: dict[str, Callable[[], None]] = {way.__name__: way for way in (sleep, stop
 def main(holds: str, recipe: str, *flags: str) -> None:
     """The recipe as it stands, but for the holds."""
 
+    def hold_in_step(phase: str, who: int, way: str) -> None:
+        at = Watchdog.at
+
+        def at_and_hold(watchdog: Watchdog, entered: str, step: int | None, **how: bool) -> None:
+            at(watchdog, entered, step, **how)
+            if (entered, step, rank()) == (phase, STEP, who):
+                WAYS[way]()
+
+        Watchdog.at = at_and_hold  # type: ignore[method-assign]
+
     def hold(place: str, who: int, way: str) -> None:
         calls: list[bool] = []
 
@@ -84,7 +96,7 @@ def main(holds: str, recipe: str, *flags: str) -> None:
         wrap(*PLACES[place], hold_once)
 
     for place, who, way in json.loads(holds):
-        hold(place, who, way)
+        (hold if place in PLACES else hold_in_step)(place, who, way)
     path = REPOSITORY / "recipes" / f"{recipe}.py"
     sys.argv = [str(path), *flags]
     runpy.run_path(str(path), run_name="__main__")
