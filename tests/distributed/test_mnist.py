@@ -15,11 +15,12 @@ from tests.distributed.test_invariants import RELATIVE_TOLERANCE
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, run_on_ranks
 from tests.support.small_run import read_lines
 
-NUM_STEPS, NUM_EPOCHS = 8, "1.13"
+NUM_STEPS = 8
 # An epoch has 7 steps, the last of 1 row; the last evaluation batch has 1 of the 283 rows: a rank of 2 goes without.
 NUM_ROWS, STEPS_OF_EPOCH, NUM_HELD_OUT = 301, 7, 283
 ROWS = ["--data.num_rows", str(NUM_ROWS), "--data.eval_fraction", "0.15", "--eval_batch_size_rows", "47"]
 BATCHES = ["--train.global_batch_size_rows", "50", "--train.micro_batch_size_rows", "25", "--train.seed", "3"]
+SCHEDULE = ["--train.num_epochs", "1.13", "--eval_every_epochs", "0.5", "--optim.label_smoothing", "0.1"]
 WITHOUT_DROPOUT = ["--model.conv_dropout", "0", "--model.linear_dropout", "0"]
 ON_CPU = GPU_PRESET_OVERRIDES_ON_CPU["fsdp2_size_wrap"]
 FSDP1 = GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"]["fsdp_config"]
@@ -41,19 +42,8 @@ def run(folder: Path, name: str, *flags: str) -> tuple[list[dict[str, Any]], dic
     from safetensors.numpy import load_file
 
     preset, overrides, own_flags = RUNS[name]
-    always = [
-        "--train.num_epochs",
-        NUM_EPOCHS,
-        "--eval_every_epochs",
-        "0.5",
-        "--run.output_dir",
-        str(folder),
-        "--run.name",
-        name,
-        "--log_every_steps",
-        "3",
-    ]
-    argv = [*always, *ROWS, *BATCHES, *own_flags, *flags]
+    always = ["--run.output_dir", str(folder), "--run.name", name, "--log_every_steps", "3"]
+    argv = [*always, *ROWS, *BATCHES, *SCHEDULE, *own_flags, *flags]
     overrides = {"mixed_precision": "no", **overrides}
     run_on_ranks(run_recipe, preset=preset, overrides=overrides, args=(argv,))
     return read_lines(folder / name / "metrics.jsonl"), load_file(folder / name / "model.safetensors")
