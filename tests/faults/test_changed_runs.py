@@ -11,6 +11,7 @@ import pytest
 
 from tests.faults.harness import attempt_with, check_same, run_with
 from tests.faults.signals import signal_in_phase
+from tests.recipes.bad_input import OTHER_DATA
 from tests.recipes.test_resume import curves, rows_by_step
 from tests.support.launch import LaunchResult
 from tests.support.model_folders import make_rows, save_jsonl
@@ -28,6 +29,8 @@ CHANGES: dict[str, Any] = {
     "optim__schedule": "constant",
 }
 LONGER = {"train__max_steps": 6}
+
+CHANGED_DATA = f"the data is not what {{checkpoint}} was trained on, {OTHER_DATA}"
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "learning rate": ({"optim__lr": 0.002}, "optim.lr is 0.002, but {checkpoint} was made with 0.001"),
@@ -48,8 +51,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"overrides": {"mixed_precision": "bf16"}},
         "mixed_precision is 'bf16', but {checkpoint} was made with 'no'",
     ),
-    "data": ({"data__files": "other.jsonl"}, "the data is not what {checkpoint} was trained on"),
-    "one row of the data": ({"data__files": "edited.jsonl"}, "the data is not what {checkpoint} was trained on"),
+    "data": ({"data__files": "other.jsonl"}, CHANGED_DATA),
+    "one row of the data": ({"data__files": "edited.jsonl"}, CHANGED_DATA),
 }  # fmt: skip
 
 

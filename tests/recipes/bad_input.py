@@ -21,6 +21,7 @@ TOO_MANY_TOKENS = {
     "pre_tokenizer": {"type": "Whitespace"}, "decoder": None,
     "model": {"type": "WordLevel", "unk_token": "<pad>", "vocab": {"<pad>": 0} | {f"word{i}": i for i in range(1, 100)}},
 }  # fmt: skip
+OTHER_DATA = "in its rows or in the tokens that this version makes of them"
 WAYS_OUT = "set it back to resume, or take another run.name (model.init_from starts a new run from these weights)"
 
 Files = dict[str, str | bytes | Callable[[], bytes]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from tests.recipes.bad_input import TOO_MANY_TOKENS, WAYS_OUT, Case, model_files, tokenizer_files
+from tests.recipes.bad_input import OTHER_DATA, TOO_MANY_TOKENS, WAYS_OUT, Case, model_files, tokenizer_files
 
 NUM_ROWS = 24
 T5 = {
@@ -291,7 +291,7 @@ AFTER_A_RUN = {
     "another run's data": Case(
         flags="--model.from_scratch true --data.files {here}/other.jsonl",
         files={"other.jsonl": ROWS.replace("alpha", "omega")},
-        sentence=f"the data is not what {{here}}/runs/run/checkpoints/step-00000002 was trained on: {WAYS_OUT}",
+        sentence=f"the data is not what {{here}}/runs/run/checkpoints/step-00000002 was trained on, {OTHER_DATA}: {WAYS_OUT}",
     ),
     "another precision": Case(
         flags="--model.from_scratch true --data.files {here}/nowhere.jsonl",  # told before data is looked for

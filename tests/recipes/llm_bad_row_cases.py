@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.recipes.bad_input import WAYS_OUT, Case, Files, model_files
+from tests.recipes.bad_input import OTHER_DATA, WAYS_OUT, Case, Files, model_files
 from tests.recipes.llm_bad_input_cases import FROM_SCRATCH, LLAMA, LORA, MIX, OTHER_MODEL, OWN_ADAPTER, adapter
 from tests.support.chats import LLAMA2, STRIPPING, say
 
@@ -201,6 +201,6 @@ AFTER_A_RUN = {
     "another chat template": Case(
         flags=FROM_SCRATCH,
         files={"model/chat_template.jinja": LLAMA2},
-        sentence=f"the data is not what {CHECKPOINT} was trained on: {WAYS_OUT}",
+        sentence=f"the data is not what {CHECKPOINT} was trained on, {OTHER_DATA}: {WAYS_OUT}",
     ),
 }

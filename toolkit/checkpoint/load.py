@@ -190,7 +190,8 @@ def _check_identity(folder: Path, theirs: dict[str, Any], ours: Identity) -> Non
     if theirs.get("model_config_hash") != ours.model_config_hash:
         raise UserError(f"the model's config.json is not the one {folder} was trained with: {_ways_out()}")
     if theirs["data_fingerprint"] != ours.data_fingerprint:
-        raise UserError(f"the data is not what {folder} was trained on: {_ways_out()}")
+        where = "in its rows or in the tokens that this version makes of them"
+        raise UserError(f"the data is not what {folder} was trained on, {where}: {_ways_out()}")
     frozen = theirs["frozen_hashes"]
     changed = [name for name in {**frozen, **ours.frozen_hashes} if frozen.get(name) != ours.frozen_hashes.get(name)]
     if changed:

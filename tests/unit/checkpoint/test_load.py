@@ -76,6 +76,16 @@ def test_files_of_a_mix_may_move_but_its_weights_may_not_change() -> None:
         _check_identity(Path("step-00000003"), theirs, reweighted)
 
 
+def test_other_tokens_are_refused_with_the_way_on() -> None:
+    """Also those of the same rows, where another version of the toolkit makes them or trains their tokenizer again."""
+    theirs = {"config": SETTINGS, "model_config_hash": "m", "data_fingerprint": "d", "frozen_hashes": {}}
+    ours = Identity(SETTINGS, "m", data_fingerprint="e", frozen_hashes={})
+    with pytest.raises(
+        UserError, match="^the data is not what step-00000003 .*this version makes.*model.init_from starts a new run"
+    ):
+        _check_identity(Path("step-00000003"), theirs, ours)
+
+
 def test_a_changed_base_is_named_by_its_first_tensor() -> None:
     theirs = {"config": SETTINGS, "model_config_hash": "m", "data_fingerprint": "d", "frozen_hashes": {"a": "1", "b": "2"}}
     ours = Identity(SETTINGS, "m", data_fingerprint="d", frozen_hashes={"a": "1", "b": "3"})
