@@ -49,7 +49,10 @@ def save_tensors(tensors: Tensors, folder: Path, group: dist.ProcessGroup | None
     Args:
         group: a gloo group over all ranks that no other thread uses meanwhile; None for one process.
     """
-    writer = dcp.FileSystemWriter(folder, sync_files=True)
+    # On a machine with a GPU, DCP's overlapping loader makes its thread wait for the GPU's current stream, so for training
+    # (torch/distributed/checkpoint/filesystem.py:161). Staged tensors need no loader that overlaps.
+    is_staged = all(tensor.device.type == "cpu" for tensor in tensors.values())
+    writer = dcp.FileSystemWriter(folder, sync_files=True, **({"per_thread_copy_ahead": 0} if is_staged else {}))
     try:
         dcp.save(tensors, storage_writer=writer, process_group=group)
     except CheckpointException as error:  # a BaseException, whose text holds the tracebacks of all ranks

@@ -45,6 +45,16 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def limit_groups(timeout: datetime.timedelta) -> None:
+    """Make `timeout` the default of every process group that is created from now on.
+
+    The groups of an HSDP mesh (torch/distributed/device_mesh.py:586) and of FSDP1's hybrid shards (fsdp/_init_utils.py:212) are
+    created without a timeout. They would get torch's own (distributed_c10d.py:836): 10 minutes under nccl, 30 under gloo.
+    """
+    c10d: Any = dist.distributed_c10d
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
+
+
 @functools.lru_cache(maxsize=1)
 def control_group() -> dist.ProcessGroup | None:
     """A gloo group over all ranks, for decisions and small objects; None for one process. Collective on first use, in

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from toolkit.distributed.comm import control_group
+from toolkit.distributed.comm import control_group, limit_groups
 from toolkit.distributed.rendezvous import connecting, rendezvous_arguments
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_rules import check_mesh
@@ -61,8 +61,10 @@ def build_accelerator(log_with: list[str], project_dir: str, timeout_s: float = 
     on_cpu = _asked_for_cpu()
     # Connect the ranks: `PartialState` chooses the backend, and the `Accelerator` then reuses it.
     meeting = rendezvous_arguments(timeout_s)
+    timeout = datetime.timedelta(seconds=2 * timeout_s)
+    limit_groups(timeout)
     with connecting():
-        PartialState(cpu=on_cpu, timeout=datetime.timedelta(seconds=2 * timeout_s), **meeting)
+        PartialState(cpu=on_cpu, timeout=timeout, **meeting)
         control_group()  # always gloo; nccl does not connect yet
 
     # Build the `Accelerator`, with FSDP on a CPU too.

@@ -32,6 +32,17 @@ def test_round_trip(tmp_path: Path) -> None:
         assert torch.equal(loaded[name], tensor)
 
 
+def test_staged_tensors_are_written_without_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DCP's overlapping loader would wait for the GPU's stream, in which training has queued its steps."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def build_loader(*_: object, **__: object) -> None:
+        raise AssertionError("the overlapping loader")
+
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem._OverlappingCpuLoader", build_loader)
+    assert save_tensors(some_tensors(), tmp_path)
+
+
 def test_missing_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
     save_tensors(some_tensors(), tmp_path)
     with pytest.raises(ValueError, match="holds no model.other"):
