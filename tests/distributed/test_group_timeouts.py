@@ -1,4 +1,4 @@
-"""Every process group of a run waits as long as `run.timeout_s` says; torch gives the groups that it creates itself its own limit."""
+"""Every process group of a run follows `run.timeout_s`, those too that torch creates with a limit of its own."""
 
 from __future__ import annotations
 

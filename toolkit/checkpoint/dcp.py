@@ -28,6 +28,8 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 Tensors = dict[str, torch.Tensor]
 
+_COPY_AHEAD_BYTES = 10_000_000  # torch's own
+
 _SHARD_NAME = re.compile(r"__\d+_\d+\.distcp")
 
 _ALLOWED = {
@@ -52,7 +54,7 @@ def save_tensors(tensors: Tensors, folder: Path, group: dist.ProcessGroup | None
     # On a machine with a GPU, DCP's overlapping loader makes its thread wait for the GPU's current stream, so for training
     # (torch/distributed/checkpoint/filesystem.py:161). Staged tensors need no loader that overlaps.
     is_staged = all(tensor.device.type == "cpu" for tensor in tensors.values())
-    writer = dcp.FileSystemWriter(folder, sync_files=True, **({"per_thread_copy_ahead": 0} if is_staged else {}))
+    writer = dcp.FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0 if is_staged else _COPY_AHEAD_BYTES)
     try:
         dcp.save(tensors, storage_writer=writer, process_group=group)
     except CheckpointException as error:  # a BaseException, whose text holds the tracebacks of all ranks

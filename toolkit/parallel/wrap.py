@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.distributed.comm import world_size
 from toolkit.distributed.watchdog import at, working
@@ -91,6 +94,22 @@ def shard_model(accelerator: Accelerator, model: PreTrainedModel, sources: Sourc
             _wrap_exactly(accelerator, list(blocks.values()))
         wrapped = accelerator.prepare_model(model)
     return ShardedModel(accelerator=accelerator, model=wrapped, plain=model, skeleton=skeleton, units=units)
+
+
+@contextlib.contextmanager
+def accumulating(sharded: ShardedModel, *, is_last: bool) -> Iterator[None]:
+    """Wrap forward and backward of one micro-batch, so that what a step can reduce once is reduced in its last one.
+
+    DDP then reduces its gradients, and HSDP its shards of them between replicas. FSDP shards gradients after every micro-batch:
+    deferring would keep them unsharded. Without `fsdp_reshard_after_forward`, parameters stay gathered until the last backward.
+    """
+    model = sharded.model
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(is_last)
+        if not sharded.accelerator.state.fsdp_plugin.reshard_after_forward:
+            model.set_reshard_after_backward(is_last)
+    with model.no_sync() if isinstance(model, DistributedDataParallel) and not is_last else contextlib.nullcontext():
+        yield
 
 
 def copy_on_meta(model: PreTrainedModel) -> PreTrainedModel:

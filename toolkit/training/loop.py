@@ -10,10 +10,8 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.checkpoint.load import best_saved_value
 from toolkit.checkpoint.save import CheckpointWriter
@@ -28,6 +26,7 @@ from toolkit.distributed.watchdog import at, working
 from toolkit.files.json_lines import encode_json_line
 from toolkit.launch.run_folder import open_inside
 from toolkit.loss import share_of_global_mean, summed_loss
+from toolkit.parallel.wrap import accumulating
 from toolkit.tracking.memory import save_memory
 from toolkit.tracking.progress import Progress
 from toolkit.tracking.step_log import StepFigures, StepLog
@@ -141,9 +140,7 @@ def train_step(
             _log_row_ids(run, micro_batch)
         session.log.memory.see(batch)
         batch = move_to(device, batch)
-        # FSDP reduces gradients after every micro-batch: deferring would keep them unsharded. DDP holds them unsharded anyway.
-        accumulates = isinstance(model, DistributedDataParallel) and not micro_batch.is_last
-        with cast(DistributedDataParallel, model).no_sync() if accumulates else contextlib.nullcontext():
+        with accumulating(run.sharded, is_last=micro_batch.is_last):
             loss_sum, _ = summed_loss(model, batch, config.optim.label_smoothing)
             share_of_global_mean(loss_sum, step.num_label_tokens, world_size()).backward()
         losses.append((micro_batch, loss_sum.detach()))
