@@ -56,7 +56,7 @@ def build_accelerator(log_with: list[str], project_dir: str, timeout_s: float = 
     _check_hardware()
 
     from accelerate import Accelerator, PartialState
-    from accelerate.utils import DataLoaderConfiguration
+    from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs
 
     on_cpu = _asked_for_cpu()
     # Connect the ranks: `PartialState` chooses the backend, and the `Accelerator` then reuses it.
@@ -74,7 +74,12 @@ def build_accelerator(log_with: list[str], project_dir: str, timeout_s: float = 
         log_with=log_with or None,
         project_dir=project_dir,
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=False),
+        # DDP keeps one copy of the gradients, not two, and does not send buffers, which training does not change.
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)],
     )
+    # DDP on the device that the model is on: accelerate would give it the local rank (accelerator.py:1895), which does not exist
+    # where each process sees one GPU only, as SLURM can bind them.
+    os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
     if uses_fsdp(accelerator):
         _set_fsdp_precision(accelerator, on_cpu)
     if accelerator.device.type == "cpu":

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.distributed.comm import world_size
 from toolkit.distributed.watchdog import at, working
-from toolkit.launch.accelerator import fsdp_version
+from toolkit.launch.accelerator import compute_dtype, fsdp_version
 from toolkit.models.shard_reader import Sources, fill_shards
 from toolkit.parallel.blocks import checkpoint_activations, compile_blocks
 from toolkit.parallel.causal_loss import install
@@ -93,6 +93,8 @@ def shard_model(accelerator: Accelerator, model: PreTrainedModel, sources: Sourc
         if version == 1:
             _wrap_exactly(accelerator, list(blocks.values()))
         wrapped = accelerator.prepare_model(model)
+        if version is None and compute_dtype(accelerator) != torch.float32:
+            _leave_casts_to_autocast(model)
     return ShardedModel(accelerator=accelerator, model=wrapped, plain=model, skeleton=skeleton, units=units)
 
 
@@ -116,6 +118,16 @@ def copy_on_meta(model: PreTrainedModel) -> PreTrainedModel:
     """A copy with its parameters on the meta device; buffers are copied, ties and `requires_grad` kept."""
     memo = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, memo)
+
+
+def _leave_casts_to_autocast(model: nn.Module) -> None:
+    """Make LoRA layers take bf16 inputs as they are: peft would cast each to fp32, its weights' dtype, and autocast back.
+
+    DoRA keeps the casts, because it computes norms.
+    """
+    for module in model.modules():
+        if hasattr(module, "cast_input_dtype_enabled") and not getattr(module, "lora_variant", None):
+            setattr(module, "cast_input_dtype_enabled", False)  # noqa: B010  # no field that mypy knows
 
 
 def _num_shards(accelerator: Accelerator) -> int:
