@@ -1,8 +1,9 @@
-"""Memory use and synchronization of this rank's device."""
+"""Memory use and synchronization of this rank's device, and the host cores for its threads."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 from pathlib import Path
@@ -46,6 +47,36 @@ def free_memory_bytes(device: torch.device) -> int:
     import psutil
 
     return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def available_cores() -> int:
+    """Cores that this process may use: those of its affinity mask, at most its control group's CPU quota rounded up."""
+    return math.ceil(min(len(os.sched_getaffinity(0)), _cpu_quota_cores()))
+
+
+def _cpu_quota_cores(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
+    """The smallest CPU quota of this process's control group and those around it, in cores; infinity without one.
+
+    Source: Linux, Documentation/admin-guide/cgroup-v2.rst (`cpu.max`) and scheduler/sched-bwc.rst (version 1).
+    """
+    quotas = [math.inf]
+    with contextlib.suppress(OSError, ValueError):
+        for line in own.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            base = root / "cpu" if controllers else root
+            folder = base / path.lstrip("/")
+            for group in (folder, *folder.parents):
+                with contextlib.suppress(OSError, ValueError):
+                    if controllers:
+                        quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+                    else:
+                        quota, period = (group / "cpu.max").read_text().split()
+                    quotas += [int(quota) / int(period)] * (int(quota) > 0)  # "max" is no number, version 1 writes -1
+                if group == base:
+                    break
+    return min(quotas)
 
 
 def synchronize(device: torch.device) -> None:

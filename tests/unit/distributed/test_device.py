@@ -1,0 +1,38 @@
+"""How many cores a process may use, by its affinity mask and its control group."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from toolkit.distributed.device import _cpu_quota_cores, available_cores
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "expected"),
+    [
+        ("0::/", {"cpu.max": "max 100000"}, math.inf),
+        ("0::/", {"cpu.max": "250000 100000"}, 2.5),
+        ("0::/job/task", {"job/cpu.max": "400000 100000", "job/task/cpu.max": "max 100000"}, 4.0),
+        ("0::/gone", {"cpu.max": "100000 100000"}, 1.0),
+        ("3:cpu,cpuacct:/job", {"cpu/job/cpu.cfs_quota_us": "600000", "cpu/job/cpu.cfs_period_us": "100000"}, 6.0),
+        ("3:cpu,cpuacct:/job", {"cpu/job/cpu.cfs_quota_us": "-1", "cpu/job/cpu.cfs_period_us": "100000"}, math.inf),
+        ("3:memory:/job", {}, math.inf),
+    ],
+)
+def test_the_smallest_quota_of_the_groups_around_counts(tmp_path: Path, own: str, files: dict[str, str], expected: float) -> None:
+    for name, text in files.items():
+        (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "root" / name).write_text(f"{text}\n")
+    (tmp_path / "own").write_text(f"{own}\n")
+    assert _cpu_quota_cores(tmp_path / "root", tmp_path / "own") == expected
+
+
+def test_affinity_and_quota_limit_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
+    for quota, cores in ((math.inf, 12), (2.5, 3), (0.1, 1)):
+        monkeypatch.setattr("toolkit.distributed.device._cpu_quota_cores", lambda quota=quota: quota)
+        assert available_cores() == cores
