@@ -41,6 +41,9 @@ class RunConfig:
     timeout_s: PositiveInt = 1800  # type: ignore[valid-type]
     """Seconds without progress after which every rank prints its stack and exits. Give more than the longest step or evaluation
     batch takes. Tokenizing, loading, saving and exporting may take longer: there, CPU time and IO count as progress."""
+    num_threads: PositiveInt | None = None  # type: ignore[valid-type]
+    """Threads of each process for work on the host. If unset, its share of the node's cores with a GPU, else what the launcher
+    has set."""
 
 
 @dataclass(frozen=True, kw_only=True)

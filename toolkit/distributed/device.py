@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -77,6 +78,18 @@ def _cpu_quota_cores(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/pro
                 if group == base:
                     break
     return min(quotas)
+
+
+@contextlib.contextmanager
+def all_cores(device: torch.device) -> Iterator[None]:
+    """On a node with GPUs, let torch use all cores of this process, while the other ranks wait. On a CPU, change nothing."""
+    num_threads = torch.get_num_threads()
+    if device.type != "cpu":
+        torch.set_num_threads(available_cores())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def synchronize(device: torch.device) -> None:

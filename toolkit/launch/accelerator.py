@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from toolkit.distributed.comm import control_group, limit_groups
+from toolkit.distributed.comm import control_group, gather_objects, limit_groups, local_world_size, rank
+from toolkit.distributed.device import available_cores
 from toolkit.distributed.rendezvous import connecting, rendezvous_arguments
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_rules import check_mesh
@@ -31,12 +32,15 @@ MOST_PRIMITIVES, FEWEST_PRIMITIVES = 1024, 128
 """oneDNN's own limit, about half a GiB; and enough for the current shapes, because blocks share theirs."""
 
 
-def build_accelerator(log_with: list[str], project_dir: str, timeout_s: float = 1800) -> Accelerator:
+def build_accelerator(
+    log_with: list[str], project_dir: str, timeout_s: float = 1800, num_threads: int | None = None
+) -> Accelerator:
     """Check the accelerate YAML that launched this process, and build the `Accelerator` it asks for. Collective.
 
     Args:
         timeout_s: time for all ranks to meet, and time without progress after which `watchdog.Watchdog` names a hung rank.
             Torch's own timeout is longer, as it names none.
+        num_threads: of torch in this process; None as `_num_threads` says.
 
     Raises:
         UserError: an unknown or useless key in the YAML, bf16 or fp8 on hardware without it, a GPU preset without a GPU, ranks
@@ -82,9 +86,7 @@ def build_accelerator(log_with: list[str], project_dir: str, timeout_s: float = 
     os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
     if uses_fsdp(accelerator):
         _set_fsdp_precision(accelerator, on_cpu)
-    if accelerator.device.type == "cpu":
-        # accelerate launch sets OMP_NUM_THREADS, but torch has not read it if a parent process imported torch.
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads()))))
+    torch.set_num_threads(num_threads or _num_threads(accelerator.device))
     return accelerator
 
 
@@ -132,6 +134,20 @@ def frozen_dtype(accelerator: Accelerator, setting: str, *, has_adapter: bool) -
             "model.frozen_dtype is bfloat16, but mixed_precision is 'no': leave it out, or write mixed_precision: bf16"
         )
     return getattr(torch, setting)
+
+
+def _num_threads(device: torch.device) -> int:
+    """Threads of this process for work on the host. Collective.
+
+    With a GPU, its share of the cores: `accelerate launch` asks for one thread there too (commands/launch.py:1365), which would
+    clip, hash and update offloaded weights on one core. Ranks that are bound to cores of their own share with nobody.
+    On a CPU, the launcher's number, which torch has not read if a parent process imported torch.
+    """
+    if device.type == "cpu":
+        return int(os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads())))
+    node = rank() // local_world_size()
+    bound_to = gather_objects((node, os.sched_getaffinity(0)))
+    return max(1, available_cores() // bound_to.count((node, os.sched_getaffinity(0))))
 
 
 def _asked_for_cpu() -> bool:

@@ -14,6 +14,7 @@ from toolkit.checkpoint.state import Identity, TrainState
 from toolkit.config.load import RecipeConfig
 from toolkit.data.batch_plan import BatchPlan
 from toolkit.distributed.comm import close_groups, on_all_ranks, rank
+from toolkit.distributed.device import all_cores
 from toolkit.distributed.watchdog import stop, working
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export.write import export_model
@@ -109,7 +110,8 @@ def finish(config: RecipeConfig, run: Run) -> None:
         if best is not None:
             load_weights(best, run.sharded)
     if exports:
-        export_model(config, run.sharded, run.evaluation, run.folder)
+        with all_cores(run.sharded.accelerator.device):
+            export_model(config, run.sharded, run.evaluation, run.folder)
     merged = f", merged into its base to {run.folder / 'merged'}" if config.export.merge else ""
     logger.info(f"exported to {run.folder / 'export'}{merged}" if exports else "nothing is exported: train.max_steps is 0")
     working("showing the results")

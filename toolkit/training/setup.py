@@ -59,7 +59,7 @@ def begin(config: RecipeConfig) -> RunContext:
     check_metric(config.eval, own=[metric_name(name) for name in config.eval.metrics])
     check_adapter_config(config)
     # Of the accelerate YAML and the processes.
-    accelerator = build_accelerator(config.tracking.log_with, config.run.output_dir, config.run.timeout_s)
+    accelerator = build_accelerator(config.tracking.log_with, config.run.output_dir, config.run.timeout_s, config.run.num_threads)
     start(config.run.timeout_s)
     working("opening the run")
     has_adapter = is_enabled(config.adapter)
