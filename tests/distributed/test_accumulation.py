@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.test_fsdp1_hybrid import AS_TWO_MACHINES, with_two_devices
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
 
 NUM_MICRO_BATCHES = 3
@@ -69,3 +70,42 @@ def test_a_step_communicates_once_what_it_can(preset: str, once: str, times: int
         assert before["reduce_scatter_single"] == after["reduce_scatter_single"] > 0
         assert after["norm"] == pytest.approx(before["norm"], rel=1e-5)
         assert after["local_sums"] == pytest.approx(before["local_sums"], rel=1e-4, abs=1e-4)
+
+
+def reduce_over_groups() -> tuple[float, list[int]]:
+    """On every rank: 10 to the power of the rank, summed over the groups that a step uses; and the sizes of these groups."""
+    import torch
+    import torch.distributed as dist
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    from tests.support.small_run import T5_CONFIG
+    from toolkit.launch.accelerator import build_accelerator
+    from toolkit.parallel.wrap import reduction_groups, shard_model
+
+    sharded = shard_model(build_accelerator([], "."), T5ForConditionalGeneration(T5Config(**T5_CONFIG)))
+    groups = reduction_groups(sharded.model)
+    total = torch.tensor(10.0 ** dist.get_rank())
+    for group in groups:
+        dist.all_reduce(total, group=group)
+    return total.item(), [group.size() for group in groups]
+
+
+def reduce_over_groups_with_two_devices() -> tuple[float, list[int]]:
+    found: tuple[float, list[int]] = with_two_devices(reduce_over_groups)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "function", "sizes"),
+    [
+        ("fsdp2_hsdp", GPU_PRESET_OVERRIDES_ON_CPU["fsdp2_hsdp"], reduce_over_groups, [2, 2]),
+        ("fsdp1_hybrid_shard", AS_TWO_MACHINES, reduce_over_groups_with_two_devices, [2, 2]),
+        ("fsdp1_full_shard", GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"], reduce_over_groups, [2]),
+        ("ddp_cpu", {}, reduce_over_groups, [2]),
+    ],
+)
+def test_the_steps_groups_reach_all_ranks(preset: str, overrides: dict[str, Any], function: Any, sizes: list[int]) -> None:
+    """A communicator over all ranks of its own would be one of hundreds of ranks beside the mesh's."""
+    reports = run_on_ranks(function, preset=preset, overrides=overrides)
+    total = sum(10.0**rank for rank in range(len(reports)))
+    assert reports == [(total, sizes)] * len(reports)

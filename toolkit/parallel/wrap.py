@@ -9,11 +9,13 @@ import itertools
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.distributed.comm import world_size
@@ -112,6 +114,20 @@ def accumulating(sharded: ShardedModel, *, is_last: bool) -> Iterator[None]:
             model.set_reshard_after_backward(is_last)
     with model.no_sync() if isinstance(model, DistributedDataParallel) and not is_last else contextlib.nullcontext():
         yield
+
+
+def reduction_groups(model: nn.Module) -> list[dist.ProcessGroup]:
+    """Groups over which a tensor is reduced one after another to reduce it over all ranks; empty for one process.
+
+    They are the ones over which gradients travel: a step then needs no further communicator over all ranks.
+    """
+    if world_size() == 1:
+        return []
+    if isinstance(model, FullyShardedDataParallel):
+        replicas = [model._inter_node_pg] if hasattr(model, "_inter_node_pg") else []  # hybrid shards
+        return [cast(dist.ProcessGroup, model.process_group), *replicas]
+    mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
+    return mesh.get_all_groups() if mesh is not None else [cast(dist.ProcessGroup, dist.group.WORLD)]
 
 
 def copy_on_meta(model: PreTrainedModel) -> PreTrainedModel:

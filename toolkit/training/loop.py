@@ -26,7 +26,7 @@ from toolkit.distributed.watchdog import at, working
 from toolkit.files.json_lines import encode_json_line
 from toolkit.launch.run_folder import open_inside
 from toolkit.loss import share_of_global_mean, summed_loss
-from toolkit.parallel.wrap import accumulating
+from toolkit.parallel.wrap import accumulating, reduction_groups
 from toolkit.tracking.memory import save_memory
 from toolkit.tracking.progress import Progress
 from toolkit.tracking.step_log import StepFigures, StepLog
@@ -74,7 +74,7 @@ def train(config: RecipeConfig, run: Run, state: TrainState) -> TrainState:
         CheckpointWriter(run.folder, run.sharded, run.optimizer, run.identity, config.checkpoint, goal, best_saved) as writer,
     ):
         log = StepLog(run.metrics, run.sharded, bar, run.train_rows, state.skips, config.optim.max_skipped_steps)
-        guard = SkipGuard(config.optim, state.skips)
+        guard = SkipGuard(config.optim, state.skips, reduction_groups(run.sharded.model))
         session = Session(config, run, state, bar, log, guard, stops, writer)
         if not (state.evaluation_due and after_step(session, is_resumed=True)):
             _train_steps(session)

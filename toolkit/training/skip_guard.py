@@ -14,13 +14,14 @@ import torch.distributed as dist
 
 from toolkit.checkpoint.state import SkipHistory
 from toolkit.config.schema import OptimConfig
-from toolkit.distributed.comm import world_size
 
 
 class SkipGuard:
     """Judges each step's loss and gradient norm; keeps the norms of the last `config.skip_window_steps`."""
 
-    def __init__(self, config: OptimConfig, history: SkipHistory) -> None:
+    def __init__(self, config: OptimConfig, history: SkipHistory, groups: list[dist.ProcessGroup]) -> None:
+        """`groups` as of `wrap.reduction_groups`."""
+        self.groups = groups
         self.num_sigmas = config.skip_beyond_sigmas
         norms = history.grad_norms or [None] * config.skip_window_steps
         self.window = torch.tensor([math.nan if norm is None else norm for norm in norms], dtype=torch.float32)
@@ -37,8 +38,8 @@ class SkipGuard:
         if self.num_sigmas is not None:
             bad = bad | self._spikes(grad_norm, self.num_sigmas)
         figures = torch.stack([loss_sum.to(grad_norm.device), bad.float()])
-        if world_size() > 1:
-            dist.all_reduce(figures)
+        for group in self.groups:
+            dist.all_reduce(figures, group=group)
         total, num_bad = figures.unbind()
         return total, ((num_bad > 0) | ~total.isfinite()).float()
 

@@ -41,23 +41,23 @@ def judge(guard: SkipGuard, *norms: float, loss: float = 1.0) -> list[bool]:
     ],
 )
 def test_what_is_not_finite_is_skipped(loss: float, norm: float, skipped: bool) -> None:
-    total, verdict = SkipGuard(OptimConfig(), SkipHistory()).judge(torch.tensor(loss), torch.tensor(norm))
+    total, verdict = SkipGuard(OptimConfig(), SkipHistory(), []).judge(torch.tensor(loss), torch.tensor(norm))
     assert verdict.item() == float(skipped)
     assert verdict.dtype == torch.float32, "the fused kernel reads a float"
     assert total.item() == loss or math.isnan(total.item()) and math.isnan(loss)
 
 
 def test_spikes_are_let_through_unless_asked_for() -> None:
-    guard, history = SkipGuard(OptimConfig(skip_window_steps=4), SkipHistory()), SkipHistory()
+    guard, history = SkipGuard(OptimConfig(skip_window_steps=4), SkipHistory(), []), SkipHistory()
     assert judge(guard, *STEADY, 1e30) == [False] * 5
     guard.remember(history)
     assert history == SkipHistory(), "a guard that is off has something to remember"
 
 
 def test_spike_is_skipped_once_the_window_is_full() -> None:
-    assert judge(SkipGuard(GUARDED, SkipHistory()), *STEADY[:3], 1e6) == [False] * 4, "three norms are no window of four"
-    assert judge(SkipGuard(GUARDED, SkipHistory()), *STEADY, 2.71) == [False] * 5
-    assert judge(SkipGuard(GUARDED, SkipHistory()), *STEADY, 2.73, 1.5) == [False] * 4 + [True, False]
+    assert judge(SkipGuard(GUARDED, SkipHistory(), []), *STEADY[:3], 1e6) == [False] * 4, "three norms are no window of four"
+    assert judge(SkipGuard(GUARDED, SkipHistory(), []), *STEADY, 2.71) == [False] * 5
+    assert judge(SkipGuard(GUARDED, SkipHistory(), []), *STEADY, 2.73, 1.5) == [False] * 4 + [True, False]
 
 
 def test_guard_is_that_of_the_formula() -> None:
@@ -74,7 +74,7 @@ def test_guard_is_that_of_the_formula() -> None:
         expected.append(not math.isfinite(norm) or norm > highest)
         if math.isfinite(norm):
             window = [*window, min(norm, highest)][-4:]
-    guard = SkipGuard(GUARDED, SkipHistory())
+    guard = SkipGuard(GUARDED, SkipHistory(), [])
     assert judge(guard, *norms.tolist()) == expected
     assert expected.count(True) > 40 and expected.count(False) > 100
     assert sorted(guard.window.tolist()) == pytest.approx(sorted(window), rel=1e-5)
@@ -82,7 +82,7 @@ def test_guard_is_that_of_the_formula() -> None:
 
 @pytest.mark.parametrize("bad", [NAN, INF])
 def test_what_is_not_finite_never_enters_the_window(bad: float) -> None:
-    clean, dirty = (SkipGuard(GUARDED, SkipHistory()) for _ in range(2))
+    clean, dirty = (SkipGuard(GUARDED, SkipHistory(), []) for _ in range(2))
     judge(clean, *STEADY, 1.5)
     assert judge(dirty, bad, *STEADY[:2], bad, *STEADY[2:], bad, bad, 1.5).count(True) == 4
     assert dirty.window.tolist() == clean.window.tolist()
@@ -90,13 +90,13 @@ def test_what_is_not_finite_never_enters_the_window(bad: float) -> None:
 
 
 def test_finite_norm_beside_a_loss_that_is_not_is_remembered() -> None:
-    guard = SkipGuard(GUARDED, SkipHistory())
+    guard = SkipGuard(GUARDED, SkipHistory(), [])
     assert judge(guard, 1.0, loss=NAN) == [True]
     assert guard.num_seen.item() == 1
 
 
 def test_one_spike_does_not_blind_the_guard_and_a_lasting_change_is_accepted() -> None:
-    guard = SkipGuard(GUARDED, SkipHistory())
+    guard = SkipGuard(GUARDED, SkipHistory(), [])
     assert judge(guard, *STEADY, 1e30, 100.0) == [False] * 4 + [True, True], "blind after the first spike"
     verdicts = judge(guard, *[100.0] * 50)
     assert verdicts.index(False) < 10 and not any(verdicts[verdicts.index(False) :])
@@ -106,13 +106,13 @@ def test_saved_window_is_the_window_bit_for_bit() -> None:
     random = np.random.Generator(np.random.PCG64(1))
     norms = np.exp(random.normal(0, 1, 30)).tolist()
     for stop in range(12):  # at every filling of the window, and at every place in it
-        whole, first = (SkipGuard(GUARDED, SkipHistory()) for _ in range(2))
+        whole, first = (SkipGuard(GUARDED, SkipHistory(), []) for _ in range(2))
         judge(whole, *norms[:stop])
         judge(first, *norms[:stop])
         history = SkipHistory(num_skipped=3, num_in_a_row=2)
         first.remember(history)
         assert (history.num_skipped, history.num_in_a_row) == (3, 2)
-        resumed = SkipGuard(GUARDED, SkipHistory(**json.loads(json.dumps(asdict(history), allow_nan=False))))
+        resumed = SkipGuard(GUARDED, SkipHistory(**json.loads(json.dumps(asdict(history), allow_nan=False))), [])
         assert judge(resumed, *norms[stop:]) == judge(whole, *norms[stop:])
         assert resumed.window.tolist() == whole.window.tolist()
         assert resumed.num_seen.item() == whole.num_seen.item() == 30
@@ -120,7 +120,7 @@ def test_saved_window_is_the_window_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("config", [OptimConfig(), GUARDED])
 def test_host_does_not_wait_for_the_device(config: OptimConfig) -> None:
-    guard = SkipGuard(config, SkipHistory())
+    guard = SkipGuard(config, SkipHistory(), [])
     with NoReads():
         for norm in (*STEADY, 1e6, NAN):
             guard.judge(torch.tensor(1.0), torch.tensor(norm))
@@ -148,7 +148,7 @@ def judge_on_ranks(steps: list[tuple[float, float]]) -> list[tuple[float | str, 
     from toolkit.launch.accelerator import build_accelerator
 
     build_accelerator([], ".")
-    guard = SkipGuard(OptimConfig(), SkipHistory())
+    guard = SkipGuard(OptimConfig(), SkipHistory(), [torch.distributed.group.WORLD])  # type: ignore[list-item]
     verdicts: list[tuple[float | str, float]] = []
     for figures in steps:
         loss, norm = figures if rank() == 1 else (1.0, 1.0)
