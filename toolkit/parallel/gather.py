@@ -90,10 +90,10 @@ def evaluation_model(sharded: ShardedModel, unshard: str) -> Iterator[tuple[PreT
             yield sharded.model, True  # type: ignore[misc]
     finally:
         sharded.model.train()
-        # After a forward without a backward, FSDP2 leaves units gathered; a save needs shards.
-        for module in sharded.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        # After a forward without a backward, FSDP2 leaves units gathered, and gathers under way: a generation's root asks for the
+        # encoder, which runs once only. A save needs shards, and a later forward must not take weights from before a change.
+        if isinstance(sharded.model, FSDPModule):
+            sharded.model.reset_iter_state()
 
 
 @contextlib.contextmanager
