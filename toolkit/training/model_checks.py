@@ -13,6 +13,7 @@ from toolkit.distributed.rendezvous import is_connection_error
 from toolkit.distributed.rng import random_state_kept
 from toolkit.distributed.watchdog import at
 from toolkit.errors import UserError
+from toolkit.launch.accelerator import compute_dtype
 from toolkit.loss import summed_cross_entropy, summed_loss
 from toolkit.parallel.gather import evaluation_model, generation_ready
 from toolkit.parallel.wrap import ShardedModel
@@ -20,7 +21,8 @@ from toolkit.parallel.wrap import ShardedModel
 NUM_TOKENS = 6
 """Length of each test text."""
 LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""Largest relative difference between our loss and the model's: by chunks and by all logits, or an encoder-decoder's own."""
+"""Largest relative difference between our loss and the model's: by chunks and by all logits, or an encoder-decoder's own. By the
+dtype that the model computes in: accelerate casts logits of autocast to fp32 (accelerator.py, convert_outputs_to_fp32)."""
 
 
 @torch.no_grad()
@@ -47,7 +49,7 @@ def check_causal_model(sharded: ShardedModel, collator: Collator, *, packing: bo
             actual = _loss(sharded, model, collator, [[first]])
         except (AttributeError, TypeError):
             raise UserError(f"{name} cannot be trained: its logits cannot be made from its hidden states alone") from None
-        tolerance = LOSS_TOLERANCE[torch.float32 if logits_BTV.dtype == torch.float32 else torch.bfloat16]
+        tolerance = LOSS_TOLERANCE[compute_dtype(sharded.accelerator)]
         if not abs(actual - expected) <= tolerance * abs(expected):
             raise UserError(f"{name} cannot be trained: its loss by hidden states is {actual:.6f}, by its logits {expected:.6f}")
         # Causality: change the last token; the loss of the earlier ones must not change.
@@ -87,7 +89,7 @@ def check_seq2seq_model(sharded: ShardedModel, collator: SummarizationCollator, 
         with _failing_as(f"{name} cannot be trained here", ways_out), evaluation_model(sharded, unshard="never") as (model, _):
             output = model(**prompts, **shifted, labels=batch["labels"], use_cache=False)
             expected, actual = output.loss.item(), summed_loss(model, batch)[0].item() / num_labels
-        tolerance = LOSS_TOLERANCE[torch.float32 if output.logits.dtype == torch.float32 else torch.bfloat16]
+        tolerance = LOSS_TOLERANCE[compute_dtype(sharded.accelerator)]
         if not abs(actual - expected) <= tolerance * abs(expected):
             raise UserError(
                 f"{name} cannot be trained: its own loss is {expected:.6f}, the mean over its label tokens {actual:.6f}, so it "
