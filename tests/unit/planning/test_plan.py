@@ -277,16 +277,17 @@ def test_few_blocks_tell_of_many(settings: dict, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "attention", "dtype", "is_cpu"),
+    ("settings", "attention", "dtype", "is_cpu", "smoothing"),
     [
-        (LLAMA, "sdpa", torch.bfloat16, True),
-        (LLAMA, "sdpa", torch.bfloat16, False),  # fused kernels of the CPU keep what CUDA's do
-        (T5, "sdpa", torch.bfloat16, True),
+        (LLAMA, "sdpa", torch.bfloat16, True, 0.0),
+        (LLAMA, "sdpa", torch.bfloat16, False, 0.0),  # fused kernels of the CPU keep what CUDA's do
+        (LLAMA, "sdpa", torch.bfloat16, True, 0.1),  # which is planned as if there was none
+        (T5, "sdpa", torch.bfloat16, True, 0.0),
     ],
-    ids=["sdpa-cpu", "sdpa-cuda", "t5"],
+    ids=["sdpa-cpu", "sdpa-cuda", "smoothed", "t5"],
 )
 def test_the_trace_is_what_a_real_micro_batch_allocates(
-    settings: dict, attention: str, dtype: torch.dtype, is_cpu: bool, request: pytest.FixtureRequest
+    settings: dict, attention: str, dtype: torch.dtype, is_cpu: bool, smoothing: float, request: pytest.FixtureRequest
 ) -> None:
     strategy = dataclasses.replace(CPU, compute_dtype=dtype, is_cpu=is_cpu)
     own = (f"--model.attn_implementation={attention}", "--model.from_scratch=true")
@@ -304,16 +305,16 @@ def test_the_trace_is_what_a_real_micro_batch_allocates(
     if "attention_mask" in batch:
         batch["attention_mask"][0, -1] = 0  # rows differ in length, else transformers does without a mask
     at_start = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *batch.values()))
-    expected = at_start + _allocated_peak(model, batch, dtype)
+    expected = at_start + _allocated_peak(model, batch, dtype, smoothing)
     assert sum(traced.peak.values()) - traced.peak[OPTIMIZER] == pytest.approx(expected, rel=0.002)
 
 
-def _allocated_peak(model: torch.nn.Module, batch: dict[str, torch.Tensor], dtype: torch.dtype) -> int:
+def _allocated_peak(model: torch.nn.Module, batch: dict[str, torch.Tensor], dtype: torch.dtype, smoothing: float) -> int:
     """Most bytes beyond those there before, as the CPU's allocator reports them, in a forward (autocast) and backward."""
 
     def forward() -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-            return summed_loss(model, batch)[0]
+            return summed_loss(model, batch, smoothing)[0]
 
     forward().backward()  # lazily made things
     model.zero_grad(set_to_none=True)
