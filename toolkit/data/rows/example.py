@@ -78,8 +78,7 @@ class Columns(NamedTuple):
 _CELLS = {"seq2seq": ("source", "target"), "pair": ("prompt", "completion"), "chat": ("chat",), "text": ("text",)}
 """The cells of each kind of row, as messages name them."""
 _STORED = ("prompt", "completion", "text", "messages", "tools", "first_trained", "weight_0", "lead_text")
-_AS_JSON = ("messages", "tools")
-"""Every message may have keys and values of its own, which no column type holds."""
+"""The fields of `Example` in the row files. `messages` and `tools` are JSON there, as their keys differ from row to row."""
 
 
 def choose_columns(where: object, existing: Sequence[str], config: DataConfig | LLMDataConfig) -> Columns:
@@ -167,13 +166,10 @@ def build_schema() -> pa.Schema:
     return pa.schema([(name, others.get(name, pa.string())) for name in ("row_id", "mix_entry", *_STORED)])
 
 
-def list_cells(example: Example) -> list[Any]:
+def list_cells(row: Example) -> list[Any]:
     """The cells of an example in the row files."""
-    cells = [getattr(example, name) for name in _STORED]
-    for place, name in enumerate(_STORED):
-        if name in _AS_JSON and cells[place] is not None:
-            cells[place] = json.dumps(cells[place], ensure_ascii=False)
-    return cells
+    messages, tools = (None if value is None else json.dumps(value, ensure_ascii=False) for value in (row.messages, row.tools))
+    return [row.prompt, row.completion, row.text, messages, tools, row.first_trained, row.weight_0, row.lead_text]
 
 
 def read_examples(rows: Mapping[str, Iterable[Any]]) -> list[Example]:
@@ -181,6 +177,7 @@ def read_examples(rows: Mapping[str, Iterable[Any]]) -> list[Example]:
     examples = []
     for cells in zip(*(rows[name] for name in _STORED), strict=True):
         fields = dict(zip(_STORED, cells, strict=True))
-        fields.update({name: json.loads(fields[name]) for name in _AS_JSON if fields[name] is not None})
+        for name in ("messages", "tools"):
+            fields[name] = None if fields[name] is None else json.loads(fields[name])
         examples.append(Example(**fields))
     return examples

@@ -14,10 +14,10 @@ from toolkit.config.data import LLMDataConfig
 from toolkit.config.schema import ModelConfig
 from toolkit.data.rows.example import read_examples
 from toolkit.data.tokens.chat_template import check_chat_template, list_special_tokens, read_chat_template
-from toolkit.data.tokens.cuts import ROW_IDS_OF_A_PIECE, SIDES, split_text, tell_cut, tell_split
+from toolkit.data.tokens.cuts import ROW_IDS_OF_A_PIECE, SIDES, describe_cut, describe_split, split_text
 from toolkit.data.tokens.offsets import TokenizedText, tokenize_texts
 from toolkit.data.tokens.prompts import Prepared, prepare_chat, prepare_text
-from toolkit.data.tokens.tokenizer import tell_lost_text, train_byte_level_tokenizer
+from toolkit.data.tokens.tokenizer import describe_lost_text, train_byte_level_tokenizer
 from toolkit.errors import UserError
 from toolkit.loss import IGNORED_LABEL
 
@@ -73,7 +73,7 @@ def train(rows: Dataset, vocab_size: int) -> PreTrainedTokenizerBase:
 
 def describe(tokenizer: PreTrainedTokenizerBase, rows: Dataset) -> list[str]:
     """What to print about a tokenizer: whether it loses text of the first rows."""
-    return tell_lost_text(tokenizer, [example.texts for example in read_examples(rows[:_NUM_ROWS_TRIED])])
+    return describe_lost_text(tokenizer, [example.texts for example in read_examples(rows[:_NUM_ROWS_TRIED])])
 
 
 def tokenize(
@@ -134,8 +134,8 @@ def report(tokenized: Dataset, config: LLMDataConfig, name: str) -> tuple[Datase
         raise UserError(f"all {num_rows} {side} {what} lost their whole completion to {limit}: raise it")
     # Everything else is reported.
     given = numbers["num_given_tokens"]
-    sentences = tell_split(numbers["piece"], name, limit)
-    sentences += tell_cut(given, np.where(is_kept | is_bare, numbers["num_lost_tokens"], given), num_rows, name, limit)
+    sentences = describe_split(numbers["piece"], name, limit)
+    sentences += describe_cut(given, np.where(is_kept | is_bare, numbers["num_lost_tokens"], given), num_rows, name, limit)
     if num_lost:
         sentences.append(
             f"{num_lost} of {num_rows} {what} lost their whole completion to {limit} and were left out ({side} rows)"

@@ -50,7 +50,7 @@ def split_text(input_ids: np.ndarray, num_prefix: int, max_length_tokens: int) -
         yield Piece(row, labels, begin, end)
 
 
-def tell_split(piece: np.ndarray, name: str, limit: str) -> list[str]:
+def describe_split(piece: np.ndarray, name: str, limit: str) -> list[str]:
     """One sentence if texts were split, else none.
 
     Args:
@@ -68,7 +68,7 @@ def tell_split(piece: np.ndarray, name: str, limit: str) -> list[str]:
     ]
 
 
-def tell_cut(num_given: np.ndarray, num_lost: np.ndarray, num_rows: int, name: str, limit: str, what: str = "") -> list[str]:
+def describe_cut(num_given: np.ndarray, num_lost: np.ndarray, num_rows: int, name: str, limit: str, what: str = "") -> list[str]:
     """One sentence if rows were cut, with the share of the split's tokens that is lost, else none. A large share is a WARNING.
 
     Args:

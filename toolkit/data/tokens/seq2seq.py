@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.data import DataConfig
 from toolkit.config.schema import ModelConfig
-from toolkit.data.tokens.cuts import tell_cut
+from toolkit.data.tokens.cuts import describe_cut
 from toolkit.data.tokens.languages import marks_languages, set_languages
 from toolkit.data.tokens.tokenizer import train_tokenizer
 
@@ -76,7 +76,7 @@ def report(tokenized: Dataset, config: DataConfig, name: str) -> tuple[Dataset, 
     sentences: list[str] = []
     for side, limit in (("source", config.max_source_length_tokens), ("target", config.max_target_length_tokens)):
         num_lost = numbers[f"num_lost_{side}_tokens"]
-        sentences += tell_cut(
+        sentences += describe_cut(
             num_kept[side] + num_lost, num_lost, len(tokenized), name, f"data.max_{side}_length_tokens = {limit}", side
         )
     return tokenized.remove_columns(lost), sentences, set()

@@ -164,7 +164,7 @@ def train_byte_level_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrai
     )
 
 
-def tell_lost_text(tokenizer: PreTrainedTokenizerBase, rows: Sequence[list[str]]) -> list[str]:
+def describe_lost_text(tokenizer: PreTrainedTokenizerBase, rows: Sequence[list[str]]) -> list[str]:
     """One sentence if decoding the tokens of texts does not return the texts, else none.
 
     BERT's tokenizers lose case and line breaks, others lose unknown characters. A space before the first word does not count,

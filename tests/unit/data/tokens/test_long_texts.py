@@ -12,7 +12,7 @@ from tests.support.tokenizer_kinds import EXACT_KINDS, build_byte_level, build_m
 from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.config.schema import ModelConfig
 from toolkit.data.tokens import offsets as spans
-from toolkit.data.tokens.cuts import split_text, tell_cut
+from toolkit.data.tokens.cuts import describe_cut, split_text
 from toolkit.data.tokens.prepare import prepare_rows
 from toolkit.errors import UserError
 
@@ -128,7 +128,7 @@ def test_the_share_of_tokens_that_a_cut_loses_is_told(prepare):
         assert rows.remarks == [f"WARNING: {sentence}{fix}" if marked else sentence]
     lost = np.zeros(10_000, dtype=int)
     lost[0] = 1
-    assert ": less than 0.1 % of all" in tell_cut(np.full(10_000, 9), lost, 10_000, "evaluation", "data.x = 9")[0]
+    assert ": less than 0.1 % of all" in describe_cut(np.full(10_000, 9), lost, 10_000, "evaluation", "data.x = 9")[0]
 
 
 def test_rows_that_the_tokenizer_makes_nothing_of_are_not_said_to_be_cut(prepare):

@@ -47,6 +47,12 @@ def test_the_fingerprint_follows_the_tokenizer_that_came_out_of_training(tmp_pat
     assert elsewhere.fingerprint != first.fingerprint
 
 
+def test_a_language_that_the_trained_tokenizer_cannot_mark_is_refused(tmp_path: Path) -> None:
+    data, model = rows_without_a_tokenizer(tmp_path)
+    with pytest.raises(UserError, match="data.target_language is fr, but the tokenizer of .*model does not mark languages"):
+        prepare_rows(replace(data, target_language="fr"), model, 80)
+
+
 def test_two_machines_with_one_process_id_may_write_one_cache(tmp_path: Path) -> None:
     folder = tmp_path / "cache" / "tokens"
 
