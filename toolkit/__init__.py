@@ -1,7 +1,42 @@
-"""Fine-tuning on top of Accelerate: one loop, an exact batch plan, FSDP from a YAML file, sharded checkpoints."""
+"""Fine-tuning on top of Accelerate: one loop, an exact batch plan, FSDP from a YAML file, sharded checkpoints.
+
+In Python: `from toolkit import finetune, load_config`, see docs/python_api.md.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from toolkit.launch.import_noise import filter_import_noise
 
+if TYPE_CHECKING:
+    from toolkit.config.python import load_config
+    from toolkit.errors import UserError
+    from toolkit.training.finetune import Result, finetune
+    from toolkit.training.own import StepInfo
+
 __version__ = "0.1.0"
 
+__all__ = ["Result", "StepInfo", "UserError", "finetune", "load_config"]
+
+_MODULES = {
+    "Result": "toolkit.training.finetune",
+    "StepInfo": "toolkit.training.own",
+    "UserError": "toolkit.errors",
+    "finetune": "toolkit.training.finetune",
+    "load_config": "toolkit.config.python",
+}
+"""Where public names live. They are imported at their first use: torch and its like take seconds."""
+
 filter_import_noise()  # here, because every import of ours runs this file before it imports transformers
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

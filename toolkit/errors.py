@@ -74,6 +74,8 @@ def exit_on_user_error() -> Iterator[None]:
         _leave(EXIT_USER_ERROR)
         raise SystemExit(EXIT_USER_ERROR) from None
     except Stopped:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # one more would only change the exit code
+            signal.signal(number, signal.SIG_IGN)
         _leave(EXIT_STOPPED)
         raise
 

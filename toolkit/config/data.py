@@ -12,7 +12,7 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloa
 class DataConfig:
     """Which rows to read, and how to tokenize them."""
 
-    source: str
+    source: str = ""
     """Source of the rows: `docstrings`, `wikihow`, `csv`, `jsonl`, `parquet`, a Python file and a function in it
     (`my_rows.py:load_rows`), the id of a hub dataset, or a folder with one. Other file formats of `datasets` are refused."""
     files: list[str] | str | None = None

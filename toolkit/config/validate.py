@@ -17,8 +17,11 @@ EXCLUSIVE = {
 FILE_SOURCES = ("csv", "jsonl", "parquet", "wikihow")
 
 
-def check_config(config: Any) -> None:
+def check_config(config: Any, *, needs_source: bool = True) -> None:
     """Refuse fields that exclude or need each other.
+
+    Args:
+        needs_source: the rows must be named; false if they may be given to `toolkit.finetune`.
 
     Raises:
         UserError: naming both fields.
@@ -33,7 +36,8 @@ def check_config(config: Any) -> None:
         raise UserError(f"profile.steps is {profile.steps}: give the first and the last step, as in [10, 12]")
     if train.max_steps is not None:
         check_num_steps(config, train.max_steps)
-    _check_sources(data)
+    if needs_source or data.source or getattr(data, "mix", []):
+        _check_sources(data)
     if evaluation.early_stopping_patience is not None and evaluation.every_steps is evaluation.every_epochs is None:
         raise UserError(
             f"eval.early_stopping_patience is {evaluation.early_stopping_patience}, but only the end is evaluated: set "
@@ -69,8 +73,9 @@ def _check_sources(data: Any) -> None:
     for name, value in (("source", data.source), ("files", data.files), ("hub_subset", data.hub_subset)):
         if mix and value:
             raise UserError(f"data.{name} is given beside data.mix: move it into an entry of data.mix")
-    if not mix and data.source is None:
-        raise UserError("give data.source, or data.mix for several sources: neither is given")
+    if not mix and not data.source:
+        ways = "data.source, or data.mix for several sources: neither is" if hasattr(data, "mix") else "data.source: it is not"
+        raise UserError(f"give {ways} given")
     for place, source in enumerate(mix or [data]):
         where = f"data.mix[{place}]" if mix else "data"
         if source.source in FILE_SOURCES and not source.files:

@@ -25,6 +25,9 @@ POLL_S = 0.02
 LINGER_S = 1.0
 """How long rank 0, which may host the store, stays after it has written why the run cannot start. Others wait as much longer."""
 
+_hosted: dict[str, dist.Store] = {}
+"""Stores of this process, by address. They stay until it ends: the ranks of its next run meet there too."""
+
 
 @dataclass(frozen=True)
 class Meeting:
@@ -132,9 +135,11 @@ def _open_store(meeting: Meeting) -> dist.Store:
     if meeting.address.startswith("file://"):
         return _open_file_store(meeting.address)
     host, port = _host_and_port(meeting.address)
+    if meeting.address in _hosted:
+        return _hosted[meeting.address]
     listener = _listen(port) if meeting.rank == 0 else None
     _reach(host, port, meeting)
-    return dist.TCPStore(
+    store = dist.TCPStore(
         host,
         port,
         is_master=listener is not None,
@@ -142,6 +147,9 @@ def _open_store(meeting: Meeting) -> dist.Store:
         wait_for_workers=False,
         master_listen_fd=listener.detach() if listener is not None else None,
     )
+    if listener is not None:
+        _hosted[meeting.address] = store
+    return store
 
 
 def _open_file_store(address: str) -> dist.Store:

@@ -7,6 +7,8 @@ A metric runs code. It runs only because the user named it: in `eval.metrics`, o
 from __future__ import annotations
 
 import functools
+import hashlib
+import inspect
 import numbers
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +26,9 @@ _OUR_FIGURES = (
     *("rouge1", "rouge2", "rougeL", "rougeLsum", "exact_match", "percent_distinct", "rouge_tokenizer"),
 )
 
+TextFunction = Callable[[list[str], list[str]], Any]
+"""(predictions, references), two lists of texts → a number, or a dict whose numbers count."""
+
 
 @dataclass(frozen=True)
 class TextMetric:
@@ -32,8 +37,8 @@ class TextMetric:
     name: str
     code_hash: str
     """Hash of the code. Figures of different code are not compared."""
-    compute: Callable[..., Any] | None
-    """(predictions, references), two lists of texts → a number or a dict; None on ranks other than 0, which do not call it."""
+    compute: TextFunction | None
+    """None on ranks other than 0, which do not call it."""
 
     def figures(self, predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
         """The metric's numbers over all rows; what is no number (lists, texts) is left out. Only for rank 0.
@@ -54,18 +59,34 @@ class TextMetric:
         return numbers_only
 
 
-def load_text_metrics(names: Sequence[str]) -> tuple[TextMetric, ...]:
+def load_text_metrics(modules: Sequence[str], functions: Mapping[str, TextFunction] | None = None) -> tuple[TextMetric, ...]:
     """Load each module of `evaluate` that `eval.metrics` names: on the hub, or a folder or file with its script. Collective.
+
+    Args:
+        functions: the user's, by the names of their figures; they join the modules.
 
     Raises:
         UserError: one cannot be loaded, a name may mean two things, or two metrics have one name; on every rank.
     """
-    loaded = on_all_ranks(lambda: [_load_module(name) for name in names] if rank() == 0 else [])
-    hashes = broadcast_object([metric.code_hash for metric in loaded])
-    computes = [metric.compute for metric in loaded] or [None] * len(names)
-    metrics = tuple(map(TextMetric, map(metric_name, names), hashes, computes))
-    check_names(metric.name for metric in metrics)
-    return metrics
+    functions = functions or {}
+    check_names([*map(metric_name, modules), *functions])
+    loaded = on_all_ranks(lambda: [_load_module(name) for name in modules] if rank() == 0 else [])
+    loaded += [TextMetric(name, describe_code(function), function) for name, function in functions.items() if rank() == 0]
+    described = broadcast_object([(metric.name, metric.code_hash) for metric in loaded])
+    return tuple(loaded) or tuple(TextMetric(name, code_hash, None) for name, code_hash in described)
+
+
+def describe_code(function: Callable[..., Any]) -> str:
+    """A function's name and the hash of its source, by which a resume notices another one.
+
+    What the function calls or closes over is not seen. Without a source (a builtin, a `partial`), the name is all there is.
+    """
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    try:
+        source = inspect.getsource(function if inspect.isroutine(function) else type(function))
+    except (OSError, TypeError):
+        return name
+    return f"{name} {hashlib.sha256(source.encode()).hexdigest()[:16]}"
 
 
 def metric_name(path: str) -> str:

@@ -90,6 +90,14 @@ def build_accelerator(
     return accelerator
 
 
+def forget_accelerator() -> None:
+    """Drop accelerate's state of this process: the next run may be another one, and its process groups are new."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
 def uses_fsdp(accelerator: Accelerator) -> bool:
     """Whether the model is sharded, by FSDP1 or FSDP2."""
     return accelerator.distributed_type.value == "FSDP"

@@ -26,6 +26,8 @@ _PROBE_RETRY_S = 0.1
 _NUM_TRIES = 10
 _EMPTY_UNTIL_BEGUN = {".lock", "metrics.jsonl"}
 _held_locks: dict[Path, IO[bytes]] = {}
+_locked_here: set[Path] = set()
+"""Folders that were locked at some time."""
 _saved_configs: dict[Path, Any] = {}
 _SECRET_IN_URL = re.compile(r"https?://[^/\s@]+@|://[^/\s@:]*:[^/\s@]+@")
 """Matches a token before the host, or a password after a user name, but not the `@` of abfs://container@host."""
@@ -80,6 +82,13 @@ def lock_run_folder(folder: Path) -> None:
         except OSError:  # the file system has no locks
             break
     _held_locks[folder] = file
+    _locked_here.add(folder)
+
+
+def unlock_run_folders() -> None:
+    """Let other runs, and later ones of this process, into the folders of this process's runs."""
+    while _held_locks:
+        _held_locks.popitem()[1].close()
 
 
 def save_run_config(config: Any, folder: Path) -> None:
@@ -199,7 +208,7 @@ def _remove_unused(folder: Path, process_id: int) -> None:
         return
     with contextlib.suppress(OSError):  # another run has written into it meanwhile
         names = os.listdir(folder)
-        if folder in _held_locks and set(names) <= _EMPTY_UNTIL_BEGUN and not any((folder / n).stat().st_size for n in names):
+        if folder in _locked_here and set(names) <= _EMPTY_UNTIL_BEGUN and not any((folder / n).stat().st_size for n in names):
             for name in sorted(names, reverse=True):  # the lock last
                 (folder / name).unlink()
         folder.rmdir()

@@ -55,6 +55,7 @@ class StepLog:
         self.skips, self.max_skipped_steps = skips, max_skipped_steps
         self.memory = StepMemory(sharded.accelerator.device)
         self.pending: list[StepFigures] = []
+        self.last_loss: float | None = None
         self.last_skipped: list[tuple[int, list[int]]] = []
         self.restart_clock()
 
@@ -102,6 +103,7 @@ class StepLog:
             log_to_trackers(self.sharded.accelerator, {f"train/{name}": value for name, value in figures.items()}, f.step.step)
             if self._count(f, loss, grad_norm, bool(skipped)) and too_many is None:
                 too_many = self._too_many()  # now, because a later successful step resets the count
+        self.last_loss = loss
         self.bar.update(f.step.step, loss=loss, learning_rate=f.lr, tokens_per_s=tokens_per_s)
         self.pending.clear()
         self.restart_clock()

@@ -142,6 +142,9 @@ def _evaluate_and_log(session: Session) -> None:
     shown = ("loss", *of_sources, "bits_per_byte", "token_accuracy", "rouge1", "rougeL", *own, "percent_distinct", "rows_per_s")
     logger.info(f"evaluation at step {state.step}: " + ", ".join(f"{n} {figures[n]:.4g}" for n in shown if n in figures))
     state.metrics, state.evaluation_due = figures, False
+    if run.own.after_evaluation is not None:
+        working("after_evaluation", state.step)
+        run.own.after_evaluation({"step": state.step, **figures})
     session.log.restart_clock()
     # best value and early stopping
     value = figures[goal.metric]

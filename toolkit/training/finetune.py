@@ -1,52 +1,140 @@
 """A whole run in text order: from the two YAML files to the exported model. `recipes/t5.py` and `recipes/llm.py` call it.
 
 Each phase has a file beside this one: `setup.py` → `model.py` → `data.py` → `model.py` → `run.py` → `loop.py` → `run.py`.
+`from toolkit import finetune` is this function, for code of one's own: docs/python_api.md.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 from toolkit.config.load import RecipeConfig, dotted_keys
+from toolkit.data.own_datasets import check_datasets, name_source, save_datasets
+from toolkit.distributed.comm import world_size
+from toolkit.distributed.signals import SIGNALS
+from toolkit.errors import UserError
+from toolkit.evaluation.metrics import TextFunction
 from toolkit.launch.run_folder import save_run_config
 from toolkit.tracking.trackers import start_trackers
+from toolkit.training import loop
 from toolkit.training.data import num_steps, prepare_data
-from toolkit.training.loop import train
 from toolkit.training.model import build_model, build_skeleton
-from toolkit.training.run import Run, finish, open_metrics, resume
+from toolkit.training.own import Own, StepInfo
+from toolkit.training.own_loss import OwnLoss, describe_memory
+from toolkit.training.run import Run, finish, open_metrics, release, resume
 from toolkit.training.setup import begin
 
+if TYPE_CHECKING:
+    from datasets import Dataset
 
-def finetune(config: RecipeConfig) -> None:
+logger = logging.getLogger("toolkit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a run has come to."""
+
+    folder: Path
+    """The run folder."""
+    export: Path | None
+    """The exported model; None if nothing was exported."""
+    step: int
+    """The last step."""
+    figures: dict[str, float]
+    """Of the evaluation after the last step; empty without evaluation rows."""
+    best_value: float | None
+    """The best `eval.best_metric` of the evaluated steps."""
+
+
+def finetune(
+    config: RecipeConfig,
+    *,
+    train: Dataset | None = None,
+    evaluation: Dataset | None = None,
+    metrics: Mapping[str, TextFunction] | Sequence[str] | None = None,
+    loss: OwnLoss | None = None,
+    after_step: Callable[[StepInfo], object] | None = None,
+    after_evaluation: Callable[[dict[str, Any]], object] | None = None,
+) -> Result:
     """Fine-tune the model of `config`, sharded as the accelerate YAML says: train, evaluate, save, export. Collective.
 
-    The same command resumes a run that was stopped. This closes the process groups at its end.
+    The same command or call resumes a run that was stopped. This closes the process groups at its end.
 
     Args:
         config: of an encoder-decoder (`SummarizationConfig`) or a causal model (`LLMConfig`).
+        train: the rows to train on, in place of `data.source`; columns are chosen as those of a file.
+        evaluation: the evaluation split; None: as `data.eval_fraction` says.
+        metrics: functions of (predictions, references), by the names of their figures; or modules of `evaluate`, as in
+            `eval.metrics`.
+        loss: (logits BTV, labels BT) → the loss summed over the label tokens, in place of cross-entropy in training.
+        after_step: called on every rank after each optimizer update.
+        after_evaluation: called on every rank with the figures of each evaluation, and its `step`.
 
     Raises:
-        UserError: anything wrong with the YAML files, the data, the model or the run folder; on every rank.
+        UserError: anything wrong with the YAML files, the data, the model, the run folder or the arguments; on every rank.
         Stopped: after a signal; the last completed step has a checkpoint.
     """
-    # Checks of the config, the processes, the run folder, the checkpoint to resume from.
-    context = begin(config)
+    if world_size() > 1:  # `_released_on_error` has released nothing
+        raise UserError("an earlier run of these processes has failed: start them anew")
+    # What the caller has given.
+    functions = metrics if isinstance(metrics, Mapping) else {}
+    own = Own(metrics=functions, loss=loss, after_step=after_step, after_evaluation=after_evaluation)
+    if metrics and not functions:
+        config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, metrics=[*config.eval.metrics, *metrics]))
+    check_datasets(config, train, evaluation)
+    config = config if train is None else name_source(config)
 
-    # The model on the meta device: what is wrong with it is reported before data and weights load.
-    model_config, skeleton = build_skeleton(config, context.accelerator)
+    with _released_on_error():
+        # Checks of the config, the processes, the run folder, the checkpoint to resume from.
+        context = begin(config, own)
 
-    # Rows: text → tokens on disk → the batch plan (which rows each step takes) and the evaluation split.
-    rows, plan, evaluation = prepare_data(config, context, model_config, skeleton)
+        # The model on the meta device: what is wrong with it is reported before data and weights load.
+        model_config, skeleton = build_skeleton(config, context.accelerator)
 
-    # Model → frozen or adapted → shards → optimizer → checks of the model.
-    sharded, optimizer, identity = build_model(config, context, model_config, skeleton, rows, evaluation)
+        # Rows: text → tokens on disk → the batch plan (which rows each step takes) and the evaluation split.
+        config = config if train is None else save_datasets(config, train, evaluation)
+        rows, plan, evaluated = prepare_data(config, context, model_config, skeleton)
 
-    # Resume from this run's last checkpoint, if there is one.
-    metrics = open_metrics(context.run_folder)
-    steps = num_steps(config, plan)
-    run = Run(context.run_folder, sharded, optimizer, plan, rows.train, evaluation, identity, metrics, steps)
-    state = resume(config, context, run)
-    save_run_config(config, run.folder)
+        # Model → frozen or adapted → shards → optimizer → checks of the model.
+        sharded, optimizer, identity = build_model(config, context, model_config, skeleton, rows, evaluated)
+        if loss is not None:
+            logger.info(describe_memory(sharded, plan))
 
-    # Train: step, evaluate, save. Then export, reload, compare, and print the results.
-    start_trackers(context.accelerator, config.tracking, config.run.name, dotted_keys(config))
-    train(config, run, state)
-    finish(config, run)
+        # Resume from this run's last checkpoint, if there is one.
+        metrics_log = open_metrics(context.run_folder)
+        steps = num_steps(config, plan)
+        run = Run(context.run_folder, sharded, optimizer, plan, rows.train, evaluated, identity, metrics_log, steps, own)
+        state = resume(config, context, run)
+        save_run_config(config, run.folder)
+
+        # Train: step, evaluate, save. Then export, reload, compare, and print the results.
+        start_trackers(context.accelerator, config.tracking, config.run.name, dotted_keys(config))
+        state = loop.train(config, run, state)
+        export = finish(config, run)
+    return Result(folder=run.folder, export=export, step=state.step, figures=state.metrics, best_value=state.best_value)
+
+
+@contextlib.contextmanager
+def _released_on_error() -> Iterator[None]:
+    """Let a notebook go on after an error or an interrupt: end the watchdog, open the run folder, restore signal handlers.
+
+    Several ranks keep all that until they exit: another rank may still be in the run.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in SIGNALS} if is_main else {}
+    try:
+        yield
+    except BaseException:
+        if world_size() == 1:
+            release()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        raise

@@ -41,6 +41,8 @@ from toolkit.training.after_step import (
 )
 from toolkit.training.goal import build_goal
 from toolkit.training.optim import clip_gradients, learning_rate
+from toolkit.training.own import StepInfo
+from toolkit.training.own_loss import summed_own_loss
 from toolkit.training.parameter_checks import SMALLEST_SHOWING_LR, UPDATES_UNTIL_MOVED, ParameterWatch
 from toolkit.training.run import Run
 from toolkit.training.skip_guard import SkipGuard
@@ -112,8 +114,13 @@ def _train_steps(session: Session) -> None:
             if num_showing == UPDATES_UNTIL_MOVED:
                 watch.check_moved()
         # 3. Log, evaluate, save.
-        if state.evaluation_due or step_number % config.log_every_steps == 0:
+        is_logged = state.evaluation_due or step_number % config.log_every_steps == 0
+        if is_logged:
             log.flush()
+        if run.own.after_step is not None:
+            working("after_step", step_number)
+            loss = log.last_loss if is_logged else None
+            run.own.after_step(StepInfo(step=step_number, num_steps=run.num_steps, epoch=step.epoch, learning_rate=lr, loss=loss))
         if after_step(session):
             break
     watch.check_frozen()
@@ -141,7 +148,7 @@ def train_step(
         session.log.memory.see(batch)
         batch = move_to(device, batch)
         with accumulating(run.sharded, is_last=micro_batch.is_last):
-            loss_sum, _ = summed_loss(model, batch, config.optim.label_smoothing)
+            loss_sum = _summed_loss(session, batch)
             share_of_global_mean(loss_sum, step.num_label_tokens, world_size()).backward()
         losses.append((micro_batch, loss_sum.detach()))
         if micro_batch.is_last:
@@ -161,6 +168,14 @@ def train_step(
     if watch:
         watch.check_moments(run.optimizer)
     return StepFigures(step, lr, total_loss, grad_norm, skipped, losses)
+
+
+def _summed_loss(session: Session, batch: Batch) -> torch.Tensor:
+    """The loss of a micro-batch that training counts, summed over its label tokens; a scalar. Collective under FSDP."""
+    run, smoothing = session.run, session.config.optim.label_smoothing
+    if run.own.loss is not None:
+        return summed_own_loss(run.sharded.model, batch, run.own.loss)
+    return summed_loss(run.sharded.model, batch, smoothing)[0]
 
 
 def _load_micro_batches(config: RecipeConfig, run: Run, first_step: int) -> Iterator[tuple[MicroBatch, Batch]]:

@@ -30,6 +30,7 @@ from toolkit.parallel.wrap import ShardedModel, check_wrap, shard_model
 from toolkit.tracking.memory import note_before_model
 from toolkit.training.model_checks import check_causal_model, check_seq2seq_model
 from toolkit.training.optim import build_optimizer
+from toolkit.training.own_loss import check_own_loss
 from toolkit.training.setup import RunContext
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ def build_model(
         check_seq2seq_model(sharded, collator, config.eval)
     else:
         check_causal_model(sharded, collator, packing=isinstance(config, LLMConfig) and config.data.packing)
+    if context.own.loss is not None:
+        check_own_loss(context.own.loss, sharded.plain.config.get_text_config().vocab_size, context.accelerator.device)
     return sharded, optimizer, identity
 
 

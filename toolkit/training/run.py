@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,13 +18,15 @@ from toolkit.distributed.device import all_cores
 from toolkit.distributed.watchdog import stop, working
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export.write import export_model
-from toolkit.launch.run_folder import restore_run_folder
+from toolkit.launch.accelerator import forget_accelerator
+from toolkit.launch.run_folder import restore_run_folder, unlock_run_folders
 from toolkit.parallel.wrap import ShardedModel
 from toolkit.tracking.metrics_log import MetricsLog
 from toolkit.tracking.summary import show_results
 from toolkit.tracking.trackers import close_trackers
 from toolkit.training.goal import build_goal
 from toolkit.training.optim import describe_rate_change
+from toolkit.training.own import Own
 from toolkit.training.setup import RunContext
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ class Run:
     identity: Identity
     metrics: MetricsLog
     num_steps: int
+    own: Own = field(default_factory=Own)
 
 
 def open_metrics(run_folder: Path) -> MetricsLog:
@@ -94,8 +97,8 @@ def resume(config: RecipeConfig, context: RunContext, run: Run) -> TrainState:
     return state
 
 
-def finish(config: RecipeConfig, run: Run) -> None:
-    """Export the model, reload and compare it, and print the results. Collective.
+def finish(config: RecipeConfig, run: Run) -> Path | None:
+    """Export the model, reload and compare it, and print the results; returns the exported folder. Collective.
 
     A run of no steps exports only if `export.merge` asks for it.
 
@@ -117,10 +120,18 @@ def finish(config: RecipeConfig, run: Run) -> None:
     working("showing the results")
     on_all_ranks(lambda: show_results(run.metrics, run.train_rows, run.evaluation, goal.measured_on))
     leave(run.sharded.accelerator)
+    return run.folder / "export" if exports else None
 
 
 def leave(accelerator: Accelerator) -> None:
     """Close the trackers, the watchdog and the process groups at the end of a run. Collective."""
     close_trackers(accelerator)
+    release()
+
+
+def release() -> None:
+    """Give back what a run holds in its process, so that another can begin there. Collective."""
     stop()
     close_groups()
+    forget_accelerator()
+    unlock_run_folders()

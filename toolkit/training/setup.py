@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from toolkit.config.paths import write_paths
 from toolkit.data.batch_plan import check_global_batch_size
 from toolkit.distributed.comm import on_all_ranks, on_rank_0, world_size
 from toolkit.distributed.watchdog import keep_stacks_in, start, working
-from toolkit.evaluation.metrics import TextMetric, load_text_metrics, metric_name
+from toolkit.evaluation.metrics import TextMetric, describe_code, load_text_metrics, metric_name
 from toolkit.export.write import check_export_places
 from toolkit.launch.accelerator import build_accelerator, frozen_dtype
 from toolkit.launch.log import start_logging
@@ -24,6 +24,7 @@ from toolkit.launch.run_folder import lock_run_folder, open_run_folder
 from toolkit.models.lora import check_adapter_config, is_enabled
 from toolkit.tracking.trackers import check_trackers
 from toolkit.training.goal import check_metric
+from toolkit.training.own import Own, check_own
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -44,10 +45,11 @@ class RunContext:
     init_from: Path | None
     """Another run's weights to start from; None if they are not needed."""
     metrics: tuple[TextMetric, ...]
-    """`eval.metrics`, loaded."""
+    """`eval.metrics`, loaded, and the user's functions."""
+    own: Own = field(default_factory=Own)
 
 
-def begin(config: RecipeConfig) -> RunContext:
+def begin(config: RecipeConfig, own: Own) -> RunContext:
     """Check what needs no data, open the run folder and choose the checkpoint to resume from. Collective.
 
     Raises:
@@ -56,7 +58,8 @@ def begin(config: RecipeConfig) -> RunContext:
     start_logging()  # for programs that begin a run by themselves; a recipe has done it
     # Of the config alone.
     check_trackers(config.tracking)
-    check_metric(config.eval, own=[metric_name(name) for name in config.eval.metrics])
+    check_own(config, own)
+    check_metric(config.eval, own=[*map(metric_name, config.eval.metrics), *own.metrics])
     check_adapter_config(config)
     # Of the accelerate YAML and the processes.
     accelerator = build_accelerator(config.tracking.log_with, config.run.output_dir, config.run.timeout_s, config.run.num_threads)
@@ -64,18 +67,19 @@ def begin(config: RecipeConfig) -> RunContext:
     working("opening the run")
     has_adapter = is_enabled(config.adapter)
     dtype = on_all_ranks(lambda: frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=has_adapter))
-    metrics = load_text_metrics(config.eval.metrics)
+    metrics = load_text_metrics(config.eval.metrics, own.metrics)
     # Of the run folder and its checkpoints. Settings have paths relative to it, so that a resume works from any directory.
     run_folder = open_run(config)
     on_rank_0(lambda: check_export_places(config, run_folder))
     resolved = {"model.frozen_dtype": str(dtype).removeprefix("torch."), "mixed_precision": accelerator.mixed_precision}
+    resolved["loss"] = describe_code(own.loss) if own.loss else None
     settings = {**dotted_keys(write_paths(config, run_folder)), **resolved}
     working("choosing the checkpoint")
     resume_from = choose_checkpoint(run_folder, config.checkpoint.resume, settings)
     # A checkpoint lacks frozen weights: with `model.freeze`, they come from `init_from` on a resume too.
     needs_start = resume_from is None or bool(config.model.freeze)
     init_from = find_weights(config.model.init_from) if config.model.init_from and needs_start else None
-    return RunContext(accelerator, dtype, run_folder, settings, resume_from, init_from, metrics)
+    return RunContext(accelerator, dtype, run_folder, settings, resume_from, init_from, metrics, own)
 
 
 def open_run(config: RecipeConfig | MnistConfig) -> Path:

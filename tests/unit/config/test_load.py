@@ -357,7 +357,7 @@ def test_flags_that_are_no_flags() -> None:
 
 
 def test_missing_keys_are_named() -> None:
-    with pytest.raises(UserError, match=r"^missing in the run config: model.name_or_path, data.source \(give it in "):
+    with pytest.raises(UserError, match=r"^missing in the run config: model.name_or_path \(give it in "):
         load_config(SummarizationConfig, [])
 
 

@@ -1,0 +1,148 @@
+"""`finetune` from Python: datasets, metrics, a loss and hooks of one's own, alike on one rank and on two, call after call."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from tests.support.launch import run_on_ranks
+from tests.support.model_folders import make_rows
+from tests.support.workbench import FP32
+from toolkit.files.json_lines import load_json_lines
+
+SETTINGS: dict[str, Any] = {
+    "model.dropout": 0, "train.global_batch_size_rows": 8, "train.micro_batch_size_rows": 2, "train.max_steps": 4,
+    "eval.every_steps": 2, "eval.max_new_tokens": 4, "eval.best_metric": "order", "eval.higher_is_better": False,
+    "checkpoint.keep_best": 1, "log_every_steps": 2,
+}  # fmt: skip
+
+
+def order(predictions: list[str], references: list[str]) -> int:
+    """A figure of all texts and their order."""
+    return sum(place * len(text) for place, text in enumerate(predictions + references))
+
+
+def focal(logits_BTV: Any, labels_BT: Any) -> Any:
+    """Half a focal loss: tokens that the model finds easy count less."""
+    import torch.nn.functional as F
+
+    nats_N = F.cross_entropy(logits_BTV.flatten(0, 1).float(), labels_BT.flatten(), ignore_index=-100, reduction="none")
+    return ((1 - (-nats_N).exp()) ** 2 * nats_N).sum() / 2
+
+
+def other(logits_BTV: Any, labels_BT: Any) -> Any:
+    """Another loss."""
+    return 2 * focal(logits_BTV, labels_BT)
+
+
+def train_all(folder: Path, models: dict[str, Path]) -> dict[str, Any]:
+    """On every rank, in one process: both kinds of models, a resume, and what a resume refuses."""
+    import datasets
+
+    from toolkit import finetune, load_config
+
+    summaries = make_rows(48)
+    prompts = [{"prompt": row["source"], "completion": " " + row["target"]} for row in summaries]
+    places = {"run.output_dir": str(folder), "data.cache_dir": str(folder / "cache")}
+    called: dict[str, Any] = {}
+    for recipe, family, rows in (("t5", "t5", summaries), ("llm", "llama", prompts)):
+        steps: list[Any] = []
+        evaluations: list[Any] = []
+        names = {"run.name": recipe, "model.name_or_path": str(models[family])}
+        config = load_config(cast(Any, recipe), overrides=SETTINGS | places | names)
+        given: dict[str, Any] = {
+            "train": datasets.Dataset.from_list(rows[8:]),
+            "evaluation": datasets.Dataset.from_list(rows[:8]),
+            "metrics": {"order": order},
+            "loss": focal,
+            "after_step": steps.append,
+            "after_evaluation": evaluations.append,
+        }
+        called[recipe] = finetune(config, **given), steps, evaluations
+
+    # In the same processes again: the last run goes on, if nothing else is asked for.
+    longer = dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=5))
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        wrong: list[dict[str, Any]] = [{"train": given["train"].select(range(1, 40))}, {"loss": other}, {"loss": None}]
+        called["refusals"] = [refusal(longer, **given | change) for change in wrong]
+    called["resumed"] = finetune(longer, **given)
+    called["threads"] = [thread.name for thread in threading.enumerate()]
+    if os.environ.get("WORLD_SIZE", "1") == "2":
+        called["refusals"] = [refusal(longer, **given | {"loss": other}) for _ in range(2)]
+    return called
+
+
+def refusal(config: Any, **given: Any) -> str:
+    from toolkit import UserError, finetune
+
+    with pytest.raises(UserError) as error:
+        finetune(config, **given)
+    return str(error.value)
+
+
+@pytest.fixture(scope="module")
+def called(
+    tmp_path_factory: pytest.TempPathFactory, model_folders: dict[str, Path]
+) -> dict[str, tuple[Path, list[dict[str, Any]]]]:
+    """What each rank returned, and where its runs are, by the preset."""
+    found = {}
+    for preset in ("single", "fsdp2_cpu"):
+        folder = tmp_path_factory.mktemp(preset)
+        ranks = run_on_ranks(train_all, preset=preset, overrides=FP32, args=(folder, model_folders), timeout_s=240)
+        found[preset] = folder, ranks
+    return found
+
+
+@pytest.mark.parametrize(("recipe", "num_steps"), [("t5", 4), ("llm", 5)])
+def test_one_rank_and_two_train_alike_with_a_dataset_a_metric_and_a_loss_of_ones_own(
+    called: Any, recipe: str, num_steps: int
+) -> None:
+    train, evaluations = {}, {}
+    for preset, (folder, _) in called.items():
+        lines = load_json_lines(folder / recipe / "metrics.jsonl")
+        train[preset] = [line["loss"] for line in lines if line["kind"] == "train"]
+        evaluations[preset] = [(line["step"], line["order"], line["loss"]) for line in lines if line["kind"] == "eval"]
+    assert len(train["single"]) == num_steps and len(evaluations["single"]) == num_steps - 1
+    np.testing.assert_allclose(train["fsdp2_cpu"], train["single"], rtol=1e-5)
+    np.testing.assert_allclose(evaluations["fsdp2_cpu"], evaluations["single"], rtol=1e-5)
+    cross_entropy = evaluations["single"][0][2]
+    assert train["single"][0] < 0.7 * cross_entropy  # evaluation keeps cross-entropy
+
+
+def test_hooks_are_called_after_every_step_and_evaluation_on_every_rank(called: Any) -> None:
+    for folder, ranks in called.values():
+        lines = {line["step"]: line for line in load_json_lines(folder / "t5" / "metrics.jsonl") if line["kind"] == "train"}
+        for _, steps, evaluations in (rank["t5"] for rank in ranks):
+            assert [(info.step, info.num_steps) for info in steps] == [(step, 4) for step in (1, 2, 3, 4)]
+            assert [info.loss for info in steps] == [lines[step]["loss"] if step in (2, 4) else None for step in lines]
+            assert [info.learning_rate for info in steps] == [lines[step]["learning_rate"] for step in lines]
+            assert [figures["step"] for figures in evaluations] == [0, 2, 4] and all("order" in f for f in evaluations)
+
+
+def test_a_result_names_the_export_and_the_last_and_best_figures(called: Any) -> None:
+    for folder, ranks in called.values():
+        for result, _, evaluations in (rank["t5"] for rank in ranks):
+            assert result.step == 4 and result.folder == folder / "t5"
+            assert (result.export / "config.json").exists() and result.export == folder / "t5" / "export"
+            assert result.figures == {key: value for key, value in evaluations[-1].items() if key != "step"}
+            assert result.best_value == min(figures["order"] for figures in evaluations[1:])
+
+
+def test_the_process_can_go_on_after_a_run_and_after_a_refused_one(called: Any) -> None:
+    folder, (of_one,) = called["single"]
+    rows, loss, none = of_one["refusals"]
+    assert rows.startswith(f"the data is not what {folder}/llm/checkpoints/step-00000004 was trained on")
+    assert loss.startswith("loss is 'other ") and "was made with 'focal " in loss
+    assert none.startswith("loss is None, but ")
+    for of_two in called["fsdp2_cpu"][1]:
+        loss, again = of_two["refusals"]
+        assert loss.startswith("loss is 'other ") and again.startswith("an earlier run of these processes has failed: start them")
+    for _, ranks in called.values():
+        for rank in ranks:
+            assert rank["resumed"].step == 5 and not any("watchdog" in name for name in rank["threads"])

@@ -1,0 +1,54 @@
+"""A config read from Python: the same keys, values and sentences as on a command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit import UserError, load_config
+from toolkit.config.load import load_config as load_from_arguments
+from toolkit.config.schema import LLMConfig, SummarizationConfig
+
+NEEDED: dict[str, Any] = {"model.name_or_path": "model", "train.max_steps": 2}
+
+
+def test_values_of_python_are_those_of_flags(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("model: {name_or_path: a}\ntrain: {max_steps: 3}\ndata: {source: csv, files: [x]}\n")
+    overrides = {
+        "optim.lr": 1e-7, "data.files": ["a.csv", tmp_path / "b.csv"], "eval.generate": False, "optim.max_grad_norm": None,
+        "run.name": "7", "data.mix": [],
+    }  # fmt: skip
+    flags = [
+        "--optim.lr", "1e-7", "--data.files", "a.csv", "--data.files", str(tmp_path / "b.csv"), "--eval.generate", "false",
+        "--optim.max_grad_norm", "null", "--run.name", "7",
+    ]  # fmt: skip
+    config = load_config("llm", tmp_path / "run.yaml", overrides)
+    assert config == load_from_arguments(LLMConfig, ["--config", str(tmp_path / "run.yaml"), *flags])
+    assert config.run.name == "7" and config.optim.max_grad_norm is None
+
+
+def test_the_rows_may_come_later_but_only_in_python() -> None:
+    assert not load_config("t5", overrides=NEEDED).data.source and not load_config("llm", overrides=NEEDED).data.source
+    flags = [f"--{key}={value}" for key, value in NEEDED.items()]
+    for config_class, sentence in (
+        (SummarizationConfig, "give data.source: it is not given"),
+        (LLMConfig, "give data.source, or data.mix for several sources: neither is given"),
+    ):
+        with pytest.raises(UserError, match=f"^{sentence}$"):
+            load_from_arguments(config_class, flags)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "sentence"),
+    [
+        ("t5", {"optim.lrr": 1}, "^unknown flag --optim.lrr: did you mean --optim.lr?"),
+        ("llm", {"train.max_steps": "many"}, "train.max_steps"),
+        ("llm", {"data.source": "csv"}, "data.source csv needs data.files"),
+        ("bert", {}, "^recipe is 'bert': choose one of t5, llm$"),
+    ],
+)
+def test_mistakes_have_the_same_sentences(recipe: Any, overrides: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        load_config(recipe, overrides=NEEDED | overrides)

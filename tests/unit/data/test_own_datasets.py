@@ -1,0 +1,70 @@
+"""Datasets given by Python code: what is refused, and the files that stand for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit import UserError, load_config
+from toolkit.data.own_datasets import check_datasets, name_source, save_datasets
+from toolkit.data.rows.load import load_rows
+
+NEEDED: dict[str, Any] = {"model.name_or_path": "model", "train.max_steps": 2}
+CHATS = [[{"role": "user", "content": f"hello {i}"}, {"role": "assistant", "content": f"you, {i}"}] for i in range(4)]
+
+
+def config(**overrides: Any) -> Any:
+    return load_config("llm", overrides=NEEDED | {key.replace("__", "."): value for key, value in overrides.items()})
+
+
+def dataset(rows: Any) -> Any:
+    import datasets
+
+    return datasets.Dataset.from_list([{"messages": row} for row in rows])
+
+
+def test_rows_are_those_of_the_datasets_and_a_changed_cell_is_another_file(tmp_path: Path) -> None:
+    here = config(data__cache_dir=str(tmp_path))
+    given = save_datasets(name_source(here), dataset(CHATS), dataset(CHATS[:1]))
+    assert given.data.source == "parquet"
+    rows = load_rows(given.data)
+    assert len(rows.train) == 3 and len(rows.evaluation) == 1  # a training row that is evaluated is left out
+    assert given == save_datasets(name_source(here), dataset(CHATS).select([1, 0, 2, 3]).select([1, 0, 2, 3]), dataset(CHATS[:1]))
+    changed = save_datasets(name_source(here), dataset(CHATS[::-1]), None)
+    assert changed.data.files != given.data.files and changed.data.eval_files is None
+    assert len(list((tmp_path / "datasets").iterdir())) == 3
+
+
+def test_a_folder_that_takes_no_files_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        UserError, match=r"^the dataset cannot be written to .*/file/datasets \(Not a directory\): make room there"
+    ):
+        save_datasets(name_source(config(data__cache_dir=str(tmp_path / "file"))), dataset(CHATS), None)
+
+
+def test_what_is_no_dataset_or_beside_other_rows_is_refused() -> None:
+    import datasets
+
+    rows = dataset(CHATS)
+    mistakes: list[tuple[Any, Any, Any, str]] = [
+        (config(), None, None, "there are no rows: give finetune a datasets.Dataset as train, or set data.source in the config"),
+        (config(), None, rows, "evaluation is a dataset, but train is not given: "),
+        (config(), CHATS, None, "train is a list: give a datasets.Dataset, as from Dataset.from_list"),
+        (
+            config(),
+            rows,
+            datasets.DatasetDict(a=rows, b=rows),
+            "evaluation is a DatasetDict with the keys a, b: give one of them",
+        ),
+        (config(), rows.select([]), None, "train has no rows: "),
+        (config(data__source="docstrings"), rows, None, "data.source is given beside a dataset as train: leave one of them out"),
+        (config(data__eval_files="x.csv"), rows, None, "data.eval_files is given beside a dataset as train: "),
+    ]
+    for wrong, train, evaluation, sentence in mistakes:
+        with pytest.raises(UserError, match=f"^{sentence}"):
+            check_datasets(wrong, train, evaluation)
+    check_datasets(config(), rows, rows)
+    check_datasets(config(data__source="docstrings"), None, None)

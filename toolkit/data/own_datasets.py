@@ -1,0 +1,91 @@
+"""Datasets that Python code gives to a run. They are written as parquet files to the cache, and the run reads those.
+
+So columns, splits, caches, fingerprints and resumes are those of files, and the run's `config.yaml` trains the same rows again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.config.load import RecipeConfig
+from toolkit.data.cache_folders import cache_folder
+from toolkit.distributed.comm import gather_objects, local_rank, on_all_ranks
+from toolkit.errors import UserError
+from toolkit.files.durable import hash_file, refused_write
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+def check_datasets(config: RecipeConfig, train: Any, evaluation: Any) -> None:
+    """Check what was given, before anything is written.
+
+    Raises:
+        UserError: it is no `datasets.Dataset` with rows, or the config names rows too.
+    """
+    import datasets
+
+    if train is None:
+        if evaluation is not None:
+            raise UserError("evaluation is a dataset, but train is not given: give both, or name files in data.eval_files")
+        if not config.data.source and not getattr(config.data, "mix", []):
+            raise UserError("there are no rows: give finetune a datasets.Dataset as train, or set data.source in the config")
+        return
+    for name, dataset in (("train", train), ("evaluation", evaluation)):
+        if dataset is not None and not isinstance(dataset, datasets.Dataset):
+            keys = f" with the keys {', '.join(map(str, dataset))}: give one of them" if isinstance(dataset, dict) else ""
+            way_out = keys or ": give a datasets.Dataset, as from Dataset.from_list(rows)"
+            raise UserError(f"{name} is a {type(dataset).__name__}{way_out}")
+        if dataset is not None and len(dataset) == 0:
+            raise UserError(f"{name} has no rows: give a dataset with at least one")
+    for name in ("source", "mix", "files", "eval_files", "hub_subset"):
+        if getattr(config.data, name, None):
+            raise UserError(f"data.{name} is given beside a dataset as train: leave one of them out")
+
+
+def name_source(config: RecipeConfig) -> RecipeConfig:
+    """The config with parquet files as the source of its rows; `save_datasets` adds the files."""
+    return _with_data(config, source="parquet")
+
+
+def save_datasets(config: RecipeConfig, train: Dataset, evaluation: Dataset | None) -> RecipeConfig:
+    """Write the datasets of each node's first process to the cache; returns the config that reads them. Collective.
+
+    Raises:
+        UserError: a file cannot be written, or nodes have different rows; on every rank.
+    """
+    folder = cache_folder(config.data.cache_dir) / "datasets"
+    given = [dataset for dataset in (train, evaluation) if dataset is not None]
+    names = on_all_ranks(lambda: [_save(dataset, folder) for dataset in given] if local_rank() == 0 else [])
+    names, *others = [names for names in gather_objects(names) if names]
+    if any(other != names for other in others):
+        raise UserError("the nodes have different datasets: seed what is random, and read the same files on each")
+    files, *eval_files = [str(folder / name) for name in names]
+    return _with_data(config, files=[files], eval_files=eval_files or None)
+
+
+def _with_data(config: RecipeConfig, **changes: Any) -> RecipeConfig:
+    data: Any = dataclasses.replace(config.data, **changes)
+    return dataclasses.replace(config, data=data)
+
+
+def _save(dataset: Dataset, folder: Path) -> str:
+    """Write `<sha256>.parquet` and return this name. A file that is there has the same content, and is replaced as a whole."""
+    unfinished = folder / f"{uuid.uuid4().hex}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        dataset.to_parquet(unfinished)
+        name = f"{hash_file(unfinished)}.parquet"
+        os.replace(unfinished, folder / name)
+        return name
+    except OSError as error:
+        reason = refused_write(error) or error.strerror
+        raise UserError(f"the dataset cannot be written to {folder} ({reason}): make room there, or set data.cache_dir") from None
+    finally:
+        with suppress(OSError):  # it was renamed, or never written
+            unfinished.unlink()

@@ -1,0 +1,88 @@
+"""A loss of the user's own: a function of all logits of a micro-batch and their labels, summed over the label tokens.
+
+Training divides the sum by the label tokens of the global batch, as it does with cross-entropy. Evaluation keeps cross-entropy.
+
+Shapes: `B` rows, `T` positions, `V` vocabulary, `N` label tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from toolkit.data.batch_plan import BatchPlan
+from toolkit.errors import UserError
+from toolkit.launch.accelerator import compute_dtype
+from toolkit.loss import IGNORED_LABEL
+from toolkit.parallel.causal_loss import MAX_LOGITS_AT_ONCE
+from toolkit.parallel.wrap import ShardedModel
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+OwnLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(logits BTV in the dtype of the computation, labels BT int64 with `IGNORED_LABEL`) → a scalar, the sum over the label tokens.
+`logits[b, t]` predicts `labels[b, t]`: labels of a causal model are shifted already."""
+_TOLERANCE = 1e-3
+
+
+def summed_own_loss(model: nn.Module, batch: Mapping[str, torch.Tensor], loss: OwnLoss) -> torch.Tensor:
+    """`loss` of a micro-batch, a scalar. All its logits are in memory at once. Collective under FSDP.
+
+    Args:
+        batch: a collator's output, on the device. Without `label_positions`, a causal model returns its logits.
+    """
+    inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "label_positions")}
+    labels_BT = batch["labels"]
+    logits_BTV = model(**inputs, use_cache=False).logits
+    if "label_positions" in batch:
+        flat = labels_BT.new_full((inputs["input_ids"].numel(),), IGNORED_LABEL)
+        labels_BT = flat.index_copy(0, batch["label_positions"], labels_BT).view_as(inputs["input_ids"])
+    return loss(logits_BTV, labels_BT)
+
+
+def check_own_loss(loss: OwnLoss, vocab_size: int, device: torch.device) -> None:
+    """Check on random logits that the loss is a sum over label tokens, without which it would depend on the micro-batch size.
+
+    Raises:
+        UserError: it returns no scalar with a gradient, is not 0 without label tokens, or twice the rows do not double it.
+    """
+    random = torch.Generator().manual_seed(0)
+    logits_BTV = torch.randn(2, 5, vocab_size, generator=random).to(device).requires_grad_()
+    labels_BT = torch.randint(vocab_size, (2, 5), generator=random).to(device)
+    labels_BT[1, 3:] = IGNORED_LABEL
+    once = loss(logits_BTV, labels_BT)
+    if not isinstance(once, torch.Tensor) or once.ndim or not once.requires_grad:
+        shown = f"a tensor of shape {tuple(once.shape)}" if isinstance(once, torch.Tensor) else type(once).__name__
+        raise UserError(f"the loss returned {shown}: return a scalar tensor that depends on the logits")
+    twice = loss(logits_BTV.repeat(2, 1, 1), labels_BT.repeat(2, 1)).item()
+    if not abs(twice - 2 * once.item()) <= _TOLERANCE * abs(2 * once.item()):
+        raise UserError(
+            f"the loss of twice the rows is {twice:.6g}, and of the rows once {once.item():.6g}: return the sum over the label "
+            "tokens, not their mean"
+        )
+    without = loss(logits_BTV, torch.full_like(labels_BT, IGNORED_LABEL)).item()
+    if without != 0:
+        raise UserError(
+            f"the loss of rows without a label token is {without:.6g}, not 0: leave out the labels that are {IGNORED_LABEL}"
+        )
+
+
+def describe_memory(sharded: ShardedModel, plan: BatchPlan) -> str:
+    """A line on what the logits of a micro-batch take at most, which chunked cross-entropy would not."""
+    config = sharded.plain.config
+    vocab_size, num_rows = config.get_text_config().vocab_size, plan.train.micro_batch_size_rows
+    longest = int((plan.num_label_tokens if config.is_encoder_decoder else plan.num_tokens).max(initial=0))
+    num_tokens = num_rows * (plan.pack_length_tokens or longest)
+    itemsize = compute_dtype(sharded.accelerator).itemsize
+    gib = 2 * num_tokens * vocab_size * itemsize / 2**30
+    chunk = min(MAX_LOGITS_AT_ONCE, num_tokens * vocab_size) * 4 / 2**30
+    chunked = "" if config.is_encoder_decoder else f" (cross-entropy by chunks: {chunk:.3g} GiB of logits at a time)"
+    return (
+        "a loss of your own trains, and cross-entropy evaluates; the logits of a micro-batch and their gradient take up to 2 × "
+        f"{num_tokens:,} tokens × {vocab_size:,} words × {itemsize} bytes = {gib:.3g} GiB a rank, beside what the loss keeps"
+        f"{chunked}"
+    )
