@@ -96,7 +96,7 @@ def write_model(folder: Path, options: argparse.Namespace, num_layers: int) -> i
 
 def load(folder: Path, side: str, trained: dict[str, Any]) -> Figures:
     """One launch of `load_sides.py`."""
-    flags = {"model.name_or_path": folder, "data.source": "docstrings", "train.num_epochs": 1, "run.output_dir": folder}
+    flags = {"model.name_or_path": folder, "data.source": "not/read", "train.num_epochs": 1, "run.output_dir": folder}
     flags |= {"train.global_batch_size_rows": NUM_PROCESSES, "train.micro_batch_size_rows": 1, **trained}
     way = "whole" if side == WHOLE else "sharded"
     arguments = [way, *as_arguments(flags)]

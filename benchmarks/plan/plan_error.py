@@ -141,7 +141,7 @@ def measure(case: Case, num_processes: int, folder: Path, *, is_gpu: bool) -> li
 
     model, preset = _write_inputs(case, folder, num_processes)
     arguments = [
-        "--data.source=docstrings", "--train.num_epochs=1", "--data.packing=false", f"--train.micro_batch_size_rows={case.rows}",
+        "--data.source=not/read", "--train.num_epochs=1", "--data.packing=false", f"--train.micro_batch_size_rows={case.rows}",
         f"--train.global_batch_size_rows={case.rows * case.num_micro_batches * num_processes}", *case.arguments,
     ]  # fmt: skip
     if case.model["model_type"] == "t5":

@@ -64,7 +64,7 @@ def load_docstrings(folder: Path, max_train_rows: int, max_eval_rows: int) -> di
     from toolkit.config.data import DataConfig
     from toolkit.data.rows.load import load_rows
 
-    rows = load_rows(DataConfig(source="docstrings", cache_dir=str(folder / "cache")))
+    rows = load_rows(DataConfig(source="recipes/sources/docstrings.py:load_rows", cache_dir=str(folder / "cache")))
     long_enough = rows.train.filter(lambda row: len(row["lead_text"]) >= MIN_BODY_CHARACTERS)
     train, evaluation = (
         [{"source": row["prompt"], "target": row["completion"]} for row in split] for split in (long_enough, rows.evaluation)

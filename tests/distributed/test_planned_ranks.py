@@ -28,7 +28,7 @@ LLAMA = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": False,
 }  # fmt: skip
 ARGUMENTS = [
-    "--data.source=docstrings", "--data.max_length_tokens=128", "--train.num_epochs=1", "--train.micro_batch_size_rows=2",
+    "--data.source=not/read", "--data.max_length_tokens=128", "--train.num_epochs=1", "--train.micro_batch_size_rows=2",
     "--train.global_batch_size_rows=4",
 ]  # fmt: skip
 LORA = ["--adapter.method=lora", "--adapter.target_modules=all-linear", "--adapter.rank=8"]

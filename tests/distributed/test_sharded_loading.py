@@ -178,7 +178,7 @@ def load(accelerator: Any, folders: dict[str, Path], name: str, flags: dict[str,
 
     is_seq2seq = json.loads((folders[name] / "config.json").read_text()).get("is_encoder_decoder", False)
     always = {
-        "model.name_or_path": folders[name], "data.source": "docstrings", "train.num_epochs": 1,
+        "model.name_or_path": folders[name], "data.source": "not/read", "train.num_epochs": 1,
         "train.global_batch_size_rows": 3, "train.micro_batch_size_rows": 1,
     }  # fmt: skip
     values = {key: value.format(**folders) if value in PLACES else value for key, value in (always | flags).items()}

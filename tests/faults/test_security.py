@@ -119,7 +119,7 @@ def test_a_run_name_stays_in_its_folder(finished: tuple[Path, LaunchResult], tmp
 
 def test_yaml_makes_no_objects(tmp_path: Path) -> None:
     canary, config = tmp_path / "canary", tmp_path / "run.yaml"
-    config.write_text(f"model:\n  name_or_path: !!python/object/apply:os.mkdir ['{canary}']\ndata:\n  source: docstrings\n")
+    config.write_text(f"model:\n  name_or_path: !!python/object/apply:os.mkdir ['{canary}']\ndata:\n  source: not/read\n")
     result = launch(RECIPE, ["--config", str(config)], preset="fsdp2_cpu", timeout_s=TIMEOUT_S)
     assert not canary.exists()
     sentence = "{here}/run.yaml, line 2: model.name_or_path has !!python/object/apply:os.mkdir …"

@@ -116,4 +116,4 @@ def open_as_nobody(output_dir: str) -> str:
 
 def config(output_dir: str) -> SummarizationConfig:
     run = RunConfig(output_dir=output_dir, name="run")
-    return SummarizationConfig(model=ModelConfig(name_or_path="model"), data=DataConfig(source="docstrings"), run=run)
+    return SummarizationConfig(model=ModelConfig(name_or_path="model"), data=DataConfig(source="not/read"), run=run)

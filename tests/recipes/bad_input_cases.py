@@ -211,8 +211,8 @@ EARLY = {
 
 DATA = {
     "unknown source": Case(
-        flags="--data.source docstring --data.files null",
-        sentence="data.source docstring is none of …, and the hub cannot be reached: did you mean docstrings?",
+        flags="--data.source jsonll --data.files null",
+        sentence="data.source jsonll is none of …, and the hub cannot be reached: did you mean jsonl?",
     ),
     "error in a function of one's own": Case(
         flags="--data.source {here}/my_rows.py:load_rows",

@@ -65,7 +65,7 @@ EARLY = {
         sentence=f"{{here}}/run.yaml, line 2: unknown key model.resize_token_embeddings: {NOT_RESIZED} model.name_or_path",
     ),
     "mix beside a source": Case(
-        flags='--data.mix [{"source":"stdlib"}]',
+        flags='--data.mix [{"source":"some/rows"}]',
         sentence="data.source is given beside data.mix: move it into an entry of data.mix",
     ),
     "neither mix nor source": Case(
@@ -73,16 +73,16 @@ EARLY = {
         sentence="give data.source, or data.mix for several sources: neither is given",
     ),
     "unknown key of a mix entry": Case(
-        flags=f'{MIX} [{{"source":"stdlib","wieght":2}}]',
+        flags=f'{MIX} [{{"source":"some/rows","wieght":2}}]',
         sentence="--data.mix: unknown key data.mix[0].wieght: did you mean weight?",
     ),
     "unknown key of a mix entry in the YAML": Case(
         flags="--config {here}/run.yaml --data.source null --data.files null",
-        files={"run.yaml": "data:\n  mix:\n  - source: stdlib\n  - source: docstrings\n    split: train\n"},
+        files={"run.yaml": "data:\n  mix:\n  - source: some/rows\n  - source: other/rows\n    split: train\n"},
         sentence="{here}/run.yaml, line 5: unknown key data.mix[1].split: did you mean hub_split?",
     ),
     "mix entry without its files": Case(
-        flags=f'{MIX} [{{"source":"stdlib"}},{{"source":"jsonl"}}]',
+        flags=f'{MIX} [{{"source":"some/rows"}},{{"source":"jsonl"}}]',
         sentence="data.mix[1].source jsonl needs data.mix[1].files",
     ),
     "best metric without generation": Case(

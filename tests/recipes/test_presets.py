@@ -95,7 +95,8 @@ def test_docstrings_config_trains_its_model_and_a_tokenizer(workbench: Workbench
 
 def test_wikihow_config_trains_on_a_wikihow_file(workbench: Workbench, tmp_path: Path) -> None:
     file = save_wikihow_csv(tmp_path / "wikihowAll.csv", make_rows(60))
-    small = {"data__source": "wikihow", "data__files": file, "train__num_epochs": None, "optim__warmup_steps": 1}
+    source = f"{REPOSITORY}/recipes/sources/wikihow.py:load_rows"
+    small = {"data__source": source, "data__files": file, "train__num_epochs": None, "optim__warmup_steps": 1}
     assert "with an empty text" in workbench.run("run", config=RUN_CONFIG_FOLDER / "t5_wikihow.yaml", **small)
     check_whole_run(workbench)
 

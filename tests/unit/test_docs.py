@@ -278,7 +278,7 @@ def check_run_flags(arguments: Any, flags: list[str]) -> None:
     # A placeholder may stand for either.
     recipe = "llm.py" if "llm" in named or (not named and "--data.max_length_tokens" in flags) else "t5.py"
     example = f"recipes/configs/{EXAMPLES[recipe]}.yaml"
-    rows = ["--data.source=docstrings", "--train.max_steps=1"]
+    rows = ["--data.source=not/read", "--train.max_steps=1"]
     given = ["--config", arguments.config.replace("RUN.yaml", example)] if arguments.config else rows
     model = f"--model.name_or_path={arguments.model or f'recipes/models/{EXAMPLES[recipe]}'}"
     config_class, check = RECIPES[recipe]

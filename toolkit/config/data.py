@@ -13,7 +13,7 @@ class DataConfig:
     """Which rows to read, and how to tokenize them."""
 
     source: str = ""
-    """Source of the rows: `docstrings`, `wikihow`, `csv`, `jsonl`, `parquet`, a Python file and a function in it
+    """Source of the rows: `csv`, `jsonl`, `parquet`, a Python file and a function in it
     (`my_rows.py:load_rows`), the id of a hub dataset, or a folder with one. Other file formats of `datasets` are refused."""
     files: list[str] | str | None = None
     """File or list of files of a file source (`csv`, `jsonl`, `parquet`, …), or for the function of a Python file."""
@@ -55,7 +55,7 @@ class MixEntry:
     """One of several sources. Fields are as in `data`."""
 
     source: str
-    """Source of the rows: `docstrings`, `stdlib`, `csv`, `jsonl`, `parquet`, a Python file and a function in it
+    """Source of the rows: `csv`, `jsonl`, `parquet`, a Python file and a function in it
     (`my_rows.py:load_rows`), the id of a hub dataset, or a folder with one. Other file formats of `datasets` are refused."""
     weight: PositiveFloat = 1.0  # type: ignore[valid-type]
     """Share of an epoch's rows, relative to the other weights."""
@@ -72,7 +72,7 @@ class LLMDataConfig:
     """Which rows to read (chats, prompts with completions, or plain text), and how to tokenize them."""
 
     source: str | None = None
-    """Source of the rows: `docstrings`, `stdlib`, `csv`, `jsonl`, `parquet`, a Python file and a function in it
+    """Source of the rows: `csv`, `jsonl`, `parquet`, a Python file and a function in it
     (`my_rows.py:load_rows`), the id of a hub dataset, or a folder with one. Other file formats of `datasets` are refused."""
     mix: list[MixEntry] = field(default_factory=list)
     """List of weighted sources, instead of `source` and `files`."""

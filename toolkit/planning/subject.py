@@ -52,7 +52,7 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
     # The config; defaults take its place if the user gives none.
     is_t5 = is_encoder_decoder(model) if recipe is None else recipe == "t5"
     if not any(argument.partition("=")[0] == "--config" for argument in run_arguments):
-        defaults = ["--data.source=docstrings", "--train.num_epochs=1", "--train.micro_batch_size_rows=1"]
+        defaults = ["--data.source=not/read", "--train.num_epochs=1", "--train.micro_batch_size_rows=1"]
         run_arguments = [*defaults, f"--train.global_batch_size_rows={strategy.num_processes}", *run_arguments]
     config_class: Any = SummarizationConfig if is_t5 else LLMConfig
     config: RecipeConfig = load_config(config_class, [*run_arguments, f"--model.name_or_path={model}"])

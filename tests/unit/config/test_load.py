@@ -23,7 +23,7 @@ from toolkit.config.schema import LLMConfig, OptimConfig, SummarizationConfig
 from toolkit.config.validate import EXCLUSIVE, check_evaluation_rows, check_num_steps
 from toolkit.errors import UserError
 
-REQUIRED = ["--model.name_or_path", "folder", "--data.source", "docstrings", "--train.max_steps", "20"]
+REQUIRED = ["--model.name_or_path", "folder", "--data.source", "not/read", "--train.max_steps", "20"]
 NUMBER_KEYS = {
     "train.seed": 7, "train.micro_batch_size_rows": 3, "optim.lr": 0.5, "optim.weight_decay": 0.25, "model.dropout": 0.0,
     "eval.num_beams": 2, "data.eval_fraction": 1.0,
@@ -55,7 +55,7 @@ def refusal(*flags: str) -> str:
 def test_defaults_are_those_of_the_dataclasses() -> None:
     config = load()
     assert config.optim == OptimConfig()
-    assert (config.model.name_or_path, config.data.source, config.train.max_steps) == ("folder", "docstrings", 20)
+    assert (config.model.name_or_path, config.data.source, config.train.max_steps) == ("folder", "not/read", 20)
 
 
 @pytest.mark.parametrize("where", ["before", "after"])
@@ -452,7 +452,7 @@ def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
 def test_one_of_two_keys_as_a_flag_wins_over_the_other_in_the_yaml(
     tmp_path: Path, section: str, in_yaml: str, flag: str, values: tuple[float | None, ...]
 ) -> None:
-    text = "model: {name_or_path: m}\ndata: {source: docstrings}\n"
+    text = "model: {name_or_path: m}\ndata: {source: not/read}\n"
     length = "" if section == "train" else "train: {max_steps: 20}\n"
     path = write(tmp_path, f"{text}{length}{section}: {{{in_yaml}}}\n")
     built = getattr(load_config(SummarizationConfig, ["--config", str(path), f"--{section}.{flag}"]), section)

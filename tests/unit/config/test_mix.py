@@ -28,18 +28,18 @@ def refuse(argv, *fragments):
 
 
 def test_yaml_and_flag_give_the_same_plain_entries(tmp_path):
-    config = from_yaml(tmp_path, "  mix:\n  - {source: jsonl, files: a.jsonl, weight: 2}\n  - source: stdlib")
-    assert config.data.mix == [MixEntry(source="jsonl", files="a.jsonl", weight=2.0), MixEntry(source="stdlib")]
+    config = from_yaml(tmp_path, "  mix:\n  - {source: jsonl, files: a.jsonl, weight: 2}\n  - source: some/rows")
+    assert config.data.mix == [MixEntry(source="jsonl", files="a.jsonl", weight=2.0), MixEntry(source="some/rows")]
     assert [type(entry.weight) for entry in config.data.mix] == [float, float]
-    flag = json.dumps([{"source": "jsonl", "files": "a.jsonl", "weight": 2}, {"source": "stdlib"}])
+    flag = json.dumps([{"source": "jsonl", "files": "a.jsonl", "weight": 2}, {"source": "some/rows"}])
     assert load_config(LLMConfig, ["--data.mix", flag, *BASE]) == config
 
 
 def test_a_mix_may_be_given_entry_by_entry():
-    flags = ["--data.mix", "{source: jsonl, files: a.jsonl, weight: 2}", '--data.mix=[{"source": "stdlib"}]']
+    flags = ["--data.mix", "{source: jsonl, files: a.jsonl, weight: 2}", '--data.mix=[{"source": "some/rows"}]']
     assert load_config(LLMConfig, [*flags, *BASE]).data.mix == [
         MixEntry(source="jsonl", files="a.jsonl", weight=2.0),
-        MixEntry(source="stdlib"),
+        MixEntry(source="some/rows"),
     ]
 
 
@@ -56,17 +56,24 @@ def test_a_mix_is_saved_read_again_and_flattened(tmp_path):
     [
         ("  mix:\n  - source: jsonl\n    file: a", ["run.yaml, line 4: unknown key data.mix[0].file: did you mean files?"]),
         (
-            "  mix:\n  - {source: stdlib}\n  - {source: stdlib, zzz: 1}",
+            "  mix:\n  - {source: some/rows}\n  - {source: some/rows, zzz: 1}",
             ["line 4: unknown key data.mix[1].zzz; known are source, w"],
         ),
-        ("  mix:\n  - source: stdlib\n    weight: 0", ["line 4: data.mix[0].weight is 0: write a number above 0"]),
+        ("  mix:\n  - source: some/rows\n    weight: 0", ["line 4: data.mix[0].weight is 0: write a number above 0"]),
         ("  mix:\n  - weight: 2", ["line 3: data.mix[0] has no source: give one"]),
-        ("  mix: stdlib", ["line 2: data.mix is not a list of keys with values: write a list as in [{source: ..., weight: ...}"]),
-        ("  mix: [stdlib]", ["line 2: data.mix is not a list of keys with values"]),
+        (
+            "  mix: some/rows",
+            ["line 2: data.mix is not a list of keys with values: write a list as in [{source: ..., weight: ...}"],
+        ),
+        ("  mix: [some/rows]", ["line 2: data.mix is not a list of keys with values"]),
         ("  mix: null", ["line 2: data.mix is null: write a list as in [{source"]),
         ("  mix: [{source: csv}]", ["data.mix[0].source csv needs data.mix[0].files"]),
-        ("  mix: [{source: stdlib}]\n  source: docstrings", ["data.source is given beside data.mix: move it into an entry"]),
-        ("  mix: [{source: stdlib}]\n  files: a.csv", ["data.files is given beside data.mix"]),
+        (
+            "  mix: [{source: docstrings}]",
+            ["source docstrings is a Python file now: give recipes/sources/functions.py:"],
+        ),
+        ("  mix: [{source: some/rows}]\n  source: other/rows", ["data.source is given beside data.mix: move it into an entry"]),
+        ("  mix: [{source: some/rows}]\n  files: a.csv", ["data.files is given beside data.mix"]),
         ("  mix: []", ["give data.source, or data.mix for several sources: neither is given"]),
         ("  source: jsonl", ["data.source jsonl needs data.files"]),
     ],
@@ -80,9 +87,9 @@ def test_mistakes_in_the_file_are_told(tmp_path, mix, fragments):
     ("mix", "fragment"),
     [
         ('[{"source": "jsonl", "file": "a.jsonl"}]', "--data.mix: unknown key data.mix[0].file: did you mean files?"),
-        ('[{"source": "stdlib", "weight": "much"}]', "--data.mix[0].weight is much: write a number above 0"),
+        ('[{"source": "some/rows", "weight": "much"}]', "--data.mix[0].weight is much: write a number above 0"),
         ('[{"weight": 1}]', "--data.mix[0] has no source: give one"),
-        ("stdlib", "--data.mix is not a list of keys with values: write a list as in"),
+        ("some/rows", "--data.mix is not a list of keys with values: write a list as in"),
     ],
 )
 def test_mistakes_in_the_flag_are_told(mix, fragment):

@@ -93,16 +93,16 @@ def test_what_is_in_both_places_is_refused(project: Path, monkeypatch: pytest.Mo
 
 
 def test_names_that_are_no_paths_stay(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("docstrings", "text", "{{ messages }}", "Qwen"):
+    for name in ("corpus", "text", "{{ messages }}", "Qwen"):
         (project / name).mkdir()
-    entries = "[{source: docstrings}, {source: jsonl, files: one.csv}, {source: ./text}]"
+    entries = "[{source: corpus}, {source: jsonl, files: one.csv}, {source: ./text}]"
     data = f"data: {{mix: {entries}, chat_template: '{{% a %}}'}}"
     (project / "llm.yaml").write_text(f"model: {{name_or_path: Qwen/Qwen2.5-7B}}\n{data}\ntrain: {{max_steps: 3}}\n")
     monkeypatch.chdir(project.parent / "elsewhere")
     config = load_config(LLMConfig, [f"--config={project / 'llm.yaml'}"])
     assert (config.model.name_or_path, config.data.chat_template) == ("Qwen/Qwen2.5-7B", "{% a %}")
     found = [(entry.source, entry.files) for entry in config.data.mix]
-    assert found == [("docstrings", None), ("jsonl", "../project/one.csv"), ("../project/text", None)]
+    assert found == [("corpus", None), ("jsonl", "../project/one.csv"), ("../project/text", None)]
     (project / "mnist.yaml").write_text("data: {source: idx, folder: rows}\ntrain: {max_steps: 3}\n")
     images = load_config(MnistConfig, [f"--config={project / 'mnist.yaml'}"], check=check_mnist_config)
     assert images.data.folder == "../project/rows"

@@ -64,9 +64,9 @@ def test_a_batch_holds_rows_of_one_source_and_every_row_comes_once() -> None:
 
 
 def test_entries_are_named_by_their_source_or_their_place() -> None:
-    entries = [MixEntry(source=source) for source in ("stdlib", "jsonl", "some/chats", "jsonl")]
-    assert name_sources(LLMDataConfig(mix=entries)) == ("stdlib", "mix[1]", "some/chats", "mix[3]")
+    entries = [MixEntry(source=source) for source in ("rows", "jsonl", "some/chats", "jsonl")]
+    assert name_sources(LLMDataConfig(mix=entries)) == ("rows", "mix[1]", "some/chats", "mix[3]")
     own = [MixEntry(source=source) for source in ("../rows/my_rows.py:a", "my_rows.py:b", "a/x.py:f", "b/x.py:f")]
     assert name_sources(LLMDataConfig(mix=own)) == ("my_rows.py:a", "my_rows.py:b", "mix[2]", "mix[3]")
-    assert name_sources(LLMDataConfig(mix=entries[:1])) == name_sources(LLMDataConfig(source="stdlib")) == ()
+    assert name_sources(LLMDataConfig(mix=entries[:1])) == name_sources(LLMDataConfig(source="rows")) == ()
     assert name_sources(LLMDataConfig(mix=entries, eval_files="held_out.jsonl")) == ()

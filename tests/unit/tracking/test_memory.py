@@ -21,7 +21,7 @@ LLAMA = {
 }  # fmt: skip
 CONFIG = """
 model: {name_or_path: MODEL, from_scratch: true}
-data: {source: docstrings, max_length_tokens: 128}
+data: {source: not/read, max_length_tokens: 128}
 train: {global_batch_size_rows: 8, micro_batch_size_rows: 4, max_steps: 1}
 """
 

@@ -22,8 +22,12 @@ RECIPE_FOLDER = PRESET_FOLDER.parent / "recipes"
 DEFAULT_PRESETS = ("fsdp2_full_shard",)
 DEFAULT_TOLERANCE = 1e-5
 SMALL_ROWS: Final = {
-    "t5": {"data.source": "docstrings", "data.max_source_length_tokens": 64, "data.max_target_length_tokens": 32},
-    "llm": {"data.source": "docstrings", "data.max_length_tokens": 128},
+    "t5": {
+        "data.source": f"{RECIPE_FOLDER}/sources/docstrings.py:load_rows",
+        "data.max_source_length_tokens": 64,
+        "data.max_target_length_tokens": 32,
+    },
+    "llm": {"data.source": f"{RECIPE_FOLDER}/sources/functions.py:load_rows", "data.max_length_tokens": 128},
 }
 """Data without a run YAML: docstrings of this Python."""
 TITLES = ("check", "compared with one process, or as said", "difference", "tolerance", "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -15,11 +15,7 @@ from toolkit.data.rows.example import Columns, Example, build_example, choose_co
 from toolkit.data.sources.files import READERS, find_files, hash_file, list_columns
 from toolkit.data.sources.hub import check_hub_name, load_hub_dataset, read_hub_rows
 from toolkit.data.sources.own import OwnSource, load_own_source, read_options, read_own_rows
-from toolkit.data.sources.wikihow import read_wikihow
 from toolkit.errors import UserError
-
-DEMOS = ("docstrings", "stdlib")
-"""Sources of our own, which have a split of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +27,7 @@ class RowInput:
     source: str
     """The kind of file, or the value of `data.source`."""
     place: Any
-    """What its rows are read from: a file, a dataset, or a function."""
+    """What its rows are read from: a file, a dataset, or a function of the user's."""
     columns: Columns | None
     """None: each row has its own."""
     digest: str
@@ -58,13 +54,11 @@ def list_inputs(config: DataConfig | LLMDataConfig) -> list[RowInput]:
     eval_files = [] if is_own and "data" in entries else find_files(config.eval_files or [], "data.eval_files")
     inputs = [_open_file(path, _kind_of_eval_file(path, config), config, is_eval_file=True) for path in eval_files]
     for number, (setting, entry) in enumerate(entries.items()):
-        if entry.source in _file_kinds(config):
+        if entry.source in READERS:
             paths = find_files(entry.files or [], f"{setting}.files")
             inputs += [_open_file(path, entry.source, config, mix_entry=number) for path in paths]
         elif split_own_source(entry.source):
             inputs.append(_open_own(entry, config, setting, number))
-        elif entry.source in DEMOS:
-            inputs.append(_open_demo(entry.source, config, number))
         else:
             inputs.append(_open_hub(entry, config, number))
     used = {name for item in inputs if item.columns for name in item.columns.names}
@@ -108,23 +102,18 @@ def _read_examples(item: RowInput) -> Iterator[Example | str]:
     rows: Iterable[Any]
     if item.source in READERS:
         rows = (dict(zip(names, cells, strict=True)) for cells in READERS[item.source](item.place, names))
-    elif item.source == "wikihow":
-        rows = read_wikihow(item.place)
-    elif item.source in DEMOS:
-        rows = item.place()
     elif isinstance(item.place, OwnSource):
         rows = read_own_rows(item.place)
     else:
         rows = (dict(zip(names, cells, strict=True)) for cells in read_hub_rows(item.place, item.label, names))
-    # In files and datasets, a column `group` or `split` is the user's and means nothing here.
-    has_options = item.source in ("wikihow", *DEMOS) or isinstance(item.place, OwnSource)
     for number, row in enumerate(rows, start=1):
         where = f"{item.label}, row {number}"
-        if isinstance(row, str):
-            yield row
+        # In files and datasets, a column `group` or `split` is the user's and means nothing here.
+        options = read_options(row, where) if isinstance(item.place, OwnSource) else {}
+        if "skip" in options:
+            yield options["skip"]
         else:
-            columns = item.columns or _choose_own_columns(item.place, row, where)
-            yield build_example(row, columns, where, **(read_options(row, where) if has_options else {}))
+            yield build_example(row, item.columns or _choose_own_columns(item.place, row, where), where, **options)
 
 
 def _choose_own_columns(own: OwnSource, row: dict[str, Any], where: str) -> Columns:
@@ -145,35 +134,23 @@ def _hash_rows(rows: Iterable[Any]) -> tuple[int, str]:
     return num_rows, digest.hexdigest()
 
 
-def _file_kinds(config: DataConfig | LLMDataConfig) -> tuple[str, ...]:
-    return (*READERS, "wikihow") if isinstance(config, DataConfig) else tuple(READERS)
-
-
-def _named_sources(config: DataConfig | LLMDataConfig) -> tuple[str, ...]:
-    return (*DEMOS[: 1 if isinstance(config, DataConfig) else None], *_file_kinds(config))
-
-
 def _check_entry(entry: MixEntry, config: DataConfig | LLMDataConfig, setting: str) -> None:
     """Refuse a name that is no source, a file source without files, and settings that the source would silently ignore."""
     if split_own_source(entry.source):
         return
-    if entry.source not in _named_sources(config):
-        check_hub_name(entry.source, f"{setting}.source", _named_sources(config))
-    if entry.source in ("wikihow", *DEMOS) and setting == "data":
-        for name, column in configured_columns(config).items():
-            raise UserError(f"{name} is {column}, but data.source {entry.source} knows its columns: leave it out")
-    if entry.source in _file_kinds(config):
+    if entry.source in READERS:
         if not entry.files:
             raise UserError(f"{setting}.source {entry.source} needs {setting}.files")
         return
+    check_hub_name(entry.source, f"{setting}.source", tuple(READERS))
     given = {"files": entry.files, "eval_files": config.eval_files if isinstance(config, DataConfig) else None}
     for name in (name for name, value in given.items() if value):
         raise UserError(f"{setting}.{name} is given, but {setting}.source {entry.source} reads no files: leave one of them out")
 
 
 def _kind_of_eval_file(path: Path, config: DataConfig | LLMDataConfig) -> str:
-    kind = config.source if config.source in _file_kinds(config) else path.suffix.lstrip(".")
-    if kind not in _file_kinds(config):
+    kind = config.source if config.source in READERS else path.suffix.lstrip(".")
+    if kind not in READERS:
         raise UserError(f"data.eval_files: {path} has an unknown file ending: let its name end in .csv, .jsonl or .parquet")
     return kind
 
@@ -182,7 +159,7 @@ def _open_file(
     path: Path, kind: str, config: DataConfig | LLMDataConfig, *, mix_entry: int = 0, is_eval_file: bool = False
 ) -> RowInput:
     digest = hash_file(path, is_text=kind != "parquet")  # first, because it reports unreadable files best
-    existing = ["source", "target"] if kind == "wikihow" else list_columns(path, kind)
+    existing = list_columns(path, kind)
     if not existing:
         raise UserError(f"{path} holds no rows: give a source with at least one")
     columns = choose_columns(path, existing, config)
@@ -211,7 +188,7 @@ def _open_own(entry: MixEntry, config: DataConfig | LLMDataConfig, setting: str,
 
 
 def _open_hub(entry: MixEntry, config: DataConfig | LLMDataConfig, mix_entry: int) -> RowInput:
-    dataset = load_hub_dataset(entry.source, entry.hub_subset, entry.hub_split, other_sources=_named_sources(config))
+    dataset = load_hub_dataset(entry.source, entry.hub_subset, entry.hub_split, other_sources=tuple(READERS))
     columns = choose_columns(entry.source, dataset.column_names, config)
     # The fingerprint of `datasets` depends on paths and times; only the rows themselves are the same on every machine.
     _, digest = _hash_rows(islice(read_hub_rows(dataset, entry.source, columns.names), config.num_rows))
@@ -223,21 +200,3 @@ def _open_hub(entry: MixEntry, config: DataConfig | LLMDataConfig, mix_entry: in
         digest=f"{digest} {columns}",
         mix_entry=mix_entry,
     )
-
-
-def _open_demo(source: str, config: DataConfig | LLMDataConfig, mix_entry: int) -> RowInput:
-    read: Callable[[], list[dict[str, str]]]
-    if isinstance(config, DataConfig):
-        from toolkit.data.sources.docstrings import identify_docstrings, read_docstrings
-
-        read, digest, existing = read_docstrings, identify_docstrings(), ["source", "target"]
-    elif source == "docstrings":
-        from toolkit.data.sources.stdlib import identify_functions, read_functions
-
-        read, digest, existing = read_functions, identify_functions(), ["prompt", "completion"]
-    else:
-        from toolkit.data.sources.stdlib import identify_modules, read_modules
-
-        read, digest, existing = read_modules, identify_modules(), ["text"]
-    columns = choose_columns(source, existing, config)
-    return RowInput(label=source, source=source, place=read, columns=columns, digest=f"{digest} {columns}", mix_entry=mix_entry)

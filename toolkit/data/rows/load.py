@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.data.cache_folders import cache_folder, find_or_build, name_folder
-from toolkit.data.rows.inputs import DEMOS, list_inputs
+from toolkit.data.rows.inputs import list_inputs
 from toolkit.data.rows.split import InputReport, write_rows
 
 if TYPE_CHECKING:
@@ -41,9 +41,9 @@ class TextRows:
 def load_rows(config: DataConfig | LLMDataConfig) -> TextRows:
     """Load the rows of `data.source`, or of every entry of `data.mix`; read, check and split them first if they are not cached.
 
-    A hash of a row's group (the prompt, the source, the text, or the first user message; WikiHow: the article's title) decides
-    its split, so that no group is in both splits, whatever the order of the rows. `data.eval_files` replaces this, and training
-    rows that are in them are left out. `docstrings` and `stdlib` have splits of their own.
+    A hash of a row's group (the prompt, the source, the text, or the first user message) decides its split, so that no group is
+    in both splits, whatever the order of the rows. `data.eval_files` replaces this, and training rows that are in them are left
+    out. A function of the user's may give each row its group and its split.
 
     For one process per node; no collectives.
 
@@ -52,8 +52,7 @@ def load_rows(config: DataConfig | LLMDataConfig) -> TextRows:
             rows; a cell that is not text; a malformed conversation; the cache cannot be written or read.
     """
     inputs = list_inputs(config)
-    defines_split = any(item.is_eval_file for item in inputs) or all(item.source in DEMOS for item in inputs)
-    eval_fraction = None if defines_split else config.eval_fraction
+    eval_fraction = None if any(item.is_eval_file for item in inputs) else config.eval_fraction
     identity = {
         "reader_version": READER_VERSION,
         "num_rows": config.num_rows,

@@ -127,15 +127,9 @@ class _Splitter:
         self._eval_fraction = eval_fraction
         self._has_eval_files = has_eval_files
         self._held_out_hashes: set[int] = set()
-        self._seen_hashes: set[int] = set()
 
     def find_copy(self, row: Example, item: RowInput) -> str | None:
         """The reason to skip a row that repeats an earlier one or is in an evaluation file; else None."""
-        if item.source == "wikihow":
-            pair_hash = _hash64(row.content)
-            if pair_hash in self._seen_hashes:
-                return "that repeat an earlier row"
-            self._seen_hashes.add(pair_hash)
         if self._has_eval_files and not item.is_eval_file and not self._held_out_hashes.isdisjoint(_text_and_group(row)):
             return "that are in data.eval_files too"
         return None

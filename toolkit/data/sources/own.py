@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import itertools
 import json
+import logging
 import sys
 import traceback
 import types
@@ -25,6 +26,8 @@ from toolkit.config.paths import split_own_source
 from toolkit.data.sources.files import find_files, hash_file
 from toolkit.data.sources.row import check_text
 from toolkit.errors import UserError
+
+logger = logging.getLogger("toolkit")
 
 IDENTIFY = "identify"
 """Name of a function, `(config) -> str`, that a file may have: it says what decides the rows, at less cost than reading them."""
@@ -44,7 +47,8 @@ class OwnSource:
     config: DataConfig | LLMDataConfig
     """What the function gets: the data section, with `files` and `eval_files` as lists of paths that exist."""
     identity: str
-    """Hex sha256 of the file, the function's name, the contents of the files in `config`, and what `identify` returned."""
+    """Hex sha256 of the file, those beside it that it imports, the function's name, the files in `config`, and what `identify`
+    returned."""
     is_identified: bool
     """Whether the file has `identify`, so that the rows need not be hashed."""
 
@@ -70,7 +74,8 @@ def load_own_source(config: DataConfig | LLMDataConfig, setting: str) -> OwnSour
     files, eval_files = ([str(path) for path in paths] for paths in found.values())
     config = dataclasses.replace(config, files=files, eval_files=eval_files)
 
-    module = _run_file(path, label)
+    module, beside = run_file(path, label)
+    digests += [hash_file(file, is_text=False) for file in beside]
     function = _find_function(module, name, label)
     identify = getattr(module, IDENTIFY, None)
     if identify is not None:
@@ -118,12 +123,12 @@ def read_own_rows(own: OwnSource) -> Iterator[dict[str, Any]]:
 
 
 def read_options(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """The optional columns `group`, `lead_text` and `split` of a row, as fields of an `Example`.
+    """The optional columns of a row that are given: `group`, `lead_text`, `skip`, and `split` as `held_out`.
 
     Raises:
         UserError: a wrong value.
     """
-    fields = {name: row[name] for name in ("group", "lead_text") if row.get(name) is not None}
+    fields = {name: row[name] for name in ("group", "lead_text", "skip") if row.get(name) is not None}
     for name, value in fields.items():
         check_text(value, f"{where}, column {name}")
     if (split := row.get("split")) is not None:
@@ -133,21 +138,32 @@ def read_options(row: dict[str, Any], where: str) -> dict[str, Any]:
     return fields
 
 
-def _run_file(path: Path, label: str) -> types.ModuleType:
-    """The file as a module. While it runs, it can import the files beside it, after everything that is installed."""
+def run_file(path: Path, label: str) -> tuple[types.ModuleType, list[Path]]:
+    """Run the file; return its module, and the files beside it that it imported. Anything that is installed comes before those.
+
+    Raises:
+        UserError: an error in the file.
+    """
     content = path.read_bytes()
     # Its own name, which no import statement can hit, in sys.modules: dataclasses look themselves up there.
     module = types.ModuleType(f"{path.stem}-{hashlib.sha256(content).hexdigest()[:12]}")
     module.__file__ = str(path.absolute())
     sys.modules[module.__name__] = module
-    beside = str(path.absolute().parent)
-    sys.path.append(beside)
+    before, folder = set(sys.modules), path.absolute().parent
+    sys.path.append(str(folder))
     try:
         with _errors_of(path, label):
             exec(compile(content, str(path), "exec"), module.__dict__)
     finally:
-        sys.path.remove(beside)
-    return module
+        sys.path.remove(str(folder))
+        # They are forgotten again: the next file may lie beside other ones of the same names.
+        beside = {}
+        for name in [name for name in sys.modules if name.partition(".")[0] not in before]:
+            file, place = Path(getattr(sys.modules[name], "__file__", None) or "/"), folder / name.partition(".")[0]
+            if file == place.with_suffix(".py") or file.is_relative_to(place):
+                beside[name] = file
+                del sys.modules[name]
+    return module, sorted(beside.values())
 
 
 def _find_function(module: types.ModuleType, name: str, label: str) -> Callable[[Any], Any]:
@@ -185,4 +201,5 @@ def _errors_of(path: Path, label: str) -> Iterator[None]:
             lines, message = [error.lineno], error.msg
         where = f"line {lines[-1]} of the file" if lines else "the file"
         reason = " ".join(f"{type(error).__name__}: {message}".split())
-        raise UserError(f"{label}: {where} raised {reason[:_MAX_REASON_CHARACTERS].rstrip(': .')}: mend it there") from error
+        logger.debug(f"{label}: {where} raised", exc_info=True)
+        raise UserError(f"{label}: {where} raised {reason[:_MAX_REASON_CHARACTERS].rstrip(': .')}: mend it there") from None

@@ -1,9 +1,7 @@
 """The split, the fingerprint, the cache, and what settings may go together."""
 
-import sys
 import tracemalloc
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from datasets import List, Value
@@ -203,44 +201,14 @@ def test_unwritable_cache_is_refused(config, tmp_path):
         load_rows(config)
 
 
-def docstring_rows():
-    return [
-        {"source": f"{name}: does {name}", "target": name, "lead_text": f"does {name}", "group": name[0], "split": split}
-        for name, split in [("a1", "train"), ("b1", "eval"), ("a2", "train"), ("b2", "eval"), ("c", "train")]
-    ]
-
-
-def test_docstrings_keep_their_split_and_lead_text(config, monkeypatch):
-    rows, versions = docstring_rows(), ["python 3.11"]
-    reader = SimpleNamespace(read_docstrings=lambda: rows, identify_docstrings=lambda: versions[0])
-    monkeypatch.setitem(sys.modules, "toolkit.data.sources.docstrings", reader)
-    config = replace(config, source="docstrings", files=None, eval_fraction=0.9)
-    loaded = load_rows(config)
-    assert loaded.train["completion"][:] == ["a1", "a2", "c"]
-    assert loaded.evaluation.select_columns(["row_id", "prompt", "completion", "lead_text"])[:] == {
-        "row_id": [1, 3],
-        "prompt": ["b1: does b1", "b2: does b2"],
-        "completion": ["b1", "b2"],
-        "lead_text": ["does b1", "does b2"],
-    }
-    assert load_rows(replace(config, eval_fraction=0.1)).fingerprint == loaded.fingerprint
-    assert load_rows(replace(config, num_rows=4)).train["completion"][:] == ["a1", "a2"]
-    versions[0] = "python 3.12"
-    assert load_rows(config).fingerprint != loaded.fingerprint
-
-
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
         ({"files": None}, "data.source csv needs data.files"),
-        ({"source": "docstrings"}, "data.files is given, but data.source docstrings reads no files"),
+        ({"source": "some/rows"}, "data.files is given, but data.source some/rows reads no files"),
         (
             {"source": "someone/dataset", "files": None, "eval_files": "e.csv"},
             "data.eval_files is given, but data.source someone",
-        ),
-        (
-            {"source": "docstrings", "files": None, "target_column": "t"},
-            "data.target_column is t, but data.source docstrings",
         ),
         ({"source_column": "target"}, "data.source_column and data.target_column are both target: name two columns"),
     ],

@@ -57,7 +57,7 @@ def refusal(load: Callable[[], Any]) -> str:
 def test_a_kind_of_file_is_no_dataset(tmp_path: Path, opened: list[str], name: str) -> None:
     loads = [
         lambda: llm(tmp_path, source=name),
-        lambda: llm(tmp_path, mix=[MixEntry(source="stdlib"), MixEntry(source=name)]),
+        lambda: llm(tmp_path, mix=[MixEntry(source="jsonl", files="rows.json"), MixEntry(source=name)]),
         lambda: load_rows(DataConfig(source=name, source_column="text", target_column="text2")),
         lambda: load_images(ImageDataConfig(source=name), 1),
     ]
@@ -68,7 +68,7 @@ def test_a_kind_of_file_is_no_dataset(tmp_path: Path, opened: list[str], name: s
 
 def test_the_sentence_names_what_there_is(tmp_path: Path, opened: list[str]) -> None:
     Path("text").mkdir()
-    sources = "docstrings, stdlib, csv, jsonl, parquet"
+    sources = "csv, jsonl, parquet"
     assert refusal(lambda: llm(tmp_path, source="json", files="rows.json")) == (
         "data.source json is a kind of file, not a dataset: did you mean jsonl?"
     )

@@ -69,6 +69,16 @@ def test_rows_of_a_generator_with_group_split_and_lead_text(folder: Path) -> Non
     assert groups[0] and groups[1] and not groups[0] & groups[1]
 
 
+def test_rows_to_skip_are_counted_by_their_reason(folder: Path) -> None:
+    rows = t5("""
+        def load_rows(config):
+            yield {"source": "a", "target": "b", "skip": None}
+            yield {"skip": "with a broken page"}
+    """)  # fmt: skip
+    assert rows.train["prompt"][:] == ["a"]
+    assert rows.remarks == ["skipped 1 of 2 rows of my_rows.py:load_rows with a broken page (row 2)"]
+
+
 def test_a_dataset_and_the_column_settings(folder: Path) -> None:
     code = """
         from datasets import Dataset
@@ -189,6 +199,14 @@ def test_the_file_runs_as_it_is_and_imports_what_is_beside_it(folder: Path) -> N
     write(code.replace("'a'", "'b'"), "project/my_rows.py")
     assert t5(source="project/my_rows.py:load_rows").train["prompt"][:] == ["b"]
     assert not list(Path("project").glob("__pycache__/my_rows*"))
+    # Another folder has another file of that name, and what is beside the file counts like the file.
+    Path("other").mkdir()
+    write("TARGET = 'u'", "other/my_targets.py")
+    write(code + "\ndef identify(config): return ''", "other/my_rows.py")
+    other = t5(source="other/my_rows.py:load_rows")
+    assert other.train["completion"][:] == ["u"] and "my_targets" not in sys.modules
+    write("TARGET = 'longer'", "other/my_targets.py")
+    assert t5(source="other/my_rows.py:load_rows").train["completion"][:] == ["longer"]
     dataclasses = """
         from __future__ import annotations
         from dataclasses import asdict, dataclass

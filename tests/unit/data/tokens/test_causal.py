@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-from types import SimpleNamespace
 
 import pytest
 
@@ -401,33 +400,24 @@ def test_rows_are_held_out_by_prompt(prepare):
     assert not set(rows.train["lead_text"]) & set(rows.evaluation["lead_text"])
 
 
-def test_docstrings_and_stdlib_bring_their_split(prepare, monkeypatch):
-    functions = [
-        {"prompt": f"def f{i}", "completion": f"does {i}", "group": "m", "split": split, "lead_text": f"f {i}"}
-        for i, split in enumerate(["train", "eval", "train"])
-    ]
-    modules = [{"text": "hello", "group": "m", "split": "train"}, {"text": "there", "group": "n", "split": "eval"}]
-    stdlib = SimpleNamespace(
-        read_functions=lambda: functions,
-        read_modules=lambda: modules,
-        identify_functions=lambda: "f",
-        identify_modules=lambda: "m",
-    )
-    monkeypatch.setitem(__import__("sys").modules, "toolkit.data.sources.stdlib", stdlib)
-    rows = prepare(source="docstrings", eval_fraction=0.9)
+def test_functions_bring_their_split(prepare, tmp_path):
+    (tmp_path / "rows.py").write_text("""
+def pairs(config):
+    for i, split in enumerate(["train", "eval", "train"]):
+        yield {"prompt": f"def f{i}", "completion": f"does {i}", "group": "m", "split": split, "lead_text": f"f {i}"}
+
+def texts(config):
+    return [{"text": "hello", "group": "m", "split": "train"}, {"text": "there", "group": "n", "split": "eval"}]
+""")
+    rows = prepare(source=f"{tmp_path}/rows.py:pairs", eval_fraction=0.9)
     assert (rows.train["target"][:], rows.evaluation["target"][:]) == (["does 0", "does 2"], ["does 1"])
     assert rows.evaluation[0]["lead_text"] == "f 1" and rows.remarks == []
-    rows = prepare(mix=[MixEntry(source="stdlib"), MixEntry(source="docstrings")])
+    texts = MixEntry(source=f"{tmp_path}/rows.py:texts")
+    rows = prepare(mix=[texts, MixEntry(source=f"{tmp_path}/rows.py:pairs")])
     assert (rows.train["source_index"][:], rows.evaluation["source_index"][:]) == ([0, 1, 1], [0, 1])
-
-
-def test_rows_that_occur_twice_are_told_over_all_sources_of_a_mix(prepare, tmp_path, monkeypatch):
-    """The split of a source of our own knows nothing of the rows of a file."""
-    modules = [{"text": "hello", "group": "m", "split": "train"}, {"text": "there", "group": "n", "split": "eval"}]
-    stdlib = SimpleNamespace(read_modules=lambda: modules, identify_modules=lambda: "m")
-    monkeypatch.setitem(__import__("sys").modules, "toolkit.data.sources.stdlib", stdlib)
+    # Rows that occur twice are counted over all entries: the split of a function knows nothing of the rows of a file.
     (tmp_path / "a.jsonl").write_text('{"text": "hello"}\n{"text": "there"}\n{"text": "hello"}\n{"text": "hello there"}\n')
-    rows = prepare(mix=[MixEntry(source="stdlib"), MixEntry(source="jsonl", files=str(tmp_path / "a.jsonl"))])
+    rows = prepare(mix=[texts, MixEntry(source="jsonl", files=str(tmp_path / "a.jsonl"))])
     assert rows.remarks[:2] == [
         "training rows that repeat an earlier row exactly: 2 of 5, which are kept",
         "held-out rows that are training rows too: 1 of 1, which say little about new rows",
@@ -439,11 +429,11 @@ def test_settings_that_do_not_fit_the_source_are_refused(prepare, tmp_path):
         prepare([{"text": "a"}], text_column="body")
     with pytest.raises(UserError, match="data.text_column is body, but that is no column of .*rows.jsonl: name one that exists"):
         prepare(chats(*CHATS), text_column="body")
-    with pytest.raises(UserError, match="data.files is given, but data.source docstrings reads no files"):
-        prepare(source="docstrings", files="a.csv")
+    with pytest.raises(UserError, match="data.files is given, but data.source some/rows reads no files"):
+        prepare(source="some/rows", files="a.csv")
     with pytest.raises(UserError, match="rows.jsonl has none of the columns"):
         prepare([{"body": "a"}])
-    with pytest.raises(UserError, match="data.source nodataset is none of docstrings, stdlib, csv, jsonl, parquet"):
+    with pytest.raises(UserError, match="data.source nodataset is none of csv, jsonl, parquet"):
         prepare(source="nodataset")
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(UserError, match="empty.jsonl holds no rows"):

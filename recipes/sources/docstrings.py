@@ -1,8 +1,8 @@
 """Summarization rows from docstrings: the source is an object's name and the docstring's body, the target its headline.
 
-Every machine with Python has this data set, so an example can train on real text without a download. The evaluation split
-consists of entire modules of the standard library; the training split has the other modules and the installed packages.
-Sources are parsed, never imported: no code of a package runs.
+A run reads it with `data.source: recipes/sources/docstrings.py:load_rows`. Every machine with Python has this data set, so an
+example can train on real text without a download. The evaluation split consists of entire modules of the standard library; the
+training split has the other modules and the installed packages. Sources are parsed, never imported: no code of a package runs.
 """
 
 from __future__ import annotations
@@ -82,6 +82,16 @@ class _Docstring(NamedTuple):
         return self.name.lower(), normalize(self.headline)
 
 
+def load_rows(config: object) -> list[dict[str, str]]:
+    """The rows of a run, for its `data.source`."""
+    return read_docstrings()
+
+
+def identify(config: object) -> str:
+    """The versions that decide the rows. To parse everything takes ten seconds, which a run with the rows in its cache saves."""
+    return list_versions()
+
+
 def read_docstrings(packages: Sequence[str] = PACKAGES) -> list[dict[str, str]]:
     """Rows from the standard library and from those `packages` (import names) that are installed, in a fixed order.
 
@@ -109,13 +119,13 @@ def read_docstrings(packages: Sequence[str] = PACKAGES) -> list[dict[str, str]]:
     return rows
 
 
-def identify_docstrings(packages: Sequence[str] = PACKAGES) -> str:
-    """Hex sha256 of what decides the rows: the versions of Python and of the packages, and this file. Parses nothing."""
+def list_versions(packages: Sequence[str] = PACKAGES) -> str:
+    """The versions of Python and of those `packages` that are installed."""
     versions = [f"python {sys.version}"]
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{package} {importlib.metadata.version(package)}")
-    return hashlib.sha256("\n".join(versions).encode() + Path(__file__).read_bytes()).hexdigest()
+    return "\n".join(versions)
 
 
 def parse_standard_library() -> Iterator[ParsedModule]:

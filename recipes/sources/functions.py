@@ -1,8 +1,7 @@
-"""Two sets of rows from Python source, for the demo LLM: plain text to pretrain on, and functions to describe.
+"""Functions to describe: the prompt is a function whose docstring has been removed, the completion its headline.
 
-A base model is pretrained on the standard library's source text. An adapter then learns to write the headline of a function
-whose docstring has been removed. Both hold out the same modules, so that the base has never seen an evaluation function.
-Sources are parsed, never imported: no code of a module runs.
+A run reads them with `data.source: recipes/sources/functions.py:load_rows`. A base is pretrained on the rows of `stdlib.py`; an
+adapter then learns to write the headline. Both hold out the same modules. Sources are parsed, not imported.
 
 A language model must read a function before it writes the headline. A prompt therefore has the function with its name in words
 in place of the docstring, then the `def` line again up to the opening quotes. In all source text, a headline follows there.
@@ -14,17 +13,15 @@ import ast
 import bisect
 import hashlib
 import itertools
-import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-from toolkit.data.sources.docstrings import (
+from docstrings import (  # the file beside this one
     PACKAGES,
     ParsedModule,
-    identify_docstrings,
     is_held_out,
+    list_versions,
     normalize,
     parse_packages,
     parse_standard_library,
@@ -32,24 +29,14 @@ from toolkit.data.sources.docstrings import (
     split_words,
 )
 
-MAX_ROW_CHARACTERS = 700  # about 220 tokens of a vocabulary of 2,048
-MAX_TABLE_CHARACTERS = 800  # longer assignments are tables, of characters or error codes
 MAX_BODY_CHARACTERS = 240  # compared to find copies
 MAX_PROMPT_BODY_CHARACTERS = 80  # short prompts allow more training rows in the same time
 MAX_BODY_LINE_CHARACTERS = 100
 MAX_PARAMETERS = 8
 # Shorter bodies can be equal by chance: `return self._name`.
 MIN_COPIED_BODY_CHARACTERS = 80
-# These hold near-identical tables of characters, and help texts.
-_SKIPPED_PACKAGES = {"encodings", "pydoc_data"}
 
 _FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-class _Piece(NamedTuple):
-    text: str
-    class_line: str
-    """The `class` line of the class that the piece belongs to; else empty."""
 
 
 class _Function(NamedTuple):
@@ -74,22 +61,14 @@ class _Function(NamedTuple):
         return {self.headline_key} | ({f"body {normalize(self.body)}"} if is_copy_recognizable else set())
 
 
-def read_modules() -> list[dict[str, str]]:
-    """The standard library's source text, cut between definitions into rows of at most `MAX_ROW_CHARACTERS`.
+def load_rows(config: object) -> list[dict[str, str]]:
+    """The rows of a run, for its `data.source`."""
+    return read_functions()
 
-    A row has `text`, `group` (the module) and `split` (`train` or `eval`). The order is fixed and mixes the modules, so that the
-    first rows are a fair sample. Each part of a class that is cut begins with the `class` line. Long tables are left out.
-    Only rows with a docstring are training rows: in the same number of steps, a small model then reads these, with the kind of
-    prose that it must write later, two or three times instead of all code about once.
-    """
-    rows = [
-        {"text": text, "group": module.name, "split": "eval" if is_held_out(module.name) else "train"}
-        for module in parse_standard_library()
-        if module.name.partition(".")[0] not in _SKIPPED_PACKAGES
-        for text in _cut_module(module)
-    ]
-    rows = [row for row in rows if row["split"] == "eval" or '"""' in row["text"]]
-    return sorted(rows, key=lambda row: _hash(row["group"] + row["text"]))
+
+def identify(config: object) -> str:
+    """The versions that decide the rows. To parse everything takes 20 seconds, which a run with the rows in its cache saves."""
+    return list_versions()
 
 
 def read_functions(packages: Sequence[str] = PACKAGES) -> list[dict[str, str]]:
@@ -97,7 +76,7 @@ def read_functions(packages: Sequence[str] = PACKAGES) -> list[dict[str, str]]:
 
     A row has `prompt`, `completion` (the headline), `lead_text` (the function's name in words), `group` (the module) and `split`
     (`train` or `eval`). The order is fixed and mixes the modules. No evaluation row shares its body, or its name and headline,
-    with a training row or with a module that `read_modules` trains on.
+    with a training row or with a module that `stdlib.py` trains on.
     """
     standard = list(_read_all(parse_standard_library()))
     training = [function for function in standard if not is_held_out(function.module)]
@@ -120,72 +99,13 @@ def read_functions(packages: Sequence[str] = PACKAGES) -> list[dict[str, str]]:
             if seen.isdisjoint(function.keys):
                 seen |= function.keys
                 rows.append(_build_row(function, split))
-    return sorted(rows, key=lambda row: _hash(row["prompt"] + row["completion"]))
-
-
-def identify_modules() -> str:
-    """Hex sha256 of what decides `read_modules`: the version of Python and the readers. Parses nothing."""
-    return hashlib.sha256(sys.version.encode() + identify_docstrings(()).encode() + _read_this_file()).hexdigest()
-
-
-def identify_functions(packages: Sequence[str] = PACKAGES) -> str:
-    """Hex sha256 of what decides `read_functions`: also the versions of the packages. Parses nothing."""
-    return hashlib.sha256(b"functions" + identify_docstrings(packages).encode() + _read_this_file()).hexdigest()
-
-
-def _read_this_file() -> bytes:
-    return Path(__file__).read_bytes()
+    return sorted(
+        rows, key=lambda row: hashlib.sha256((row["prompt"] + row["completion"]).encode(errors="surrogatepass")).digest()
+    )
 
 
 def _hash(text: str) -> bytes:
     return hashlib.sha256(text.encode(errors="surrogatepass")).digest()
-
-
-def _cut_module(module: ParsedModule) -> Iterator[str]:
-    lines = module.text.split("\n")  # as ast counts them; splitlines() also ends lines at form feeds
-    row, num_characters = list[str](), 0
-    for piece in _cut_block(lines, module.tree.body, 0, len(lines), class_line=""):
-        if row and num_characters + len(piece.text) > MAX_ROW_CHARACTERS:
-            yield _join_row(row)
-            row, num_characters = [], 0
-        if not row and piece.class_line not in piece.text:
-            row = [piece.class_line]
-        row.append(piece.text)
-        num_characters += len(piece.text) + 1
-    if row:
-        yield _join_row(row)
-
-
-def _join_row(pieces: list[str]) -> str:
-    return "\n".join(pieces).strip("\n") + "\n"
-
-
-def _cut_block(lines: list[str], nodes: list[ast.stmt], start: int, end: int, class_line: str) -> Iterator[_Piece]:
-    """Pieces of `lines[start:end]`, the block of `nodes`: each statement with the lines above it. No piece is blank."""
-    for node in nodes:
-        node_end = min(node.end_lineno or end, end)
-        text = "\n".join(lines[start:node_end])
-        if isinstance(node, ast.ClassDef) and len(text) > MAX_ROW_CHARACTERS:
-            # The class header ends where the first statement begins.
-            yield from _cut_block(lines, node.body, start, node_end, class_line=lines[node.lineno - 1])
-        elif isinstance(node, ast.Assign | ast.AnnAssign) and len(text) > MAX_TABLE_CHARACTERS:
-            pass
-        else:
-            yield from _cut_lines(text, class_line)
-        start = max(start, node_end)
-
-
-def _cut_lines(text: str, class_line: str) -> Iterator[_Piece]:
-    """`text` in one piece if it fits into a row, else cut at line ends."""
-    piece, num_characters = list[str](), 0
-    for line in text.split("\n"):
-        if piece and num_characters + len(line) > MAX_ROW_CHARACTERS:
-            yield _Piece("\n".join(piece), class_line)
-            piece, num_characters = [], 0
-        piece.append(line)
-        num_characters += len(line) + 1
-    if text.strip():
-        yield _Piece("\n".join(piece), class_line)
 
 
 def _read_all(modules: Iterable[ParsedModule]) -> Iterator[_Function]:

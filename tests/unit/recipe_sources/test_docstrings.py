@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from toolkit.data.sources.docstrings import MIN_EVAL_BODY_CHARACTERS, identify_docstrings, read_docstrings
+from tests.unit.recipe_sources.sources import docstrings
 
 MODULE = '''
 """Tools for boats."""
@@ -35,7 +35,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     (folder / "boats_for_tests" / "__init__.py").write_text(MODULE)
     sys.path.insert(0, str(folder))
     try:
-        return read_docstrings(("boats_for_tests", "no_such_package"))
+        return docstrings.read_docstrings(("boats_for_tests", "no_such_package"))
     finally:
         sys.path.remove(str(folder))
 
@@ -56,7 +56,7 @@ def test_whole_modules_of_the_standard_library_are_held_out(rows: list[dict[str,
     assert 100 < len(held_out) < 1000
     assert not {row["group"] for row in held_out} & {row["group"] for row in rows if row["split"] == "train"}
     assert {row["group"].split(".")[0] for row in held_out} <= sys.stdlib_module_names
-    assert all(len(row["lead_text"]) >= MIN_EVAL_BODY_CHARACTERS for row in held_out)
+    assert all(len(row["lead_text"]) >= docstrings.MIN_EVAL_BODY_CHARACTERS for row in held_out)
 
 
 def test_nothing_held_out_is_trained_on(rows: list[dict[str, str]]) -> None:
@@ -70,7 +70,7 @@ def test_nothing_held_out_is_trained_on(rows: list[dict[str, str]]) -> None:
 
 
 def test_identity_follows_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = identify_docstrings()
-    assert before == identify_docstrings()
+    before = docstrings.identify(None)
+    assert before == docstrings.identify(None)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0")
-    assert identify_docstrings() != before
+    assert docstrings.identify(None) != before

@@ -1,0 +1,11 @@
+"""The files of `recipes/sources/` as modules, run as a run does."""
+
+from __future__ import annotations
+
+from tests.support.launch import REPOSITORY
+from toolkit.data.sources.own import run_file
+
+SOURCES = REPOSITORY / "recipes" / "sources"
+docstrings, functions, stdlib, wikihow = (
+    run_file(SOURCES / f"{name}.py", name)[0] for name in ("docstrings", "functions", "stdlib", "wikihow")
+)
