@@ -60,11 +60,11 @@ def test_what_is_no_dataset_or_beside_other_rows_is_refused() -> None:
             "evaluation is a DatasetDict with the keys a, b: give one of them",
         ),
         (config(), rows.select([]), None, "train has no rows: "),
-        (config(data__source="docstrings"), rows, None, "data.source is given beside a dataset as train: leave one of them out"),
+        (config(data__source="some/rows"), rows, None, "data.source is given beside a dataset as train: leave one of them out"),
         (config(data__eval_files="x.csv"), rows, None, "data.eval_files is given beside a dataset as train: "),
     ]
     for wrong, train, evaluation, sentence in mistakes:
         with pytest.raises(UserError, match=f"^{sentence}"):
             check_datasets(wrong, train, evaluation)
     check_datasets(config(), rows, rows)
-    check_datasets(config(data__source="docstrings"), None, None)
+    check_datasets(config(data__source="some/rows"), None, None)

@@ -10,7 +10,7 @@ from toolkit import UserError, load_config
 from toolkit.evaluation.metrics import describe_code
 from toolkit.training.own import Own, check_own
 
-NEEDED = {"model.name_or_path": "model", "train.max_steps": 2, "data.source": "docstrings"}
+NEEDED = {"model.name_or_path": "model", "train.max_steps": 2, "data.source": "some/rows"}
 
 
 @pytest.mark.parametrize(
