@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.distributed.test_invariants import figures, rows_of_steps
+from tests.distributed.test_invariants import rows_of_steps
 from tests.planting.plant import NO_FAULT
 from tests.support.absolute_runs import BATCH_ROWS, FP32, KINDS, LABEL_SMOOTHING, NUM_EVAL_ROWS, NUM_ROWS, inputs, run_recipe
 from tests.support.launch import run_on_ranks
 from tests.support.plain_pytorch import MAX_GRAD_NORM, NUM_STEPS, Figures, train_plain
-from tests.support.small_run import read_lines
+from tests.support.small_run import figures, read_lines
 
 FIGURE_TOLERANCE = 1e-6
 WEIGHT_TOLERANCE = 1e-5

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from tests.support.launch import REPOSITORY
-from tests.support.small_run import run_recipe, write_inputs
+from tests.support.small_run import run_in_this_process, run_recipe, write_inputs
 
 NUM_STEPS = 2
 
@@ -48,10 +45,6 @@ def train_and_record_masks(recipe: str, argv: list[str], max_logits: int) -> dic
             masks[place[-1]] = F.dropout(torch.ones(256), 0.5).numpy()
         return summed_loss(model, batch, *args)
 
-    with (
-        patch.object(loop, "seed_all", note_and_seed),
-        patch.object(loop, "summed_loss", record_and_compute),
-        patch.object(sys, "argv", [f"{recipe}.py", *argv]),
-    ):
-        runpy.run_path(str(REPOSITORY / "recipes" / f"{recipe}.py"), run_name="__main__")
+    with patch.object(loop, "seed_all", note_and_seed), patch.object(loop, "summed_loss", record_and_compute):
+        run_in_this_process(recipe, argv)
     return masks

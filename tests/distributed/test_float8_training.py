@@ -16,10 +16,10 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from tests.distributed.test_invariants import CHECKPOINTING, COMPILED, figures
+from tests.distributed.test_invariants import CHECKPOINTING, COMPILED
 from tests.recipes.test_resume import load_whole, on_one_process
 from tests.support.launch import run_on_ranks
-from tests.support.small_run import NUM_STEPS, run_recipe, train_and_record_gradients, write_inputs
+from tests.support.small_run import NUM_STEPS, figures, run_recipe, train_and_record_gradients, write_inputs
 
 PRESET = "fsdp2_fp8"
 ON_CPU: dict[str, Any] = {"use_cpu": True, "num_processes": 2, "dynamo_config": {"dynamo_backend": "NO"}}

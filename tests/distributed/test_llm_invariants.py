@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.distributed.test_invariants import CHECKPOINTING, COMPILED, RELATIVE_TOLERANCE, figures, rows_of_steps
+from tests.distributed.test_invariants import CHECKPOINTING, COMPILED, rows_of_steps
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
-from tests.support.small_run import NUM_STEPS, read_lines, run_recipe
+from tests.support.small_run import NUM_STEPS, RELATIVE_TOLERANCE, check_curve, check_gradients, figures, read_lines, run_recipe
 
 FSDP1 = GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"]
 PACKED = ["--data.packing", "true"]
@@ -83,15 +83,8 @@ def run(folder: Path, kind: str, name: str) -> Any:
 @pytest.mark.parametrize("name", [name for name in RUNS if name != REFERENCE])
 def test_curve_and_gradients_are_those_of_one_process(finished: dict[str, Any], kind: str, name: str) -> None:
     (expected_lines, expected_gradients), (lines, gradients) = finished[kind][REFERENCE], finished[kind][name]
-    expected, actual = figures(expected_lines, "train"), figures(lines, "train")
-    assert actual["step"].tolist() == list(range(1, NUM_STEPS + 1))
-    for figure in ("loss", "grad_norm", "num_rows", "num_tokens", "num_label_tokens"):
-        np.testing.assert_allclose(actual[figure], expected[figure], rtol=RELATIVE_TOLERANCE, err_msg=figure)
-    for of_rank in gradients:
-        assert of_rank.keys() == expected_gradients[0].keys()
-        for parameter, gradient in expected_gradients[0].items():
-            difference = np.linalg.norm(of_rank[parameter] - gradient) / max(np.linalg.norm(gradient), 1e-12)
-            assert difference <= RELATIVE_TOLERANCE, f"{parameter}: {difference:.1e}"
+    check_curve(lines, expected_lines, ("loss", "grad_norm", "num_rows", "num_tokens", "num_label_tokens"))
+    check_gradients(gradients, expected_gradients[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,9 +9,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from tests.distributed.test_invariants import RELATIVE_TOLERANCE
-from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, run_on_ranks
-from tests.support.small_run import read_lines
+from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
+from tests.support.small_run import RELATIVE_TOLERANCE, read_lines, run_in_this_process
 
 NUM_STEPS = 8
 # An epoch has 7 steps, the last of 1 row; the last evaluation batch has 1 of the 283 rows: a rank of 2 goes without.
@@ -55,8 +52,8 @@ def run_recipe(argv: list[str]) -> None:
     from toolkit.tracking import memory as step_memory
 
     memory = patch.object(step_memory, "peak_memory_gib", lambda device: rank() + 1.0)
-    with memory, patch.object(sys, "argv", ["mnist.py", *argv]):
-        runpy.run_path(str(REPOSITORY / "recipes" / "mnist.py"), run_name="__main__")
+    with memory:
+        run_in_this_process("mnist", argv)
 
 
 @pytest.fixture(scope="module")

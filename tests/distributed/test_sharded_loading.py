@@ -17,6 +17,7 @@ import torch
 
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
 from tests.support.model_folders import build_model_folders
+from tests.support.workbench import as_flags
 from toolkit.errors import UserError
 
 SMALL_PIECE_BYTES = 1024
@@ -182,10 +183,7 @@ def load(accelerator: Any, folders: dict[str, Path], name: str, flags: dict[str,
         "train.global_batch_size_rows": 3, "train.micro_batch_size_rows": 1,
     }  # fmt: skip
     values = {key: value.format(**folders) if value in PLACES else value for key, value in (always | flags).items()}
-    config: Any = load_config(
-        SummarizationConfig if is_seq2seq else LLMConfig,
-        [f"--{key}={value if isinstance(value, str | Path) else json.dumps(value)}" for key, value in values.items()],
-    )
+    config: Any = load_config(SummarizationConfig if is_seq2seq else LLMConfig, as_flags(values))
     dtype = frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=config.adapter.method != "none")
     init_from = find_weights(config.model.init_from) if config.model.init_from else None
     context = RunContext(accelerator, dtype, Path(), {}, None, init_from, ())

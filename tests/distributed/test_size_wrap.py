@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.distributed.test_invariants import CHECKPOINTING, RELATIVE_TOLERANCE, figures
+from tests.distributed.test_invariants import CHECKPOINTING
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
-from tests.support.small_run import NUM_STEPS, read_lines, run_recipe, write_inputs
+from tests.support.model_folders import build_model_folders
+from tests.support.small_run import check_curve, check_gradients, read_lines, run_recipe, write_inputs
 
 MIN_NUM_PARAMS = 1500
 SIZE_BASED = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": MIN_NUM_PARAMS}
@@ -38,24 +38,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("size-wrap")
     write_inputs(folder)
     (folder / "model").rename(folder / "t5")
-    (folder / "llm").mkdir()
     rows = [{"prompt": row["source"], "completion": " " + row["target"]} for row in read_lines(folder / "rows.jsonl")]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run_on_ranks(build_llama, preset="single", overrides={"mixed_precision": "no"}, args=(folder / "llm",))
+    run_on_ranks(build_model_folders, preset="single", overrides={"mixed_precision": "no"}, args=(folder, ["llama"]))
+    (folder / "llama").rename(folder / "llm")
     return folder
-
-
-def build_llama(folder: Path) -> None:
-    """An untied Llama with random weights and a tokenizer; on one process."""
-    import torch
-    import transformers
-
-    from tests.support.model_folders import CAUSAL_FAMILIES, _build_tokenizer
-
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(vocab_size=256, **CAUSAL_FAMILIES["llama"][1])
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    _build_tokenizer(("<pad>", "</s>")).save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -79,15 +66,8 @@ def test_curve_gradients_and_predictions_are_those_of_one_process(
     folder: Path, expected: dict[str, Any], kind: str, where: str
 ) -> None:
     (expected_lines, expected_gradients), (lines, gradients) = expected[kind], run(folder, kind, where)
-    curve, actual = figures(expected_lines, "train"), figures(lines, "train")
-    assert actual["step"].tolist() == list(range(1, NUM_STEPS + 1))
-    for figure in ("loss", "grad_norm"):
-        np.testing.assert_allclose(actual[figure], curve[figure], rtol=RELATIVE_TOLERANCE, err_msg=figure)
-    for of_rank in gradients:
-        assert of_rank.keys() == expected_gradients[0].keys()
-        for parameter, gradient in expected_gradients[0].items():
-            difference = np.linalg.norm(of_rank[parameter] - gradient) / max(np.linalg.norm(gradient), 1e-12)
-            assert difference <= RELATIVE_TOLERANCE, f"{parameter}: {difference:.1e}"
+    check_curve(lines, expected_lines)
+    check_gradients(gradients, expected_gradients[0])
     predictions = [read_lines(folder / "runs" / f"{kind}-{run}" / "predictions-0.jsonl") for run in ("single", where)]
     assert predictions[0] == predictions[1]
     assert list((folder / "runs" / f"{kind}-{where}" / "export").glob("*.safetensors"))

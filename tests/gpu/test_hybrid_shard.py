@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.distributed.test_invariants import figures, report_shards
+from tests.distributed.test_invariants import report_shards
 from tests.gpu.needs import needs_gpus
 from tests.support.launch import run_on_ranks
-from tests.support.small_run import run_recipe, train_and_record_gradients, write_inputs
+from tests.support.small_run import figures, run_recipe, train_and_record_gradients, write_inputs
 
 AS_TWO_MACHINES: dict[str, Any] = {"num_machines": 1, "main_process_ip": None, "main_process_port": 0, "num_processes": 4}
 RELATIVE_TOLERANCE = 1e-4  # fp32; cuBLAS chooses other kernels for other batch shapes

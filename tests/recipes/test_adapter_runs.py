@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,8 @@ import pytest
 
 from tests.recipes.test_resume import list_tensors, on_one_process
 from tests.support.launch import run_on_ranks
-from tests.support.workbench import FP32, RECIPES, Workbench
+from tests.support.small_run import run_in_this_process
+from tests.support.workbench import FP32, Workbench
 
 LORA: dict[str, Any] = {"adapter__method": "lora", "adapter__rank": 3, "adapter__alpha": 6, "optim__lr": 1e-2}
 """Two ranks share three rows of A unevenly."""
@@ -230,8 +230,8 @@ def train_and_gather(argv: list[str]) -> dict[str, np.ndarray]:
             gathered[name] = parameter.detach().full_tensor().clone().numpy()
         finish(config, run)
 
-    with patch.object(finetune, "finish", draw_gather_and_finish), patch.object(sys, "argv", ["llm.py", *argv]):
-        runpy.run_path(str(RECIPES / "llm.py"), run_name="__main__")
+    with patch.object(finetune, "finish", draw_gather_and_finish):
+        run_in_this_process("llm", argv)
     return gathered
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import runpy
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
 from tests.support.launch import run_on_ranks
 from tests.support.metric_scripts import write_metric
-from tests.support.workbench import FP32, RECIPE, Workbench
+from tests.support.small_run import run_in_this_process
+from tests.support.workbench import FP32, Workbench
 
 TAUGHT: dict[str, Any] = {
     "model__freeze": [r"encoder\..*"],  # its checkpoints lack the encoder and, tied to it, all embeddings
@@ -174,6 +172,5 @@ def train_with_a_tracker(argv: list[str]) -> list[tuple[int | None, dict[str, An
             seen.append((step, values))
 
     register_tracker_class(Recorder)
-    with patch.object(sys, "argv", ["t5.py", *argv]):
-        runpy.run_path(str(RECIPE), run_name="__main__")
+    run_in_this_process("t5", argv)
     return seen

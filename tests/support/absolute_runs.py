@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
-import json
-import runpy
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,8 +12,10 @@ from unittest.mock import patch
 
 from tests.planting.plant import NO_FAULT
 from tests.support import plain_pytorch as plain
-from tests.support.launch import REPOSITORY, run_on_ranks
+from tests.support.launch import run_on_ranks
 from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, build_model_folders, make_rows, save_jsonl
+from tests.support.small_run import run_in_this_process
+from tests.support.workbench import as_flags
 
 NUM_ROWS, NUM_EVAL_ROWS, BATCH_ROWS = 70, 7, 16
 """An epoch is four steps of 16 rows and one of 6; evaluation batches of 4 leave 3 rows over."""
@@ -90,8 +89,8 @@ def run_recipe(kind: str, preset: str, output: Path) -> Path:
         "run.output_dir": output,
         "run.name": name,
     }
-    argv = [f"--{key}={value if isinstance(value, str | Path) else json.dumps(value)}" for key, value in values.items()]
-    run_on_ranks(train_on_rank, preset=preset, overrides=FP32, args=(recipe, [*argv, *flags], output / name), timeout_s=240)
+    args = (recipe, [*as_flags(values), *flags], output / name)
+    run_on_ranks(train_on_rank, preset=preset, overrides=FP32, args=args, timeout_s=240)
     return output / name
 
 
@@ -106,8 +105,8 @@ def train_on_rank(recipe: str, argv: list[str], folder: Path) -> None:
             _save_adapter(run.sharded.model, folder / "first_adapter.safetensors")
         return train(config, run, state)
 
-    with patch.object(finetune, "train", note_adapter_and_train), patch.object(sys, "argv", [f"{recipe}.py", *argv]):
-        runpy.run_path(str(REPOSITORY / "recipes" / f"{recipe}.py"), run_name="__main__")
+    with patch.object(finetune, "train", note_adapter_and_train):
+        run_in_this_process(recipe, argv)
 
 
 def _save_adapter(model: Any, path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +15,7 @@ import numpy as np
 from tests.support.launch import REPOSITORY, run_on_ranks
 from toolkit.files.json_lines import load_json_lines
 
+RELATIVE_TOLERANCE = 1e-5
 NUM_STEPS = 12
 NUM_ROWS = 150  # with 16 rows a step and about 10 % held out, an epoch ends inside the run, with a smaller batch
 T5_CONFIG = {
@@ -87,13 +88,41 @@ def train_and_record_gradients(recipe: str, argv: list[str], max_logits: int) ->
             recorded.update(whole_gradients(model))
         return clip(model, max_norm)
 
-    with (
-        patch.object(loop, "clip_gradients", look_and_clip),
-        patch.object(causal_loss, "MAX_LOGITS_AT_ONCE", max_logits),
-        patch.object(sys, "argv", [f"{recipe}.py", *argv]),
-    ):
-        runpy.run_path(str(REPOSITORY / "recipes" / f"{recipe}.py"), run_name="__main__")
+    with patch.object(loop, "clip_gradients", look_and_clip), patch.object(causal_loss, "MAX_LOGITS_AT_ONCE", max_logits):
+        run_in_this_process(recipe, argv)
     return recorded
+
+
+def run_in_this_process(recipe: str, argv: list[str]) -> None:
+    """The recipe as it stands, in this rank, where the caller may have changed what it imports."""
+    path = REPOSITORY / "recipes" / f"{recipe}.py"
+    with patch.object(sys, "argv", [str(path), *argv]):
+        runpy.run_path(str(path), run_name="__main__")
+
+
+def figures(lines: list[dict[str, Any]], kind: str) -> dict[str, np.ndarray]:
+    """Columns of the lines of one kind."""
+    chosen = [line for line in lines if line["kind"] == kind]
+    return {name: np.array([line[name] for line in chosen]) for name in chosen[0]}
+
+
+def check_curve(
+    lines: list[dict[str, Any]], expected: list[dict[str, Any]], names: Sequence[str] = ("loss", "grad_norm")
+) -> None:
+    """All steps are there, with these figures of another run."""
+    actual, wanted = figures(lines, "train"), figures(expected, "train")
+    assert actual["step"].tolist() == list(range(1, NUM_STEPS + 1))
+    for name in names:
+        np.testing.assert_allclose(actual[name], wanted[name], rtol=RELATIVE_TOLERANCE, err_msg=name)
+
+
+def check_gradients(of_ranks: list[dict[str, np.ndarray]], expected: dict[str, np.ndarray]) -> None:
+    """Each rank recorded the gradients of another run, each compared relative to its norm."""
+    for gradients in of_ranks:
+        assert gradients.keys() == expected.keys()
+        for name, gradient in expected.items():
+            difference = np.linalg.norm(gradients[name] - gradient) / max(np.linalg.norm(gradient), 1e-12)
+            assert difference <= RELATIVE_TOLERANCE, f"{name}: {difference:.1e}"
 
 
 def whole_gradients(model: Any) -> dict[str, np.ndarray]:

@@ -58,7 +58,7 @@ class Workbench:
             **SMALL,
             **{key.replace("__", "."): value for key, value in (self.changes | changes).items()},
         }
-        return [f"--{key}={value if isinstance(value, str | Path) else json.dumps(value)}" for key, value in values.items()]
+        return as_flags(values)
 
     def start(self, name: str, *, preset: str = "fsdp2_cpu", overrides: dict[str, Any] | None = None, **changes: Any) -> Running:
         """Start run `name` in fp32 and return at once; use it in a `with`."""
@@ -90,6 +90,11 @@ class Workbench:
     def checkpoint(self, name: str, step: int) -> Path:
         """Folder of a run's checkpoint, whether it is there or not."""
         return self.runs / name / "checkpoints" / step_name(step)
+
+
+def as_flags(values: dict[str, Any]) -> list[str]:
+    """`--key=value` of dotted keys, values as the recipes read them."""
+    return [f"--{key}={value if isinstance(value, str | Path) else json.dumps(value)}" for key, value in values.items()]
 
 
 def step_name(step: int) -> str:
