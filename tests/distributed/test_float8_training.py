@@ -114,7 +114,7 @@ def test_linears_of_blocks_compute_in_float8_and_masters_stay_fp32(family: str, 
 
 
 def check_step(float8: dict[str, Any], bf16: dict[str, Any]) -> None:
-    """What `take_step` told with float8 and without."""
+    """What `take_step` reported with float8 and without."""
     assert float8["names"][0] == float8["names"][1] and float8["are_shards"] and float8["dtypes"] == ["torch.float32"]
     assert "Float8TrainingTensor" not in bf16["gathered"].values()
     in_float8 = {name for name, kind in float8["gathered"].items() if kind == "Float8TrainingTensor"}

@@ -78,11 +78,11 @@ def meet(script: Path, variables: dict[str, str], *, num_processes: int = 2, **o
 
 
 def check_refused(result: LaunchResult, *sentences: str, absent: tuple[int, ...] = ()) -> None:
-    """Each rank that came told its sentence in time, and nothing else."""
+    """Each rank that came printed its sentence in time, and nothing else."""
     assert "Traceback" not in result.stderr
-    told = [line.removeprefix("error: ") for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(told) == len(sentences), result.stderr
-    for line, sentence in zip(told, sentences, strict=True):
+    said = [line.removeprefix("error: ") for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(said) == len(sentences), result.stderr
+    for line, sentence in zip(said, sentences, strict=True):
         assert sentence in line, line
     codes = [0 if rank in absent else EXIT_USER_ERROR for rank in range(len(result.returncodes))]
     assert result.returncodes == codes, result.stderr
@@ -133,14 +133,14 @@ def test_without_rank_0_nobody_listens(script: Path, tmp_path: Path) -> None:
     check_refused(result, "rank 0 did not answer rank 1 of 2 at file://", absent=(0,))
 
 
-def test_a_wrong_address_is_told_by_both_sides(script: Path) -> None:
+def test_a_wrong_address_is_reported_by_both_sides(script: Path) -> None:
     port = free_port()
     result = meet(script, at_env() | {"MASTER_PORT": str(port)}, rank1={"MASTER_ADDR": "no-such-host.invalid"})
     missing = f"only 1 of 2 ranks came to tcp://localhost:{port} within 3 s (run.timeout_s), missing: 1"
     check_refused(result, missing, f"rank 1 of 2 found nobody at tcp://no-such-host.invalid:{port} within 3 s")
 
 
-def test_another_world_size_is_told_at_once(script: Path) -> None:
+def test_another_world_size_is_reported_at_once(script: Path) -> None:
     result = meet(
         script,
         at_env() | {"TIMEOUT_S": "40", "TOOLKIT_ACCELERATE_YAML": "", "ACCELERATE_USE_CPU": "true"},
@@ -149,7 +149,7 @@ def test_another_world_size_is_told_at_once(script: Path) -> None:
     check_refused(result, *["rank 1 was started with WORLD_SIZE 3, rank 0 with 2: give all the same"] * 2)
 
 
-def test_a_port_in_use_is_told_by_rank_0_and_no_answer_by_the_other(script: Path) -> None:
+def test_a_port_in_use_is_reported_by_rank_0_and_no_answer_by_the_other(script: Path) -> None:
     """The port of a service that takes the connection and says nothing."""
     with socket.create_server(("", 0)) as service:
         where = {"TOOLKIT_INIT_METHOD": f"tcp://127.0.0.1:{service.getsockname()[1]}"}
@@ -184,7 +184,7 @@ def test_ranks_that_met_but_have_no_way_to_each_other(script: Path) -> None:
         ({"WORLD_SIZE": "4"}, "fsdp2_cpu.yaml: num_processes is 2, but WORLD_SIZE is 4: start so many, each with its RANK"),
     ],
 )
-def test_wrong_variables_are_told_before_anybody_waits(
+def test_wrong_variables_are_reported_before_anybody_waits(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], sentence: str
 ) -> None:
     from toolkit.errors import UserError

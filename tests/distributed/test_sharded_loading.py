@@ -267,12 +267,12 @@ def test_replicas_read_the_same_shards(folders: dict[str, Path], tmp_path: Path)
 
 def test_a_file_that_one_rank_cannot_read_to_its_end_stops_all(folders: dict[str, Path], tmp_path: Path) -> None:
     for case in ("t5", "t5-lora"):  # while shards are read; while the frozen base is hashed
-        told = run_on_ranks(lose_a_file, preset="fsdp2_cpu", num_processes=2, args=(folders, tmp_path, case))
-        assert len(set(told)) == 1 and "model.safetensors changed or went away while it was read (Stale file handle)" in told[0]
+        said = run_on_ranks(lose_a_file, preset="fsdp2_cpu", num_processes=2, args=(folders, tmp_path, case))
+        assert len(set(said)) == 1 and "model.safetensors changed or went away while it was read (Stale file handle)" in said[0]
 
 
 def lose_a_file(folders: dict[str, Path], run: Path, case: str) -> str:
-    """On every rank: what is told when rank 1 loses the file behind its header."""
+    """On every rank: what is said when rank 1 loses the file behind its header."""
     import errno
     import os
 
@@ -301,11 +301,11 @@ def test_weights_of_another_model_are_refused_on_every_rank(
     found: list[dict[str, Any]], folders: dict[str, Path], case: str
 ) -> None:
     name, _, sentence = REFUSED[case]
-    told = {of_rank[case]["refused"] for of_rank in found}
-    assert len(told) == 1 and sentence.format(folder=folders[name], **folders) in told.pop()
+    said = {of_rank[case]["refused"] for of_rank in found}
+    assert len(said) == 1 and sentence.format(folder=folders[name], **folders) in said.pop()
 
 
-def test_one_process_is_told_the_same_of_another_shape(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_one_process_reports_the_same_of_another_shape(folders: dict[str, Path], tmp_path: Path) -> None:
     name, _, sentence = REFUSED["shape"]
     with pytest.raises(UserError) as raised:
         run_on_ranks(load_alone, preset="single", overrides={"mixed_precision": "no"}, args=(folders, tmp_path, name))

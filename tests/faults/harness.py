@@ -183,7 +183,7 @@ def check_like_whole(bench: Workbench, name: str, steps: tuple[int, ...], others
 
 
 def check_one_sentence(outcome: Outcome, sentence: str) -> None:
-    """Every rank ended by itself as by a user's error, and one of them told why; `sentence` is a regular expression."""
+    """Every rank ended by itself as by a user's error, and one of them said why; `sentence` is a regular expression."""
     assert outcome.returncodes == [EXIT_USER_ERROR] * 2, outcome.stderr[-6000:]
     assert "Traceback" not in outcome.stderr, outcome.stderr[-6000:]
     errors = [line for line in outcome.stderr.splitlines() if line.startswith("error:")]

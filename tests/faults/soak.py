@@ -246,8 +246,8 @@ def check_went_on(soak: Soak, marks: Marks, printed: str) -> None:
     first_steps = {int(mark[0]["first_step"]) for mark in marks} - {0}
     if first_steps:
         assert first_steps == {soak.newest + 1}, f"went on with step {first_steps} after checkpoint {soak.newest}\n{printed}"
-        told = f"step-{soak.newest:08d}, after step {soak.newest}\n" in printed
-        assert told == (soak.newest > 0), f"does not say that it goes on after step {soak.newest}\n{printed}"
+        goes_on = f"step-{soak.newest:08d}, after step {soak.newest}\n" in printed
+        assert goes_on == (soak.newest > 0), f"does not say that it goes on after step {soak.newest}\n{printed}"
         soak.num_survived = len(soak.kills)
 
 

@@ -159,7 +159,7 @@ def test_update_is_left_out_on_all_ranks(bench: Workbench, case: str) -> None:
     name = case.replace(" ", "-").replace(",", "")
     watch = partial(watch_updates, str(bench.runs / f"{name}-updates"))
     printed = run_with(bench, name, fault, watch, **CHANGES, **settings)
-    assert printed.count("update skipped on all ranks") == len(skipped), "told by one rank, once a step"
+    assert printed.count("update skipped on all ranks") == len(skipped), "printed by one rank, once a step"
 
     num_ranks = 1 if settings.get("preset") == "single" else 2
     for rank in range(num_ranks):

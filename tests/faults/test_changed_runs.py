@@ -92,8 +92,8 @@ def test_change_is_refused_by_name(bench: Workbench, what: str) -> None:
     preset = "single" if what in ("seed", "dropout", "schedule", "guard", "frozen") else "fsdp2_cpu"  # a process is quicker
     result = refused(bench, "four", preset=preset, **CHANGES | LONGER | changes)
     checkpoint = bench.runs / "four" / "checkpoints" / "step-00000004"
-    (told,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert told.startswith(f"error: {sentence.format(checkpoint=checkpoint)}: set it back to resume"), told
+    (said,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert said.startswith(f"error: {sentence.format(checkpoint=checkpoint)}: set it back to resume"), said
 
 
 def test_steps_raised_after_the_end_go_on_from_the_last_checkpoint(bench: Workbench) -> None:
@@ -150,11 +150,11 @@ def tell_finalization() -> None:
 
     leave = errors._leave
 
-    def told(exit_code: int) -> None:
+    def leave_and_print(exit_code: int) -> None:
         leave(exit_code)
         print("Python finalizes", flush=True)
 
-    errors._leave = told
+    errors._leave = leave_and_print
 
 
 # Stopped in the middle of the first epoch, between two micro-batches, and resumed with other loader workers.

@@ -83,8 +83,8 @@ def test_a_folder_that_is_removed_while_a_checkpoint_is_written(bench: Workbench
     fault = partial(remove, run, step=4, in_save=True)
     # A save that training waits for: beside it, nobody knows which of the next steps' files are there by then.
     printed = run_with(bench, "all", fault, **CHANGES, checkpoint__async_save=False, exports=True)
-    (told,) = [line for line in printed.splitlines() if "was removed during the run" in line]
-    assert "lines are restored; so are its lock and config.yaml, and what else was in the folder is gone" in told
+    (said,) = [line for line in printed.splitlines() if "was removed during the run" in line]
+    assert "lines are restored; so are its lock and config.yaml, and what else was in the folder is gone" in said
     assert f"checkpoint {run}/checkpoints/step-00000004 was removed while it was written: it was written again" in printed
     assert table_rows(printed) == TABLE and "generated:" in printed
     assert bench.checkpoints("all") == ["step-00000004", "step-00000006"]

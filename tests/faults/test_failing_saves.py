@@ -1,4 +1,4 @@
-"""Saves that a file system refuses, or whose writer dies: told in one sentence, in time, and nothing that stood is lost.
+"""Saves that a file system refuses, or whose writer dies: reported in one sentence, in time, and nothing that stood is lost.
 
 What cannot be written is the checkpoint of step 3, by a run that goes on from that of step 2; the next would be that of step 6.
 """

@@ -79,7 +79,7 @@ def test_a_broken_line_is_named_on_all_ranks(faulty_bench: Workbench) -> None:
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join([lines[0], "{torn\n", *lines[1:]]))
     outcome = attempt_with(faulty_bench, run.name)
-    check_one_sentence(outcome, rf"{run}/metrics\.jsonl, line 2: not JSON \(.*\): mend or remove the line, and run .*")
+    check_one_sentence(outcome, rf"{run}/metrics\.jsonl, line 2: not JSON \(.*\): correct or remove the line, and run .*")
 
 
 def test_another_run_in_the_folder_is_kept_out(faulty_bench: Workbench) -> None:

@@ -32,7 +32,7 @@ def hang(way: str, folder: Path, *, preset: str = "fsdp2_cpu") -> Running:
     return start(hanging_ranks.__file__, [way, str(folder), str(TIMEOUT_S)], preset=preset)
 
 
-def told(stderr: str) -> list[str]:
+def error_lines(stderr: str) -> list[str]:
     """The sentences of all ranks."""
     return [line for line in stderr.splitlines() if line.startswith("error: ")]
 
@@ -42,7 +42,7 @@ def check_hang(result: LaunchResult, folder: Path, sentence: str, timeout_s: flo
     assert result.returncodes == [EXIT_HANG] * 2, result.stderr[-3000:]
     start, end = f"error: no progress for {timeout_s} s (run.timeout_s): ", f". Stacks are in {folder}/hang-rank-*.txt."
     pattern = ".+".join(re.escape(part) for part in f"{start}{sentence}{end}".split("…"))
-    sentences = told(result.stderr)
+    sentences = error_lines(result.stderr)
     assert len(sentences) == 2 and sentences[0] == sentences[1]
     assert re.fullmatch(pattern, sentences[0]), f"{sentences[0]}\nis not\n{start}{sentence}{end}"
     for rank in range(2):
@@ -101,9 +101,9 @@ def test_a_stopped_rank(stopped: int, sentence: str, tmp_path: Path) -> None:
         os.kill(running.pids[stopped], signal.SIGKILL)
         result = running.wait(END_S)
     assert result.returncodes[other] == EXIT_HANG and result.returncodes[stopped] == -signal.SIGKILL
-    (told_once,) = told(result.stderr)
-    assert sentence in told_once
-    assert ("cannot be asked" in told_once) == (stopped == 0)
+    (said_once,) = error_lines(result.stderr)
+    assert sentence in said_once
+    assert ("cannot be asked" in said_once) == (stopped == 0)
     assert hang_file(tmp_path, other).exists() and not hang_file(tmp_path, stopped).exists()
 
 
@@ -111,7 +111,7 @@ def test_one_process_hangs_alone(tmp_path: Path) -> None:
     with hang("hang_alone", tmp_path, preset="single") as running:
         result = running.wait(END_S)
     assert result.returncodes == [EXIT_HANG]
-    assert "rank 0 stopped moving: in step 5, update, for" in told(result.stderr)[0]
+    assert "rank 0 stopped moving: in step 5, update, for" in error_lines(result.stderr)[0]
     assert "sleepy_compute" in hang_file(tmp_path, 0).read_text()
 
 
@@ -134,7 +134,7 @@ def test_every_rank_shows_its_stacks_under_the_real_launcher(tmp_path: Path) -> 
     printed = finish(launcher)
     assert launcher.returncode != 0
     assert f"exitcode  : {EXIT_HANG}" in printed, printed[-3000:]
-    assert len([line for line in told(printed) if "rank 1 did not arrive: in step 4" in line]) == 2, printed[-3000:]
+    assert len([line for line in error_lines(printed) if "rank 1 did not arrive: in step 4" in line]) == 2, printed[-3000:]
     assert all("most recent call first" in hang_file(tmp_path, rank).read_text() for rank in range(2))
 
 
@@ -213,8 +213,8 @@ def test_a_rank_that_is_stopped_while_another_tokenizes(inputs: Path) -> None:
         os.kill(running.pids[1], signal.SIGKILL)
         result = running.wait(END_S)
     assert result.returncodes == [EXIT_HANG, -signal.SIGKILL]
-    (told_once,) = told(result.stderr)
-    assert "rank 1 did not arrive: no answer, last heard of in tokenizing. Stacks" in told_once
+    (said_once,) = error_lines(result.stderr)
+    assert "rank 1 did not arrive: no answer, last heard of in tokenizing. Stacks" in said_once
     assert "in raise_together" in hang_file(inputs / "runs" / "stopped", 0).read_text()
 
 

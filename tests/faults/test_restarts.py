@@ -112,7 +112,7 @@ def launch(bench: Workbench, name: str, *flags: str, how: str, max_restarts: int
 
 
 def machine(number: int) -> tuple[str, ...]:
-    """Flags of machine `number` of two that are one: which of them holds the rendezvous cannot be told from its address."""
+    """Flags of machine `number` of two that are one: which of them holds the rendezvous does not follow from its address."""
     return f"--machine_rank={number}", "--rdzv_backend=c10d", f"--rdzv_conf=is_host={number == 0},join_timeout=120"
 
 

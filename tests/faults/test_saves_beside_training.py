@@ -168,7 +168,7 @@ def refuse_to_remove(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PRUNING)
-def test_what_cannot_be_removed_is_told_and_removed_later(faulty_bench: Workbench, name: str) -> None:
+def test_what_cannot_be_removed_is_reported_and_removed_later(faulty_bench: Workbench, name: str) -> None:
     """In the save of step 4; that of step 6 tries again."""
     outcome = attempt_with(faulty_bench, name, partial(refuse_to_remove, name), checkpoint__keep_last=1)
     assert outcome.injected and outcome.returncodes == [0, 0], outcome.stderr[-6000:]

@@ -126,24 +126,24 @@ def test_yaml_makes_no_objects(tmp_path: Path) -> None:
     check(tmp_path, Case(sentence=sentence), result)
 
 
-def test_secrets_of_the_environment_are_not_written_or_told(finished: tuple[Path, LaunchResult]) -> None:
+def test_secrets_of_the_environment_are_not_written_or_printed(finished: tuple[Path, LaunchResult]) -> None:
     here, result = finished
     with patch.dict(os.environ, SECRETS):
         refused = WORKING_RUN.launch(here, Case(flags=f"{FROM_SCRATCH} --optim.lr 0.5", sentence=""))
         (here / "runs/crashed/metrics.jsonl").mkdir(parents=True)
         crashed = WORKING_RUN.launch(here, Case(flags=f"{FROM_SCRATCH} --run.name crashed", sentence=""))
     assert refused.returncodes == [2, 2] and all(crashed.returncodes)
-    told = "".join(r.stdout + r.stderr for r in (result, refused, crashed)).encode()
+    printed = "".join(r.stdout + r.stderr for r in (result, refused, crashed)).encode()
     written = {path: path.read_bytes() for path in (here / "runs/run").rglob("*") if path.is_file()}
     written |= {path: path.read_bytes() for path in (here / "cache").rglob("*") if path.is_file()}
     assert len(written) > 20 and any(b"t5" in content for content in written.values())
     for secret in SECRETS.values():
-        assert secret.encode() not in told
+        assert secret.encode() not in printed
         assert [path for path, content in written.items() if secret.encode() in content] == []
 
 
 @pytest.mark.parametrize("url", ["https://me:hunter2@host/rows.jsonl", "https://hunter2@host/rows.jsonl"])
-def test_a_secret_in_the_config_is_refused_and_not_told(tmp_path: Path, url: str) -> None:
+def test_a_secret_in_the_config_is_refused_and_not_printed(tmp_path: Path, url: str) -> None:
     result = WORKING_RUN.launch(tmp_path, Case(flags=f"{FROM_SCRATCH} --data.files {url}", sentence=""))
     check(tmp_path, Case(sentence="data.files holds a URL with a password or token, which would be written …"), result)
     assert "hunter2" not in result.stdout + result.stderr

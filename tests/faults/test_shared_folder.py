@@ -1,4 +1,4 @@
-"""A run folder that not every node can use is told at the start, not by a broken checkpoint later.
+"""A run folder that not every node can use is refused at the start, not by a broken checkpoint later.
 
 Two ranks stand for two nodes: each has a working directory of its own, and `run.output_dir` is a relative path.
 """
@@ -97,7 +97,7 @@ def open_late() -> str:
 
 
 def open_as_nobody(output_dir: str) -> str:
-    """On a rank: what a user without rights is told."""
+    """On a rank: the sentence for a user without rights."""
     from toolkit.launch.accelerator import build_accelerator
     from toolkit.launch.run_folder import open_run_folder
 

@@ -110,15 +110,15 @@ def check_stopped(bench: Workbench, name: str, result: LaunchResult) -> int:
     assert set(result.returncodes) == {EXIT_STOPPED}, f"{result.returncodes}\n{result.stdout[-3000:]}\n{result.stderr[-6000:]}"
     for trace in ("Traceback", "KeyboardInterrupt", "Error"):
         assert trace not in result.stderr, result.stderr[-6000:]
-    told = [line for line in result.stdout.splitlines() if line.startswith("stopped by SIG")]
-    assert len(told) == 1, result.stdout[-3000:]
-    if told[0].endswith(" before the first step"):
+    said = [line for line in result.stdout.splitlines() if line.startswith("stopped by SIG")]
+    assert len(said) == 1, result.stdout[-3000:]
+    if said[0].endswith(" before the first step"):
         assert not (bench.runs / name / "checkpoints").exists()
         return 0
     newest, refused = newest_valid(bench.runs / name)
     assert newest is not None and refused == []
     step = int(newest.name.removeprefix("step-"))
-    assert f" after step {step}, with a checkpoint" in told[0]
+    assert f" after step {step}, with a checkpoint" in said[0]
     assert all(entry.startswith("step-") and "." not in entry for entry in bench.checkpoints(name)), bench.checkpoints(name)
     assert len({path.name for path in newest.glob("rng-*")}) == len(result.returncodes)
     return step

@@ -46,8 +46,8 @@ def test_fault_is_named(benches: dict[str, Workbench], tmp_path: Path, recipe: s
         failed = [dataclasses.asdict(proof) for proof in proofs if not proof.passed]
     else:
         assert not run_verify(tmp_path / "verify", flags_of(bench), name, **settings)
-        told = json.loads((tmp_path / "verify" / "verify.json").read_text())
-        failed = [proof for proof in told["proofs"] if proof["is_reached"] and not proof["passed"]]
+        verdict = json.loads((tmp_path / "verify" / "verify.json").read_text())
+        failed = [proof for proof in verdict["proofs"] if proof["is_reached"] and not proof["passed"]]
     assert {proof["check"] for proof in failed} == expected
     assert any(detail in proof["detail"] for proof in failed)
 

@@ -102,7 +102,7 @@ FAULTS: dict[str, Fault] = {
             patch=state.last_evaluation_batch_lost,
             test=f"{ABSOLUTE}[llama-single]",
             says="evaluation loss",
-            verify={"t5": ({"evaluation"}, "the held-out loss differs")},
+            verify={"t5": ({"evaluation"}, "the evaluation loss differs")},
         ),
         Fault(
             patch=state.one_beam,

@@ -1,4 +1,4 @@
-"""What the tests of bad input share: a case as data, its launch on 2 real ranks, and the one sentence that must be told."""
+"""What the tests of bad input share: a case as data, its launch on 2 real ranks, and the one sentence that must be printed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Case:
     flags: str = ""
     """In place of those of the working run with the same name, or beside them; separated by blanks."""
     sentence: str
-    """What is told, whole, where `…` stands for anything."""
+    """What is printed, whole, where `…` stands for anything."""
     files: Files = field(default_factory=dict)
     """Written into the folder beside (or over) those of the working run."""
     overrides: dict[str, Any] = field(default_factory=dict)

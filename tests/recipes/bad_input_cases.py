@@ -1,4 +1,4 @@
-"""The cases of test_bad_input.py: what is wrong, and the one sentence that must be told."""
+"""The cases of test_bad_input.py: what is wrong, and the one sentence that must be printed."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ EARLY = {
     "freezing everything": Case(
         flags="--model.freeze ['.*']", sentence="model.freeze ['.*'] freezes every parameter: leave something to train"
     ),
-    # The first thing to be told once data is looked for.
+    # The first thing to be reported once data is looked for.
     "missing file": Case(
         flags="--data.files {here}/rws.csv --data.source csv",
         files={"rows.csv": "source,target\na,b\n"},
@@ -285,7 +285,7 @@ DATA = {
 # In the folder of a finished run, which must stay as it is.
 AFTER_A_RUN = {
     "another run's config": Case(
-        flags="--model.from_scratch true --optim.lr 0.5 --data.files {here}/nowhere.jsonl",  # told before data is looked for
+        flags="--model.from_scratch true --optim.lr 0.5 --data.files {here}/nowhere.jsonl",  # refused before data is looked for
         sentence=f"optim.lr is 0.5, but {{here}}/runs/run/checkpoints/step-00000002 was made with 0.001: {WAYS_OUT}",
     ),
     "another run's data": Case(
@@ -294,7 +294,7 @@ AFTER_A_RUN = {
         sentence=f"the data is not what {{here}}/runs/run/checkpoints/step-00000002 was trained on, {OTHER_DATA}: {WAYS_OUT}",
     ),
     "another precision": Case(
-        flags="--model.from_scratch true --data.files {here}/nowhere.jsonl",  # told before data is looked for
+        flags="--model.from_scratch true --data.files {here}/nowhere.jsonl",  # refused before data is looked for
         overrides={"mixed_precision": "no"},
         sentence=f"mixed_precision is 'no', but {{here}}/runs/run/checkpoints/step-00000002 was made with 'bf16': {WAYS_OUT}",
     ),

@@ -1,4 +1,4 @@
-"""Cases of test_llm_bad_input.py that are told before a row is looked for; the others are in llm_bad_row_cases.py."""
+"""Cases of test_llm_bad_input.py that are refused before a row is looked for; the others are in llm_bad_row_cases.py."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ EARLY = {
         flags="--data.chat_template {here}/chat.jinja",
         sentence="data.chat_template {here}/chat.jinja cannot be read (No such file or directory): give a file, or the template",
     ),
-    # The first thing to be told once rows are looked for.
+    # The first thing to be reported once rows are looked for.
     "missing file": Case(
         flags="--data.files {here}/rws.jsonl",
         files={"rows.json": ""},

@@ -1,4 +1,4 @@
-"""Cases of test_llm_bad_input.py that rows, the model at work or a run before show: what is wrong, and what must be told."""
+"""Cases of test_llm_bad_input.py that rows, the model at work or a run before show: what is wrong, and what must be printed."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ MODEL = {
     ),
 }
 
-# In the folder of a finished run, which must stay as it is. All but the last are told before a row is looked for.
+# In the folder of a finished run, which must stay as it is. All but the last are refused before a row is looked for.
 NOWHERE = "--data.files {here}/nowhere.jsonl"
 CHECKPOINT = "{here}/runs/run/checkpoints/step-00000002"
 AFTER_A_RUN = {

@@ -1,8 +1,8 @@
 """Bad input of every kind: one sentence, exit code 2 on every rank, no traceback, and as early as it can be known.
 
 Each case is a working run with one thing wrong, started as 2 real ranks under `fsdp2_cpu`. The working run would need weights,
-which its model folder does not have: a case that gets its own sentence was told before weights are read. The cases in `EARLY`
-have no data file either: they are told before that one is looked for.
+which its model folder does not have: a case that gets its own sentence was refused before weights are read. The cases in `EARLY`
+have no data file either: they are refused before that one is looked for.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Launch
 
 
 @pytest.mark.parametrize("name", EARLY)
-def test_told_before_data_is_read(tmp_path: Path, name: str) -> None:
+def test_refused_before_data_is_read(tmp_path: Path, name: str) -> None:
     check(tmp_path, EARLY[name], WORKING_RUN.launch(tmp_path, EARLY[name]))
 
 
 @pytest.mark.parametrize("name", DATA)
-def test_told_before_weights_are_read(tmp_path: Path, name: str) -> None:
+def test_refused_before_weights_are_read(tmp_path: Path, name: str) -> None:
     WORKING_RUN.write(tmp_path, {"rows.jsonl": ROWS})
     check(tmp_path, DATA[name], WORKING_RUN.launch(tmp_path, DATA[name]))
     assert not (tmp_path / "runs").exists()
@@ -77,18 +77,18 @@ def test_a_damaged_checkpoint_is_not_resumed_by_name(finished_run: tuple[Path, L
     check(here, case, WORKING_RUN.launch(here, case))
 
 
-def test_unusable_and_long_rows_are_counted_and_told_and_the_run_goes_on(finished_run: tuple[Path, LaunchResult]) -> None:
+def test_unusable_and_long_rows_are_counted_and_reported_and_the_run_goes_on(finished_run: tuple[Path, LaunchResult]) -> None:
     here, result = finished_run
     rows = here / "rows.jsonl"
     assert result.returncodes == [0, 0], result.stderr[-3000:]
-    told = [
+    said = [
         f"skipped 2 of {NUM_ROWS + 4} rows of {rows} with an empty source (first: rows {NUM_ROWS + 1}, {NUM_ROWS + 3})",
         f"skipped 1 of {NUM_ROWS + 4} rows of {rows} with an empty target (row {NUM_ROWS + 2})",
         f"WARNING: cut the source of 1 of {NUM_ROWS + 1} training rows to data.max_source_length_tokens = 60: ",
         f"WARNING: cut the target of 1 of {NUM_ROWS + 1} training rows to data.max_target_length_tokens = 30: ",
     ]
     lines = [*result.stdout.splitlines(), *result.stderr.splitlines()]
-    assert [sum(line.startswith(sentence) for line in lines) for sentence in told] == [1, 1, 1, 1], result.stdout
+    assert [sum(line.startswith(sentence) for line in lines) for sentence in said] == [1, 1, 1, 1], result.stdout
     assert (here / "runs/run/checkpoints/step-00000002/manifest.json").is_file()
 
 

@@ -45,18 +45,18 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Launch
 
 
 @pytest.mark.parametrize("name", EARLY)
-def test_told_before_data_is_read(tmp_path: Path, name: str) -> None:
+def test_refused_before_data_is_read(tmp_path: Path, name: str) -> None:
     check(tmp_path, EARLY[name], working_run().launch(tmp_path, EARLY[name]))
 
 
 @pytest.mark.parametrize("name", DATA)
-def test_told_before_weights_are_read(tmp_path: Path, name: str) -> None:
+def test_refused_before_weights_are_read(tmp_path: Path, name: str) -> None:
     working_run().write(tmp_path, chats())
     check(tmp_path, DATA[name], working_run().launch(tmp_path, DATA[name]))
 
 
 @pytest.mark.parametrize("name", MODEL)
-def test_told_before_the_first_step(tmp_path: Path, model_folders: dict[str, Path], name: str) -> None:
+def test_refused_before_the_first_step(tmp_path: Path, model_folders: dict[str, Path], name: str) -> None:
     (tmp_path / "base").symlink_to(model_folders["llama"])
     check(tmp_path, MODEL[name], working_run().launch(tmp_path, MODEL[name]))
     assert not (tmp_path / "runs/run/metrics.jsonl").exists()
@@ -70,11 +70,11 @@ def test_a_run_that_is_refused_changes_nothing_of_the_run_before(finished_run: t
     assert contents(here / "runs") == before
 
 
-def test_lost_and_cut_chats_are_counted_and_told_and_the_run_goes_on(finished_run: tuple[Path, LaunchResult]) -> None:
+def test_lost_and_cut_chats_are_counted_and_reported_and_the_run_goes_on(finished_run: tuple[Path, LaunchResult]) -> None:
     here, result = finished_run
     file, num_read, num_used = here / "rows.jsonl", NUM_CHATS + 5, NUM_CHATS + 3
     assert result.returncodes == [0, 0], result.stderr[-3000:]
-    told = [
+    said = [
         f"skipped 1 of {num_read} rows of {file} with an empty assistant turn (row {NEXT})",
         f"skipped 1 of {num_read} rows of {file} with an empty chat (row {NEXT + 4})",
         f"WARNING: cut 3 of {num_used} training rows to data.max_length_tokens = 100: ",
@@ -84,5 +84,5 @@ def test_lost_and_cut_chats_are_counted_and_told_and_the_run_goes_on(finished_ru
         "processes",
     ]
     lines = [*result.stdout.splitlines(), *result.stderr.splitlines()]
-    assert [sum(line.startswith(sentence) for line in lines) for sentence in told] == [1] * len(told), result.stdout
+    assert [sum(line.startswith(sentence) for line in lines) for sentence in said] == [1] * len(said), result.stdout
     assert (here / "runs/run/checkpoints/step-00000002/manifest.json").is_file()

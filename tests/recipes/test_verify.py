@@ -38,10 +38,10 @@ def data_flags(bench: Workbench) -> dict[str, object]:
 
 def check_output(folder: Path, expected: set[str]) -> None:
     """The table is there, whole, and what it takes to make it is not."""
-    told = json.loads((folder / "verify.json").read_text())
-    assert told["passed"] and {proof["check"] for proof in told["proofs"]} == expected
-    assert all(proof["passed"] for proof in told["proofs"])
-    of_step_1 = [p["difference"] for p in told["proofs"] if p["check"] == "gradients" and p["tolerance"] == DEFAULT_TOLERANCE]
+    verdict = json.loads((folder / "verify.json").read_text())
+    assert verdict["passed"] and {proof["check"] for proof in verdict["proofs"]} == expected
+    assert all(proof["passed"] for proof in verdict["proofs"])
+    of_step_1 = [p["difference"] for p in verdict["proofs"] if p["check"] == "gradients" and p["tolerance"] == DEFAULT_TOLERANCE]
     assert 0 < max(of_step_1) < DEFAULT_TOLERANCE, "several processes add up in another order"
     assert "all" in (folder / "verify.md").read_text()
     assert sorted(path.name for path in folder.iterdir()) == ["logs", "presets", "verify.json", "verify.md"]

@@ -58,7 +58,7 @@ def adapted(folder: Path, name: str, *, seed: int = 0, **settings: Any) -> PreTr
 
 
 def adapter_config(**settings: Any) -> AdapterConfig:
-    """A LoRA of rank 4, unless told otherwise."""
+    """A LoRA of rank 4, unless the test says otherwise."""
     return AdapterConfig(**{"method": "lora", "rank": 4, "alpha": 8.0, **settings})
 
 

@@ -20,7 +20,7 @@ _ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 
 
 def read_json_lines(
-    path: Path, *, way_out: str = "mend or remove the line", skip_torn_end: bool = False
+    path: Path, *, way_out: str = "correct or remove the line", skip_torn_end: bool = False
 ) -> Iterator[tuple[int, Any]]:
     """(line number from 1, value) of each line that is not blank, with one line in memory at a time.
 

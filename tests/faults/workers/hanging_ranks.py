@@ -61,7 +61,7 @@ def stop_rank(stopped: int) -> Callable[[Watchdog, int], None]:
         watchdog.at("saving", 2)
         dist.barrier()
         if rank == stopped:
-            time.sleep(1)  # time enough to have told its place
+            time.sleep(1)  # time enough to have reported its place
             os.kill(os.getpid(), signal.SIGSTOP)
         dist.barrier()
 

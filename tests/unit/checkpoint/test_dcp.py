@@ -168,7 +168,7 @@ def test_a_shard_that_holds_something_else_is_refused(tmp_path: Path, value: Any
         load_tensors(some_tensors(), tmp_path)
 
 
-def test_a_missing_shard_is_told_without_a_traceback(tmp_path: Path) -> None:
+def test_a_missing_shard_is_reported_without_a_traceback(tmp_path: Path) -> None:
     save_tensors(some_tensors(), tmp_path)
     (tmp_path / "__0_0.distcp").unlink()
     with pytest.raises(ValueError, match=r"^\[Errno 2\] No such file or directory: '.*/__0_0.distcp'$"):

@@ -84,7 +84,7 @@ def test_links_do_not_lead_out_of_a_checkpoint(tmp_path: Path, name: str) -> Non
         check_files(folder, read_manifest(folder))
 
 
-def test_a_file_that_the_disk_does_not_give_back_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_the_disk_does_not_give_back_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(tmp_path, 3)
 
     def fail(path: Path) -> str:
@@ -121,7 +121,7 @@ def test_auto_starts_anew_only_where_there_is_no_checkpoint(tmp_path: Path) -> N
         find_checkpoint(tmp_path, "auto")
 
 
-def test_a_model_config_is_told_by_what_it_says() -> None:
+def test_a_model_config_is_named_by_what_it_says() -> None:
     config = {"d_model": 16, "id2label": {0: "a"}, "transformers_version": "5.0.0"}
     assert hash_model_config(config) == hash_model_config({**config, "transformers_version": "5.1.0"})
     assert hash_model_config(config) != hash_model_config({**config, "d_model": 32})

@@ -59,7 +59,7 @@ def test_the_format_version_before_is_read(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_manifest_of_another_shape_is_told_and_skipped(tmp_path: Path, change, sentence: str) -> None:
+def test_a_manifest_of_another_shape_is_reported_and_skipped(tmp_path: Path, change, sentence: str) -> None:
     older = make_checkpoint(tmp_path, 3)
     change_manifest(make_checkpoint(tmp_path, 12), change)
     found, (refused,) = newest_valid(tmp_path)
@@ -68,7 +68,7 @@ def test_a_manifest_of_another_shape_is_told_and_skipped(tmp_path: Path, change,
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "7", "[" * 100_000, "\ufeff{}", '{"format_version": 3', ""])
-def test_a_manifest_that_is_no_mapping_is_told_and_skipped(tmp_path: Path, text: str) -> None:
+def test_a_manifest_that_is_no_mapping_is_reported_and_skipped(tmp_path: Path, text: str) -> None:
     (make_checkpoint(tmp_path, 3) / MANIFEST).write_text(text)
     found, (refused,) = newest_valid(tmp_path)
     assert found is None and refused.startswith("step-00000003/manifest.json ")

@@ -59,7 +59,9 @@ def test_one_row_for_each_checkpoint_and_leftover(
     assert hint.endswith("--verify hashes them too.")
 
 
-def test_a_changed_byte_is_told_by_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_a_changed_byte_is_reported_by_verify(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     make_checkpoint(tmp_path, 3)
     flip_a_byte(make_checkpoint(tmp_path, 6))
     assert run_command(monkeypatch, tmp_path) == 0

@@ -1,4 +1,4 @@
-"""Signals are noted, told to all ranks at a step boundary, and known to all at the next one."""
+"""Signals are noted, reported to all ranks at a step boundary, and known to all at the next one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_second_signal_only_changes_the_name() -> None:
         assert stops.agree() == Agreement("SIGTERM", False)
 
 
-def test_failed_save_is_told_once() -> None:
+def test_failed_save_is_reported_once() -> None:
     with StopRequests() as stops:
         stops.agree(write_failed=True)
         assert stops.agree() == Agreement(None, True)

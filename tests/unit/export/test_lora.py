@@ -101,7 +101,7 @@ def test_what_was_not_written_right_is_found(bases: Path, tmp_path: Path) -> Non
         compare_adapter(tmp_path, skeleton, own(model, weights), {**check, "logits": check["logits"] * 1.1}, torch.float32)
 
 
-def test_logits_that_differ_under_bf16_are_told(bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logits_that_differ_under_bf16_are_reported(bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, check, weights = trained(bases, "llama", {"target_modules": ["q_proj"]})
     skeleton = copy_on_meta(model)
     write_adapter(tmp_path, skeleton, own(model, weights), {})

@@ -56,4 +56,4 @@ def test_a_broken_line_is_named(tmp_path: Path, line: bytes, reason: str, skip_t
     with pytest.raises(UserError) as refused:
         load_json_lines(path, skip_torn_end=skip_torn_end)
     assert str(refused.value).startswith(f"{path}, line 3: not JSON ({reason}")
-    assert str(refused.value).endswith("): mend or remove the line")
+    assert str(refused.value).endswith("): correct or remove the line")

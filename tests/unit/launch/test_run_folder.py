@@ -118,7 +118,7 @@ def test_links_that_stay_inside_or_are_above_are_followed(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("output_dir", "name"), [("runs", "a\0b"), ("ru\0ns", "run")])
-def test_a_nul_is_told(output_dir: str, name: str) -> None:
+def test_a_nul_is_reported(output_dir: str, name: str) -> None:
     with pytest.raises(
         UserError, match=r"^run.output_dir .* with run.name .* is no folder \(embedded null byte\): take other names$"
     ):
@@ -170,8 +170,8 @@ def test_a_folder_that_was_removed_is_made_again_with_lock_and_config(tmp_path: 
     written = (folder / "config.yaml").read_text()
     assert restore_run_folder(folder) == "; there is no checkpoint before the next save"
     shutil.rmtree(folder)
-    told = restore_run_folder(folder)
-    assert told.startswith("; so are its lock and config.yaml, and what else was in the folder is gone; there is no checkpoint")
+    said = restore_run_folder(folder)
+    assert said.startswith("; so are its lock and config.yaml, and what else was in the folder is gone; there is no checkpoint")
     assert (folder / "config.yaml").read_text() == written
     code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
     another = subprocess.run([sys.executable, "-c", code, folder / ".lock"], capture_output=True, text=True)

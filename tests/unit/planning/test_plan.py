@@ -418,7 +418,7 @@ def test_units_and_ties_are_listed_and_json_has_all() -> None:
     assert min(planned.device.values()) >= 0
 
 
-def test_bad_input_is_told_in_a_sentence(edited: Any) -> None:
+def test_bad_input_is_reported_in_a_sentence(edited: Any) -> None:
     with pytest.raises(UserError, match=r"nowhere is not a folder here"):
         build_plan("./nowhere", PRESETS / "fsdp2_full_shard.yaml", 4, [], None, 80.0)
     with pytest.raises(UserError, match=r"could not be read"):

@@ -161,15 +161,15 @@ def _largest_gradient(expected: Tensors, actual: Tensors) -> tuple[float, str]:
 
 
 def compare_evaluations(reference: WatchedRun, run: WatchedRun, tolerance: float) -> Proof | None:
-    """Compare the held-out loss after the last step; None without held-out rows."""
+    """Compare the evaluation loss after the last step; None without evaluation rows."""
     expected, actual = load_lines(reference, "eval", needed=False), load_lines(run, "eval", needed=False)
     if not expected:
         return None
     if not actual:
         raise NotReached(run)
     difference = _relative(actual[-1]["loss"], expected[-1]["loss"])
-    title = f"{run.title}: {expected[-1]['num_rows']} held-out rows"
-    return _within("evaluation", title, difference, "", tolerance, "the held-out loss differs{}")
+    title = f"{run.title}: {expected[-1]['num_rows']} evaluation rows"
+    return _within("evaluation", title, difference, "", tolerance, "the evaluation loss differs{}")
 
 
 # --- What each rank holds.

@@ -64,11 +64,11 @@ def test_presets_run_one_after_the_other_with_flags_of_their_own(
     own = {"run.output_dir": str(output), "train.num_epochs": "null", "train.max_steps": "6", "log_every_steps": "4"}
     assert ddp_flags == {"data.source": "digits", **own, "run.name": "1-ddp"}
     assert sized_flags["run.name"] == "2-fsdp2_size_wrap"
-    told = capsys.readouterr().out
-    assert "1/2 ddp: done" in told and "2/2 fsdp2_size_wrap:fsdp_min_num_params=7+mixed_precision=no: running" in told
-    assert "mnist.py: 6 steps, timed from step 5 on; loss difference: the largest over the steps, relative to ddp; " in told
-    assert "changed in all presets: num_processes 8 → 2, use_cpu false → true." in told
-    assert (output / "comparison.md").read_text().partition("\n\n")[2].strip() in told
+    printed = capsys.readouterr().out
+    assert "1/2 ddp: done" in printed and "2/2 fsdp2_size_wrap:fsdp_min_num_params=7+mixed_precision=no: running" in printed
+    assert "mnist.py: 6 steps, timed from step 5 on; loss difference: the largest over the steps, relative to ddp; " in printed
+    assert "changed in all presets: num_processes 8 → 2, use_cpu false → true." in printed
+    assert (output / "comparison.md").read_text().partition("\n\n")[2].strip() in printed
     plain = json.loads((output / "comparison.json").read_text())
     assert [preset["figures"]["speed"] for preset in plain["presets"]] == [8.0, 8.0] and plain["compared_with"] == "ddp"
     assert (output / "comparison.png").stat().st_size > 1000
@@ -88,7 +88,7 @@ def test_a_preset_that_fails_gets_its_sentence_and_the_rest_goes_on(
     assert "failed" not in rows[3]
 
 
-def test_a_gpu_preset_without_gpus_is_told_how_to_run(
+def test_a_gpu_preset_without_gpus_says_how_to_run(
     tmp_path: Path, launched: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
@@ -100,10 +100,10 @@ def test_a_gpu_preset_without_gpus_is_told_how_to_run(
     launched.clear()
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     assert run("--presets", "ddp,fsdp2_hsdp", "--mixed-precision", "no", "--output", tmp_path / "gpus") == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert [mapping["num_processes"] for mapping, _ in launched] == [4, 4]
-    assert "changed in all presets: mixed_precision bf16 → no, num_processes 8 → 4" not in told
-    assert "num_processes 16 → 4" in told and "dp_shard_size 8 → 2" in told
+    assert "changed in all presets: mixed_precision bf16 → no, num_processes 8 → 4" not in printed
+    assert "num_processes 16 → 4" in printed and "dp_shard_size 8 → 2" in printed
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_gpu_preset_without_gpus_is_told_how_to_run(
         (["--presets", "ddp", "--output", "recipes"], "--output recipes exists and is not an empty folder: name a new one"),
     ],
 )
-def test_what_is_wrong_is_told_before_anything_runs(
+def test_what_is_wrong_is_reported_before_anything_runs(
     launched: list[Any], capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
 ) -> None:
     assert run(*arguments) == 2

@@ -47,7 +47,7 @@ def test_more_gpus_and_less_to_train_never_fit_worse() -> None:
             assert fits[model, "LoRA", num]
 
 
-def test_a_page_that_is_out_of_date_is_told_with_the_command(presets: Path) -> None:
+def test_a_page_that_is_out_of_date_is_reported_with_the_command(presets: Path) -> None:
     update_page(presets, write=False)
     page = presets / "README.md"
     page.write_text(page.read_text().replace("3B (Llama 3.2)", "3B"))

@@ -246,7 +246,9 @@ def test_command_exits_1_where_a_check_fails(monkeypatch: pytest.MonkeyPatch, pa
         ({"output": "taken/thesis.tex/below"}, [], "cannot be written .Not a directory"),
     ],
 )
-def test_mistakes_are_told_before_any_run(tmp_path: Path, settings: dict[str, Any], arguments: list[str], sentence: str) -> None:
+def test_mistakes_are_reported_before_any_run(
+    tmp_path: Path, settings: dict[str, Any], arguments: list[str], sentence: str
+) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "thesis.tex").touch()
     settings = {"num_processes": 2, **settings, "output": tmp_path / settings.get("output", "output")}
