@@ -105,7 +105,7 @@ def compare_rows(reference: WatchedRun, run: WatchedRun) -> Proof:
     expected, actual = load_rows_of_steps(reference), load_rows_of_steps(run)
     wrong = [step for step, rows in actual.items() if sorted(rows) != sorted(expected.get(step, []))]
     detail = f"step {wrong[0]} takes other rows, or some twice" if wrong else ""
-    return _exact("rows", f"{run.title}: rows of {len(actual)} steps", len(wrong), detail)
+    return exact("rows", f"{run.title}: rows of {len(actual)} steps", len(wrong), detail)
 
 
 def compare_losses(reference: WatchedRun, run: WatchedRun, tolerance: float) -> Proof:
@@ -113,7 +113,7 @@ def compare_losses(reference: WatchedRun, run: WatchedRun, tolerance: float) -> 
     expected = {line["step"]: line["loss"] for line in load_lines(reference, "train")}
     lines = load_lines(run, "train")
     worst = max((_relative(line["loss"], expected[line["step"]]), line["step"]) for line in lines)
-    return _within("loss", f"{run.title}: {len(lines)} steps", *worst, tolerance, "that of step {}")
+    return within("loss", f"{run.title}: {len(lines)} steps", *worst, tolerance, "that of step {}")
 
 
 def compare_gradients(reference: WatchedRun, run: WatchedRun, tolerance: float) -> Proof:
@@ -126,7 +126,7 @@ def compare_gradients(reference: WatchedRun, run: WatchedRun, tolerance: float) 
     norms = {line["step"]: line["grad_norm"] for line in load_lines(reference, "train")}
     for line in load_lines(run, "train"):
         worst = max(worst, (_relative(line["grad_norm"], norms[line["step"]]), f"the norm of step {line['step']}"))
-    return _within("gradients", f"{run.title}: {len(expected)} tensors, {NUM_STEPS} norms", *worst, tolerance, "largest in {}")
+    return within("gradients", f"{run.title}: {len(expected)} tensors, {NUM_STEPS} norms", *worst, tolerance, "largest in {}")
 
 
 def compare_late_gradients(reference: WatchedRun, run: WatchedRun) -> Proof | None:
@@ -142,7 +142,7 @@ def compare_late_gradients(reference: WatchedRun, run: WatchedRun) -> Proof | No
         names = sorted(expected.keys() ^ actual.keys())
         return failed("gradients", run.title, f"{names[0]} has a gradient in step 2 on one side only")
     title = f"{run.title}: {len(expected)} tensors that are zero in step 1, in step 2"
-    return _within("gradients", title, *_largest_gradient(expected, actual), LATE_TOLERANCE, "largest in {}")
+    return within("gradients", title, *_largest_gradient(expected, actual), LATE_TOLERANCE, "largest in {}")
 
 
 def _largest_gradient(expected: Tensors, actual: Tensors) -> tuple[float, str]:
@@ -169,7 +169,7 @@ def compare_evaluations(reference: WatchedRun, run: WatchedRun, tolerance: float
         raise NotReached(run)
     difference = _relative(actual[-1]["loss"], expected[-1]["loss"])
     title = f"{run.title}: {expected[-1]['num_rows']} evaluation rows"
-    return _within("evaluation", title, difference, "", tolerance, "the evaluation loss differs{}")
+    return within("evaluation", title, difference, "", tolerance, "the evaluation loss differs{}")
 
 
 # --- What each rank holds.
@@ -195,7 +195,7 @@ def check_shards(run: WatchedRun) -> Proof:
     name, (share, limit) = max(shares.items(), key=lambda item: item[1][0] - item[1][1])
     where = ", ".join(about["placements"])
     title = f"{run.title}: largest share of a rank" + (f", {where}" if where else "")
-    return _within("sharding", title, share, f"a rank holds {share:.0%} of the {name}", limit + SHARD_SLACK, "{}")
+    return within("sharding", title, share, f"a rank holds {share:.0%} of the {name}", limit + SHARD_SLACK, "{}")
 
 
 def check_ties(run: WatchedRun) -> Proof | None:
@@ -206,7 +206,7 @@ def check_ties(run: WatchedRun) -> Proof | None:
     broken = [" = ".join(names) for names in ties["broken"]]
     num_names = sum(map(len, ties["tied"]))
     title = f"{run.title}: {num_names} names in {len(ties['tied'])} group(s)"
-    return _exact("ties", title, len(broken), f"no longer one weight: {'; '.join(broken)}" if broken else "")
+    return exact("ties", title, len(broken), f"no longer one weight: {'; '.join(broken)}" if broken else "")
 
 
 def check_moved(run: WatchedRun) -> Proof:
@@ -214,7 +214,7 @@ def check_moved(run: WatchedRun) -> Proof:
     before, after = load_tensors(run, "loaded"), load_tensors(run, "trained")
     names = [name for name in before if name.startswith("model.")]
     still = [name for name in names if before[name].tobytes() == after[name].tobytes()]
-    return _exact("moved", f"{run.title}: {len(names)} trainable tensors", len(still), named(still, "has not moved"))
+    return exact("moved", f"{run.title}: {len(names)} trainable tensors", len(still), named(still, "has not moved"))
 
 
 def check_frozen(run: WatchedRun, expects_frozen: bool) -> Proof | None:
@@ -223,7 +223,7 @@ def check_frozen(run: WatchedRun, expects_frozen: bool) -> Proof | None:
     if not before:
         return failed("frozen", run.title, "nothing is frozen") if expects_frozen else None
     changed = [name for name in before if after.get(name) != before[name]]
-    return _exact("frozen", f"{run.title}: {len(before)} frozen tensors", len(changed), named(changed, "has changed"))
+    return exact("frozen", f"{run.title}: {len(before)} frozen tensors", len(changed), named(changed, "has changed"))
 
 
 # --- Checkpoints.
@@ -250,30 +250,32 @@ def compare_resumed(whole: WatchedRun, resumed: WatchedRun, without_dropout: Wat
         for figure in ("step", "loss", "grad_norm", "learning_rate", "num_tokens"):
             if line[figure] != expected[figure]:
                 difference = _relative(line[figure], expected[figure])
-                return _exact("resume", title, difference, f"{figure} of step {expected['step']} differs")
+                return exact("resume", title, difference, f"{figure} of step {expected['step']} differs")
     rows = load_rows_of_steps(whole)
     if wrong := [step for step, of_step in load_rows_of_steps(resumed).items() if of_step != rows[step]]:
-        return _exact("resume", title, 1.0, f"step {wrong[0]} takes other rows")
+        return exact("resume", title, 1.0, f"step {wrong[0]} takes other rows")
     return _same_tensors("resume", title, load_tensors(whole, f"saved-{NUM_STEPS}"), load_tensors(resumed, f"saved-{NUM_STEPS}"))
 
 
 def _same_tensors(check: str, title: str, expected: Tensors, actual: Tensors) -> Proof:
     if expected.keys() != actual.keys():
-        return _exact(check, title, math.inf, f"{sorted(expected.keys() ^ actual.keys())[0]} is on one side only")
+        return exact(check, title, math.inf, f"{sorted(expected.keys() ^ actual.keys())[0]} is on one side only")
     unequal = {name: _largest(actual[name], t) for name, t in expected.items() if t.tobytes() != actual[name].tobytes()}
     compared = f"{title}, {len(expected)} tensors" if check == "save" else title
-    return _exact(check, compared, max(unequal.values(), default=0.0), named(sorted(unequal), "differs"))
+    return exact(check, compared, max(unequal.values(), default=0.0), named(sorted(unequal), "differs"))
 
 
 # --- Rows of the table.
 
 
-def _exact(check: str, compared: str, difference: float, detail: str) -> Proof:
+def exact(check: str, compared: str, difference: float, detail: str) -> Proof:
+    """The row of a check that passes if nothing differs and there is no `detail`."""
     passed = difference == 0 and not detail
     return Proof(check=check, compared=compared, difference=difference, tolerance=0.0, passed=passed, detail=detail)
 
 
-def _within(check: str, compared: str, difference: float, where: Any, tolerance: float, detail: str) -> Proof:
+def within(check: str, compared: str, difference: float, where: Any, tolerance: float, detail: str) -> Proof:
+    """The row of a check with a tolerance; if it fails, `where` is put into `detail`."""
     passed = difference <= tolerance  # False for a NaN
     reason = "" if passed else detail.format(where)
     return Proof(check=check, compared=compared, difference=difference, tolerance=tolerance, passed=passed, detail=reason)

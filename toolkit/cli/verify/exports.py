@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from toolkit.cli.verify.checks import Proof, failed, named, not_reached
+from toolkit.cli.verify.checks import Proof, exact, failed, named, not_reached, within
 from toolkit.cli.verify.records import load_list
 from toolkit.cli.verify.runs import GENERATION, WatchedRun
 from toolkit.cli.verify.watched_run import hash_tensor
@@ -50,12 +50,7 @@ def check_exports(run: WatchedRun, config: RecipeConfig, auto_class: AutoClass) 
         merged = _load(config, auto_class, run.folder / "merged")
         logits = [_compare_logits(run, "adapter", adapted, check), _compare_logits(run, "merged model", merged, check)]
         return [weights, *logits, *_compare_scale(run, config.adapter, adapted, merged, trained), *_compare_texts(run, merged)]
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-        SafetensorError,
-    ) as error:  # raised by transformers and peft for a folder that they cannot load
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # of transformers and peft: they cannot load a folder
         return [failed("export", run.title, " ".join(str(error).split()))]
 
 
@@ -69,17 +64,10 @@ def _load(config: RecipeConfig, auto_class: AutoClass, name_or_path: str | Path)
         options["revision"] = config.model.revision or "main"
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    return (
-        getattr(transformers, auto_class)
-        .from_pretrained(
-            name_or_path,
-            dtype=torch.float32,
-            use_safetensors=True,
-            trust_remote_code=config.model.trust_remote_code,
-            **options,
-        )
-        .eval()
+    model = getattr(transformers, auto_class).from_pretrained(
+        name_or_path, dtype=torch.float32, use_safetensors=True, trust_remote_code=config.model.trust_remote_code, **options
     )
+    return model.eval()
 
 
 def _load_adapter(base: Any, folder: Path) -> nn.Module:
@@ -96,14 +84,8 @@ def _compare_weights(run: WatchedRun, what: str, model: nn.Module, trained: Tens
     differences = {name: _difference(loaded.get(name), weight) for name, weight in trained.items()}
     unequal = [name for name, difference in differences.items() if difference]
     unequal += [name for name, digest in frozen.items() if name not in loaded or hash_tensor(loaded[name]) != digest]
-    return Proof(
-        check="export",
-        compared=f"{run.title}: {what} reloaded, {len(trained) + len(frozen)} tensors",
-        difference=max(differences.values(), default=0.0),
-        tolerance=0.0,
-        passed=not unequal,
-        detail=named(unequal, "is not what was trained"),
-    )
+    title = f"{run.title}: {what} reloaded, {len(trained) + len(frozen)} tensors"
+    return exact("export", title, max(differences.values(), default=0.0), named(unequal, "is not what was trained"))
 
 
 def _difference(loaded: torch.Tensor | None, weight: torch.Tensor) -> float:
@@ -118,10 +100,8 @@ def _compare_logits(run: WatchedRun, what: str, model: nn.Module, check: Tensors
     inputs = {name: tensor for name, tensor in check.items() if name != "logits"}
     logits_BTV = model(**inputs, use_cache=False).logits
     difference = float((logits_BTV - check["logits"]).abs().max() / check["logits"].abs().max().clamp(min=1e-6))
-    tolerance = LOGIT_TOLERANCE[torch.float32]
-    passed = difference <= tolerance  # False for a NaN
-    title, detail = f"{run.title}: {what} reloaded, logits", "" if passed else "logits differ from those of the trained model"
-    return Proof(check="export", compared=title, difference=difference, tolerance=tolerance, passed=passed, detail=detail)
+    title, detail = f"{run.title}: {what} reloaded, logits", "logits differ from those of the trained model{}"
+    return within("export", title, difference, "", LOGIT_TOLERANCE[torch.float32], detail)
 
 
 def _compare_scale(run: WatchedRun, config: AdapterConfig, adapted: Any, merged: nn.Module, trained: Tensors) -> list[Proof]:
@@ -144,17 +124,8 @@ def _compare_scale(run: WatchedRun, config: AdapterConfig, adapted: Any, merged:
         worst, num_layers = max(worst, (math.inf if math.isnan(difference) else difference, module)), num_layers + 1
     if not num_layers:
         return []
-    passed = worst[0] <= SCALE_TOLERANCE
-    return [
-        Proof(
-            check="adapter",
-            compared=f"{run.title}: merged less base is {scale:g} B A, {num_layers} layers",
-            difference=worst[0],
-            tolerance=SCALE_TOLERANCE,
-            passed=passed,
-            detail="" if passed else f"what the adapter adds to {worst[1]} is not what alpha and rank say",
-        )
-    ]
+    title = f"{run.title}: merged less base is {scale:g} B A, {num_layers} layers"
+    return [within("adapter", title, *worst, SCALE_TOLERANCE, "what the adapter adds to {} is not what alpha and rank say")]
 
 
 def _compare_texts(run: WatchedRun, model: Any) -> list[Proof]:
@@ -183,8 +154,7 @@ def _compare_texts(run: WatchedRun, model: Any) -> list[Proof]:
     detail = f"{num_other} of {len(generated)} texts are not those of plain transformers" if num_other else ""
     detail = detail or (f"{num_repeating} of {len(generated)} texts repeat {size} tokens" if num_repeating else "")
     title = f"{run.title}: {len(generated)} texts, {GENERATION['eval.num_beams']} beams, no {size} tokens repeated"
-    difference = float(max(num_other, num_repeating))
-    return [Proof(check="generation", compared=title, difference=difference, tolerance=0.0, passed=not detail, detail=detail)]
+    return [exact("generation", title, float(max(num_other, num_repeating)), detail)]
 
 
 def _strip(tokens: list[int], pad: int) -> list[int]:

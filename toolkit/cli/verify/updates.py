@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.cli.verify import PROBED_STEPS
-from toolkit.cli.verify.checks import Proof, prove
+from toolkit.cli.verify.checks import Proof, exact, prove, within
 from toolkit.cli.verify.records import Tensors, load_about, load_lines, load_list, load_tensors
 from toolkit.cli.verify.runs import LARGEST_GRAD_NORM, SAVED_STEP, WatchedRun
 from toolkit.config.schema import OptimConfig
@@ -42,14 +42,8 @@ def check_updates(run: WatchedRun, config: OptimConfig) -> Proof:
             wrong = _difference(name, clipped, states[step - 1], states[step], step, lrs[step], decay[name], config)
             worst = max(worst, (wrong, f"{name} after step {step} is not what AdamW makes of its gradient"))
     clipping = f"clipped to {min(clips):.0%}" if min(clips) < 1 else "nothing to clip"
-    return Proof(
-        check="update",
-        compared=f"{run.title}: AdamW written out, 2 steps, {len(decay)} tensors, {clipping}",
-        difference=worst[0],
-        tolerance=UPDATE_TOLERANCE,
-        passed=worst[0] <= UPDATE_TOLERANCE,
-        detail="" if worst[0] <= UPDATE_TOLERANCE else worst[1],
-    )
+    title = f"{run.title}: AdamW written out, 2 steps, {len(decay)} tensors, {clipping}"
+    return within("update", title, *worst, UPDATE_TOLERANCE, "{}")
 
 
 def _difference(
@@ -98,11 +92,5 @@ def check_dropout(run: WatchedRun) -> Proof | None:
     if equal:
         (one, two), *_ = equal
         detail = f"the same elements are dropped on rank {one[0]}, micro-batch {one[1]} and rank {two[0]}, micro-batch {two[1]}"
-    return Proof(
-        check="dropout",
-        compared=f"{run.title}: masks of {num_ranks} ranks, {num_micro_batches} micro-batches",
-        difference=float(len(equal)),
-        tolerance=0.0,
-        passed=not detail,
-        detail=detail,
-    )
+    title = f"{run.title}: masks of {num_ranks} ranks, {num_micro_batches} micro-batches"
+    return exact("dropout", title, float(len(equal)), detail)

@@ -78,7 +78,7 @@ def verify(
     proofs += check_all_updates(runs, box.config.optim)
     proofs += check_exports(runs["preset-0"], box.config, auto_class)
     passed = all(proof.passed for proof in proofs)
-    _tell(proofs, output, passed)
+    _show(proofs, output, passed)
     return passed
 
 
@@ -186,7 +186,7 @@ def _clear(output: Path) -> None:
         raise UserError(f"--output {output} cannot be written ({error.strerror}): name a folder that you can write to") from None
 
 
-def _tell(proofs: list[Proof], output: Path, passed: bool) -> None:
+def _show(proofs: list[Proof], output: Path, passed: bool) -> None:
     """Print the table and write it. If all checks passed, remove the runs: they are as large as their checkpoints."""
     # The table, and a line for each cause of failures.
     rows = [TITLES, *(_cells(proof) for proof in proofs)]
