@@ -98,10 +98,10 @@ def watch_updates(file: str) -> None:
 
     train_step = loop.train_step
 
-    def watched(session: Any, step: Any, *args: Any) -> Any:
-        before = _bits(session)
-        figures = train_step(session, step, *args)
-        after = _bits(session)
+    def watched(run: Any, step: Any, *args: Any) -> Any:
+        before = _bits(run)
+        figures = train_step(run, step, *args)
+        after = _bits(run)
         # A moment that did not exist was 0.
         changed = [name for name, t in after.items() if not torch.equal(before.get(name, torch.zeros_like(t)), t)]
         counts = sorted({int(t.item()) for name, t in after.items() if name.endswith(".step")})
@@ -119,14 +119,14 @@ def _current_step(loop: Any) -> list[int]:
     return steps
 
 
-def _bits(session: Any) -> dict[str, torch.Tensor]:
+def _bits(run: Any) -> dict[str, torch.Tensor]:
     """This rank's parts of all parameters and optimizer states, copied."""
     from toolkit.parallel.units import local_tensor
 
     found = {}
-    for name, parameter in session.run.sharded.model.named_parameters():
+    for name, parameter in run.sharded.model.named_parameters():
         found[name] = parameter
-        for what, value in session.run.optimizer.state.get(parameter, {}).items():
+        for what, value in run.optimizer.state.get(parameter, {}).items():
             found[f"{name}.{what}"] = value
     local = {name: local_tensor(tensor).detach() for name, tensor in found.items()}
     return {name: tensor.clone() for name, tensor in local.items() if tensor.numel()}  # with FSDP1 a rank may hold nothing

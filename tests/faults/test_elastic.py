@@ -125,10 +125,9 @@ def check_loaded(file: str) -> None:
 
     resume = finetune.resume
 
-    def checked(config: Any, context: Any, run: Any) -> Any:
-        state = resume(config, context, run)
-        Path(f"{file}-{rank()}.json").write_text(json.dumps(_compare(context.resume_from, run.sharded, run.optimizer)))
-        return state
+    def checked(run: Any, saved: Path) -> None:
+        resume(run, saved)
+        Path(f"{file}-{rank()}.json").write_text(json.dumps(_compare(saved, run.sharded, run.optimizer)))
 
     finetune.resume = checked  # type: ignore[assignment]
 

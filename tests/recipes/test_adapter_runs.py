@@ -219,7 +219,7 @@ def train_and_gather(argv: list[str]) -> dict[str, np.ndarray]:
     gathered: dict[str, np.ndarray] = {}
     finish = finetune.finish
 
-    def draw_gather_and_finish(config: Any, run: Any) -> None:
+    def draw_gather_and_finish(run: Any) -> None:
         import torch
 
         generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
@@ -228,7 +228,7 @@ def train_and_gather(argv: list[str]) -> dict[str, np.ndarray]:
                 local = parameter.data.to_local()
                 local.copy_(0.2 * torch.randn(local.shape, generator=generator))
             gathered[name] = parameter.detach().full_tensor().clone().numpy()
-        finish(config, run)
+        finish(run)
 
     with patch.object(finetune, "finish", draw_gather_and_finish):
         run_in_this_process("llm", argv)

@@ -96,16 +96,16 @@ def run_recipe(kind: str, preset: str, output: Path) -> Path:
 
 def train_on_rank(recipe: str, argv: list[str], folder: Path) -> None:
     """On every rank: the recipe as it stands; a new adapter's weights are written before the first step."""
-    from toolkit.training import finetune
+    from toolkit.training import loop
 
-    train = finetune.train
+    train = loop.train
 
-    def note_adapter_and_train(config: Any, run: Any, state: Any) -> Any:
-        if config.adapter.method != "none":
+    def note_adapter_and_train(run: Any) -> None:
+        if run.config.adapter.method != "none":
             _save_adapter(run.sharded.model, folder / "first_adapter.safetensors")
-        return train(config, run, state)
+        train(run)
 
-    with patch.object(finetune, "train", note_adapter_and_train):
+    with patch.object(loop, "train", note_adapter_and_train):
         run_in_this_process(recipe, argv)
 
 

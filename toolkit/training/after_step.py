@@ -1,82 +1,30 @@
-"""What happens after a step: evaluation, checkpoint, early stop, or the end because of a signal."""
+"""What the loop calls between two steps: evaluation, checkpoint, early stop, or the end because of a signal."""
 
 from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from toolkit.checkpoint.find import Goal
-from toolkit.checkpoint.save import CheckpointWriter, Save
-from toolkit.checkpoint.state import TrainState
-from toolkit.config.load import RecipeConfig
+from toolkit.checkpoint.save import Save
 from toolkit.config.schema import CheckpointConfig, EvalConfig
-from toolkit.data.batch_plan import BatchPlan
+from toolkit.data.batch_plan import BatchPlan, Step
 from toolkit.distributed.comm import raise_together
-from toolkit.distributed.signals import StopRequests
 from toolkit.distributed.watchdog import at, working
 from toolkit.errors import Stopped
 from toolkit.evaluation.loop import evaluate
 from toolkit.evaluation.metrics import own_figures
-from toolkit.tracking.progress import Progress
-from toolkit.tracking.step_log import StepLog
+from toolkit.tracking.memory import save_memory
 from toolkit.tracking.trackers import close_trackers, log_to_trackers
+from toolkit.training.own import StepInfo
 from toolkit.training.run import Run
-from toolkit.training.skip_guard import SkipGuard
 
 logger = logging.getLogger("toolkit")
 
 
-@dataclass(frozen=True)
-class Session:
-    """State of one call of `loop.train`."""
-
-    config: RecipeConfig
-    run: Run
-    state: TrainState
-    bar: Progress
-    log: StepLog
-    guard: SkipGuard
-    stops: StopRequests
-    writer: CheckpointWriter
-
-
-def after_step(session: Session, *, is_resumed: bool = False) -> bool:
-    """Evaluate and save if they are due after `state.step`; return whether training is over. Collective.
-
-    Args:
-        is_resumed: the checkpoint of `state.step` exists, but a signal interrupted its evaluation: save again, with metrics.
-
-    Raises:
-        Stopped: on every rank, after a signal; the checkpoint has been written.
-    """
-    # 1. Signals come first, so that a stop never waits for an evaluation.
-    config, run, state = session.config, session.run, session.state
-    if signal_name := _agree(session):
-        _stop(session, signal_name)
-    # 2. Evaluate before saving: the manifest holds the metrics of its step.
-    if state.evaluation_due:
-        _evaluate_and_log(session)
-    # 3. Save at the end, on a new best value, and every `checkpoint.every_steps` or `every_epochs`.
-    if run.num_steps == 0:
-        return True
-    over = state.step == run.num_steps or should_stop_early(config, state)
-    keeps = config.checkpoint.keep_best > 0 and session.writer.is_best(state)
-    if state.step > 0 and (over or keeps or is_resumed or is_due(state.step, config.checkpoint, run.plan)):
-        _save(session, wait=over)
-    if over and state.step < run.num_steps:
-        logger.info(
-            f"stopping at step {state.step}: {config.eval.early_stopping_patience} evaluations without gain in "
-            f"{config.eval.best_metric}"
-        )
-    if over:
-        say_without_gain(state, session.writer.goal)
-    return over
-
-
-def say_without_gain(state: TrainState, goal: Goal) -> None:
+def say_without_gain(run: Run) -> None:
     """Print a line if no evaluated step is better than the start."""
+    state, goal = run.state, run.goal
     best = math.nan if state.best_value is None else state.best_value
     is_evaluated = state.best_value is not None or state.num_evaluations_without_gain > 0
     if state.start_value is not None and is_evaluated and not goal.is_better(best, state.start_value):
@@ -84,57 +32,55 @@ def say_without_gain(state: TrainState, goal: Goal) -> None:
         logger.info(f"no evaluated step is better than the start: {start}, at best {best:.4g} after it")
 
 
-def _agree(session: Session) -> str | None:
+def agree(run: Run) -> str | None:
     """Return the stop signal that all ranks agree on, if any, and log finished saves. Collective.
 
     Raises:
         UserError: a rank could not write its checkpoint or its metrics; on every rank.
     """
-    writer, metrics = session.writer, session.run.metrics
-    agreement = session.stops.agree(write_failed=writer.has_failed or metrics.error is not None)
+    agreement = run.stops.agree(write_failed=run.writer.has_failed or run.metrics.error is not None)
     if agreement.write_failed:
-        finish_writing(session)
-    _log_save(session, writer.take_finished())
+        finish_writing(run)
+    _log_save(run, run.writer.take_finished())
     return agreement.signal_name
 
 
-def finish_writing(session: Session) -> None:
+def finish_writing(run: Run) -> None:
     """Wait for the current save. Collective.
 
     Raises:
         UserError: a rank could not write its checkpoint or its metrics; on every rank.
     """
-    working("saving", session.state.step)
-    _log_save(session, session.writer.finish())
-    raise_together(session.run.metrics.error)
+    working("saving", run.state.step)
+    _log_save(run, run.writer.finish())
+    raise_together(run.metrics.error)
 
 
-def _evaluate_and_log(session: Session) -> None:
+def evaluate_and_log(run: Run) -> str | None:
     """Evaluate, log the metrics, and update the best value or the count of evaluations without gain. Collective.
 
-    Raises:
-        Stopped: a signal arrived meanwhile; the resumed run repeats the evaluation.
+    Returns:
+        The signal that interrupted the evaluation, which a resumed run repeats; None if it was completed.
     """
-    config, run, state = session.config, session.run, session.state
+    state, goal = run.state, run.goal
     if len(run.evaluation.rows) == 0:
         state.evaluation_due = False
-        return
+        return None
 
     # Ranks check for signals between batches, so that a stop never waits for a long evaluation.
     def between_batches() -> None:
         at("evaluation", state.step)
-        if signal_name := _agree(session):
+        if signal_name := agree(run):
             raise _SignalInEvaluation(signal_name)
 
     at("evaluation", state.step)
     predictions = run.folder / f"predictions-{state.step}.jsonl"
     try:
-        figures: dict[str, Any] = evaluate(config.eval, run.sharded, run.evaluation, predictions, between_batches)
-    except _SignalInEvaluation as stop:
-        _stop(session, str(stop))
+        figures: dict[str, Any] = evaluate(run.config.eval, run.sharded, run.evaluation, predictions, between_batches)
+    except _SignalInEvaluation as signal:
+        return str(signal)
     # metrics.jsonl, trackers, terminal
     text_fields = {"rouge_tokenizer": run.evaluation.rouge_tokenizer.name} if "rougeL" in figures else {}
-    goal = session.writer.goal
     run.metrics.write("eval", state.step, **figures, **text_fields, measured_on=goal.measured_on)
     log_to_trackers(run.sharded.accelerator, {f"eval/{name}": value for name, value in figures.items()}, state.step)
     of_sources = (name for name in figures if name.startswith("loss/"))
@@ -145,7 +91,7 @@ def _evaluate_and_log(session: Session) -> None:
     if run.own.after_evaluation is not None:
         working("after_evaluation", state.step)
         run.own.after_evaluation({"step": state.step, **figures})
-    session.log.restart_clock()
+    run.log.restart_clock()
     # best value and early stopping
     value = figures[goal.metric]
     if state.step == 0:  # the start is no gain, and has no weights to keep
@@ -154,66 +100,90 @@ def _evaluate_and_log(session: Session) -> None:
         state.best_value, state.num_evaluations_without_gain = value, 0
     else:
         state.num_evaluations_without_gain += 1
+    return None
 
 
 class _SignalInEvaluation(Exception):
     """All ranks agreed to stop between two batches of an evaluation."""
 
 
-def _stop(session: Session, signal_name: str) -> NoReturn:
-    """Save the last completed step and stop. Collective."""
-    if session.state.step > 0 and session.run.num_steps > 0:
-        _save(session, wait=True)
-    _end(session, signal_name)
-
-
-def stop_after_end(session: Session) -> None:
-    """Stop before the export if a signal arrived after the last step boundary. Collective.
+def stop(run: Run, signal_name: str) -> NoReturn:
+    """End the run because of a signal, after its checkpoint. Collective.
 
     Raises:
         Stopped: on every rank.
     """
-    if signal_name := session.stops.agree_now().signal_name:
-        _end(session, signal_name)
-
-
-def _end(session: Session, signal_name: str) -> NoReturn:
-    step = session.state.step
-    command = "the same command" + ("" if session.config.checkpoint.resume == "auto" else " with checkpoint.resume auto")
+    step = run.state.step
+    command = "the same command" + ("" if run.config.checkpoint.resume == "auto" else " with checkpoint.resume auto")
     place = f"after step {step}, with a checkpoint: {command} goes on from there" if step else "before the first step"
-    session.bar.close()
+    run.log.bar.close()
     logger.info(f"stopped by {signal_name} {place}")
-    close_trackers(session.run.sharded.accelerator)
+    close_trackers(run.sharded.accelerator)
     raise Stopped  # keep the process group: with one, the process exits without Python's finalization (`errors._leave`)
 
 
-def _save(session: Session, *, wait: bool) -> None:
-    """Save a checkpoint; with `wait`, it is on disk when this returns. Collective."""
-    at("saving", session.state.step)
-    session.log.flush()
-    metrics = session.run.metrics
-    metrics.sync()
-    raise_together(metrics.error)  # a checkpoint needs all metrics lines up to its step: a resume keeps those
-    session.guard.remember(session.state.skips)
-    _log_save(session, session.writer.save(session.state, wait=wait))
-    _log_save(session, session.writer.take_finished())
-    session.log.restart_clock()
+def finish_training(run: Run) -> None:
+    """Wait for the last save, and say how the training ended. Collective.
+
+    Raises:
+        Stopped: a signal arrived after the last step boundary; on every rank.
+        UserError: a rank could not write its checkpoint or its metrics; on every rank.
+    """
+    config, step = run.config.eval, run.state.step
+    if step < run.num_steps:
+        logger.info(f"stopping at step {step}: {config.early_stopping_patience} evaluations without gain in {config.best_metric}")
+    say_without_gain(run)
+    save_memory(run.folder, run.log.memory, run.metrics)
+    finish_writing(run)
+    if signal_name := run.stops.agree_now().signal_name:
+        stop(run, signal_name)
+    run.log.bar.close()
 
 
-def _log_save(session: Session, save: Save | None) -> None:
+def save(run: Run, *, wait: bool) -> None:
+    """Save a checkpoint, but none before the first step; with `wait`, it is on disk when this returns. Collective.
+
+    Raises:
+        UserError: a rank could not write its checkpoint or its metrics; on every rank.
+    """
+    if run.state.step == 0 or run.num_steps == 0:
+        return
+    at("saving", run.state.step)
+    run.log.flush()
+    run.metrics.sync()
+    raise_together(run.metrics.error)  # a checkpoint needs all metrics lines up to its step: a resume keeps those
+    run.guard.remember(run.state.skips)
+    _log_save(run, run.writer.save(run.state, wait=wait))
+    _log_save(run, run.writer.take_finished())
+    run.log.restart_clock()
+
+
+def _log_save(run: Run, save: Save | None) -> None:
     """Log a finished checkpoint."""
     if save is not None:
         for remark in save.remarks:
             logger.info(remark)
-        session.run.metrics.write(
-            "checkpoint", save.step, blocking_s=save.blocking_s, write_s=save.write_s, num_bytes=save.num_bytes
-        )
+        run.metrics.write("checkpoint", save.step, blocking_s=save.blocking_s, write_s=save.write_s, num_bytes=save.num_bytes)
 
 
-def should_stop_early(config: RecipeConfig, state: TrainState) -> bool:
-    """Whether `eval.early_stopping_patience` ends the run here."""
-    patience = config.eval.early_stopping_patience
-    return patience is not None and state.num_evaluations_without_gain >= patience
+def call_after_step(run: Run, step: Step, lr: float, *, is_logged: bool) -> None:
+    """Call the user's hook after a step, if there is one."""
+    if run.own.after_step is not None:
+        working("after_step", step.step)
+        loss = run.log.last_loss if is_logged else None
+        run.own.after_step(StepInfo(step=step.step, num_steps=run.num_steps, epoch=step.epoch, learning_rate=lr, loss=loss))
+
+
+def is_over(run: Run) -> bool:
+    """Whether `train.max_steps` or `eval.early_stopping_patience` ends the run after `run.state.step`."""
+    patience = run.config.eval.early_stopping_patience
+    return run.state.step >= run.num_steps or (patience is not None and run.state.num_evaluations_without_gain >= patience)
+
+
+def is_save_due(run: Run) -> bool:
+    """Whether `run.state` is the best so far, where these are kept, or `checkpoint` asks for a save after its step."""
+    is_kept = run.config.checkpoint.keep_best > 0 and run.writer.is_best(run.state)
+    return is_kept or is_due(run.state.step, run.config.checkpoint, run.plan)
 
 
 def is_due(step: int, config: EvalConfig | CheckpointConfig, plan: BatchPlan) -> bool:

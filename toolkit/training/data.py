@@ -6,14 +6,13 @@ import logging
 from typing import TYPE_CHECKING
 
 from toolkit.config.load import RecipeConfig
-from toolkit.config.schema import LLMConfig, SummarizationConfig
+from toolkit.config.schema import LLMConfig
 from toolkit.config.validate import check_evaluation_rows, check_num_steps
 from toolkit.data.batch_plan import BatchPlan, Mix
-from toolkit.data.collate import CausalCollator, SummarizationCollator, own_label_shift
+from toolkit.data.collate import CausalCollator, Collator, SummarizationCollator, own_label_shift
 from toolkit.data.tokens.prepare import TokenizedRows, prepare_rows
 from toolkit.distributed.comm import rank, world_size
 from toolkit.distributed.watchdog import working
-from toolkit.evaluation.metrics import TextMetric
 from toolkit.evaluation.rows import EvaluationRows, choose_rows, name_sources
 from toolkit.launch.accelerator import bound_primitive_cache
 from toolkit.models.config import check_causal_positions, check_positions, special_tokens
@@ -22,7 +21,6 @@ from toolkit.training.goal import check_metric_on_rows
 from toolkit.training.setup import RunContext
 
 if TYPE_CHECKING:
-    import numpy as np
     from transformers import PretrainedConfig, PreTrainedModel
 
 logger = logging.getLogger("toolkit")
@@ -39,10 +37,23 @@ def prepare_data(
     Raises:
         UserError: anything wrong with the data or with a setting that depends on it; on every rank.
     """
-    if isinstance(config, LLMConfig):
-        rows, plan, evaluation = _prepare_causal(config, model_config, skeleton, context.metrics)
-    else:
-        rows, plan, evaluation = _prepare_seq2seq(config, model_config, skeleton, context.metrics)
+    # Text → tokens on disk. Whether an encoder-decoder says how its decoder inputs begin is checked before rows are read.
+    collator: Collator | None = None
+    if not isinstance(config, LLMConfig):
+        collator = SummarizationCollator(*special_tokens(model_config, config.model.name_or_path), own_label_shift(skeleton))
+    rows = prepare_rows(config.data, config.model, num_token_embeddings(skeleton))
+
+    # Which rows each step takes, and which rows are evaluated.
+    plan = _plan_batches(config, rows)
+    evaluation = EvaluationRows(
+        choose_rows(rows.evaluation, config.eval.num_rows),
+        rows.tokenizer,
+        collator or CausalCollator(rows.tokenizer.pad_token_id, one_row=uses_flash_attention(skeleton)),
+        rows.stop_token_ids,
+        name_sources(config.data) if isinstance(config, LLMConfig) else (),
+        context.metrics,
+    )
+    _check_lengths(config, model_config, rows, evaluation)
     _check_rows(config, rows, plan, evaluation)
     return rows, plan, evaluation
 
@@ -55,48 +66,32 @@ def num_steps(config: RecipeConfig, plan: BatchPlan) -> int:
     return plan.num_steps(config.train.num_epochs)
 
 
-def _prepare_seq2seq(
-    config: SummarizationConfig, model_config: PretrainedConfig, skeleton: PreTrainedModel, metrics: tuple[TextMetric, ...]
-) -> tuple[TokenizedRows, BatchPlan, EvaluationRows]:
-    """For an encoder-decoder: sources and targets."""
-    collator = SummarizationCollator(*special_tokens(model_config, config.model.name_or_path), own_label_shift(skeleton))
-    rows = prepare_rows(config.data, config.model, num_token_embeddings(skeleton))
-    plan = BatchPlan(*_lengths(rows), config.train, world_size())
-    evaluation = EvaluationRows(choose_rows(rows.evaluation, config.eval.num_rows), rows.tokenizer, collator, metrics=metrics)
-    longest = {
-        "source": _longest(rows, evaluation, "num_tokens", minus="num_label_tokens"),
-        "target": _longest(rows, evaluation, "num_label_tokens"),
-    }
-    check_positions(model_config, config.model.name_or_path, longest, config.eval)
-    return rows, plan, evaluation
-
-
-def _prepare_causal(
-    config: LLMConfig, model_config: PretrainedConfig, skeleton: PreTrainedModel, metrics: tuple[TextMetric, ...]
-) -> tuple[TokenizedRows, BatchPlan, EvaluationRows]:
-    """For a causal model: chats, prompts with completions, or plain texts, of one source or a mix, packed or not."""
-    data = config.data
-    rows = prepare_rows(data, config.model, num_token_embeddings(skeleton))
-    weights = tuple(entry.weight for entry in data.mix)
-    plan = BatchPlan(
-        *_lengths(rows),
+def _plan_batches(config: RecipeConfig, rows: TokenizedRows) -> BatchPlan:
+    """The batch plan of the training rows. An encoder-decoder's rows are bucketed by length, neither packed nor mixed."""
+    columns = rows.train.with_format("numpy")
+    lengths = columns["num_tokens"][:], columns["num_label_tokens"][:]
+    if not isinstance(config, LLMConfig):
+        return BatchPlan(*lengths, config.train, world_size())
+    data, weights = config.data, tuple(entry.weight for entry in config.data.mix)
+    return BatchPlan(
+        *lengths,
         config.train,
         world_size(),
         bucket_by_length=not data.packing if data.bucket_by_length is None else data.bucket_by_length,
         pack_length_tokens=data.max_length_tokens if data.packing else None,
-        mix=Mix(rows.train.with_format("numpy")["source_index"][:], weights) if weights else None,
+        mix=Mix(columns["source_index"][:], weights) if weights else None,
     )
-    evaluation = EvaluationRows(
-        choose_rows(rows.evaluation, config.eval.num_rows),
-        rows.tokenizer,
-        CausalCollator(rows.tokenizer.pad_token_id, one_row=uses_flash_attention(skeleton)),
-        rows.stop_token_ids,
-        name_sources(data),
-        metrics,
-    )
-    longest = {name: _longest(rows, evaluation, column) for name, column in (("row", "num_tokens"), ("prompt", "prompt_length"))}
-    check_causal_positions(model_config, config.model.name_or_path, longest, config.eval)
-    return rows, plan, evaluation
+
+
+def _check_lengths(config: RecipeConfig, model_config: PretrainedConfig, rows: TokenizedRows, evaluation: EvaluationRows) -> None:
+    """Refuse rows that exceed the model's positions."""
+    if isinstance(config, LLMConfig):
+        longest = {"row": _longest(rows, evaluation, "num_tokens"), "prompt": _longest(rows, evaluation, "prompt_length")}
+        check_causal_positions(model_config, config.model.name_or_path, longest, config.eval)
+    else:
+        source = _longest(rows, evaluation, "num_tokens", minus="num_label_tokens")
+        longest = {"source": source, "target": _longest(rows, evaluation, "num_label_tokens")}
+        check_positions(model_config, config.model.name_or_path, longest, config.eval)
 
 
 def _check_rows(config: RecipeConfig, rows: TokenizedRows, plan: BatchPlan, evaluation: EvaluationRows) -> None:
@@ -127,12 +122,6 @@ def _check_rows(config: RecipeConfig, rows: TokenizedRows, plan: BatchPlan, eval
         logger.info(f"the training loss has label smoothing {smoothing}, the evaluation's has none")
     if config.eval.generate and evaluation.prompted:
         logger.info(f"ROUGE counts {evaluation.rouge_tokenizer.description}")
-
-
-def _lengths(rows: TokenizedRows) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens, and label tokens, of each training row."""
-    columns = rows.train.with_format("numpy")
-    return columns["num_tokens"][:], columns["num_label_tokens"][:]
 
 
 def _longest(rows: TokenizedRows, evaluation: EvaluationRows, column: str, minus: str | None = None) -> int:

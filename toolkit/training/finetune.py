@@ -26,6 +26,7 @@ from toolkit.launch.run_folder import save_run_config
 from toolkit.tracking.trackers import start_trackers
 from toolkit.training import loop
 from toolkit.training.data import num_steps, prepare_data
+from toolkit.training.goal import build_goal
 from toolkit.training.model import build_model, build_skeleton
 from toolkit.training.own import Own, StepInfo
 from toolkit.training.own_loss import OwnLoss, describe_memory
@@ -109,16 +110,17 @@ def finetune(
             logger.info(describe_memory(sharded, plan))
 
         # Resume from this run's last checkpoint, if there is one.
-        metrics_log = open_metrics(context.run_folder)
-        steps = num_steps(config, plan)
-        run = Run(context.run_folder, sharded, optimizer, plan, rows.train, evaluated, identity, metrics_log, steps, own)
-        state = resume(config, context, run)
+        folder, steps, goal = context.run_folder, num_steps(config, plan), build_goal(config.eval, evaluated)
+        log = open_metrics(folder)
+        run = Run(config, folder, sharded, optimizer, plan, rows.train, evaluated, identity, log, steps, goal, own)
+        resume(run, context.resume_from)
         save_run_config(config, run.folder)
 
         # Train: step, evaluate, save. Then export, reload, compare, and print the results.
         start_trackers(context.accelerator, config.tracking, config.run.name, dotted_keys(config))
-        state = loop.train(config, run, state)
-        export = finish(config, run)
+        loop.train(run)
+        export = finish(run)
+    state = run.state
     return Result(folder=run.folder, export=export, step=state.step, figures=state.metrics, best_value=state.best_value)
 
 

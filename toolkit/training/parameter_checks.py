@@ -19,11 +19,16 @@ SMALLEST_SHOWING_LR = 1e-6
 
 
 class ParameterWatch:
-    """Keeps a checksum of every parameter from the start of a run. Collective: build and call it on every rank."""
+    """Keeps a checksum of every parameter from the start of a run. Collective: build and call it on every rank.
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    Args:
+        num_skipped: updates of the run that were skipped so far.
+    """
+
+    def __init__(self, model: nn.Module, num_skipped: int) -> None:
+        self.model, self.num_skipped = model, num_skipped
         self.start = _checksums(model)
+        self.num_showing = 0
 
     def check_gradients(self) -> None:
         """After the first backward: every trainable has a gradient on some rank, no frozen one has. Collective.
@@ -31,10 +36,7 @@ class ParameterWatch:
         Raises:
             RuntimeError: with the names.
         """
-        named = list(self.model.named_parameters())
-        has_gradient = _on_any_rank([p.grad is not None for _, p in named])
-        missing = [n for (n, p), has in zip(named, has_gradient, strict=True) if p.requires_grad and not has]
-        unwanted = [n for (n, p), has in zip(named, has_gradient, strict=True) if not p.requires_grad and has]
+        missing, unwanted = self._unexpected([p.grad is not None for p in self.model.parameters()])
         _raise_if(missing, "trainable parameters got no gradient in the first step")
         _raise_if(unwanted, "frozen parameters got a gradient")
 
@@ -44,22 +46,29 @@ class ParameterWatch:
         Raises:
             RuntimeError: with the names.
         """
-        named = list(self.model.named_parameters())
-        has_state = _on_any_rank([bool(optimizer.state.get(p)) for _, p in named])
-        missing = [n for (n, p), has in zip(named, has_state, strict=True) if p.requires_grad and not has]
-        unwanted = [n for (n, p), has in zip(named, has_state, strict=True) if not p.requires_grad and has]
+        missing, unwanted = self._unexpected([bool(optimizer.state.get(p)) for p in self.model.parameters()])
         _raise_if(missing, "trainable parameters have no optimizer state after the first update")
         _raise_if(unwanted, "frozen parameters have optimizer state")
 
-    def check_moved(self) -> None:
+    def count_update(self, lr: float) -> bool:
+        """Count an update, skipped or not; return whether `check_moved` is due, because enough were large enough to show."""
+        self.num_showing += lr >= SMALLEST_SHOWING_LR
+        return lr >= SMALLEST_SHOWING_LR and self.num_showing == UPDATES_UNTIL_MOVED
+
+    def check_moved(self, num_skipped: int) -> None:
         """After the first updates: every trainable differs from the start. Collective.
+
+        Args:
+            num_skipped: updates of the run that were skipped so far. They moved nothing, so as many more are waited for.
 
         Raises:
             RuntimeError: with the names.
         """
-        moved = _on_any_rank((_checksums(self.model) != self.start).any(dim=1).tolist())
-        still = [n for (n, p), m in zip(self.model.named_parameters(), moved, strict=True) if p.requires_grad and not m]
-        _raise_if(still, f"trainable parameters have not moved after {UPDATES_UNTIL_MOVED} updates")
+        self.num_showing -= num_skipped - self.num_skipped
+        self.num_skipped = num_skipped
+        if self.num_showing == UPDATES_UNTIL_MOVED:
+            still, _ = self._unexpected(self._have_moved())
+            _raise_if(still, f"trainable parameters have not moved after {UPDATES_UNTIL_MOVED} updates")
 
     def check_frozen(self) -> None:
         """At the end: every frozen parameter is bit-identical to the start. Collective.
@@ -67,9 +76,18 @@ class ParameterWatch:
         Raises:
             RuntimeError: with the names.
         """
-        moved = _on_any_rank((_checksums(self.model) != self.start).any(dim=1).tolist())
-        changed = [n for (n, p), m in zip(self.model.named_parameters(), moved, strict=True) if not p.requires_grad and m]
+        _, changed = self._unexpected(self._have_moved())
         _raise_if(changed, "frozen parameters have changed")
+
+    def _have_moved(self) -> list[bool]:
+        return (_checksums(self.model) != self.start).any(dim=1).tolist()
+
+    def _unexpected(self, flags: list[bool]) -> tuple[list[str], list[str]]:
+        """Names of trainable parameters whose flag is set on no rank, and of frozen ones whose flag is set on any. Collective."""
+        on_any = reduce_on_cpu(torch.tensor(flags, dtype=torch.int32), dist.ReduceOp.MAX).bool().tolist()
+        named = list(zip(self.model.named_parameters(), on_any, strict=True))
+        missing = [name for (name, p), is_set in named if p.requires_grad and not is_set]
+        return missing, [name for (name, p), is_set in named if not p.requires_grad and is_set]
 
 
 @torch.no_grad()
@@ -88,11 +106,6 @@ def _checksums(model: nn.Module) -> torch.Tensor:
         else:
             sums.append(local.new_zeros(2, dtype=torch.int64))
     return torch.stack(sums).cpu()
-
-
-def _on_any_rank(flags: list[bool]) -> list[bool]:
-    """Elementwise `or` over the ranks. Collective."""
-    return reduce_on_cpu(torch.tensor(flags, dtype=torch.int32), dist.ReduceOp.MAX).bool().tolist()
 
 
 def _raise_if(names: list[str], what: str) -> None:

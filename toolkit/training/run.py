@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from toolkit.checkpoint.load import best_of_run, forget_unequal, load_checkpoint, load_manifest, load_weights
+from toolkit.checkpoint.find import Goal
+from toolkit.checkpoint.load import best_of_run, best_saved_value, forget_unequal, load_checkpoint, load_manifest, load_weights
+from toolkit.checkpoint.save import CheckpointWriter
 from toolkit.checkpoint.state import Identity, TrainState
 from toolkit.config.load import RecipeConfig
 from toolkit.data.batch_plan import BatchPlan
 from toolkit.distributed.comm import close_groups, on_all_ranks, rank
 from toolkit.distributed.device import all_cores
+from toolkit.distributed.signals import StopRequests
 from toolkit.distributed.watchdog import stop, working
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export.write import export_model
@@ -22,12 +25,13 @@ from toolkit.launch.accelerator import forget_accelerator
 from toolkit.launch.run_folder import restore_run_folder, unlock_run_folders
 from toolkit.parallel.wrap import ShardedModel
 from toolkit.tracking.metrics_log import MetricsLog
+from toolkit.tracking.progress import Progress
+from toolkit.tracking.step_log import StepLog
 from toolkit.tracking.summary import show_results
 from toolkit.tracking.trackers import close_trackers
-from toolkit.training.goal import build_goal
 from toolkit.training.optim import describe_rate_change
 from toolkit.training.own import Own
-from toolkit.training.setup import RunContext
+from toolkit.training.skip_guard import SkipGuard
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -36,10 +40,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("toolkit")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
-    """The objects of a run."""
+    """The objects of a run, and where it stands."""
 
+    config: RecipeConfig
     folder: Path
     sharded: ShardedModel
     optimizer: torch.optim.Optimizer
@@ -49,7 +54,16 @@ class Run:
     identity: Identity
     metrics: MetricsLog
     num_steps: int
+    goal: Goal
+    """What makes a checkpoint the best."""
     own: Own = field(default_factory=Own)
+    state: TrainState = field(default_factory=TrainState)
+    """As of the last completed step."""
+    # While it trains; `loop.train` sets them.
+    log: StepLog = field(init=False)
+    guard: SkipGuard = field(init=False)
+    stops: StopRequests = field(init=False)
+    writer: CheckpointWriter = field(init=False)
 
 
 def open_metrics(run_folder: Path) -> MetricsLog:
@@ -61,26 +75,24 @@ def open_metrics(run_folder: Path) -> MetricsLog:
     return on_all_ranks(lambda: MetricsLog(run_folder / "metrics.jsonl", rank() == 0, restore_run_folder))
 
 
-def resume(config: RecipeConfig, context: RunContext, run: Run) -> TrainState:
-    """Load the checkpoint to resume from, if any, and drop what the run logged after it. Collective.
+def resume(run: Run, folder: Path | None) -> None:
+    """Load the checkpoint in `folder`, if any, and drop what the run logged after it. Collective.
 
     Raises:
         UserError: the checkpoint belongs to another run; on every rank.
     """
     # Weights, moments, random state.
     working("loading the checkpoint")
-    if context.resume_from is None:
-        run.metrics.truncate_after(-1)
-        return TrainState()
-    folder = context.resume_from
-    state = load_checkpoint(folder, run.sharded, run.optimizer, run.identity)
+    if folder is None:
+        return run.metrics.truncate_after(-1)
+    run.state = state = load_checkpoint(folder, run.sharded, run.optimizer, run.identity)
     manifest = on_all_ranks(lambda: load_manifest(folder, run.identity))
     theirs = manifest["identity"]["config"]
     # What is different now: the best metric's meaning, the learning rate.
     num_steps_before = theirs["train.max_steps"] or run.plan.num_steps(theirs["train.num_epochs"])
     remarks = [
-        forget_unequal(state, manifest, build_goal(config.eval, run.evaluation)),
-        describe_rate_change(config.optim, state.step + 1, num_steps_before, run.num_steps, run.plan.steps_per_epoch),
+        forget_unequal(state, manifest, run.goal),
+        describe_rate_change(run.config.optim, state.step + 1, num_steps_before, run.num_steps, run.plan.steps_per_epoch),
     ]
     logger.info(f"resuming from {folder}, after step {state.step}")
     for remark in filter(None, remarks):
@@ -94,10 +106,21 @@ def resume(config: RecipeConfig, context: RunContext, run: Run) -> TrainState:
         logger.warning(f"{run.metrics.path} has no figures of earlier steps{known}: {why}")
         if manifest["metrics"]:
             run.metrics.write("eval", state.step, **manifest["metrics"], measured_on=manifest["measured_on"])
-    return state
 
 
-def finish(config: RecipeConfig, run: Run) -> Path | None:
+def build_log(run: Run) -> StepLog:
+    """The log of the steps that follow `run.state`. Collective."""
+    bar = Progress(run.num_steps, run.state.step, enabled=rank() == 0)
+    return StepLog(run.metrics, run.sharded, bar, run.train_rows, run.state.skips, run.config.optim.max_skipped_steps)
+
+
+def build_writer(run: Run) -> CheckpointWriter:
+    """The writer of the checkpoints that follow `run.state`. Collective."""
+    best_saved = best_saved_value(run.folder, run.goal, run.state.step)
+    return CheckpointWriter(run.folder, run.sharded, run.optimizer, run.identity, run.config.checkpoint, run.goal, best_saved)
+
+
+def finish(run: Run) -> Path | None:
     """Export the model, reload and compare it, and print the results; returns the exported folder. Collective.
 
     A run of no steps exports only if `export.merge` asks for it.
@@ -105,10 +128,10 @@ def finish(config: RecipeConfig, run: Run) -> Path | None:
     Raises:
         UserError: the export or the plot of the curves cannot be written; on every rank.
     """
-    goal = build_goal(config.eval, run.evaluation)
+    config = run.config
     exports = run.num_steps > 0 or config.export.merge
     if run.num_steps > 0 and config.export.weights == "best":
-        best, choice = best_of_run(run.folder, goal)
+        best, choice = best_of_run(run.folder, run.goal)
         logger.info(choice)
         if best is not None:
             load_weights(best, run.sharded)
@@ -118,7 +141,7 @@ def finish(config: RecipeConfig, run: Run) -> Path | None:
     merged = f", merged into its base to {run.folder / 'merged'}" if config.export.merge else ""
     logger.info(f"exported to {run.folder / 'export'}{merged}" if exports else "nothing is exported: train.max_steps is 0")
     working("showing the results")
-    on_all_ranks(lambda: show_results(run.metrics, run.train_rows, run.evaluation, goal.measured_on))
+    on_all_ranks(lambda: show_results(run.metrics, run.train_rows, run.evaluation, run.goal.measured_on))
     leave(run.sharded.accelerator)
     return run.folder / "export" if exports else None
 

@@ -97,7 +97,7 @@ def no_export() -> None:
     """End after the training, which is what most tests are about."""
     from toolkit.training import finetune
 
-    finetune.finish = lambda config, run: run.sharded.accelerator.end_training()
+    finetune.finish = lambda run: run.sharded.accelerator.end_training()
 
 
 def this_rank() -> int:

@@ -23,17 +23,23 @@ def step(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
     return optimizer
 
 
+def check_moved(watch: ParameterWatch) -> None:
+    """As the loop does after three updates."""
+    assert [watch.count_update(lr=0.1) for _ in range(3)] == [False, False, True]
+    watch.check_moved(num_skipped=0)
+
+
 def test_a_sound_step_passes(model: nn.Sequential) -> None:
-    watch = ParameterWatch(model)
+    watch = ParameterWatch(model, num_skipped=0)
     optimizer = step(model)
     watch.check_gradients()
     watch.check_moments(optimizer)
-    watch.check_moved()
+    check_moved(watch)
     watch.check_frozen()
 
 
 def test_a_trainable_without_gradient_is_named(model: nn.Sequential) -> None:
-    watch = ParameterWatch(model)
+    watch = ParameterWatch(model, num_skipped=0)
     step(model)
     model[1].bias.grad = None
     with pytest.raises(RuntimeError, match=r"trainable parameters got no gradient in the first step: 1.bias"):
@@ -41,7 +47,7 @@ def test_a_trainable_without_gradient_is_named(model: nn.Sequential) -> None:
 
 
 def test_a_frozen_one_with_gradient_is_named(model: nn.Sequential) -> None:
-    watch = ParameterWatch(model)
+    watch = ParameterWatch(model, num_skipped=0)
     step(model)
     model[0].weight.grad = torch.zeros(3, 3)
     with pytest.raises(RuntimeError, match=r"frozen parameters got a gradient: 0.weight"):
@@ -49,7 +55,7 @@ def test_a_frozen_one_with_gradient_is_named(model: nn.Sequential) -> None:
 
 
 def test_a_trainable_without_moments_is_named(model: nn.Sequential) -> None:
-    watch = ParameterWatch(model)
+    watch = ParameterWatch(model, num_skipped=0)
     optimizer = step(model)
     del optimizer.state[model[1].weight]
     with pytest.raises(RuntimeError, match=r"no optimizer state after the first update: 1.weight"):
@@ -57,17 +63,17 @@ def test_a_trainable_without_moments_is_named(model: nn.Sequential) -> None:
 
 
 def test_a_trainable_that_does_not_move_is_named(model: nn.Sequential) -> None:
-    watch = ParameterWatch(model)
+    watch = ParameterWatch(model, num_skipped=0)
     before = model[1].bias.detach().clone()
     step(model)
     with torch.no_grad():
         model[1].bias.copy_(before)
     with pytest.raises(RuntimeError, match=r"have not moved after 3 updates: 1.bias$"):
-        watch.check_moved()
+        check_moved(watch)
 
 
 def test_a_changed_frozen_one_is_named(model: nn.Sequential) -> None:
-    watch = ParameterWatch(model)
+    watch = ParameterWatch(model, num_skipped=0)
     with torch.no_grad():
         model[0].weight[1, 2] += 1e-6
     with pytest.raises(RuntimeError, match=r"frozen parameters have changed: 0.weight"):
@@ -77,8 +83,20 @@ def test_a_changed_frozen_one_is_named(model: nn.Sequential) -> None:
 def test_equal_elements_that_move_alike_are_seen_to_move() -> None:
     """Norms start as ones and may all move by the same amount; the xor of an even number of equal values is 0."""
     model = nn.LayerNorm(768)
-    watch = ParameterWatch(model)
+    watch = ParameterWatch(model, num_skipped=0)
     with torch.no_grad():
         model.weight -= 1e-6
         model.bias += 1e-6
-    watch.check_moved()
+    check_moved(watch)
+
+
+def test_updates_that_cannot_show_are_waited_for(model: nn.Sequential) -> None:
+    """The first of a warm-up are too small, and skipped ones move nothing."""
+    watch = ParameterWatch(model, num_skipped=2)
+    assert not any(watch.count_update(lr) for lr in (0.0, 1e-9, 0.1, 0.1, 1e-9))
+    assert watch.count_update(0.1)
+    watch.check_moved(num_skipped=4)  # two of the three were skipped: nothing is checked
+    assert [watch.count_update(0.1) for _ in range(2)] == [False, True]
+    with pytest.raises(RuntimeError, match="have not moved after 3 updates"):
+        watch.check_moved(num_skipped=4)
+    assert not watch.count_update(0.1)  # checked once

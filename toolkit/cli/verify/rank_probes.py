@@ -11,14 +11,15 @@ from toolkit.cli.verify import PROBED_STEPS
 from toolkit.distributed.rng import random_state_kept
 from toolkit.loss import summed_loss
 from toolkit.training import loop
+from toolkit.training.run import Run
 
 
 @dataclass
 class DropoutWatch:
     """Losses of one row, each with the dropout of one micro-batch."""
 
-    session: Any = None
-    """The run's session; None before its first step."""
+    run: Run | None = None
+    """None before its first step."""
     seen: list[dict[str, Any]] = field(default_factory=list)
     """`rank`, `step`, `micro_batch`, `loss`, `plain_loss` without dropout, and `mask`, torch's dropout applied to ones."""
 
@@ -36,18 +37,18 @@ def watch_dropout() -> DropoutWatch:
     def seed_and_look(*parts: Any) -> None:
         seed_all(*parts)
         _, _, step, rank, micro_batch = parts
-        if watch.session is not None and watch.session.config.model.dropout and step in PROBED_STEPS:
+        if watch.run is not None and watch.run.config.model.dropout and step in PROBED_STEPS:
             place = {"rank": rank, "step": step, "micro_batch": micro_batch}
-            losses = {"loss": _loss(watch.session), "plain_loss": _loss(watch.session, dropout=False)}
-            watch.seen.append(place | losses | {"mask": _mask(watch.session.run.sharded.accelerator.device)})
+            losses = {"loss": _loss(watch.run), "plain_loss": _loss(watch.run, dropout=False)}
+            watch.seen.append(place | losses | {"mask": _mask(watch.run.sharded.accelerator.device)})
 
     loop.seed_all = seed_and_look
     return watch
 
 
-def _loss(session: Any, *, dropout: bool = True) -> float:
+def _loss(run: Run, *, dropout: bool = True) -> float:
     """Loss of the first training row with the current random state, which is kept. Collective under FSDP."""
-    model, run = session.run.sharded.model, session.run
+    model = run.sharded.model
     batch = run.evaluation.collator.collate([[run.train_rows[0]]])
     with random_state_kept(), torch.no_grad():
         model.train(dropout)
@@ -74,7 +75,7 @@ def watch_generation(steps: DropoutWatch) -> list[dict[str, Any]]:
 
     def generate_and_note(self: Any, *args: Any, **settings: Any) -> Any:
         tokens_BT = generate(self, *args, **settings)
-        if steps.session is None:
+        if steps.run is None:
             return tokens_BT
         input_ids_BS, mask_BS = settings["input_ids"], settings["attention_mask"].bool()
         first = 0 if self.config.is_encoder_decoder else input_ids_BS.shape[1]

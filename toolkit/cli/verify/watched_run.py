@@ -39,7 +39,6 @@ from toolkit.checkpoint.save import CheckpointWriter, Save
 from toolkit.checkpoint.state import TrainState
 from toolkit.cli.verify import EXPORT
 from toolkit.cli.verify.rank_probes import watch_dropout, watch_generation
-from toolkit.config.load import RecipeConfig
 from toolkit.data.batch_plan import Step
 from toolkit.distributed.comm import gather_objects, rank, world_size
 from toolkit.errors import UserError
@@ -49,7 +48,6 @@ from toolkit.parallel.wrap import ShardedModel
 from toolkit.tracking.step_log import StepFigures
 from toolkit.training import finetune, loop
 from toolkit.training.run import Run, leave
-from toolkit.training.setup import RunContext
 
 CHECK_OF_FUNCTION = {
     ("toolkit.checkpoint.load", "load_checkpoint"): "save",
@@ -96,39 +94,38 @@ def watch(folder: Path, *, exports: bool) -> None:
     texts = watch_generation(masks)
 
     # Each wrapper records before or after the original call.
-    def resume_and_look(config: RecipeConfig, context: RunContext, run: Run) -> TrainState:
-        state = resume(config, context, run)
+    def resume_and_look(run: Run, saved: Path | None) -> None:
+        resume(run, saved)
         _record(folder / "loaded", run.sharded, run.optimizer)
-        return state
 
     def look_and_clip(model: Any, max_norm: float | None) -> torch.Tensor:
         if records:  # the same on all ranks
             _save(folder / records.pop(0), _whole_gradients(model))
         return clip(model, max_norm)
 
-    def step_and_look(session: Any, step: Step, *args: Any) -> StepFigures:
-        masks.session = session
-        figures = train_step(session, step, *args)
+    def step_and_look(run: Run, step: Step, *args: Any) -> StepFigures:
+        masks.run = run
+        figures = train_step(run, step, *args)
         if step.step == 1:
-            _record(folder / "updated-1", session.run.sharded, session.run.optimizer)
+            _record(folder / "updated-1", run.sharded, run.optimizer)
         return figures
 
     def look_and_save(writer: CheckpointWriter, state: TrainState, *, wait: bool = False) -> Save | None:
         _record(folder / f"saved-{state.step}", writer.sharded, writer.optimizer)
         return save(writer, state, wait=wait)
 
-    def look_and_finish(config: RecipeConfig, run: Run) -> None:
+    def look_and_finish(run: Run) -> None:
         _record(folder / "trained", run.sharded)
         for name, seen in (("dropout", masks.seen), ("generated", texts)):
             every = [item for part in gather_objects(seen) for item in part]
             if rank() == 0 and every:
                 (folder / f"{name}.json").write_text(json.dumps(every), encoding="utf-8")
         if exports:
-            finish(config, run)
+            finish(run)
         else:
             leave(run.sharded.accelerator)
 
-    finetune.resume, finetune.finish = resume_and_look, look_and_finish
+    finetune.resume, finetune.finish = resume_and_look, look_and_finish  # type: ignore[assignment]
     loop.clip_gradients, loop.train_step = look_and_clip, step_and_look  # type: ignore[assignment]
     CheckpointWriter.save = look_and_save  # type: ignore[method-assign,assignment]
 

@@ -1,0 +1,71 @@
+"""The order of what the loop does: train, evaluate, save, stop. The updates themselves are those of `tests/distributed/`."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from torch import nn
+
+from toolkit.checkpoint.state import TrainState
+from toolkit.config.schema import CheckpointConfig, EvalConfig, OptimConfig, ProfileConfig
+from toolkit.errors import Stopped
+from toolkit.training import loop
+from toolkit.training.own import Own
+
+EVALUATION, SIGNAL = {"loss": 0.4}, "SIGTERM"
+
+
+def train(state: TrainState, num_steps: int, monkeypatch: pytest.MonkeyPatch, signals: dict[int, str] | None = None) -> list[Any]:
+    """What the loop calls, in order; `signals` reach the ranks after these steps."""
+    calls: list[Any] = []
+
+    def evaluate(run: Any) -> None:
+        calls.append(("evaluate", run.state.step))
+        run.state.metrics, run.state.evaluation_due = EVALUATION, False
+
+    def stop(run: Any, signal_name: str) -> None:
+        calls.append(("stop", signal_name))
+        raise Stopped
+
+    monkeypatch.setattr(loop, "train_step", lambda run, step, *_: calls.append(("train", run.state.step + 1)))
+    monkeypatch.setattr(loop, "agree", lambda run: (signals or {}).get(run.state.step))
+    monkeypatch.setattr(loop, "evaluate_and_log", evaluate)
+    monkeypatch.setattr(loop, "save", lambda run, wait: calls.append(("save", run.state.step, run.state.metrics, wait)))
+    monkeypatch.setattr(loop, "stop", stop)
+    monkeypatch.setattr(loop, "finish_training", lambda run: calls.append("finish"))
+    monkeypatch.setattr(loop, "_load_micro_batches", lambda *_: iter(()))
+    monkeypatch.setattr(loop, "build_log", MagicMock())
+    monkeypatch.setattr(loop, "build_writer", lambda run: nullcontext())
+    sections: Any = {"eval": EvalConfig(every_steps=None), "checkpoint": CheckpointConfig(every_steps=None, keep_best=0)}
+    config = SimpleNamespace(**sections, optim=OptimConfig(), profile=ProfileConfig(), log_every_steps=1)
+    run: Any = MagicMock(config=config, state=state, num_steps=num_steps, own=Own())
+    run.plan.steps_per_epoch, run.sharded.model = 9, nn.Linear(2, 2)
+    try:
+        loop.train(run)
+    except Stopped:
+        calls.append("stopped")
+    return calls
+
+
+@pytest.mark.parametrize("is_due", [True, False])
+def test_a_checkpoint_gets_the_figures_of_an_interrupted_evaluation(is_due: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them it could not be the best: `export.weights best` took a worse one of those that stood."""
+    first = [("evaluate", 4), ("save", 4, EVALUATION, False)] if is_due else []
+    rest = [("train", 5), ("train", 6), ("evaluate", 6), ("save", 6, EVALUATION, True), "finish"]
+    assert train(TrainState(4, evaluation_due=is_due), 6, monkeypatch) == first + rest
+
+
+def test_a_complete_run_whose_last_evaluation_a_signal_ended_trains_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [("evaluate", 6), ("save", 6, EVALUATION, True), "finish"]
+    assert train(TrainState(6, evaluation_due=True), 6, monkeypatch) == expected
+
+
+def test_a_signal_comes_before_an_evaluation_that_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = TrainState(5)
+    calls = train(state, 6, monkeypatch, signals={6: SIGNAL})
+    assert calls == [("train", 6), ("save", 6, {}, True), ("stop", SIGNAL), "stopped"]
+    assert state.evaluation_due  # so that the checkpoint says so
