@@ -101,11 +101,11 @@ def _read_examples(item: RowInput) -> Iterator[Example | str]:
     names = item.columns.names if item.columns else ()
     rows: Iterable[Any]
     if item.source in READERS:
-        rows = (dict(zip(names, cells, strict=True)) for cells in READERS[item.source](item.place, names))
+        rows = READERS[item.source](item.place, names)
     elif isinstance(item.place, OwnSource):
         rows = read_own_rows(item.place)
     else:
-        rows = (dict(zip(names, cells, strict=True)) for cells in read_hub_rows(item.place, item.label, names))
+        rows = read_hub_rows(item.place, names)
     for number, row in enumerate(rows, start=1):
         where = f"{item.label}, row {number}"
         # In files and datasets, a column `group` or `split` is the user's and means nothing here.
@@ -191,7 +191,7 @@ def _open_hub(entry: MixEntry, config: DataConfig | LLMDataConfig, mix_entry: in
     dataset = load_hub_dataset(entry.source, entry.hub_subset, entry.hub_split, other_sources=tuple(READERS))
     columns = choose_columns(entry.source, dataset.column_names, config)
     # The fingerprint of `datasets` depends on paths and times; only the rows themselves are the same on every machine.
-    _, digest = _hash_rows(islice(read_hub_rows(dataset, entry.source, columns.names), config.num_rows))
+    _, digest = _hash_rows(islice(read_hub_rows(dataset, columns.names), config.num_rows))
     return RowInput(
         label=entry.source,
         source=entry.source,

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.data.sources.files import Cells, check_columns
+from toolkit.data.sources.files import Cells
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -95,15 +95,11 @@ def load_hub_dataset(name: str, subset: str | None, split: str, *, other_sources
         raise UserError(f"data.source {name} (subset {subset}, split {split}) could not be loaded: {reason}") from None
 
 
-def read_hub_rows(dataset: Dataset, label: str, columns: Sequence[str]) -> Iterator[Cells]:
-    """Yield the cells of some columns, row by row.
-
-    Raises:
-        UserError: a missing column.
-    """
-    check_columns(label, dataset.column_names, columns)
+def read_hub_rows(dataset: Dataset, columns: Sequence[str]) -> Iterator[Cells]:
+    """Yield the cells of some columns, row by row."""
     for batch in dataset.select_columns(list(columns)).iter(batch_size=1000):
-        yield from zip(*(batch[column] for column in columns), strict=True)
+        for cells in zip(*(batch[column] for column in columns), strict=True):
+            yield dict(zip(columns, cells, strict=True))
 
 
 def _check_files(builder: DatasetBuilder, name: str, folder: Path | None) -> None:
