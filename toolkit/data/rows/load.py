@@ -1,18 +1,29 @@
 """`data` of a run → its rows as text, split into training and evaluation, and cached.
 
-They are Arrow files in a folder named by a hash of everything that they depend on. The hash comes first, so that a second run
-reads the cache and does not parse a 600 MB file again.
+The hash of everything that they depend on comes first, so that a second run reads the cache and does not parse a 600 MB file
+again. Otherwise one pass over the rows of all inputs splits them and writes them to Arrow files. Memory does not grow with the
+text: rows are streamed in blocks of a thousand, and at most a few 64-bit hashes are kept per row. The files are read back
+memory-mapped.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import hashlib
+from array import array
+from collections import Counter
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.data.cache_folders import cache_folder, find_or_build, name_folder
-from toolkit.data.rows.inputs import list_inputs
-from toolkit.data.rows.split import InputReport, write_rows
+from toolkit.data.rows.example import Example, build_schema, list_cells
+from toolkit.data.rows.inputs import RowInput, list_inputs, read_rows
+from toolkit.errors import UserError
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -20,6 +31,8 @@ if TYPE_CHECKING:
 READER_VERSION = 4
 """Part of the fingerprint. Raise it when the same source would give different rows, a different report or a different file
 layout."""
+_ROWS_PER_BLOCK = 1000
+_NUM_FIRST_ROWS_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -73,3 +86,179 @@ def load_rows(config: DataConfig | LLMDataConfig) -> TextRows:
         remarks.append(f"{share} holds out none of the {len(train)} rows: there is nothing to evaluate on")
     origins = [(item.label, report.num_rows) for item, report in zip(inputs, reports, strict=True)]
     return TextRows(train, evaluation, folder.name, remarks, origins)
+
+
+def write_rows(inputs: list[RowInput], eval_fraction: float | None, num_rows: int | None, folder: Path) -> dict[str, Any]:
+    """Write `train.arrow` and `evaluation.arrow` into `folder`. A row's id is its position over all inputs.
+
+    Args:
+        inputs: evaluation files first, so that their rows are known before the training rows are read.
+        eval_fraction: share of the groups that a hash puts into the evaluation split; None if the inputs define the split.
+        num_rows: maximum rows read from one mix entry, without evaluation files.
+
+    Returns:
+        One report per input (`inputs`), and the sentences about duplicate rows (`repeats`).
+
+    Raises:
+        UserError: an input without rows, a cell that is not text, no usable row, no row left to train on.
+    """
+    reports = [InputReport() for _ in inputs]
+    splitter = _Splitter(eval_fraction or 0.0, has_eval_files=any(item.is_eval_file for item in inputs))
+    repeats = Repeats()
+    num_read: Counter[int] = Counter()
+    row_id = 0
+    with closing(_RowFile(folder / "train.arrow")) as train, closing(_RowFile(folder / "evaluation.arrow")) as evaluation:
+        for item, report in zip(inputs, reports, strict=True):
+            limit = None if item.is_eval_file or num_rows is None else num_rows - num_read[item.mix_entry]
+            if limit == 0:
+                continue
+            for row in islice(read_rows(item), limit):
+                report.num_rows += 1
+                reason = row if isinstance(row, str) else splitter.find_copy(row, item)
+                if isinstance(row, str) or reason is not None:
+                    report.skip(str(reason))
+                else:
+                    is_held_out = splitter.holds_out(row, item)
+                    repeats.add(row.content, is_held_out=is_held_out)
+                    (evaluation if is_held_out else train).add([row_id, item.mix_entry, *list_cells(row)])
+                row_id += 1
+            if report.num_rows == 0:
+                raise UserError(f"{item.label} holds no rows: give a source with at least one")
+            num_read[item.mix_entry] += 0 if item.is_eval_file else report.num_rows
+        num_training_rows = train.num_rows
+    _check_something_is_left(inputs, reports, num_training_rows)
+    return {"inputs": [asdict(report) for report in reports], "repeats": repeats.sentences()}
+
+
+@dataclass
+class InputReport:
+    """Counts of the rows read from one input and left out of it; stored in the cache as JSON."""
+
+    num_rows: int = 0
+    num_skipped: dict[str, int] = field(default_factory=dict)
+    """Rows left out, by reason."""
+    first_skipped: dict[str, list[int]] = field(default_factory=dict)
+    """The first few row numbers (1-based), by reason."""
+
+    def skip(self, reason: str) -> None:
+        """Count the most recent row as left out."""
+        self.num_skipped[reason] = self.num_skipped.get(reason, 0) + 1
+        first = self.first_skipped.setdefault(reason, [])
+        if len(first) < _NUM_FIRST_ROWS_NAMED:
+            first.append(self.num_rows)
+
+    def sentences(self, label: str) -> list[str]:
+        """One sentence per reason: "skipped 3 of 120 rows of rows.csv with an empty target (first: rows 17, 40, 77)"."""
+        sentences = []
+        for reason, count in self.num_skipped.items():
+            numbers = ", ".join(str(number) for number in self.first_skipped[reason])
+            where = f"row {numbers}" if count == 1 else f"first: rows {numbers}"
+            sentences.append(f"skipped {count} of {self.num_rows} rows of {label} {reason} ({where})")
+        return sentences
+
+
+class Repeats:
+    """Counts duplicate rows, with a 64-bit hash per row."""
+
+    def __init__(self) -> None:
+        self._train_hashes, self._held_out_hashes = array("Q"), array("Q")
+
+    def add(self, content: str, *, is_held_out: bool) -> None:
+        """Remember a row."""
+        (self._held_out_hashes if is_held_out else self._train_hashes).append(_hash64(content))
+
+    def sentences(self) -> list[str]:
+        """What to report; empty if all rows differ."""
+        train, held_out = np.asarray(self._train_hashes), np.asarray(self._held_out_hashes)
+        sentences = []
+        if num_repeats := len(train) - len(np.unique(train)):
+            sentences.append(f"training rows that repeat an earlier row exactly: {num_repeats} of {len(train)}, which are kept")
+        if num_shared := int(np.isin(held_out, train).sum()):
+            sentences.append(
+                f"held-out rows that are training rows too: {num_shared} of {len(held_out)}, which say little about new rows"
+            )
+        return sentences
+
+
+class _Splitter:
+    """Decides a row's split, and remembers 64-bit hashes of the rows seen.
+
+    Among two million rows, the probability that two different ones share a 64-bit hash is 1e-7.
+    """
+
+    def __init__(self, eval_fraction: float, *, has_eval_files: bool) -> None:
+        self._eval_fraction = eval_fraction
+        self._has_eval_files = has_eval_files
+        self._held_out_hashes: set[int] = set()
+
+    def find_copy(self, row: Example, item: RowInput) -> str | None:
+        """The reason to skip a row that repeats an earlier one or is in an evaluation file; else None."""
+        if self._has_eval_files and not item.is_eval_file and not self._held_out_hashes.isdisjoint(_text_and_group(row)):
+            return "that are in data.eval_files too"
+        return None
+
+    def holds_out(self, row: Example, item: RowInput) -> bool:
+        """Whether the row is for evaluation: the same for all rows of a group, in any order."""
+        if item.is_eval_file:
+            self._held_out_hashes.update(_text_and_group(row))
+            return True
+        if self._has_eval_files:
+            return False
+        if row.held_out is not None:
+            return row.held_out
+        return _text_and_group(row)[1] < self._eval_fraction * 2**64
+
+
+def _text_and_group(row: Example) -> tuple[int, int]:
+    opening_hash = _hash64(row.opening)
+    return opening_hash, opening_hash if row.group is None else _hash64(row.group)
+
+
+def _hash64(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def _check_something_is_left(inputs: list[RowInput], reports: list[InputReport], num_training_rows: int) -> None:
+    """Refuse evaluation files or a source without any usable row."""
+    for is_eval_file in (True, False):
+        chosen = [(item, report) for item, report in zip(inputs, reports, strict=True) if item.is_eval_file == is_eval_file]
+        num_read = sum(report.num_rows for _, report in chosen)
+        num_skipped = sum(sum(report.num_skipped.values()) for _, report in chosen)
+        if num_read and num_skipped == num_read:
+            sentences = [sentence for item, report in chosen for sentence in report.sentences(item.label)]
+            raise UserError(f"none of the {num_read} rows can be used: {'; '.join(sentences)}; give a source with usable rows")
+    if num_training_rows == 0:
+        raise UserError("all rows are held out, none is left to train on: lower data.eval_fraction or give more rows")
+
+
+class _RowFile:
+    """An Arrow stream, written in blocks; `close` writes the last one."""
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow as pa
+
+        self.num_rows = 0
+        self._schema = build_schema()
+        self._block: list[list[Any]] = []
+        self._file = path.open("wb")
+        self._stream = pa.ipc.new_stream(self._file, self._schema)
+
+    def add(self, cells: list[Any]) -> None:
+        self._block.append(cells)
+        self.num_rows += 1
+        if len(self._block) == _ROWS_PER_BLOCK:
+            self._write_block()
+
+    def close(self) -> None:
+        self._write_block()
+        self._stream.close()
+        self._file.close()
+
+    def _write_block(self) -> None:
+        import pyarrow as pa
+
+        if self._block:
+            by_column = zip(*self._block, strict=True)
+            arrays = [pa.array(cells, field.type) for cells, field in zip(by_column, self._schema, strict=True)]
+            self._stream.write_batch(pa.record_batch(arrays, schema=self._schema))
+            self._block = []

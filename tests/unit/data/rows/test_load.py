@@ -8,8 +8,7 @@ from datasets import List, Value
 
 from toolkit.config.data import DataConfig
 from toolkit.data.rows import load as loading
-from toolkit.data.rows.load import load_rows
-from toolkit.data.rows.split import Repeats
+from toolkit.data.rows.load import Repeats, load_rows
 from toolkit.errors import UserError
 
 
