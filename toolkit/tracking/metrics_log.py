@@ -18,6 +18,7 @@ from typing import Any
 
 from toolkit.distributed.comm import on_all_ranks
 from toolkit.errors import UserError
+from toolkit.files.durable import written_beside
 from toolkit.files.json_lines import encode_json_line, load_json_lines
 
 logger = logging.getLogger("toolkit")
@@ -90,7 +91,8 @@ class MetricsLog:
                 other = _free_name(self.path.with_name(f"{self.path.name}.found"))
                 os.replace(self.path, other)
             is_whole = len(content) >= self._num_bytes
-            _write_whole(self.path, content)
+            with written_beside(self.path) as beside:
+                beside.write_bytes(content)
             with contextlib.suppress(OSError):  # removed on another node of a network file system
                 self._file.close()
             self._open()
@@ -224,14 +226,5 @@ def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
     kept = b"".join(encode_json_line(figures) for figures in load_metrics(path) if wanted(figures))
     if kept == path.read_bytes():
         return
-    _write_whole(path, kept)
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """Replace the file's content atomically: after a crash it has either the old or the new content."""
-    temporary = path.with_name(path.name + ".new")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    with written_beside(path) as beside:
+        beside.write_bytes(kept)
