@@ -218,7 +218,7 @@ DATA = {
         flags="--data.source {here}/my_rows.py:load_rows",
         files={"my_rows.py": "def load_rows(config):\n    yield {'source': 'a', 'target': 'b'}\n    yield config.nothing\n"},
         sentence="{here}/my_rows.py:load_rows: line 3 of the file raised AttributeError: 'DataConfig' object has no attribute "
-        "'nothing': mend it there",
+        "'nothing': correct it there",
     ),
     "missing column": Case(
         flags=CSV,

@@ -202,4 +202,4 @@ def _errors_of(path: Path, label: str) -> Iterator[None]:
         where = f"line {lines[-1]} of the file" if lines else "the file"
         reason = " ".join(f"{type(error).__name__}: {message}".split())
         logger.debug(f"{label}: {where} raised", exc_info=True)
-        raise UserError(f"{label}: {where} raised {reason[:_MAX_REASON_CHARACTERS].rstrip(': .')}: mend it there") from None
+        raise UserError(f"{label}: {where} raised {reason[:_MAX_REASON_CHARACTERS].rstrip(': .')}: correct it there") from None

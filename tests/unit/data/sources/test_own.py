@@ -233,7 +233,7 @@ ROW = "{'source': 'a', 'target': 'b'}"
         ("def load_rows(a, b): ...", "load_rows(a, b) cannot be called with the config alone"),
         ("def load_rows(config) return 3", "line 1 of the file raised SyntaxError: expected ':'"),
         ("import no_such_module_here", "line 1 of the file raised ModuleNotFoundError: No module named 'no_such_module_here'"),
-        ("\nraise SystemExit(3)", "line 2 of the file raised SystemExit: 3: mend it there"),
+        ("\nraise SystemExit(3)", "line 2 of the file raised SystemExit: 3: correct it there"),
         (returns("None"), "my_rows.py:load_rows returns None, which holds no rows: yield dicts, or return a list or a Dataset"),
         ("async def load_rows(config): ...", "which holds no rows"),
         (returns("{'train': [], 'test': []}"), "returns a dict with the keys train, test: return the rows of one of them"),
@@ -249,7 +249,7 @@ ROW = "{'source': 'a', 'target': 'b'}"
         (returns(f"[{ROW} | {{'split': ['train']}}]"), "row 1, column split: ['train'] is neither train nor eval"),
         (
             "def load_rows(config):\n    yield {'source': 'a', 'target': 'b'}\n    yield {}['what']\n",
-            "my_rows.py:load_rows: line 3 of the file raised KeyError: 'what': mend it there",
+            "my_rows.py:load_rows: line 3 of the file raised KeyError: 'what': correct it there",
         ),
         (
             "import itertools\ncalls = itertools.count()\n" + returns("[{'source': f'{next(calls)}', 'target': 'b'}]"),
