@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +15,7 @@ import pytest
 from tests.recipes.test_resume import list_tensors, on_one_process
 from tests.support.launch import run_on_ranks
 from tests.support.small_run import run_in_this_process
-from tests.support.workbench import FP32, Workbench
+from tests.support.workbench import FP32, Workbench, run_without_toolkit
 
 LORA: dict[str, Any] = {"adapter__method": "lora", "adapter__rank": 3, "adapter__alpha": 6, "optim__lr": 1e-2}
 """Two ranks share three rows of A unevenly."""
@@ -35,13 +33,11 @@ TRAINED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 """Model, precision and settings of runs under FSDP2."""
 
 RELOAD = """
-import json, pathlib, sys
 from peft import PeftModel
 from safetensors.torch import load_file
 import transformers
 
-found = {}
-for run in map(pathlib.Path, sys.argv[1:]):
+for run in runs:
     check = load_file(run / "export_check.safetensors")
     logits = check.pop("logits")
     kind = "AutoModelForSeq2SeqLM" if "decoder_input_ids" in check else "AutoModelForCausalLM"
@@ -55,8 +51,6 @@ for run in map(pathlib.Path, sys.argv[1:]):
     about["adapted"] = difference(PeftModel.from_pretrained(load(settings["base_model_name_or_path"]), run / "export"))
     if (run / "merged").is_dir():
         about["merged"] = difference(load(run / "merged"))
-assert "toolkit" not in sys.modules
-print(json.dumps(found))
 """
 
 
@@ -131,13 +125,7 @@ def test_frozen_weights_are_bit_for_bit_those_of_the_base(bench: Workbench, gath
 
 @pytest.mark.usefixtures("gathered", "t5_printed")
 def test_plain_peft_gives_the_trained_models_logits(bench: Workbench, trained: list[str], tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
-    folders = [str(bench.runs / name) for name in (*trained, "gathered", "t5")]
-    done = subprocess.run(
-        [sys.executable, "-c", RELOAD, *folders], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = run_without_toolkit(RELOAD, [bench.runs / name for name in (*trained, "gathered", "t5")], tmp_path)
     assert len(found) == len(TRAINED) + 2
     for name, about in found.items():
         tolerance = 5e-2 if "bf16" in name else 1e-4

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.model_folders import CAUSAL_FAMILIES
-from tests.support.workbench import Workbench
+from tests.support.workbench import Workbench, run_without_toolkit
 from toolkit.files.json_lines import load_json_lines
 
 LOGIT_TOLERANCE = 1e-4
@@ -25,12 +21,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 RELOAD = """
-import json, pathlib, sys
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-found = {}
-for run in map(pathlib.Path, sys.argv[1:]):
+for run in runs:
     check = load_file(run / "export_check.safetensors")
     logits = check.pop("logits")
     about = found[run.name] = {}
@@ -47,8 +41,6 @@ for run in map(pathlib.Path, sys.argv[1:]):
         inputs = AutoTokenizer.from_pretrained(folder)("alpha beta", return_tensors="pt").input_ids
         assert model.generate(input_ids=inputs, max_new_tokens=3, pad_token_id=0).shape[1] > inputs.shape[1]
         about[folder.name] = difference.item()
-assert "toolkit" not in sys.modules
-print(json.dumps(found))
 """
 
 TrainFamily = Callable[[str, str], dict[str, Any]]
@@ -93,13 +85,7 @@ def test_family_trains_generates_saves_and_resumes(bench: Workbench, train_famil
 
 def test_plain_transformers_and_peft_read_every_export(bench: Workbench, train_family: TrainFamily, tmp_path: Path) -> None:
     names = [f"{family}-{kind}" for family in CAUSAL_FAMILIES for kind in KINDS if train_family(family, kind)]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
-    folders = [str(bench.runs / name) for name in names]
-    done = subprocess.run(
-        [sys.executable, "-c", RELOAD, *folders], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = run_without_toolkit(RELOAD, [bench.runs / name for name in names], tmp_path)
     assert {name: sorted(about) for name, about in found.items()} == {
         name: ["export", "merged"] if name.endswith("lora") else ["export"] for name in names
     }

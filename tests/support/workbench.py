@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,6 +93,18 @@ class Workbench:
     def checkpoint(self, name: str, step: int) -> Path:
         """Folder of a run's checkpoint, whether it is there or not."""
         return self.runs / name / "checkpoints" / step_name(step)
+
+
+def run_without_toolkit(script: str, folders: list[Path], cwd: Path) -> dict[str, Any]:
+    """What a script leaves in `found`, which plain libraries find in folders of runs; `runs` has them as paths."""
+    whole = f"import json, pathlib, sys\nfound = {{}}\nruns = [pathlib.Path(name) for name in sys.argv[1:]]\n{script}"
+    whole += "\nassert 'toolkit' not in sys.modules\nprint(json.dumps(found))\n"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", whole, *map(str, folders)]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def as_flags(values: dict[str, Any]) -> list[str]:
