@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from toolkit.data.batch_plan import BatchPlan, Step
     from toolkit.data.sources.images import ImageSets
     from toolkit.parallel.wrap import ShardedModel
+    from toolkit.tracking.metrics_log import MetricsLog
     from toolkit.tracking.step_log import StepFigures
 
 logger = logging.getLogger("toolkit")
@@ -36,20 +37,16 @@ def main() -> None:
     import torch
 
     from toolkit.checkpoint.single_file import save_whole_state
-    from toolkit.checkpoint.state import SkipHistory
     from toolkit.data.batch_plan import BatchPlan
     from toolkit.data.sources.images import load_images
-    from toolkit.distributed.comm import on_all_ranks, on_rank_0, rank, world_size
+    from toolkit.distributed.comm import on_all_ranks, on_rank_0, world_size
     from toolkit.distributed.rng import seed_all
     from toolkit.distributed.watchdog import at, start, working
-    from toolkit.evaluation.accuracy import evaluate_accuracy
     from toolkit.launch.accelerator import build_accelerator
     from toolkit.launch.run_folder import save_run_config
     from toolkit.parallel.units import describe
     from toolkit.parallel.wrap import check_wrap, shard_model
     from toolkit.tracking.curves import draw_curves
-    from toolkit.tracking.progress import Progress
-    from toolkit.tracking.step_log import StepLog
     from toolkit.training.run import leave, open_metrics
     from toolkit.training.setup import open_run
 
@@ -65,19 +62,46 @@ def main() -> None:
     num_steps = plan.num_steps(config.train.num_epochs) if config.train.num_epochs else config.train.max_steps or 0
     logger.info(f"{len(images.train):,} training images, {len(images.evaluation):,} held-out ones; {num_steps:,} steps")
 
-    # Model → shards → torch's own optimizer and schedule.
+    # Model → shards → torch's own optimizer.
     seed_all("weights", config.train.seed)
     model: Any = build_convnet(config.model, images)
     on_all_ranks(lambda: check_wrap(accelerator, model))
     sharded = shard_model(accelerator, model)
     optimizer = torch.optim.Adadelta(sharded.model.parameters(), lr=config.optim.lr)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=config.optim.gamma)
     logger.info(describe(sharded.units))
 
-    # Train, evaluate every `eval_every_epochs`, lower the learning rate after every epoch. This recipe cannot resume.
+    # Train and save. This recipe cannot resume.
     metrics = open_metrics(run_folder)
     metrics.truncate_after(-1)
     save_run_config(config, run_folder)
+    train(config, sharded, optimizer, images, plan, num_steps, metrics)
+    at("saving", num_steps)
+    metrics.write("checkpoint", num_steps, **save_whole_state(sharded, run_folder / "model.safetensors"))
+    working("drawing the curves")
+    on_rank_0(lambda: draw_curves(metrics.load(), run_folder / "curves.png"))
+    leave(accelerator)
+
+
+def train(
+    config: MnistConfig,
+    sharded: ShardedModel,
+    optimizer: torch.optim.Optimizer,
+    images: ImageSets,
+    plan: BatchPlan,
+    num_steps: int,
+    metrics: MetricsLog,
+) -> None:
+    """Take all steps. Evaluate every `eval_every_epochs`, lower the learning rate after every epoch. Collective."""
+    import torch
+
+    from toolkit.checkpoint.state import SkipHistory
+    from toolkit.distributed.comm import rank
+    from toolkit.distributed.watchdog import at
+    from toolkit.evaluation.accuracy import evaluate_accuracy
+    from toolkit.tracking.progress import Progress
+    from toolkit.tracking.step_log import StepLog
+
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=config.optim.gamma)
     bar = Progress(num_steps, 0, enabled=rank() == 0)
     log = StepLog(metrics, sharded, bar, [], SkipHistory(), max_skipped_steps=1)
     for number in range(num_steps + 1):
@@ -95,12 +119,7 @@ def main() -> None:
             log.restart_clock()
         if plan.is_due(number, every_epochs=1):
             schedule.step()
-    at("saving", num_steps)
-    metrics.write("checkpoint", num_steps, **save_whole_state(sharded, run_folder / "model.safetensors"))
     bar.close()
-    working("drawing the curves")
-    on_rank_0(lambda: draw_curves(metrics.load(), run_folder / "curves.png"))
-    leave(accelerator)
 
 
 def build_convnet(config: ConvNetConfig, images: ImageSets) -> torch.nn.Module:

@@ -16,7 +16,7 @@ def main() -> None:
     2. `model.py`: `build_skeleton()` builds the model on the meta device, so that a mistake shows before anything loads.
     3. `data.py`: `prepare_data()` reads sources and targets, tokenizes them once, and plans which rows each step takes.
     4. `model.py`: `build_model()` loads the weights, freezes or adapts them, shards them and builds the optimizer.
-    5. `run.py`: `resume()` continues from this run's last checkpoint, if there is one.
+    5. `run.py`: `start_run()` resumes from this run's last checkpoint, if there is one.
     6. `loop.py`: `train()` takes a step, logs, evaluates, saves, until the run is over.
     7. `run.py`: `finish()` exports the model, reloads and compares it, and prints the results.
     """

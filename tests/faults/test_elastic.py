@@ -121,15 +121,15 @@ def test_resume_elsewhere(benches: dict[str, Workbench], kind: str, source: str,
 def check_loaded(file: str) -> None:
     """Right after a resume, compare weights and moments of every rank with the checkpoint read whole, through torch alone."""
     from toolkit.distributed.comm import rank
-    from toolkit.training import finetune
+    from toolkit.training import run as run_module
 
-    resume = finetune.resume
+    resume = run_module.resume
 
     def checked(run: Any, saved: Path) -> None:
         resume(run, saved)
         Path(f"{file}-{rank()}.json").write_text(json.dumps(_compare(saved, run.sharded, run.optimizer)))
 
-    finetune.resume = checked  # type: ignore[assignment]
+    run_module.resume = checked  # type: ignore[assignment]
 
 
 def _compare(folder: Path, sharded: Any, optimizer: Any) -> dict[str, Any]:

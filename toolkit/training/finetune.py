@@ -16,21 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config.load import RecipeConfig, dotted_keys
+from toolkit.config.load import RecipeConfig
 from toolkit.data.own_datasets import check_datasets, name_source, save_datasets
 from toolkit.distributed.comm import world_size
 from toolkit.distributed.signals import SIGNALS
 from toolkit.errors import UserError
 from toolkit.evaluation.metrics import TextFunction
-from toolkit.launch.run_folder import save_run_config
-from toolkit.tracking.trackers import start_trackers
 from toolkit.training import loop
-from toolkit.training.data import num_steps, prepare_data
-from toolkit.training.goal import build_goal
+from toolkit.training.data import prepare_data
 from toolkit.training.model import build_model, build_skeleton
 from toolkit.training.own import Own, StepInfo
 from toolkit.training.own_loss import OwnLoss, describe_memory
-from toolkit.training.run import Run, finish, open_metrics, release, resume
+from toolkit.training.run import finish, release, start_run
 from toolkit.training.setup import begin
 
 if TYPE_CHECKING:
@@ -83,8 +80,6 @@ def finetune(
         UserError: anything wrong with the YAML files, the data, the model, the run folder or the arguments; on every rank.
         Stopped: after a signal; the last completed step has a checkpoint.
     """
-    if world_size() > 1:  # `_released_on_error` has released nothing
-        raise UserError("an earlier run of these processes has failed: start them anew")
     # What the caller has given.
     functions = metrics if isinstance(metrics, Mapping) else {}
     own = Own(metrics=functions, loss=loss, after_step=after_step, after_evaluation=after_evaluation)
@@ -109,16 +104,11 @@ def finetune(
         if loss is not None:
             logger.info(describe_memory(sharded, plan))
 
-        # Resume from this run's last checkpoint, if there is one.
-        folder, steps, goal = context.run_folder, num_steps(config, plan), build_goal(config.eval, evaluated)
-        log = open_metrics(folder)
-        run = Run(config, folder, sharded, optimizer, plan, rows.train, evaluated, identity, log, steps, goal, own)
-        resume(run, context.resume_from)
-        save_run_config(config, run.folder)
-
-        # Train: step, evaluate, save. Then export, reload, compare, and print the results.
-        start_trackers(context.accelerator, config.tracking, config.run.name, dotted_keys(config))
+        # Resume from this run's last checkpoint, if there is one. Train: step, evaluate, save.
+        run = start_run(config, context, rows, plan, evaluated, sharded, optimizer, identity)
         loop.train(run)
+
+        # Export, reload, compare, and print the results.
         export = finish(run)
     state = run.state
     return Result(folder=run.folder, export=export, step=state.step, figures=state.metrics, best_value=state.best_value)
@@ -130,6 +120,8 @@ def _released_on_error() -> Iterator[None]:
 
     Several ranks keep all that until they exit: another rank may still be in the run.
     """
+    if world_size() > 1:  # nothing was released then
+        raise UserError("an earlier run of these processes has failed: start them anew")
     is_main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in SIGNALS} if is_main else {}
     try:

@@ -13,8 +13,9 @@ from toolkit.checkpoint.find import Goal
 from toolkit.checkpoint.load import best_of_run, best_saved_value, forget_unequal, load_checkpoint, load_manifest, load_weights
 from toolkit.checkpoint.save import CheckpointWriter
 from toolkit.checkpoint.state import Identity, TrainState
-from toolkit.config.load import RecipeConfig
+from toolkit.config.load import RecipeConfig, dotted_keys
 from toolkit.data.batch_plan import BatchPlan
+from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.distributed.comm import close_groups, on_all_ranks, rank
 from toolkit.distributed.device import all_cores
 from toolkit.distributed.signals import StopRequests
@@ -22,15 +23,18 @@ from toolkit.distributed.watchdog import stop, working
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export.write import export_model
 from toolkit.launch.accelerator import forget_accelerator
-from toolkit.launch.run_folder import restore_run_folder, unlock_run_folders
+from toolkit.launch.run_folder import restore_run_folder, save_run_config, unlock_run_folders
 from toolkit.parallel.wrap import ShardedModel
 from toolkit.tracking.metrics_log import MetricsLog
 from toolkit.tracking.progress import Progress
 from toolkit.tracking.step_log import StepLog
 from toolkit.tracking.summary import show_results
-from toolkit.tracking.trackers import close_trackers
+from toolkit.tracking.trackers import close_trackers, start_trackers
+from toolkit.training.data import num_steps
+from toolkit.training.goal import build_goal
 from toolkit.training.optim import describe_rate_change
 from toolkit.training.own import Own
+from toolkit.training.setup import RunContext
 from toolkit.training.skip_guard import SkipGuard
 
 if TYPE_CHECKING:
@@ -56,7 +60,7 @@ class Run:
     num_steps: int
     goal: Goal
     """What makes a checkpoint the best."""
-    own: Own = field(default_factory=Own)
+    own: Own
     state: TrainState = field(default_factory=TrainState)
     """As of the last completed step."""
     # While it trains; `loop.train` sets them.
@@ -64,6 +68,30 @@ class Run:
     guard: SkipGuard = field(init=False)
     stops: StopRequests = field(init=False)
     writer: CheckpointWriter = field(init=False)
+
+
+def start_run(
+    config: RecipeConfig,
+    context: RunContext,
+    rows: TokenizedRows,
+    plan: BatchPlan,
+    evaluation: EvaluationRows,
+    sharded: ShardedModel,
+    optimizer: torch.optim.Optimizer,
+    identity: Identity,
+) -> Run:
+    """Put the run together, resume it from its last checkpoint, if any, and note its config in its folder. Collective.
+
+    Raises:
+        UserError: the checkpoint belongs to another run, or the folder cannot be written; on every rank.
+    """
+    folder, steps, goal = context.run_folder, num_steps(config, plan), build_goal(config.eval, evaluation)
+    metrics = open_metrics(folder)
+    run = Run(config, folder, sharded, optimizer, plan, rows.train, evaluation, identity, metrics, steps, goal, context.own)
+    resume(run, context.resume_from)
+    save_run_config(config, folder)
+    start_trackers(context.accelerator, config.tracking, config.run.name, dotted_keys(config))
+    return run
 
 
 def open_metrics(run_folder: Path) -> MetricsLog:

@@ -47,6 +47,7 @@ from toolkit.parallel.units import clean, local_tensor
 from toolkit.parallel.wrap import ShardedModel
 from toolkit.tracking.step_log import StepFigures
 from toolkit.training import finetune, loop
+from toolkit.training import run as run_module
 from toolkit.training.run import Run, leave
 
 CHECK_OF_FUNCTION = {
@@ -87,7 +88,7 @@ def watch(folder: Path, *, exports: bool) -> None:
         exports: whether the recipe exports, which takes as long as a run of a few steps.
     """
     # The original calls, and the probes of dropout and generation.
-    resume, clip, save, finish = finetune.resume, loop.clip_gradients, CheckpointWriter.save, finetune.finish
+    resume, clip, save, finish = run_module.resume, loop.clip_gradients, CheckpointWriter.save, finetune.finish
     train_step = loop.train_step
     records = ["gradients", "late_gradients"]
     masks = watch_dropout()
@@ -125,7 +126,7 @@ def watch(folder: Path, *, exports: bool) -> None:
         else:
             leave(run.sharded.accelerator)
 
-    finetune.resume, finetune.finish = resume_and_look, look_and_finish  # type: ignore[assignment]
+    run_module.resume, finetune.finish = resume_and_look, look_and_finish  # type: ignore[assignment]
     loop.clip_gradients, loop.train_step = look_and_clip, step_and_look  # type: ignore[assignment]
     CheckpointWriter.save = look_and_save  # type: ignore[method-assign,assignment]
 
