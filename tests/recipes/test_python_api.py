@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any, cast
@@ -71,6 +72,9 @@ def train_all(folder: Path, models: dict[str, Path]) -> dict[str, Any]:
     if os.environ.get("WORLD_SIZE", "1") == "1":
         wrong: list[dict[str, Any]] = [{"train": given["train"].select(range(1, 40))}, {"loss": other}, {"loss": None}]
         called["refusals"] = [refusal(longer, **given | change) for change in wrong]
+        with pytest.raises(ZeroDivisionError):
+            finetune(longer, **given | {"after_step": lambda info: 1 / 0})
+        called["handler"] = signal.getsignal(signal.SIGTERM)
     called["resumed"] = finetune(longer, **given)
     called["threads"] = [thread.name for thread in threading.enumerate()]
     if os.environ.get("WORLD_SIZE", "1") == "2":
@@ -140,6 +144,7 @@ def test_the_process_can_go_on_after_a_run_and_after_a_refused_one(called: Any) 
     assert rows.startswith(f"the data is not what {folder}/llm/checkpoints/step-00000004 was trained on")
     assert loss.startswith("loss is 'other ") and "was made with 'focal " in loss
     assert none.startswith("loss is None, but ")
+    assert of_one["handler"] == signal.SIG_DFL
     for of_two in called["fsdp2_cpu"][1]:
         loss, again = of_two["refusals"]
         assert loss.startswith("loss is 'other ") and again.startswith("an earlier run of these processes has failed: start them")

@@ -28,14 +28,14 @@ def check_datasets(config: RecipeConfig, train: Any, evaluation: Any) -> None:
     Raises:
         UserError: it is no `datasets.Dataset` with rows, or the config names rows too.
     """
-    import datasets
-
     if train is None:
         if evaluation is not None:
             raise UserError("evaluation is a dataset, but train is not given: give both, or name files in data.eval_files")
         if not config.data.source and not getattr(config.data, "mix", []):
             raise UserError("there are no rows: give finetune a datasets.Dataset as train, or set data.source in the config")
         return
+    import datasets
+
     for name, dataset in (("train", train), ("evaluation", evaluation)):
         if dataset is not None and not isinstance(dataset, datasets.Dataset):
             keys = f" with the keys {', '.join(map(str, dataset))}: give one of them" if isinstance(dataset, dict) else ""
