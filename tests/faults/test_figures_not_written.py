@@ -67,7 +67,7 @@ def test_rows_that_cannot_be_logged(faulty_bench: Workbench) -> None:
 
 def test_no_room_to_cut_the_record_at_a_resume(faulty_bench: Workbench) -> None:
     run = stopped_after(faulty_bench, "no room to cut", step=2)
-    outcome = attempt_with(faulty_bench, run.name, partial(no_room, r"metrics\.jsonl\.new w", rank=0))
+    outcome = attempt_with(faulty_bench, run.name, partial(no_room, r"metrics\.jsonl\.tmp w", rank=0))
     assert outcome.injected
     check_one_sentence(outcome, rf"{run}/metrics\.jsonl cannot be used \({NO_SPACE}\): fix that.*")
     resume(faulty_bench, run.name, from_step=2)
