@@ -124,5 +124,5 @@ def test_positions_limit_texts_and_no_rank_drops_layers(bench: Workbench) -> Non
     (folder / "config.json").write_text(json.dumps(config | {"encoder_layerdrop": 0.1}))
     result = bench.attempt("limited", model=folder, eval__max_new_tokens=65)
     assert all(result.returncodes)
-    assert "encoder_layerdrop of" in result.stdout and "is set to 0" in result.stdout
+    assert "WARNING: encoder_layerdrop of" in result.stderr and "is set to 0" in result.stderr
     assert "has only 64 positions: set eval.max_new_tokens to at most 64" in result.stderr and "Traceback" not in result.stderr
