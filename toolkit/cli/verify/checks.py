@@ -45,11 +45,10 @@ def check_all(runs: dict[str, WatchedRun], tolerance: float, *, expects_frozen: 
         tolerance: largest relative difference of losses and gradients.
         expects_frozen: whether the config freezes anything.
     """
-    reference, main = runs["reference"], runs["preset-0"]
-    strategies = [run for name, run in runs.items() if name in ("reference", "ddp") or name.startswith("preset-")]
-    resharded, dropout, resumed = runs["resharded"], runs["dropout"], runs["resumed"]
-    others = strategies[1:]
-    with_curves = [*others, resharded]
+    reference, main, resharded = runs["reference"], runs["preset-0"], runs["resharded"]
+    dropout, resumed = runs["dropout"], runs["resumed"]
+    others = [run for name, run in runs.items() if name == "ddp" or name.startswith("preset-")]
+    strategies, with_curves = [reference, *others], [*others, resharded]
     proofs = [prove("start", run, lambda run: compare_starts(reference, run)) for run in others]
     proofs += [prove("rows", run, lambda run: compare_rows(reference, run)) for run in with_curves]
     proofs += [prove("loss", run, lambda run: compare_losses(reference, run, tolerance)) for run in with_curves]
@@ -120,8 +119,7 @@ def compare_gradients(reference: WatchedRun, run: WatchedRun, tolerance: float) 
     """Compare the unsharded gradients of step 1 before clipping, relative to their norms, and the global norm of every step."""
     expected, actual = load_tensors(reference, "gradients"), load_tensors(run, "gradients")
     if expected.keys() != actual.keys():
-        names = sorted(expected.keys() ^ actual.keys())
-        return failed("gradients", run.title, f"{names[0]} has a gradient on one side only")
+        return failed("gradients", run.title, f"{min(expected.keys() ^ actual.keys())} has a gradient on one side only")
     worst = _largest_gradient(expected, actual)
     norms = {line["step"]: line["grad_norm"] for line in load_lines(reference, "train")}
     for line in load_lines(run, "train"):
@@ -139,8 +137,7 @@ def compare_late_gradients(reference: WatchedRun, run: WatchedRun) -> Proof | No
         for of in (reference, run)
     )
     if expected.keys() != actual.keys():
-        names = sorted(expected.keys() ^ actual.keys())
-        return failed("gradients", run.title, f"{names[0]} has a gradient in step 2 on one side only")
+        return failed("gradients", run.title, f"{min(expected.keys() ^ actual.keys())} has a gradient in step 2 on one side only")
     title = f"{run.title}: {len(expected)} tensors that are zero in step 1, in step 2"
     return within("gradients", title, *_largest_gradient(expected, actual), LATE_TOLERANCE, "largest in {}")
 
