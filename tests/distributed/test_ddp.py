@@ -50,14 +50,19 @@ def look_at_ddp(base: Path) -> dict[str, Any]:
     with Casts() as casts:
         loss = sharded.model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
-    names = ("device_ids", "gradient_as_bucket_view", "broadcast_buffers")
-    return {**{name: given[name] for name in names}, "num_casts": casts.count, "is_finite": bool(loss.isfinite())}
+    found = {name: given[name] for name in ("device_ids", "gradient_as_bucket_view")}
+    return {
+        **found,
+        "syncs_buffers": sharded.model.forward_sync_buffers,
+        "num_casts": casts.count,
+        "is_finite": bool(loss.isfinite()),
+    }
 
 
 def test_ddp_is_set_up_for_gpus(tmp_path: Path) -> None:
     base = save_base(tmp_path / "llama", "llama")
     for found in run_on_ranks(look_at_ddp, preset="ddp_cpu", overrides={"mixed_precision": "bf16"}, args=(base,)):
         assert found["device_ids"] is None
-        assert found["gradient_as_bucket_view"] and not found["broadcast_buffers"]
+        assert found["gradient_as_bucket_view"] and not found["syncs_buffers"]
         assert found["is_finite"]
         assert found["num_casts"] == 0

@@ -48,7 +48,7 @@ def train_all(folder: Path, models: dict[str, Path]) -> dict[str, Any]:
 
     from toolkit import finetune, load_config
 
-    summaries = make_rows(48)
+    summaries, handler = make_rows(48), signal.getsignal(signal.SIGTERM)
     prompts = [{"prompt": row["source"], "completion": " " + row["target"]} for row in summaries]
     places = {"run.output_dir": str(folder), "data.cache_dir": str(folder / "cache")}
     called: dict[str, Any] = {}
@@ -74,7 +74,16 @@ def train_all(folder: Path, models: dict[str, Path]) -> dict[str, Any]:
         called["refusals"] = [refusal(longer, **given | change) for change in wrong]
         with pytest.raises(ZeroDivisionError):
             finetune(longer, **given | {"after_step": lambda info: 1 / 0})
-        called["handler"] = signal.getsignal(signal.SIGTERM)
+        called["handlers"] = handler, signal.getsignal(signal.SIGTERM)
+        calls: list[int] = []
+
+        def fails_late(predictions: list[str], references: list[str]) -> float:
+            calls.append(len(predictions))
+            return 1 / (3 - len(calls))  # tried on references, at the start, at the end
+
+        late = load_config("llm", overrides=SETTINGS | places | names | {"run.name": "late", "train.max_steps": 2})
+        with pytest.raises(ZeroDivisionError):
+            finetune(late, **given | {"metrics": {"order": fails_late}})
     called["resumed"] = finetune(longer, **given)
     called["threads"] = [thread.name for thread in threading.enumerate()]
     if os.environ.get("WORLD_SIZE", "1") == "2":
@@ -144,10 +153,12 @@ def test_the_process_can_go_on_after_a_run_and_after_a_refused_one(called: Any) 
     assert rows.startswith(f"the data is not what {folder}/llm/checkpoints/step-00000004 was trained on")
     assert loss.startswith("loss is 'other ") and "was made with 'focal " in loss
     assert none.startswith("loss is None, but ")
-    assert of_one["handler"] == signal.SIG_DFL
+    before, after = of_one["handlers"]
+    assert before == after
+    assert (folder / "late" / "checkpoints" / "step-00000002").is_dir(), "a metric that fails at the end lost the training"
     for of_two in called["fsdp2_cpu"][1]:
         loss, again = of_two["refusals"]
-        assert loss.startswith("loss is 'other ") and again.startswith("an earlier run of these processes has failed: start them")
+        assert loss.startswith("loss is 'other ") and again.startswith("these processes are connected already, ")
     for _, ranks in called.values():
         for rank in ranks:
             assert rank["resumed"].step == 5 and not any("watchdog" in name for name in rank["threads"])

@@ -44,5 +44,6 @@ def load_config(
         raise UserError(f"recipe is {recipe!r}: choose one of {', '.join(CONFIGS)}")
     argv = [] if path is None else ["--config", os.fspath(path)]
     for key, value in (overrides or {}).items():
+        value = os.fspath(value) if isinstance(value, os.PathLike) else value
         argv.append(f"--{key}={value if isinstance(value, str) else json.dumps(value, default=os.fspath)}")
     return load_from_arguments(CONFIGS[recipe], argv, check=partial(check_config, needs_source=False))

@@ -41,6 +41,8 @@ def check_datasets(config: RecipeConfig, train: Any, evaluation: Any) -> None:
             keys = f" with the keys {', '.join(map(str, dataset))}: give one of them" if isinstance(dataset, dict) else ""
             way_out = keys or ": give a datasets.Dataset, as from Dataset.from_list(rows)"
             raise UserError(f"{name} is a {type(dataset).__name__}{way_out}")
+        if dataset is not None and dataset.format["type"] == "custom":
+            raise UserError(f"{name} has a transform, which a run does not keep: apply it by map")
         if dataset is not None and len(dataset) == 0:
             raise UserError(f"{name} has no rows: give a dataset with at least one")
     for name in ("source", "mix", "files", "eval_files", "hub_subset"):

@@ -123,10 +123,10 @@ def compute_figures(metrics: Sequence[TextMetric], predictions: Sequence[str], r
     return figures
 
 
-def own_figures(metrics: Sequence[TextMetric], figures: Iterable[str]) -> list[str]:
-    """The names among `figures` that are of these metrics."""
+def own_figures(metrics: Sequence[TextMetric], figures: Mapping[str, Any]) -> list[str]:
+    """The names among `figures`, or in a line of `metrics.jsonl`, that are of these metrics; texts (`NAME_is`) are no figures."""
     names = {metric.name for metric in metrics}
-    return [figure for figure in figures if figure.split("/")[0] in names]
+    return [name for name, value in figures.items() if name.split("/")[0] in names and not isinstance(value, str)]
 
 
 def try_metrics(metrics: Sequence[TextMetric], references: Sequence[str]) -> list[str]:

@@ -78,8 +78,7 @@ def build_accelerator(
         log_with=log_with or None,
         project_dir=project_dir,
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=False),
-        # DDP keeps one copy of the gradients, not two, and does not send buffers, which training does not change.
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)],
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],  # one copy of the gradients, not two
     )
     # DDP on the device that the model is on: accelerate would give it the local rank (accelerator.py:1895), which does not exist
     # where each process sees one GPU only, as SLURM can bind them.

@@ -92,7 +92,7 @@ def evaluation_model(sharded: ShardedModel, unshard: str) -> Iterator[tuple[PreT
         sharded.model.train()
         # After a forward without a backward, FSDP2 leaves units gathered, and gathers under way: a generation's root asks for the
         # encoder, which runs once only. A save needs shards, and a later forward must not take weights from before a change.
-        if isinstance(sharded.model, FSDPModule):
+        if isinstance(sharded.model, FSDPModule) and sharded.model._get_fsdp_state()._is_root:  # None before the first forward
             sharded.model.reset_iter_state()
 
 

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -95,6 +101,8 @@ def shard_model(accelerator: Accelerator, model: PreTrainedModel, sources: Sourc
         if version == 1:
             _wrap_exactly(accelerator, list(blocks.values()))
         wrapped = accelerator.prepare_model(model)
+        if isinstance(wrapped, DistributedDataParallel):
+            wrapped.forward_sync_buffers = False  # training does not change buffers
         if version is None and compute_dtype(accelerator) != torch.float32:
             _leave_casts_to_autocast(model)
     return ShardedModel(accelerator=accelerator, model=wrapped, plain=model, skeleton=skeleton, units=units)
@@ -109,8 +117,10 @@ def accumulating(sharded: ShardedModel, *, is_last: bool) -> Iterator[None]:
     """
     model = sharded.model
     if isinstance(model, FSDPModule):
-        model.set_requires_all_reduce(is_last)
-        if not sharded.accelerator.state.fsdp_plugin.reshard_after_forward:
+        plugin = sharded.accelerator.state.fsdp_plugin
+        # With CPU offload the sum over micro-batches would stay on the GPU until the last one (_fsdp_collectives.py:636).
+        model.set_requires_all_reduce(is_last or isinstance(plugin.cpu_offload, CPUOffloadPolicy))
+        if not plugin.reshard_after_forward:
             model.set_reshard_after_backward(is_last)
     with model.no_sync() if isinstance(model, DistributedDataParallel) and not is_last else contextlib.nullcontext():
         yield
@@ -177,8 +187,6 @@ def _fully_shard(accelerator: Accelerator, model: nn.Module, blocks: list[nn.Mod
 
 def _read_shards(accelerator: Accelerator, model: nn.Module, sources: Sources) -> None:
     """Allocate this rank's shards on the device that FSDP2 expects, and read their values."""
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
     offloads = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
     device = torch.device("cpu") if offloads else accelerator.device
     num_parameters = len(list(model.parameters()))

@@ -15,7 +15,6 @@ from toolkit.parallel.wrap import ShardedModel, shard_model
 from toolkit.planning.strategy import Strategy, planned_accelerator
 from toolkit.planning.subject import Subject, build_batch, even_stack_length, find_stacks, num_micro_batches, shortened
 from toolkit.planning.trace import (
-    GATHERED,
     GRADIENTS,
     SHARDED_PARAMETERS,
     UNSHARDED_GRADIENTS,
@@ -81,7 +80,7 @@ def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, 
     for peak in trace.peaks:
         peak[OPTIMIZER] = 0 if strategy.offload else num_trainable * MOMENT_BYTES
         if strategy.kind == "ddp" and strategy.num_processes > 1:
-            peak[GATHERED] += num_trainable * 4  # DDP allocates its buckets at the start
+            peak[GRADIENTS] = num_trainable * 4  # views of DDP's buckets, which it allocates at the start
     return trace, sharded
 
 

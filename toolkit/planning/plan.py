@@ -1,6 +1,6 @@
 """Builds a memory plan: what a run needs on each rank, from running its own code on tensors without data.
 
-FSDP2 is traced (`trace`). A single process and DDP are traced as the plain model under autocast, plus DDP's buckets by
+FSDP2 is traced (`trace`). A single process and DDP are traced as the plain model under autocast, with DDP's buckets by
 arithmetic. FSDP1 is derived from FSDP2's trace over the same units. Optimizer state, host memory and traffic are arithmetic.
 
 The plan itself traces the full model. The searches for other micro-batches and presets trace two models with few blocks and
@@ -200,11 +200,15 @@ def _moved_bytes(subject: Subject, strategy: Strategy, trace: Trace, rows: int) 
     """Bytes that each rank receives in a step, assuming ring algorithms."""
     num, shards, replicas = num_micro_batches(subject.config, strategy, rows), strategy.num_shards, strategy.num_replicas
     trainable_bytes = 4 * sum(p.numel() for p in subject.skeleton.parameters() if p.requires_grad)
-    reduced = trace.reduced_bytes * num if strategy.is_fsdp else trainable_bytes
+    # FSDP2 reduces between replicas once a step, and gathers once what stays gathered (`wrap.accumulating`).
+    times_reduced = 1 if strategy.kind == "fsdp2" and not strategy.offload else num
+    times_gathered = 1 if strategy.kind == "fsdp2" and not strategy.reshard_after_forward else num
+    reduced = trace.reduced_bytes if strategy.is_fsdp else trainable_bytes
+    between = reduced * (times_reduced if strategy.is_fsdp else 1)
     return {
-        "all-gather": trace.gathered_bytes * num * (shards - 1) // shards,
-        "reduce-scatter": reduced * (shards - 1) // shards,
-        "all-reduce": 2 * reduced // shards * (replicas - 1) // replicas,
+        "all-gather": trace.gathered_bytes * times_gathered * (shards - 1) // shards,
+        "reduce-scatter": reduced * num * (shards - 1) // shards,
+        "all-reduce": 2 * between // shards * (replicas - 1) // replicas,
     }
 
 
@@ -216,7 +220,7 @@ def _notes(subject: Subject, strategy: Strategy) -> list[str]:
     if strategy.is_cpu:
         notes.append("processes on the CPU: its kernels, in the host's memory; the verdict takes each for a GPU")
     if strategy.kind == "ddp":
-        notes.append("DDP: derived, buckets added by arithmetic to a trace of the plain model")
+        notes.append("DDP: derived, a trace of the plain model with gradients in DDP's buckets by arithmetic")
     if not strategy.is_fsdp:
         whose = "" if strategy.is_cpu else ", as the CPU has it"
         notes.append(f"traced under autocast{whose}; casts of weights count as activations")

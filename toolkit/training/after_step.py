@@ -66,6 +66,9 @@ def evaluate_and_log(run: Run) -> str | None:
     if len(run.evaluation.rows) == 0:
         state.evaluation_due = False
         return None
+    # A metric of one's own may fail in the last evaluation: then only that is lost.
+    if run.evaluation.metrics and state.step == run.num_steps > 0:
+        save(run, wait=True)
 
     # Ranks check for signals between batches, so that a stop never waits for a long evaluation.
     def between_batches() -> None:
@@ -93,7 +96,7 @@ def evaluate_and_log(run: Run) -> str | None:
         run.own.after_evaluation({"step": state.step, **figures})
     run.log.restart_clock()
     # best value and early stopping
-    value = figures[goal.metric]
+    value = figures.get(goal.metric, math.nan)  # a metric of one's own may leave it out
     if state.step == 0:  # the start is no gain, and has no weights to keep
         state.start_value = None if math.isnan(value) else value
     elif goal.is_better(value, state.best_value):

@@ -7,7 +7,6 @@ Each phase has a file beside this one: `setup.py` → `model.py` → `data.py` �
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import signal
 import threading
@@ -25,7 +24,7 @@ from toolkit.evaluation.metrics import TextFunction
 from toolkit.training import loop
 from toolkit.training.data import prepare_data
 from toolkit.training.model import build_model, build_skeleton
-from toolkit.training.own import Own, StepInfo
+from toolkit.training.own import Own, StepInfo, take_metrics
 from toolkit.training.own_loss import OwnLoss, describe_memory
 from toolkit.training.run import finish, release, start_run
 from toolkit.training.setup import begin
@@ -81,10 +80,8 @@ def finetune(
         Stopped: after a signal; the last completed step has a checkpoint.
     """
     # What the caller has given.
-    functions = metrics if isinstance(metrics, Mapping) else {}
+    config, functions = take_metrics(config, metrics)
     own = Own(metrics=functions, loss=loss, after_step=after_step, after_evaluation=after_evaluation)
-    if metrics and not functions:
-        config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, metrics=[*config.eval.metrics, *metrics]))
     check_datasets(config, train, evaluation)
     config = config if train is None else name_source(config)
 
@@ -121,7 +118,10 @@ def _released_on_error() -> Iterator[None]:
     Several ranks keep all that until they exit: another rank may still be in the run.
     """
     if world_size() > 1:  # nothing was released then
-        raise UserError("an earlier run of these processes has failed: start them anew")
+        raise UserError(
+            "these processes are connected already, by a run that failed or an Accelerator of yours: start them anew, and build "
+            "none before finetune"
+        )
     is_main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in SIGNALS} if is_main else {}
     try:
@@ -130,5 +130,6 @@ def _released_on_error() -> Iterator[None]:
         if world_size() == 1:
             release()
             for number, handler in handlers.items():
-                signal.signal(number, handler)
+                if handler is not None:  # one that Python has not set
+                    signal.signal(number, handler)
         raise

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.data.batch_plan import MicroBatch, Step
 from toolkit.data.collate import Batch, load_micro_batches, move_to
@@ -144,7 +145,8 @@ def train_step(
         group["lr"] = lr
     run.optimizer.found_inf = skipped  # type: ignore[attr-defined]  # the fused kernel reads it, as from GradScaler
     run.optimizer.step()
-    run.optimizer.zero_grad(set_to_none=True)
+    # Gradients of DDP are views of its buckets: new ones beside these would hold the gradients twice while they accumulate.
+    run.optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
     if watch:
         watch.check_moments(run.optimizer)
     return StepFigures(step, lr, total_loss, grad_norm, skipped, losses)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,22 @@ class Own:
     loss: OwnLoss | None = None
     after_step: Callable[[StepInfo], object] | None = None
     after_evaluation: Callable[[dict[str, Any]], object] | None = None
+
+
+def take_metrics(config: RecipeConfig, metrics: Any) -> tuple[RecipeConfig, Mapping[str, TextFunction]]:
+    """The config with modules of `evaluate` added to `eval.metrics`, and the functions, by name.
+
+    Raises:
+        UserError: `metrics` is neither a dict of functions nor a list of names.
+    """
+    if not metrics or isinstance(metrics, Mapping):
+        return config, metrics or {}
+    if isinstance(metrics, str) or not isinstance(metrics, Sequence) or not all(isinstance(name, str) for name in metrics):
+        raise UserError(f"metrics is {metrics!r:.60}: give a dict of functions by the names of their figures, or a list of names")
+    names = [*config.eval.metrics, *metrics]
+    if not config.eval.generate:
+        raise UserError(f"metrics {', '.join(names)} score generated texts: set eval.generate to true")
+    return dataclasses.replace(config, eval=dataclasses.replace(config.eval, metrics=names)), {}
 
 
 def check_own(config: RecipeConfig, own: Own) -> None:

@@ -29,6 +29,10 @@ def test_values_of_python_are_those_of_flags(tmp_path: Path) -> None:
     assert config.run.name == "7" and config.optim.max_grad_norm is None
 
 
+def test_a_path_is_an_override_like_a_string(tmp_path: Path) -> None:
+    assert load_config("t5", overrides=NEEDED | {"run.output_dir": tmp_path}).run.output_dir == str(tmp_path)
+
+
 def test_the_rows_may_come_later_but_only_in_python() -> None:
     assert not load_config("t5", overrides=NEEDED).data.source and not load_config("llm", overrides=NEEDED).data.source
     flags = [f"--{key}={value}" for key, value in NEEDED.items()]

@@ -60,6 +60,7 @@ def test_what_is_no_dataset_or_beside_other_rows_is_refused() -> None:
             "evaluation is a DatasetDict with the keys a, b: give one of them",
         ),
         (config(), rows.select([]), None, "train has no rows: "),
+        (config(), rows.with_transform(lambda batch: batch), None, "train has a transform, which a run does not keep: "),
         (config(data__source="some/rows"), rows, None, "data.source is given beside a dataset as train: leave one of them out"),
         (config(data__eval_files="x.csv"), rows, None, "data.eval_files is given beside a dataset as train: "),
     ]

@@ -13,7 +13,7 @@ from toolkit.checkpoint.find import Goal
 from toolkit.config.schema import EvalConfig
 from toolkit.data.collate import SummarizationCollator
 from toolkit.errors import UserError
-from toolkit.evaluation.metrics import TextMetric, check_names, compute_figures, load_text_metrics, try_metrics
+from toolkit.evaluation.metrics import TextMetric, check_names, compute_figures, load_text_metrics, own_figures, try_metrics
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.training.goal import build_goal, check_metric, check_metric_on_rows
 
@@ -37,6 +37,8 @@ def test_numbers_of_a_function_are_figures_under_its_name() -> None:
         own("several", lambda predictions, references: {"a": 1, "b": "x"}),
     ]
     assert compute_figures(metrics, ["p"], ["r"]) == {"plain": 3.0, "several/a": 1.0}
+    line = {"loss": 1.0, "plain": 3.0, "several/a": None, "several/a_is": "nan"}  # as metrics.jsonl has a figure that is NaN
+    assert own_figures(metrics, line) == ["plain", "several/a"]
 
 
 def own(name: str, function: Any, code_hash: str = "") -> TextMetric:

@@ -28,7 +28,6 @@ from toolkit.planning.strategy import Strategy, load_strategy
 from toolkit.planning.subject import Subject, build_batch, build_subject
 from toolkit.planning.trace import (
     ACTIVATIONS,
-    GATHERED,
     GRADIENTS,
     LOGITS,
     SHARDED_PARAMETERS,
@@ -327,15 +326,15 @@ def _allocated_peak(model: torch.nn.Module, batch: dict[str, torch.Tensor], dtyp
     return peak
 
 
-def test_ddp_has_buckets_beside_whole_gradients() -> None:
+def test_ddp_holds_whole_gradients_in_its_buckets() -> None:
     planned = plan(LLAMA, "ddp", 4, *UNPACKED)
     assert planned.device[SHARDED_PARAMETERS] == pytest.approx(NUM_PARAMETERS * 4, rel=0.001)
-    assert planned.device[GATHERED] == NUM_PARAMETERS * 4
+    assert planned.device[GRADIENTS] == NUM_PARAMETERS * 4
     assert planned.device[OPTIMIZER] == NUM_PARAMETERS * 8
     assert planned.moved["all-reduce"] == pytest.approx(2 * NUM_PARAMETERS * 4 * 3 / 4, rel=1e-6)
     assert any("derived" in note for note in planned.notes)
     alone = plan(LLAMA, "single", 1, *UNPACKED)
-    assert planned.total - alone.total == NUM_PARAMETERS * 4
+    assert alone.total < planned.total <= alone.total + NUM_PARAMETERS * 4  # there, gradients come during the backward
     assert sum(alone.moved.values()) == 0
 
 
