@@ -113,7 +113,7 @@ def test_the_one_before_is_taken(faulty_bench: Workbench, name: str) -> None:
     run = stopped_after(faulty_bench, name, step=4)
     damage(run / "checkpoints" / NEWEST)
     printed = resume(faulty_bench, name, from_step=2)
-    assert re.search(f"^{reason}$", printed, re.MULTILINE), printed
+    assert re.search(f"^WARNING: {reason}$", printed, re.MULTILINE), printed
     check_like_whole(faulty_bench, name, SAVED)
 
 
