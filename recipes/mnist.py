@@ -40,6 +40,7 @@ def main() -> None:
     from toolkit.data.batch_plan import BatchPlan
     from toolkit.data.sources.images import load_images
     from toolkit.distributed.comm import on_all_ranks, on_rank_0, world_size
+    from toolkit.distributed.device import describe_device
     from toolkit.distributed.rng import seed_all
     from toolkit.distributed.watchdog import at, start, working
     from toolkit.launch.accelerator import build_accelerator
@@ -53,6 +54,7 @@ def main() -> None:
     accelerator = build_accelerator([], config.run.output_dir, config.run.timeout_s, config.run.num_threads)
     start(config.run.timeout_s)
     run_folder = open_run(config)
+    logger.info(describe_device(accelerator.device))
 
     # Images → the batch plan (which images each step takes). For the plan, an image is a row of one token with one label.
     working("loading images")

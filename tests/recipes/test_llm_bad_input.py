@@ -75,6 +75,8 @@ def test_lost_and_cut_chats_are_counted_and_reported_and_the_run_goes_on(finishe
     file, num_read, num_used = here / "rows.jsonl", NUM_CHATS + 5, NUM_CHATS + 3
     assert result.returncodes == [0, 0], result.stderr[-3000:]
     said = [
+        "2 processes, each on the CPU (",
+        "WARNING: attention sdpa keeps packed rows apart by a dense mask, so it costs what full rows",
         f"skipped 1 of {num_read} rows of {file} with an empty assistant turn (row {NEXT})",
         f"skipped 1 of {num_read} rows of {file} with an empty chat (row {NEXT + 4})",
         f"WARNING: cut 3 of {num_used} training rows to data.max_length_tokens = 100: ",

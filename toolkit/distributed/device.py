@@ -1,4 +1,4 @@
-"""Memory use and synchronization of this rank's device, and the host cores for its threads."""
+"""What this rank's device is, its memory use and synchronization, and the host cores for its threads."""
 
 from __future__ import annotations
 
@@ -6,12 +6,29 @@ import contextlib
 import math
 import os
 import resource
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from toolkit.distributed.comm import gather_objects
+
 GIB = 2**30
+
+
+def describe_device(device: torch.device) -> str:
+    """What the processes of this run compute on, in words: GPUs and their memory, or cores; and threads. Collective."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        own = f"{properties.name} ({properties.total_memory / GIB:.1f} GiB)"
+    else:
+        own = f"the CPU ({available_cores()} cores)"
+    kinds = Counter(gather_objects((own, torch.get_num_threads())))
+    return "; ".join(
+        f"{number} process{'es, each' if number > 1 else ''} on {what} with {threads} thread{'s' if threads > 1 else ''}"
+        for (what, threads), number in kinds.items()
+    )
 
 
 def peak_memory_gib(device: torch.device) -> float:

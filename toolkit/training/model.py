@@ -15,9 +15,10 @@ from toolkit.data.collate import SummarizationCollator
 from toolkit.data.tokens.languages import start_generation
 from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.distributed.comm import on_all_ranks
+from toolkit.distributed.device import describe_device
 from toolkit.distributed.watchdog import working
 from toolkit.evaluation.rows import EvaluationRows
-from toolkit.launch.accelerator import fsdp_version
+from toolkit.launch.accelerator import compute_dtype, fsdp_version
 from toolkit.models import load, load_sharded
 from toolkit.models.config import AutoClass, hash_model_config, load_model_config
 from toolkit.models.freeze import cast_frozen, freeze, freeze_as, hash_frozen
@@ -52,6 +53,7 @@ def build_skeleton(config: RecipeConfig, accelerator: Accelerator) -> tuple[Pret
     skeleton = on_all_ranks(lambda: load.build_skeleton(config.model, model_config, auto_class))
     on_all_ranks(lambda: _adapt(skeleton, config))
     on_all_ranks(lambda: check_wrap(accelerator, skeleton))
+    _explain_device(accelerator, skeleton, packing=isinstance(config, LLMConfig) and config.data.packing)
     return model_config, skeleton
 
 
@@ -134,6 +136,15 @@ def identity_of(
     working("hashing frozen weights")
     frozen_hashes = hash_frozen(model) if sources is None else load_sharded.hash_frozen(model, sources)
     return Identity(context.settings, hash_model_config(model_config.to_diff_dict()), rows.fingerprint, frozen_hashes)
+
+
+def _explain_device(accelerator: Accelerator, skeleton: PreTrainedModel, *, packing: bool) -> None:
+    """Log a line on the processes' devices and the attention that will run there. Collective."""
+    device = accelerator.device
+    attention = load.describe_attention(skeleton, device, compute_dtype(accelerator), packing=packing)
+    logger.info(f"{describe_device(device)}; attention: {attention}")
+    if packing and (warning := load.warn_of_full_rows(skeleton)):
+        logger.warning(warning)
 
 
 def _auto_class(config: RecipeConfig) -> AutoClass:

@@ -1,14 +1,31 @@
-"""How many cores a process may use, by its affinity mask and its control group."""
+"""How a run's devices are described, and how many cores a process may use, by its affinity mask and its control group."""
 
 from __future__ import annotations
 
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from toolkit.distributed.device import _cpu_quota_cores, available_cores
+from toolkit.distributed import device
+from toolkit.distributed.device import _cpu_quota_cores, available_cores, describe_device
+
+
+def test_a_run_says_what_its_processes_compute_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85_045_870_592)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(device, "available_cores", lambda: 12)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(device, "gather_objects", lambda own: [own, ("another (1.0 GiB)", 1), own])
+    expected = (
+        "2 processes, each on NVIDIA H100 80GB HBM3 (79.2 GiB) with 3 threads; 1 process on another (1.0 GiB) with 1 thread"
+    )
+    assert describe_device(torch.device("cuda", 0)) == expected
+    monkeypatch.setattr(device, "gather_objects", lambda own: [own])
+    assert describe_device(torch.device("cpu")) == "1 process on the CPU (12 cores) with 3 threads"
 
 
 @pytest.mark.parametrize(
