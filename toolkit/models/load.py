@@ -156,8 +156,8 @@ def warn_of_full_rows(model: PreTrainedModel) -> str | None:
     if "flash" in name or "flex" in name:
         return None
     return (
-        f"attention {name} keeps packed rows apart by a dense mask, so it costs what full rows of data.max_length_tokens cost: on a "
-        "GPU set model.attn_implementation flash_attention_2, which costs what the texts cost, or set data.packing false"
+        f"attention {name} keeps packed rows apart by a dense mask, so it costs what full rows of data.max_length_tokens cost: "
+        "on a GPU set model.attn_implementation flash_attention_2, which costs what the texts cost, or set data.packing false"
     )
 
 
