@@ -9,7 +9,8 @@ from typing import Any
 
 from tests.planting.plant import planted
 from tests.support.launch import start
-from toolkit.cli.verify.checks import Proof, compare_evaluations
+from toolkit.cli.verify.checks import compare_evaluations
+from toolkit.cli.verify.proofs import Proof
 from toolkit.cli.verify.runs import Box, WatchedRun, launch_all, plan_runs
 from toolkit.cli.verify.verify import DEFAULT_PRESETS, DEFAULT_TOLERANCE, build_box, verify
 

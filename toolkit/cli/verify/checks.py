@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from toolkit.cli.verify.proofs import Proof, exact, failed, named, prove, within
 from toolkit.cli.verify.records import NotReached, Tensors, load_about, load_lines, load_rows_of_steps, load_tensors
 from toolkit.cli.verify.runs import NUM_STEPS, SAVED_STEP, WatchedRun
 
@@ -16,25 +14,13 @@ GRADIENT_FLOOR = 0.01
 """A gradient that is zero up to rounding (an attention key's bias) is compared with this fraction of the model's mean one."""
 LATE_TOLERANCE = 0.01
 """Tolerance for gradients in step 2: if one of step 1 is zero up to rounding, Adam may move that weight either way."""
+RELU_TOLERANCE = 0.01
+"""Least tolerance for gradients of a model with ReLUs: a unit whose input is zero up to rounding may be open in one run only.
+
+One such unit of 512, in a T5 of 900,000 parameters, changed its layer's gradient by 1.4e-3 and the global norm by 3.5e-5.
+"""
 SHARD_SLACK = 0.01
 """Padding that FSDP may add to a rank's share, as a fraction."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Proof:
-    """One row of the table."""
-
-    check: str
-    compared: str
-    difference: float | None
-    """Largest difference, in the unit of `tolerance`; None if nothing was measured."""
-    tolerance: float
-    """0 means equal bit for bit."""
-    passed: bool
-    is_reached: bool = True
-    """False if a run ended before this check; another row has the reason."""
-    detail: str = ""
-    """The tensor or step that is wrong."""
 
 
 def check_all(runs: dict[str, WatchedRun], tolerance: float, *, expects_frozen: bool) -> list[Proof]:
@@ -66,25 +52,6 @@ def check_all(runs: dict[str, WatchedRun], tolerance: float, *, expects_frozen: 
         failed(run.failed_check, run.title, run.failure or "") for run in runs.values() if run.failed_check is not None
     ]
     return [*(proof for proof in proofs if proof is not None), *ended_early]
-
-
-def not_reached(check: str, run: WatchedRun) -> Proof:
-    """The row of a check that was not reached, because the run, or the one whose checkpoint it needs, ended before."""
-    return Proof(check=check, compared=run.title, difference=None, tolerance=0.0, passed=False, is_reached=False)
-
-
-def failed(check: str, compared: str, detail: str) -> Proof:
-    """The row of a failure without a measured difference."""
-    return Proof(check=check, compared=compared, difference=None, tolerance=0.0, passed=False, detail=detail)
-
-
-def prove(check: str, run: WatchedRun, work: Callable[[WatchedRun], Proof | None]) -> Proof | None:
-    try:
-        return work(run)
-    except NotReached as missing:
-        if missing.run.failure:
-            return not_reached(check, run)
-        return failed(check, run.title, f"{missing.run.title} succeeded, but left no record to compare")
 
 
 # --- What must be equal for all processes, micro-batches and presets.
@@ -124,7 +91,10 @@ def compare_gradients(reference: WatchedRun, run: WatchedRun, tolerance: float) 
     norms = {line["step"]: line["grad_norm"] for line in load_lines(reference, "train")}
     for line in load_lines(run, "train"):
         worst = max(worst, (_relative(line["grad_norm"], norms[line["step"]]), f"the norm of step {line['step']}"))
-    return within("gradients", f"{run.title}: {len(expected)} tensors, {NUM_STEPS} norms", *worst, tolerance, "largest in {}")
+    title = f"{run.title}: {len(expected)} tensors, {NUM_STEPS} norms"
+    if load_about(reference, "loaded")["has_relu"]:
+        title, tolerance = f"{title} (with ReLU)", max(tolerance, RELU_TOLERANCE)
+    return within("gradients", title, *worst, tolerance, "largest in {}")
 
 
 def compare_late_gradients(reference: WatchedRun, run: WatchedRun) -> Proof | None:
@@ -262,20 +232,7 @@ def _same_tensors(check: str, title: str, expected: Tensors, actual: Tensors) ->
     return exact(check, compared, max(unequal.values(), default=0.0), named(sorted(unequal), "differs"))
 
 
-# --- Rows of the table.
-
-
-def exact(check: str, compared: str, difference: float, detail: str) -> Proof:
-    """The row of a check that passes if nothing differs and there is no `detail`."""
-    passed = difference == 0 and not detail
-    return Proof(check=check, compared=compared, difference=difference, tolerance=0.0, passed=passed, detail=detail)
-
-
-def within(check: str, compared: str, difference: float, where: Any, tolerance: float, detail: str) -> Proof:
-    """The row of a check with a tolerance; if it fails, `where` is put into `detail`."""
-    passed = difference <= tolerance  # False for a NaN
-    reason = "" if passed else detail.format(where)
-    return Proof(check=check, compared=compared, difference=difference, tolerance=tolerance, passed=passed, detail=reason)
+# --- Differences.
 
 
 def _relative(actual: float | None, expected: float | None) -> float:
@@ -292,8 +249,3 @@ def _largest(actual: np.ndarray, expected: np.ndarray) -> float:
 def _number(difference: float) -> float:
     """The difference, or infinity for NaN."""
     return math.inf if math.isnan(difference) else difference
-
-
-def named(names: list[str], what: str) -> str:
-    """The first name followed by `what`, and the number of further names."""
-    return f"{names[0]} {what}" + (f", and {len(names) - 1} more" if len(names) > 1 else "") if names else ""

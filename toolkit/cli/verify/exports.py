@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from toolkit.cli.verify.checks import Proof, exact, failed, named, not_reached, within
+from toolkit.cli.verify.proofs import Proof, exact, failed, named, not_reached, within
 from toolkit.cli.verify.records import load_list
 from toolkit.cli.verify.runs import GENERATION, WatchedRun
 from toolkit.cli.verify.watched_run import hash_tensor

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.cli.verify import PROBED_STEPS
-from toolkit.cli.verify.checks import Proof, exact, prove, within
+from toolkit.cli.verify.proofs import Proof, exact, prove, within
 from toolkit.cli.verify.records import Tensors, load_about, load_lines, load_list, load_tensors
 from toolkit.cli.verify.runs import LARGEST_GRAD_NORM, SAVED_STEP, WatchedRun
 from toolkit.config.schema import OptimConfig

@@ -9,7 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any, Final
 
-from toolkit.cli.verify.checks import Proof, check_all
+from toolkit.cli.verify.checks import check_all
+from toolkit.cli.verify.proofs import Proof
 from toolkit.cli.verify.runs import Box, Launch, launch_all, plan_runs
 from toolkit.config.load import RecipeConfig, load_config
 from toolkit.config.paths import find_path
@@ -104,7 +105,7 @@ def build_box(
 
     # The model chooses the recipe, and with it the default rows.
     if model is None and config is None:
-        model = str(RECIPE_FOLDER / "models" / "t5_docstrings")
+        model = str(RECIPE_FOLDER / "models" / "t5_gelu")
         run_arguments = ["--model.from_scratch=true", *run_arguments]
     is_t5 = is_encoder_decoder(model or _model_of(config)) if recipe is None else recipe == "t5"
     name = "t5" if is_t5 else "llm"

@@ -178,6 +178,7 @@ def _record(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer 
             for name, p in named.items()
         },
         "ties": _ties(sharded),
+        "has_relu": any(isinstance(module, torch.nn.ReLU) for module in sharded.skeleton.modules()),
         "frozen": {name: hash_tensor(t) for name, t in weights.items() if name in named and not named[name].requires_grad},
     }
     trained = {f"model.{name}": t for name, t in weights.items() if name in named and named[name].requires_grad}

@@ -39,7 +39,14 @@ def watched(folder: Path, name: str, mapping: dict[str, Any] = FSDP, **about: An
         parameters = {name: {"shape": [3, 2], "itemsize": 4, "is_trainable": True} for name in ("a", "b")}
         held = {"parameter_bytes": 32, "moment_bytes": 48}
         ties = {"tied": [["a", "c"]], "broken": []}
-        known = {"ranks": [held, held], "placements": [], "parameters": parameters, "ties": ties, "frozen": {"d": "0"}}
+        known = {
+            "ranks": [held, held],
+            "placements": [],
+            "parameters": parameters,
+            "ties": ties,
+            "frozen": {"d": "0"},
+            "has_relu": False,
+        }
         (run.records / f"{record}.json").write_text(json.dumps(known | about))
     return run
 
@@ -92,6 +99,15 @@ def test_a_gradient_of_rounding_errors_is_compared_with_the_others(tmp_path: Pat
     save_file(WEIGHTS | {"b": np.array([1e-5])}, two.records / "gradients.safetensors")
     proof = checks.compare_gradients(one, two, 1e-5)
     assert not proof.passed and proof.detail == "largest in b"
+
+
+def test_a_relu_may_open_in_one_run_only(tmp_path: Path) -> None:
+    one, two = watched(tmp_path, "one", has_relu=True), watched(tmp_path, "two", has_relu=True)
+    change_line(two, 2, grad_norm=1.0 + 3.5e-5)
+    proof = checks.compare_gradients(one, two, 1e-5)
+    assert proof.passed and proof.compared.endswith("(with ReLU)") and proof.tolerance == 0.01
+    change_line(two, 2, grad_norm=1.02)
+    assert checks.compare_gradients(one, two, 1e-5).detail == "largest in the norm of step 2"
 
 
 def test_gradients_that_are_only_scaled_fail(tmp_path: Path) -> None:
