@@ -15,7 +15,8 @@ from toolkit.checkpoint.save import HostCopier
 @needs_gpus(1)
 def test_a_host_copy_is_pinned_and_keeps_its_values() -> None:
     copied = check_host_copy(torch.device("cuda", 0))
-    assert all(tensor.is_pinned() for tensor in copied.values())
+    # torch leaves copies below 5 bytes unpinned (checkpoint/_state_dict_stager.py:34, 169).
+    assert {name: tensor.is_pinned() for name, tensor in copied.items()} == {"weight": True, "step": False}
 
 
 def check_host_copy(device: torch.device) -> dict[str, torch.Tensor]:

@@ -44,8 +44,9 @@ class DataConfig:
     group."""
     num_tokenizer_workers: PositiveInt | None = None  # type: ignore[valid-type]
     """Number of processes that tokenize. If unset, the machine's cores divided by its ranks, at most 8."""
-    num_loader_workers: NonNegativeInt = 0  # type: ignore[valid-type]
-    """Number of processes per rank that collate batches ahead. 0 collates in the training process."""
+    num_loader_workers: NonNegativeInt | None = None  # type: ignore[valid-type]
+    """Number of processes per rank that collate batches ahead. 0 collates in the training process. If unset, 1 with a GPU, else
+    0."""
     cache_dir: str | None = None
     """Folder for tokenized rows and trained tokenizers. If unset, `toolkit/` in the Hugging Face cache."""
 
@@ -112,7 +113,8 @@ class LLMDataConfig:
     prompt."""
     num_tokenizer_workers: PositiveInt | None = None  # type: ignore[valid-type]
     """Number of processes that tokenize. If unset, the machine's cores divided by its ranks, at most 8."""
-    num_loader_workers: NonNegativeInt = 0  # type: ignore[valid-type]
-    """Number of processes per rank that collate batches ahead. 0 collates in the training process."""
+    num_loader_workers: NonNegativeInt | None = None  # type: ignore[valid-type]
+    """Number of processes per rank that collate batches ahead. 0 collates in the training process. If unset, 1 with a GPU, else
+    0."""
     cache_dir: str | None = None
     """Folder for tokenized rows and trained tokenizers. If unset, `toolkit/` in the Hugging Face cache."""

@@ -31,6 +31,9 @@ leaves room to spare, because an LRU cache that is one entry too small for a cyc
 MOST_PRIMITIVES, FEWEST_PRIMITIVES = 1024, 128
 """oneDNN's own limit, about half a GiB; and enough for the current shapes, because blocks share theirs."""
 
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Settings of the user for torch's allocator, which win over ours (c10/cuda/CUDAAllocatorConfig.h)."""
+
 
 def build_accelerator(
     log_with: list[str], project_dir: str, timeout_s: float = 1800, num_threads: int | None = None
@@ -63,6 +66,9 @@ def build_accelerator(
     from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs
 
     on_cpu = _asked_for_cpu()
+    if not on_cpu and torch.cuda.is_available() and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        # Rows differ in length from step to step: memory of fixed segments would fragment. This comes before any allocation.
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     # Connect the ranks: `PartialState` chooses the backend, and the `Accelerator` then reuses it.
     meeting = rendezvous_arguments(timeout_s)
     timeout = datetime.timedelta(seconds=2 * timeout_s)

@@ -161,12 +161,14 @@ def _summed_loss(run: Run, batch: Batch) -> torch.Tensor:
 
 def _load_micro_batches(run: Run, first_step: int) -> Iterator[tuple[MicroBatch, Batch]]:
     """This rank's, lazily: a loader draws from the random state, which a checkpoint before the next step saves as it was."""
+    on_gpu = run.sharded.accelerator.device.type == "cuda"
+    num_workers = run.config.data.num_loader_workers
     yield from load_micro_batches(
         run.train_rows,
         run.plan.iterate(first_step, run.num_steps, rank()),
         run.evaluation.collator,
-        num_workers=run.config.data.num_loader_workers,
-        pin_memory=run.sharded.accelerator.device.type == "cuda",
+        num_workers=int(on_gpu) if num_workers is None else num_workers,  # a GPU would wait for the host's collating
+        pin_memory=on_gpu,
     )
 
 

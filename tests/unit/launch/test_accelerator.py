@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 
 from tests.support.launch import REPOSITORY
 from toolkit.errors import UserError
+from toolkit.launch import accelerator
 from toolkit.launch.accelerator import build_accelerator
 
 WRAP = ["--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
@@ -38,6 +40,33 @@ def test_what_flags_of_the_launcher_ask_for_is_refused(monkeypatch: pytest.Monke
     with pytest.raises(UserError, match=sentence) as raised:
         build_accelerator([], ".")
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, ["expandable_segments:True"]),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, []),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, []),
+        ({"ACCELERATE_USE_CPU": "true"}, []),
+    ],
+)
+def test_segments_grow_on_a_gpu_unless_the_user_has_set_the_allocator(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: list[str]
+) -> None:
+    """Set before the ranks connect, which is before any allocation; this machine's torch reads it back."""
+    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"], **given})
+    monkeypatch.setattr(accelerator, "find_accelerate_yaml", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(accelerator, "rendezvous_arguments", MagicMock(side_effect=ConnectionAbortedError))
+    before = torch._C._accelerator_getAllocatorSettings()
+    try:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        with pytest.raises(ConnectionAbortedError):
+            build_accelerator([], ".")
+        assert torch._C._accelerator_getAllocatorSettings() == (expected or ["expandable_segments:False"])[0]
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before)
 
 
 def launched_environment(command: list[str]) -> dict[str, str]:

@@ -8,9 +8,11 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 from torch import nn
 
 from toolkit.checkpoint.state import TrainState
+from toolkit.config.data import DataConfig
 from toolkit.config.schema import CheckpointConfig, EvalConfig, OptimConfig, ProfileConfig
 from toolkit.errors import Stopped
 from toolkit.training import loop
@@ -49,6 +51,17 @@ def train(state: TrainState, num_steps: int, monkeypatch: pytest.MonkeyPatch, si
     except Stopped:
         calls.append("stopped")
     return calls
+
+
+@pytest.mark.parametrize(("device", "setting", "expected"), [("cuda", None, 1), ("cpu", None, 0), ("cuda", 0, 0), ("cpu", 3, 3)])
+def test_a_gpu_gets_one_loader_worker_unless_the_config_says_otherwise(
+    device: str, setting: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, seen = MagicMock(), MagicMock(return_value=iter(()))
+    run.config.data, run.sharded.accelerator.device = DataConfig(num_loader_workers=setting), torch.device(device)
+    monkeypatch.setattr(loop, "load_micro_batches", seen)
+    assert list(loop._load_micro_batches(run, 1)) == []
+    assert seen.call_args.kwargs == {"num_workers": expected, "pin_memory": device == "cuda"}
 
 
 @pytest.mark.parametrize("is_due", [True, False])

@@ -1,0 +1,27 @@
+"""Which host copies of a checkpoint are pinned, where torch thinks that it has a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.checkpoint import _state_dict_stager
+
+from toolkit.checkpoint.save import HostCopier
+
+
+def test_all_copies_are_pinned_but_those_of_less_than_5_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: dict[int, int] = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(_state_dict_stager.pin_memory_utils, "pin_memory", lambda address, size: pinned.update({address: size}))
+    monkeypatch.setattr(_state_dict_stager.pin_memory_utils, "unpin_memory", lambda address: None)
+    copier = HostCopier(torch.device("cuda"))
+    copied = copier.copy({"weight": torch.ones(1000), "two steps": torch.ones(2), "step": torch.ones(())})
+    assert {name: tensor.data_ptr() in pinned for name, tensor in copied.items()} == {
+        "weight": True,
+        "two steps": True,
+        "step": False,
+    }
+    assert sorted(pinned.values()) == [8, 4000]
+    copier.close()
