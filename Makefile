@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs/fsdp2_cpu.yaml
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: t5 llm test test-faults soak refusals check clean
+.PHONY: t5 llm test test-faults soak refusals gpu check clean
 
 t5: $(VENV)/.installed
 	$(LAUNCH) recipes/t5.py --config recipes/configs/t5_docstrings.yaml
@@ -32,6 +32,10 @@ soak: $(VENV)/.installed-test
 # 50 launches that are refused while both cores are busy: exit code 2 on every rank, one sentence. Not in CI.
 refusals: $(VENV)/.installed-test
 	$(BIN)/python -m tests.faults.refusals
+
+# The checks of docs/gpu_first_run.md, on the GPUs of this machine. Not in CI.
+gpu: $(VENV)/.installed-test
+	$(BIN)/python -m benchmarks.gpu_first_run
 
 check: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -68,9 +68,10 @@ def run_script(
 
     Args:
         preset: name of an accelerate YAML to launch it with; None runs it in plain python.
-        num_processes: as the preset says.
+        num_processes: of the launch; without a preset, how many such scripts share the cores.
     """
-    launch = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{preset}.yaml"] if preset else []
+    accelerate = ["-m", "accelerate.commands.launch", "--num_processes", str(num_processes), "--config_file"]
+    launch = [*accelerate, f"accelerate_configs/{preset}.yaml"] if preset else []
     return run_side([sys.executable, *launch, script, *arguments], num_threads=max(1, num_cores() // num_processes))
 
 

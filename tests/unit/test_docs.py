@@ -290,11 +290,12 @@ def check_run_flags(arguments: Any, flags: list[str]) -> None:
 
 
 def check_model(name: str) -> None:
-    """Where a model may come from: a placeholder, a folder here, an export of `make t5` or `make llm`, or a hub id."""
+    """Where a model may come from: a placeholder, a folder here, an export of `make t5`, `make llm` or `make gpu`, or a hub id."""
     if name.startswith("runs/"):
         _, run, kind = name.split("/")
         configs = [yaml.safe_load(Path(file).read_text()) for file in re.findall(r"--config (\S+)", Path("Makefile").read_text())]
         made = {config["run"]["name"]: config.get("export", {}).get("merge", False) for config in configs}
+        made |= dict.fromkeys(re.findall(r"--run.name (\S+)", Path("docs/gpu_first_run.md").read_text().replace("`", " ")), False)
         assert run in made and (kind == "export" or (kind == "merged" and made[run])), f"`make` writes no {name}"
     elif not PLACEHOLDER.fullmatch(Path(name).name) and not (Path(name) / "config.json").exists():
         assert re.fullmatch(r"[\w.-]+/[\w.-]+", name) and name.split("/")[0] not in FOLDERS, f"no model {name}"

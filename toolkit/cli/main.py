@@ -200,6 +200,7 @@ def _add_verify(jobs: Any) -> None:
     )
     verify.add_argument("--num-processes", type=int, help="number of ranks (default: the GPUs of this machine, else 2)")
     verify.add_argument("--use-cpu", action="store_true", help="run on the CPU even if there are GPUs")
+    verify.add_argument("--bf16", action="store_true", help="add a run in bf16, compared with fp32 to 5 %%")
     verify.add_argument(
         "--tolerance", type=float, default=1e-5, help="largest relative difference of losses and gradients (default: 1e-5)"
     )

@@ -19,6 +19,8 @@ RELU_TOLERANCE = 0.01
 
 One such unit of 512, in a T5 of 900,000 parameters, changed its layer's gradient by 1.4e-3 and the global norm by 3.5e-5.
 """
+BF16_TOLERANCE = 0.05
+"""Largest relative difference of a loss or gradient norm in bf16 from that in fp32; a number in bf16 is off by up to 0.4 %."""
 SHARD_SLACK = 0.01
 """Padding that FSDP may add to a rank's share, as a fraction."""
 
@@ -41,6 +43,8 @@ def check_all(runs: dict[str, WatchedRun], tolerance: float, *, expects_frozen: 
     proofs += [prove("gradients", run, lambda run: compare_gradients(reference, run, tolerance)) for run in others]
     proofs += [prove("gradients", run, lambda run: compare_late_gradients(reference, run)) for run in others]
     proofs += [prove("evaluation", run, lambda run: compare_evaluations(reference, run, tolerance)) for run in with_curves]
+    if bf16 := runs.get("bf16"):
+        proofs.append(prove("bf16", bf16, lambda run: compare_bf16(reference, run)))
     proofs += [prove("sharding", run, check_shards) for run in others if run.plan.num_shards]
     proofs += [prove("ties", run, check_ties) for run in (*strategies, resharded, resumed)]
     proofs += [prove("moved", run, check_moved) for run in strategies]
@@ -137,6 +141,18 @@ def compare_evaluations(reference: WatchedRun, run: WatchedRun, tolerance: float
     difference = _relative(actual[-1]["loss"], expected[-1]["loss"])
     title = f"{run.title}: {expected[-1]['num_rows']} evaluation rows"
     return within("evaluation", title, difference, "", tolerance, "the evaluation loss differs{}")
+
+
+def compare_bf16(reference: WatchedRun, run: WatchedRun) -> Proof:
+    """Compare loss and gradient norm of every step, computed in bf16, with those in fp32."""
+    expected = {line["step"]: line for line in load_lines(reference, "train")}
+    differences = [
+        (_relative(line[figure], expected[line["step"]][figure]), f"{figure} of step {line['step']}")
+        for line in load_lines(run, "train")
+        for figure in ("loss", "grad_norm")
+    ]
+    title = f"{run.title}: losses and norms of {NUM_STEPS} steps, fp32"
+    return within("bf16", title, *max(differences), BF16_TOLERANCE, "largest in {}")
 
 
 # --- What each rank holds.

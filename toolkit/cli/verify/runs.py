@@ -53,6 +53,8 @@ class Box:
     num_processes: int
     use_cpu: bool
     output: Path
+    in_bf16: bool = False
+    """Whether one more run computes in bf16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +141,8 @@ def plan_runs(box: Box) -> dict[str, PlannedRun]:
         planned("dropout", f"{title(main_name)}, dropout {DROPOUT}", main_mapping, dropout),
         planned("resumed", f"{title(main_name)}, resumed", main_mapping, dropout, after="dropout"),
     ]
+    if box.in_bf16:
+        runs.append(planned("bf16", f"{title(main_name)}, bf16", main_mapping | {"mixed_precision": "bf16"}, moved))
     return {run.name: run for run in runs}
 
 

@@ -43,6 +43,7 @@ def verify(
     presets: list[str] | None = None,
     num_processes: int | None = None,
     use_cpu: bool = False,
+    bf16: bool = False,
     output: Path = Path("runs/verify"),
     tolerance: float = DEFAULT_TOLERANCE,
     launch: Launch = launch,
@@ -56,6 +57,7 @@ def verify(
         recipe: `t5` or `llm`. If unset, chosen by the model.
         presets: names or paths of accelerate YAMLs to check, in addition to one process and DDP.
         num_processes: if unset, the GPUs of this machine, else 2.
+        bf16: whether to add a run in bf16, which is compared with fp32 to 5 %.
         tolerance: largest relative difference of losses and gradients in fp32.
 
     Raises:
@@ -63,7 +65,7 @@ def verify(
     """
     # Plan the runs and launch them, one after the other.
     box = build_box(run_arguments, model, config, recipe, presets or list(DEFAULT_PRESETS), num_processes, use_cpu, output)
-    plans = plan_runs(box)
+    plans = plan_runs(dataclasses.replace(box, in_bf16=bf16))
     _clear(output)
     where = f"{box.num_processes} processes on {'the CPU' if box.use_cpu else 'GPUs'}"
     print(f"{box.config.model.name_or_path} by recipes/{box.recipe.name}, {where}, fp32: {len(plans)} runs", flush=True)

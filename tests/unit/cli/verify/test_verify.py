@@ -110,6 +110,14 @@ def test_a_relu_may_open_in_one_run_only(tmp_path: Path) -> None:
     assert checks.compare_gradients(one, two, 1e-5).detail == "largest in the norm of step 2"
 
 
+def test_bf16_is_compared_with_fp32_to_its_own_tolerance(tmp_path: Path) -> None:
+    one, two = watched(tmp_path, "one"), watched(tmp_path, "two")
+    change_line(two, 3, loss=2.04, grad_norm=0.96)
+    assert checks.compare_bf16(one, two).passed
+    change_line(two, 3, grad_norm=0.94)
+    assert checks.compare_bf16(one, two).detail == "largest in grad_norm of step 3"
+
+
 def test_gradients_that_are_only_scaled_fail(tmp_path: Path) -> None:
     one, two = watched(tmp_path, "one"), watched(tmp_path, "two")
     save_file({name: 2 * gradient for name, gradient in WEIGHTS.items()}, two.records / "gradients.safetensors")

@@ -1,0 +1,202 @@
+"""Tokens a second and MFU of one LLM and one T5 on this machine's GPUs, beside published figures. Weights are random.
+
+Without a GPU: small models on 2 processes, to try the command; the share of a peak is not computed then. Writes
+`mfu_<hardware>_<date>.md` into `benchmarks/results/`.
+
+    python -m benchmarks.throughput.mfu
+
+MFU (model FLOPs utilization, Chowdhery et al. 2022, appendix B) is the FLOPs that the model's products need, over those that
+the GPUs could do in that time. A token needs 2 FLOPs for each weight that multiplies it in the forward pass, and 2 x 2 in the
+backward pass, for the gradients of inputs and of weights; a frozen weight needs no gradient. Attention adds 4 x width x keys for
+each token and layer, half of that if it is causal, and twice as much in the backward pass. Recomputation does not count.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measuring import as_arguments, build_parser, format_table, read_training, run_script, write_report
+from benchmarks.plan.plan_error import LLAMA_8B, llama, t5
+
+PACKAGES = ["torch", "transformers", "accelerate", "peft"]
+NUM_WARMUP_STEPS, NUM_STEPS = 3, 10
+PEAK_TFLOPS = {
+    "B200": 2250, "H100 PCIe": 756, "H100": 989, "H200": 989, "A100": 312, "L40S": 362, "L4": 121, "A10": 125, "RTX 4090": 165,
+}  # fmt: skip
+"""Dense bf16 products of a GPU by its name, from NVIDIA's data sheets; the first name that matches counts."""
+Shape = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model to train for a few steps."""
+
+    name: str
+    recipe: str
+    model: Shape
+    flags: Shape
+    tokens: tuple[int, ...]
+    """Of a row: a pack, or source and target; all rows are full."""
+    rows: int
+    """Of a rank's step."""
+    published: str
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether the model is a frozen base."""
+        return "adapter.method" in self.flags
+
+
+LORA = {"adapter.method": "lora", "adapter.rank": 16, "model.frozen_dtype": "bfloat16", "adapter.target_modules": "all-linear"}
+GPU_CASES = [
+    Case("Llama 8B, LoRA", "llm", LLAMA_8B, LORA, (4096,), 1, "12,473, 402 TFLOP/s (NeMo Automodel, 1 H100)"),
+    Case("T5-3B, full", "t5", t5(1024, 16384, 24, 32) | {"d_kv": 128}, {}, (512, 128), 8, "13,846 (NeMo, 8 A100)"),
+]
+CPU_CASES = [
+    Case("Llama 5M, LoRA", "llm", llama(256, 640, 4, 4, 2, 4096), LORA, (256,), 2, "-"),
+    Case("T5 5M, full", "t5", t5(128, 512, 4, 2), {}, (128, 32), 2, "-"),
+]
+
+
+def main() -> None:
+    parser = build_parser("Tokens a second and MFU of one LLM and one T5.", parts=["llm", "t5"])
+    options = parser.parse_args()
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    peak = find_peak(torch.cuda.get_device_name(0)) if num_gpus else None
+    rows = []
+    for case in GPU_CASES if num_gpus else CPU_CASES:
+        if case.recipe in options.parts:
+            with tempfile.TemporaryDirectory(prefix="mfu-") as folder:
+                rows.append(measure(case, max(1, num_gpus), bool(num_gpus), peak, Path(folder)))
+                print(" | ".join(rows[-1]), flush=True)
+    known = f"{peak} TFLOP/s a GPU, its data sheet's dense bf16" if peak else "this device's is not known"
+    about = f""".
+
+bf16, random weights, {NUM_STEPS} steps after {NUM_WARMUP_STEPS}. The formula stands in `benchmarks/throughput/mfu.py`.
+Peak: {known}.
+Published figures are of other code and other settings."""
+    columns = ["", "preset", "tokens/s a GPU", "TFLOP/s a GPU", "MFU", "peak GiB", "published tokens/s a GPU"]
+    write_report("mfu", "Tokens a second and MFU", about, [format_table(columns, rows)], packages=PACKAGES)
+
+
+def measure(case: Case, num_ranks: int, on_gpus: bool, peak_tflops: int | None, folder: Path) -> list[str]:
+    """Train the case; a row of the table."""
+    from toolkit.tracking.metrics_log import load_metrics
+
+    write_inputs(case, num_ranks, on_gpus, folder)
+    preset = ("fsdp2_full_shard" if num_ranks > 1 else "single") if on_gpus else "fsdp2_cpu"
+    num_ranks = num_ranks if on_gpus else 2
+    lengths = (
+        ("data.max_length_tokens",)
+        if case.recipe == "llm"
+        else ("data.max_source_length_tokens", "data.max_target_length_tokens")
+    )
+    flags = {
+        "model.name_or_path": folder / "model",
+        "model.from_scratch": not case.has_adapter,
+        "data.source": "jsonl",
+        "data.files": folder / "rows.jsonl",
+        "data.eval_fraction": 0,
+        "data.cache_dir": folder / "cache",
+        **({"data.packing": False} if case.recipe == "llm" else {}),  # all rows are full
+        **dict(zip(lengths, case.tokens, strict=True)),
+        "train.global_batch_size_rows": case.rows * num_ranks,
+        "train.micro_batch_size_rows": case.rows,
+        "train.max_steps": NUM_WARMUP_STEPS + NUM_STEPS,
+        "eval.at_start": False,
+        "run.output_dir": folder,
+        "run.name": "run",
+        "log_every_steps": NUM_WARMUP_STEPS + NUM_STEPS,
+        **case.flags,
+    }
+    run_script(f"recipes/{case.recipe}.py", as_arguments(flags), preset=preset, num_processes=num_ranks)
+    figures = read_training(load_metrics(folder / "run" / "metrics.jsonl"), NUM_WARMUP_STEPS)
+    tflops = flops_per_row(case) * figures["samples_per_s"] / num_ranks / 1e12
+    mfu = f"{tflops / peak_tflops:.1%}" if peak_tflops else "-"
+    cells = [f"{figures['tokens_per_s'] / num_ranks:,.0f}", f"{tflops:.3g}", mfu, f"{figures['training_memory_gib']:.1f}"]
+    return [case.name, f"{preset}, {num_ranks} ranks", *cells, case.published]
+
+
+def flops_per_row(case: Case) -> float:
+    """FLOPs of the products of one full row, forward and backward, by the formula at the top of this file."""
+    model = build_model(case, "meta")
+    config: Any = model.config
+    weights = {name: weight for name, weight in model.named_parameters(remove_duplicate=False) if weight.dim() == 2}
+
+    def count(holds: Callable[[str], bool]) -> int:
+        embeddings = ("embed_tokens", "shared", "relative_attention_bias")
+        return sum(weight.numel() for name, weight in weights.items() if holds(name) and not any(e in name for e in embeddings))
+
+    if case.recipe == "llm":
+        [length] = case.tokens
+        width, layers = config.num_attention_heads * config.head_dim, config.num_hidden_layers
+        products, attention = 2 * length * count(lambda name: True), layers * 4 * width * length * length / 2
+    else:
+        sources, targets = case.tokens
+        width = config.num_heads * config.d_kv
+        # The decoder's keys and values of the source are products of source tokens.
+        is_cross = lambda name: "EncDecAttention.k" in name or "EncDecAttention.v" in name  # noqa: E731
+        of_sources = count(lambda name: name.startswith("encoder.") or is_cross(name))
+        of_targets = count(lambda name: not name.startswith("encoder.") and not is_cross(name))
+        products = 2 * (sources * of_sources + targets * of_targets)
+        keys = config.num_layers * sources * sources + config.num_decoder_layers * targets * (targets / 2 + sources)
+        attention = 4 * width * keys
+    return (2 if case.has_adapter else 3) * products + 3 * attention
+
+
+def build_model(case: Case, device: str, **options: Any) -> Any:
+    """The case's model with random weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    settings = dict(case.model)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    auto_class: Any = AutoModelForCausalLM if case.recipe == "llm" else AutoModelForSeq2SeqLM
+    with torch.device(device):
+        return auto_class.from_config(config, **options)
+
+
+def find_peak(gpu: str) -> int | None:
+    """TFLOP/s of a GPU in dense bf16 products, by torch's name for it; None if it is not in the table."""
+    return next((peak for name, peak in PEAK_TFLOPS.items() if name in gpu), None)
+
+
+def write_inputs(case: Case, num_ranks: int, on_gpus: bool, folder: Path) -> None:
+    """Write a model folder, for an adapter with weights in bf16, and rows of more random words than fit into them."""
+    import torch
+
+    from toolkit.data.tokens.tokenizer import train_byte_level_tokenizer
+    from toolkit.files.json_lines import save_json_lines
+
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 9))) for _ in range(2000)]
+    tokenizer = train_byte_level_tokenizer([" ".join(words)], 1024)
+    num_rows = case.rows * max(2, num_ranks) * (NUM_WARMUP_STEPS + NUM_STEPS)
+
+    def text(num_tokens: int) -> str:
+        return " ".join(draw.choices(words, k=num_tokens))  # a word is a token or more
+
+    if case.recipe == "llm":
+        rows = [{"text": text(case.tokens[0])} for _ in range(num_rows)]
+    else:
+        rows = [dict(zip(("source", "target"), map(text, case.tokens), strict=True)) for _ in range(num_rows)]
+    save_json_lines(folder / "rows.jsonl", rows)
+    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    (folder / "model").mkdir()
+    if case.has_adapter:
+        build_model(case, "cuda" if on_gpus else "cpu", dtype=torch.bfloat16).save_pretrained(folder / "model")
+        torch.cuda.empty_cache()  # the run is another process
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "model" / "config.json").write_text(json.dumps(case.model | special))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""`make gpu` reads its checks from the docs, runs each, and judges it by its exit status and the line that is expected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu_first_run import DOC, Check, format_report, read_checks, run_check
+
+NEW_GPU = (9, 0)
+
+
+def test_the_page_has_at_most_20_checks_in_order() -> None:
+    checks = read_checks(DOC.read_text(encoding="utf-8"))
+    assert [check.number for check in checks] == list(range(1, len(checks) + 1)) and 10 <= len(checks) <= 20
+    assert {check.num_gpus for check in checks} == {1, 2, 4} and (8, 9) in {check.capability for check in checks}
+    assert all(check.command.startswith(("accelerate launch ", "python -m ")) and check.expected for check in checks)
+
+
+@pytest.mark.parametrize(
+    ("command", "expected", "verdict", "line"),
+    [
+        ("echo noise; echo '  all 32 proven'", "all N proven", "passed", "all 32 proven"),
+        ("echo all 3x proven", "all N proven", "FAILED", "it did not print `all N proven`"),
+        ("echo all 32 proven; exit 3", "all N proven", "FAILED", "it exited with 3"),
+        ("echo '3 passed, 1 skipped in 2.0s (N.)' >&2", "N passed…", "passed", "3 passed, 1 skipped in 2.0s (N.)"),
+        ("python -c 'import toolkit; print(toolkit.__name__)'", "toolkit", "passed", "toolkit"),
+    ],
+)
+def test_a_check_passes_by_exit_status_and_line(command: str, expected: str, verdict: str, line: str) -> None:
+    outcome = run_check(Check(1, "it works", 1, (8, 0), command, expected), 1, NEW_GPU)
+    assert (outcome.verdict, outcome.line) == (verdict, line)
+
+
+def test_what_the_machine_cannot_run_is_left_out_and_a_failure_shows_its_end() -> None:
+    two, new, failing = (
+        Check(1, "two", 2, (8, 0), "false", "x"), Check(2, "new", 1, (10, 0), "false", "x"),
+        Check(3, "failing", 1, (8, 0), "echo why; false", "x"),
+    )  # fmt: skip
+    outcomes = [run_check(check, 1, NEW_GPU) for check in (two, new, failing)]
+    assert [outcome.verdict for outcome in outcomes] == ["left out", "left out", "FAILED"]
+    report = format_report(outcomes, 1, started_s=Path(__file__).stat().st_mtime + 1e9)
+    assert "| 1 | two | left out | 0 s | it needs 2 GPUs, torch sees 1 |" in report
+    assert report.endswith("## The end of check 3\n\n`echo why; false`\n\n```text\nwhy\n```\n")
