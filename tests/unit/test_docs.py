@@ -290,7 +290,7 @@ def check_run_flags(arguments: Any, flags: list[str]) -> None:
 
 
 def check_model(name: str) -> None:
-    """Where a model may come from: a placeholder, a folder here, an export of `make t5`, `make llm` or `make gpu`, or a hub id."""
+    """Where a model may come from: a placeholder, a folder here, an export of `make t5`, `llm` or `gpu`, or a hub id."""
     if name.startswith("runs/"):
         _, run, kind = name.split("/")
         configs = [yaml.safe_load(Path(file).read_text()) for file in re.findall(r"--config (\S+)", Path("Makefile").read_text())]
