@@ -100,7 +100,8 @@ def _predict(run_folder: Path, measured: dict[str, Any]) -> int:
     arguments = [f"--config={config_file}", *flags]
     arguments.append(f"--train.micro_batch_size_rows={measured['micro_batch_size_rows']}")
     model = find_path(name, config_file, f"{config_file}: model.name_or_path")
-    plan = build_plan(model, run_folder / ACCELERATE_FILE, measured["num_processes"], arguments, None, 80.0, searches=False)
+    gpu_gib = measured.get("gpu_gib") or 80.0  # its chunks of logits are planned; whether it fits is known
+    plan = build_plan(model, run_folder / ACCELERATE_FILE, measured["num_processes"], arguments, None, gpu_gib, searches=False)
     return plan.total
 
 

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from toolkit.distributed.comm import gather_objects
+from toolkit.distributed.comm import gather_objects, reduce_on_cpu
 
 GIB = 2**30
 
@@ -45,6 +46,14 @@ def reset_peak_memory(device: torch.device) -> None:
         return
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # man proc: resets the peak resident size
+
+
+def smallest_gpu_bytes(device: torch.device) -> int | None:
+    """Memory of the smallest GPU of the run; None on CPUs. Collective."""
+    if device.type != "cuda":
+        return None
+    own = torch.tensor([torch.cuda.get_device_properties(device).total_memory], dtype=torch.int64)
+    return int(reduce_on_cpu(own, dist.ReduceOp.MIN))
 
 
 def held_memory_gib(device: torch.device) -> float:

@@ -8,6 +8,7 @@ Shapes: `B` rows, `T` positions, `D` hidden size, `V` vocabulary, `N` label toke
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,17 +16,32 @@ import torch
 from toolkit.loss import chunked_cross_entropy
 
 MAX_LOGITS_AT_ONCE = 2**26
-"""Most elements of one chunk's logits: 256 MiB in fp32, or 512 tokens of a vocabulary of 128k."""
+"""Most elements of one chunk's logits on a CPU: 256 MiB in fp32, or 512 tokens of a vocabulary of 128k."""
+FEWEST_LOGITS_AT_ONCE = 2**24
+"""On a GPU below 8 GiB: smaller products would not fill it."""
+CHUNK_SHARE = 0.01
+"""Most of a GPU's memory that one chunk's logits take in fp32. Loss and backward hold about three times that."""
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def install(model: PreTrainedModel) -> None:
+def max_logits_at_once(gpu_bytes: int) -> int:
+    """Most elements of one chunk's logits on a GPU of this memory: the largest power of two within `CHUNK_SHARE` of it.
+
+    GPUs of one kind report slightly different memory; by powers of two their chunks are equal.
+    """
+    return max(FEWEST_LOGITS_AT_ONCE, 2 ** int(math.log2(gpu_bytes * CHUNK_SHARE / torch.float32.itemsize)))
+
+
+def install(model: PreTrainedModel, max_logits: int | None = None) -> None:
     """Make `model(input_ids=…, label_positions=…, labels=…, label_smoothing=…)` return `(loss_sum, num_correct)`, in place.
 
     Without `label_positions` the forward is transformers' own, as `generate` needs it. Encoder-decoders and models that are
     not from transformers stay unchanged.
+
+    Args:
+        max_logits: most elements of one chunk's logits; None: `MAX_LOGITS_AT_ONCE`.
     """
     if not hasattr(model, "config") or model.config.is_encoder_decoder:
         return
@@ -35,13 +51,18 @@ def install(model: PreTrainedModel) -> None:
     def forward_or_loss(*args: Any, label_positions: torch.Tensor | None = None, **inputs: Any) -> Any:
         if label_positions is None:
             return forward(*args, **inputs)
-        return _summed_loss(model, label_positions, **inputs)
+        return _summed_loss(model, max_logits or MAX_LOGITS_AT_ONCE, label_positions, **inputs)
 
     model.forward = forward_or_loss
 
 
 def _summed_loss(
-    model: PreTrainedModel, label_positions_N: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0, **inputs: Any
+    model: PreTrainedModel,
+    max_logits: int,
+    label_positions_N: torch.Tensor,
+    labels: torch.Tensor,
+    label_smoothing: float = 0.0,
+    **inputs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of the loss over the label tokens, and the number predicted correctly; scalars.
 
@@ -56,7 +77,7 @@ def _summed_loss(
     hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, label_positions_N)
     vocab_size = model.config.get_text_config().vocab_size
     head = functools.partial(_logits, model)
-    return chunked_cross_entropy(hidden_ND, labels, head, vocab_size, MAX_LOGITS_AT_ONCE, label_smoothing)
+    return chunked_cross_entropy(hidden_ND, labels, head, vocab_size, max_logits, label_smoothing)
 
 
 def _logits(model: PreTrainedModel, hidden_nD: torch.Tensor) -> torch.Tensor:

@@ -121,7 +121,7 @@ def _replica(sharded: ShardedModel) -> PreTrainedModel:
     # Copy even if dtype and device already match: FSDP1 frees its gathered memory.
     weights = {name: whole.to(device=device, dtype=dtype, copy=True) for name, whole in whole_parameters(sharded)}
     assign_parameters(replica, weights)
-    install(replica)
+    install(replica, sharded.max_logits)
     if dtype != torch.float32:
         # Buffers are not cast, so positions may be fp32 (M2M-100's are): cast each block's inputs, as FSDP2 does.
         for block in repeated_blocks(replica).values():

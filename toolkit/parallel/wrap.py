@@ -25,11 +25,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.distributed.comm import world_size
+from toolkit.distributed.device import smallest_gpu_bytes
 from toolkit.distributed.watchdog import at, working
 from toolkit.launch.accelerator import compute_dtype, fsdp_version
 from toolkit.models.shard_reader import Sources, fill_shards
 from toolkit.parallel.blocks import checkpoint_activations, compile_blocks
-from toolkit.parallel.causal_loss import install
+from toolkit.parallel.causal_loss import install, max_logits_at_once
 from toolkit.parallel.float8 import choose_linears, convert
 from toolkit.parallel.units import ShardUnit, build_units, check_ties, find_blocks
 
@@ -50,6 +51,8 @@ class ShardedModel:
     skeleton: PreTrainedModel
     """An unwrapped copy on the meta device: structure, ties and buffers."""
     units: list[ShardUnit]
+    max_logits: int | None
+    """Most elements of one chunk's logits, as in `causal_loss.install`."""
 
 
 def check_wrap(accelerator: Accelerator, skeleton: nn.Module) -> None:
@@ -66,10 +69,13 @@ def check_wrap(accelerator: Accelerator, skeleton: nn.Module) -> None:
             choose_linears(skeleton, blocks, _num_shards(accelerator))
 
 
-def shard_model(accelerator: Accelerator, model: PreTrainedModel, sources: Sources | None = None) -> ShardedModel:
+def shard_model(
+    accelerator: Accelerator, model: PreTrainedModel, sources: Sources | None = None, gpu_bytes: int | None = None
+) -> ShardedModel:
     """Wrap the model as the accelerate YAML says: FSDP2, FSDP1, DDP or not at all. Collective.
 
     With `sources` (FSDP2 only), the model's parameters are on the meta device, and each rank reads its shards of them.
+    `gpu_bytes` is a planned GPU's memory; without it the ranks' devices are asked.
 
     FSDP2 is applied here and not by `accelerator.prepare`, which puts tied embeddings into a unit of their own (T5 then
     fails, because its encoder and decoder hold them too), and checkpoints activations without the dropout state.
@@ -85,7 +91,9 @@ def shard_model(accelerator: Accelerator, model: PreTrainedModel, sources: Sourc
         blocks = {name: model.get_submodule(name) for name in blocks}  # a block that was a Linear has been replaced
     units = build_units(model, blocks)
     # Changes to forwards come before wrapping, so that FSDP's hooks stay outside.
-    install(model)
+    gpu_bytes = gpu_bytes or smallest_gpu_bytes(accelerator.device)
+    max_logits = max_logits_at_once(gpu_bytes) if gpu_bytes else None
+    install(model, max_logits)
     compile_blocks(accelerator, model)
     if version:
         check_ties(model, units)
@@ -105,7 +113,9 @@ def shard_model(accelerator: Accelerator, model: PreTrainedModel, sources: Sourc
             wrapped.forward_sync_buffers = False  # training does not change buffers
         if version is None and compute_dtype(accelerator) != torch.float32:
             _leave_casts_to_autocast(model)
-    return ShardedModel(accelerator=accelerator, model=wrapped, plain=model, skeleton=skeleton, units=units)
+    return ShardedModel(
+        accelerator=accelerator, model=wrapped, plain=model, skeleton=skeleton, units=units, max_logits=max_logits
+    )
 
 
 @contextlib.contextmanager

@@ -59,7 +59,7 @@ def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, 
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         # The sharded model; accumulated gradients exist if a step has several micro-batches.
         with first_shards():
-            sharded = shard_model(accelerator, cast("PreTrainedModel", fake_copy(skeleton)))
+            sharded = shard_model(accelerator, cast("PreTrainedModel", fake_copy(skeleton)), gpu_bytes=strategy.gpu_bytes)
         if num_micro_batches(subject.config, strategy, rows) > 1:
             for parameter in sharded.model.parameters():
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None

@@ -95,7 +95,7 @@ def build_plan(
     if not 0 < gpu_memory_gib < float("inf"):
         raise UserError(f"--gpu-memory-gib is {gpu_memory_gib}: give a GPU's memory, as in 80")
     # What to plan for.
-    strategy = load_strategy(preset, num_processes)
+    strategy = load_strategy(preset, num_processes, gpu_memory_gib)
     subject = build_subject(model, strategy, run_arguments, recipe)
     usable = int(gpu_memory_gib * 2**30 * USABLE_SHARE)
     rows = subject.config.train.micro_batch_size_rows

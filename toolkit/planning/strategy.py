@@ -38,6 +38,8 @@ class Strategy:
     is_float8: bool = False
     is_cpu: bool = False
     """CPU processes: memory is the host's."""
+    gpu_bytes: int | None = None
+    """Memory of the GPU to plan for; None: not known, or CPU processes."""
 
     @property
     def num_processes(self) -> int:
@@ -50,8 +52,8 @@ class Strategy:
         return self.kind in ("fsdp1", "fsdp2")
 
 
-def load_strategy(path: Path, num_processes: int) -> Strategy:
-    """Read an accelerate YAML for `num_processes`.
+def load_strategy(path: Path, num_processes: int, gpu_memory_gib: float | None = None) -> Strategy:
+    """Read an accelerate YAML for `num_processes` on GPUs of this memory.
 
     Raises:
         UserError: the file is not valid, or its mesh has another number of ranks.
@@ -73,6 +75,7 @@ def load_strategy(path: Path, num_processes: int) -> Strategy:
         "is_float8": mapping.get("mixed_precision") == "fp8",
         "is_compiled": str(dynamo.get("backend", "NO")).upper() != "NO",
         "is_cpu": bool(mapping.get("use_cpu")),
+        "gpu_bytes": None if mapping.get("use_cpu") or gpu_memory_gib is None else int(gpu_memory_gib * 2**30),
     }
     # Single process, DDP.
     if mapping["distributed_type"] == "NO":

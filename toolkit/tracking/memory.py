@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from toolkit.distributed.comm import gather_objects, rank, world_size
-from toolkit.distributed.device import held_memory_gib, peak_memory_gib, reset_peak_memory
+from toolkit.distributed.device import GIB, held_memory_gib, peak_memory_gib, reset_peak_memory, smallest_gpu_bytes
 from toolkit.launch.accelerate_yaml import find_accelerate_yaml
 from toolkit.tracking.metrics_log import MetricsLog
 
@@ -62,12 +62,14 @@ class StepMemory:
 def save_memory(folder: Path, memory: StepMemory, metrics: MetricsLog) -> None:
     """Write the ranks' peak memory and the accelerate YAML into the run folder, and print the peak. Collective."""
     ranks = gather_objects((memory.peak_gib, _before_model_gib[0], memory.num_tokens, memory.num_rows, memory.row_tokens))
+    gpu_bytes = smallest_gpu_bytes(memory.device)
     peaks, before, _, _, _ = zip(*ranks, strict=True)
     if rank() != 0 or not any(peaks):  # no step was taken
         return
     largest = max(ranks, key=lambda entry: entry[2])
     found: dict[str, Any] = {
         "device": memory.device.type,
+        "gpu_gib": gpu_bytes / GIB if gpu_bytes else None,
         "num_processes": world_size(),
         "peak_gib": peaks,
         "before_model_gib": before,

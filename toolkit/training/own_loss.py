@@ -79,7 +79,7 @@ def describe_memory(sharded: ShardedModel, plan: BatchPlan) -> str:
     num_tokens = num_rows * (plan.pack_length_tokens or longest)
     itemsize = compute_dtype(sharded.accelerator).itemsize
     gib = 2 * num_tokens * vocab_size * itemsize / 2**30
-    chunk = min(MAX_LOGITS_AT_ONCE, num_tokens * vocab_size) * 4 / 2**30
+    chunk = min(sharded.max_logits or MAX_LOGITS_AT_ONCE, num_tokens * vocab_size) * 4 / 2**30
     chunked = "" if config.is_encoder_decoder else f" (cross-entropy by chunks: {chunk:.3g} GiB of logits at a time)"
     return (
         "a loss of your own trains, and cross-entropy evaluates; the logits of a micro-batch and their gradient take up to 2 × "

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from toolkit.distributed import device
 from toolkit.distributed.device import _cpu_quota_cores, available_cores, describe_device
@@ -53,3 +54,14 @@ def test_affinity_and_quota_limit_the_cores(monkeypatch: pytest.MonkeyPatch) -> 
     for quota, cores in ((math.inf, 12), (2.5, 3), (0.1, 1)):
         monkeypatch.setattr("toolkit.distributed.device._cpu_quota_cores", lambda quota=quota: quota)
         assert available_cores() == cores
+
+
+def test_the_smallest_gpu_counts_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reduced(own: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        assert own.tolist() == [80 * 2**30] and op == dist.ReduceOp.MIN
+        return torch.tensor([40 * 2**30])
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 2**30))
+    monkeypatch.setattr(device, "reduce_on_cpu", reduced)
+    assert device.smallest_gpu_bytes(torch.device("cuda", 0)) == 40 * 2**30
+    assert device.smallest_gpu_bytes(torch.device("cpu")) is None

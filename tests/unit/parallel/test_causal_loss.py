@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import DynamoBackend
 
 from tests.support.model_folders import CAUSAL_FAMILIES
 from toolkit.data.collate import CausalCollator
 from toolkit.loss import summed_cross_entropy, summed_loss
-from toolkit.parallel import causal_loss
+from toolkit.parallel import causal_loss, gather, wrap
 
 LENGTHS = (5, 9, 14, 3)
 VOCAB_SIZE = 256
@@ -76,6 +78,41 @@ def test_whole_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     num_labels = sum(LENGTHS) - len(LENGTHS)
     assert max(seen) == 4 * VOCAB_SIZE
     assert len(seen) == 2 * -(-num_labels // 4) - 1, "all chunks but the last are computed a second time"
+
+
+@pytest.mark.parametrize(
+    ("gib", "expected"), [(79.2, 2**27), (80, 2**27), (15.8, 2**25), (16, 2**25), (23.6, 2**25), (39.4, 2**26), (140.4, 2**28)]
+)
+def test_a_chunk_takes_at_most_a_hundredth_of_the_gpu(gib: float, expected: int) -> None:
+    chosen = causal_loss.max_logits_at_once(int(gib * 2**30))
+    assert chosen == expected and chosen * 4 <= gib * 2**30 / 100 < 2 * chosen * 4
+
+
+@pytest.mark.parametrize(("gpu_mib", "num_tokens"), [(None, sum(LENGTHS) - len(LENGTHS)), (1, 8)])
+def test_chunks_of_training_and_evaluation_follow_the_gpu(
+    gpu_mib: int | None, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 1 MiB, a hundredth is 2,621 numbers, so 2,048 logits. Without a GPU one chunk has all. The loss stays the same."""
+    monkeypatch.setattr(causal_loss, "FEWEST_LOGITS_AT_ONCE", 1)
+    monkeypatch.setattr(wrap, "smallest_gpu_bytes", lambda device: gpu_mib and gpu_mib * 2**20)
+    batch = CausalCollator(0).collate([build_rows()])
+    expected = build_model("llama")
+    causal_loss.install(expected)
+    sharded = wrap.shard_model(one_process(), build_model("llama"))
+    for model in (sharded.plain, gather._replica(sharded)):
+        seen: list[int] = []
+        model.lm_head.register_forward_hook(lambda module, inputs, logits, seen=seen: seen.append(logits.shape[-2]))
+        torch.testing.assert_close(summed_loss(model, batch)[0], summed_loss(expected, batch)[0], rtol=1e-6, atol=0)
+        assert max(seen) == num_tokens
+
+
+def one_process() -> Any:
+    """The attributes of an `Accelerator` of one process that `shard_model` reads."""
+    state = SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=DynamoBackend.NO))
+    kind, device = SimpleNamespace(value="NO"), torch.device("cpu")
+    return SimpleNamespace(
+        distributed_type=kind, mixed_precision="no", device=device, state=state, prepare_model=lambda model: model
+    )
 
 
 def take_gradients(model: Any) -> dict[str, torch.Tensor]:

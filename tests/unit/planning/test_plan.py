@@ -236,6 +236,15 @@ def test_chunked_logits_do_not_grow_beyond_a_chunk(monkeypatch: pytest.MonkeyPat
     assert highest(long, LOGITS) == pytest.approx(highest(short, LOGITS), rel=0.02)
 
 
+def test_chunks_of_logits_follow_the_memory_of_the_gpu() -> None:
+    model = LLAMA | {"vocab_size": 65536}
+    on = [dataclasses.replace(FSDP2, gpu_bytes=gib * 2**30) for gib in (1, 16)]
+    small, large = (
+        highest(trace(model, strategy, ("--data.max_length_tokens=1024", "--data.packing=false")), LOGITS) for strategy in on
+    )
+    assert 0 < small <= 2**24 * 12 and large == pytest.approx(2 * small, rel=0.02)
+
+
 def test_gradients_are_there_from_the_start_where_they_accumulate() -> None:
     batch = ("--train.global_batch_size_rows=8", "--train.micro_batch_size_rows=1")
     assert trace(LLAMA, FSDP2, (*UNPACKED, *batch)).peaks[0][GRADIENTS] == pytest.approx(NUM_PARAMETERS, rel=0.005)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
+from toolkit.cli import results
 from toolkit.cli.results import compare_with_plan
 from toolkit.tracking import memory as step_memory
 from toolkit.tracking.memory import StepMemory, save_memory
@@ -75,6 +77,15 @@ def test_the_plan_of_a_run_stands_beside_its_memory(run_folder: Path) -> None:
     assert said.startswith("predicted 0.00 GiB") and said.endswith("-99 %")
     change(run_folder, device="cuda", num_processes=2, peak_gib=[0.0075, 0.0075])
     assert "measured 0.01, 0.01 GiB by rank (allocated on the GPU)" in compare_with_plan(run_folder)
+
+
+def test_a_run_is_planned_for_its_own_gpu(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = MagicMock(return_value=MagicMock(total=2**30))
+    monkeypatch.setattr(results, "build_plan", planned)
+    for gpu_gib in (23.6, None):
+        change(run_folder, device="cuda", num_processes=1, gpu_gib=gpu_gib)
+        compare_with_plan(run_folder)
+    assert [call.args[-1] for call in planned.call_args_list] == [23.6, 80.0]
 
 
 def test_why_there_is_no_plan_is_told(run_folder: Path) -> None:

@@ -87,7 +87,7 @@ def candidates(num_gpus: int, folder: Path) -> Iterator[tuple[str, Strategy]]:
     """Presets for this number of GPUs, the fastest first."""
 
     def load(preset: str) -> Strategy:
-        return load_strategy(folder / f"{preset}.yaml", num_gpus)
+        return load_strategy(folder / f"{preset}.yaml", num_gpus, GPU_MEMORY_GIB)
 
     if num_gpus == 1:
         yield "single", load("single")
