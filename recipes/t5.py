@@ -18,7 +18,7 @@ def main() -> None:
     4. `model.py`: `build_model()` loads the weights, freezes or adapts them, shards them and builds the optimizer.
     5. `run.py`: `start_run()` resumes from this run's last checkpoint, if there is one.
     6. `loop.py`: `train()` takes a step, logs, evaluates, saves, until the run is over.
-    7. `run.py`: `finish()` exports the model, reloads and compares it, and prints the results.
+    7. `run.py`: `finish()` exports the model, compares it with the trained one, and prints the results.
     """
     config = load_config(SummarizationConfig, description=__doc__)
 

@@ -1,13 +1,17 @@
-"""Compares a reloaded export with the trained model: weights bit for bit, logits within a tolerance."""
+"""Compares an exported folder with the trained model: its names on the meta device, its logits within a tolerance."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+from toolkit.distributed.device import GIB, free_memory_bytes
+from toolkit.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -19,28 +23,89 @@ LOGIT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 The reloaded model computes in fp32 on one process, the trained one in its compute dtype, sharded.
 """
+LOGITS_LIMIT_S = 120.0
+"""Logits are left out if the rule of `choose_device` gives them more seconds: every rank waits meanwhile."""
+LOGITS_SHARE_OF_FREE_MEMORY = 0.5
+READ_BYTES_PER_S = 5e8
+FLOP_PER_S = {"cpu": 2e10, "cuda": 1e13}
+"""fp32, of a thread or of a device. Assumed, and on the safe side: a CPU core reached 3.5e10; no GPU was measured."""
 
 
-def reload(skeleton: PreTrainedModel, name_or_path: str | Path, **options: Any) -> PreTrainedModel:
-    """A model of the skeleton's class, loaded by plain transformers in fp32 on the CPU."""
+def reload(skeleton: PreTrainedModel, name_or_path: str | Path, device: torch.device, **options: Any) -> PreTrainedModel:
+    """A model of the skeleton's class, loaded by plain transformers in fp32 on `device`."""
     attention = skeleton.config._attn_implementation
     # The CPU has no flash attention. Keep the others: a model may differ between them (Gemma 2 caps scores in `eager` only).
     if attention in ("eager", "sdpa"):
         options["attn_implementation"] = attention
+    if device.type != "cpu":  # otherwise all of it would pass through host memory
+        options["device_map"] = {"": device}
     loaded: Any = type(skeleton).from_pretrained(name_or_path, dtype=torch.float32, use_safetensors=True, **options)
     return loaded.eval()
 
 
-def compare_weights(weights: dict[str, torch.Tensor], reloaded: nn.Module, folder: Path) -> None:
-    """Compare all weights bit for bit, in fp32.
+def check_names(skeleton: PreTrainedModel, folder: Path) -> None:
+    """Load the folder with plain transformers on the meta device.
 
     Raises:
-        RuntimeError: naming the first weight that the reloaded model lacks or holds with another value.
+        RuntimeError: transformers misses a tensor, finds another, or one of another shape.
     """
-    parameters = dict(reloaded.named_parameters(remove_duplicate=False))
-    for name, weight in weights.items():
-        if name not in parameters or not torch.equal(parameters[name], weight.float()):
-            raise RuntimeError(f"{folder}: {name} is not what was trained")
+    loader: Any = type(skeleton)
+    _, report = loader.from_pretrained(folder, device_map="meta", use_safetensors=True, output_loading_info=True)
+    for kind, found in report.items():
+        if found:
+            raise RuntimeError(f"{folder} does not load: {kind.replace('_', ' ')} {sorted(map(str, found))[0]}")
+
+
+def choose_device(device: torch.device, num_parameters: int, num_tokens: int) -> tuple[torch.device | None, str]:
+    """Where to reload a model in fp32 and compute its logits: this rank's device, the CPU, or None with the reason.
+
+    The rule: 4 bytes a parameter take at most `LOGITS_SHARE_OF_FREE_MEMORY` of the memory that is free there; those bytes read at
+    `READ_BYTES_PER_S`, and 2 operations a parameter and token at `FLOP_PER_S`, take at most `LOGITS_LIMIT_S`.
+    """
+    num_bytes = 4 * num_parameters
+    reasons = []
+    for place in dict.fromkeys([device.type, "cpu"]):
+        here = device if place == device.type else torch.device(place)
+        free = free_memory_bytes(here)
+        speed = FLOP_PER_S[place] * (torch.get_num_threads() if place == "cpu" else 1)
+        seconds = num_bytes / READ_BYTES_PER_S + 2 * num_parameters * num_tokens / speed
+        if num_bytes <= LOGITS_SHARE_OF_FREE_MEMORY * free and seconds <= LOGITS_LIMIT_S:
+            return here, ""
+        reasons.append(f"on {here} {free / GIB:.1f} GiB are free, and it would take {seconds:.0f} s")
+    share, limit = f"{LOGITS_SHARE_OF_FREE_MEMORY:.0%}", f"{LOGITS_LIMIT_S:.0f} s"
+    return None, f"in fp32 the model takes {num_bytes / GIB:.1f} GiB; {'; '.join(reasons)}; the limits are {share} and {limit}"
+
+
+def check_logits(
+    folder: Path,
+    skeleton: nn.Module,
+    load: Callable[[torch.device], nn.Module],
+    check: dict[str, torch.Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    why: str,
+) -> None:
+    """Compare the logits of an exported folder with the trained model's, if `choose_device` allows it; print if not.
+
+    Args:
+        skeleton: has the parameters that `load` loads in fp32 onto a device.
+        check, dtype, why: as for `compare_logits`.
+
+    Raises:
+        RuntimeError: the logits differ in fp32.
+        UserError: the folder, or an adapter's base, can no longer be read.
+    """
+    num_parameters = sum(parameter.numel() for parameter in skeleton.parameters())
+    num_tokens = sum(tensor.numel() for name, tensor in check.items() if name.endswith("input_ids"))
+    chosen, reason = choose_device(device, num_parameters, num_tokens)
+    if chosen is None:
+        logger.info(f"{folder} holds the trained weights bit for bit; its logits are not compared: {reason}")
+        return
+    try:
+        reloaded = load(chosen)
+    except OSError as error:
+        raise UserError(f"{folder} stands, with the trained weights, but its logits cannot be compared: {error}") from None
+    compare_logits(check, reloaded, folder, dtype, why)
 
 
 @torch.no_grad()
@@ -55,13 +120,14 @@ def compare_logits(check: dict[str, torch.Tensor], reloaded: nn.Module, folder: 
     Raises:
         RuntimeError: the logits differ in fp32.
     """
-    inputs = {name: tensor for name, tensor in check.items() if name != "logits"}
-    logits_BTV = reloaded(**inputs, use_cache=False).logits
+    device = next(reloaded.parameters()).device
+    inputs = {name: tensor.to(device) for name, tensor in check.items() if name != "logits"}
+    logits_BTV = reloaded(**inputs, use_cache=False).logits.cpu()
     difference = (logits_BTV - check["logits"]).abs().max() / check["logits"].abs().max().clamp(min=1e-6)
     tolerance = LOGIT_TOLERANCE[dtype]
     if difference <= tolerance:
         return
     sentence = f"logits of {folder}, reloaded, differ by {difference:.2e} of the largest, more than {tolerance}"
     if dtype == torch.float32:
-        raise RuntimeError(sentence)
+        raise RuntimeError(f"{sentence}; the folder stands, with the trained weights bit for bit")
     logger.warning(f"{sentence}; {why}")

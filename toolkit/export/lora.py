@@ -1,7 +1,4 @@
-"""Exports an adapter for plain peft, and the merged model for plain transformers.
-
-Each is reloaded with the library that will read it, and compared, before it counts as exported.
-"""
+"""Writes an adapter for plain peft, and merges adapted weights one at a time for plain transformers."""
 
 from __future__ import annotations
 
@@ -14,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
-from toolkit.export.compare import compare_logits, compare_weights, reload
+from toolkit.export.compare import reload
 from toolkit.models.lora_files import BASE_FILE, WEIGHTS_FILE, base_name, file_names
 from toolkit.parallel.gather import assign_parameters
 from toolkit.parallel.wrap import copy_on_meta
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
 Tensors = dict[str, torch.Tensor]
@@ -47,76 +45,94 @@ def write_adapter(folder: Path, skeleton: PreTrainedModel, weights: Tensors, bas
     (folder / BASE_FILE).write_text(json.dumps(base, indent=1), encoding="utf-8")
 
 
-def compare_adapter(folder: Path, skeleton: PreTrainedModel, weights: Tensors, check: Tensors, computed: torch.dtype) -> None:
-    """Load the base from its origin and the adapter with plain peft, in fp32, and compare them with the trained model.
-
-    Args:
-        check: a forward's arguments, and the trained model's `logits` for them.
-        computed: dtype of the trained model's forward.
+def compare_adapter(folder: Path, skeleton: PreTrainedModel, weights: Tensors) -> None:
+    """Load the folder with plain peft onto its base on the meta device, and compare the file's tensors bit for bit.
 
     Raises:
-        RuntimeError: weights differ, or logits differ although the model computed, and its base is stored, in fp32.
+        RuntimeError: naming the first weight that peft misses or does not know, or that has another value.
     """
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    on_meta = load_adapter(folder, skeleton, torch.device("meta"))
+    stored = load_peft_weights(str(folder), device="cpu")
+    report: Any = set_peft_model_state_dict(on_meta, stored, low_cpu_mem_usage=True)
+    missing = [name for name in report.missing_keys if base_name(name) is None]
+    for what, names in (("misses", missing), ("does not know", report.unexpected_keys)):
+        if names:
+            raise RuntimeError(f"{folder}: peft {what} {names[0]}")
+    for stored_name, name in file_names(skeleton).items():
+        if not torch.equal(stored[stored_name], weights[name]):
+            raise RuntimeError(f"{folder}: {name} is not what was trained")
+
+
+def load_adapter(folder: Path, skeleton: PreTrainedModel, device: torch.device) -> nn.Module:
+    """The adapter in `folder` on its base from its origin, loaded by plain peft in fp32 on `device`."""
     from peft import PeftModel
 
     lora = _lora_config(skeleton)
-    base = reload(skeleton, lora.base_model_name_or_path, revision=lora.revision or "main")
+    base: Any = reload(skeleton, lora.base_model_name_or_path, device, revision=lora.revision or "main")
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="`is_gradient_checkpointing` is deprecated"
-        )  # peft 0.21 asks transformers for it
-        reloaded = PeftModel.from_pretrained(base, str(folder)).eval()
-    compare_weights({f"base_model.model.{name}": weight for name, weight in weights.items()}, reloaded, folder)
-    why = f"the adapter is bit for bit the trained one, whose model computed in {computed}"
-    compare_logits(check, reloaded, folder, _coarsest(skeleton, computed), why)
+        # peft 0.21 asks transformers for it; and on the meta device nothing is loaded.
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated|.*is a no-op")
+        return PeftModel.from_pretrained(base, str(folder), low_cpu_mem_usage=device.type == "meta").eval()
 
 
-def merge(skeleton: PreTrainedModel, weights: Tensors) -> PreTrainedModel:
-    """The plain model with the adapter merged into its weights: merged by peft in fp32, stored in the base's dtype.
+class Merge:
+    """Merges an adapter into its base, one weight at a time: by peft in fp32, stored in the base's dtype."""
 
-    Only one layer at a time is fp32, so that the merge needs little more memory than the base.
+    def __init__(self, skeleton: PreTrainedModel, adapter: Tensors) -> None:
+        """
+        Args:
+            skeleton: the model with the adapter on the meta device.
+            adapter: the trained parameters, unsharded, by name, fp32 on the CPU.
+        """
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils import ModulesToSaveWrapper
 
-    Args:
-        weights: all parameters, unsharded, by name, on the CPU; the frozen ones are modified.
-    """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils import ModulesToSaveWrapper
+        self._skeleton, self._adapter = skeleton, adapter
+        frozen = (parameter.dtype for name, parameter in skeleton.named_parameters() if base_name(name))
+        self._dtype = min(frozen, key=lambda dtype: dtype.itemsize)
+        # The plain model on the meta device. Its parameters are the adapted model's, under other names.
+        model: Any = copy_on_meta(skeleton)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for name, module in list(model.named_modules()):
+            if isinstance(module, BaseTunerLayer):
+                model.set_submodule(name, module.get_base_layer())
+            elif isinstance(module, ModulesToSaveWrapper):
+                model.set_submodule(name, module.modules_to_save["default"])
+        self._merged_names = {names[id(parameter)]: name for name, parameter in model.named_parameters()}
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(self._dtype)
+        del model.peft_config
+        self.model: PreTrainedModel = model
+        """The merged model on the meta device."""
 
-    dtype = min((weight.dtype for name, weight in weights.items() if base_name(name)), key=lambda dtype: dtype.itemsize)
-    model: Any = copy_on_meta(skeleton)
-    assign_parameters(model, weights)
-    for name, module in list(model.named_modules()):
-        if isinstance(module, BaseTunerLayer):
-            layer: Any = module.get_base_layer()
-            layer.weight.data = layer.weight.data.float()
-            module.merge()
-            layer.weight.data = layer.weight.data.to(dtype)
-            model.set_submodule(name, layer)
-        elif isinstance(module, ModulesToSaveWrapper):
-            model.set_submodule(name, module.modules_to_save["default"])
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    del model.peft_config
-    return model
+    @torch.no_grad()
+    def merged(self, name: str, weight: torch.Tensor) -> tuple[str, torch.Tensor] | None:
+        """A weight's name and value in the merged model; None for what it does not have.
+
+        Args:
+            name: of a parameter of the adapted model.
+            weight: unsharded.
+        """
+        if name not in self._merged_names:
+            return None
+        weight = weight.to("cpu")
+        layer_name, is_adapted, _ = name.partition(".base_layer.weight")
+        if is_adapted:
+            layer: Any = copy.deepcopy(self._skeleton.get_submodule(layer_name))
+            own = {name: self._adapter.get(f"{layer_name}.{name}", parameter) for name, parameter in layer.named_parameters()}
+            assign_parameters(layer, {**own, "base_layer.weight": weight.to(torch.float32, copy=True)})
+            layer.merge()
+            weight = layer.get_base_layer().weight
+        return self._merged_names[name], weight.to(self._dtype)
 
 
-def compare_merged(folder: Path, merged: PreTrainedModel, check: Tensors, computed: torch.dtype) -> None:
-    """Load the merged model with plain transformers in fp32, and compare its weights and the trained model's logits.
-
-    Raises:
-        RuntimeError: weights differ, or logits differ although the model computed, and is stored, in fp32.
-    """
-    reloaded = reload(merged, folder)
-    weights = {name: parameter.detach() for name, parameter in merged.named_parameters()}
-    compare_weights(weights, reloaded, folder)
-    why = f"merging rounded the weights to {merged.dtype}, and the trained model computed in {computed}"
-    compare_logits(check, reloaded, folder, _coarsest(merged, computed), why)
+def coarsest(model: PreTrainedModel, computed: torch.dtype) -> torch.dtype:
+    """The coarsest dtype that a model computed in or is stored in, as a key of `LOGIT_TOLERANCE`."""
+    dtypes = {computed, *(parameter.dtype for parameter in model.parameters())}
+    return torch.float32 if dtypes == {torch.float32} else torch.bfloat16
 
 
 def _lora_config(skeleton: PreTrainedModel) -> Any:
     return skeleton.peft_config["default"]  # type: ignore[index]
-
-
-def _coarsest(model: PreTrainedModel, computed: torch.dtype) -> torch.dtype:
-    dtypes = {computed, *(parameter.dtype for parameter in model.parameters())}
-    return torch.float32 if dtypes == {torch.float32} else torch.bfloat16

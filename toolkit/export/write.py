@@ -1,10 +1,11 @@
-"""Writes Hugging Face folders for plain transformers and peft, and reloads and compares each before it counts as exported."""
+"""Writes Hugging Face folders for plain transformers and peft, and compares each before it counts as exported."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,75 +17,85 @@ from toolkit.checkpoint.folders import put_in_place
 from toolkit.config.load import RecipeConfig
 from toolkit.data.collate import move_to
 from toolkit.distributed.comm import on_rank_0, rank
-from toolkit.distributed.watchdog import at, moved, working
+from toolkit.distributed.watchdog import at, working
 from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows
-from toolkit.export.compare import compare_logits, compare_weights, reload
-from toolkit.export.lora import compare_adapter, compare_merged, merge, write_adapter
+from toolkit.export.compare import check_logits, reload
+from toolkit.export.lora import Merge, coarsest, compare_adapter, load_adapter, write_adapter
+from toolkit.export.model_files import ModelFiles
 from toolkit.files.durable import fsync_tree, refused_write, written_beside
 from toolkit.files.modes import give_usual_mode
 from toolkit.launch.accelerator import compute_dtype
 from toolkit.models.lora import is_enabled
 from toolkit.models.lora_files import base_name, hash_weight
-from toolkit.parallel.gather import assign_parameters, evaluation_model, whole_parameters
-from toolkit.parallel.wrap import ShardedModel, copy_on_meta
+from toolkit.parallel.gather import evaluation_model, whole_parameters
+from toolkit.parallel.wrap import ShardedModel
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
 
 NUM_CHECK_ROWS = 4
+NUM_CHECK_TOKENS = 12
+"""Tokens of each row, and of its target, whose logits are compared."""
 
 Tensors = dict[str, torch.Tensor]
 
 
 def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRows, run_folder: Path) -> None:
-    """Write the model, or its adapter, with the tokenizer to the run folder's `export/`, reload and compare it. Collective.
+    """Write the model, or its adapter, with the tokenizer to the run folder's `export/`, and compare it. Collective.
 
-    Parameters are gathered one unit at a time and collected in rank 0's host memory. With an adapter, only its parameters
-    are collected, unless `export.merge` also writes the merged model to `merged/`. `export_check.safetensors` keeps a few
-    inputs and the trained model's logits for them.
+    Parameters are gathered one at a time. Rank 0 writes each and compares the file's bytes with it, so that its host memory holds
+    one of them, not the model (`ModelFiles` prints what needs more). With an adapter, only its parameters are written, unless
+    `export.merge` also writes the merged model to `merged/`. `export_check.safetensors` keeps a few tokens and the trained
+    model's logits for them.
 
-    A new export replaces an older one only after the comparison. Weights must match bit for bit; logits that differ under
-    bf16, whose rounding grows with the model, only print a remark.
+    A folder replaces an older one once plain transformers or peft finds every name in it, in its shape, and every byte is the
+    trained one. Then logits are compared, within the bounds of `choose_device`; a difference under bf16, whose rounding grows
+    with the model, only prints a remark.
 
     Raises:
-        RuntimeError: the reloaded weights are not bit for bit the trained ones, or its logits differ under fp32.
-        UserError: a folder cannot be written.
+        RuntimeError: a folder does not hold the trained weights, and is not put in place; or its logits differ under fp32.
+        UserError: a folder cannot be written; on every rank.
     """
-    # Every rank gathers; rank 0 keeps what it will write.
-    has_adapter, merges = is_enabled(config.adapter), config.export.merge
+    # The trained model's logits for a few tokens.
+    skeleton, accelerator, tokenizer = sharded.skeleton, sharded.accelerator, data.tokenizer
+    device, computed = accelerator.device, compute_dtype(accelerator)
     at("export")
     check = _trained_logits(sharded, data)
-    moved()
-    weights: Tensors = {}
-    base_hashes: dict[str, str] = {}
-    trained = {name for name, parameter in sharded.skeleton.named_parameters() if parameter.requires_grad}
-    for name, whole in whole_parameters(sharded):
-        if rank() != 0:
-            continue
-        if has_adapter and (base := base_name(name)) is not None:
-            base_hashes[base] = hash_weight(whole)
-        if name in trained or not has_adapter or merges:
-            weights[name] = whole.to("cpu", copy=True).contiguous()
-
-    # Rank 0 writes and compares.
-    def write() -> None:
-        exported = Exported(
-            sharded.skeleton, data.tokenizer, check, compute_dtype(sharded.accelerator), config.export.max_shard_size
-        )
-        folder = run_folder / "export"
-        with written_beside(run_folder / "export_check.safetensors") as check_file:  # first: it is the smallest
-            _save_check(check, check_file)
-            if has_adapter:
-                adapter = {name: weight for name, weight in weights.items() if name in trained}
-                _replace(folder, lambda unfinished: _write_adapter(exported, adapter, base_hashes, unfinished))
-            else:
-                _replace(folder, lambda unfinished: _write_model(exported, weights, unfinished))
-            if merges:
-                _replace(run_folder / "merged", lambda unfinished: _write_merged(exported, weights, unfinished))
-
     working("export")
-    on_rank_0(lambda: _guarded(run_folder / "export", write))
+    check_file = run_folder / "export_check.safetensors"
+    has_adapter = is_enabled(config.adapter)
+    adapter: Tensors = {}
+
+    # The adapter is small: gather all of it, write and load it, put the folder in place, then compare logits.
+    if has_adapter:
+        folder = run_folder / "export"
+        adapter, base_hashes = _gather_adapter(sharded, folder)
+        with _replaced(folder) as unfinished:
+            _on_rank_0(folder, lambda: write_adapter(unfinished, skeleton, adapter, base_hashes))
+            _on_rank_0(folder, lambda: _write_rest(unfinished, tokenizer, check, check_file))
+            _on_rank_0(folder, lambda: compare_adapter(unfinished, skeleton, adapter))
+        load: Callable[[torch.device], nn.Module] = functools.partial(load_adapter, folder, skeleton)
+        why = f"the adapter is bit for bit the trained one, whose model computed in {computed}"
+        on_rank_0(lambda: check_logits(folder, skeleton, load, check, device, coarsest(skeleton, computed), why))
+
+    # The model, or the merged one: gather, write and read back one weight after another, then the same.
+    if not has_adapter or config.export.merge:
+        merge = Merge(skeleton, adapter) if has_adapter else None
+        model, target = (merge.model, run_folder / "merged") if merge else (skeleton, run_folder / "export")
+        with _replaced(target) as unfinished:
+            files = ModelFiles(unfinished, model, config.export.max_shard_size)
+            _on_rank_0(target, files.begin)
+            _write_weights(sharded, files, merge, target)
+            _on_rank_0(target, files.finish)
+            _on_rank_0(target, lambda: _write_rest(unfinished, tokenizer, check, check_file))
+        dtype, why = computed, f"its weights are bit for bit the trained ones, which computed in {computed}"
+        if merge:
+            dtype = coarsest(model, computed)
+            why = f"merging rounded the weights to {model.dtype}, and the trained model computed in {computed}"
+        load = functools.partial(reload, model, target)
+        on_rank_0(lambda: check_logits(target, model, load, check, device, dtype, why))
 
 
 def check_export_places(config: RecipeConfig, run_folder: Path) -> None:
@@ -105,65 +116,101 @@ def check_export_places(config: RecipeConfig, run_folder: Path) -> None:
             )
 
 
-@dataclass(frozen=True)
-class Exported:
-    """What every exported folder needs besides weights."""
-
-    skeleton: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    check: Tensors
-    """A forward's arguments, and the trained model's `logits` for them."""
-    computed: torch.dtype
-    """Dtype of the trained model's forward."""
-    max_shard_size: str
-
-
-def _write_model(exported: Exported, weights: Tensors, folder: Path) -> None:
-    model = copy_on_meta(exported.skeleton)
-    assign_parameters(model, weights)
-    model.save_pretrained(folder, max_shard_size=exported.max_shard_size)
-    exported.tokenizer.save_pretrained(folder)
-    reloaded = reload(exported.skeleton, folder)
-    compare_weights(weights, reloaded, folder)
-    why = f"its weights are bit for bit the trained ones, which computed in {exported.computed}"
-    compare_logits(exported.check, reloaded, folder, exported.computed, why)
+@torch.no_grad()
+def _trained_logits(sharded: ShardedModel, data: EvaluationRows) -> Tensors:
+    """A few inputs, and the trained, sharded model's `logits` for them. Collective."""
+    rows = [data.rows[i] for i in range(min(NUM_CHECK_ROWS, len(data.rows)))]
+    token = int(data.collator.pad_token_id == 0)  # in every vocabulary
+    rows = rows or [{"input_ids": [token] * 4, "labels": [token] * 4}]
+    inputs = data.collator.model_inputs(
+        [{name: row[name][:NUM_CHECK_TOKENS] for name in ("input_ids", "labels")} for row in rows]
+    )
+    on_device = move_to(sharded.accelerator.device, inputs)
+    with evaluation_model(sharded, unshard="never") as (model, _):
+        logits_BTV = model(**on_device, use_cache=False).logits.float().cpu().contiguous()
+    return {**inputs, "logits": logits_BTV}
 
 
-def _write_adapter(exported: Exported, weights: Tensors, base_hashes: dict[str, str], folder: Path) -> None:
-    write_adapter(folder, exported.skeleton, weights, base_hashes)
-    exported.tokenizer.save_pretrained(folder)
-    compare_adapter(folder, exported.skeleton, weights, exported.check, exported.computed)
+def _gather_adapter(sharded: ShardedModel, folder: Path) -> tuple[Tensors, dict[str, str]]:
+    """On rank 0 the trained parameters by name, in host memory, and the hash of each of the base's. Collective."""
+    trained = {name for name, parameter in sharded.skeleton.named_parameters() if parameter.requires_grad}
+    adapter: Tensors = {}
+    base_hashes: dict[str, str] = {}
+
+    def keep(name: str, whole: torch.Tensor) -> None:
+        if (base := base_name(name)) is not None:
+            base_hashes[base] = hash_weight(whole)
+        if name in trained:
+            adapter[name] = whole.to("cpu", copy=True).contiguous()
+
+    _gather(sharded, keep, folder)
+    return adapter, base_hashes
 
 
-def _write_merged(exported: Exported, weights: Tensors, folder: Path) -> None:
-    model = merge(exported.skeleton, weights)
-    model.save_pretrained(folder, max_shard_size=exported.max_shard_size)
-    exported.tokenizer.save_pretrained(folder)
-    compare_merged(folder, model, exported.check, exported.computed)
+def _write_weights(sharded: ShardedModel, files: ModelFiles, merge: Merge | None, folder: Path) -> None:
+    """Write every parameter that the files want, merged with the adapter if there is one. Collective."""
+
+    def write(name: str, whole: torch.Tensor) -> None:
+        if merge is None:
+            files.add(name, whole)
+        elif (merged := merge.merged(name, whole)) is not None:
+            files.add(*merged)
+
+    _gather(sharded, write, folder)
 
 
-def _save_check(check: Tensors, path: Path) -> None:
-    save_file(check, path)
-    give_usual_mode(path)
+def _gather(sharded: ShardedModel, take: Callable[[str, torch.Tensor], None], folder: Path) -> None:
+    """Gather one parameter after another; rank 0 calls `take` with each. Collective.
+
+    The other ranks wait for it over the control group, whose limit a slow disk cannot reach. In the next gather they could wait
+    for no longer than its own.
+
+    Raises:
+        UserError: rank 0 cannot write; on every rank.
+    """
+    at("export")
+    for name, whole in whole_parameters(sharded):
+        working("export")
+        _on_rank_0(folder, functools.partial(take, name, whole))
+        at("export")
+    working("export")
 
 
-def _replace(folder: Path, write: Callable[[Path], None]) -> None:
-    """Call `write` on a temporary folder and rename it over the older one; remove it if it cannot be written."""
+def _write_rest(unfinished: Path, tokenizer: PreTrainedTokenizerBase, check: Tensors, check_file: Path) -> None:
+    """Write what every exported folder has beside weights, and the check of this run's export."""
+    tokenizer.save_pretrained(unfinished)
+    with written_beside(check_file) as beside:
+        save_file(check, beside)
+        give_usual_mode(beside)
+
+
+@contextlib.contextmanager
+def _replaced(folder: Path) -> Iterator[Path]:
+    """Yields a temporary folder, which replaces the older one on success, and is removed if it cannot be written. Collective."""
     unfinished = folder.with_name(f"{folder.name}.tmp")
 
-    def write_and_rename() -> None:
+    def begin() -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        write(unfinished)
+
+    def put() -> None:
         give_usual_mode(unfinished)
         fsync_tree(unfinished)
         put_in_place(unfinished, folder)
 
     try:
-        _guarded(folder, write_and_rename)
+        _on_rank_0(folder, begin)
+        yield unfinished
+        _on_rank_0(folder, put)
     except UserError:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        if rank() == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
         raise
+
+
+def _on_rank_0(folder: Path, work: Callable[[], None]) -> None:
+    """Call `work` on rank 0. If the file system refuses it, raise a `UserError` on every rank. Collective."""
+    on_rank_0(lambda: _guarded(folder, work))
 
 
 def _guarded(folder: Path, work: Callable[[], None]) -> None:
@@ -175,15 +222,3 @@ def _guarded(folder: Path, work: Callable[[], None]) -> None:
         if not isinstance(error, OSError | SafetensorError) and refused_write(error) is None:
             raise
         raise UserError(f"the export {folder} could not be written: {error}") from None
-
-
-@torch.no_grad()
-def _trained_logits(sharded: ShardedModel, data: EvaluationRows) -> Tensors:
-    """A few inputs, and the trained, sharded model's `logits` for them. Collective."""
-    rows = [data.rows[i] for i in range(min(NUM_CHECK_ROWS, len(data.rows)))]
-    token = data.collator.pad_token_id + 1
-    inputs = data.collator.model_inputs(rows or [{"input_ids": [token] * 4, "labels": [token] * 4}])
-    on_device = move_to(sharded.accelerator.device, inputs)
-    with evaluation_model(sharded, unshard="never") as (model, _):
-        logits_BTV = model(**on_device, use_cache=False).logits.float().cpu().contiguous()
-    return {**inputs, "logits": logits_BTV}

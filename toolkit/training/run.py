@@ -149,7 +149,7 @@ def build_writer(run: Run) -> CheckpointWriter:
 
 
 def finish(run: Run) -> Path | None:
-    """Export the model, reload and compare it, and print the results; returns the exported folder. Collective.
+    """Export the model, compare it with the trained one, and print the results; returns the exported folder. Collective.
 
     A run of no steps exports only if `export.merge` asks for it.
 

@@ -23,7 +23,7 @@ from toolkit.checkpoint import save as checkpoint_writer
 from toolkit.data.tokens import prepare
 from toolkit.distributed.comm import rank
 from toolkit.distributed.watchdog import Watchdog
-from toolkit.export import write as export
+from toolkit.export.model_files import ModelFiles
 from toolkit.models import load as models
 from toolkit.training import model
 
@@ -41,7 +41,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "hashing frozen weights": (model, "hash_frozen"),
     "loading the checkpoint": (checkpoint, "load_tensors"),
     "saving": (checkpoint_writer, "describe_files"),  # in the thread that writes the first checkpoint
-    "export": (export, "_write_model"),  # on rank 0 alone
+    "export": (ModelFiles, "add"),  # on rank 0 alone, between two gathers
 }
 
 

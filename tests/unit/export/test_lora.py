@@ -9,14 +9,19 @@ from typing import Any
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSeq2SeqLM, PeftModel
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from tests.support.adapter_models import adapted, forward_inputs, load_base, logits, randomize, save_base
-from toolkit.export.lora import compare_adapter, compare_merged, merge, write_adapter
+from toolkit.export.compare import compare_logits, reload
+from toolkit.export.lora import Merge, coarsest, compare_adapter, load_adapter, write_adapter
+from toolkit.export.model_files import ModelFiles
 from toolkit.models.lora_files import hash_base
 from toolkit.parallel.wrap import copy_on_meta
 
 Tensors = dict[str, torch.Tensor]
+CPU = torch.device("cpu")
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama_tied", {}),
@@ -47,6 +52,18 @@ def trained(bases: Path, name: str, settings: dict[str, Any]) -> tuple[PreTraine
     return model, check, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
+def write_merged(folder: Path, model: PreTrainedModel, weights: Tensors) -> PreTrainedModel:
+    """Write the merged model as an export does; returns it on the meta device."""
+    merge = Merge(copy_on_meta(model), own(model, weights))
+    files = ModelFiles(folder, merge.model, "5GB")
+    files.begin()
+    for name, weight in weights.items():
+        if (merged := merge.merged(name, weight)) is not None:
+            files.add(*merged)
+    files.finish()
+    return merge.model
+
+
 def own(model: PreTrainedModel, weights: Tensors) -> Tensors:
     return {name: weights[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
 
@@ -56,7 +73,8 @@ def test_plain_peft_gives_the_trained_model_back(bases: Path, tmp_path: Path, na
     model, check, weights = trained(bases, name, settings)
     skeleton = copy_on_meta(model)
     write_adapter(tmp_path, skeleton, own(model, weights), hash_base(model))
-    compare_adapter(tmp_path, skeleton, own(model, weights), check, torch.float32)
+    compare_adapter(tmp_path, skeleton, own(model, weights))
+    compare_logits(check, load_adapter(tmp_path, skeleton, CPU), tmp_path, torch.float32, "")
     reloaded = PeftModel.from_pretrained(load_base(bases / name, name), str(tmp_path))
     torch.testing.assert_close(logits(reloaded, forward_inputs(model)), check["logits"])
     written = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -69,9 +87,8 @@ def test_plain_peft_gives_the_trained_model_back(bases: Path, tmp_path: Path, na
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=IDS)
 def test_plain_transformers_loads_the_merged_model(bases: Path, tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
     model, check, weights = trained(bases, name, settings)
-    merged = merge(copy_on_meta(model), weights)
-    merged.save_pretrained(tmp_path)
-    compare_merged(tmp_path, merged, check, torch.float32)
+    merged = write_merged(tmp_path, model, weights)
+    compare_logits(check, reload(merged, tmp_path, CPU), tmp_path, torch.float32, "")
     auto: Any = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
     reloaded, report = auto.from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
@@ -82,11 +99,15 @@ def test_plain_transformers_loads_the_merged_model(bases: Path, tmp_path: Path, 
 def test_the_merged_model_has_the_dtype_of_the_base(bases: Path, tmp_path: Path) -> None:
     model, check, weights = trained(bases, "llama", {"modules_to_save": ["lm_head"]})
     in_bf16 = {n: w if n in own(model, weights) else w.to(torch.bfloat16) for n, w in weights.items()}
-    merged = merge(copy_on_meta(model), in_bf16)
+    for name, parameter in model.named_parameters():
+        parameter.data = in_bf16[name]
+    merged = write_merged(tmp_path, model, in_bf16)
     assert {parameter.dtype for parameter in merged.parameters()} == {torch.bfloat16}
-    merged.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
-    compare_merged(tmp_path, merged, check, torch.float32)  # by the tolerance of bf16
+    assert coarsest(merged, torch.float32) == torch.bfloat16
+    compare_logits(check, reload(merged, tmp_path, CPU), tmp_path, torch.bfloat16, "")
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
 
 
 def test_what_was_not_written_right_is_found(bases: Path, tmp_path: Path) -> None:
@@ -96,17 +117,11 @@ def test_what_was_not_written_right_is_found(bases: Path, tmp_path: Path) -> Non
     name = "model.layers.1.self_attn.q_proj.lora_B.default.weight"
     changed = {**own(model, weights), name: weights[name] + 1e-6}
     with pytest.raises(RuntimeError, match=f"{name} is not what was trained"):
-        compare_adapter(tmp_path, skeleton, changed, check, torch.bfloat16)
-    with pytest.raises(RuntimeError, match="differ by .* of the largest, more than 0.0001"):
-        compare_adapter(tmp_path, skeleton, own(model, weights), {**check, "logits": check["logits"] * 1.1}, torch.float32)
-
-
-def test_logits_that_differ_under_bf16_are_reported(bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, check, weights = trained(bases, "llama", {"target_modules": ["q_proj"]})
-    skeleton = copy_on_meta(model)
-    write_adapter(tmp_path, skeleton, own(model, weights), {})
-    compare_adapter(tmp_path, skeleton, own(model, weights), {**check, "logits": check["logits"] * 1.1}, torch.bfloat16)
-    assert "more than 0.05; the adapter is bit for bit the trained one" in capsys.readouterr().err
+        compare_adapter(tmp_path, skeleton, changed)
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    save_file({key: tensor for key, tensor in stored.items() if "layers.1" not in key}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(RuntimeError, match="peft misses base_model.model.model.layers.1.self_attn.q_proj.lora_A.default.weight"):
+        compare_adapter(tmp_path, skeleton, own(model, weights))
 
 
 def test_the_same_adapter_is_written_the_same_way(bases: Path, tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from toolkit.cli.checkpoints import show_checkpoints
 from toolkit.data.cache_folders import find_or_build
 from toolkit.distributed.rng import capture_random_state, save_random_state
 from toolkit.errors import UserError
-from toolkit.export.write import _replace, _save_check
+from toolkit.export.write import _replaced, _write_rest
 from toolkit.files.modes import give_usual_mode
 from toolkit.models.lora_files import CONFIG_FILE, WEIGHTS_FILE, find_adapter
 
@@ -63,12 +65,11 @@ def mode(path: Path) -> int:
 def test_files_of_safetensors_get_the_mode_of_any_other_file(tmp_path: Path, umask_002: None) -> None:
     tensors = {"a": torch.zeros(2)}
 
-    def write(folder: Path) -> None:
+    with _replaced(tmp_path / "export") as folder:
         (folder / "inner").mkdir()
         save_file(tensors, folder / "inner" / "model.safetensors")
-
-    _replace(tmp_path / "export", write)
-    _save_check(tensors, tmp_path / "export_check.safetensors")
+        tokenizer: Any = SimpleNamespace(save_pretrained=lambda folder: None)
+        _write_rest(folder, tokenizer, tensors, tmp_path / "export_check.safetensors")
     name = save_random_state(capture_random_state(), tmp_path)
     files = [tmp_path / "export" / "inner" / "model.safetensors", tmp_path / "export_check.safetensors", tmp_path / name]
     assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == len(files)

@@ -1,0 +1,153 @@
+"""A model's folder, written one tensor at a time, is byte for byte what `save_pretrained` writes."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
+    HrmTextConfig,
+    HrmTextForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from tests.support.adapter_models import LLAMA_SIZES
+from toolkit.export.model_files import ModelFiles
+from toolkit.parallel.wrap import copy_on_meta
+
+MODELS: dict[str, Any] = {
+    "t5": lambda: T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)),
+    "bart": lambda: BartForConditionalGeneration(
+        BartConfig(
+            vocab_size=64, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+            encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=32,
+        )
+    ),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA_SIZES)),
+    "llama_tied": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA_SIZES, tie_word_embeddings=True)),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2)),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**LLAMA_SIZES, num_local_experts=4)),
+    "qwen2_moe": lambda: Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(**LLAMA_SIZES, num_experts=4, moe_intermediate_size=8, shared_expert_intermediate_size=8)
+    ),
+    "hrm_text": lambda: HrmTextForCausalLM(HrmTextConfig(**LLAMA_SIZES)),
+}  # fmt: skip
+"""Tied and not, with buffers that are saved (BART), experts that are saved one by one, and weights that are saved fused."""
+
+
+def build(name: str, dtype: torch.dtype) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return MODELS[name]().to(dtype).eval()
+
+
+def write(folder: Path, model: PreTrainedModel, max_shard_size: str, order: int = 1) -> ModelFiles:
+    """As an export does, parameters in any order."""
+    folder.mkdir()
+    files = ModelFiles(folder, copy_on_meta(model), max_shard_size)
+    files.begin()
+    for name, parameter in list(model.named_parameters())[::order]:
+        files.add(name, parameter)
+    files.finish()
+    return files
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("dtype", "max_shard_size"), [(torch.float32, "5KB"), (torch.bfloat16, "5GB")], ids=["fp32", "bf16"])
+def test_files_are_those_of_save_pretrained(tmp_path: Path, name: str, dtype: torch.dtype, max_shard_size: str) -> None:
+    model = build(name, dtype)
+    model.save_pretrained(tmp_path / "plain", max_shard_size=max_shard_size)
+    write(tmp_path / "ours", model, max_shard_size, order=-1)
+    plain, ours = ({file.name: file.read_bytes() for file in (tmp_path / side).iterdir()} for side in ("plain", "ours"))
+    assert (len(ours) > 4) == (dtype == torch.float32)  # in several files, with an index
+    assert ours.keys() == plain.keys()
+    assert [file for file in plain if ours[file] != plain[file]] == []
+
+
+def test_a_model_loaded_from_other_names_keeps_them(tmp_path: Path) -> None:
+    """transformers notes at loading which conversions it made, and reverts those."""
+    build("qwen2_moe", torch.float32).save_pretrained(tmp_path / "first")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+    model.save_pretrained(tmp_path / "plain")
+    write(tmp_path / "ours", model, "5GB")
+    weights = [(tmp_path / side / "model.safetensors").read_bytes() for side in ("plain", "ours")]
+    assert weights[0] == weights[1]
+
+
+def test_only_what_is_saved_fused_is_collected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "moe", build("mixtral", torch.float32), "5GB")
+    assert "collected" not in capsys.readouterr().out
+    write(tmp_path / "hrm", build("hrm_text", torch.float32), "5GB")
+    assert "GiB, are collected in rank 0's host memory: transformers saves tensors of HrmText" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "mixtral"])
+def test_no_weight_is_kept(tmp_path: Path, name: str) -> None:
+    """Rank 0's host memory holds one weight at a time."""
+    model = build(name, torch.float32)
+    files = ModelFiles(tmp_path, copy_on_meta(model), "5GB")
+    files.begin()
+    for other, parameter in model.named_parameters():
+        gathered = parameter.detach().clone()
+        storage = weakref.ref(gathered.untyped_storage())
+        files.add(other, gathered)
+        del gathered
+        assert storage() is None
+
+
+def test_what_does_not_stand_in_the_files_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama", torch.float32)
+    # A weight that is never gathered.
+    files = ModelFiles(tmp_path, copy_on_meta(model), "5GB")
+    files.begin()
+    name = "model.layers.1.mlp.up_proj.weight"
+    for other, parameter in model.named_parameters():
+        if other != name:
+            files.add(other, parameter)
+    with pytest.raises(RuntimeError, match=f"{name} was not gathered"):
+        files.finish()
+    # Bytes that a file system loses: the place is another's.
+    path, begin = files._places[name]
+    files._places[name] = (path, begin - 8)
+    with pytest.raises(RuntimeError, match=f"model.safetensors: {name} is not what was trained"):
+        files.add(name, model.get_parameter(name))
+
+
+@pytest.mark.parametrize(("change", "sentence"), [("lost", "missing keys lm_head.weight"), ("added", "unexpected keys other")])
+def test_a_name_that_plain_transformers_does_not_know_or_misses_is_found(tmp_path: Path, change: str, sentence: str) -> None:
+    from safetensors.torch import save_file
+
+    model = build("llama", torch.float32)
+    files = write(tmp_path / "folder", model, "5GB")
+    path = tmp_path / "folder" / "model.safetensors"
+    tensors = load_file(path)
+    if change == "lost":
+        del tensors["lm_head.weight"]
+    else:
+        tensors["other"] = torch.zeros(1)
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(RuntimeError, match=sentence):
+        files.finish()
+
+
+def test_nan_is_compared_by_its_bits(tmp_path: Path) -> None:
+    model = build("llama", torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = float("nan")
+    write(tmp_path / "folder", model, "5GB")

@@ -1,0 +1,175 @@
+"""Writes a model's folder as `save_pretrained` does, but one tensor at a time: no rank's host memory holds the full model.
+
+Names, ties, conversions and the files that the tensors go to come from transformers' own functions, applied on the meta device
+(transformers 5.23, modeling_utils.py:3510-3544). So each file's header is known before the first tensor is gathered.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import safe_open
+
+from toolkit.distributed.device import GIB
+from toolkit.export.compare import check_names
+from toolkit.models.config import WEIGHTS_INDEX
+from toolkit.models.freeze import aliases
+from toolkit.models.safetensors_index import DTYPES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger("toolkit")
+
+Tensors = dict[str, torch.Tensor]
+_COMPARED_AS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their bytes: equal bits are equal, also those of NaN."""
+
+
+class ModelFiles:
+    """The files of a model's folder while they are written. For one rank; no function is collective."""
+
+    def __init__(self, folder: Path, model: PreTrainedModel, max_shard_size: str) -> None:
+        """
+        Args:
+            model: on the meta device, with its buffers.
+            max_shard_size: as in `save_pretrained`.
+        """
+        self._folder, self._model, self._max_shard_size = folder, model, max_shard_size
+        self._places: dict[str, tuple[Path, int]] = {}
+        """File and offset of each tensor that is not written yet."""
+        self._stored_names: dict[str, str] = {}
+        """First name of a parameter → the name under which it is saved; other aliases are not saved."""
+        self._together: set[str] = set()
+        """Names of parameters that are converted together."""
+        self._collected: Tensors = {}
+
+    def begin(self) -> None:
+        """Write the configs, the index, the header of each weights file, and the buffers."""
+        from huggingface_hub import split_state_dict_into_shards_factory
+        from huggingface_hub.serialization import get_torch_storage_size
+        from transformers.core_model_loading import revert_weight_conversion
+        from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+        # Names, without aliases; which tensors the files have.
+        model = self._model
+        ignored = set(model._keys_to_ignore_on_save or ())
+        state = {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
+        state = remove_tied_weights_from_state_dict(state, model)
+        first_names = {name: names[0] for names in aliases(model).values() for name in names}
+        self._stored_names = {first_names.get(name, name): name for name in state}
+        converted = revert_weight_conversion(model, state)
+        # What cannot be converted alone: here, one tensor of the model can become many, but not many one.
+        self._together = {name for name, tensor in state.items() if not self._converts_alone(name, tensor, converted)}
+        if self._together:
+            num_bytes = sum(state[name].nbytes for name in self._together)
+            logger.info(
+                f"{len(self._together)} tensors, {num_bytes / GIB:.1f} GiB, are collected in rank 0's host memory: transformers "
+                f"saves tensors of {type(model).__name__} that are made of several, such as {min(self._together)}"
+            )
+        # Which file each goes to. Parts of one tensor count as that tensor and stay in one file.
+        split = split_state_dict_into_shards_factory(
+            converted,
+            get_storage_size=get_torch_storage_size,
+            get_storage_id=lambda tensor: tensor.untyped_storage()._cdata,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=self._max_shard_size,
+        )
+        # The files: all but the parameters' bytes.
+        model.save_pretrained(self._folder, state_dict={})
+        for file, names in split.filename_to_tensors.items():
+            self._places |= _write_header(self._folder / file, {name: converted[name] for name in names})
+        if split.is_sharded:
+            about = {"total_parameters": model.num_parameters(), **split.metadata}
+            index = {"metadata": about, "weight_map": split.tensor_to_filename}
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            (self._folder / WEIGHTS_INDEX).write_text(text, encoding="utf-8")
+        for name, tensor in state.items():
+            if not tensor.is_meta:
+                self.add(name, tensor)
+
+    @torch.no_grad()
+    def add(self, name: str, weight: torch.Tensor) -> None:
+        """Write a parameter and read it back.
+
+        Args:
+            name: its first name in the model; what `save_pretrained` does not save is ignored.
+            weight: unsharded, in the dtype of the model on the meta device, on any device.
+
+        Raises:
+            RuntimeError: the file does not hold what was written.
+        """
+        from transformers.core_model_loading import revert_weight_conversion
+
+        stored = self._stored_names.get(name)
+        if stored in self._together:
+            self._collected[stored] = weight.to("cpu", copy=True)
+        elif stored is not None:
+            self._write(revert_weight_conversion(self._model, {stored: weight.detach().to("cpu")}))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Write what is converted together, and load the folder on the meta device.
+
+        Raises:
+            RuntimeError: a tensor was not written, or plain transformers misses one, or finds another or one of another shape.
+        """
+        from transformers.core_model_loading import revert_weight_conversion
+
+        if self._together:
+            self._write(revert_weight_conversion(self._model, self._collected))
+            self._collected = {}
+        if self._places:
+            raise RuntimeError(f"{self._folder}: {min(self._places)} was not gathered")
+        check_names(self._model, self._folder)
+
+    def _converts_alone(self, name: str, tensor: torch.Tensor, converted: Tensors) -> bool:
+        """Whether the files' tensors that are made of this one are made of this one only."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        try:
+            alone = revert_weight_conversion(self._model, {name: tensor})
+        except Exception:  # an operation without its other tensors raises nothing more exact
+            return False
+        return all(other in converted and converted[other].shape == part.shape for other, part in alone.items())
+
+    def _write(self, tensors: Tensors) -> None:
+        for name, tensor in tensors.items():
+            path, begin = self._places.pop(name)
+            content = tensor.contiguous().flatten()
+            with path.open("r+b") as file:
+                file.seek(begin)
+                file.write(content.view(torch.uint8).numpy().data)
+            with safe_open(path, framework="pt") as file:
+                read = file.get_tensor(name).flatten()
+                same = _COMPARED_AS[content.itemsize]
+                if read.dtype != content.dtype or not torch.equal(read.view(same), content.view(same)):
+                    raise RuntimeError(f"{path}: {name} is not what was trained")
+
+
+def _write_header(path: Path, tensors: Tensors) -> dict[str, tuple[Path, int]]:
+    """Create a safetensors file without its content; returns where each tensor's bytes belong.
+
+    Format and order are those of the safetensors library, which writes whole files only: the length of the header in 8 bytes,
+    the header in JSON, padded to 8 bytes, then the tensors, those with the largest items first, by name.
+    """
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offsets, end = {}, 0
+    for name in order:
+        tensor = tensors[name]
+        num_bytes = tensor.numel() * tensor.itemsize
+        offsets[name] = end
+        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [end, end + num_bytes]}
+        end += num_bytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return {name: (path, 8 + len(text) + offset) for name, offset in offsets.items()}
