@@ -32,7 +32,8 @@ REPLICA_SHARE_OF_FREE_MEMORY = 0.5
 
 @torch.no_grad()
 def whole_parameters(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter, unsharded, in its own dtype, on every rank, one unit at a time. Collective: exhaust it on every rank."""
+    """Every parameter, unsharded, in its own dtype, on every rank's device, one unit at a time. Collective: exhaust it on every
+    rank."""
     if isinstance(sharded.model, FullyShardedDataParallel):
         for module in FullyShardedDataParallel.fsdp_modules(sharded.model):
             prefix = next(clean(name) for name, m in sharded.model.named_modules() if m is module)
@@ -45,7 +46,8 @@ def whole_parameters(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]
         return
     for name, parameter in sharded.plain.named_parameters():
         moved()
-        shard = plain(parameter)
+        # With CPU offload the shard lies on the host, where it would be gathered by gloo.
+        shard = plain(parameter).to(sharded.accelerator.device)
         yield clean(name), shard.full_tensor() if isinstance(shard, DTensor) else shard.detach()
 
 

@@ -123,7 +123,7 @@ def build_plan(
         usable_bytes=usable,
         largest_micro_batch_rows=largest,
         change=change,
-        notes=_notes(subject, strategy),
+        notes=_notes(subject, strategy, largest),
     )
 
 
@@ -212,9 +212,18 @@ def _moved_bytes(subject: Subject, strategy: Strategy, trace: Trace, rows: int) 
     }
 
 
-def _notes(subject: Subject, strategy: Strategy) -> list[str]:
-    """Where the plan differs from a trace of the real run."""
+def _notes(subject: Subject, strategy: Strategy, largest: int | None) -> list[str]:
+    """What would be faster, and where the plan differs from a trace of the real run."""
+    rows = subject.config.train.micro_batch_size_rows
+    num = num_micro_batches(subject.config, strategy, rows)
     notes = []
+    if strategy.offload and num > 1 and (fits := min(largest or 0, num * rows)) > rows:
+        # FSDP2 waits for each later micro-batch's gradients on the host, and adds them there (_fsdp_collectives.py:712).
+        fewer = num_micro_batches(subject.config, strategy, fits)
+        notes.append(
+            f"offload: gradients of {num} micro-batches are added on the host while the GPU waits; "
+            f"train.micro_batch_size_rows {fits} fits too, and takes {fewer}"
+        )
     if strategy.kind == "fsdp1":
         notes.append("FSDP1: derived from a trace of FSDP2 over the same units, not traced itself")
     if strategy.is_cpu:

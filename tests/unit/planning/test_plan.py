@@ -22,7 +22,7 @@ from toolkit.models import load as models
 from toolkit.models.shard_reader import PIECE_BYTES
 from toolkit.parallel import causal_loss
 from toolkit.planning.peak import OPTIMIZER, estimate_peak, trace_rank
-from toolkit.planning.plan import Plan, build_plan
+from toolkit.planning.plan import Plan, _notes, build_plan
 from toolkit.planning.report import plan_as_dict, plan_as_text
 from toolkit.planning.strategy import Strategy, load_strategy
 from toolkit.planning.subject import Subject, build_batch, build_subject
@@ -410,6 +410,18 @@ def test_verdict_names_the_largest_micro_batch_and_the_cheapest_change() -> None
     assert "DOES NOT FIT" in plan_as_text(tight) and "fsdp_activation_checkpointing: true" in plan_as_text(tight)
     hopeless = plan(model, "fsdp2_full_shard", 4, *UNPACKED, gib=0.001, searches=True)
     assert hopeless.change is None and "no change" in plan_as_text(hopeless)
+
+
+def test_with_offload_fewer_micro_batches_are_proposed_where_they_fit() -> None:
+    batch = (*UNPACKED, "--train.global_batch_size_rows=16", "--train.micro_batch_size_rows=1")
+
+    def proposed(strategy: Strategy, largest: int | None) -> list[str]:
+        return [note for note in _notes(_subject(model_folder(LLAMA), strategy, batch), strategy, largest) if "offload: " in note]
+
+    sentence = "offload: gradients of 4 micro-batches are added on the host while the GPU waits; train.micro_batch_size_rows "
+    assert proposed(with_(offload=True), 64) == [f"{sentence}4 fits too, and takes 1"]
+    assert proposed(with_(offload=True), 2) == [f"{sentence}2 fits too, and takes 2"]
+    assert proposed(with_(offload=True), 1) == proposed(with_(offload=True), None) == proposed(FSDP2, 64) == []
 
 
 def test_units_and_ties_are_listed_and_json_has_all() -> None:
