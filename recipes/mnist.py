@@ -43,7 +43,7 @@ def main() -> None:
     from toolkit.distributed.device import describe_device
     from toolkit.distributed.rng import seed_all
     from toolkit.distributed.watchdog import at, start, working
-    from toolkit.launch.accelerator import build_accelerator
+    from toolkit.launch.accelerator import build_accelerator, connect_devices
     from toolkit.launch.run_folder import save_run_config
     from toolkit.parallel.units import describe
     from toolkit.parallel.wrap import check_wrap, shard_model
@@ -53,6 +53,7 @@ def main() -> None:
 
     accelerator = build_accelerator([], config.run.output_dir, config.run.timeout_s, config.run.num_threads)
     start(config.run.timeout_s)
+    connect_devices(accelerator)
     run_folder = open_run(config)
     logger.info(describe_device(accelerator.device))
 

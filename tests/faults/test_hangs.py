@@ -205,6 +205,15 @@ def test_a_rank_that_sleeps_outside_the_loop(place: str, rank: int, inputs: Path
     check_hang(result, inputs / "runs" / name, sentence, timeout_s=waiting_recipe.TIMEOUT_S)
 
 
+def test_a_rank_that_does_not_come_to_the_first_connection_of_the_devices(inputs: Path) -> None:
+    with hold_up(inputs, "unconnected", [("connecting the devices", 1, "sleep")]) as running:
+        result = running.wait(END_S)
+    assert result.returncodes == [EXIT_HANG] * 2, result.stderr[-3000:]
+    head = f"error: no progress for {waiting_recipe.TIMEOUT_S} s (run.timeout_s): rank 1 did not arrive: in start, for "
+    assert [line.startswith(head) for line in error_lines(result.stderr)] == [True, True], result.stderr[-3000:]
+    assert result.stderr.count("in connect_devices") == 1, "rank 0 waits there"
+
+
 def test_a_rank_that_is_stopped_while_another_tokenizes(inputs: Path) -> None:
     """The rank that works is not ended before it waits itself."""
     holds = [("after tokenizing", 1, "stop"), ("tokenizing", 0, "compute")]

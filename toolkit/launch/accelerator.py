@@ -12,10 +12,12 @@ import os
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
-from toolkit.distributed.comm import control_group, gather_objects, limit_groups, local_world_size, rank
-from toolkit.distributed.device import available_cores
+from toolkit.distributed.comm import control_group, gather_objects, limit_groups, local_world_size, rank, world_size
+from toolkit.distributed.device import available_cores, synchronize
 from toolkit.distributed.rendezvous import connecting, rendezvous_arguments
+from toolkit.distributed.watchdog import at
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_rules import check_mesh
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml, find_accelerate_yaml
@@ -93,6 +95,25 @@ def build_accelerator(
         _set_fsdp_precision(accelerator, on_cpu)
     torch.set_num_threads(num_threads or _num_threads(accelerator.device))
     return accelerator
+
+
+def connect_devices(accelerator: Accelerator) -> None:
+    """Connect the devices over which the ranks will communicate; the watchdog names a rank that does not come. Collective.
+
+    nccl connects a group at its first collective, which was in DDP's constructor, FSDP1's sync or the check of the model. A mesh
+    has groups of its own, and needs none over all ranks.
+
+    Raises:
+        UserError: the devices cannot reach each other.
+    """
+    if world_size() == 1:
+        return
+    at("connecting the devices")
+    mesh = accelerator.torch_device_mesh
+    with connecting():
+        for group in [dist.group.WORLD] if mesh is None else mesh.get_all_groups():
+            dist.all_reduce(torch.zeros((), device=accelerator.device), group=group)
+            synchronize(accelerator.device)  # nccl's calls return before the ranks have met
 
 
 def forget_accelerator() -> None:

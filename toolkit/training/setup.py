@@ -18,7 +18,7 @@ from toolkit.distributed.comm import on_all_ranks, on_rank_0, world_size
 from toolkit.distributed.watchdog import keep_stacks_in, start, working
 from toolkit.evaluation.metrics import TextMetric, describe_code, load_text_metrics, metric_name
 from toolkit.export.write import check_export_places
-from toolkit.launch.accelerator import build_accelerator, frozen_dtype
+from toolkit.launch.accelerator import build_accelerator, connect_devices, frozen_dtype
 from toolkit.launch.log import start_logging
 from toolkit.launch.run_folder import lock_run_folder, open_run_folder
 from toolkit.models.lora import check_adapter_config, is_enabled
@@ -64,6 +64,7 @@ def begin(config: RecipeConfig, own: Own) -> RunContext:
     # Of the accelerate YAML and the processes.
     accelerator = build_accelerator(config.tracking.log_with, config.run.output_dir, config.run.timeout_s, config.run.num_threads)
     start(config.run.timeout_s)
+    connect_devices(accelerator)
     working("opening the run")
     has_adapter = is_enabled(config.adapter)
     dtype = on_all_ranks(lambda: frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=has_adapter))

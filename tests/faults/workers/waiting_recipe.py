@@ -25,7 +25,7 @@ from toolkit.distributed.comm import rank
 from toolkit.distributed.watchdog import Watchdog
 from toolkit.export.model_files import ModelFiles
 from toolkit.models import load as models
-from toolkit.training import model
+from toolkit.training import model, setup
 
 TIMEOUT_S = 4
 """Of the watchdog."""
@@ -35,6 +35,7 @@ FOREVER_S = 600.0
 STEP = 3
 
 PLACES: dict[str, tuple[Any, str]] = {
+    "connecting the devices": (setup, "connect_devices"),  # which rank 1 never calls
     "tokenizing": (prepare, "tokenize_rows"),  # on rank 0 alone
     "after tokenizing": (prepare, "raise_together"),
     "loading the model": (models, "load_model"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -15,7 +16,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from tests.support.launch import REPOSITORY
 from toolkit.errors import UserError
 from toolkit.launch import accelerator
-from toolkit.launch.accelerator import build_accelerator
+from toolkit.launch.accelerator import build_accelerator, connect_devices
 
 WRAP = ["--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
 MESH = ["--use_fsdp", *WRAP, "--use_parallelism_config", "--fsdp_version", "2", "--parallelism_config_dp_shard_size", "2"]
@@ -67,6 +68,17 @@ def test_segments_grow_on_a_gpu_unless_the_user_has_set_the_allocator(
         assert torch._C._accelerator_getAllocatorSettings() == (expected or ["expandable_segments:False"])[0]
     finally:
         torch._C._accelerator_setAllocatorSettings(before)
+
+
+def test_a_mesh_connects_its_own_groups_and_none_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nccl would hold one more communicator, over every rank of a large job."""
+    reduced: list[Any] = []
+    monkeypatch.setattr(accelerator, "world_size", lambda: 4)
+    monkeypatch.setattr(accelerator.dist, "all_reduce", lambda tensor, group: reduced.append((tensor.device.type, group)))
+    mesh = MagicMock(get_all_groups=lambda: ["replicas", "shards"])
+    for chosen in (mesh, None):
+        connect_devices(MagicMock(torch_device_mesh=chosen, device=torch.device("cpu")))
+    assert reduced == [("cpu", "replicas"), ("cpu", "shards"), ("cpu", torch.distributed.group.WORLD)]
 
 
 def launched_environment(command: list[str]) -> dict[str, str]:
