@@ -85,8 +85,13 @@ class LLMDataConfig:
     """Configuration name of a hub dataset."""
     hub_split: str = "train"
     """Split of a hub dataset."""
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = "auto"
+    """How rows are read: `messages` (a chat), `sharegpt` (`conversations` of `from` and `value`), `alpaca` (`instruction`,
+    `input`, `output`, `system`, `history`), `prompt_completion` or `text`. `auto` goes by the names of the columns; if two
+    readings fit, the run is refused."""
     messages_column: str | None = None
-    """Column with a chat, a list of `{role, content}`. If unset, `messages` if there is one."""
+    """Column with a chat, a list of `{role, content}`; with `data.format sharegpt`, with its turns. If unset, `messages`, or
+    `conversations`."""
     prompt_column: str | None = None
     """Column with the prompt. If unset, `prompt` if there is one."""
     completion_column: str | None = None

@@ -31,6 +31,7 @@ _NAMES = {
     "data.max_source_length_tokens": "max_source_length max_input_length max_seq_length max_length model_max_length cutoff_len",
     "data.max_target_length_tokens": "max_target_length val_max_target_length",
     "data.max_length_tokens": "max_seq_length max_length model_max_length cutoff_len sequence_len block_size",
+    "data.format": "dataset_type dataset_format chat_format formatting",
     "data.loss_on": "train_on_inputs completion_only_loss assistant_only_loss train_on_prompt",
     "data.packing": "sample_packing",
     "data.bucket_by_length": "group_by_length",

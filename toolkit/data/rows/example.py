@@ -7,15 +7,14 @@ lists of messages also become a chat, in which only the turns of the completion 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from toolkit.config.data import DataConfig, LLMDataConfig
+from toolkit.data.rows.columns import CELLS, Columns
+from toolkit.data.rows.instructions import read_alpaca, read_sharegpt
 from toolkit.data.rows.messages import TOOLS_COLUMN, read_chat
-from toolkit.data.sources.files import check_columns
 from toolkit.data.sources.row import check_text
-from toolkit.errors import UserError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -66,67 +65,8 @@ class Example:
         return [text for text in (self.text, self.prompt, self.completion) if text is not None]
 
 
-class Columns(NamedTuple):
-    """The columns of an input that its examples are made from."""
-
-    kind: str
-    """One of `_CELLS`."""
-    names: tuple[str, ...]
-    """The column of each cell of the kind, then `tools` if there is such a column."""
-
-
-_CELLS = {"seq2seq": ("source", "target"), "pair": ("prompt", "completion"), "chat": ("chat",), "text": ("text",)}
-"""The cells of each kind of row, as messages name them."""
 _STORED = ("prompt", "completion", "text", "messages", "tools", "first_trained", "weight_0", "lead_text")
 """The fields of `Example` in the row files. `messages` and `tools` are JSON there, as their keys differ from row to row."""
-
-
-def choose_columns(where: object, existing: Sequence[str], config: DataConfig | LLMDataConfig) -> Columns:
-    """Choose the columns of an input to read: those that the config names, else those with the default names.
-
-    Raises:
-        UserError: a column that does not exist once; columns that fit no kind of example, or more than one.
-    """
-    if isinstance(config, DataConfig):
-        names = seq2seq_columns(config).names
-        check_columns(where, existing, names)
-        return Columns("seq2seq", names)
-    kinds = {
-        "chat": (config.messages_column or "messages",),
-        "pair": (config.prompt_column or "prompt", config.completion_column or "completion"),
-        "text": (config.text_column or "text",),
-    }
-    fitting = [kind for kind, names in kinds.items() if all(name in existing for name in names)]
-    configured = set(configured_columns(config).values())
-    chosen = [kind for kind in fitting if configured.intersection(kinds[kind])] or fitting
-    settings = "data.messages_column, data.text_column, or data.prompt_column and data.completion_column"
-    if not chosen:
-        wanted = ", ".join(" and ".join(map(repr, names)) for names in kinds.values())
-        raise UserError(
-            f"{where} has none of the columns {wanted} (its columns: {', '.join(existing) or 'none'}): set {settings}"
-        )
-    if len(chosen) > 1:
-        found = " and ".join(" with ".join(map(repr, kinds[kind])) for kind in chosen)
-        raise UserError(
-            f"{where} has columns of more than one kind, {found} (its columns: {', '.join(existing)}): choose by {settings}"
-        )
-    (kind,) = chosen
-    check_columns(where, existing, kinds[kind], way_out="keep one of them")
-    has_tools = kind != "text" and TOOLS_COLUMN in existing
-    return Columns(kind, kinds[kind] + (TOOLS_COLUMN,) * has_tools)
-
-
-def seq2seq_columns(config: DataConfig) -> Columns:
-    """The columns of a source text and its target."""
-    names = (config.source_column or "source", config.target_column or "target")
-    if names[0] == names[1]:
-        raise UserError(f"data.source_column and data.target_column are both {names[0]}: name two columns")
-    return Columns("seq2seq", names)
-
-
-def configured_columns(config: DataConfig | LLMDataConfig) -> dict[str, str]:
-    """The columns that the config names, by setting."""
-    return {f"data.{name}": value for name, value in asdict(config).items() if name.endswith("_column") and value}
 
 
 def build_example(row: Mapping[str, Any], columns: Columns, where: str, **known: Any) -> Example | str:
@@ -140,15 +80,23 @@ def build_example(row: Mapping[str, Any], columns: Columns, where: str, **known:
     Raises:
         UserError: a cell of the wrong type; a malformed conversation.
     """
-    kind, kinds_of_cells = columns.kind, _CELLS[columns.kind]
-    cells = {name: row[name] for name in columns.names}
-    tools = cells.pop(TOOLS_COLUMN) if len(cells) > len(kinds_of_cells) else None
-    for what, value in zip(kinds_of_cells, cells.values(), strict=True):
-        if value is None or (value == [] and kind != "seq2seq") or (isinstance(value, str) and not value.strip()):
+    kind = columns.kind
+    cells = {name: row[name] for name in columns.names[: len(CELLS[kind])]}
+    tools = row[TOOLS_COLUMN] if TOOLS_COLUMN in columns.names[len(cells) :] else None
+    for what, value in zip(CELLS[kind], cells.values(), strict=True):
+        is_nan = isinstance(value, float) and value != value  # pandas' empty cell
+        is_blank = (isinstance(value, str) and not value.strip()) or (isinstance(value, list) and not value and kind != "seq2seq")
+        if value is None or is_nan or is_blank:
             return f"with an empty {what}"
-    if kind == "chat" or (kind == "pair" and any(isinstance(value, list) for value in cells.values())):
-        chat = read_chat(cells, tools, where)
-        return chat if isinstance(chat, str) else Example(**chat, **known)
+    fields: dict[str, Any] | str | None = None
+    if kind in ("alpaca", "alpaca_text"):
+        fields = read_alpaca({name: row[name] for name in columns.names}, where, is_chat=kind == "alpaca")
+    elif kind == "sharegpt":
+        fields = read_sharegpt({name: row[name] for name in columns.names}, columns.names[0], tools, where)
+    elif kind == "chat" or (kind == "pair" and any(isinstance(value, list) for value in cells.values())):
+        fields = read_chat(cells, tools, where)
+    if fields is not None:
+        return fields if isinstance(fields, str) else Example(**{**fields, **known})
     for name, value in cells.items():
         check_text(value, f"{where}, column {name}")
     if kind == "text":

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from toolkit.config.data import DataConfig, LLMDataConfig, MixEntry
 from toolkit.config.paths import split_own_source
-from toolkit.data.rows.example import Columns, Example, build_example, choose_columns, configured_columns
+from toolkit.data.rows.columns import Columns, choose_columns, configured_columns, describe_columns
+from toolkit.data.rows.example import Example, build_example
 from toolkit.data.sources.files import READERS, find_files, hash_file, list_columns
 from toolkit.data.sources.hub import check_hub_name, load_hub_dataset, read_hub_rows
 from toolkit.data.sources.own import OwnSource, load_own_source, read_options, read_own_rows
@@ -38,10 +40,17 @@ class RowInput:
     """Whether all its rows are evaluation rows."""
     mix_entry: int = 0
     """Inputs of one entry of a mix share `num_rows`."""
+    reading: str = ""
+    """How its columns are read, see `describe_columns`; empty where each row has its own."""
+    has_chat_template: bool = False
+    """Whether Alpaca's rows become chats."""
 
 
-def list_inputs(config: DataConfig | LLMDataConfig) -> list[RowInput]:
+def list_inputs(config: DataConfig | LLMDataConfig, *, has_chat_template: bool = False) -> list[RowInput]:
     """The inputs of a run, evaluation files first.
+
+    Args:
+        has_chat_template: as in `choose_columns`.
 
     Raises:
         UserError: settings that contradict each other; a file or dataset that is missing, broken, or without usable columns.
@@ -52,21 +61,34 @@ def list_inputs(config: DataConfig | LLMDataConfig) -> list[RowInput]:
     is_own = any(split_own_source(entry.source) for entry in entries.values())
     # A function that is the only source gets the evaluation files, and may read them.
     eval_files = [] if is_own and "data" in entries else find_files(config.eval_files or [], "data.eval_files")
-    inputs = [_open_file(path, _kind_of_eval_file(path, config), config, is_eval_file=True) for path in eval_files]
+    choose = partial(choose_columns, config=config, has_chat_template=has_chat_template)
+    inputs = [_open_file(path, _kind_of_eval_file(path, config), choose, is_eval_file=True) for path in eval_files]
     for number, (setting, entry) in enumerate(entries.items()):
         if entry.source in READERS:
             paths = find_files(entry.files or [], f"{setting}.files")
-            inputs += [_open_file(path, entry.source, config, mix_entry=number) for path in paths]
+            inputs += [_open_file(path, entry.source, choose, mix_entry=number) for path in paths]
         elif split_own_source(entry.source):
-            inputs.append(_open_own(entry, config, setting, number))
+            inputs.append(_open_own(entry, config, setting, number, has_chat_template=has_chat_template))
         else:
-            inputs.append(_open_hub(entry, config, number))
+            inputs.append(_open_hub(entry, config, choose, number))
     used = {name for item in inputs if item.columns for name in item.columns.names}
     for setting, column in configured_columns(config).items():
         if column not in used and not is_own:
             labels = ", ".join(item.label for item in inputs)
-            raise UserError(f"{setting} is {column}, but that is no column of {labels}: name one that exists, or leave it out")
+            trouble = f"{setting} is {column}, but that is no column of {labels}: name one that exists, or leave it out"
+            if isinstance(config, LLMDataConfig) and config.format != "auto":
+                trouble = f"{setting} is {column}, but data.format {config.format} does not read it: leave one of them out"
+            raise UserError(trouble)
     return inputs
+
+
+def describe_readings(inputs: list[RowInput]) -> list[str]:
+    """A line for each way in which inputs are read, as in "a.json and 3 more: read as alpaca, …"."""
+    labels: dict[str, list[str]] = {}
+    for item in inputs:
+        if item.reading:
+            labels.setdefault(item.reading, []).append(item.label)
+    return [f"{first}{f' and {len(more)} more' if more else ''}: read as {reading}" for reading, (first, *more) in labels.items()]
 
 
 def list_entries(config: DataConfig | LLMDataConfig) -> dict[str, MixEntry]:
@@ -113,12 +135,13 @@ def _read_examples(item: RowInput) -> Iterator[Example | str]:
         if "skip" in options:
             yield options["skip"]
         else:
-            yield build_example(row, item.columns or _choose_own_columns(item.place, row, where), where, **options)
+            yield build_example(row, item.columns or _choose_own_columns(item, row, where), where, **options)
 
 
-def _choose_own_columns(own: OwnSource, row: dict[str, Any], where: str) -> Columns:
+def _choose_own_columns(item: RowInput, row: dict[str, Any], where: str) -> Columns:
     """The columns of one row of a function, which may give rows of several kinds."""
-    columns = choose_columns(where, list(row), own.config)
+    own: OwnSource = item.place
+    columns = choose_columns(where, list(row), own.config, has_chat_template=item.has_chat_template)
     for setting, column in configured_columns(own.config).items():
         if column not in columns.names and own.setting == "data":
             raise UserError(f"{setting} is {column}, but {where} is made from {', '.join(columns.names)}: leave one out")
@@ -156,13 +179,13 @@ def _kind_of_eval_file(path: Path, config: DataConfig | LLMDataConfig) -> str:
 
 
 def _open_file(
-    path: Path, kind: str, config: DataConfig | LLMDataConfig, *, mix_entry: int = 0, is_eval_file: bool = False
+    path: Path, kind: str, choose: Callable[..., Columns], *, mix_entry: int = 0, is_eval_file: bool = False
 ) -> RowInput:
     digest = hash_file(path, is_text=kind != "parquet")  # first, because it reports unreadable files best
     existing = list_columns(path, kind)
     if not existing:
         raise UserError(f"{path} holds no rows: give a source with at least one")
-    columns = choose_columns(path, existing, config)
+    columns = choose(path, existing)
     return RowInput(
         label=str(path),
         source=kind,
@@ -171,25 +194,37 @@ def _open_file(
         digest=f"{digest} {kind} {columns}",
         is_eval_file=is_eval_file,
         mix_entry=mix_entry,
+        reading=describe_columns(columns, existing),
     )
 
 
-def _open_own(entry: MixEntry, config: DataConfig | LLMDataConfig, setting: str, mix_entry: int) -> RowInput:
+def _open_own(
+    entry: MixEntry, config: DataConfig | LLMDataConfig, setting: str, mix_entry: int, *, has_chat_template: bool
+) -> RowInput:
     if isinstance(config, LLMDataConfig) and config.mix:
         config = replace(config, mix=[], source=entry.source, files=entry.files, eval_files=None)
     own = load_own_source(config, setting)
     digest = f"{own.identity} {sorted(configured_columns(config).items())}"
-    item = RowInput(label=own.label, source=entry.source, place=own, columns=None, digest=digest, mix_entry=mix_entry)
-    if own.is_identified:
-        return item
+    item = RowInput(
+        label=own.label,
+        source=entry.source,
+        place=own,
+        columns=None,
+        digest=digest,
+        mix_entry=mix_entry,
+        has_chat_template=has_chat_template,
+    )
+    if own.is_identified:  # its rows are not read here, so the digest has what decides how they are
+        way = config.format if isinstance(config, LLMDataConfig) else "auto"
+        return replace(item, digest=digest + f" {way}" * (way != "auto") + " chat template" * has_chat_template)
     # Read once to be hashed, and again to be used.
     hashed = _hash_rows(islice(_read_examples(item), config.num_rows))
     return replace(item, digest=f"{digest} {hashed}", hashed=hashed)
 
 
-def _open_hub(entry: MixEntry, config: DataConfig | LLMDataConfig, mix_entry: int) -> RowInput:
+def _open_hub(entry: MixEntry, config: DataConfig | LLMDataConfig, choose: Callable[..., Columns], mix_entry: int) -> RowInput:
     dataset = load_hub_dataset(entry.source, entry.hub_subset, entry.hub_split, other_sources=tuple(READERS))
-    columns = choose_columns(entry.source, dataset.column_names, config)
+    columns = choose(entry.source, dataset.column_names)
     # The fingerprint of `datasets` depends on paths and times; only the rows themselves are the same on every machine.
     _, digest = _hash_rows(islice(read_hub_rows(dataset, columns.names), config.num_rows))
     return RowInput(
@@ -199,4 +234,5 @@ def _open_hub(entry: MixEntry, config: DataConfig | LLMDataConfig, mix_entry: in
         columns=columns,
         digest=f"{digest} {columns}",
         mix_entry=mix_entry,
+        reading=describe_columns(columns, dataset.column_names),
     )

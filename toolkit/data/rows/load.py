@@ -22,7 +22,7 @@ import numpy as np
 from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.data.cache_folders import cache_folder, find_or_build, name_folder
 from toolkit.data.rows.example import Example, build_schema, list_cells
-from toolkit.data.rows.inputs import RowInput, list_inputs, read_rows
+from toolkit.data.rows.inputs import RowInput, describe_readings, list_inputs, read_rows
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -49,9 +49,11 @@ class TextRows:
     """Sentences to print for the user."""
     origins: list[tuple[str, int]]
     """The label of each input and the number of rows read from it; row ids count through the inputs."""
+    readings: list[str]
+    """How the inputs are read, and from which columns, as sentences to print."""
 
 
-def load_rows(config: DataConfig | LLMDataConfig) -> TextRows:
+def load_rows(config: DataConfig | LLMDataConfig, *, has_chat_template: bool = False) -> TextRows:
     """Load the rows of `data.source`, or of every entry of `data.mix`; read, check and split them first if they are not cached.
 
     A hash of a row's group (the prompt, the source, the text, or the first user message) decides its split, so that no group is
@@ -60,11 +62,14 @@ def load_rows(config: DataConfig | LLMDataConfig) -> TextRows:
 
     For one process per node; no collectives.
 
+    Args:
+        has_chat_template: whether chats can be rendered; rows of Alpaca's columns then become chats.
+
     Raises:
         UserError: settings that contradict each other; a file or dataset that is missing, broken, without usable columns or
             rows; a cell that is not text; a malformed conversation; the cache cannot be written or read.
     """
-    inputs = list_inputs(config)
+    inputs = list_inputs(config, has_chat_template=has_chat_template)
     eval_fraction = None if any(item.is_eval_file for item in inputs) else config.eval_fraction
     identity = {
         "reader_version": READER_VERSION,
@@ -85,7 +90,7 @@ def load_rows(config: DataConfig | LLMDataConfig) -> TextRows:
         share = f"data.eval_fraction {eval_fraction}"
         remarks.append(f"{share} holds out none of the {len(train)} rows: there is nothing to evaluate on")
     origins = [(item.label, report.num_rows) for item, report in zip(inputs, reports, strict=True)]
-    return TextRows(train, evaluation, folder.name, remarks, origins)
+    return TextRows(train, evaluation, folder.name, remarks, origins, describe_readings(inputs))
 
 
 def write_rows(inputs: list[RowInput], eval_fraction: float | None, num_rows: int | None, folder: Path) -> dict[str, Any]:

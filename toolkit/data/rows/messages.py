@@ -18,13 +18,14 @@ TOOLS_COLUMN = "tools"
 _MESSAGE_FORM = 'write {"role": ..., "content": ...}'
 
 
-def read_chat(cells: Mapping[str, Any], tools: Any, where: str) -> dict[str, Any] | str:
+def read_chat(cells: Mapping[str, Any], tools: Any, where: str, *, calls_may_be_text: bool = False) -> dict[str, Any] | str:
     """The fields of a chat's `Example`, or the reason to skip it.
 
     Args:
         cells: by column: the messages; or a prompt and its completion, of which at least one is a list of messages.
         tools: the cell of the tools.
         where: file and row, for messages.
+        calls_may_be_text: a tool may answer any assistant turn, not only one with `tool_calls`.
 
     Raises:
         UserError: a malformed conversation.
@@ -38,14 +39,14 @@ def read_chat(cells: Mapping[str, Any], tools: Any, where: str) -> dict[str, Any
             )
     prompt, column = first[0] if first else [], names[-1]
     if isinstance(completion, str):
-        completion = _read_json(completion, f"{where}, column {column}")
+        completion = read_json(completion, f"{where}, column {column}")
     if not isinstance(completion, list):
         raise UserError(
             f"{where}, column {column}: {completion!r:.60} is no list of messages: {_MESSAGE_FORM} for each in a list"
         )
     # Broken conversations are errors.
     messages = [_read_message(item, f"{where}, message {i}") for i, item in enumerate([*prompt, *completion], start=1)]
-    _check_order(messages, where)
+    _check_order(messages, where, calls_may_be_text=calls_may_be_text)
     if all(message["role"] != "assistant" for message in messages[len(prompt) :]):
         raise UserError(f"{where}, column {column}: no assistant turn, so there is nothing to train on: leave the row out")
     # Conversations with nothing to train on are skipped and counted.
@@ -63,6 +64,8 @@ def _read_message(item: Any, where: str) -> dict[str, Any]:
         raise UserError(f"{where}: {item!r:.60} is no message: {_MESSAGE_FORM}")
     # Parquet and hub datasets give every message the keys of all messages, with null for missing values.
     message = _without_nulls(item)
+    if {"from", "value"} <= message.keys() and "role" not in message:
+        raise UserError(f"{where} has from and value, as ShareGPT's turns do: set data.format sharegpt")
     if "role" not in message:
         raise UserError(f"{where} has no role (its keys: {', '.join(map(str, message)) or 'none'}): {_MESSAGE_FORM}")
     if message["role"] not in ROLES:
@@ -105,12 +108,12 @@ def _read_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise UserError(f'{where}: a tool call without a name: write {{"function": {{"name": ..., "arguments": {{...}}}}}}')
         if isinstance(function.get("arguments"), str):  # OpenAI's format; templates expect the object
-            function = {**function, "arguments": _read_json(function["arguments"], f"{where}, arguments of {function['name']}")}
+            function = {**function, "arguments": read_json(function["arguments"], f"{where}, arguments of {function['name']}")}
         read.append({**call, "function": function} if "function" in call else function)
     return read
 
 
-def _check_order(messages: list[dict[str, Any]], where: str) -> None:
+def _check_order(messages: list[dict[str, Any]], where: str, *, calls_may_be_text: bool) -> None:
     """Refuse an impossible order of roles. Whether roles must alternate is up to the chat template."""
     before = None
     calls_are_open = False
@@ -125,20 +128,21 @@ def _check_order(messages: list[dict[str, Any]], where: str) -> None:
         else:
             before = role
             calls_are_open = calls_are_open if role == "tool" else bool(message.get("tool_calls"))
+            calls_are_open |= calls_may_be_text and role == "assistant"
             continue
         raise UserError(f"{where}, message {number}: roles out of order, {trouble}")
 
 
 def _read_tools(tools: Any, where: str) -> list[Any] | None:
     if isinstance(tools, str) and tools.strip():
-        tools = _read_json(tools, f"{where}, column {TOOLS_COLUMN}")
+        tools = read_json(tools, f"{where}, column {TOOLS_COLUMN}")
     if not tools:
         return None
     if not isinstance(tools, list):
         raise UserError(f"{where}, column {TOOLS_COLUMN}: {tools!r:.60} is no list of tools: write their JSON schemas in a list")
     read = []
     for number, tool in enumerate(tools, start=1):
-        tool = _read_json(tool, f"{where}, tool {number}") if isinstance(tool, str) else _without_nulls(tool)
+        tool = read_json(tool, f"{where}, tool {number}") if isinstance(tool, str) else _without_nulls(tool)
         if not isinstance(tool, dict):
             raise UserError(f"{where}, tool {number}: {tool!r:.60} is no tool: write its JSON schema as an object")
         _check_values(tool, f"{where}, tool {number}")
@@ -146,7 +150,12 @@ def _read_tools(tools: Any, where: str) -> list[Any] | None:
     return read
 
 
-def _read_json(text: str, where: str) -> Any:
+def read_json(text: str, where: str) -> Any:
+    """The value of a cell that is JSON text.
+
+    Raises:
+        UserError: it is not JSON.
+    """
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

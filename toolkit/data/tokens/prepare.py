@@ -127,7 +127,10 @@ def _find_or_build(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab
     if tokenizer is not None:
         kind.set_up(tokenizer, config, model)
     settings = kind.list_settings(config, tokenizer)
-    rows = load_rows(config)
+    has_chat_template = isinstance(config, LLMDataConfig) and bool(tokenizer.chat_template if tokenizer else config.chat_template)
+    rows = load_rows(config, has_chat_template=has_chat_template)
+    for line in rows.readings:
+        logger.info(line)
     identity = {
         "format": FORMAT_VERSION,
         "rows": rows.fingerprint,

@@ -1,26 +1,16 @@
-"""Rows of chats, of prompts and of text: which columns they are read from, and each mistake in them with its sentence."""
+"""Rows of chats, of prompts and of text, and each mistake in them with its sentence."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 
 from tests.support.chats import say
-from toolkit.config.data import LLMDataConfig
-from toolkit.data.rows.example import (
-    Columns,
-    Example,
-    build_example,
-    build_schema,
-    choose_columns,
-    list_cells,
-    read_examples,
-)
+from toolkit.data.rows.columns import Columns
+from toolkit.data.rows.example import Example, build_example, build_schema, list_cells, read_examples
 from toolkit.errors import UserError
 
-CONFIG = LLMDataConfig(source="jsonl")
 CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}
 
 
@@ -45,46 +35,6 @@ def refuse(messages, *fragments, tools=None):
     with pytest.raises(UserError) as caught:
         read(messages, tools)
     assert str(caught.value).startswith("a.jsonl, row 7, ") and "\n" not in str(caught.value)
-    for fragment in fragments:
-        assert fragment in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("existing", "settings", "expected"),
-    [
-        (["id", "messages"], {}, ("chat", ("messages",))),
-        (["messages", "prompt", "tools"], {}, ("chat", ("messages", "tools"))),
-        (["prompt", "completion", "score"], {}, ("pair", ("prompt", "completion"))),
-        (["text", "url"], {}, ("text", ("text",))),
-        (["text", "tools"], {}, ("text", ("text",))),
-        (["text", "messages"], {"text_column": "text"}, ("text", ("text",))),
-        (["talk", "text"], {"messages_column": "talk"}, ("chat", ("talk",))),
-        (["question", "completion", "text"], {"prompt_column": "question"}, ("pair", ("question", "completion"))),
-        # A mix: what the setting names is not in this file.
-        (["messages"], {"text_column": "body"}, ("chat", ("messages",))),
-    ],
-)
-def test_columns_are_the_named_ones_or_those_with_the_usual_names(existing, settings, expected):
-    assert choose_columns("a.csv", existing, replace(CONFIG, **settings)) == expected
-
-
-@pytest.mark.parametrize(
-    ("existing", "settings", "fragments"),
-    [
-        (["question", "answer"], {}, ["a.csv has none of the columns 'messages', 'prompt' and 'completion', 'text'", "answer)"]),
-        (["prompt", "answer"], {}, ["(its columns: prompt, answer): set data.messages_column, data.text_column"]),
-        (["text", "messages"], {}, ["columns of more than one kind, 'messages' and 'text' (its columns: text, messages)"]),
-        (
-            ["a", "text", "prompt", "completion"],
-            {"text_column": "a", "prompt_column": "prompt"},
-            ["'prompt' with 'completion' and 'a'"],
-        ),
-        (["text", "text"], {}, ["a.csv has more than one column 'text'"]),
-    ],
-)
-def test_no_column_or_several_kinds_are_refused_with_what_there_is(existing, settings, fragments):
-    with pytest.raises(UserError) as caught:
-        choose_columns("a.csv", existing, replace(CONFIG, **settings))
     for fragment in fragments:
         assert fragment in str(caught.value)
 
@@ -202,7 +152,7 @@ def test_empty_rows_come_with_their_reason(kind, cells, reason):
         ({"role": "user", "content": "a"}, ["is no list of messages"]),
         ("[{'role': 'user'}]", ["column messages: not JSON (Expecting property name"]),
         (["hi"], ["message 1: 'hi' is no message"]),
-        ([{"from": "human", "value": "hi"}], ["message 1 has no role (its keys: from, value)"]),
+        ([{"from": "human", "value": "hi"}], ["message 1 has from and value, as ShareGPT's turns do: set data.format sharegpt"]),
         ([{"role": "user"}], ["message 1 has no content (its keys: role)"]),
         ([{"role": "user", "content": None}], ["message 1 has no content"]),
         (

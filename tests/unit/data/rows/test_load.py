@@ -1,12 +1,14 @@
 """The split, the fingerprint, the cache, and what settings may go together."""
 
+import json
 import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from datasets import List, Value
 
-from toolkit.config.data import DataConfig
+from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.data.rows import load as loading
 from toolkit.data.rows.load import Repeats, load_rows
 from toolkit.errors import UserError
@@ -215,3 +217,20 @@ def test_unwritable_cache_is_refused(config, tmp_path):
 def test_settings_that_would_be_ignored_are_refused(config, settings, sentence):
     with pytest.raises(UserError, match=sentence):
         load_rows(replace(config, **settings))
+
+
+def test_fingerprints_of_rows_are_those_of_the_versions_before(tmp_path, monkeypatch):
+    """A tokenizer that is trained on the rows is kept under them, so a run begun before could not go on with others."""
+    monkeypatch.chdir(tmp_path)
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "one"}]
+    Path("a.csv").write_text("source,target,id\n" + "".join(f"text {i},t {i},{i}\n" for i in range(20)))
+    rows = [{"messages": chat, "tools": [{"name": "add"}], "id": i} for i in range(3)]
+    Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("own.py").write_text(
+        'def load(config):\n    yield {"prompt": "a", "completion": "b"}\ndef identify(config): return "1"\n'
+    )
+    settings = {"cache_dir": "c", "eval_fraction": 0.0}
+    prints = [load_rows(DataConfig(source="csv", files="a.csv", **settings)).fingerprint]
+    prints += [load_rows(LLMDataConfig(source="jsonl", files="a.jsonl", **settings)).fingerprint]
+    prints += [load_rows(LLMDataConfig(source="own.py:load", **settings)).fingerprint]
+    assert [fingerprint[:12] for fingerprint in prints] == ["0fdfe3eb8006", "f916b3711478", "baeecf75be1c"]

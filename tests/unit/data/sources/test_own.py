@@ -296,10 +296,10 @@ def test_what_is_wrong_with_the_name_is_one_sentence(folder: Path, source: str, 
     [
         (
             "[{'prompt': 'p'}]",
-            "row 1 has none of the columns 'messages', 'prompt' and 'completion', 'text'",
+            "row 1 has none of the columns 'messages', 'conversations', 'instruction' and 'output', 'prompt' and",
         ),
         ("[{'text': 'a'}, {'text': 3}]", "my_rows.py:load_rows, row 2, column text: 3 is of type int, not text"),
-        ("[{'text': 'a', 'messages': []}]", "row 1 has columns of more than one kind, 'messages' and 'text'"),
+        ("[{'text': 'a', 'messages': []}]", "row 1 can be read in more than one way, as messages ('messages') and text ('text')"),
         ("[{'messages': [{'role': 'user'}]}]", "my_rows.py:load_rows, row 1, message 1 has no content"),
     ],
 )

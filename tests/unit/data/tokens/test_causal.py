@@ -503,3 +503,17 @@ def test_several_processes_give_the_same_rows_and_tell_a_users_mistake(prepare, 
 def test_settings_of_the_batch_plan_do_not_change_the_fingerprint(prepare):
     fingerprint = prepare(chats(*CHATS)).fingerprint
     assert prepare(chats(*CHATS), packing=False, num_loader_workers=3).fingerprint == fingerprint
+
+
+def test_alpaca_goes_by_the_tokenizers_template_and_the_line_says_so(prepare, capsys, tmp_path):
+    row = {"id": 1, "instruction": "what is", "input": "two", "output": "it is"}
+    with_template = prepare([row])
+    line = "read as alpaca, as chats for the chat template, from instruction, output and input; left out: id\n"
+    assert capsys.readouterr().out.startswith(f"{tmp_path / 'rows.jsonl'}: {line}")
+    assert counted(with_template) == ["it is<|im_end|>"]
+    assert "what is\n\ntwo" in with_template.tokenizer.decode(with_template.train[0]["input_ids"])
+    (tmp_path / "bare").mkdir()
+    build_chat_tokenizer().save_pretrained(tmp_path / "bare")
+    bare = prepare([row], model=ModelConfig(name_or_path=str(tmp_path / "bare")))
+    assert "as prompts in Alpaca's own words" in capsys.readouterr().out
+    assert counted(bare)[0].startswith("it is") and "### Input:\ntwo" in bare.tokenizer.decode(bare.train[0]["input_ids"])

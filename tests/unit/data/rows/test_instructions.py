@@ -1,0 +1,139 @@
+"""Rows of ShareGPT and Alpaca: the turns and texts made of them, what is left out, and each mistake with its sentence."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.support.chats import say
+from toolkit.data.rows.columns import Columns
+from toolkit.data.rows.example import Example, build_example
+from toolkit.errors import UserError
+
+
+def turns(*pairs: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"from": who, "value": text} for who, text in pairs]
+
+
+def sharegpt(conversations: Any, **cells: Any) -> Example | str:
+    row = {"conversations": conversations, **cells}
+    return build_example(row, Columns("sharegpt", tuple(row)), "a.json, row 7")
+
+
+def alpaca(kind: str = "alpaca", **cells: Any) -> Example | str:
+    row = {"instruction": "add", "output": "3", **cells}
+    return build_example(row, Columns(kind, tuple(row)), "a.json, row 7")
+
+
+HELLO = turns(("human", "hello"), ("gpt", "one"))
+
+
+@pytest.mark.parametrize("user", ["human", "user", "Human"])
+@pytest.mark.parametrize("assistant", ["gpt", "assistant", "chatgpt", "bot", "model"])
+def test_sharegpts_roles_are_users_and_assistants(user: str, assistant: str) -> None:
+    expected = Example(messages=say("hello", "one", system="be brief"))
+    assert sharegpt(turns(("system", "be brief"), (user, "hello"), (assistant, "one"))) == expected
+    assert sharegpt(json.dumps(turns((user, "hello"), (assistant, "one"))), system="be brief") == expected
+    assert sharegpt([{"role": user, "content": "hello", "from": None}, *HELLO[1:]], system=" ") == Example(
+        messages=say("hello", "one")
+    )
+
+
+def test_sharegpts_calls_and_answers_of_tools() -> None:
+    call = json.dumps({"name": "add", "arguments": {"a": 1}})
+    row = sharegpt(turns(("human", "1?"), ("function_call", call), ("observation", "2"), ("gpt", "2")), tools='[{"name": "add"}]')
+    assert isinstance(row, Example) and row.messages is not None
+    assert [message["role"] for message in row.messages] == ["user", "assistant", "tool", "assistant"]
+    assert row.messages[1] == {"role": "assistant", "tool_calls": [json.loads(call)], "content": ""}
+    assert row.tools == [{"name": "add"}]
+    # Hermes writes the call as text.
+    row = sharegpt(turns(("human", "1?"), ("gpt", "<tool_call>"), ("tool", "2"), ("gpt", "2")))
+    assert isinstance(row, Example) and row.messages is not None and row.messages[2] == {"role": "tool", "content": "2"}
+
+
+@pytest.mark.parametrize(
+    ("conversations", "reason"),
+    [
+        ([], "with an empty conversation"),
+        (HELLO[1:] + HELLO, "in which the assistant speaks first"),
+        (HELLO[:1], "without an assistant turn"),
+        (turns(("human", "a"), ("gpt", " ")), "with an empty assistant turn"),
+        ([HELLO[0], HELLO[1] | {"weight": 0}], "with weight 0 on every assistant turn"),
+    ],
+)
+def test_conversations_with_nothing_to_learn_are_left_out_with_their_reason(conversations: Any, reason: str) -> None:
+    assert sharegpt(conversations) == reason
+
+
+@pytest.mark.parametrize(
+    ("conversations", "sentence"),
+    [
+        (turns(("human", "a"), ("narrator", "b")), "turn 2: 'narrator' is no role of ShareGPT: write one of human, user, gpt"),
+        ("no json", "column conversations: not JSON"),
+        ({"from": "human"}, "column conversations: {'from': 'human'} is no list of turns"),
+        (["a"], "turn 1: 'a' is no turn"),
+        ([{"from": "human"}], 'turn 1 has no text in "value" (its keys: from)'),
+        ([{"value": "a"}], 'turn 1 has no text in "from" (its keys: value)'),
+        (turns(("human", 3), ("gpt", "a")), "message 1, content: 3 is of type int, not text"),  # type: ignore[arg-type]
+        (turns(("human", "a"), ("function_call", "b")), "turn 2: not JSON"),
+        (turns(("human", "a"), ("function_call", "3")), "message 2: tool_calls [3] is no list of calls"),
+        (turns(("human", "a"), ("tool", "b"), ("gpt", "c")), "message 2: roles out of order, a tool turn"),
+    ],
+)
+def test_what_is_wrong_with_a_conversation_is_one_sentence(conversations: Any, sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        sharegpt(conversations)
+    assert str(caught.value).startswith(f"a.json, row 7, {sentence}")
+
+
+def test_alpaca_is_a_chat_with_its_input_system_and_history() -> None:
+    assert alpaca(input=" ") == Example(messages=say("add", "3"))
+    row = alpaca(input="1 and 2", system="be brief", history=[["hello", "one"]])
+    assert row == Example(messages=say("hello", "one", "add\n\n1 and 2", "3", system="be brief"))
+    assert alpaca(input="1 and 2", system="be brief", history='[["hello", "one"]]') == row
+    assert alpaca(input=None, system=None, history=[]) == alpaca(input="", history="") == alpaca()
+
+
+def test_alpaca_without_a_template_is_a_prompt_in_its_own_words() -> None:
+    assert alpaca("alpaca_text", input="1 and 2") == Example(
+        prompt="Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+        "response that appropriately completes the request.\n\n### Instruction:\nadd\n\n### Input:\n1 and 2\n\n### Response:\n",
+        completion="3",
+        lead_text="add\n\n1 and 2",
+    )
+    row = alpaca("alpaca_text", system="be brief", history=[["hello", "one"]])
+    assert isinstance(row, Example) and row.prompt == (
+        "be brief\n\n### Instruction:\nhello\n\n### Response:\none\n\n### Instruction:\nadd\n\n### Response:\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"instruction": " "}, "with an empty instruction"),
+        ({"output": None}, "with an empty output"),
+        ({"output": float("nan")}, "with an empty output"),
+        ({"history": [["a", " "]]}, "with an empty text in their history"),
+    ],
+)
+def test_alpacas_rows_without_a_text_are_left_out(cells: dict[str, Any], reason: str) -> None:
+    assert alpaca(**cells) == reason
+
+
+@pytest.mark.parametrize(
+    ("cells", "sentence"),
+    [
+        ({"output": 3}, "column output: 3 is of type int, not text"),
+        ({"input": ["a"]}, "column input: ['a'] is of type list, not text"),
+        ({"history": "a"}, "column history: not JSON"),
+        ({"history": {"a": "b"}}, "column history: {'a': 'b'} is no list"),
+        ({"history": [["a", "b", "c"]]}, "history 1: ['a', 'b', 'c'] is no pair: write [instruction, answer]"),
+        ({"history": [["a", None]]}, "history 1: None is of type NoneType, not text"),
+    ],
+)
+def test_what_is_wrong_with_an_alpaca_row_is_one_sentence(cells: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        alpaca(**cells)
+    assert str(caught.value).startswith(f"a.json, row 7, {sentence}")

@@ -1,0 +1,134 @@
+"""Chooses the columns that rows are read from, and with them the reading: as chats, ShareGPT, Alpaca, pairs or text.
+
+The names of the columns decide, unless `data.format` or a setting of a column does. Columns that fit two readings are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import NamedTuple
+
+from toolkit.config.data import DataConfig, LLMDataConfig
+from toolkit.data.rows.messages import TOOLS_COLUMN
+from toolkit.data.sources.files import check_columns
+from toolkit.errors import UserError
+
+
+class Columns(NamedTuple):
+    """The columns of an input that its examples are made from. Its text is part of the rows' fingerprint."""
+
+    kind: str
+    """One of `CELLS`."""
+    names: tuple[str, ...]
+    """The column of each cell of the kind, then the columns of `_OPTIONAL` that there are."""
+
+
+CELLS = {
+    "seq2seq": ("source", "target"),
+    "pair": ("prompt", "completion"),
+    "chat": ("chat",),
+    "text": ("text",),
+    "sharegpt": ("conversation",),
+    "alpaca": ("instruction", "output"),
+    "alpaca_text": ("instruction", "output"),
+}
+"""The cells of each kind of row that must not be empty, as messages name them."""
+_KINDS = {"messages": "chat", "sharegpt": "sharegpt", "alpaca": "alpaca", "prompt_completion": "pair", "text": "text"}
+"""The kind of each value of `data.format`."""
+_OPTIONAL: dict[str, tuple[str, ...]] = {
+    "chat": (TOOLS_COLUMN,),
+    "pair": (TOOLS_COLUMN,),
+    "sharegpt": ("system", TOOLS_COLUMN),
+    "alpaca": ("input", "system", "history"),
+    "alpaca_text": ("input", "system", "history"),
+}
+_SETTINGS = "data.messages_column, data.text_column, or data.prompt_column and data.completion_column"
+
+
+def choose_columns(
+    where: object, existing: Sequence[str], config: DataConfig | LLMDataConfig, *, has_chat_template: bool = False
+) -> Columns:
+    """Choose the columns of an input to read: those that the config names, else those with the default names.
+
+    Args:
+        has_chat_template: Alpaca's rows become chats, else prompts with completions.
+
+    Raises:
+        UserError: a column that does not exist once; columns that fit no reading, or more than one.
+    """
+    if isinstance(config, DataConfig):
+        names = seq2seq_columns(config).names
+        check_columns(where, existing, names)
+        return Columns("seq2seq", names)
+    readings = _list_readings(config)
+    if config.format != "auto":
+        names = readings[config.format]
+        check_columns(where, existing, names, way_out=f"data.format {config.format} reads {' and '.join(map(repr, names))}")
+        return _with_optional(config.format, names, existing, has_chat_template=has_chat_template)
+    fitting = [reading for reading, names in readings.items() if all(name in existing for name in names)]
+    configured = set(configured_columns(config).values())
+    # ShareGPT's and Alpaca's columns are not set, so no setting chooses them.
+    set_by_name = [r for r in fitting if r not in ("sharegpt", "alpaca") and configured.intersection(readings[r])]
+    chosen = set_by_name or fitting
+    if not chosen:
+        wanted = ", ".join(" and ".join(map(repr, names)) for names in readings.values())
+        raise UserError(
+            f"{where} has none of the columns {wanted} (its columns: {', '.join(existing) or 'none'}): set {_SETTINGS}"
+        )
+    if len(chosen) > 1:
+        found = " and ".join(f"{reading} ({' with '.join(map(repr, readings[reading]))})" for reading in chosen)
+        raise UserError(
+            f"{where} can be read in more than one way, as {found} (its columns: {', '.join(existing)}): choose by data.format "
+            f"{' or '.join(chosen)}, or by {_SETTINGS}"
+        )
+    (reading,) = chosen
+    check_columns(where, existing, readings[reading], way_out="keep one of them")
+    return _with_optional(reading, readings[reading], existing, has_chat_template=has_chat_template)
+
+
+def _list_readings(config: LLMDataConfig) -> dict[str, tuple[str, ...]]:
+    """The columns that each reading needs."""
+    of_sharegpt = config.messages_column if config.format == "sharegpt" and config.messages_column else "conversations"
+    readings = {
+        "messages": (config.messages_column or "messages",),
+        "sharegpt": (of_sharegpt,),
+        "alpaca": ("instruction", "output"),
+        "prompt_completion": (config.prompt_column or "prompt", config.completion_column or "completion"),
+        "text": (config.text_column or "text",),
+    }
+    if config.format == "auto" and readings["messages"] == readings["sharegpt"]:
+        del readings["sharegpt"]  # the setting says that the column has messages
+    return readings
+
+
+def _with_optional(reading: str, names: tuple[str, ...], existing: Sequence[str], *, has_chat_template: bool) -> Columns:
+    kind = "alpaca_text" if reading == "alpaca" and not has_chat_template else _KINDS[reading]
+    return Columns(kind, names + tuple(name for name in _OPTIONAL.get(kind, ()) if name in existing))
+
+
+def describe_columns(columns: Columns, existing: Sequence[str]) -> str:
+    """The reading, the columns used and those left out, as in "messages, from messages and tools; left out: id"."""
+    reading = {kind: reading for reading, kind in _KINDS.items()}.get(columns.kind, "")
+    how = {
+        "seq2seq": "a source with its target",
+        "alpaca": "alpaca, as chats for the chat template",
+        "alpaca_text": "alpaca, as prompts in Alpaca's own words with completions, because the tokenizer has no chat template",
+    }.get(columns.kind, reading)
+    *first, last = [name for name in columns.names if name in existing]
+    used = f"{', '.join(first)} and {last}" if first else last
+    left_out = ", ".join(name for name in existing if name not in columns.names)
+    return f"{how}, from {used}; {f'left out: {left_out}' if left_out else 'no column left out'}"
+
+
+def seq2seq_columns(config: DataConfig) -> Columns:
+    """The columns of a source text and its target."""
+    names = (config.source_column or "source", config.target_column or "target")
+    if names[0] == names[1]:
+        raise UserError(f"data.source_column and data.target_column are both {names[0]}: name two columns")
+    return Columns("seq2seq", names)
+
+
+def configured_columns(config: DataConfig | LLMDataConfig) -> dict[str, str]:
+    """The columns that the config names, by setting."""
+    return {f"data.{name}": value for name, value in asdict(config).items() if name.endswith("_column") and value}

@@ -1,0 +1,120 @@
+"""Rows of ShareGPT (`conversations`) and Alpaca (`instruction`, `input`, `output`, `system`, `history`) → chats, or pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from toolkit.data.rows.messages import read_chat, read_json
+from toolkit.data.sources.row import check_text
+from toolkit.errors import UserError
+
+_ROLES = {
+    "user": ("human", "user"),
+    "assistant": ("gpt", "assistant", "chatgpt", "bot", "model", "bing", "bard"),
+    "system": ("system",),
+    "tool": ("tool", "function", "observation", "function_response", "tool_response"),
+}
+_CALLS = ("function_call", "tool_call")
+"""Roles of a turn of the assistant whose text is a call as JSON."""
+_ALPACA = "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the request."
+_PAIRED = ", paired with an input that provides further context"
+
+
+def read_sharegpt(row: Mapping[str, Any], column: str, tools: Any, where: str) -> dict[str, Any] | str:
+    """The fields of a chat's `Example`, or the reason to skip it. A column `system` becomes the first turn.
+
+    Dumps of ShareGPT are known for conversations that begin in the middle, so these are left out and counted.
+
+    Raises:
+        UserError: an unknown role; a malformed conversation.
+    """
+    turns = row[column]
+    if isinstance(turns, str):
+        turns = read_json(turns, f"{where}, column {column}")
+    if not isinstance(turns, list):
+        raise UserError(
+            f'{where}, column {column}: {turns!r:.60} is no list of turns: write {{"from": ..., "value": ...}} for each in a list'
+        )
+    messages = [_read_turn(turn, f"{where}, turn {number}") for number, turn in enumerate(turns, start=1)]
+    roles = [message["role"] for message in messages if message["role"] != "system"]
+    if roles[:1] == ["assistant"]:
+        return "in which the assistant speaks first"
+    if "assistant" not in roles:
+        return "without an assistant turn"
+    if (system := _optional_text(row, "system", where)) and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return read_chat({column: messages}, tools, where, calls_may_be_text=True)
+
+
+def _read_turn(turn: Any, where: str) -> dict[str, Any]:
+    """A turn as a message; one that is a message with role and content stays as it is, but for the name of its role."""
+    if not isinstance(turn, dict):
+        raise UserError(f'{where}: {turn!r:.60} is no turn: write {{"from": ..., "value": ...}}')
+    rest = {key: value for key, value in turn.items() if value is not None}
+    given, content = (rest.pop(first, rest.pop(second, None)) for first, second in (("from", "role"), ("value", "content")))
+    if not isinstance(given, str) or (content is None and "tool_calls" not in rest):
+        missing = "value" if isinstance(given, str) else "from"
+        raise UserError(
+            f'{where} has no text in "{missing}" (its keys: {", ".join(map(str, turn))}): write {{"from": ..., "value": ...}}'
+        )
+    name = given.strip().lower()
+    if name in _CALLS:
+        check_text(content, where)
+        calls = read_json(content, where)
+        return {"role": "assistant", "tool_calls": calls if isinstance(calls, list) else [calls], **rest}
+    role = next((role for role, names in _ROLES.items() if name in names), None)
+    if role is None:
+        known = ", ".join([name for names in _ROLES.values() for name in names] + [*_CALLS])
+        raise UserError(f"{where}: {given!r:.60} is no role of ShareGPT: write one of {known}")
+    return {"role": role, **({} if content is None else {"content": content}), **rest}
+
+
+def read_alpaca(row: Mapping[str, Any], where: str, *, is_chat: bool) -> dict[str, Any] | str:
+    """The fields of an `Example` of Alpaca's columns, or the reason to skip it.
+
+    Args:
+        is_chat: `system` and `history` become turns, each answer is trained on; else all before `output` is the prompt.
+
+    Raises:
+        UserError: a cell that is not text; a history that is no list of pairs.
+    """
+    instruction, given = row["instruction"], _optional_text(row, "input", where)
+    for column in ("instruction", "output"):
+        check_text(row[column], f"{where}, column {column}")
+    system, history = _optional_text(row, "system", where), _read_history(row.get("history"), where)
+    if any(not text.strip() for pair in history for text in pair):
+        return "with an empty text in their history"
+    request = f"{instruction}\n\n{given}" if given else instruction
+    if is_chat:
+        texts = [text for pair in history for text in pair] + [request, row["output"]]
+        messages = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
+        return {"messages": [{"role": "system", "content": system}] * bool(system) + messages}
+    blocks = [system or _ALPACA.format(paired=_PAIRED if given else "")]
+    blocks += [f"### {name}:\n{text}" for pair in history for name, text in zip(("Instruction", "Response"), pair, strict=True)]
+    blocks += [f"### Instruction:\n{instruction}", *([f"### Input:\n{given}"] if given else []), "### Response:\n"]
+    return {"prompt": "\n\n".join(blocks), "completion": row["output"], "lead_text": request}
+
+
+def _read_history(history: Any, where: str) -> list[list[str]]:
+    if isinstance(history, str) and history.strip():
+        history = read_json(history, f"{where}, column history")
+    if not history:
+        return []
+    if not isinstance(history, list):
+        raise UserError(f"{where}, column history: {history!r:.60} is no list: write [[instruction, answer], ...]")
+    for number, pair in enumerate(history, start=1):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise UserError(f"{where}, history {number}: {pair!r:.60} is no pair: write [instruction, answer]")
+        for text in pair:
+            check_text(text, f"{where}, history {number}")
+    return history
+
+
+def _optional_text(row: Mapping[str, Any], column: str, where: str) -> str:
+    """A cell that may be missing or blank: then it is empty."""
+    value = row.get(column)
+    if value is None:
+        return ""
+    check_text(value, f"{where}, column {column}")
+    return value if value.strip() else ""
