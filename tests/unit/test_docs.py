@@ -199,7 +199,10 @@ def check_launch(words: list[str]) -> None:
     arguments = launch_command_parser().parse_args(words)
     if arguments.config_file:
         check_accelerate_yaml(Path(arguments.config_file))
-    check_recipe(arguments.training_script, arguments.training_script_args)
+    if arguments.module and arguments.training_script == "toolkit":
+        check_toolkit(arguments.training_script_args)
+    else:
+        check_recipe(arguments.training_script, arguments.training_script_args)
 
 
 def check_recipe(script: str, flags: list[str]) -> None:

@@ -35,7 +35,7 @@ def main() -> None:
     """Read the command line and run the command. Each command is a function below that returns whether it succeeded."""
     parser = argparse.ArgumentParser(prog="python -m toolkit", description="Commands beside a training run.")
     jobs = parser.add_subparsers(dest="job", required=True)
-    for add in (_add_check, _add_checkpoints, _add_compare, _add_plan, _add_presets, _add_results, _add_verify):
+    for add in (_add_check, _add_checkpoints, _add_compare, _add_generate, _add_plan, _add_presets, _add_results, _add_verify):
         add(jobs)
     own, recipe = _split_at_recipe(sys.argv[1:])
     arguments, run_flags = parser.parse_known_args(own)
@@ -117,6 +117,53 @@ def _compare(arguments: Namespace, recipe: list[str]) -> bool:
     )
     presets = [preset for preset in arguments.presets.split(",") if preset]
     return compare(presets, conditions, arguments.output or Path("runs", f"compare-{time.strftime('%Y%m%d-%H%M%S')}"))
+
+
+def _add_generate(jobs: Any) -> None:
+    generate = jobs.add_parser(
+        "generate", allow_abbrev=False, help="write summaries or answers with a trained model; also under accelerate launch -m"
+    )
+    generate.add_argument("model", metavar="MODEL_OR_RUN", help="a run's folder, an export, or a folder or id of transformers")
+    given = generate.add_mutually_exclusive_group(required=True)
+    given.add_argument("--file", metavar="FILE", help="a .csv or .jsonl file; - for standard input, a text a line")
+    given.add_argument("--text", action="append", default=[], metavar="TEXT", help="a text; may be given several times")
+    given.add_argument("--chat", action="store_true", help="talk to a causal model in the terminal")
+    generate.add_argument("--column", metavar="NAME", help="column of --file (default: the run's, else a usual name)")
+    generate.add_argument("--plain", action="store_true", help="a text is the prompt itself, not a user's turn of a chat")
+    generate.add_argument("--output", type=Path, metavar="OUT.jsonl", help="file of the texts (default: print them)")
+    generate.add_argument("--batch-size-rows", type=int, metavar="N", help="rows at once (default: the run's evaluations')")
+    generate.add_argument("--max-new-tokens", type=int, metavar="N", help="longest text (default: the run's)")
+    generate.add_argument("--num-beams", type=int, metavar="N", help="beams (default: the run's)")
+    generate.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the model (default: the run's)")
+    generate.set_defaults(do=_generate)
+
+
+def _generate(arguments: Namespace, _: list[str]) -> bool:
+    from toolkit.cli.generate.chat import chat
+    from toolkit.cli.generate.generate import Options, generate
+
+    given = {"max_new_tokens": arguments.max_new_tokens, "num_beams": arguments.num_beams}
+    for name, number in (*given.items(), ("batch_size_rows", arguments.batch_size_rows)):
+        if number is not None and number < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {number}: give at least 1")
+    settings = {name: value for name, value in given.items() if value is not None}
+    if arguments.chat:
+        chat(arguments.model, arguments.dtype, settings)
+        return True
+    generate(
+        Options(
+            model=arguments.model,
+            file=arguments.file,
+            texts=arguments.text,
+            column=arguments.column,
+            plain=arguments.plain,
+            output=arguments.output,
+            batch_size_rows=arguments.batch_size_rows,
+            dtype=arguments.dtype,
+            settings=settings,
+        )
+    )
+    return True
 
 
 def _add_plan(jobs: Any) -> None:

@@ -23,6 +23,7 @@ from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export.compare import check_logits, reload
 from toolkit.export.lora import Merge, coarsest, compare_adapter, load_adapter, write_adapter
 from toolkit.export.model_files import ModelFiles
+from toolkit.export.usage import save_usage, set_generation
 from toolkit.files.durable import fsync_tree, refused_write, written_beside
 from toolkit.files.modes import give_usual_mode
 from toolkit.launch.accelerator import compute_dtype
@@ -33,7 +34,7 @@ from toolkit.parallel.wrap import ShardedModel
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 NUM_CHECK_ROWS = 4
 NUM_CHECK_TOKENS = 12
@@ -58,14 +59,16 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
         RuntimeError: a folder does not hold the trained weights, and is not put in place; or its logits differ under fp32.
         UserError: a folder cannot be written; on every rank.
     """
-    # The trained model's logits for a few tokens.
-    skeleton, accelerator, tokenizer = sharded.skeleton, sharded.accelerator, data.tokenizer
+    # What the exported model will generate with, and the trained model's logits for a few tokens.
+    skeleton, accelerator = sharded.skeleton, sharded.accelerator
     device, computed = accelerator.device, compute_dtype(accelerator)
+    set_generation(skeleton.generation_config, config.eval, data.stop_token_ids, data.collator.pad_token_id)
     at("export")
     check = _trained_logits(sharded, data)
     working("export")
     check_file = run_folder / "export_check.safetensors"
     has_adapter = is_enabled(config.adapter)
+    write_rest = functools.partial(_write_rest, config, skeleton, data.tokenizer, check, check_file, str(computed))
     adapter: Tensors = {}
 
     # The adapter is small: gather all of it, write and load it, put the folder in place, then compare logits.
@@ -74,7 +77,7 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
         adapter, base_hashes = _gather_adapter(sharded, folder)
         with _replaced(folder) as unfinished:
             _on_rank_0(folder, lambda: write_adapter(unfinished, skeleton, adapter, base_hashes))
-            _on_rank_0(folder, lambda: _write_rest(unfinished, tokenizer, check, check_file))
+            _on_rank_0(folder, lambda: write_rest(unfinished))
             _on_rank_0(folder, lambda: compare_adapter(unfinished, skeleton, adapter))
         load: Callable[[torch.device], nn.Module] = functools.partial(load_adapter, folder, skeleton)
         why = f"the adapter is bit for bit the trained one, whose model computed in {computed}"
@@ -89,7 +92,7 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
             _on_rank_0(target, files.begin)
             _write_weights(sharded, files, merge, target)
             _on_rank_0(target, files.finish)
-            _on_rank_0(target, lambda: _write_rest(unfinished, tokenizer, check, check_file))
+            _on_rank_0(target, lambda: write_rest(unfinished))
         dtype, why = computed, f"its weights are bit for bit the trained ones, which computed in {computed}"
         if merge:
             dtype = coarsest(model, computed)
@@ -176,9 +179,19 @@ def _gather(sharded: ShardedModel, take: Callable[[str, torch.Tensor], None], fo
     working("export")
 
 
-def _write_rest(unfinished: Path, tokenizer: PreTrainedTokenizerBase, check: Tensors, check_file: Path) -> None:
+def _write_rest(
+    config: RecipeConfig,
+    skeleton: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    check: Tensors,
+    check_file: Path,
+    computed: str,
+    unfinished: Path,
+) -> None:
     """Write what every exported folder has beside weights, and the check of this run's export."""
     tokenizer.save_pretrained(unfinished)
+    skeleton.generation_config.save_pretrained(unfinished)  # type: ignore[union-attr]
+    save_usage(config, computed.removeprefix("torch."), unfinished)
     with written_beside(check_file) as beside:
         save_file(check, beside)
         give_usual_mode(beside)

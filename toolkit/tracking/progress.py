@@ -13,19 +13,20 @@ logger = logging.getLogger("toolkit")
 class Progress:
     """A progress bar on a terminal; elsewhere a line of the log every `min_interval_s` seconds and at the last step.
 
-    Silent unless `enabled`. Steps are optimizer updates; `start_step` is the step that a resumed run continues from.
+    Silent unless `enabled`. Steps are optimizer updates, or rows, as `unit` says; `start_step` is the step that a resumed run
+    continues from.
     """
 
-    def __init__(self, total_steps: int, start_step: int, enabled: bool, *, min_interval_s: float = 10.0):
+    def __init__(self, total_steps: int, start_step: int, enabled: bool, *, unit: str = "step", min_interval_s: float = 10.0):
         self._total_steps, self._start_step, self._enabled = total_steps, start_step, enabled
-        self._min_interval_s = min_interval_s
+        self._min_interval_s, self._unit = min_interval_s, unit
         self._start_s = self._last_line_s = time.monotonic()
         self._step = start_step
         self._bar: Any = None
         if enabled and sys.stderr.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True, smoothing=0.1)
+            self._bar = tqdm(total=total_steps, initial=start_step, unit=unit, dynamic_ncols=True, smoothing=0.1)
 
     def update(
         self,
@@ -45,7 +46,7 @@ class Progress:
             self._bar.update(step - self._step)
         elif step == self._total_steps or time.monotonic() - self._last_line_s >= self._min_interval_s:
             self._last_line_s = time.monotonic()
-            parts = (f"step {step}/{self._total_steps}", figures, self._remaining(step))
+            parts = (f"{self._unit} {step}/{self._total_steps}", figures, self._remaining(step))
             logger.info(", ".join(part for part in parts if part))
         self._step = step
 

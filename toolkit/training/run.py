@@ -168,6 +168,8 @@ def finish(run: Run) -> Path | None:
             export_model(config, run.sharded, run.evaluation, run.folder)
     merged = f", merged into its base to {run.folder / 'merged'}" if config.export.merge else ""
     logger.info(f"exported to {run.folder / 'export'}{merged}" if exports else "nothing is exported: train.max_steps is 0")
+    if exports:
+        logger.info(f"to use it: python -m toolkit generate {run.folder} --file FILE.csv --output OUT.jsonl")
     working("showing the results")
     on_all_ranks(lambda: show_results(run.metrics, run.train_rows, run.evaluation, run.goal.measured_on))
     leave(run.sharded.accelerator)

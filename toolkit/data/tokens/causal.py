@@ -118,6 +118,12 @@ def tokenize(
     return {name: [columns[name] for columns in all_columns] for name in all_columns[0]}
 
 
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, *, is_chat: bool) -> list[int]:
+    """The tokens of a prompt, as `tokenize` makes them of the text before a completion or an assistant's turn."""
+    [tokens] = tokenize_texts(tokenizer, [text], [[]])
+    return [*([] if is_chat else _get_prefix(tokenizer)), *tokens.input_ids.tolist()]
+
+
 def report(tokenized: Dataset, config: LLMDataConfig, name: str) -> tuple[Dataset, list[str], set[int]]:
     """The rows with a label, as they are stored; sentences about rows that were split, cut, dropped or have no end of turn; and
     the tokens that end turns."""

@@ -48,8 +48,8 @@ def tokenize(
 ) -> dict[str, list]:
     """The columns of `TokenizedRows`, and the numbers of tokens that the limits cost."""
     texts = [config.prefix + text for text in rows["prompt"]]
-    sources, num_lost_of_sources = _encode(tokenizer, texts, config.max_source_length_tokens, "text")
-    labels, num_lost_of_targets = _encode(tokenizer, rows["completion"], config.max_target_length_tokens, "text_target")
+    sources, num_lost_of_sources = encode_texts(tokenizer, texts, config.max_source_length_tokens, "text")
+    labels, num_lost_of_targets = encode_texts(tokenizer, rows["completion"], config.max_target_length_tokens, "text_target")
     texts = [
         str(tokenizer.decode(ids, skip_special_tokens=True)) if num_lost else text
         for ids, text, num_lost in zip(labels, rows["completion"], num_lost_of_targets, strict=True)
@@ -82,14 +82,19 @@ def report(tokenized: Dataset, config: DataConfig, name: str) -> tuple[Dataset, 
     return tokenized.remove_columns(lost), sentences, set()
 
 
-def _encode(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: int, argument: str
+def encode_texts(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: int | None, argument: str
 ) -> tuple[list[list[int]], list[int]]:
-    """Token ids of texts, and how many tokens each has lost. A text that is too long is encoded again, cut by the tokenizer."""
+    """Token ids of texts, and how many tokens each has lost. A text that is too long is encoded again, cut by the tokenizer.
+
+    Args:
+        max_length: in tokens; None: nothing is cut.
+        argument: of the tokenizer: `text` or `text_target`.
+    """
     all_ids = tokenizer(**{argument: texts}, verbose=False)["input_ids"]
     num_lost = [0] * len(texts)
     for i, text in enumerate(texts):
-        if (num_given := len(all_ids[i])) > max_length:
+        if (num_given := len(all_ids[i])) > (max_length or num_given):
             all_ids[i] = tokenizer(**{argument: text}, truncation=True, max_length=max_length)["input_ids"]
             num_lost[i] = num_given - len(all_ids[i])
     return all_ids, num_lost

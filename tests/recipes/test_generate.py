@@ -1,0 +1,125 @@
+"""`generate` writes what the evaluation predicted, for any batch size and number of processes, and continues what was stopped."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.launch import REPOSITORY
+from tests.support.real_launch import accelerate_launch, finish
+from tests.support.workbench import FP32, Workbench
+from toolkit.cli.generate import generate as command
+from toolkit.cli.main import main
+from toolkit.files.json_lines import load_json_lines
+
+CHATML = REPOSITORY / "recipes" / "chat_templates" / "chatml_generation.jinja"
+GENERATES: dict[str, Any] = {"eval__max_new_tokens": 6, "eval__num_beams": 2, "eval__no_repeat_ngram_size": 2}
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    """The exit status of `python -m toolkit generate`, in this process."""
+    monkeypatch.setattr(sys, "argv", ["toolkit", "generate", *map(str, arguments)])
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def predictions(run: Path) -> list[str]:
+    return [line["prediction"] for line in load_json_lines(run / "predictions-3.jsonl")]
+
+
+def texts(output: Path) -> list[str]:
+    lines = load_json_lines(output)
+    assert [line["row"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["prediction"] for line in lines]
+
+
+def save_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_summaries_are_those_of_the_evaluation(workbench: Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = load_json_lines(workbench.data / "rows.jsonl")
+    held_out = save_rows(tmp_path / "held_out.jsonl", rows[:7])
+    options = {"data__prefix": "sum: ", "data__max_source_length_tokens": 16, "eval__num_rows": None, "eval__batch_size_rows": 4}
+    workbench.run("run", data__eval_files=held_out, **options, **GENERATES)
+    run = tmp_path / "run"
+    expected = predictions(run)
+    assert len(expected) == 7 and len(set(expected)) > 1
+
+    # One process, batches of other sizes; the labels beside the sources are not read.
+    for size in (1, 5):
+        assert call(monkeypatch, run, "--file", held_out, "--output", tmp_path / f"{size}.jsonl", "--batch-size-rows", size) == 0
+        assert texts(tmp_path / f"{size}.jsonl") == expected
+    # Two processes.
+    output = tmp_path / "two.jsonl"
+    words = ["generate", run, "--file", held_out, "--output", output]
+    launcher = accelerate_launch("toolkit", words, folder=tmp_path, preset="ddp_cpu", overrides=FP32, flags=["-m"])
+    printed = finish(launcher)
+    assert launcher.returncode == 0, printed[-3000:]
+    assert texts(output) == expected
+
+    # Stopped after two chunks: the rest is written, and the same lines come out.
+    monkeypatch.setattr(command, "BATCHES_AT_ONCE", 1)
+    written = command._write
+
+    def stop_at_third(path: Path | None, first: int, chunk: list[str]) -> None:
+        if first == 4:
+            raise KeyboardInterrupt
+        written(path, first, chunk)
+
+    arguments = (run, "--file", held_out, "--output", tmp_path / "stopped.jsonl", "--batch-size-rows", 2)
+    monkeypatch.setattr(command, "_write", stop_at_third)
+    with pytest.raises(KeyboardInterrupt):
+        call(monkeypatch, *arguments)
+    with (tmp_path / "stopped.jsonl").open("ab") as file:
+        file.write(b'{"row": 5, "predic')  # torn
+    assert len(load_json_lines(tmp_path / "stopped.jsonl", skip_torn_end=True)) == 4
+    monkeypatch.setattr(command, "_write", written)
+    assert call(monkeypatch, *arguments) == 0
+    assert texts(tmp_path / "stopped.jsonl") == expected
+    assert not (tmp_path / "stopped.jsonl.unfinished").exists()
+    # A finished output is not overwritten, and one of other settings not continued.
+    assert call(monkeypatch, *arguments) == 2
+
+    # Plain transformers does the same without an argument.
+    import torch
+    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(run / "export")
+    model = AutoModelForSeq2SeqLM.from_pretrained(run / "export", dtype=torch.float32)
+    encoded = tokenizer(f"sum: {rows[0]['source']}", truncation=True, max_length=16, return_tensors="pt")
+    tokens_BT = model.generate(encoded["input_ids"], attention_mask=encoded["attention_mask"])
+    assert tokenizer.batch_decode(tokens_BT, skip_special_tokens=True) == expected[:1]
+
+
+@pytest.mark.parametrize("form", ["chat", "prompt"])
+def test_answers_are_those_of_the_evaluation(
+    llm_workbench: Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    pairs = load_json_lines(llm_workbench.data / "prompts.jsonl")
+    rows = pairs
+    if form == "chat":
+        roles = ("user", "prompt"), ("assistant", "completion")
+        rows = [{"messages": [{"role": role, "content": pair[side].strip()} for role, side in roles]} for pair in pairs]
+    train, held_out = save_rows(tmp_path / "train.jsonl", rows[7:]), save_rows(tmp_path / "held_out.jsonl", rows[:7])
+    options: dict[str, Any] = {"data__max_length_tokens": 256, "eval__num_rows": None, "eval__batch_size_rows": 4}
+    if form == "chat":
+        options |= {"data__chat_template": CHATML}
+    else:
+        options |= {"adapter__method": "lora", "adapter__rank": 4, "optim__lr": 1e-2}
+    llm_workbench.run("run", data__files=train, data__eval_files=held_out, **options, **GENERATES)
+    run = tmp_path / "run"
+    assert call(monkeypatch, run, "--file", held_out, "--output", tmp_path / "out.jsonl", "--batch-size-rows", 3) == 0
+    assert [text.strip() for text in texts(tmp_path / "out.jsonl")] == [text.strip() for text in predictions(run)]
+    # From the command line, an answer is printed; what cannot be used is one sentence.
+    assert call(monkeypatch, run, "--text", "hello", "--max-new-tokens", 2) == 0
+    assert call(monkeypatch, run / "checkpoints", "--text", "hello") == 2
+    assert call(monkeypatch, run, "--text", "hello " * 400) == 2

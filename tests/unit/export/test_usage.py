@@ -1,0 +1,41 @@
+"""What an export keeps of a run so that others can use the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import GenerationConfig
+
+from toolkit.config.python import load_config
+from toolkit.config.schema import EvalConfig
+from toolkit.errors import UserError
+from toolkit.export.usage import load_usage, save_usage, set_generation
+
+
+def test_generation_settings_replace_those_of_sampling_and_can_be_saved(tmp_path: Path) -> None:
+    generation = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, eos_token_id=2, max_length=4096)
+    set_generation(generation, EvalConfig(max_new_tokens=7, num_beams=3, no_repeat_ngram_size=2), (5,), 0)
+    generation.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "generation_config.json").read_text())
+    expected = {"max_new_tokens": 7, "num_beams": 3, "no_repeat_ngram_size": 2, "eos_token_id": [2, 5], "pad_token_id": 0}
+    assert {name: saved[name] for name in expected} == expected
+    assert not {"temperature", "top_p"} & saved.keys() and not saved.get("do_sample")
+
+
+def test_what_makes_tokens_of_texts_comes_back(tmp_path: Path) -> None:
+    assert load_usage(tmp_path) is None
+    settings = {"model.name_or_path": "m", "data.source": "x", "train.max_steps": 1, "eval.batch_size_rows": 3}
+    save_usage(
+        load_config("t5", overrides={**settings, "data.prefix": "sum: ", "data.source_column": "body"}), "bfloat16", tmp_path
+    )
+    usage = load_usage(tmp_path)
+    assert usage is not None and (usage.prefix, usage.source_column, usage.max_source_length_tokens) == ("sum: ", "body", 512)
+    assert (usage.batch_size_rows, usage.dtype) == (3, "bfloat16")
+    save_usage(load_config("llm", overrides=settings), "float32", tmp_path)
+    usage = load_usage(tmp_path)
+    assert usage is not None and (usage.prefix, usage.max_source_length_tokens) == ("", None)
+    (tmp_path / "toolkit.json").write_text('{"prefixes": 1}')
+    with pytest.raises(UserError, match="toolkit.json is not what an export writes"):
+        load_usage(tmp_path)

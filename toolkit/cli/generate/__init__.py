@@ -1,0 +1,1 @@
+"""`python -m toolkit generate`: summaries or answers of a model that a run has exported."""
