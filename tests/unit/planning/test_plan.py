@@ -245,6 +245,18 @@ def test_chunks_of_logits_follow_the_memory_of_the_gpu() -> None:
     assert 0 < small <= 2**24 * 12 and large == pytest.approx(2 * small, rel=0.02)
 
 
+def test_autocast_keeps_a_copy_of_linear_weights_and_an_fp32_residual_stream() -> None:
+    """The figures of docs/planning.md: what grows with the tokens, and what does not."""
+    kept = {}
+    for strategy in (with_(kind="single", num_shards=1), with_(num_shards=1)):
+        rows = (("--data.packing=false", f"--data.max_length_tokens={n}") for n in (TOKENS, 2 * TOKENS))
+        short, long = (highest(trace(LLAMA, strategy, row), ACTIVATIONS) for row in rows)
+        kept[strategy.kind] = long - short, 2 * short - long
+    num_cast = NUM_PARAMETERS - VOCAB * HIDDEN - (2 * LAYERS + 1) * HIDDEN  # all but embeddings and norms
+    assert kept["single"][1] == pytest.approx(2 * num_cast, rel=0.01) and kept["fsdp2"][1] < 2**12
+    assert 1.2 < kept["single"][0] / kept["fsdp2"][0] < 1.4
+
+
 def test_gradients_are_there_from_the_start_where_they_accumulate() -> None:
     batch = ("--train.global_batch_size_rows=8", "--train.micro_batch_size_rows=1")
     assert trace(LLAMA, FSDP2, (*UNPACKED, *batch)).peaks[0][GRADIENTS] == pytest.approx(NUM_PARAMETERS, rel=0.005)
