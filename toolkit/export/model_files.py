@@ -109,7 +109,8 @@ class ModelFiles:
         if stored in self._together:
             self._collected[stored] = weight.to("cpu", copy=True)
         elif stored is not None:
-            self._write(revert_weight_conversion(self._model, {stored: weight.detach().to("cpu")}))
+            # A copy: FSDP1 frees the memory that it gathered into, which torch forbids once numpy has seen it.
+            self._write(revert_weight_conversion(self._model, {stored: weight.to("cpu", copy=True)}))
 
     @torch.no_grad()
     def finish(self) -> None:
