@@ -26,6 +26,7 @@ from toolkit.launch.float8 import check_capability, check_torchao
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from torch.distributed.device_mesh import DeviceMesh
 
 PRIMITIVES_PER_SHAPE = 30
 """Primitives that oneDNN creates per padded micro-batch shape, whatever the number of blocks: 17 in a Llama, 20 in a T5. This
@@ -100,8 +101,8 @@ def build_accelerator(
 def connect_devices(accelerator: Accelerator) -> None:
     """Connect the devices over which the ranks will communicate; the watchdog names a rank that does not come. Collective.
 
-    nccl connects a group at its first collective, which was in DDP's constructor, FSDP1's sync or the check of the model. A mesh
-    has groups of its own, and needs none over all ranks.
+    nccl connects a group at its first collective, which was in DDP's constructor, FSDP1's sync or the check of the model. The
+    mesh of `fsdp_mesh` has groups of its own, and needs none over all ranks.
 
     Raises:
         UserError: the devices cannot reach each other.
@@ -109,11 +110,21 @@ def connect_devices(accelerator: Accelerator) -> None:
     if world_size() == 1:
         return
     at("connecting the devices")
-    mesh = accelerator.torch_device_mesh
+    mesh = fsdp_mesh(accelerator)
     with connecting():
         for group in [dist.group.WORLD] if mesh is None else mesh.get_all_groups():
             dist.all_reduce(torch.zeros((), device=accelerator.device), group=group)
             synchronize(accelerator.device)  # nccl's calls return before the ranks have met
+
+
+def fsdp_mesh(accelerator: Accelerator) -> DeviceMesh | None:
+    """The mesh of replicas and shards that FSDP2 shards over; None without `parallelism_config`.
+
+    Its shard dimension is one that accelerate flattens, whose group is another than the full mesh's of the same ranks
+    (accelerate/parallelism_config.py:240, torch/distributed/device_mesh.py).
+    """
+    mesh = accelerator.torch_device_mesh
+    return None if mesh is None else mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
 
 
 def forget_accelerator() -> None:

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from toolkit.distributed.comm import world_size
 from toolkit.distributed.device import smallest_gpu_bytes
 from toolkit.distributed.watchdog import at, working
-from toolkit.launch.accelerator import compute_dtype, fsdp_version
+from toolkit.launch.accelerator import compute_dtype, fsdp_mesh, fsdp_version
 from toolkit.models.shard_reader import Sources, fill_shards
 from toolkit.parallel.blocks import checkpoint_activations, compile_blocks
 from toolkit.parallel.causal_loss import install, max_logits_at_once
@@ -177,11 +177,7 @@ def _fully_shard(accelerator: Accelerator, model: nn.Module, blocks: list[nn.Mod
     from torch.distributed.device_mesh import init_device_mesh
 
     plugin = accelerator.state.fsdp_plugin
-    mesh = accelerator.torch_device_mesh
-    if mesh is not None:
-        mesh = mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
-    else:
-        mesh = init_device_mesh(accelerator.device.type, (world_size(),))
+    mesh = fsdp_mesh(accelerator) or init_device_mesh(accelerator.device.type, (world_size(),))
     # T5's blocks return their position bias, a view. Nothing changes it in place: the tests compare gradients.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     policies = {"mesh": mesh, "mp_policy": plugin.mixed_precision_policy, "offload_policy": plugin.cpu_offload}

@@ -76,8 +76,9 @@ def test_a_mesh_connects_its_own_groups_and_none_over_all_ranks(monkeypatch: pyt
     monkeypatch.setattr(accelerator, "world_size", lambda: 4)
     monkeypatch.setattr(accelerator.dist, "all_reduce", lambda tensor, group: reduced.append((tensor.device.type, group)))
     mesh = MagicMock(get_all_groups=lambda: ["replicas", "shards"])
-    for chosen in (mesh, None):
-        connect_devices(MagicMock(torch_device_mesh=chosen, device=torch.device("cpu")))
+    for chosen in ({("dp_replicate", "dp_shard_cp"): mesh}, None):
+        parallelism = MagicMock(fsdp_dim_names=["dp_replicate", "dp_shard_cp"])
+        connect_devices(MagicMock(torch_device_mesh=chosen, parallelism_config=parallelism, device=torch.device("cpu")))
     assert reduced == [("cpu", "replicas"), ("cpu", "shards"), ("cpu", torch.distributed.group.WORLD)]
 
 
