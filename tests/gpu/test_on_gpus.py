@@ -1,7 +1,10 @@
-"""What only a GPU shows: pinned host copies, updates left out by the fused kernel on the device, nccl beside gloo."""
+"""What only a GPU shows: pinned host copies, updates left out on the device, steps that do not wait, nccl beside gloo."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,3 +102,27 @@ def report_backends() -> dict[str, Any]:
         "sum": float(total),
         "are_pinned": all(local_tensor(parameter).is_pinned() for parameter in sharded.plain.parameters()),
     }
+
+
+@needs_gpus(1)
+def test_a_step_does_not_wait_for_the_gpu(tmp_path: Path) -> None:
+    """torch raises where the host waits; what it reads without that is in `tests/distributed/test_host_reads.py`."""
+    run_on_ranks(take_steps_without_waiting, preset="single", args=(tmp_path,), timeout_s=240)
+
+
+def take_steps_without_waiting(folder: Path) -> None:
+    from tests.distributed.test_host_reads import READS_OF_TRANSFORMERS, build_run, take_two_steps
+    from toolkit.launch.accelerator import build_accelerator
+
+    accelerator = build_accelerator([], ".")
+    for model in READS_OF_TRANSFORMERS:
+        take_two_steps(build_run(model, accelerator, folder), (contextlib.nullcontext(), no_waiting()))
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -39,13 +39,19 @@ class SummarizationCollator:
     def collate(self, packs: Sequence[Sequence[Row]], *, is_dummy: bool = False) -> Batch:
         """Inputs of `toolkit.loss.summed_loss`: `model_inputs`, and `labels` BT int64. Packs hold one row each.
 
+        There is no attention mask where it would mask nothing, which a model would have to read it to see (`parallel/masks.py`).
+        T5Gemma then takes padding ids for padding, so a source that holds one keeps its mask.
+
         Args:
             is_dummy: ignore every label; the rows only keep the collectives of all ranks matched.
         """
         rows = [row for pack in packs for row in pack]
         labels_BT = _pad([row["labels"] for row in rows], IGNORED_LABEL)
+        inputs = self.prompts(rows)
+        if (inputs["input_ids"] != self.pad_token_id).all():
+            del inputs["attention_mask"]
         return {
-            **self.prompts(rows),
+            **inputs,
             "decoder_input_ids": self.decoder_inputs(labels_BT),
             "labels": torch.full_like(labels_BT, IGNORED_LABEL) if is_dummy else labels_BT,
         }

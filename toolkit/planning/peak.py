@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from typing import TYPE_CHECKING, cast
-from unittest import mock
 
 import torch
 from torch import nn
@@ -52,9 +51,7 @@ def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, 
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_autocast):
             return summed_loss(model, batch)[0]  # label smoothing has the same peak
 
-    # transformers takes position ids without data for packed rows. Rows that are packed get their mask below.
-    unpacked = mock.patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None)
-    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), unpacked:
+    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
         # The copy accesses the pointer, but nothing reads it.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         # The sharded model; accumulated gradients exist if a step has several micro-batches.
@@ -63,14 +60,7 @@ def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, 
         if num_micro_batches(subject.config, strategy, rows) > 1:
             for parameter in sharded.model.parameters():
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        # The batch, with the mask that transformers would derive from its positions.
         fake_batch = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in batch.items()}
-        if "position_ids" in fake_batch:  # transformers makes this mask from their data, which is missing
-            num_rows, length = fake_batch["position_ids"].shape
-            is_eager = sharded.plain.config._attn_implementation == "eager"
-            embedding_dtype = strategy.compute_dtype if strategy.is_fsdp else torch.float32
-            mask_dtype = embedding_dtype if is_eager else torch.bool
-            fake_batch["attention_mask"] = torch.zeros((num_rows, 1, length, length), dtype=mask_dtype)
         stacks = find_stacks(sharded.plain)
         trace = trace_micro_batch(sharded.model, stacks, fake_batch, loss, vocab_size, off_device, strategy.is_cpu)
         num_trainable = sum(local_tensor(p).numel() for p in sharded.model.parameters() if p.requires_grad)

@@ -85,12 +85,13 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
 
 
 def build_batch(subject: Subject, rows: int) -> dict[str, torch.Tensor]:
-    """A micro-batch of the longest rows from the run's collator; every token is a label."""
+    """A micro-batch of the longest rows from the run's collator; every token is a label. Of several sources one is padded."""
     lengths = row_tokens(subject.config)
     if "source" in lengths:
         tokens = special_tokens(subject.model_config, subject.config.model.name_or_path)
-        row = {"input_ids": [0] * lengths["source"], "labels": [0] * lengths["target"]}
-        return SummarizationCollator(*tokens).collate([[row]] * rows)
+        sources = [lengths["source"]] * (rows - 1) + [max(1, lengths["source"] - (rows > 1))]
+        batch_rows = [{"input_ids": [tokens[0] + 1] * length, "labels": [0] * lengths["target"]} for length in sources]
+        return SummarizationCollator(*tokens).collate([[row] for row in batch_rows])
     assert isinstance(subject.config, LLMConfig)
     # Two texts per pack: except with flash attention, a T x T mask keeps them apart.
     is_masked = subject.config.data.packing and not subject.is_flash and lengths["row"] > 1

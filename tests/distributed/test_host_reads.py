@@ -1,0 +1,164 @@
+"""A training step reads nothing back from the device: on a GPU the host would wait there, and the device for the host after it.
+
+Without `toolkit.parallel.masks` transformers reads. The same steps show that the recorder sees it, and where.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.launch import run_on_ranks
+
+FIND_PACKED, IS_PADDED, IS_PADDED_TOO = (
+    f"transformers/masking_utils.py:{name} _local_scalar_dense"
+    for name in ("find_packed_sequence_indices", "_ignore_bidirectional_mask_sdpa", "_ignore_causal_mask_sdpa")
+)
+LOOK_FOR_PADDING = "transformers/modeling_utils.py:warn_if_padding_and_no_attention_mask _local_scalar_dense"
+READS_OF_TRANSFORMERS = {
+    "t5 sdpa": {IS_PADDED: 2},  # encoder, and what the decoder sees of it
+    "t5 eager": {IS_PADDED: 2},
+    "bart sdpa": {IS_PADDED: 2, IS_PADDED_TOO: 1},
+    "llama sdpa": {FIND_PACKED: 1},
+    "llama eager": {FIND_PACKED: 1},
+    "llama packed sdpa": {FIND_PACKED: 1},
+    "llama packed eager": {FIND_PACKED: 1},
+    "llama-lora sdpa": {FIND_PACKED: 1},
+    "gemma2 eager": {FIND_PACKED: 2},  # full and sliding attention; it has no sdpa
+    "gemma2 packed eager": {FIND_PACKED: 2},
+    "gpt2 sdpa": {FIND_PACKED: 1, LOOK_FOR_PADDING: 1},
+}
+"""By model, what a micro-batch read before `toolkit.parallel.masks`."""
+READS_OF_A_LOG_LINE = {f"tracking/step_log.py:flush {what}": 1 for what in ("cpu", "tolist", "_local_scalar_dense")}
+"""`StepLog.flush` reads the figures of the steps since the last one, every `log_every_steps`. The scalar is the host's memory."""
+READS_OF_A_FIRST_STEP = {"training/parameter_checks.py:_unexpected tolist": 2}
+"""Flags of the host; `ParameterWatch` reduces them on the CPU."""
+NUM_MICRO_BATCHES = 2
+
+
+@pytest.mark.parametrize("preset", ["single", "ddp_cpu", "fsdp2_cpu"])
+def test_a_step_reads_nothing_from_the_device(preset: str, tmp_path: Path) -> None:
+    for of_rank in run_on_ranks(reads_of_all_models, preset=preset, overrides={"mixed_precision": "no"}, args=(tmp_path,)):
+        assert set(of_rank) == set(READS_OF_TRANSFORMERS)
+        for model, (without_masks, first_step, second_step, log_line) in of_rank.items():
+            expected = {place: number * NUM_MICRO_BATCHES for place, number in READS_OF_TRANSFORMERS[model].items()}
+            assert without_masks == expected, model
+            assert second_step == {}, model
+            assert (first_step, log_line) == (READS_OF_A_FIRST_STEP, READS_OF_A_LOG_LINE), model
+
+
+def reads_of_all_models(folder: Path) -> dict[str, tuple[dict[str, int], ...]]:
+    """On every rank, by model: the reads of a second step without `masks`, and of a first step, a second one and a log line."""
+    from unittest.mock import patch
+
+    from toolkit.launch.accelerator import build_accelerator
+    from toolkit.parallel import masks
+
+    accelerator = build_accelerator([], ".")
+    found = {}
+    for model in READS_OF_TRANSFORMERS:
+        with patch.object(masks, "install", lambda model: None):
+            _, without_masks, _ = reads_of_two_steps(model, accelerator, folder)
+        found[model] = (without_masks, *reads_of_two_steps(model, accelerator, folder))
+    return found
+
+
+def reads_of_two_steps(name: str, accelerator: Any, folder: Path) -> tuple[dict[str, int], ...]:
+    """The reads of two whole steps of `loop.train_step` and of the log line after them."""
+    from tests.support.host_reads import recorded
+
+    run = build_run(name, accelerator, folder)
+    found: tuple[Counter[str], ...] = (Counter(), Counter(), Counter())
+    take_two_steps(run, (recorded(found[0]), recorded(found[1])))
+    assert len(run.log.pending[-1].micro_batches) == NUM_MICRO_BATCHES
+    with recorded(found[2]):
+        run.log.flush()
+    return tuple(map(dict, found))
+
+
+def take_two_steps(run: Any, contexts: tuple[AbstractContextManager[None], AbstractContextManager[None]]) -> None:
+    """The first two steps of a run as its loop takes them, each in its context."""
+    from toolkit.training import loop
+    from toolkit.training.parameter_checks import ParameterWatch
+    from toolkit.training.run import build_log
+    from toolkit.training.skip_guard import SkipGuard
+
+    watch = ParameterWatch(run.sharded.model, 0)
+    run.sharded.model.train()
+    run.guard = SkipGuard(run.config.optim, run.state.skips, loop.reduction_groups(run.sharded.model))
+    run.log = build_log(run)
+    micro_batches = loop._load_micro_batches(run, 1)
+    for number, context in zip((1, 2), contexts, strict=True):
+        with context:
+            run.log.add(loop.train_step(run, run.plan.step(number), micro_batches, 1e-3, watch if number == 1 else None))
+
+
+def build_run(name: str, accelerator: Any, folder: Path) -> Any:
+    """A run of a tiny model on a few random rows of different lengths, as far as its steps need one."""
+    import numpy as np
+    from datasets import Dataset
+
+    from toolkit.config.data import DataConfig, LLMDataConfig
+    from toolkit.config.schema import AdapterConfig, LLMConfig, ModelConfig, OptimConfig, SummarizationConfig, TrainConfig
+    from toolkit.data.batch_plan import BatchPlan
+    from toolkit.data.collate import CausalCollator, SummarizationCollator
+    from toolkit.distributed.comm import world_size
+    from toolkit.evaluation.rows import EvaluationRows
+    from toolkit.parallel.wrap import shard_model
+    from toolkit.tracking.metrics_log import MetricsLog
+    from toolkit.training.optim import build_optimizer
+    from toolkit.training.own import Own
+    from toolkit.training.run import Run
+
+    family, *options = name.split()
+    is_seq2seq, is_packed = family in ("t5", "bart"), "packed" in options
+    train = TrainConfig(
+        max_steps=2, global_batch_size_rows=8 * world_size(), micro_batch_size_rows=2 if is_packed else 4, seed=0, num_epochs=None
+    )
+    model_config, optim = ModelConfig(name_or_path="tiny"), OptimConfig(skip_beyond_sigmas=3.0, skip_window_steps=2)
+    config: Any
+    collator: Any
+    if is_seq2seq:
+        config = SummarizationConfig(model=model_config, data=DataConfig(source="jsonl"), train=train, optim=optim)
+        collator = SummarizationCollator(pad_token_id=0, decoder_start_token_id=0)
+    else:
+        config = LLMConfig(model=model_config, data=LLMDataConfig(source="jsonl"), train=train, optim=optim)
+        collator = CausalCollator(pad_token_id=0)
+    lengths = [5 + 3 * (row % 4) for row in range(8 * world_size())]
+    rows = [
+        {"input_ids": list(range(3, 3 + n)), "labels": [9, 8, 1] if is_seq2seq else [-100, *range(4, 3 + n)]} for n in lengths
+    ]
+    num_labels = np.array([sum(label != -100 for label in row["labels"]) for row in rows])
+    dataset = Dataset.from_list(rows)
+    plan = BatchPlan(np.array(lengths), num_labels, train, world_size(), pack_length_tokens=24 if is_packed else None)
+    adapter = AdapterConfig(method="lora", target_modules=["q_proj", "v_proj"])
+    sharded = shard_model(
+        accelerator, build_model(family.removesuffix("-lora"), options[-1], adapter if "lora" in name else None)
+    )
+    evaluation: Any = EvaluationRows(rows=dataset, tokenizer=None, collator=collator)  # type: ignore[arg-type]
+    return Run(
+        config, folder, sharded, build_optimizer(optim, sharded.model), plan, dataset, evaluation, identity=None,  # type: ignore[arg-type]
+        metrics=MetricsLog(folder / "metrics.jsonl", False), num_steps=2, goal=None, own=Own(),  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def build_model(family: str, attention: str, adapter: Any) -> Any:
+    import torch
+    import transformers
+
+    from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES
+    from toolkit.config.schema import ModelConfig
+    from toolkit.models.lora import add_adapter
+
+    config_class, settings = {**FAMILIES, **CAUSAL_FAMILIES}[family]
+    config = getattr(transformers, config_class)(vocab_size=256, **settings)
+    auto_class = transformers.AutoModelForSeq2SeqLM if family in FAMILIES else transformers.AutoModelForCausalLM
+    torch.manual_seed(0)
+    model = auto_class.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    if adapter is not None:
+        add_adapter(model, adapter, ModelConfig(name_or_path="tiny"), 0)
+    return model

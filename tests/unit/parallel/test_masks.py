@@ -1,0 +1,120 @@
+"""Masks made without a read are those that transformers makes, in every family; what families read by themselves is listed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.test_seq2seq_families import build_collator
+from tests.distributed.test_seq2seq_families import build_model as build_seq2seq
+from tests.support.host_reads import recorded
+from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES
+from tests.support.seq2seq_families import IN_PROCESS
+from tests.unit.parallel.test_causal_loss import build_model as build_causal
+from tests.unit.parallel.test_causal_loss import build_rows
+from toolkit.data.collate import CausalCollator
+from toolkit.loss import summed_loss
+from toolkit.parallel import causal_loss, masks
+
+LED = "led/modeling_led.py:"
+LEFT: dict[str, dict[str, int]] = {
+    "fsmt": {"fsmt/modeling_fsmt.py:make_padding_mask": 1},
+    # Only the first is a read. Its blocks divide integers as tensors of the host.
+    "led": {
+        f"{LED}forward": 1, f"{LED}_chunk": 8, f"{LED}_sliding_chunks_query_key_matmul": 4,
+        f"{LED}_sliding_chunks_matmul_attn_probs_value": 4,
+    },
+}  # fmt: skip
+"""What a forward and backward still reads, by family; each is a `_local_scalar_dense`."""
+ONLY_EAGER = {"gemma2", "longt5", "bigbird_pegasus", "pegasus_x", "t5gemma"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads take longer to meet than these models to compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", [*CAUSAL_FAMILIES, *FAMILIES, *IN_PROCESS])
+def test_masks_are_those_of_transformers(family: str, attention: str) -> None:
+    if family in ONLY_EAGER and attention == "sdpa":
+        return
+    model, batches = build(family)
+    model.set_attn_implementation(attention)
+    causal_loss.install(model)
+    expected = [take_loss_and_gradients(model, batch)[0] for batch in batches]
+    masks.install(model)
+    for batch, (loss, gradients) in zip(batches, expected, strict=True):
+        (actual_loss, actual), reads = take_loss_and_gradients(model, batch)
+        assert torch.equal(actual_loss, loss)
+        assert actual.keys() == gradients.keys() and all(torch.equal(actual[name], gradients[name]) for name in actual)
+        assert reads == {f"{place} _local_scalar_dense": number for place, number in LEFT.get(family, {}).items()}
+
+
+def build(family: str) -> tuple[Any, list[dict[str, torch.Tensor]]]:
+    """A tiny model, and batches: of padded and of packed rows, or of padded and of full ones."""
+    if family in CAUSAL_FAMILIES:
+        rows = build_rows()
+        return build_causal(family), [
+            CausalCollator(0).collate(packs) for packs in ([[row] for row in rows], [rows[:3], rows[3:]])
+        ]
+    model = build_seq2seq(family)
+    rows = [{"input_ids": list(range(5, 5 + length)), "labels": [9, 20, 21, 2][-length:]} for length in (7, 3, 7)]
+    collator = build_collator(model)
+    batches = [collator.collate([[row] for row in rows]), collator.collate([[rows[0]], [rows[2]]])]
+    assert ["attention_mask" in batch for batch in batches] == [True, False]
+    return model, batches
+
+
+def take_loss_and_gradients(
+    model: Any, batch: dict[str, torch.Tensor]
+) -> tuple[tuple[torch.Tensor, dict[str, Any]], Counter[str]]:
+    """Of one micro-batch: loss, gradients by name, and the reads."""
+    model.zero_grad()
+    reads: Counter[str] = Counter()
+    with recorded(reads):
+        loss, _ = summed_loss(model, batch)
+        loss.backward()
+    return (loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}), reads
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "gemma3"])
+def test_a_mask_that_is_given_is_applied(family: str) -> None:
+    """`generate` pads at the start, where causal attention would see the padding."""
+    model = build_causal(family)
+    inputs = CausalCollator(0).prompts([{**row, "prompt_length": len(row["input_ids"])} for row in build_rows((9, 4))])
+    with torch.no_grad():
+        expected = model(**inputs, use_cache=False).logits
+        texts = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+        masks.install(model)
+        assert torch.equal(model(**inputs, use_cache=False).logits, expected)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=4, do_sample=False), texts)
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "t5gemma"])
+def test_an_encoder_decoder_generates_the_same(family: str) -> None:
+    model = build_seq2seq(family)
+    prompts = build_collator(model).prompts([{"input_ids": list(range(5, 5 + length))} for length in (7, 3)])
+    asked = {"max_new_tokens": 4, "num_beams": 2, "do_sample": False}
+    texts = model.generate(**prompts, **asked)
+    masks.install(model)
+    assert torch.equal(model.generate(**prompts, **asked), texts)
+
+
+def test_what_was_replaced_is_put_back_after_an_error() -> None:
+    from transformers import masking_utils
+
+    kept = {name: getattr(masking_utils, name) for name in dir(masking_utils)}
+    model = build_causal("llama")
+    masks.install(model)
+    with pytest.raises(IndexError):
+        model(input_ids=torch.tensor([[10**6]]), use_cache=False)
+    assert {name: getattr(masking_utils, name) for name in dir(masking_utils)} == kept
