@@ -54,6 +54,8 @@ class Outcome:
     seconds: float = 0.0
     output: str = ""
     """Its end, if it failed."""
+    tables: tuple[str, ...] = ()
+    """The results files that it wrote. The next check may write the same ones."""
 
 
 def main() -> None:
@@ -64,12 +66,12 @@ def main() -> None:
 
     num_gpus = torch.cuda.device_count()
     capability = torch.cuda.get_device_capability() if num_gpus else (0, 0)
-    started_s, outcomes = time.time(), []
+    outcomes: list[Outcome] = []
     for check in read_checks(DOC.read_text(encoding="utf-8")):
         print(f"{check.number:>2}. {check.title}", flush=True)
         outcomes.append(run_check(check, num_gpus, capability))
         print(f"    {outcomes[-1].verdict}: {outcomes[-1].line}", flush=True)
-        options.report.write_text(format_report(outcomes, num_gpus, started_s), encoding="utf-8")
+        options.report.write_text(format_report(outcomes, num_gpus), encoding="utf-8")
     print(f"the report is {options.report}")
     sys.exit(any(outcome.verdict == "FAILED" for outcome in outcomes))
 
@@ -87,14 +89,14 @@ def read_checks(text: str) -> list[Check]:
     return checks
 
 
-def run_check(check: Check, num_gpus: int, capability: tuple[int, int]) -> Outcome:
+def run_check(check: Check, num_gpus: int, capability: tuple[int, int], results: Path = RESULTS) -> Outcome:
     """Run one check from the repository's root with this Python's own commands first on the path; its output is shown."""
     if num_gpus < check.num_gpus:
         return Outcome(check, "left out", f"it needs {check.num_gpus} GPUs, torch sees {num_gpus}")
     if capability < check.capability:
         return Outcome(check, "left out", f"it needs compute capability {check.capability}, this GPU has {capability}")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    start_s, last, found = time.perf_counter(), deque[str](maxlen=NUM_LINES_KEPT), ""
+    start_s, last, found = time.time(), deque[str](maxlen=NUM_LINES_KEPT), ""
     process = subprocess.Popen(
         ["bash", "-c", check.command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
         cwd=REPOSITORY, env=os.environ | {"PATH": path},
@@ -104,24 +106,25 @@ def run_check(check: Check, num_gpus: int, capability: tuple[int, int]) -> Outco
         print(f"    | {line}", end="", flush=True)
         last.append(line)
         found = line.strip() if check.is_printed(line) else found
-    rc, seconds = process.wait(), time.perf_counter() - start_s
+    rc, seconds = process.wait(), time.time() - start_s
+    written = sorted(path for path in results.glob("*.md") if path.stat().st_mtime >= start_s)
+    tables = tuple(path.read_text(encoding="utf-8") for path in written)
     if rc == 0 and found:
-        return Outcome(check, "passed", found, seconds)
+        return Outcome(check, "passed", found, seconds, tables=tables)
     reason = f"it exited with {rc}" if rc else f"it did not print `{check.expected}`"
-    return Outcome(check, "FAILED", reason, seconds, "".join(last))
+    return Outcome(check, "FAILED", reason, seconds, "".join(last), tables)
 
 
-def format_report(outcomes: list[Outcome], num_gpus: int, started_s: float) -> str:
+def format_report(outcomes: list[Outcome], num_gpus: int) -> str:
     """The machine, a table of the checks, the results files that they wrote, and the ends of failed ones."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True).stdout.strip()
     rows = [f"| {o.check.number} | {o.check.title} | {o.verdict} | {o.seconds:.0f} s | {o.line} |" for o in outcomes]
-    written = sorted(path for path in RESULTS.glob("*.md") if path.stat().st_mtime >= started_s)
     failed = [o for o in outcomes if o.verdict == "FAILED"]
     parts = [
         "# Report of `make gpu`",
         f"{num_gpus} GPUs: {describe_hardware()[1]}; {describe_versions(PACKAGES)}; commit {commit or 'unknown'}",
         "\n".join(["| # | what | verdict | time | line |", "|---|---|---|---|---|", *rows]),
-        *(path.read_text(encoding="utf-8").replace("# ", "## ", 1) for path in written),
+        *(table.replace("# ", "## ", 1) for outcome in outcomes for table in outcome.tables),
         *(f"## The end of check {o.check.number}\n\n`{o.check.command}`\n\n```text\n{o.output}```" for o in failed),
     ]
     return "\n\n".join(parts) + "\n"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from benchmarks.gpu_first_run import DOC, Check, format_report, read_checks, run_check
+from benchmarks.measuring import REPOSITORY
 
 NEW_GPU = (9, 0)
 
@@ -16,6 +19,21 @@ def test_the_page_has_at_most_20_checks_in_order() -> None:
     assert [check.number for check in checks] == list(range(1, len(checks) + 1)) and 10 <= len(checks) <= 20
     assert {check.num_gpus for check in checks} == {1, 2, 4} and (8, 9) in {check.capability for check in checks}
     assert all(check.command.startswith(("accelerate launch ", "python -m ")) and check.expected for check in checks)
+
+
+def test_pytest_prints_the_line_to_expect() -> None:
+    """Up to one -q (_pytest/terminal.py:summary_stats), and pyproject.toml has it."""
+    options = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
+    checks = [check for check in read_checks(DOC.read_text(encoding="utf-8")) if "pytest" in check.command]
+    assert checks and all(f"{check.command} {options['addopts']}".split().count("-q") <= 1 for check in checks)
+
+
+def test_the_report_has_what_each_check_wrote_also_into_the_same_file(tmp_path: Path) -> None:
+    (tmp_path / "older.md").write_text("# An older one")
+    os.utime(tmp_path / "older.md", (0, 0))
+    checks = [Check(n, f"part {n}", 1, (8, 0), f"echo '# Table of {n}' > {tmp_path}/mfu.md; echo ok", "ok") for n in (1, 2)]
+    report = format_report([run_check(check, 1, NEW_GPU, tmp_path) for check in checks], 1)
+    assert "## Table of 1\n" in report and "## Table of 2\n" in report and "older" not in report
 
 
 @pytest.mark.parametrize(
@@ -40,6 +58,6 @@ def test_what_the_machine_cannot_run_is_left_out_and_a_failure_shows_its_end() -
     )  # fmt: skip
     outcomes = [run_check(check, 1, NEW_GPU) for check in (two, new, failing)]
     assert [outcome.verdict for outcome in outcomes] == ["left out", "left out", "FAILED"]
-    report = format_report(outcomes, 1, started_s=Path(__file__).stat().st_mtime + 1e9)
+    report = format_report(outcomes, 1)
     assert "| 1 | two | left out | 0 s | it needs 2 GPUs, torch sees 1 |" in report
     assert report.endswith("## The end of check 3\n\n`echo why; false`\n\n```text\nwhy\n```\n")
