@@ -133,6 +133,7 @@ def main() -> None:
         gpu = [[case.name, "", "not measured", ""] for case in GPU_CASES]
     about, *sections = report(num_gpus, cpu, gpu, costs).rstrip("\n").split("\n\n## ")
     write_report("plan_error", "The planner's error", about, [f"## {section}" for section in sections], packages=PACKAGES)
+    print(judge(cpu, gpu))
 
 
 def measure(case: Case, num_processes: int, folder: Path, *, is_gpu: bool) -> list[str]:
@@ -209,15 +210,19 @@ def _write_inputs(case: Case, folder: Path, num_processes: int) -> tuple[Path, P
     return model, preset
 
 
+def judge(cpu: list[list[str]], gpu: list[list[str]]) -> str:
+    """Which rows miss the goal."""
+    errors = {row[0]: row[4] for row in cpu if row[4]} | {row[0]: row[3] for row in gpu if row[3]}
+    missed = [name for name, error in errors.items() if abs(float(error.rstrip(" %"))) > GOAL_PERCENT]
+    return f"Missed: {'; '.join(missed)}." if missed else "Met by every row that was measured."
+
+
 def report(num_gpus: int, cpu: list[list[str]], gpu: list[list[str]], costs: list[list[str]]) -> str:
     columns = ["", "planned GiB a rank", "allocated GiB", "error"]
     cpu_columns = [*columns[:3], "of it freed unseen", "error without that", "error with it", "resident GiB"]
-    errors = {row[0]: row[4] for row in cpu if row[4]} | {row[0]: row[3] for row in gpu if row[3]}
-    missed = [name for name, error in errors.items() if abs(float(error.rstrip(" %"))) > GOAL_PERCENT]
-    met = f"Missed: {'; '.join(missed)}." if missed else "Met by every row that was measured."
     return f""".
 
-Goal: at most {GOAL_PERCENT:.0f} % between planned and allocated. {met}
+Goal: at most {GOAL_PERCENT:.0f} % between planned and allocated. {judge(cpu, gpu)}
 
 Planned: the total of `python -m toolkit plan` for this preset and batch. Allocated: the most bytes of tensors that the rank with
 most has at once during one training step with moments (forward, backward, clipping, update).
