@@ -70,7 +70,7 @@ EARLY = {
     ),
     "neither mix nor source": Case(
         flags="--data.source null --data.files null",
-        sentence="give data.source, or data.mix for several sources: neither is given",
+        sentence="give data.files or data.source, or data.mix for several sources: none is given",
     ),
     "unknown key of a mix entry": Case(
         flags=f'{MIX} [{{"source":"some/rows","wieght":2}}]',

@@ -13,12 +13,16 @@ class DataConfig:
     """Which rows to read, and how to tokenize them."""
 
     source: str = ""
-    """Source of the rows: `csv`, `jsonl`, `parquet`, a Python file and a function in it
-    (`my_rows.py:load_rows`), the id of a hub dataset, or a folder with one. Other file formats of `datasets` are refused."""
+    """Source of the rows: a kind of file (`csv`, `tsv`, `json`, `jsonl`, `parquet`, `arrow`, `txt`), a Python file and a function
+    in it (`my_rows.py:load_rows`), the id of a hub dataset, or a folder with one. If unset, `files` are read by their endings."""
     files: list[str] | str | None = None
-    """File or list of files of a file source (`csv`, `jsonl`, `parquet`, …), or for the function of a Python file."""
+    """File or list of files of a file source, text also gzipped, or for the function of a Python file."""
     eval_files: list[str] | str | None = None
     """Files with the evaluation split. If unset, `eval_fraction` of the rows are held out."""
+    csv_delimiter: str | None = None
+    """Character between the cells of `csv` files. If unset, a comma."""
+    encoding: str | None = None
+    """Encoding of text files, as Python names it (`cp1252`, `utf-16`). If unset, UTF-8."""
     hub_subset: str | None = None
     """Configuration name of a hub dataset."""
     hub_split: str = "train"
@@ -56,12 +60,12 @@ class MixEntry:
     """One of several sources. Fields are as in `data`."""
 
     source: str
-    """Source of the rows: `csv`, `jsonl`, `parquet`, a Python file and a function in it
-    (`my_rows.py:load_rows`), the id of a hub dataset, or a folder with one. Other file formats of `datasets` are refused."""
+    """Source of the rows: a kind of file (`csv`, `tsv`, `json`, `jsonl`, `parquet`, `arrow`, `txt`), a Python file and a function
+    in it (`my_rows.py:load_rows`), the id of a hub dataset, or a folder with one. If unset, `files` are read by their endings."""
     weight: PositiveFloat = 1.0  # type: ignore[valid-type]
     """Share of an epoch's rows, relative to the other weights."""
     files: list[str] | str | None = None
-    """File or list of files of a file source (`csv`, `jsonl`, `parquet`, …), or for the function of a Python file."""
+    """File or list of files of a file source, text also gzipped, or for the function of a Python file."""
     hub_subset: str | None = None
     """Configuration name of a hub dataset."""
     hub_split: str = "train"
@@ -73,14 +77,18 @@ class LLMDataConfig:
     """Which rows to read (chats, prompts with completions, or plain text), and how to tokenize them."""
 
     source: str | None = None
-    """Source of the rows: `csv`, `jsonl`, `parquet`, a Python file and a function in it
-    (`my_rows.py:load_rows`), the id of a hub dataset, or a folder with one. Other file formats of `datasets` are refused."""
+    """Source of the rows: a kind of file (`csv`, `tsv`, `json`, `jsonl`, `parquet`, `arrow`, `txt`), a Python file and a function
+    in it (`my_rows.py:load_rows`), the id of a hub dataset, or a folder with one. If unset, `files` are read by their endings."""
     mix: list[MixEntry] = field(default_factory=list)
     """List of weighted sources, instead of `source` and `files`."""
     files: list[str] | str | None = None
-    """File or list of files of a file source (`csv`, `jsonl`, `parquet`, …), or for the function of a Python file."""
+    """File or list of files of a file source, text also gzipped, or for the function of a Python file."""
     eval_files: list[str] | str | None = None
     """Files with the evaluation split. If unset, `eval_fraction` of the rows are held out."""
+    csv_delimiter: str | None = None
+    """Character between the cells of `csv` files. If unset, a comma."""
+    encoding: str | None = None
+    """Encoding of text files, as Python names it (`cp1252`, `utf-16`). If unset, UTF-8."""
     hub_subset: str | None = None
     """Configuration name of a hub dataset."""
     hub_split: str = "train"

@@ -20,6 +20,8 @@ _NAMES = {
     "data.source": "dataset dataset_name dataset_path datasets",
     "data.files": "train_file train_files data_files",
     "data.eval_files": "validation_file test_file eval_file",
+    "data.csv_delimiter": "delimiter sep separator",
+    "data.encoding": "file_encoding",
     "data.hub_subset": "dataset_config_name dataset_config",
     "data.hub_split": "dataset_split dataset_train_split split",
     "data.source_column": "text_column dataset_text_field article_column",

@@ -14,7 +14,7 @@ EXCLUSIVE = {
     ("optim.warmup_steps", "optim.warmup_ratio"): "0",
 }
 """Pairs of keys of which a run has one, with the value of the other."""
-FILE_SOURCES = ("csv", "jsonl", "parquet")
+FILE_SOURCES = ("csv", "tsv", "json", "jsonl", "parquet", "arrow", "txt")
 MOVED_SOURCES = ("docstrings", "stdlib", "wikihow")
 """Built-in sources of the version before."""
 
@@ -75,9 +75,9 @@ def _check_sources(data: Any) -> None:
     for name, value in (("source", data.source), ("files", data.files), ("hub_subset", data.hub_subset)):
         if mix and value:
             raise UserError(f"data.{name} is given beside data.mix: move it into an entry of data.mix")
-    if not mix and not data.source:
-        ways = "data.source, or data.mix for several sources: neither is" if hasattr(data, "mix") else "data.source: it is not"
-        raise UserError(f"give {ways} given")
+    if not mix and not data.source and not data.files:
+        of_several = ", or data.mix for several sources" if hasattr(data, "mix") else ""
+        raise UserError(f"give data.files or data.source{of_several}: none is given")
     for place, source in enumerate(mix or [data]):
         where = f"data.mix[{place}]" if mix else "data"
         if source.source in MOVED_SOURCES:

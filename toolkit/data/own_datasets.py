@@ -31,8 +31,8 @@ def check_datasets(config: RecipeConfig, train: Any, evaluation: Any) -> None:
     if train is None:
         if evaluation is not None:
             raise UserError("evaluation is a dataset, but train is not given: give both, or name files in data.eval_files")
-        if not config.data.source and not getattr(config.data, "mix", []):
-            raise UserError("there are no rows: give finetune a datasets.Dataset as train, or set data.source in the config")
+        if not config.data.source and not config.data.files and not getattr(config.data, "mix", []):
+            raise UserError("there are no rows: give finetune a datasets.Dataset as train, or set data.files in the config")
         return
     import datasets
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,16 @@ _ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 
 
 def read_json_lines(
-    path: Path, *, way_out: str = "correct or remove the line", skip_torn_end: bool = False
+    path: Path,
+    *,
+    lines: Iterable[bytes] | None = None,
+    way_out: str = "correct or remove the line",
+    skip_torn_end: bool = False,
 ) -> Iterator[tuple[int, Any]]:
     """(line number from 1, value) of each line that is not blank, with one line in memory at a time.
 
     Args:
+        lines: the file's lines, if it is not read as it is.
         way_out: how to fix a broken line, for the message.
         skip_torn_end: skip a last line that a crash has torn: it has no line break, or is not JSON.
 
@@ -32,10 +38,10 @@ def read_json_lines(
         UserError: another line is not JSON or not UTF-8. Names the file and the line.
         OSError: the file cannot be read.
     """
-    with path.open("rb") as file:
+    with path.open("rb") if lines is None else nullcontext(lines) as file:
         # bytes.splitlines() splits at \n, \r\n and \r only; a JSON string contains none of them.
-        lines = (line for part in file for line in part.splitlines(keepends=True))
-        for number, line in enumerate(lines, start=1):
+        parts = (line for part in file for line in part.splitlines(keepends=True))
+        for number, line in enumerate(parts, start=1):
             if skip_torn_end and not line.endswith((b"\n", b"\r")):
                 return
             try:
@@ -44,7 +50,7 @@ def read_json_lines(
                     continue
                 value = json.loads(text)
             except (ValueError, RecursionError) as error:
-                if skip_torn_end and next(lines, None) is None:
+                if skip_torn_end and next(parts, None) is None:
                     return
                 reason = str(error).replace("line 1 column", "column")
                 raise UserError(f"{path}, line {number}: not JSON ({reason}): {way_out}") from None

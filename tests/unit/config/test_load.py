@@ -463,3 +463,9 @@ def test_one_of_two_keys_as_a_flag_wins_over_the_other_in_the_yaml(
 def test_a_flag_that_a_recipe_lacks_is_the_one_that_is_named() -> None:
     with pytest.raises(UserError, match=r"^unknown flag --optim.warmup_ratio"):
         load_config(MnistConfig, ["--train.max_steps=1", "--optim.warmup_ratio=0.1"], check=check_mnist_config)
+
+
+@pytest.mark.parametrize("delimiter", [";", "|", r"\t", ":"])
+def test_a_delimiter_is_typed_as_it_is(delimiter: str) -> None:
+    flags = ["--model.name_or_path", "x", "--train.max_steps", "1", "--data.files", "a.csv", "--data.csv_delimiter", delimiter]
+    assert load_config(SummarizationConfig, flags).data.csv_delimiter == delimiter

@@ -37,8 +37,8 @@ def test_the_rows_may_come_later_but_only_in_python() -> None:
     assert not load_config("t5", overrides=NEEDED).data.source and not load_config("llm", overrides=NEEDED).data.source
     flags = [f"--{key}={value}" for key, value in NEEDED.items()]
     for config_class, sentence in (
-        (SummarizationConfig, "give data.source: it is not given"),
-        (LLMConfig, "give data.source, or data.mix for several sources: neither is given"),
+        (SummarizationConfig, "give data.files or data.source: none is given"),
+        (LLMConfig, "give data.files or data.source, or data.mix for several sources: none is given"),
     ):
         with pytest.raises(UserError, match=f"^{sentence}$"):
             load_from_arguments(config_class, flags)

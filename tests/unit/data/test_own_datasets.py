@@ -50,7 +50,7 @@ def test_what_is_no_dataset_or_beside_other_rows_is_refused() -> None:
 
     rows = dataset(CHATS)
     mistakes: list[tuple[Any, Any, Any, str]] = [
-        (config(), None, None, "there are no rows: give finetune a datasets.Dataset as train, or set data.source in the config"),
+        (config(), None, None, "there are no rows: give finetune a datasets.Dataset as train, or set data.files in the config"),
         (config(), None, rows, "evaluation is a dataset, but train is not given: "),
         (config(), CHATS, None, "train is a list: give a datasets.Dataset, as from Dataset.from_list"),
         (

@@ -107,6 +107,13 @@ def _with_optional(reading: str, names: tuple[str, ...], existing: Sequence[str]
     return Columns(kind, names + tuple(name for name in _OPTIONAL.get(kind, ()) if name in existing))
 
 
+def add_optional(columns: Columns) -> Columns:
+    """With all optional columns of ShareGPT or Alpaca, for JSON: they may come in later rows than were looked at."""
+    if columns.kind not in ("sharegpt", "alpaca", "alpaca_text"):
+        return columns
+    return Columns(columns.kind, tuple(dict.fromkeys(columns.names + _OPTIONAL[columns.kind])))
+
+
 def describe_columns(columns: Columns, existing: Sequence[str]) -> str:
     """The reading, the columns used and those left out, as in "messages, from messages and tools; left out: id"."""
     reading = {kind: reading for reading, kind in _KINDS.items()}.get(columns.kind, "")

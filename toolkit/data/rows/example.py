@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.data.rows.columns import CELLS, Columns
 from toolkit.data.rows.instructions import read_alpaca, read_sharegpt
 from toolkit.data.rows.messages import TOOLS_COLUMN, read_chat
-from toolkit.data.sources.row import check_text
+from toolkit.data.sources.row import check_text, is_nan
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -84,10 +84,11 @@ def build_example(row: Mapping[str, Any], columns: Columns, where: str, **known:
     cells = {name: row[name] for name in columns.names[: len(CELLS[kind])]}
     tools = row[TOOLS_COLUMN] if TOOLS_COLUMN in columns.names[len(cells) :] else None
     for what, value in zip(CELLS[kind], cells.values(), strict=True):
-        is_nan = isinstance(value, float) and value != value  # pandas' empty cell
         is_blank = (isinstance(value, str) and not value.strip()) or (isinstance(value, list) and not value and kind != "seq2seq")
-        if value is None or is_nan or is_blank:
+        if value is None or is_blank:
             return f"with an empty {what}"
+        if is_nan(value):
+            return f"with a missing {what} (NaN, N/A, None)"
     fields: dict[str, Any] | str | None = None
     if kind in ("alpaca", "alpaca_text"):
         fields = read_alpaca({name: row[name] for name in columns.names}, where, is_chat=kind == "alpaca")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -12,11 +12,12 @@ from typing import Any
 
 from toolkit.config.data import DataConfig, LLMDataConfig, MixEntry
 from toolkit.config.paths import split_own_source
-from toolkit.data.rows.columns import Columns, choose_columns, configured_columns, describe_columns
+from toolkit.data.rows.columns import Columns, add_optional, choose_columns, configured_columns, describe_columns
 from toolkit.data.rows.example import Example, build_example
-from toolkit.data.sources.files import READERS, find_files, hash_file, list_columns
+from toolkit.data.sources.files import READERS, find_files, find_kind, hash_file, list_columns
 from toolkit.data.sources.hub import check_hub_name, load_hub_dataset, read_hub_rows
 from toolkit.data.sources.own import OwnSource, load_own_source, read_options, read_own_rows
+from toolkit.data.sources.text_files import Form, build_form, has_missing_cells, suggest_delimiter
 from toolkit.errors import UserError
 
 
@@ -44,6 +45,10 @@ class RowInput:
     """How its columns are read, see `describe_columns`; empty where each row has its own."""
     has_chat_template: bool = False
     """Whether Alpaca's rows become chats."""
+    form: Form = Form()
+    """How a text file is written."""
+    used: set[str] = field(default_factory=set)
+    """The columns that were used of rows that have their own."""
 
 
 def list_inputs(config: DataConfig | LLMDataConfig, *, has_chat_template: bool = False) -> list[RowInput]:
@@ -62,24 +67,48 @@ def list_inputs(config: DataConfig | LLMDataConfig, *, has_chat_template: bool =
     # A function that is the only source gets the evaluation files, and may read them.
     eval_files = [] if is_own and "data" in entries else find_files(config.eval_files or [], "data.eval_files")
     choose = partial(choose_columns, config=config, has_chat_template=has_chat_template)
-    inputs = [_open_file(path, _kind_of_eval_file(path, config), choose, is_eval_file=True) for path in eval_files]
+    form = build_form(config.csv_delimiter, config.encoding)
+    source = config.source if config.source in READERS else ""
+    inputs = [
+        _open_file(path, source or find_kind(path, "data.eval_files"), choose, form, is_eval_file=True) for path in eval_files
+    ]
     for number, (setting, entry) in enumerate(entries.items()):
-        if entry.source in READERS:
+        if entry.source in READERS or not entry.source:
             paths = find_files(entry.files or [], f"{setting}.files")
-            inputs += [_open_file(path, entry.source, choose, mix_entry=number) for path in paths]
+            kinds = [entry.source or find_kind(path, f"{setting}.files") for path in paths]
+            inputs += [_open_file(path, kind, choose, form, mix_entry=number) for path, kind in zip(paths, kinds, strict=True)]
         elif split_own_source(entry.source):
             inputs.append(_open_own(entry, config, setting, number, has_chat_template=has_chat_template))
         else:
             inputs.append(_open_hub(entry, config, choose, number))
-    used = {name for item in inputs if item.columns for name in item.columns.names}
+    if not is_own:  # a function may read the settings of files, and its columns are known once it has been called
+        _check_form_used(config, inputs)
+        check_columns_used(config, inputs)
+    return inputs
+
+
+def _check_form_used(config: DataConfig | LLMDataConfig, inputs: list[RowInput]) -> None:
+    kinds = {item.source for item in inputs}
+    if config.csv_delimiter and "csv" not in kinds:
+        raise UserError(f"data.csv_delimiter is {config.csv_delimiter!r}, but no file is read as csv: leave it out")
+    if config.encoding and not kinds.intersection(("csv", "tsv", "json", "jsonl", "txt")):
+        raise UserError(f"data.encoding is {config.encoding}, but no text file is read: leave it out")
+
+
+def check_columns_used(config: DataConfig | LLMDataConfig, inputs: list[RowInput]) -> None:
+    """Refuse a column that the config names and no input has used.
+
+    Raises:
+        UserError: names the setting.
+    """
+    used = {name for item in inputs for name in (item.columns.names if item.columns else item.used)}
     for setting, column in configured_columns(config).items():
-        if column not in used and not is_own:
+        if column not in used:
             labels = ", ".join(item.label for item in inputs)
             trouble = f"{setting} is {column}, but that is no column of {labels}: name one that exists, or leave it out"
             if isinstance(config, LLMDataConfig) and config.format != "auto":
                 trouble = f"{setting} is {column}, but data.format {config.format} does not read it: leave one of them out"
             raise UserError(trouble)
-    return inputs
 
 
 def describe_readings(inputs: list[RowInput]) -> list[str]:
@@ -123,7 +152,7 @@ def _read_examples(item: RowInput) -> Iterator[Example | str]:
     names = item.columns.names if item.columns else ()
     rows: Iterable[Any]
     if item.source in READERS:
-        rows = READERS[item.source](item.place, names)
+        rows = READERS[item.source](item.place, names, item.form)
     elif isinstance(item.place, OwnSource):
         rows = read_own_rows(item.place)
     else:
@@ -141,7 +170,9 @@ def _read_examples(item: RowInput) -> Iterator[Example | str]:
 def _choose_own_columns(item: RowInput, row: dict[str, Any], where: str) -> Columns:
     """The columns of one row of a function, which may give rows of several kinds."""
     own: OwnSource = item.place
-    columns = choose_columns(where, list(row), own.config, has_chat_template=item.has_chat_template)
+    names = [key if isinstance(key, str) else f"{key!r} of type {type(key).__name__}" for key in row]
+    columns = choose_columns(where, names, own.config, has_chat_template=item.has_chat_template)
+    item.used.update(columns.names)
     for setting, column in configured_columns(own.config).items():
         if column not in columns.names and own.setting == "data":
             raise UserError(f"{setting} is {column}, but {where} is made from {', '.join(columns.names)}: leave one out")
@@ -161,9 +192,9 @@ def _check_entry(entry: MixEntry, config: DataConfig | LLMDataConfig, setting: s
     """Refuse a name that is no source, a file source without files, and settings that the source would silently ignore."""
     if split_own_source(entry.source):
         return
-    if entry.source in READERS:
-        if not entry.files:
-            raise UserError(f"{setting}.source {entry.source} needs {setting}.files")
+    if entry.source in READERS and not entry.files:
+        raise UserError(f"{setting}.source {entry.source} needs {setting}.files")
+    if entry.source in READERS or (entry.files and not entry.source):
         return
     check_hub_name(entry.source, f"{setting}.source", tuple(READERS))
     given = {"files": entry.files, "eval_files": config.eval_files if isinstance(config, DataConfig) else None}
@@ -171,30 +202,32 @@ def _check_entry(entry: MixEntry, config: DataConfig | LLMDataConfig, setting: s
         raise UserError(f"{setting}.{name} is given, but {setting}.source {entry.source} reads no files: leave one of them out")
 
 
-def _kind_of_eval_file(path: Path, config: DataConfig | LLMDataConfig) -> str:
-    kind = config.source if config.source in READERS else path.suffix.lstrip(".")
-    if kind not in READERS:
-        raise UserError(f"data.eval_files: {path} has an unknown file ending: let its name end in .csv, .jsonl or .parquet")
-    return kind
-
-
 def _open_file(
-    path: Path, kind: str, choose: Callable[..., Columns], *, mix_entry: int = 0, is_eval_file: bool = False
+    path: Path, kind: str, choose: Callable[..., Columns], form: Form, *, mix_entry: int = 0, is_eval_file: bool = False
 ) -> RowInput:
-    digest = hash_file(path, is_text=kind != "parquet")  # first, because it reports unreadable files best
-    existing = list_columns(path, kind)
+    is_text = kind not in ("parquet", "arrow")
+    digest = hash_file(path, is_text=is_text, encoding=form.encoding)  # first, because it reports unreadable files best
+    existing = list_columns(path, kind, form)
     if not existing:
         raise UserError(f"{path} holds no rows: give a source with at least one")
-    columns = choose(path, existing)
+    try:
+        columns = choose(path, existing)
+    except UserError as error:
+        raise UserError(f"{error}{suggest_delimiter(existing, form) if kind == 'csv' else ''}") from None
+    if kind in ("json", "jsonl"):
+        columns = add_optional(columns)
+    # The digest of files that the versions before could read is the same.
+    details = (form.identify(kind) if is_text else "") + " missing" * (kind in ("csv", "tsv") and has_missing_cells(path))
     return RowInput(
         label=str(path),
         source=kind,
         place=path,
         columns=columns,
-        digest=f"{digest} {kind} {columns}",
+        digest=f"{digest} {kind} {columns}{details}",
         is_eval_file=is_eval_file,
         mix_entry=mix_entry,
-        reading=describe_columns(columns, existing),
+        reading=describe_columns(columns, existing) + "; a row is a paragraph between blank lines" * (kind == "txt"),
+        form=form,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.data.rows.messages import read_chat, read_json
-from toolkit.data.sources.row import check_text
+from toolkit.data.sources.row import check_text, is_nan
 from toolkit.errors import UserError
 
 _ROLES = {
@@ -99,7 +99,7 @@ def read_alpaca(row: Mapping[str, Any], where: str, *, is_chat: bool) -> dict[st
 def _read_history(history: Any, where: str) -> list[list[str]]:
     if isinstance(history, str) and history.strip():
         history = read_json(history, f"{where}, column history")
-    if not history:
+    if not history or is_nan(history):
         return []
     if not isinstance(history, list):
         raise UserError(f"{where}, column history: {history!r:.60} is no list: write [[instruction, answer], ...]")
@@ -112,9 +112,9 @@ def _read_history(history: Any, where: str) -> list[list[str]]:
 
 
 def _optional_text(row: Mapping[str, Any], column: str, where: str) -> str:
-    """A cell that may be missing or blank: then it is empty."""
+    """A cell that may be missing, blank or NaN: then it is empty."""
     value = row.get(column)
-    if value is None:
+    if value is None or is_nan(value):
         return ""
     check_text(value, f"{where}, column {column}")
     return value if value.strip() else ""

@@ -22,7 +22,7 @@ import numpy as np
 from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.data.cache_folders import cache_folder, find_or_build, name_folder
 from toolkit.data.rows.example import Example, build_schema, list_cells
-from toolkit.data.rows.inputs import RowInput, describe_readings, list_inputs, read_rows
+from toolkit.data.rows.inputs import RowInput, check_columns_used, describe_readings, list_inputs, read_rows
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def load_rows(config: DataConfig | LLMDataConfig, *, has_chat_template: bool = F
         "inputs": [(item.is_eval_file, item.mix_entry, item.digest) for item in inputs],
     }
     folder = cache_folder(config.cache_dir) / "rows" / name_folder(identity)
-    about = find_or_build("the cache of rows", folder, write_rows, inputs, eval_fraction, config.num_rows)
+    about = find_or_build("the cache of rows", folder, write_rows, config, inputs, eval_fraction)
     # Remarks are written now, not cached: a file may have been renamed since.
     from datasets import Dataset
 
@@ -93,20 +93,24 @@ def load_rows(config: DataConfig | LLMDataConfig, *, has_chat_template: bool = F
     return TextRows(train, evaluation, folder.name, remarks, origins, describe_readings(inputs))
 
 
-def write_rows(inputs: list[RowInput], eval_fraction: float | None, num_rows: int | None, folder: Path) -> dict[str, Any]:
+def write_rows(
+    config: DataConfig | LLMDataConfig, inputs: list[RowInput], eval_fraction: float | None, folder: Path
+) -> dict[str, Any]:
     """Write `train.arrow` and `evaluation.arrow` into `folder`. A row's id is its position over all inputs.
 
     Args:
+        config: its `num_rows` limits the rows read from one mix entry, without evaluation files.
         inputs: evaluation files first, so that their rows are known before the training rows are read.
         eval_fraction: share of the groups that a hash puts into the evaluation split; None if the inputs define the split.
-        num_rows: maximum rows read from one mix entry, without evaluation files.
 
     Returns:
         One report per input (`inputs`), and the sentences about duplicate rows (`repeats`).
 
     Raises:
-        UserError: an input without rows, a cell that is not text, no usable row, no row left to train on.
+        UserError: an input without rows, a cell that is not text, no usable row, no row left to train on, a configured column
+            that no row used.
     """
+    num_rows = config.num_rows
     reports = [InputReport() for _ in inputs]
     splitter = _Splitter(eval_fraction or 0.0, has_eval_files=any(item.is_eval_file for item in inputs))
     repeats = Repeats()
@@ -132,6 +136,7 @@ def write_rows(inputs: list[RowInput], eval_fraction: float | None, num_rows: in
             num_read[item.mix_entry] += 0 if item.is_eval_file else report.num_rows
         num_training_rows = train.num_rows
     _check_something_is_left(inputs, reports, num_training_rows)
+    check_columns_used(config, inputs)
     return {"inputs": [asdict(report) for report in reports], "repeats": repeats.sentences()}
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.data.sources.files import Cells
+from toolkit.data.sources.text_files import Cells
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def load_hub_dataset(name: str, subset: str | None, split: str, *, other_sources
 
     path = Path(name).expanduser()
     if path.is_file():
-        raise UserError(f"data.source {name} is a file: set data.source to csv, jsonl or parquet and data.files to {name}")
+        raise UserError(f"data.source {name} is a file: give it in data.files, and leave data.source out")
     is_folder = path.is_dir()
     if not is_folder and (path.is_absolute() or name.startswith(".")):
         raise UserError(f"data.source {name}: there is no such folder: check the path")

@@ -108,9 +108,11 @@ def read_own_rows(own: OwnSource) -> Iterator[dict[str, Any]]:
             f"{own.label} returns a {type(rows).__name__} with the keys {', '.join(map(str, rows))}: return the rows of one of "
             "them, or of all, with a column split (train or eval)"
         )
-    if not hasattr(rows, "__iter__"):
+    with _errors_of(own.path, own.label):
+        iterator = iter(rows) if hasattr(rows, "__iter__") else None
+    if iterator is None:
         raise UserError(f"{own.label} returns {rows!r:.60}, which holds no rows: yield dicts, or return a list or a Dataset")
-    iterator, end = iter(rows), object()
+    end = object()
     for number in itertools.count(1):
         with _errors_of(own.path, own.label):
             row = next(iterator, end)
@@ -131,8 +133,10 @@ def read_options(row: dict[str, Any], where: str) -> dict[str, Any]:
     fields = {name: row[name] for name in ("group", "lead_text", "skip") if row.get(name) is not None}
     for name, value in fields.items():
         check_text(value, f"{where}, column {name}")
+    if not fields.get("skip", "with a reason").strip():
+        raise UserError(f"{where}, column skip is empty: give the reason to leave the row out, or None to keep it")
     if (split := row.get("split")) is not None:
-        if split not in ("train", "eval"):
+        if not isinstance(split, str) or split not in ("train", "eval"):
             raise UserError(f"{where}, column split: {split!r:.60} is neither train nor eval: write one of them, or leave it out")
         fields["held_out"] = split == "eval"
     return fields

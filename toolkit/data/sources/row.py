@@ -1,4 +1,4 @@
-"""What every text of a row must be."""
+"""What every cell of a row must be."""
 
 from __future__ import annotations
 
@@ -23,3 +23,8 @@ def check_text(value: Any, where: str) -> None:
         raise UserError(
             f"{where}: character {error.start + 1} is half a surrogate pair, which is no text: write the whole character"
         ) from None
+
+
+def is_nan(value: Any) -> bool:
+    """Whether a cell is NaN, as pandas makes of an empty one, and our reader of CSV of `NaN`, `N/A`, `None` and the like."""
+    return isinstance(value, float) and value != value

@@ -74,7 +74,7 @@ def test_folder_without_data_a_file_and_damaged_data_are_refused(config, tmp_pat
     (tmp_path / "empty").mkdir()
     refuse(config, f"data.source {tmp_path / 'empty'}", "doesn't contain any data files", source=str(tmp_path / "empty"))
     path = tmp_path / "dataset" / "train-0.parquet"
-    refuse(config, f"data.source {path} is a file: set data.source to csv, jsonl or parquet", source=str(path))
+    refuse(config, f"data.source {path} is a file: give it in data.files, and leave data.source out", source=str(path))
     refuse(config, "data.source ./no_such_folder: there is no such folder", source="./no_such_folder")
     path.write_bytes(path.read_bytes()[:200])
     refuse(config, f"data.source {tmp_path / 'dataset'}", "could not be loaded")

@@ -61,23 +61,22 @@ def test_a_kind_of_file_is_no_dataset(tmp_path: Path, opened: list[str], name: s
         lambda: load_rows(DataConfig(source=name, source_column="text", target_column="text2")),
         lambda: load_images(ImageDataConfig(source=name), 1),
     ]
-    for load in loads[2 * (name in ("csv", "parquet")) :]:  # our own names, which the check of the config wants files for
+    for load in loads[
+        2 * (name in ("csv", "json", "parquet", "arrow")) :
+    ]:  # our own names, which the check of the config wants files for
         assert refusal(load)
     assert not [path for path in opened if "secrets" in path]
 
 
 def test_the_sentence_names_what_there_is(tmp_path: Path, opened: list[str]) -> None:
     Path("text").mkdir()
-    sources = "csv, jsonl, parquet"
-    assert refusal(lambda: llm(tmp_path, source="json", files="rows.json")) == (
-        "data.source json is a kind of file, not a dataset: did you mean jsonl?"
-    )
+    sources = "csv, tsv, json, jsonl, parquet, arrow, txt"
+    assert refusal(lambda: llm(tmp_path, source="json")) == "data.source json needs data.files"
     assert refusal(lambda: llm(tmp_path, mix=[MixEntry(source="Parquet")])) == (
         "data.mix[0].source Parquet is written parquet: give that"
     )
     assert refusal(lambda: llm(tmp_path, source="text")) == (
-        f"data.source text is a kind of file, not a dataset: give one of {sources}, or a hub id as in user/text (./text for the "
-        "folder)"
+        "data.source text is a kind of file, not a dataset: did you mean txt? (./text for the folder)"
     )
     assert refusal(lambda: load_images(ImageDataConfig(source="imagefolder"), 1)) == (
         "data.source imagefolder is a kind of file, not a dataset: give one of digits, idx, or a hub id as in user/imagefolder"

@@ -133,6 +133,20 @@ def test_beside_files_in_a_mix(folder: Path) -> None:
     assert list(zip(train["text"], train["mix_entry"], strict=True)) == [("one", 0), ("of a file", 1), ("two", 2)]
 
 
+def test_a_column_that_no_row_of_a_mix_uses_is_refused(folder: Path) -> None:
+    Path("a.jsonl").write_text('{"text": "of a file"}\n')
+    entries = [MixEntry(source="my_rows.py:load_rows"), MixEntry(source="jsonl", files="a.jsonl")]
+    for identify in ("", "\ndef identify(config): return 'x'"):
+        with pytest.raises(
+            UserError, match="data.messages_column is body, but that is no column of my_rows.py:load_rows, a.jsonl"
+        ):
+            write("def load_rows(config): return [{'prompt': 'p', 'completion': 'c'}]" + identify)
+            llm(source=None, mix=entries, messages_column="body")
+    assert not list(Path("cache").glob("rows/*"))
+    write("def load_rows(config): return [{'body': 'one'}]")
+    assert llm(source=None, mix=entries[:1], text_column="body").train["text"][:] == ["one"]
+
+
 def test_fingerprint_is_of_the_file_and_of_the_rows_and_of_no_place(folder: Path) -> None:
     reading = """
         from pathlib import Path
@@ -245,6 +259,11 @@ ROW = "{'source': 'a', 'target': 'b'}"
         (returns(f"[{ROW}, {{'source': 'a', 'target': 3}}]"), "my_rows.py:load_rows, row 2, column target: 3 is of type int"),
         (returns(f"[{ROW} | {{'group': 3}}]"), "row 1, column group: 3 is of type int, not text: write it as a string"),
         (returns(f"[{ROW} | {{'lead_text': 3}}]"), "row 1, column lead_text: 3 is of type int, not text"),
+        (returns(f"[{ROW} | {{'skip': ' '}}]"), "row 1, column skip is empty: give the reason to leave the row out, or None"),
+        (returns("[{1: 'a', 'target': 'b'}]"), "row 1 has no column 'source' (its columns: 1 of type int, target)"),
+        ("import numpy\n" + returns(f"[{ROW} | {{'split': numpy.array(['train', 'eval'])}}]"), "is neither train nor eval"),
+        ("import numpy\n" + returns(f"[{ROW} | {{'target': numpy.array([1, 2])}}]"), "array([1, 2]) is of type ndarray"),
+        ("class Rows:\n    def __iter__(self): return 1 / 0\ndef load_rows(config): return Rows()", "line 2 of the file"),
         (returns(f"[{ROW} | {{'split': 'test'}}]"), "row 1, column split: 'test' is neither train nor eval"),
         (returns(f"[{ROW} | {{'split': ['train']}}]"), "row 1, column split: ['train'] is neither train nor eval"),
         (

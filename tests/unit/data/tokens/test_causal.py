@@ -386,9 +386,9 @@ def test_a_mix_is_one_dataset_with_the_entry_of_each_row(prepare, tmp_path):
     held_out = prepare(mix=mix, eval_files=str(tmp_path / "held_out.csv"))
     assert (len(held_out.evaluation), len(held_out.train), held_out.evaluation["source_index"][:]) == (2, 10, [0, 0])
     assert held_out.remarks[0] == f"skipped 1 of 5 rows of {tmp_path / 'a.jsonl'} that are in data.eval_files too (row 2)"
-    (tmp_path / "held_out.csv").rename(tmp_path / "held_out.txt")
-    with pytest.raises(UserError, match="held_out.txt has an unknown file ending: let its name end in .csv, .jsonl or"):
-        prepare(mix=mix, eval_files=str(tmp_path / "held_out.txt"))
+    (tmp_path / "held_out.csv").rename(tmp_path / "held_out.dat")
+    with pytest.raises(UserError, match="held_out.dat has an unknown file ending: let its name end in one of .csv, .tsv"):
+        prepare(mix=mix, eval_files=str(tmp_path / "held_out.dat"))
     with pytest.raises(UserError, match=r"data.mix\[1\].files: there is no file"):
         prepare(mix=[mix[0], MixEntry(source="csv", files="nowhere.csv")])
 
@@ -433,7 +433,7 @@ def test_settings_that_do_not_fit_the_source_are_refused(prepare, tmp_path):
         prepare(source="some/rows", files="a.csv")
     with pytest.raises(UserError, match="rows.jsonl has none of the columns"):
         prepare([{"body": "a"}])
-    with pytest.raises(UserError, match="data.source nodataset is none of csv, jsonl, parquet"):
+    with pytest.raises(UserError, match="data.source nodataset is none of csv, tsv, json, jsonl, parquet"):
         prepare(source="nodataset")
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(UserError, match="empty.jsonl holds no rows"):
