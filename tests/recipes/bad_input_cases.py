@@ -241,11 +241,12 @@ DATA = {
     "invalid UTF-8": Case(
         flags=CSV,
         files={"rows.csv": b"source,target\na,b\n\xffb,c\n"},
-        sentence="{here}/rows.csv, line 3: byte 0xff is not valid UTF-8 (invalid start byte): convert the file",
+        sentence="{here}/rows.csv, line 3: byte 0xff is not valid UTF-8 (invalid start byte): set data.encoding (cp1252 for "
+        "files of Western Windows), or convert the file",
     ),
     "line that is not JSON": Case(
         files={"rows.jsonl": ROWS + "{'source': 'a'}\n"},
-        sentence=f"{{here}}/rows.jsonl, line {NUM_ROWS + 1}: not JSON (…): write one object a line",
+        sentence=f"{{here}}/rows.jsonl, line {NUM_ROWS + 1}: not JSON (…): write one object a line, or one array of objects",
     ),
     "truncated parquet": Case(
         flags="--data.source parquet --data.files {here}/rows.parquet",

@@ -52,6 +52,10 @@ DATA = {
         files=chats([{"role": "human", "content": "a"}, *say("a", "b")]),
         sentence=f"{ROW}, message 1: 'human' is no role: write one of system, user, assistant, tool",
     ),
+    "unknown role of ShareGPT": Case(
+        files=rows({"conversations": [{"from": "human", "value": "a"}, {"from": "narrator", "value": "b"}]}),
+        sentence="{here}/rows.jsonl, row 1, turn 2: 'narrator' is no role of ShareGPT: write one of …",
+    ),
     "no assistant turn": Case(
         files=chats(say("a")),
         sentence=f"{ROW}, column messages: no assistant turn, so there is nothing to train on: leave the row out",
@@ -89,14 +93,16 @@ DATA = {
         sentence=f"all {NUM_CHATS} training conversations lost their whole completion to data.max_length_tokens = 8: raise it",
     ),
     "no usable columns": Case(
-        files=rows({"instruction": "a", "output": "b"}),
-        sentence="{here}/rows.jsonl has none of the columns 'messages', 'prompt' and 'completion', 'text' (its columns: "
-        "instruction, output): set data.messages_column, data.text_column, or data.prompt_column and data.completion_column",
+        files=rows({"question": "a", "answer": "b"}),
+        sentence="{here}/rows.jsonl has none of the columns 'messages', 'conversations', 'instruction' and 'output', 'prompt' "
+        "and 'completion', 'text' (its columns: question, answer): set data.messages_column, data.text_column, or "
+        "data.prompt_column and data.completion_column",
     ),
     "columns of two kinds": Case(
         files=rows({"text": "a", "prompt": "b", "completion": "c"}),
-        sentence="{here}/rows.jsonl has columns of more than one kind, 'prompt' with 'completion' and 'text' (its columns: text, "
-        "prompt, completion): choose by data.messages_column, data.text_column, or data.prompt_column and data.completion_column",
+        sentence="{here}/rows.jsonl can be read in more than one way, as prompt_completion ('prompt' with 'completion') and text "
+        "('text') (its columns: text, prompt, completion): choose by data.format prompt_completion or text, or by "
+        "data.messages_column, data.text_column, or data.prompt_column and data.completion_column",
     ),
     "column that does not exist": Case(
         flags="--data.text_column body",
@@ -109,7 +115,7 @@ DATA = {
     ),
     "line that is not JSON": Case(
         files={"rows.jsonl": "{'text': 'a'}\n"},
-        sentence="{here}/rows.jsonl, line 1: not JSON (…): write one object a line",
+        sentence="{here}/rows.jsonl, line 1: not JSON (…): write one object a line, or one array of objects",
     ),
     "missing file of a mix": Case(
         flags=f'{MIX} [{{"source":"jsonl","files":"{{here}}/rows.jsonl"}},{{"source":"csv","files":"{{here}}/rws.csv"}}]',

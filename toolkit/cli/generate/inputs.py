@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.sources.files import list_columns, read_csv
+from toolkit.data.sources.files import list_columns
+from toolkit.data.sources.text_files import Form, read_csv
 from toolkit.errors import UserError
 from toolkit.files.json_lines import read_json_lines
 
@@ -52,7 +53,7 @@ def read_items(file: str | None, texts: list[str], column: str | None, saved_col
     if not path.is_file():
         raise UserError(f"--file {file} does not exist: check the path")
     try:
-        columns = list_columns(path, path.suffix[1:])
+        columns = list_columns(path, path.suffix[1:], Form())
         chosen = _choose_column(file, columns, column, saved_column)
         items = [_read_item(cell, chosen, where) for where, cell in _cells(path, chosen)]
     except OSError as error:
@@ -78,7 +79,7 @@ def _choose_column(file: str, columns: list[str], wanted: str | None, saved: str
 
 def _cells(path: Path, column: str) -> Iterator[tuple[str, Any]]:
     if path.suffix == ".csv":
-        for number, cells in enumerate(read_csv(path, [column]), start=1):
+        for number, cells in enumerate(read_csv(path, [column], Form()), start=1):
             yield f"{path}, row {number}", cells[column]
         return
     for line, row in read_json_lines(path, way_out="write one object a line"):
