@@ -49,8 +49,7 @@ def check_causal_model(sharded: ShardedModel, collator: Collator, *, packing: bo
             actual = _loss(sharded, model, collator, [[first]])
         except (AttributeError, TypeError):
             raise UserError(f"{name} cannot be trained: its logits cannot be made from its hidden states alone") from None
-        tolerance = LOSS_TOLERANCE[compute_dtype(sharded.accelerator)]
-        if not abs(actual - expected) <= tolerance * abs(expected):
+        if not _is_close(sharded, actual, expected):
             raise UserError(f"{name} cannot be trained: its loss by hidden states is {actual:.6f}, by its logits {expected:.6f}")
         # Causality: change the last token; the loss of the earlier ones must not change.
         changed = _row([*first["input_ids"][:-1], second["input_ids"][0]])
@@ -89,8 +88,7 @@ def check_seq2seq_model(sharded: ShardedModel, collator: SummarizationCollator, 
         with _failing_as(f"{name} cannot be trained here", ways_out), evaluation_model(sharded, unshard="never") as (model, _):
             output = model(**prompts, **shifted, labels=batch["labels"], use_cache=False)
             expected, actual = output.loss.item(), summed_loss(model, batch)[0].item() / num_labels
-        tolerance = LOSS_TOLERANCE[compute_dtype(sharded.accelerator)]
-        if not abs(actual - expected) <= tolerance * abs(expected):
+        if not _is_close(sharded, actual, expected):
             raise UserError(
                 f"{name} cannot be trained: its own loss is {expected:.6f}, the mean over its label tokens {actual:.6f}, so it "
                 "has a term of its own or makes decoder inputs in a way that it does not say"
@@ -125,6 +123,11 @@ def _failing_as(what: str, ways_out: str) -> Iterator[None]:
             raise
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(f"{what} ({reason}): {ways_out}") from error
+
+
+def _is_close(sharded: ShardedModel, actual: float, expected: float) -> bool:
+    """Whether two losses are equal within `LOSS_TOLERANCE`; False if one is NaN."""
+    return abs(actual - expected) <= LOSS_TOLERANCE[compute_dtype(sharded.accelerator)] * abs(expected)
 
 
 def _loss(sharded: ShardedModel, model: torch.nn.Module, collator: Collator, packs: list[list[dict]]) -> float:

@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.checkpoint.state import TrainState
 from toolkit.config.data import DataConfig
@@ -62,6 +63,22 @@ def test_a_gpu_gets_one_loader_worker_unless_the_config_says_otherwise(
     monkeypatch.setattr(loop, "load_micro_batches", seen)
     assert list(loop._load_micro_batches(run, 1)) == []
     assert seen.call_args.kwargs == {"num_workers": expected, "pin_memory": device == "cuda"}
+
+
+@pytest.mark.parametrize("kind", [DistributedDataParallel, nn.Linear])
+def test_gradients_of_ddp_stay_the_views_of_its_buckets(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """New ones beside the buckets would hold the gradients twice."""
+    run, loss_sum = MagicMock(), torch.ones((), requires_grad=True)
+    run.config.log_row_ids, run.config.train.seed = False, 0
+    run.sharded.model = MagicMock(spec=kind)
+    run.guard.judge.return_value = torch.tensor(1.0), torch.tensor(0.0)
+    monkeypatch.setattr(loop, "accumulating", lambda sharded, is_last: nullcontext())
+    monkeypatch.setattr(loop, "_summed_loss", lambda run, batch: loss_sum)
+    monkeypatch.setattr(loop, "clip_gradients", lambda model, max_norm: torch.tensor(1.0))
+    step: Any = SimpleNamespace(step=1, num_label_tokens=1)
+    micro_batch: Any = SimpleNamespace(step=1, index=0, is_last=True)
+    loop.train_step(run, step, iter([(micro_batch, {})]), lr=0.1, watch=None)
+    assert run.optimizer.zero_grad.call_args.kwargs == {"set_to_none": kind is nn.Linear}
 
 
 @pytest.mark.parametrize("is_due", [True, False])

@@ -28,6 +28,15 @@ def judge(guard: SkipGuard, *norms: float, loss: float = 1.0) -> list[bool]:
     return [bool(guard.judge(torch.tensor(loss), torch.tensor(norm))[1]) for norm in norms]
 
 
+def test_loss_and_verdict_go_over_every_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under HSDP each rank is in two groups, which together reach all ranks."""
+    reduced: list[Any] = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda figures, group: reduced.append(group))
+    groups: list[Any] = ["replicas", "shards"]
+    SkipGuard(OptimConfig(), SkipHistory(), groups).judge(torch.tensor(1.0), torch.tensor(1.0))
+    assert reduced == groups
+
+
 @pytest.mark.parametrize(
     ("loss", "norm", "skipped"),
     [
