@@ -23,7 +23,7 @@ from tests.support.small_run import (
     check_curve,
     check_gradients,
     figures,
-    run_recipe,
+    run_recipes,
     train_and_record_gradients,
     write_inputs,
 )
@@ -32,7 +32,9 @@ AS_TWO_MACHINES: dict[str, Any] = {
     **GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_shard_grad_op"],
     "num_machines": 1, "main_process_ip": None, "main_process_port": 0, "num_processes": 4,
 }  # fmt: skip
-SAVED_STEP = 6
+SAVED_STEP = 4
+RESUMED = [("hybrid", "single"), ("single", "hybrid"), ("hybrid", "hybrid")]
+"""Whose checkpoint, and where a run goes on from it."""
 
 
 def with_two_devices(function: Callable[..., Any], *args: Any) -> Any:
@@ -75,15 +77,18 @@ def test_it_trains_as_one_process_and_its_checkpoint_goes_on_elsewhere(tmp_path:
         *("--model.name_or_path", str(tmp_path / "model"), "--model.from_scratch", "true"),
         *("--train.micro_batch_size_rows", "2", "--checkpoint.every_steps", str(SAVED_STEP), "--eval.generate", "false"),
     ]
-    hybrid: dict[str, Any] = {"preset": "fsdp1_hybrid_shard", "overrides": AS_TWO_MACHINES, "function": train_with_two_devices}
-    single: dict[str, Any] = {"preset": "single", "overrides": {}}
-    runs = {name: run_recipe(tmp_path, name, flags=flags, **how) for name, how in (("single", single), ("hybrid", hybrid))}
+    where: dict[str, dict[str, Any]] = {
+        "hybrid": {"preset": "fsdp1_hybrid_shard", "overrides": AS_TWO_MACHINES, "function": train_with_two_devices},
+        "single": {"preset": "single", "overrides": {}},
+    }
+    runs = run_recipes(tmp_path, {name: {"flags": flags, **how} for name, how in where.items()})
     check_gradients(runs["hybrid"][1], runs["single"][1][0])
     # Each run goes on from the other's checkpoint, and from its own.
-    for source, target, how in (("hybrid", "single", single), ("single", "hybrid", hybrid), ("hybrid", "hybrid", hybrid)):
-        name = f"{source}-to-{target}"
+    resumed = {f"{source}-to-{target}": (source, target) for source, target in RESUMED}
+    for name, (source, _) in resumed.items():
         copy_until_saved_step(tmp_path / "runs" / source, tmp_path / "runs" / name)
-        runs[name] = run_recipe(tmp_path, name, flags=flags, **how)
+    runs |= run_recipes(tmp_path, {name: {"flags": flags, **where[target]} for name, (_, target) in resumed.items()})
+    for name, (source, _) in resumed.items():
         own, whole = (figures(runs[run][0], "train")["step_time_s"] for run in (name, source))
         assert (own[:SAVED_STEP] == whole[:SAVED_STEP]).all() and (own[SAVED_STEP:] != whole[SAVED_STEP:]).all(), "not resumed"
     for lines, _ in runs.values():

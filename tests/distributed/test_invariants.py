@@ -16,7 +16,7 @@ from tests.support.small_run import (
     check_gradients,
     figures,
     read_lines,
-    run_recipe,
+    run_recipes,
     write_inputs,
 )
 
@@ -59,16 +59,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def finished(folder: Path) -> dict[str, Any]:
     """Every run once, by name."""
-    return {
-        name: run_recipe(
-            folder,
-            name,
-            preset=preset,
-            overrides=overrides,
-            flags=["--model.name_or_path", str(folder / "model"), "--model.from_scratch", "true", *flags],
-        )
+    model = ["--model.name_or_path", str(folder / "model"), "--model.from_scratch", "true"]
+    runs = {
+        name: {"preset": preset, "overrides": overrides, "flags": [*model, *flags]}
         for name, (preset, overrides, flags) in RUNS.items()
     }
+    return run_recipes(folder, runs)
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name != REFERENCE])

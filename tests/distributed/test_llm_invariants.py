@@ -11,7 +11,16 @@ import pytest
 
 from tests.distributed.test_invariants import CHECKPOINTING, COMPILED, rows_of_steps
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
-from tests.support.small_run import NUM_STEPS, RELATIVE_TOLERANCE, check_curve, check_gradients, figures, read_lines, run_recipe
+from tests.support.small_run import (
+    NUM_STEPS,
+    RELATIVE_TOLERANCE,
+    Finished,
+    check_curve,
+    check_gradients,
+    figures,
+    read_lines,
+    run_recipes,
+)  # fmt: skip
 
 FSDP1 = GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"]
 PACKED = ["--data.packing", "true"]
@@ -62,44 +71,45 @@ def build_model(folder: Path) -> None:
     _build_tokenizer(("<pad>", "</s>")).save_pretrained(folder)
 
 
-@pytest.fixture(scope="session")
-def finished(folder: Path) -> dict[str, dict[str, Any]]:
-    """Every run once, by kind and name."""
-    return {kind: {name: run(folder, kind, name) for name in RUNS} for kind in KINDS}
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
-def run(folder: Path, kind: str, name: str) -> Any:
-    preset, overrides, flags, max_logits = RUNS[name]
+@pytest.fixture(scope="module")
+def finished(folder: Path, kind: str) -> dict[str, Finished]:
+    """Every run of a kind once, by name."""
     always = [
         "--model.name_or_path", str(folder / "model"), "--data.packing", "false", "--data.bucket_by_length", "false",
         "--data.max_length_tokens", "64", *KINDS[kind],
     ]  # fmt: skip
-    return run_recipe(
-        folder, f"{kind}-{name}", preset=preset, overrides=overrides, flags=[*always, *flags], recipe="llm", max_logits=max_logits
-    )
+    runs = {
+        f"{kind}-{name}": {
+            "preset": preset, "overrides": overrides, "flags": [*always, *flags], "recipe": "llm", "max_logits": max_logits,
+        }
+        for name, (preset, overrides, flags, max_logits) in RUNS.items()
+    }  # fmt: skip
+    return {name.removeprefix(f"{kind}-"): finished for name, finished in run_recipes(folder, runs).items()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [name for name in RUNS if name != REFERENCE])
-def test_curve_and_gradients_are_those_of_one_process(finished: dict[str, Any], kind: str, name: str) -> None:
-    (expected_lines, expected_gradients), (lines, gradients) = finished[kind][REFERENCE], finished[kind][name]
+def test_curve_and_gradients_are_those_of_one_process(finished: dict[str, Finished], name: str) -> None:
+    (expected_lines, expected_gradients), (lines, gradients) = finished[REFERENCE], finished[name]
     check_curve(lines, expected_lines, ("loss", "grad_norm", "num_rows", "num_tokens", "num_label_tokens"))
     check_gradients(gradients, expected_gradients[0])
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", list(RUNS))
-def test_ranks_share_the_batch_without_overlap(folder: Path, finished: dict[str, Any], kind: str, name: str) -> None:
+def test_ranks_share_the_batch_without_overlap(folder: Path, finished: dict[str, Finished], kind: str, name: str) -> None:
     expected, actual = (rows_of_steps(folder / "runs" / f"{kind}-{run}") for run in (REFERENCE, name))
     for step in range(1, NUM_STEPS + 1):
         assert len(actual[step]) == len(set(actual[step]))
         assert set(actual[step]) == set(expected[step])
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [name for name in RUNS if name != REFERENCE])
-def test_evaluation_is_that_of_one_process(folder: Path, finished: dict[str, Any], kind: str, name: str) -> None:
-    expected, actual = (figures(finished[kind][run][0], "eval") for run in (REFERENCE, name))
+def test_evaluation_is_that_of_one_process(folder: Path, finished: dict[str, Finished], kind: str, name: str) -> None:
+    expected, actual = (figures(finished[run][0], "eval") for run in (REFERENCE, name))
     np.testing.assert_allclose(actual["loss"], expected["loss"], rtol=RELATIVE_TOLERANCE)
     np.testing.assert_allclose(actual["perplexity"], np.exp(actual["loss"]))
     assert actual["token_accuracy"][0] == expected["token_accuracy"][0]
@@ -107,6 +117,7 @@ def test_evaluation_is_that_of_one_process(folder: Path, finished: dict[str, Any
     assert predictions[0] == predictions[1]
 
 
-def test_only_adapters_train(finished: dict[str, Any]) -> None:
-    trained = finished["lora"][REFERENCE][1][0]
+@pytest.mark.parametrize("kind", ["lora"], indirect=True)
+def test_only_adapters_train(finished: dict[str, Finished]) -> None:
+    trained = finished[REFERENCE][1][0]
     assert trained and all(".lora_A." in name or ".lora_B." in name for name in trained)

@@ -11,7 +11,7 @@ import pytest
 from tests.distributed.test_invariants import CHECKPOINTING
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
 from tests.support.model_folders import build_model_folders
-from tests.support.small_run import check_curve, check_gradients, read_lines, run_recipe, write_inputs
+from tests.support.small_run import check_curve, check_gradients, read_lines, run_recipes, write_inputs
 
 MIN_NUM_PARAMS = 1500
 SIZE_BASED = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": MIN_NUM_PARAMS}
@@ -46,26 +46,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> dict[str, Any]:
-    """What one process comes to, by kind."""
-    return {kind: run(folder, kind, "single") for kind in KINDS}
+def finished(folder: Path) -> dict[str, Any]:
+    """Every run once, by its name; and what one process comes to, of each kind."""
+    return run_recipes(
+        folder, {f"{kind}-{where}": plan(folder, kind, where) for kind, where in [*[(k, "single") for k in KINDS], *RUNS]}
+    )
 
 
-def run(folder: Path, kind: str, where: str) -> Any:
+def plan(folder: Path, kind: str, where: str) -> dict[str, Any]:
+    """How a run is started."""
     recipe, flags = KINDS[kind]
     preset, overrides = WHERE[where]
     always = ["--model.name_or_path", str(folder / recipe), "--train.micro_batch_size_rows", "2", "--eval.unshard", "never"]
     rows = ["--data.files", "[]", "--data.files", str(folder / "prompts.jsonl")] if recipe == "llm" else []
-    flags = [*always, *rows, *flags]
     # Chunks of the loss: the head of a causal model is called several times in a forward.
-    return run_recipe(folder, f"{kind}-{where}", preset=preset, overrides=overrides, flags=flags, recipe=recipe, max_logits=2000)
+    return {"preset": preset, "overrides": overrides, "flags": [*always, *rows, *flags], "recipe": recipe, "max_logits": 2000}
 
 
 @pytest.mark.parametrize(("kind", "where"), RUNS)
 def test_curve_gradients_and_predictions_are_those_of_one_process(
-    folder: Path, expected: dict[str, Any], kind: str, where: str
+    folder: Path, finished: dict[str, Any], kind: str, where: str
 ) -> None:
-    (expected_lines, expected_gradients), (lines, gradients) = expected[kind], run(folder, kind, where)
+    (expected_lines, expected_gradients), (lines, gradients) = finished[f"{kind}-single"], finished[f"{kind}-{where}"]
     check_curve(lines, expected_lines)
     check_gradients(gradients, expected_gradients[0])
     predictions = [read_lines(folder / "runs" / f"{kind}-{run}" / "predictions-0.jsonl") for run in ("single", where)]

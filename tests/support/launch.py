@@ -63,7 +63,7 @@ PRELOADED = [
     "transformers.models.auto.modeling_auto", "transformers.models.t5.modeling_t5", "transformers.models.bart.modeling_bart",
     "transformers.tokenization_utils_tokenizers", "datasets", "evaluate", "rouge_score.rouge_scorer", "tokenizers",
     "jsonargparse", "peft", "psutil", "pandas", "pyarrow.parquet", "pytest", "sklearn.datasets", "matplotlib.figure",
-    "matplotlib.backends.backend_agg", "docstring_parser",
+    "matplotlib.backends.backend_agg", "docstring_parser", "toolkit.training.finetune",
     "tests.support.frozen_libraries",  # the last
 ]  # fmt: skip
 READ_AT_IMPORT = (
@@ -90,21 +90,9 @@ class LaunchResult:
     """All ranks, rank 0 first."""
 
 
-def launch(
-    script: Path | str,
-    argv: list[str],
-    *,
-    preset: str | Path,
-    overrides: dict[str, Any] | None = None,
-    num_processes: int | None = None,
-    timeout_s: float = 120,
-    env: dict[str, str] | None = None,
-) -> LaunchResult:
-    """Run `script` on every rank of a preset (a name in accelerate_configs/ or a file) and wait for the end.
-
-    `overrides` are merged into the preset's YAML, nested mappings key by key. Raises AssertionError after `timeout_s`.
-    """
-    with start(script, argv, preset=preset, overrides=overrides, num_processes=num_processes, env=env) as running:
+def launch(script: Path | str, argv: list[str], *, timeout_s: float = 120, **where: Any) -> LaunchResult:
+    """Run `script` on every rank and wait for the end; `where` is as `start` takes it. AssertionError after `timeout_s`."""
+    with start(script, argv, **where) as running:
         return running.wait(timeout_s)
 
 
@@ -117,34 +105,39 @@ def start(
     num_processes: int | None = None,
     env: dict[str, str] | None = None,
 ) -> Running:
-    """As `launch`, but return at once; use it in a `with`, which kills whatever still runs at its end."""
+    """Start `script` on every rank and return at once; use it in a `with`, which kills whatever still runs at its end.
+
+    Args:
+        preset: a name in accelerate_configs/ or a file.
+        overrides: merged into the preset's YAML, nested mappings key by key.
+    """
     return Running(_build_world(preset, overrides, num_processes, env, script=Path(script).resolve(), argv=argv))
 
 
-def run_on_ranks(
+def run_on_ranks(function: Callable[..., Any], *, timeout_s: float = 120, **where: Any) -> list[Any]:
+    """Call a module-level `function(*args)` on every rank and return the results in rank order.
+
+    Args:
+        where: as `start_on_ranks` takes it.
+
+    Raises:
+        Exception: that of the rank that failed first, with its traceback and the errors of all ranks as a note.
+    """
+    with start_on_ranks(function, **where) as running:
+        return running.results(timeout_s)
+
+
+def start_on_ranks(
     function: Callable[..., Any],
     *,
     preset: str | Path,
     overrides: dict[str, Any] | None = None,
     num_processes: int | None = None,
     args: tuple[Any, ...] = (),
-    timeout_s: float = 120,
     env: dict[str, str] | None = None,
-) -> list[Any]:
-    """Call a module-level `function(*args)` on every rank and return the results in rank order.
-
-    The exception of the rank that failed first is raised again, with that rank's traceback and errors as a note.
-    """
-    with Running(_build_world(preset, overrides, num_processes, env, function=function, args=args)) as running:
-        result = running.wait(timeout_s)
-        failures = sorted(running.folder.glob("error-*.pkl"), key=lambda path: path.stat().st_mtime_ns)
-        if failures:
-            error, text = pickle.loads(failures[0].read_bytes())
-            error.add_note(f"{failures[0].stem}\n{text}\nstderr of all ranks:\n{result.stderr[-4000:]}")
-            raise error
-        if any(result.returncodes):
-            raise AssertionError(running.last_words())
-        return [pickle.loads((running.folder / f"result-{rank}.pkl").read_bytes()) for rank in range(len(running.pids))]
+) -> Running:
+    """Start `run_on_ranks`, as `start` starts a script; `Running.results` has the results."""
+    return Running(_build_world(preset, overrides, num_processes, env, function=function, args=args))
 
 
 class Running:
@@ -207,6 +200,18 @@ class Running:
             next_event = min(deadline, terminate_at, kill_at)
             wait_for_any([process.sentinel for process in alive], timeout=max(0.05, next_event - time.monotonic()))
         return LaunchResult([process.exitcode or 0 for process in self._processes], self.output("stdout"), self.output("stderr"))
+
+    def results(self, timeout_s: float = 120) -> list[Any]:
+        """Wait; what the function returned, in rank order. Raises as `run_on_ranks` does."""
+        result = self.wait(timeout_s)
+        failures = sorted(self.folder.glob("error-*.pkl"), key=lambda path: path.stat().st_mtime_ns)
+        if failures:
+            error, text = pickle.loads(failures[0].read_bytes())
+            error.add_note(f"{failures[0].stem}\n{text}\nstderr of all ranks:\n{result.stderr[-4000:]}")
+            raise error
+        if any(result.returncodes):
+            raise AssertionError(self.last_words())
+        return [pickle.loads((self.folder / f"result-{rank}.pkl").read_bytes()) for rank in range(len(self.pids))]
 
     def last_words(self) -> str:
         """Exit codes so far and the ends of the outputs, for an assertion's message."""

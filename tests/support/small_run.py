@@ -6,18 +6,20 @@ import json
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 
-from tests.support.launch import REPOSITORY, run_on_ranks
+from tests.support.launch import REPOSITORY, Running, start_on_ranks
 from toolkit.files.json_lines import load_json_lines
 
 RELATIVE_TOLERANCE = 1e-5
-NUM_STEPS = 12
-NUM_ROWS = 150  # with 16 rows a step and about 10 % held out, an epoch ends inside the run, with a smaller batch
+NUM_STEPS = 8
+NUM_ROWS = 100  # with 16 rows a step and about 10 % held out, an epoch ends inside the run, with a smaller batch
 T5_CONFIG = {
     "architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "d_model": 32, "d_ff": 64, "d_kv": 8, "num_heads": 4,
     "num_layers": 2, "num_decoder_layers": 2, "vocab_size": 256, "pad_token_id": 0, "eos_token_id": 1,
@@ -39,7 +41,27 @@ def write_inputs(folder: Path) -> None:
             file.write(json.dumps({"source": f"{row} {source}", "target": target}) + "\n")
 
 
-def run_recipe(
+Finished = tuple[list[dict[str, Any]], list[dict[str, np.ndarray]]]
+"""The lines of a run's metrics.jsonl, and each rank's whole first-step gradients."""
+
+
+def run_recipe(folder: Path, name: str, **how: Any) -> Finished:
+    """Run a recipe on every rank; `how` is as `start_recipe` takes it."""
+    return run_recipes(folder, {name: how})[name]
+
+
+def run_recipes(folder: Path, runs: dict[str, dict[str, Any]]) -> dict[str, Finished]:
+    """Several runs by name. Two are under way at a time: ranks that wait for each other leave a core idle."""
+    with ExitStack() as stack:
+        launches = (stack.enter_context(start_recipe(folder, name, **how)) for name, how in runs.items())
+        results = [running.results(timeout_s=240) for running, _ in pairwise(chain(launches, [None])) if running]
+    return {
+        name: (read_lines(folder / "runs" / name / "metrics.jsonl"), gradients)
+        for name, gradients in zip(runs, results, strict=True)
+    }
+
+
+def start_recipe(
     folder: Path,
     name: str,
     *,
@@ -49,8 +71,8 @@ def run_recipe(
     recipe: str = "t5",
     max_logits: int = 2**26,
     function: Callable[..., dict[str, np.ndarray]] | None = None,
-) -> tuple[list[dict[str, Any]], list[dict[str, np.ndarray]]]:
-    """Run a recipe on every rank; returns the lines of metrics.jsonl and each rank's whole first-step gradients.
+) -> Running:
+    """Start a recipe on every rank.
 
     Args:
         flags: put behind those of all runs, so they win.
@@ -65,14 +87,12 @@ def run_recipe(
         "--optim.max_grad_norm", "1.0", "--eval.max_new_tokens", "6", "--log_row_ids", "true",
         "--run.output_dir", str(folder / "runs"), "--run.name", name, *flags,
     ]  # fmt: skip
-    gradients = run_on_ranks(
+    return start_on_ranks(
         function or train_and_record_gradients,
         preset=preset,
         overrides={"mixed_precision": "no", **overrides},
         args=(recipe, argv, max_logits),
-        timeout_s=240,
     )
-    return read_lines(folder / "runs" / name / "metrics.jsonl"), gradients
 
 
 def train_and_record_gradients(recipe: str, argv: list[str], max_logits: int) -> dict[str, np.ndarray]:
