@@ -138,6 +138,8 @@ def main() -> None:
 
 def measure(case: Case, num_processes: int, folder: Path, *, is_gpu: bool) -> list[str]:
     """Plan the case, run it; a row of the report."""
+    import torch
+
     from toolkit.planning.plan import build_plan
 
     model, preset = _write_inputs(case, folder, num_processes)
@@ -147,7 +149,8 @@ def measure(case: Case, num_processes: int, folder: Path, *, is_gpu: bool) -> li
     ]  # fmt: skip
     if case.model["model_type"] == "t5":
         arguments.remove("--data.packing=false")
-    plan = build_plan(str(model), preset, num_processes, arguments, None, 80.0, searches=False)
+    gpu_gib = torch.cuda.get_device_properties(0).total_memory / 2**30 if is_gpu else 80.0  # chunks of logits follow a GPU's
+    plan = build_plan(str(model), preset, num_processes, arguments, None, gpu_gib, searches=False)
     settings = {
         "model": str(model), "preset": str(preset), "num_processes": num_processes, "is_t5": case.model["model_type"] == "t5",
         "num_micro_batches": case.num_micro_batches, "arguments": arguments,
