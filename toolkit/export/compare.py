@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from toolkit.distributed.comm import local_world_size
 from toolkit.distributed.device import GIB, free_memory_bytes
 from toolkit.errors import UserError
 
@@ -66,7 +67,7 @@ def choose_device(device: torch.device, num_parameters: int, num_tokens: int) ->
     reasons = []
     for place in dict.fromkeys([device.type, "cpu"]):
         here = device if place == device.type else torch.device(place)
-        free = free_memory_bytes(here)
+        free = free_memory_bytes(here) * (local_world_size() if place == "cpu" else 1)  # the node's other ranks wait
         speed = FLOP_PER_S[place] * (torch.get_num_threads() if place == "cpu" else 1)
         seconds = num_bytes / READ_BYTES_PER_S + 2 * num_parameters * num_tokens / speed
         if num_bytes <= LOGITS_SHARE_OF_FREE_MEMORY * free and seconds <= LOGITS_LIMIT_S:

@@ -73,6 +73,10 @@ def test_logits_are_bounded_in_bytes_and_seconds(
     )
     assert choose_device(gpu, 7 * 10**9, 96)[0] == CPU  # 28 GB do not fit beside the shards; 56 s and 8 s
     assert choose_device(gpu, 10**9, 96)[0] == gpu
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # the other ranks of the node wait: rank 0 may take their share of its memory
+    free["cpu"] //= 8
+    assert choose_device(gpu, 7 * 10**9, 96)[0] == CPU
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
     # It is printed, and nothing is loaded.
     model, check = trained
     free["cpu"] = 1000
