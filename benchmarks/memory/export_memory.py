@@ -49,7 +49,8 @@ Rank 0's shards are {on_disk_gib / NUM_PROCESSES:.2f} GiB. GPUs: not measured.
 Of rank 0, above what it had before: *anonymous* memory is its own, *resident* has mapped pages of files too, which the kernel
 can take back. *Until it stands*: seconds until the folder is renamed into place; *all*: with the logits. The rows had {tokens}
 tokens, of which the older export computed all. The disk wrote {disk_mb_per_s:.0f} MB/s, fsync included, and other work shared
-the machine: of the seconds, compare the order only. Minimum / median / maximum of {options.repetitions} repetitions."""
+the machine: of the seconds, compare the order only. On CPU ranks FSDP gathers into host memory too, for the forward
+and for each weight. Minimum / median / maximum of {options.repetitions} repetitions."""
     write_report("export_memory", "An export", about, [describe(runs), extrapolate(runs["now"])], packages=PACKAGES)
 
 
@@ -109,8 +110,9 @@ def extrapolate(now: list[Figures]) -> str:
 
 {num_bytes / GIB:,.0f} GiB are written once and read back once, from the page cache. At the {bytes_per_s / 1e6:.0f} MB/s
 that this machine reached until the folder stood, that is {minutes:.0f} minutes; at 1 GB/s it is {at_1_gb:.0f}.
-Host memory is that of the largest weight three times (gathered, copied, read back), whatever the model has. Logits would need
-{num_bytes / GIB:,.0f} GiB in fp32 and, by the rule's 500 MB/s, {of_logits:.0f} minutes: they are left out, with a line."""
+Host memory is that of the largest weight, copied from the device and read back, whatever the model has; without a GPU,
+also what FSDP gathers. Logits would need {num_bytes / GIB:,.0f} GiB in fp32 and, by the rule's 500 MB/s, {of_logits:.0f} minutes:
+they are left out, with a line."""
 
 
 if __name__ == "__main__":
