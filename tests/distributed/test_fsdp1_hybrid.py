@@ -1,7 +1,7 @@
 """FSDP1's hybrid sharding on 4 CPU processes, as on 2 machines of 2 GPUs.
 
 torch forms the shards by the number of devices it sees in a machine, and takes the CPU for one: nothing is sharded, which is why
-the preset is refused there. Told of two, it does what it does on GPUs, so all but nccl is tried here. What the GPUs add is
+the preset is refused there. With two it does what it does on GPUs, so all but nccl is tried here. What the GPUs add is
 `tests/gpu/test_hybrid_shard.py`.
 """
 

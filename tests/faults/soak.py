@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="of what is killed when; the moments still differ by the machine")
     options = parser.parse_args()
-    # Ranks that are killed leave semaphores to Python's resource tracker, which tells everybody at the end.
+    # Ranks that are killed leave semaphores to Python's resource tracker, which warns of them at the end.
     os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     num_steps = STEPS_PER_KILL * options.kills + 40

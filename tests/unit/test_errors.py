@@ -51,7 +51,7 @@ def test_under_torch_elastic_the_first_of_a_node_speaks(
 ) -> None:
     monkeypatch.setattr("signal.signal", lambda number, handler: None)  # this is pytest's process
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    told = []
+    printed = []
     for node, local_rank, agreed in ((0, 1, False), (0, 0, False), (1, 3, False), (1, 0, False), (2, 1, True), (3, 0, True)):
         folder = tmp_path / f"node_{node}" / "attempt_0" / str(local_rank)
         folder.mkdir(parents=True)
@@ -63,8 +63,8 @@ def test_under_torch_elastic_the_first_of_a_node_speaks(
         error.agreed_by_all_ranks = agreed  # type: ignore[attr-defined]
         with pytest.raises(SystemExit), exit_on_user_error():
             raise error
-        told.append(capsys.readouterr().err != "")
-    assert told == [True, False, True, False, False, False]
+        printed.append(capsys.readouterr().err != "")
+    assert printed == [True, False, True, False, False, False]
 
 
 def test_under_the_real_launcher_each_rank_ends_with_2_and_the_last_lines_carry_the_sentence(tmp_path: Path) -> None:

@@ -144,11 +144,11 @@ def test_help_documents_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     options = capsys.readouterr().out.partition("options:")[2]
     for key in known_keys(SummarizationConfig)[0]:
         # The flag, its metavariable, and then words before jsonargparse's own "(type: ...".
-        told = re.search(rf"^  --{re.escape(key)} [^\n]*?\s+([A-Z`][^(]*)\(", options, re.MULTILINE)
-        assert told and len(told[1].split()) >= 2, f"{key} has no docstring"
+        documented = re.search(rf"^  --{re.escape(key)} [^\n]*?\s+([A-Z`][^(]*)\(", options, re.MULTILINE)
+        assert documented and len(documented[1].split()) >= 2, f"{key} has no docstring"
 
 
-def test_a_wrong_flag_is_told_before_the_heavy_packages_load() -> None:
+def test_a_wrong_flag_is_reported_before_the_heavy_packages_load() -> None:
     start_s = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", WRONG_FLAG], cwd=REPOSITORY, env={"PYTHONPATH": "."}, capture_output=True, text=True, timeout=60
@@ -303,7 +303,7 @@ def test_a_wrong_type_names_key_value_place_and_what_is_allowed(tmp_path: Path, 
     assert refusal(f"--config={path}") == f"{path}, line 4: {key} is {value}: write {allowed}"
 
 
-def test_a_wrong_type_is_told_of_the_file_or_of_the_flag(tmp_path: Path) -> None:
+def test_a_wrong_type_is_reported_of_the_file_or_of_the_flag(tmp_path: Path) -> None:
     bad, good = write(tmp_path, "optim: {lr: fast}\n", "bad.yaml"), write(tmp_path, "optim: {lr: 0.5}\n", "good.yaml")
     assert refusal(f"--config={bad}", "--optim.lr=0.1") == f"{bad}, line 1: optim.lr is fast: write a number above 0"
     assert refusal(f"--config={good}", "--optim.lr", "slow") == "--optim.lr is slow: give a number above 0"
@@ -331,7 +331,7 @@ BROKEN_FILES = {
 
 
 @pytest.mark.parametrize("text", BROKEN_FILES)
-def test_a_broken_file_is_told_with_the_line(tmp_path: Path, text: str) -> None:
+def test_a_broken_file_is_reported_with_the_line(tmp_path: Path, text: str) -> None:
     path = write(tmp_path, text)
     assert refusal(f"--config={path}") == BROKEN_FILES[text].replace("{path}", str(path))
 

@@ -78,7 +78,7 @@ def test_a_mix_is_saved_read_again_and_flattened(tmp_path):
         ("  source: jsonl", ["data.source jsonl needs data.files"]),
     ],
 )
-def test_mistakes_in_the_file_are_told(tmp_path, mix, fragments):
+def test_mistakes_in_the_file_are_reported(tmp_path, mix, fragments):
     (tmp_path / "run.yaml").write_text(f"data:\n{mix}\n")
     refuse(["--config", str(tmp_path / "run.yaml")], *fragments)
 
@@ -92,5 +92,5 @@ def test_mistakes_in_the_file_are_told(tmp_path, mix, fragments):
         ("some/rows", "--data.mix is not a list of keys with values: write a list as in"),
     ],
 )
-def test_mistakes_in_the_flag_are_told(mix, fragment):
+def test_mistakes_in_the_flag_are_reported(mix, fragment):
     refuse(["--data.mix", mix], fragment)

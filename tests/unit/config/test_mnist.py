@@ -36,8 +36,8 @@ def test_help_documents_every_key(capsys: pytest.CaptureFixture[str]) -> None:
         load("--help")
     options = capsys.readouterr().out.partition("options:")[2]
     for key in known_keys(MnistConfig)[0]:
-        told = re.search(rf"^  --{re.escape(key)} [^\n]*?\s+([A-Z`][^(]*)\(", options, re.MULTILINE)
-        assert told and len(told[1].split()) >= 2, f"{key} has no docstring"
+        documented = re.search(rf"^  --{re.escape(key)} [^\n]*?\s+([A-Z`][^(]*)\(", options, re.MULTILINE)
+        assert documented and len(documented[1].split()) >= 2, f"{key} has no docstring"
 
 
 @pytest.mark.parametrize(

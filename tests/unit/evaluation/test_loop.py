@@ -45,7 +45,7 @@ def test_figures_are_equals_where_rows_are_the_same_and_texts_are_generated_alik
 CHANGED_CELLS: list[dict[str, Any]] = [{"input_ids": [1]}, {"labels": [4]}, {"labels": [4, 1]}, {"target": "text"}]
 
 
-def test_predictions_that_cannot_be_written_are_told_in_one_sentence(tmp_path: Path) -> None:
+def test_predictions_that_cannot_be_written_are_reported_in_one_sentence(tmp_path: Path) -> None:
     import datasets
 
     rows = datasets.Dataset.from_list([{"row_id": 7, "target": "a b"}, {"row_id": 8, "target": "c"}])

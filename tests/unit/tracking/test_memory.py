@@ -88,7 +88,7 @@ def test_a_run_is_planned_for_its_own_gpu(run_folder: Path, monkeypatch: pytest.
     assert [call.args[-1] for call in planned.call_args_list] == [23.6, 80.0]
 
 
-def test_why_there_is_no_plan_is_told(run_folder: Path) -> None:
+def test_why_there_is_no_plan_is_reported(run_folder: Path) -> None:
     change(run_folder, num_processes=2, peak_gib=[1.5, 1.25], before_model_gib=[1.0, 1.0])
     (run_folder / "model" / "config.json").unlink()
     assert compare_with_plan(run_folder).startswith("not planned: model.name_or_path")

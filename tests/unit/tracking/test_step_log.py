@@ -1,4 +1,4 @@
-"""Lines of steps, and what is told of those that were skipped."""
+"""Lines of steps, and what is printed of those that were skipped."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_emptied_predictions_have_no_score(tmp_path: Path, capsys: pytest.Captur
     assert "rougeL_line1" not in capsys.readouterr().out
 
 
-def test_a_run_that_lost_its_figures_is_told_from_no_run(tmp_path: Path) -> None:
+def test_a_run_without_its_figures_is_not_taken_for_no_run(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
     with pytest.raises(UserError, match="has no metrics.jsonl: the run's command writes one again, from its last checkpoint's"):
         show_runs([tmp_path])

@@ -59,7 +59,7 @@ def test_eval_fraction_zero_holds_out_nothing_and_one_leaves_nothing(config):
         load_rows(replace(config, eval_fraction=1.0))
 
 
-def test_a_fraction_that_holds_out_nothing_is_told(config):
+def test_a_fraction_that_holds_out_nothing_is_reported(config):
     rows = load_rows(replace(config, eval_fraction=1e-9))
     assert rows.remarks == ["data.eval_fraction 1e-09 holds out none of the 400 rows: there is nothing to evaluate on"]
 
@@ -79,8 +79,8 @@ def test_eval_files_are_the_evaluation_rows_and_leave_training(config, tmp_path)
     assert rows.evaluation["row_id"][:] == [0, 1]
     assert len(rows.train) == 248 and "text 3" not in rows.train["prompt"][:]
     assert rows.train["row_id"][0] == 2
-    told = f"skipped 2 of 250 rows of {tmp_path / 'rows.csv'} that are in data.eval_files too (first: rows 4, 204)"
-    assert rows.remarks == [told]
+    remark = f"skipped 2 of 250 rows of {tmp_path / 'rows.csv'} that are in data.eval_files too (first: rows 4, 204)"
+    assert rows.remarks == [remark]
 
 
 def test_rows_that_repeat_earlier_ones_are_kept_and_counted(config, tmp_path):

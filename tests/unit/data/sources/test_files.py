@@ -1,4 +1,4 @@
-"""csv, jsonl and parquet files: what is read, what is skipped and told, and the sentence for each kind of broken file."""
+"""csv, jsonl and parquet files: what is read, what is skipped and reported, and the sentence for each kind of broken file."""
 
 import json
 
@@ -12,7 +12,7 @@ from toolkit.errors import UserError
 
 @pytest.fixture
 def load(tmp_path):
-    """Load rows from `tmp_path`, cached there too; everything goes to training unless told otherwise."""
+    """Load rows from `tmp_path`, cached there too; everything goes to training unless a test says otherwise."""
 
     def load(source, paths, **settings):
         settings = {"eval_fraction": 0.0, "cache_dir": str(tmp_path / "cache"), **settings}
@@ -86,7 +86,7 @@ def test_several_files_and_patterns_are_read_in_order_each_file_once(tmp_path, l
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
-def test_empty_cells_are_counted_skipped_and_told(tmp_path, load, kind):
+def test_empty_cells_are_counted_skipped_and_reported(tmp_path, load, kind):
     cells = [("a", "x"), ("b", ""), (" \t", "y"), ("c", "  "), ("d", "z"), ("", ""), ("e", None), ("f", "")]
     path = tmp_path / f"rows.{kind}"
     if kind == "csv":

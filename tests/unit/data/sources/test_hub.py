@@ -47,7 +47,7 @@ def refuse(config, *fragments, **settings):
         assert fragment in str(caught.value)
 
 
-def test_local_folder_is_read_split_and_told(config):
+def test_local_folder_is_read_split_and_reported(config):
     rows = load_rows(DataConfig(**config))
     assert rows.train["prompt"][:] == [f"text {i}" for i in range(1, 40)]
     assert rows.remarks == [f"skipped 1 of 40 rows of {config['source']} with an empty target (row 1)"]
@@ -80,7 +80,7 @@ def test_folder_without_data_a_file_and_damaged_data_are_refused(config, tmp_pat
     refuse(config, f"data.source {tmp_path / 'dataset'}", "could not be loaded")
 
 
-def test_unreachable_hub_is_told_at_once(config, monkeypatch):
+def test_unreachable_hub_is_reported_at_once(config, monkeypatch):
     def fail(*args, **kwargs):
         raise urllib.error.URLError(socket.gaierror(-2, "Name or service not known"))
 

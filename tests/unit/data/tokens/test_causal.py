@@ -132,8 +132,8 @@ def test_llama_2_turns_count_with_their_spaces(prepare):
 def test_the_prompt_is_what_generation_gets_from_the_template(prepare, template):
     rows = prepare(chats(*CHATS, say("hello", "\n\nit is")), chat_template=template)
     for place, messages in enumerate([*CHATS, say("hello", "\n\nit is")]):
-        told = rows.tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
-        assert prompt_of(rows, place) == told
+        expected = rows.tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
+        assert prompt_of(rows, place) == expected
 
 
 def test_tools_calls_and_answers(prepare):
@@ -155,7 +155,7 @@ def test_all_tokens_count_if_asked_for(prepare):
     assert rows.tokenizer.decode(prompt_of(rows)).endswith("assistant\n")
 
 
-def test_a_template_that_tells_no_masks_is_refused_with_the_way_out(prepare, tmp_path):
+def test_a_template_that_gives_no_masks_is_refused_with_the_way_out(prepare, tmp_path):
     thinking = say("hello", "<think>a</think>it is", "thanks", "<think>b</think>four")
     with pytest.raises(UserError) as caught:
         prepare(chats(CHATS[1], thinking), chat_template=STRIPPING)
@@ -171,7 +171,7 @@ def test_a_template_that_tells_no_masks_is_refused_with_the_way_out(prepare, tmp
     assert counted(prepare(chats(thinking), chat_template=MARKED)) == ["it is<|im_end|>", "four<|im_end|>"]
 
 
-def test_a_template_that_refuses_a_chat_is_told_with_the_row(prepare, tmp_path):
+def test_a_template_that_refuses_a_chat_is_reported_with_the_row(prepare, tmp_path):
     with pytest.raises(UserError) as caught:
         prepare(chats(CHATS[1], [*say("a"), *say("b", "c")]), chat_template=LLAMA2)
     assert f"{tmp_path / 'rows.jsonl'}, row 2: the chat template refuses this conversation (Conversation roles must alt" in str(
@@ -198,7 +198,7 @@ def test_broken_and_missing_templates_are_refused(prepare, tmp_path):
         prepare(chats(*CHATS), model=ModelConfig(name_or_path=str(bare)))
 
 
-def test_turns_without_an_end_token_are_told(prepare):
+def test_turns_without_an_end_token_are_reported(prepare):
     template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     rows = prepare(chats(CHATS[1]), chat_template=template)
     assert "the turns of 1 of 1 training rows with no special token, so generation has nothing to stop at" in rows.remarks[0]

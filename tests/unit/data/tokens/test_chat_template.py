@@ -93,8 +93,8 @@ def test_a_template_that_ends_the_last_turn_with_another_token_gives_no_mask(tok
 
 def test_a_turn_may_hold_the_text_of_another_or_of_its_own_end(tokenizer):
     messages = say("one", "one", "assistant\none", "<|im_end|> is a token", "x", "im_end|>")
-    told = [content for content, _ in find(tokenizer, CHATML, messages)]
-    assert told == ["one", "<|im_end|> is a token", "im_end|>"]
+    texts = [content for content, _ in find(tokenizer, CHATML, messages)]
+    assert texts == ["one", "<|im_end|> is a token", "im_end|>"]
 
 
 def test_consecutive_turns_of_the_assistant_and_a_trailing_user_turn(tokenizer):

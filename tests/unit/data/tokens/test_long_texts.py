@@ -117,7 +117,7 @@ def test_pieces_of_any_length(num_tokens, num_prefix, limit):
     assert all((piece.labels != -100).any() for piece in pieces if len(ids) > 1)
 
 
-def test_the_share_of_tokens_that_a_cut_loses_is_told(prepare):
+def test_the_share_of_tokens_that_a_cut_loses_is_reported(prepare):
     pairs = [{"prompt": "so", "completion": " it is" * n} for n in (1, 2, 3, 40)]
     whole = prepare(build_byte_level(), pairs).train["num_tokens"]
     for limit, marked in ((whole[3] - 1, False), (20, True)):
@@ -139,7 +139,7 @@ def test_rows_that_the_tokenizer_makes_nothing_of_are_not_said_to_be_cut(prepare
         prepare(build_word_piece(), [{"text": "\u200b"}])
 
 
-def test_the_share_of_tokens_that_sources_and_targets_lose_is_told(tmp_path):
+def test_the_share_of_tokens_that_sources_and_targets_lose_is_reported(tmp_path):
     tokenizer = build_metaspace("always")
     tokenizer.save_pretrained(tmp_path / "model")
     rows = [{"source": "so it is" * n, "target": f"the word{end}" * n} for n, end in ((1, ""), (1, "."), (6, ""))]
@@ -152,8 +152,8 @@ def test_the_share_of_tokens_that_sources_and_targets_lose_is_told(tmp_path):
         max_source_length_tokens=9,
         max_target_length_tokens=8,
     )
-    told = prepare_rows(data, ModelConfig(name_or_path=str(tmp_path / "model")), len(tokenizer)).remarks
-    for side, limit, sentence in zip(("source", "target"), (9, 8), told, strict=True):
+    remarks = prepare_rows(data, ModelConfig(name_or_path=str(tmp_path / "model")), len(tokenizer)).remarks
+    for side, limit, sentence in zip(("source", "target"), (9, 8), remarks, strict=True):
         given = [len(tokenizer(row[side])["input_ids"]) for row in rows]
         share = 100 * (given[2] - limit) / sum(given)
         assert sentence == (

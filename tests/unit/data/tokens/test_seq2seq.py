@@ -131,7 +131,7 @@ def test_a_cache_that_was_changed_is_named_and_built_again(
     assert os.listdir(tmp_path) == ["tokens"] and hash_contents(folder) == first["contents"]
 
 
-def test_a_cache_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_cache_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("")
     with pytest.raises(UserError, match=r"cache folder .*cache cannot be written \(File exists\): set data.cache_dir"):
         find_or_build("the token cache", tmp_path / "cache" / "tokens", lambda folder: {})
