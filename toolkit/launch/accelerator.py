@@ -20,8 +20,7 @@ from toolkit.distributed.rendezvous import connecting, rendezvous_arguments
 from toolkit.distributed.watchdog import at
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_rules import check_mesh
-from toolkit.launch.accelerate_yaml import check_accelerate_yaml, find_accelerate_yaml
-from toolkit.launch.environment import is_launched, join_launch
+from toolkit.launch.environment import asked_for_cpu, read_launch
 from toolkit.launch.float8 import check_capability, check_torchao
 
 if TYPE_CHECKING:
@@ -53,22 +52,14 @@ def build_accelerator(
             that do not find each other.
     """
     # Check the YAML, the launch environment and the hardware.
-    if path := find_accelerate_yaml():
-        mapping = check_accelerate_yaml(path)
-        if not is_launched():
-            if mapping.get("mixed_precision") == "fp8":
-                check_torchao()
-            join_launch(path, mapping)
-        if mapping.get("use_cpu"):
-            # The launcher passes `use_cpu` to a single process only; several would use the GPUs of a machine that has them.
-            os.environ["ACCELERATE_USE_CPU"] = "true"
+    read_launch()
     _check_environment()
     _check_hardware()
 
     from accelerate import Accelerator, PartialState
     from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs
 
-    on_cpu = _asked_for_cpu()
+    on_cpu = asked_for_cpu()
     if not on_cpu and torch.cuda.is_available() and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         # Rows differ in length from step to step: memory of fixed segments would fragment. This comes before any allocation.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
@@ -195,10 +186,6 @@ def _num_threads(device: torch.device) -> int:
     return max(1, available_cores() // bound_to.count((node, os.sched_getaffinity(0))))
 
 
-def _asked_for_cpu() -> bool:
-    return os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")
-
-
 def _check_environment() -> None:
     """Check the values that were given as flags of `accelerate launch`, which the check of the YAML cannot see."""
     accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
@@ -260,13 +247,13 @@ def _check_hardware() -> None:
         check_capability()
     has_accelerator = torch.accelerator.is_available()
     wants_many = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" or int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if not _asked_for_cpu() and wants_many and not has_accelerator:
+    if not asked_for_cpu() and wants_many and not has_accelerator:
         raise UserError(
             "this accelerate config wants GPUs, but torch sees none here: take a CPU one (accelerate_configs/fsdp2_cpu.yaml, "
             "ddp_cpu.yaml), or set use_cpu: true in it"
         )
     wants_bf16 = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "bf16"
-    on_cuda = not _asked_for_cpu() and torch.cuda.is_available()
+    on_cuda = not asked_for_cpu() and torch.cuda.is_available()
     if wants_bf16 and on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UserError(
             f"mixed_precision is bf16, but {torch.cuda.get_device_name()} has no bf16: set mixed_precision: no in the "
@@ -281,7 +268,7 @@ def _put_cpu_in_an_accelerators_place() -> None:
     Resetting the type between the two makes accelerate read the YAML's FSDP section as on a GPU. This is needed as long as
     accelerate/state.py lists device types for FSDP without the CPU.
     """
-    if not _asked_for_cpu() or os.environ.get("ACCELERATE_USE_FSDP", "false") != "true":
+    if not asked_for_cpu() or os.environ.get("ACCELERATE_USE_FSDP", "false") != "true":
         return
     from accelerate import PartialState
     from accelerate.utils import DistributedType

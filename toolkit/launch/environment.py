@@ -11,6 +11,30 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UserError
+from toolkit.launch.accelerate_yaml import check_accelerate_yaml, find_accelerate_yaml
+from toolkit.launch.float8 import check_torchao
+
+
+def read_launch() -> None:
+    """Check the accelerate YAML that launched this process, and complete the environment that the launcher made of it.
+
+    Raises:
+        UserError: an unknown or useless key in the YAML.
+    """
+    if path := find_accelerate_yaml():
+        mapping = check_accelerate_yaml(path)
+        if not is_launched():
+            if mapping.get("mixed_precision") == "fp8":
+                check_torchao()
+            join_launch(path, mapping)
+        if mapping.get("use_cpu"):
+            # The launcher passes `use_cpu` to a single process only; several would use the GPUs of a machine that has them.
+            os.environ["ACCELERATE_USE_CPU"] = "true"
+
+
+def asked_for_cpu() -> bool:
+    """Whether the launch is for the CPU, also where there are GPUs; call it after `read_launch`."""
+    return os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")
 
 
 def is_launched() -> bool:

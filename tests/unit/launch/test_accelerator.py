@@ -35,7 +35,7 @@ MESH = ["--use_fsdp", *WRAP, "--use_parallelism_config", "--fsdp_version", "2", 
 )
 def test_what_flags_of_the_launcher_ask_for_is_refused(monkeypatch: pytest.MonkeyPatch, flags: list[str], sentence: str) -> None:
     command = ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", *flags, "t5.py"]
-    monkeypatch.setattr("toolkit.launch.accelerator.find_accelerate_yaml", lambda: None)
+    monkeypatch.setattr("toolkit.launch.environment.find_accelerate_yaml", lambda: None)
     for name, value in {**launched_environment(command), "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=sentence) as raised:
@@ -57,7 +57,7 @@ def test_segments_grow_on_a_gpu_unless_the_user_has_set_the_allocator(
 ) -> None:
     """Set before the ranks connect, which is before any allocation; this machine's torch reads it back."""
     monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"], **given})
-    monkeypatch.setattr(accelerator, "find_accelerate_yaml", lambda: None)
+    monkeypatch.setattr("toolkit.launch.environment.find_accelerate_yaml", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(accelerator, "rendezvous_arguments", MagicMock(side_effect=ConnectionAbortedError))
     before = torch._C._accelerator_getAllocatorSettings()

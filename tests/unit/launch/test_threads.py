@@ -60,7 +60,7 @@ def test_an_export_on_gpus_takes_all_cores_and_gives_them_back() -> None:
 def test_the_setting_overrides_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(accelerator, "find_accelerate_yaml", lambda: None)
+    monkeypatch.setattr("toolkit.launch.environment.find_accelerate_yaml", lambda: None)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     accelerator.build_accelerator([], ".", num_threads=3)
     assert torch.get_num_threads() == 3

@@ -20,7 +20,7 @@ from toolkit.distributed.comm import close_groups, control_group, gather_objects
 from toolkit.errors import UserError, escape_controls
 from toolkit.export.usage import load_usage
 from toolkit.files.json_lines import encode_json_line, load_json_lines
-from toolkit.launch.environment import is_launched
+from toolkit.launch.environment import asked_for_cpu, is_launched, read_launch
 from toolkit.tracking.progress import Progress
 
 logger = logging.getLogger("toolkit")
@@ -57,7 +57,8 @@ def generate(options: Options) -> None:
     if is_launched():
         from accelerate import PartialState
 
-        PartialState(cpu=os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1"))
+        read_launch()
+        PartialState(cpu=asked_for_cpu())
         control_group()
     try:
         items, how = _read(options)

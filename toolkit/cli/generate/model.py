@@ -18,6 +18,7 @@ from toolkit.data.tokens.seq2seq import encode_texts
 from toolkit.data.tokens.tokenizer import load_tokenizer
 from toolkit.errors import UserError
 from toolkit.export.usage import Usage, load_usage
+from toolkit.launch.environment import asked_for_cpu
 from toolkit.models.config import is_encoder_decoder, special_tokens
 from toolkit.models.lora_files import CONFIG_FILE
 
@@ -127,7 +128,7 @@ def load_generator(name: str, dtype: str | None) -> Generator:
 
 
 def _choose_device() -> torch.device:
-    if not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1"):
+    if not torch.cuda.is_available() or asked_for_cpu():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
