@@ -90,6 +90,19 @@ def test_a_base_that_has_gone_is_one_sentence(trained: tuple[T5ForConditionalGen
         check_logits(tmp_path, model, lambda device: reload(model, tmp_path / "gone", device), check, CPU, torch.float32, "")
 
 
+def test_a_device_without_room_after_all_leaves_the_logits_out(
+    trained: tuple[T5ForConditionalGeneration, Tensors], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder stands, and the other ranks wait for this one: the run must not end by it."""
+
+    def load(device: torch.device) -> torch.nn.Module:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
+
+    model, check = trained
+    check_logits(folder, model, load, check, CPU, torch.float32, "")
+    assert capsys.readouterr().out.endswith("its logits are not compared: CUDA out of memory. Tried to allocate 2.00 GiB.\n")
+
+
 def test_reloading_takes_the_attention_that_was_trained_with(
     trained: tuple[T5ForConditionalGeneration, Tensors], folder: Path
 ) -> None:
