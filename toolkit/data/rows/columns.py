@@ -115,7 +115,7 @@ def add_optional(columns: Columns) -> Columns:
 
 
 def describe_columns(columns: Columns, existing: Sequence[str]) -> str:
-    """The reading, the columns used and those left out, as in "messages, from messages and tools; left out: id"."""
+    """The reading, the columns used and those left out, as in "messages, from messages and tools; not read: id"."""
     reading = {kind: reading for reading, kind in _KINDS.items()}.get(columns.kind, "")
     how = {
         "seq2seq": "a source with its target",
@@ -125,7 +125,7 @@ def describe_columns(columns: Columns, existing: Sequence[str]) -> str:
     *first, last = [name for name in columns.names if name in existing]
     used = f"{', '.join(first)} and {last}" if first else last
     left_out = ", ".join(name for name in existing if name not in columns.names)
-    return f"{how}, from {used}; {f'left out: {left_out}' if left_out else 'no column left out'}"
+    return f"{how}, from {used}; {f'not read: {left_out}' if left_out else 'no other columns'}"
 
 
 def seq2seq_columns(config: DataConfig) -> Columns:

@@ -40,8 +40,7 @@ def _read_objects(path: Path, form: Form, *, example_key: str) -> Iterator[dict[
     with open_text(path, form) as file:
         array = _Array(path, file)
         if array.peek() == "[":
-            for line, value in array.read_values():
-                yield _check_object(value, f"{path}, line {line}", example_key)
+            yield from array.read_objects(example_key)
             return
     with open_bytes(path) as raw, open_text(path, form, newline="") as file:
         # Lines are split as bytes: see `read_json_lines`.
@@ -64,12 +63,12 @@ class _Array:
         self._path, self._file = path, file
         self._text, self._place, self._line = "", 0, 1
 
-    def read_values(self) -> Iterator[tuple[int, Any]]:
-        """(line, value) of each value; `peek` has found the opening bracket."""
+    def read_objects(self, example_key: str) -> Iterator[dict[str, Any]]:
+        """The objects in the array; `peek` has found its opening bracket."""
         self._place += 1
         is_over = self.peek() == "]"
         while not is_over:
-            yield self._read_value()
+            yield self._read_object(example_key)
             if (sign := self.peek()) not in ("]", ","):
                 raise self._error("no comma or closing bracket after a value", self._place)
             is_over = sign == "]"
@@ -86,7 +85,7 @@ class _Array:
             if self._place < len(self._text) or not self._read_on():
                 return self._text[self._place : self._place + 1]
 
-    def _read_value(self) -> tuple[int, Any]:
+    def _read_object(self, example_key: str) -> dict[str, Any]:
         self.peek()
         while True:
             try:
@@ -98,19 +97,23 @@ class _Array:
                     place = error.pos if isinstance(error, json.JSONDecodeError) else self._place
                     raise self._error(error.msg if isinstance(error, json.JSONDecodeError) else str(error), place) from None
             else:
-                line = self._line + self._text.count("\n", 0, self._place)
+                if not isinstance(value, dict):  # counting lines for every object would take most of the time
+                    _check_object(value, f"{self._path}, line {self._count_lines(self._place)}", example_key)
                 self._place = end
-                return line, value
+                return value
 
     def _read_on(self) -> bool:
         """Drop what was read, and read as much again as is left of it, at least a block. False at the end of the file."""
         block = self._file.read(max(_CHARS_PER_READ, len(self._text) - self._place))
         if not block:
             return False
-        self._line += self._text.count("\n", 0, self._place)
+        self._line = self._count_lines(self._place)
         self._text, self._place = self._text[self._place :] + block, 0
         return True
 
     def _error(self, reason: str, place: int) -> UserError:
-        line = self._line + self._text.count("\n", 0, place)
-        return UserError(f"{self._path}, line {line}: not JSON ({reason}): {_WAY_OUT}")
+        return UserError(f"{self._path}, line {self._count_lines(place)}: not JSON ({reason}): {_WAY_OUT}")
+
+    def _count_lines(self, place: int) -> int:
+        """The number of the line at a place of the text."""
+        return self._line + self._text.count("\n", 0, place)

@@ -23,7 +23,9 @@ _LARGEST_CELL_CHARS = 2**31 - 1
 _BYTES_PER_READ = 1 << 20
 MISSING = frozenset(("NaN", "nan", "N/A", "n/a", "None", "NULL", "null"))
 """Cells of CSV and TSV files that are read as NaN, as pandas and R write empty ones."""
-_MISSING_CELL = re.compile(rb"[,;|\t\n\r\"][ \t]*(?:NaN|nan|N/A|n/a|None|NULL|null)[ \t]*[,;|\t\n\r\"]")
+_EDGES = rb"[,;|\t\n\r\"]"
+_MISSING_ENDS = {name.encode(): re.compile(name.encode() + rb"[ \t]*" + _EDGES) for name in sorted(MISSING)}
+_MISSING_BEGIN = re.compile(_EDGES + rb"[ \t]*\Z")
 
 
 class Form(NamedTuple):
@@ -53,6 +55,8 @@ def build_form(delimiter: str | None, encoding: str | None) -> Form:
     if encoding is not None:
         try:
             "".encode(encoding)  # fails for codecs that are not of text, too
+            if encoding in ("idna", "punycode"):  # for the names of machines
+                raise LookupError
             form = form._replace(encoding=codecs.lookup(encoding).name)
         except (LookupError, ValueError):
             raise UserError(
@@ -118,7 +122,8 @@ def has_missing_cells(path: Path) -> bool:
         while True:
             block = file.read(_BYTES_PER_READ)
             text = end + (block or b"\n")
-            if any(marker.encode() in text for marker in MISSING) and _MISSING_CELL.search(text):
+            found = (found.start() for name, end_of in _MISSING_ENDS.items() if name in text for found in end_of.finditer(text))
+            if any(_MISSING_BEGIN.search(text[max(0, place - 8) : place]) for place in found):
                 return True
             if not block:
                 return False

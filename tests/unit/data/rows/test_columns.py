@@ -110,9 +110,9 @@ def test_a_format_without_its_columns_is_refused():
 
 def test_the_line_has_the_reading_and_every_column():
     columns = choose_columns("a.csv", ALPACA, CONFIG, has_chat_template=True)
-    expected = "alpaca, as chats for the chat template, from instruction, output, input and history; left out: id"
+    expected = "alpaca, as chats for the chat template, from instruction, output, input and history; not read: id"
     assert describe_columns(columns, ALPACA) == expected
-    assert describe_columns(choose_columns("a.csv", ["text"], CONFIG), ["text"]) == "text, from text; no column left out"
+    assert describe_columns(choose_columns("a.csv", ["text"], CONFIG), ["text"]) == "text, from text; no other columns"
     t5 = choose_columns("a.csv", ["source", "target", "id"], DataConfig())
-    assert describe_columns(t5, ["source", "target", "id"]) == "a source with its target, from source and target; left out: id"
+    assert describe_columns(t5, ["source", "target", "id"]) == "a source with its target, from source and target; not read: id"
     assert "Alpaca's own words" in describe_columns(choose_columns("a.csv", ALPACA, CONFIG), ALPACA)

@@ -166,6 +166,7 @@ def test_a_header_that_looks_like_another_delimiters_gets_a_hint(delimiter: str)
         ("é".encode("utf-16"), {"encoding": "ascii"}, "rows.csv, line 2: byte 0xff is not valid ASCII"),
         (b"", {"encoding": "utf-16"}, "rows.csv is not valid UTF-16 (UTF-16 stream does not start with BOM)"),
         (b"", {"encoding": "latin-9000"}, "data.encoding is 'latin-9000', which Python does not know: give a name such as"),
+        (b"", {"encoding": "idna"}, "data.encoding is 'idna', which Python does not know"),
         (b"", {"encoding": "base64"}, "data.encoding is 'base64', which Python does not know"),
         (b"", {"csv_delimiter": "::"}, "data.csv_delimiter is '::': give one character"),
         (b"", {"csv_delimiter": '"'}, "data.csv_delimiter is '\"': give one character"),
@@ -213,7 +214,7 @@ def test_a_text_is_rows_of_paragraphs() -> None:
     assert texts("a.txt", "b.txt.gz") == ["one\ntwo é", "three", "  four\nfive", "six"]
     config = LLMDataConfig(files="a.txt", eval_fraction=0.0, cache_dir="cache")
     assert load_rows(config).readings == [
-        "a.txt: read as text, from text; no column left out; a row is a paragraph between blank lines"
+        "a.txt: read as text, from text; no other columns; a row is a paragraph between blank lines"
     ]
     Path("blank.txt").write_text("\n \n")
     with pytest.raises(UserError, match="blank.txt holds no rows"):

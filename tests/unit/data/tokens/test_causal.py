@@ -508,7 +508,7 @@ def test_settings_of_the_batch_plan_do_not_change_the_fingerprint(prepare):
 def test_alpaca_goes_by_the_tokenizers_template_and_the_line_says_so(prepare, capsys, tmp_path):
     row = {"id": 1, "instruction": "what is", "input": "two", "output": "it is"}
     with_template = prepare([row])
-    line = "read as alpaca, as chats for the chat template, from instruction, output and input; left out: id\n"
+    line = "read as alpaca, as chats for the chat template, from instruction, output and input; not read: id\n"
     assert capsys.readouterr().out.startswith(f"{tmp_path / 'rows.jsonl'}: {line}")
     assert counted(with_template) == ["it is<|im_end|>"]
     assert "what is\n\ntwo" in with_template.tokenizer.decode(with_template.train[0]["input_ids"])
