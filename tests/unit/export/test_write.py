@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import T5Config, T5ForConditionalGeneration
 
+from tests.unit.parallel.test_causal_loss import one_process
 from toolkit.config.data import DataConfig
 from toolkit.config.schema import ExportConfig, ModelConfig, RunConfig, SummarizationConfig
+from toolkit.data.collate import SummarizationCollator
 from toolkit.errors import UserError
+from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export import compare
 from toolkit.export.compare import check_logits, choose_device, compare_logits, reload
-from toolkit.export.write import _on_rank_0, _replaced, check_export_places
+from toolkit.export.write import _on_rank_0, _replaced, _trained_logits, check_export_places
+from toolkit.parallel.wrap import shard_model
 
 Tensors = dict[str, torch.Tensor]
 CPU = torch.device("cpu")
@@ -101,6 +107,15 @@ def test_a_device_without_room_after_all_leaves_the_logits_out(
     model, check = trained
     check_logits(folder, model, load, check, CPU, torch.float32, "")
     assert capsys.readouterr().out.endswith("its logits are not compared: CUDA out of memory. Tried to allocate 2.00 GiB.\n")
+
+
+def test_a_run_without_evaluation_rows_and_rows_that_are_long(trained: tuple[T5ForConditionalGeneration, Tensors]) -> None:
+    """Tokens of the check are in the vocabulary, also where the padding is its last one, and few."""
+    sharded = shard_model(one_process(), copy.deepcopy(trained[0]))
+    collator = SummarizationCollator(pad_token_id=63, decoder_start_token_id=0)
+    for rows, shape in (([], (1, 4)), ([{"input_ids": [2] * 50, "labels": [3] * 50}] * 5, (4, 12))):
+        check = _trained_logits(sharded, EvaluationRows(rows=Dataset.from_list(rows), tokenizer=None, collator=collator))  # type: ignore[arg-type]
+        assert check["input_ids"].shape == check["decoder_input_ids"].shape == shape and check["logits"].isfinite().all()
 
 
 def test_reloading_takes_the_attention_that_was_trained_with(
