@@ -18,6 +18,7 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
@@ -53,7 +54,7 @@ def save_tensors(tensors: Tensors, folder: Path, group: dist.ProcessGroup | None
     """
     # On a machine with a GPU, DCP's overlapping loader makes its thread wait for the GPU's current stream, so for training
     # (torch/distributed/checkpoint/filesystem.py:161). Staged tensors need no loader that overlaps.
-    is_staged = all(tensor.device.type == "cpu" for tensor in tensors.values())
+    is_staged = all(_is_on_host(tensor) for tensor in tensors.values())
     writer = dcp.FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0 if is_staged else _COPY_AHEAD_BYTES)
     try:
         dcp.save(tensors, storage_writer=writer, process_group=group)
@@ -85,6 +86,16 @@ def stored_names(folder: Path) -> set[str]:
         ValueError: the folder is not what `save_tensors` writes.
     """
     return set(_SafeReader(folder).read_metadata().state_dict_metadata)
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    """Whether all that this rank has of it lies in host memory.
+
+    Of FSDP1's tensors with fewer rows than ranks, some ranks have no part. Under nccl their `device` is then the thread's, GPU 0
+    (torch/distributed/_shard/sharded_tensor/_ops/tensor_ops.py:54).
+    """
+    parts = [shard.tensor for shard in tensor.local_shards()] if isinstance(tensor, ShardedTensor) else [tensor]
+    return all(part.device.type == "cpu" for part in parts)
 
 
 def _check_fits(tensors: Tensors, metadata: Metadata, folder: Path) -> None:

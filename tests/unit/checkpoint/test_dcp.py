@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 
 from toolkit.checkpoint.dcp import load_tensors, save_tensors, stored_names
 
@@ -41,6 +44,26 @@ def test_staged_tensors_are_written_without_the_gpu(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr("torch.distributed.checkpoint.filesystem._OverlappingCpuLoader", build_loader)
     assert save_tensors(some_tensors(), tmp_path)
+
+
+def test_a_rank_without_a_part_of_fsdp1s_tensor_leaves_gpu_0_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A LoRA matrix of one row on two ranks. Its `device` is GPU 0, and fails here: the thread would take a
+    stream there."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    written_with: list[int] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(dcp, "save", lambda *_, storage_writer, **__: written_with.append(storage_writer.per_thread_copy_ahead))
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        group: Any = dist.group.WORLD
+        device = torch.device("cpu")
+        here, elsewhere = (_create_chunk_sharded_tensor(torch.ones(n, 3), 1, 2, 2, group, device) for n in (2, 1))
+        assert len(here.local_shards()) == 1 and not elsewhere.local_shards()
+        save_tensors({**some_tensors(), "model.lora": elsewhere, "model.more": here}, tmp_path)
+    finally:
+        dist.destroy_process_group()
+    assert written_with == [0]
 
 
 def test_missing_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
