@@ -76,6 +76,13 @@ def test_files_of_a_mix_may_move_but_its_weights_may_not_change() -> None:
         _check_identity(Path("step-00000003"), theirs, reweighted)
 
 
+def test_ways_to_read_the_same_rows_may_change() -> None:
+    """A run from before they were settings, and one whose columns fit two readings now, go on."""
+    ours = identity(**{"data.format": "text", "data.csv_delimiter": ";", "data.encoding": "cp1252"})
+    theirs = {"config": SETTINGS, "model_config_hash": "m", "data_fingerprint": "d", "frozen_hashes": {}}
+    _check_identity(Path("step-00000003"), theirs, ours)
+
+
 def test_other_tokens_are_refused_with_the_way_on() -> None:
     """Also those of the same rows, where another version of the toolkit makes them or trains their tokenizer again."""
     theirs = {"config": SETTINGS, "model_config_hash": "m", "data_fingerprint": "d", "frozen_hashes": {}}
