@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,9 +28,10 @@ from benchmarks.plan.plan_error import LLAMA_8B, llama, t5
 PACKAGES = ["torch", "transformers", "accelerate", "peft"]
 NUM_WARMUP_STEPS, NUM_STEPS = 3, 10
 PEAK_TFLOPS = {
-    "B200": 2250, "H100 PCIe": 756, "H100": 989, "H200": 989, "A100": 312, "L40S": 362, "L4": 121, "A10": 125, "RTX 4090": 165,
+    "B200": 2250, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "GH200": 989, "A100": 312,
+    "L40S": 362, "L4": 121, "A10": 125, "RTX 4090": 165,
 }  # fmt: skip
-"""Dense bf16 products of a GPU by its name, from NVIDIA's data sheets; the first name that matches counts."""
+"""Dense bf16 products of a GPU by its name, from NVIDIA's data sheets; the first of these words in its name counts."""
 Shape = dict[str, Any]
 
 
@@ -166,7 +168,7 @@ def build_model(case: Case, device: str, **options: Any) -> Any:
 
 def find_peak(gpu: str) -> int | None:
     """TFLOP/s of a GPU in dense bf16 products, by torch's name for it; None if it is not in the table."""
-    return next((peak for name, peak in PEAK_TFLOPS.items() if name in gpu), None)
+    return next((peak for name, peak in PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", gpu)), None)
 
 
 def write_inputs(case: Case, num_ranks: int, on_gpus: bool, folder: Path) -> None:

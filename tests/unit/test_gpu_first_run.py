@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.gpu_first_run import DOC, Check, format_report, read_checks, run_check
 from benchmarks.measuring import REPOSITORY
+from benchmarks.throughput.mfu import find_peak
 
 NEW_GPU = (9, 0)
 
@@ -61,3 +62,14 @@ def test_what_the_machine_cannot_run_is_left_out_and_a_failure_shows_its_end() -
     report = format_report(outcomes, 1)
     assert "| 1 | two | left out | 0 s | it needs 2 GPUs, torch sees 1 |" in report
     assert report.endswith("## The end of check 3\n\n`echo why; false`\n\n```text\nwhy\n```\n")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA GH200 480GB", 989), ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L4", 121), ("NVIDIA L40", None), ("NVIDIA A10G", None), ("NVIDIA RTX A1000", None),
+    ],
+)  # fmt: skip
+def test_a_peak_is_that_of_the_gpu_and_not_of_one_with_a_longer_name(gpu: str, peak: int | None) -> None:
+    assert find_peak(gpu) == peak
