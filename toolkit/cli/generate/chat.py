@@ -14,7 +14,7 @@ def chat(name: str, dtype: str | None, settings: dict[str, Any]) -> None:
     Raises:
         UserError: the model is an encoder-decoder, or its tokenizer has no chat template.
     """
-    generator = load_generator(name, dtype)
+    generator = load_generator(name, dtype, settings)
     if generator.is_seq2seq or generator.tokenizer.chat_template is None:
         why = "is an encoder-decoder" if generator.is_seq2seq else "has no chat template"
         raise UserError(f"--chat: {name} {why}: give the text as --text")
@@ -31,6 +31,6 @@ def chat(name: str, dtype: str | None, settings: dict[str, Any]) -> None:
             print("(a new chat)")
             continue
         messages.append({"role": "user", "content": said})
-        [answer] = generator.generate([generator.encode_chat(messages)], settings)
+        [answer] = generator.generate([generator.encode_chat(messages)])
         print(escape_controls(answer), flush=True)
         messages.append({"role": "assistant", "content": answer})

@@ -63,10 +63,10 @@ def generate(options: Options) -> None:
     try:
         items, how = _read(options)
         num_done = on_rank_0(lambda: _begin_output(options, items)) if options.output else 0
-        generator = load_generator(options.model, options.dtype)
+        generator = load_generator(options.model, options.dtype, options.settings)
         _describe(generator, options, how, len(items), num_done)
         rows = [_encode(generator, item, options.plain) for item in items]
-        _check_lengths(generator, rows, items, options.settings)
+        _check_lengths(generator, rows, items)
         if num_cut := sum(row["num_lost_tokens"] > 0 for row in rows):
             logger.info(f"cut {num_cut:,} of {len(rows):,} texts to {generator.usage.max_source_length_tokens} tokens")
         progress = Progress(len(items), num_done, enabled=rank() == 0 and options.output is not None, unit="row")
@@ -94,8 +94,7 @@ def _describe(generator: Generator, options: Options, how: str, num_items: int, 
     if how:
         logger.info(how)
     config = generator.model.generation_config
-    shown = {name: options.settings.get(name, getattr(config, name, None)) for name in ("max_new_tokens", "num_beams")}
-    settings = ", ".join(f"{name} {value}" for name, value in shown.items())
+    settings = f"max_new_tokens {config.max_new_tokens}, num_beams {config.num_beams or 1}"
     if generator.is_seq2seq:
         form = f"prefix {generator.usage.prefix!r}"
     else:
@@ -128,12 +127,12 @@ def _is_chat(generator: Generator, plain: bool) -> bool:
     return not generator.is_seq2seq and not plain and generator.tokenizer.chat_template is not None
 
 
-def _check_lengths(generator: Generator, rows: list[dict[str, Any]], items: list[Item], settings: dict[str, Any]) -> None:
+def _check_lengths(generator: Generator, rows: list[dict[str, Any]], items: list[Item]) -> None:
     """Refuse prompts that leave a causal model no position for the generated tokens."""
     limit = getattr(generator.model.config.get_text_config(), "max_position_embeddings", None)
     if generator.is_seq2seq or limit is None:
         return
-    new = settings.get("max_new_tokens") or generator.model.generation_config.max_new_tokens or 0
+    new = generator.model.generation_config.max_new_tokens
     for row, item in zip(rows, items, strict=True):
         if len(row["input_ids"]) + new > limit:
             raise UserError(
@@ -156,7 +155,7 @@ def _generate_chunks(
         batches = [order[i : i + size] for i in range(0, len(order), size)]
         own: dict[int, str] = {}
         for batch in batches[rank() :: world_size()]:
-            own.update(zip(batch, generator.generate([rows[i] for i in batch], options.settings), strict=True))
+            own.update(zip(batch, generator.generate([rows[i] for i in batch]), strict=True))
         gathered = {index: text for part in gather_objects(own) for index, text in part.items()}
         yield first, [gathered[index] for index in sorted(gathered)]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toolkit.config.schema import ModelConfig
+from toolkit.config.schema import EvalConfig, ModelConfig
 from toolkit.data.collate import CausalCollator, Collator, SummarizationCollator, move_to, own_label_shift
 from toolkit.data.tokens.causal import encode_prompt
 from toolkit.data.tokens.chat_template import render_chat
@@ -62,12 +62,10 @@ class Generator:
         return {"input_ids": ids, "prompt_length": len(ids), "num_lost_tokens": 0}
 
     @torch.no_grad()
-    def generate(self, rows: list[dict[str, Any]], settings: dict[str, Any]) -> list[str]:
-        """A text for each row; `settings` replace those of the model's generation config."""
+    def generate(self, rows: list[dict[str, Any]]) -> list[str]:
+        """A text for each row, by the model's generation config."""
         prompts = self.collator.prompts(rows)
-        tokens_BT = self.model.generate(
-            **move_to(self.device, prompts), generation_config=self.model.generation_config, use_cache=True, **settings
-        )
+        tokens_BT = self.model.generate(**move_to(self.device, prompts))
         return self.tokenizer.batch_decode(self.collator.new_tokens(tokens_BT, prompts), skip_special_tokens=True)
 
 
@@ -86,11 +84,12 @@ def find_folder(name: str) -> str:
     return name
 
 
-def load_generator(name: str, dtype: str | None) -> Generator:
+def load_generator(name: str, dtype: str | None, settings: dict[str, Any]) -> Generator:
     """Load model and tokenizer.
 
     Args:
         dtype: `float32` or `bfloat16`; None: that of the run's forward passes.
+        settings: of generation, that replace the model's own.
 
     Raises:
         UserError: no model can be read there, or it does not fit the device.
@@ -118,6 +117,9 @@ def load_generator(name: str, dtype: str | None) -> Generator:
     except (OSError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(f"no model can be read from {name} ({reason}): give a run folder, an export or a model folder") from None
+    if model.generation_config.max_new_tokens is None:  # no export of ours; `generate` would stop after 20 tokens
+        settings = {"max_new_tokens": EvalConfig().max_new_tokens, **settings}
+    model.generation_config.update(use_cache=True, **settings)
     tokenizer = load_tokenizer(ModelConfig(name_or_path=str(folder)), model.get_input_embeddings().num_embeddings)
     if is_seq2seq:
         set_languages(tokenizer, name, usage.source_language, usage.target_language)
