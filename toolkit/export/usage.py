@@ -30,6 +30,8 @@ class Usage:
     source_language: str | None = None
     target_language: str | None = None
     source_column: str | None = None
+    csv_delimiter: str | None = None
+    encoding: str | None = None
     batch_size_rows: int = 8
     dtype: str = "float32"
     """Of the run's forward passes."""
@@ -58,10 +60,11 @@ def set_generation(generation: Any, config: EvalConfig, stop_token_ids: tuple[in
 
 def save_usage(config: RecipeConfig, dtype: str, folder: Path) -> None:
     """Write `toolkit.json`."""
-    usage = Usage(batch_size_rows=config.eval.batch_size_rows, dtype=dtype)
+    names: tuple[str, ...] = ("csv_delimiter", "encoding")
     if not isinstance(config, LLMConfig):
-        names = ("prefix", "max_source_length_tokens", "source_language", "target_language", "source_column")
-        usage = dataclasses.replace(usage, **{name: getattr(config.data, name) for name in names})
+        names += ("prefix", "max_source_length_tokens", "source_language", "target_language", "source_column")
+    of_data = {name: getattr(config.data, name) for name in names}
+    usage = Usage(batch_size_rows=config.eval.batch_size_rows, dtype=dtype, **of_data)
     (folder / SETTINGS_FILE).write_text(json.dumps(dataclasses.asdict(usage), indent=1) + "\n", encoding="utf-8")
 
 

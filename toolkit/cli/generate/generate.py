@@ -15,10 +15,11 @@ from typing import Any
 
 from toolkit.cli.generate.inputs import Item, read_items
 from toolkit.cli.generate.model import Generator, find_folder, load_generator
+from toolkit.data.sources.text_files import build_form
 from toolkit.data.tokens.chat_template import TEMPLATE_ERRORS
 from toolkit.distributed.comm import close_groups, control_group, gather_objects, on_rank_0, rank, world_size
 from toolkit.errors import UserError, escape_controls
-from toolkit.export.usage import load_usage
+from toolkit.export.usage import Usage, load_usage
 from toolkit.files.json_lines import encode_json_line, load_json_lines
 from toolkit.launch.environment import asked_for_cpu, is_launched, read_launch
 from toolkit.tracking.progress import Progress
@@ -84,8 +85,9 @@ def generate(options: Options) -> None:
 
 def _read(options: Options) -> tuple[list[Item], str]:
     """The items, and how they were read. Collective: standard input is rank 0's."""
-    usage = load_usage(Path(find_folder(options.model)))
-    read = partial(read_items, options.file, options.texts, options.column, usage.source_column if usage else None)
+    usage = load_usage(Path(find_folder(options.model))) or Usage()
+    form = build_form(usage.csv_delimiter, usage.encoding)
+    read = partial(read_items, options.file, options.texts, options.column, usage.source_column, form)
     return on_rank_0(read) if options.file == "-" else read()
 
 
@@ -110,10 +112,10 @@ def _encode(generator: Generator, item: Item, plain: bool) -> dict[str, Any]:
     if generator.is_seq2seq and item.text is None:
         raise UserError(f"{item.where} is a chat, and the model is an encoder-decoder: give a text")
     messages = item.messages
-    if messages is None and _is_chat(generator, plain):
-        messages = [{"role": "user", "content": item.text}]
+    if item.text is not None and not _is_chat(generator, plain):
+        return generator.encode_text(item.text)
     if messages is None:
-        return generator.encode_text(str(item.text))
+        messages = [{"role": "user", "content": item.text}]
     try:
         return generator.encode_chat(messages)
     except UserError:

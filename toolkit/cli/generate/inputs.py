@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.sources.files import list_columns
-from toolkit.data.sources.text_files import Form, read_csv
+from toolkit.data.rows.instructions import read_alpaca, read_turn
+from toolkit.data.sources.files import READERS, find_kind, hash_file, list_columns
+from toolkit.data.sources.text_files import Form, suggest_delimiter
 from toolkit.errors import UserError
-from toolkit.files.json_lines import read_json_lines
 
-MESSAGES = "messages"
-TEXT_COLUMNS = ("source", "article", "document", "prompt", "instruction", "text")
+MESSAGES, SHAREGPT, ALPACA = "messages", "conversations", ("instruction", "input", "system", "history")
+TEXT_COLUMNS = ("source", "article", "document", "prompt", "text")
 """Columns to look for, unless one is named."""
 
 
@@ -26,16 +25,19 @@ class Item:
     """File and row, for messages."""
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
-    """A chat, without the answer that is to be generated."""
+    """A chat, without the answer that is to be generated. With a text too, it is taken where there is a chat template."""
 
 
-def read_items(file: str | None, texts: list[str], column: str | None, saved_column: str | None) -> tuple[list[Item], str]:
+def read_items(
+    file: str | None, texts: list[str], column: str | None, saved_column: str | None, form: Form
+) -> tuple[list[Item], str]:
     """The items, and a sentence on how the file was read.
 
     Args:
-        file: a .csv or .jsonl file; `-` is standard input, one text a line.
+        file: a file of one of `READERS`; `-` is standard input, one text a line.
         column: the user's choice of a column.
         saved_column: the column that the run read.
+        form: how text files are written.
 
     Raises:
         UserError: no such file, column or text; with file and row.
@@ -46,55 +48,55 @@ def read_items(file: str | None, texts: list[str], column: str | None, saved_col
         lines = [line.rstrip("\n") for line in sys.stdin]
         return [Item(f"line {i} of standard input", line) for i, line in enumerate(lines, start=1)], ""
     path = Path(file)
-    if path.suffix not in (".csv", ".jsonl"):
-        raise UserError(
-            f"--file {file} ends with {path.suffix or 'nothing'}: give a .csv or .jsonl file, or - for standard input"
-        )
     if not path.is_file():
-        raise UserError(f"--file {file} does not exist: check the path")
-    try:
-        columns = list_columns(path, path.suffix[1:], Form())
-        chosen = _choose_column(file, columns, column, saved_column)
-        items = [_read_item(cell, chosen, where) for where, cell in _cells(path, chosen)]
-    except OSError as error:
-        raise UserError(f"--file {file} cannot be read ({error.strerror}): check its permissions") from None
+        raise UserError(f"--file {file} does not exist, or is no file: check the path")
+    kind = find_kind(path, "--file")
+    hash_file(path, is_text=kind not in ("parquet", "arrow"), encoding=form.encoding)  # reads all of it once, to check it
+    columns = list_columns(path, kind, form)
+    chosen = _choose_columns(file, columns, column, saved_column, suggest_delimiter(columns, form))
+    rows = READERS[kind](path, chosen, form)
+    items = [_read_item(cells, chosen, f"{path}, row {number}") for number, cells in enumerate(rows, start=1)]
     if not items:
         raise UserError(f"--file {file} has no rows: give a file with rows")
-    rest = ", ".join(name for name in columns if name != chosen)
-    return items, f"{file}: {len(items):,} rows, column {chosen}" + (f" (not read: {rest})" if rest else "")
+    rest = ", ".join(name for name in columns if name not in chosen)
+    return items, f"{file}: {len(items):,} rows, from {' and '.join(chosen)}" + (f" (not read: {rest})" if rest else "")
 
 
-def _choose_column(file: str, columns: list[str], wanted: str | None, saved: str | None) -> str:
+def _choose_columns(file: str, columns: list[str], wanted: str | None, saved: str | None, hint: str) -> tuple[str, ...]:
+    """The column to read; of Alpaca's, all that there are."""
     if wanted is not None:
         if wanted not in columns:
-            raise UserError(f"--file {file} has no column {wanted!r} (its columns: {', '.join(columns)}): correct --column")
-        return wanted
-    known = [saved] if saved in columns else [name for name in (MESSAGES, *TEXT_COLUMNS) if name in columns]
-    known = known or (columns if len(columns) == 1 else [])
-    if len(known) != 1:
-        found = f"columns {' and '.join(filter(None, known))}" if known else f"columns {', '.join(columns)}"
-        raise UserError(f"--file {file} has {found}: name the one to generate for as --column")
-    return str(known[0])
+            raise UserError(f"--file {file} has no column {wanted!r} (its columns: {', '.join(columns)}): correct --column{hint}")
+        return (wanted,)
+    if saved in columns:
+        return (str(saved),)
+    readings: list[tuple[str, ...]] = [(name,) for name in (MESSAGES, *TEXT_COLUMNS) if name in columns]
+    if SHAREGPT in columns:
+        readings.append((SHAREGPT, "system") if "system" in columns else (SHAREGPT,))
+    if ALPACA[0] in columns:
+        readings.append(tuple(name for name in ALPACA if name in columns))
+    if not readings and len(columns) == 1 and not hint:
+        readings = [tuple(columns)]
+    if len(readings) != 1:
+        found = " and ".join(reading[0] for reading in readings) or ", ".join(columns)
+        raise UserError(f"--file {file} has the columns {found}: name the one to generate for as --column{hint}")
+    return readings[0]
 
 
-def _cells(path: Path, column: str) -> Iterator[tuple[str, Any]]:
-    if path.suffix == ".csv":
-        for number, cells in enumerate(read_csv(path, [column], Form()), start=1):
-            yield f"{path}, row {number}", cells[column]
-        return
-    for line, row in read_json_lines(path, way_out="write one object a line"):
-        if not isinstance(row, dict):
-            raise UserError(f"{path}, line {line}: not an object: write {{{column!r}: ...}}")
-        yield f"{path}, line {line}", row.get(column)
-
-
-def _read_item(cell: Any, column: str, where: str) -> Item:
+def _read_item(cells: dict[str, Any], chosen: tuple[str, ...], where: str) -> Item:
+    if chosen[0] == ALPACA[0] and cells[ALPACA[0]]:
+        chat, text = (read_alpaca({**cells, "output": "-"}, where, is_chat=is_chat) for is_chat in (True, False))
+        if isinstance(chat, dict) and isinstance(text, dict):
+            return Item(where, text["prompt"], chat["messages"][:-1])
+    cell = cells[chosen[0]]
     if isinstance(cell, str) and cell.strip():
         return Item(where, cell)
-    if isinstance(cell, list) and cell and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in cell):
-        messages = list(cell)
-        while messages and messages[-1]["role"] == "assistant":  # a row to train on has the answer too
-            messages.pop()
-        if messages:
-            return Item(where, messages=messages)
-    raise UserError(f"{where}, column {column}: {cell!r:.60} is neither a text nor a chat: correct or remove the row")
+    if isinstance(cell, list) and cell and all(isinstance(turn, dict) for turn in cell):
+        turns = [read_turn(turn, where) if chosen[0] == SHAREGPT else turn for turn in cell]
+        if isinstance(cells.get("system"), str) and cells["system"].strip():
+            turns.insert(0, {"role": "system", "content": cells["system"]})
+        while turns and turns[-1].get("role") == "assistant":  # a row to train on has the answer too
+            turns.pop()
+        if turns and all({"role", "content"} <= turn.keys() for turn in turns):
+            return Item(where, messages=turns)
+    raise UserError(f"{where}, column {chosen[0]}: {cell!r:.60} is neither a text nor a chat: correct or remove the row")

@@ -36,7 +36,7 @@ def read_sharegpt(row: Mapping[str, Any], column: str, tools: Any, where: str) -
         raise UserError(
             f'{where}, column {column}: {turns!r:.60} is no list of turns: write {{"from": ..., "value": ...}} for each in a list'
         )
-    messages = [_read_turn(turn, f"{where}, turn {number}") for number, turn in enumerate(turns, start=1)]
+    messages = [read_turn(turn, f"{where}, turn {number}") for number, turn in enumerate(turns, start=1)]
     roles = [message["role"] for message in messages if message["role"] != "system"]
     if roles[:1] == ["assistant"]:
         return "in which the assistant speaks first"
@@ -47,7 +47,7 @@ def read_sharegpt(row: Mapping[str, Any], column: str, tools: Any, where: str) -
     return read_chat({column: messages}, tools, where, calls_may_be_text=True)
 
 
-def _read_turn(turn: Any, where: str) -> dict[str, Any]:
+def read_turn(turn: Any, where: str) -> dict[str, Any]:
     """A turn as a message; one that is a message with role and content stays as it is, but for the name of its role."""
     if not isinstance(turn, dict):
         raise UserError(f'{where}: {turn!r:.60} is no turn: write {{"from": ..., "value": ...}}')

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.cli.generate.inputs import read_items
+from toolkit.data.sources.text_files import Form
 from toolkit.errors import UserError
 
 
@@ -19,41 +20,55 @@ def write(folder: Path, name: str, text: str) -> str:
 
 def test_the_runs_own_column_is_read_and_the_others_are_named(tmp_path: Path) -> None:
     file = write(tmp_path, "a.csv", 'id,body,source\n1,"one, two",no\n2,three,no\n')
-    items, how = read_items(file, [], None, "body")
+    items, how = read_items(file, [], None, "body", Form())
     assert [(item.where, item.text) for item in items] == [(f"{file}, row 1", "one, two"), (f"{file}, row 2", "three")]
-    assert how == f"{file}: 2 rows, column body (not read: id, source)"
+    assert how == f"{file}: 2 rows, from body (not read: id, source)"
 
 
 def test_a_chat_loses_the_answer_that_it_is_to_be_given(tmp_path: Path) -> None:
     turns = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
-    [item], _ = read_items(write(tmp_path, "a.jsonl", json.dumps({"messages": turns})), [], None, None)
+    [item], _ = read_items(write(tmp_path, "a.jsonl", json.dumps({"messages": turns})), [], None, None, Form())
     assert item.messages == turns[:2]
+
+
+def test_sharegpt_and_alpaca_are_read_as_for_training(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
+    [item], how = read_items(
+        write(tmp_path, "a.json", json.dumps([{"conversations": turns, "system": "be"}])), [], None, None, Form()
+    )
+    assert item.messages == [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]
+    assert how.endswith("a.json: 1 rows, from conversations and system")
+    row = {"instruction": "add", "input": "1, 2", "output": "3"}
+    [item], how = read_items(write(tmp_path, "b.jsonl", json.dumps(row)), [], None, None, Form())
+    assert item.messages == [{"role": "user", "content": "add\n\n1, 2"}] and how.endswith("(not read: output)")
+    assert item.text is not None and item.text.endswith("### Instruction:\nadd\n\n### Input:\n1, 2\n\n### Response:\n")
 
 
 def test_standard_input_has_a_text_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
-    assert [item.text for item in read_items("-", [], None, None)[0]] == ["one", "two"]
+    assert [item.text for item in read_items("-", [], None, None, Form())[0]] == ["one", "two"]
 
 
 @pytest.mark.parametrize(
     ("name", "text", "column", "sentence"),
     [
-        ("a.txt", "one", None, r"ends with .txt: give a .csv or .jsonl file"),
-        ("a.csv", "source,prompt\na,b\n", None, r"has columns source and prompt: name the one to generate for as --column"),
-        ("a.csv", "a,b\nc,d\n", None, r"has columns a, b: name the one"),
+        ("a.docx", "one", None, r"--file: .*a.docx has an unknown file ending: let its name end in one of .csv"),
+        ("a.csv", "source;id\na;1\n", None, r"has the columns source;id: name .* --column; its header has semicolons"),
+        ("a.csv", "source,prompt\na,b\n", None, r"has the columns source and prompt: name the one to generate for as --column"),
+        ("a.csv", "a,b\nc,d\n", None, r"has the columns a, b: name the one"),
         ("a.csv", "a,b\nc,d\n", "e", r"has no column 'e' \(its columns: a, b\): correct --column"),
         ("a.csv", "text\n", None, r"has no rows"),
-        ("a.jsonl", '{"text": "a"}\n{"text": ""}\n', None, r"a.jsonl, line 2, column text: '' is neither a text nor a chat"),
-        ("a.jsonl", '{"text": "a"}\n[1]\n', "text", r"a.jsonl, line 2: a JSON array|line 2: not an object"),
-        ("a.jsonl", '{"messages": [{"role": "assistant", "content": "a"}]}\n', None, r"line 1, column messages: .* neither"),
+        ("a.jsonl", '{"text": "a"}\n{"text": ""}\n', None, r"a.jsonl, row 2, column text: '' is neither a text nor a chat"),
+        ("a.jsonl", '{"text": "a"}\n[1]\n', "text", r"a.jsonl, line 2: a JSON array, not an object"),
+        ("a.jsonl", '{"messages": [{"role": "assistant", "content": "a"}]}\n', None, r"row 1, column messages: .* neither"),
         ("a.jsonl", "{torn\n", None, r"a.jsonl, line 1: not JSON"),
     ],
 )
 def test_a_file_without_texts_is_refused(tmp_path: Path, name: str, text: str, column: str | None, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
-        read_items(write(tmp_path, name, text), [], column, None)
+        read_items(write(tmp_path, name, text), [], column, None, Form())
 
 
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(UserError, match=r"--file gone.csv does not exist"):
-        read_items("gone.csv", [], None, None)
+        read_items("gone.csv", [], None, None, Form())
