@@ -17,7 +17,7 @@ from toolkit.cli.generate.inputs import Item, read_items
 from toolkit.cli.generate.model import Generator, find_folder, load_generator
 from toolkit.data.sources.text_files import build_form
 from toolkit.data.tokens.chat_template import TEMPLATE_ERRORS
-from toolkit.distributed.comm import close_groups, control_group, gather_objects, on_rank_0, rank, world_size
+from toolkit.distributed.comm import close_groups, control_group, gather_objects, on_all_ranks, on_rank_0, rank, world_size
 from toolkit.errors import UserError, escape_controls
 from toolkit.export.usage import Usage, load_usage
 from toolkit.files.json_lines import encode_json_line, load_json_lines
@@ -55,7 +55,8 @@ def generate(options: Options) -> None:
     Raises:
         UserError: model, input or output are not usable; with file and row.
     """
-    if is_launched():
+    is_one_of_several = is_launched() or int(os.environ.get("WORLD_SIZE", "1")) > 1  # torchrun sets this alone
+    if is_one_of_several:
         from accelerate import PartialState
 
         read_launch()
@@ -64,7 +65,8 @@ def generate(options: Options) -> None:
     try:
         items, how = _read(options)
         num_done = on_rank_0(lambda: _begin_output(options, items)) if options.output else 0
-        generator = load_generator(options.model, options.dtype, options.settings)
+        # One GPU may lack room.
+        generator = on_all_ranks(lambda: load_generator(options.model, options.dtype, options.settings))
         _describe(generator, options, how, len(items), num_done)
         rows = [_encode(generator, item, options.plain) for item in items]
         _check_lengths(generator, rows, items)
@@ -79,7 +81,7 @@ def generate(options: Options) -> None:
             _about_file(options.output).unlink(missing_ok=True)
             logger.info(f"{len(items):,} texts are in {options.output}")
     finally:
-        if is_launched():
+        if is_one_of_several:
             close_groups()
 
 
