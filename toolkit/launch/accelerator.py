@@ -254,6 +254,13 @@ def _check_hardware() -> None:
         )
     wants_bf16 = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "bf16"
     on_cuda = not asked_for_cpu() and torch.cuda.is_available()
+    strategy, seen = os.environ.get("FSDP_SHARDING_STRATEGY", ""), torch.cuda.device_count()
+    if on_cuda and "HYBRID" in strategy and seen != local_world_size():
+        # FSDP1 shards over as many ranks as a process sees GPUs (fsdp/_init_utils.py:162): where each sees its own, over one.
+        raise UserError(
+            f"fsdp_sharding_strategy is {strategy}, which needs a process for each GPU of a machine that a process sees, but it "
+            f"sees {seen}, and {local_world_size()} run here: let each see all, or take accelerate_configs/fsdp2_hsdp.yaml"
+        )
     if wants_bf16 and on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UserError(
             f"mixed_precision is bf16, but {torch.cuda.get_device_name()} has no bf16: set mixed_precision: no in the "

@@ -82,6 +82,25 @@ def test_a_mesh_connects_its_own_groups_and_none_over_all_ranks(monkeypatch: pyt
     assert reduced == [("cpu", "replicas"), ("cpu", "shards"), ("cpu", torch.distributed.group.WORLD)]
 
 
+@pytest.mark.parametrize(("seen", "is_refused"), [(1, True), (8, False)])
+def test_hybrid_shards_of_fsdp1_need_all_gpus_of_a_machine_in_sight(
+    monkeypatch: pytest.MonkeyPatch, seen: int, is_refused: bool
+) -> None:
+    """SLURM can bind one GPU to each task. FSDP1 would then replicate the full model, and say nothing."""
+    launched = {"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD", "LOCAL_WORLD_SIZE": "8"}
+    wrap = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "WORLD_SIZE": "16"}
+    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"], **launched, **wrap})
+    monkeypatch.setattr("toolkit.launch.environment.find_accelerate_yaml", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda settings: None)
+    monkeypatch.setattr(accelerator, "rendezvous_arguments", MagicMock(side_effect=ConnectionAbortedError))
+    with pytest.raises(UserError if is_refused else ConnectionAbortedError) as raised:
+        build_accelerator([], ".")
+    assert not is_refused or "but it sees 1, and 8 run here" in str(raised.value)
+
+
 def launched_environment(command: list[str]) -> dict[str, str]:
     """What `accelerate launch` sets, by its own functions."""
     arguments = _validate_launch_command(launch_command_parser().parse_args(command))[0]
