@@ -102,7 +102,7 @@ def test_summaries_are_those_of_the_evaluation(workbench: Workbench, tmp_path: P
 
 @pytest.mark.parametrize("form", ["chat", "prompt"])
 def test_answers_are_those_of_the_evaluation(
-    llm_workbench: Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+    llm_workbench: Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], form: str
 ) -> None:
     pairs = load_json_lines(llm_workbench.data / "prompts.jsonl")
     rows = pairs
@@ -119,7 +119,10 @@ def test_answers_are_those_of_the_evaluation(
     run = tmp_path / "run"
     assert call(monkeypatch, run, "--file", held_out, "--output", tmp_path / "out.jsonl", "--batch-size-rows", 3) == 0
     assert [text.strip() for text in texts(tmp_path / "out.jsonl")] == [text.strip() for text in predictions(run)]
-    # From the command line, an answer is printed; what cannot be used is one sentence.
-    assert call(monkeypatch, run, "--text", "hello", "--max-new-tokens", 2) == 0
+    # From the command line, only the answer is on stdout; what cannot be used is one sentence.
+    capsys.readouterr()
+    assert call(monkeypatch, run, "--text", "hello\n", "--max-new-tokens", 2) == 0
+    printed = capsys.readouterr()
+    assert printed.out.count("\n") == 1 and "max_new_tokens 2, num_beams 2" in printed.err
     assert call(monkeypatch, run / "checkpoints", "--text", "hello") == 2
     assert call(monkeypatch, run, "--text", "hello " * 400) == 2

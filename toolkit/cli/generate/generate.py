@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -71,7 +72,7 @@ def generate(options: Options) -> None:
         rows = [_encode(generator, item, options.plain) for item in items]
         _check_lengths(generator, rows, items)
         if num_cut := sum(row["num_lost_tokens"] > 0 for row in rows):
-            logger.info(f"cut {num_cut:,} of {len(rows):,} texts to {generator.usage.max_source_length_tokens} tokens")
+            _say(options, f"cut {num_cut:,} of {len(rows):,} texts to {generator.usage.max_source_length_tokens} tokens")
         progress = Progress(len(items), num_done, enabled=rank() == 0 and options.output is not None, unit="row")
         for first, texts in _generate_chunks(generator, rows, options, num_done):
             on_rank_0(partial(_write, options.output, first, texts))
@@ -96,7 +97,7 @@ def _read(options: Options) -> tuple[list[Item], str]:
 def _describe(generator: Generator, options: Options, how: str, num_items: int, num_done: int) -> None:
     """Print what will be done, with which settings."""
     if how:
-        logger.info(how)
+        _say(options, how)
     config = generator.model.generation_config
     settings = f"max_new_tokens {config.max_new_tokens}, num_beams {config.num_beams or 1}"
     if generator.is_seq2seq:
@@ -104,9 +105,17 @@ def _describe(generator: Generator, options: Options, how: str, num_items: int, 
     else:
         form = "a text is a user's turn of its chat template" if _is_chat(generator, options.plain) else "a text is the prompt"
     dtype = str(next(generator.model.parameters()).dtype).removeprefix("torch.")
-    logger.info(f"{find_folder(options.model)} on {generator.device} in {dtype}: {settings}; {form}")
+    _say(options, f"{find_folder(options.model)} on {generator.device} in {dtype}: {settings}; {form}")
     if num_done:
-        logger.info(f"{options.output} has {num_done:,} of {num_items:,} texts already")
+        _say(options, f"{options.output} has {num_done:,} of {num_items:,} texts already")
+
+
+def _say(options: Options, sentence: str) -> None:
+    """Print a remark; on stderr where the texts go to stdout."""
+    if options.output:
+        logger.info(sentence)
+    elif rank() == 0:
+        print(sentence, file=sys.stderr, flush=True)
 
 
 def _encode(generator: Generator, item: Item, plain: bool) -> dict[str, Any]:
