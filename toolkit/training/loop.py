@@ -49,17 +49,17 @@ logger = logging.getLogger("toolkit")
 def train(run: Run) -> None:
     """Train from the step after `run.state.step` to the end of the run. Collective.
 
-    Evaluates as `eval` says and at the end. Saves as `checkpoint` says and at the end. Stops early without gain.
+    Evaluates every `eval.every_steps` or `every_epochs`, and at the end. Saves as `checkpoint` says, after each new best value if
+    `checkpoint.keep_best` is set, and at the end. Stops early after `eval.early_stopping_patience` evaluations without gain.
 
     Raises:
         Stopped: a signal reached a rank; the last completed step has a checkpoint.
         UserError: a checkpoint cannot be written, or `optim.max_skipped_steps` updates in a row were skipped; on every rank.
     """
-    # A complete run returns here, unless a signal interrupted its last evaluation, or that measured something else.
     config, state, plan = run.config, run.state, run.plan
-    is_unmeasured = is_over(run) and not state.metrics and len(run.evaluation.rows) > 0
-    state.evaluation_due |= is_unmeasured or run.num_steps == 0 or (state.step == 0 and config.eval.at_start)
+    # A complete run returns here, unless a signal interrupted its last evaluation.
     working("starting the training")
+    state.evaluation_due |= run.num_steps == 0 or (state.step == 0 and config.eval.at_start)
     if is_over(run) and not state.evaluation_due:
         logger.info(f"nothing left to train: the run is complete at step {state.step}")
         return say_without_gain(run)
