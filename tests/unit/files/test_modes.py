@@ -21,6 +21,7 @@ from toolkit.checkpoint.find import find_checkpoint
 from toolkit.checkpoint.folders import checkpoints_folder
 from toolkit.checkpoint.init_from import find_weights
 from toolkit.cli.checkpoints import show_checkpoints
+from toolkit.config.python import load_config
 from toolkit.data.cache_folders import find_or_build
 from toolkit.distributed.rng import capture_random_state, save_random_state
 from toolkit.errors import UserError
@@ -69,11 +70,19 @@ def test_files_of_safetensors_get_the_mode_of_any_other_file(tmp_path: Path, uma
         (folder / "inner").mkdir()
         save_file(tensors, folder / "inner" / "model.safetensors")
         tokenizer: Any = SimpleNamespace(save_pretrained=lambda folder: None)
-        _write_rest(folder, tokenizer, tensors, tmp_path / "export_check.safetensors")
+        skeleton: Any = SimpleNamespace(generation_config=tokenizer)
+        config = load_config("llm", overrides={"model.name_or_path": "m", "data.source": "x", "train.max_steps": 1})
+        _write_rest(config, skeleton, tokenizer, tensors, tmp_path / "export_check.safetensors", "torch.float32", folder)
     name = save_random_state(capture_random_state(), tmp_path)
-    files = [tmp_path / "export" / "inner" / "model.safetensors", tmp_path / "export_check.safetensors", tmp_path / name]
+    export = tmp_path / "export"
+    files = [
+        export / "inner" / "model.safetensors",
+        export / "toolkit.json",
+        tmp_path / "export_check.safetensors",
+        tmp_path / name,
+    ]
     assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == len(files)
-    assert [oct(mode(path)) for path in files] == ["0o664"] * 3
+    assert [oct(mode(path)) for path in files] == ["0o664"] * 4
     os.umask(0o077)
     give_usual_mode(files[0])
     assert mode(files[0]) == 0o600
