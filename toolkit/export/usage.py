@@ -44,6 +44,7 @@ def set_generation(generation: Any, config: EvalConfig, stop_token_ids: tuple[in
         generation: the model's `GenerationConfig`, which is changed.
         stop_token_ids: tokens that end a text in the rows, in addition to the model's own.
     """
+    generation._from_model_config = False  # transformers 4 would take the model config's settings in place of such ones
     own = generation.eos_token_id
     stops = sorted({*stop_token_ids, *(own if isinstance(own, list) else [own])} - {None})
     generation.update(

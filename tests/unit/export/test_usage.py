@@ -15,13 +15,15 @@ from toolkit.export.usage import load_usage, save_usage, set_generation
 
 
 def test_generation_settings_replace_those_of_sampling_and_can_be_saved(tmp_path: Path) -> None:
-    generation = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, eos_token_id=2, max_length=4096)
+    generation = GenerationConfig(
+        _from_model_config=True, do_sample=True, temperature=0.6, top_p=0.9, eos_token_id=2, max_length=4096
+    )
     set_generation(generation, EvalConfig(max_new_tokens=7, num_beams=3, no_repeat_ngram_size=2), (5,), 0)
     generation.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "generation_config.json").read_text())
     expected = {"max_new_tokens": 7, "num_beams": 3, "no_repeat_ngram_size": 2, "eos_token_id": [2, 5], "pad_token_id": 0}
     assert {name: saved[name] for name in expected} == expected
-    assert not {"temperature", "top_p"} & saved.keys() and not saved.get("do_sample")
+    assert not saved["_from_model_config"] and not {"temperature", "top_p"} & saved.keys() and not saved.get("do_sample")
 
 
 def test_what_makes_tokens_of_texts_comes_back(tmp_path: Path) -> None:
