@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from toolkit.distributed.comm import gather_objects, reduce_on_cpu
+from toolkit.distributed.comm import gather_objects, raise_together, reduce_on_cpu
+from toolkit.errors import UserError
 
 GIB = 2**30
 
@@ -30,6 +31,24 @@ def describe_device(device: torch.device) -> str:
         f"{number} process{'es, each' if number > 1 else ''} on {what} with {threads} thread{'s' if threads > 1 else ''}"
         for (what, threads), number in kinds.items()
     )
+
+
+def check_own_gpu(device: torch.device) -> None:
+    """Refuse ranks that share a GPU: accelerate lets them (accelerate/state.py:843), and nccl blames the network. Collective.
+
+    Raises:
+        UserError: there are more ranks than GPUs; on every rank.
+    """
+    if device.type != "cuda":
+        return
+    gpus = gather_objects(str(torch.cuda.get_device_properties(device).uuid))
+    if (num_gpus := len(set(gpus))) < len(gpus):
+        raise_together(
+            UserError(
+                f"{len(gpus)} processes share {num_gpus} GPUs, and each needs one of its own: set num_processes to {num_gpus} in "
+                "the accelerate config, or give each process its own CUDA_VISIBLE_DEVICES"
+            )
+        )
 
 
 def peak_memory_gib(device: torch.device) -> float:

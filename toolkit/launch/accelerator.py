@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.distributed.comm import control_group, gather_objects, limit_groups, local_world_size, rank, world_size
-from toolkit.distributed.device import available_cores, synchronize
+from toolkit.distributed.device import available_cores, check_own_gpu, synchronize
 from toolkit.distributed.rendezvous import connecting, rendezvous_arguments
 from toolkit.distributed.watchdog import at
 from toolkit.errors import UserError
@@ -48,8 +48,8 @@ def build_accelerator(
         num_threads: of torch in this process; None as `_num_threads` says.
 
     Raises:
-        UserError: an unknown or useless key in the YAML, bf16 or fp8 on hardware without it, a GPU preset without a GPU, ranks
-            that do not find each other.
+        UserError: an unknown or useless key in the YAML, bf16 or fp8 on hardware without it, a GPU preset without a GPU or
+            with too few, ranks that do not find each other.
     """
     # Check the YAML, the launch environment and the hardware.
     read_launch()
@@ -70,6 +70,7 @@ def build_accelerator(
     with connecting():
         PartialState(cpu=on_cpu, timeout=timeout, **meeting)
         control_group()  # always gloo; nccl does not connect yet
+    check_own_gpu(PartialState().device)
 
     # Build the `Accelerator`, with FSDP on a CPU too.
     _put_cpu_in_an_accelerators_place()

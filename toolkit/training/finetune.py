@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from toolkit.config.load import RecipeConfig
 from toolkit.data.own_datasets import check_datasets, name_source, save_datasets
 from toolkit.distributed.comm import world_size
@@ -33,6 +35,12 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 logger = logging.getLogger("toolkit")
+
+FULL_MEMORY = (
+    "the memory of a device is full: lower train.micro_batch_size_rows, or eval.batch_size_rows if it was an evaluation (both "
+    "leave the results as they are), or data.max_length_tokens; `python -m toolkit plan` predicts what fits"
+)
+"""Printed below torch's own error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +134,9 @@ def _released_on_error() -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in SIGNALS} if is_main else {}
     try:
         yield
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            error.add_note(FULL_MEMORY)
         if world_size() == 1:
             release()
             for number, handler in handlers.items():

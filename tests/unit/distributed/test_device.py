@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from toolkit.distributed import device
-from toolkit.distributed.device import _cpu_quota_cores, available_cores, describe_device
+from toolkit.distributed.device import _cpu_quota_cores, available_cores, check_own_gpu, describe_device
+from toolkit.errors import UserError
 
 
 def test_a_run_says_what_its_processes_compute_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,3 +66,13 @@ def test_the_smallest_gpu_counts_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(device, "reduce_on_cpu", reduced)
     assert device.smallest_gpu_bytes(torch.device("cuda", 0)) == 40 * 2**30
     assert device.smallest_gpu_bytes(torch.device("cpu")) is None
+
+
+def test_ranks_that_share_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate gives rank 2 the GPU of rank 0 where there are two, and nccl fails later with words about the network."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index}"))
+    monkeypatch.setattr(device, "gather_objects", lambda own: [own, "GPU-1"])
+    check_own_gpu(torch.device("cuda", 0))
+    monkeypatch.setattr(device, "gather_objects", lambda own: [own, "GPU-1", own, "GPU-1"])
+    with pytest.raises(UserError, match="4 processes share 2 GPUs, and each needs one of its own: set num_processes to 2"):
+        check_own_gpu(torch.device("cuda", 0))
