@@ -14,7 +14,6 @@ def main() -> None:
 
     - `toolkit/training/data.py`: rows are chats, prompts with completions, or plain texts, of one source or a mix, packed or not.
     - `toolkit/training/model_checks.py`: before training, no token sees a later one, and packed rows do not see each other.
-    - `toolkit/parallel/causal_loss.py`: the loss is computed chunk by chunk inside the model's forward.
     """
     config = load_config(LLMConfig, description=__doc__)
 

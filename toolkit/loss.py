@@ -21,18 +21,15 @@ def summed_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`summed_cross_entropy` of the model's logits, and the number of labels with top logits. Collective under FSDP.
 
+    The model computes it in its forward (`parallel.chunked_loss.install`).
+
     Args:
-        batch: a collator's output, on the device. For a causal model it has `label_positions`, and the model computes the loss in
-            its forward (`causal_loss.install`). An encoder-decoder returns its logits.
+        batch: a collator's output, on the device.
 
     Returns:
         Two scalars. The second is 0 while gradients are recorded, because training does not read it.
     """
-    if "label_positions" in batch:
-        return model(**batch, label_smoothing=label_smoothing, use_cache=False)
-    labels_BT = batch["labels"]
-    logits_BTV = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}, use_cache=False).logits
-    return summed_cross_entropy(logits_BTV, labels_BT, label_smoothing), _num_correct(logits_BTV, labels_BT)
+    return model(**batch, label_smoothing=label_smoothing, use_cache=False)
 
 
 def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:

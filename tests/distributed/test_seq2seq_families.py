@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
 from tests.support.model_folders import FAMILIES, make_rows
-from tests.support.seq2seq_families import IN_PROCESS, LAUNCHED, REFUSED
+from tests.support.seq2seq_families import IN_PROCESS, LAUNCHED, REFUSED, build_collator, build_model
 
 UNUSED = {"encoder-decoder": [r"encoder\.pooler\..*"], "led": [r".*_global\..*"]}
 """Parameters that a text's loss does not reach: a run names them, and asks to freeze them."""
@@ -60,36 +60,15 @@ def test_a_model_that_cannot_be_trained_under_a_preset_is_refused_before_trainin
         assert "M2M100ForConditionalGeneration cannot be trained here (mixed dtype" in error and "or FSDP2" in error
 
 
-def build_model(family: str) -> Any:
-    """A tiny random model of the family, the same on every rank, without dropout."""
-    import torch
-    import transformers
-
-    if family in FAMILIES:
-        name, settings = FAMILIES[family]
-        config_class = getattr(transformers, name)
-    else:
-        config_class, settings = transformers.CONFIG_MAPPING[family], IN_PROCESS[family]
-    takes_vocab_size = family not in ("encoder-decoder", "fsmt")
-    config = config_class(**{**({"vocab_size": 256} if takes_vocab_size else {}), **settings})
-    torch.manual_seed(0)
-    return transformers.AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32).eval()
-
-
-def build_collator(model: Any) -> Any:
-    from toolkit.data.collate import SummarizationCollator, own_label_shift
-    from toolkit.models.config import special_tokens
-
-    return SummarizationCollator(*special_tokens(model.config, "tiny"), own_label_shift(model))
-
-
 def own_and_our_losses(folder: Path) -> dict[str, tuple[float, float]]:
     """`(ours, the model's own)` of the same labels, by family; its config passes the recipe's checks."""
     import torch
 
     from toolkit.config.schema import ModelConfig
+    from toolkit.data.collate import labels_at_positions
     from toolkit.loss import summed_loss
     from toolkit.models.config import load_model_config
+    from toolkit.parallel import chunked_loss
 
     rows = [
         {"input_ids": [5, 6, 7, 8, 9, 10, 11], "labels": [9, 20, 21, 2]},
@@ -99,13 +78,14 @@ def own_and_our_losses(folder: Path) -> dict[str, tuple[float, float]]:
     for family in (*FAMILIES, *IN_PROCESS):
         model = build_model(family)
         model.config.save_pretrained(folder / family)
+        chunked_loss.install(model)
         load_model_config(ModelConfig(name_or_path=str(folder / family), from_scratch=True), "AutoModelForSeq2SeqLM")
         collator = build_collator(model)
         batch = collator.collate([[row] for row in rows])
         # FSMT makes decoder inputs of the source where it gets none: they are given, as transformers' own collator gives them.
         shifted = {"decoder_input_ids": batch["decoder_input_ids"]} if family == "fsmt" else {}
         with torch.no_grad():
-            own = model(**collator.prompts(rows), **shifted, labels=batch["labels"], use_cache=False).loss
+            own = model(**collator.prompts(rows), **shifted, labels=labels_at_positions(batch), use_cache=False).loss
             losses[family] = (summed_loss(model, batch)[0].item() / 10, own.item())
     return losses
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.model_folders import BART_SIZES, BART_TOKENS, PEGASUS_TOKENS
+from tests.support.model_folders import BART_SIZES, BART_TOKENS, FAMILIES, PEGASUS_TOKENS
 
 LAUNCHED = {"t5", "mt5", "umt5", "bart", "pegasus", "longt5", "m2m_100", "mbart", "plbart"}
 """Model types of `model_folders.FAMILIES`, whose runs are launched whole."""
@@ -58,3 +58,26 @@ REFUSED: dict[str, str] = {
     "switch_transformers": "is a mixture of experts",
 }  # fmt: skip
 """Model type and what its error says."""
+
+
+def build_model(family: str) -> Any:
+    """A tiny random model of the family, the same on every rank, without dropout."""
+    import torch
+    import transformers
+
+    if family in FAMILIES:
+        name, settings = FAMILIES[family]
+        config_class = getattr(transformers, name)
+    else:
+        config_class, settings = transformers.CONFIG_MAPPING[family], IN_PROCESS[family]
+    takes_vocab_size = family not in ("encoder-decoder", "fsmt")
+    config = config_class(**{**({"vocab_size": 256} if takes_vocab_size else {}), **settings})
+    torch.manual_seed(0)
+    return transformers.AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32).eval()
+
+
+def build_collator(model: Any) -> Any:
+    from toolkit.data.collate import SummarizationCollator, own_label_shift
+    from toolkit.models.config import special_tokens
+
+    return SummarizationCollator(*special_tokens(model.config, "tiny"), own_label_shift(model))

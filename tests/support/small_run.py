@@ -97,7 +97,7 @@ def start_recipe(
 
 def train_and_record_gradients(recipe: str, argv: list[str], max_logits: int) -> dict[str, np.ndarray]:
     """On every rank: the recipe as it stands, with a look at the gradients of step 1 before they are clipped."""
-    from toolkit.parallel import causal_loss
+    from toolkit.parallel import chunked_loss
     from toolkit.training import loop
 
     recorded: dict[str, np.ndarray] = {}
@@ -108,7 +108,7 @@ def train_and_record_gradients(recipe: str, argv: list[str], max_logits: int) ->
             recorded.update(whole_gradients(model))
         return clip(model, max_norm)
 
-    with patch.object(loop, "clip_gradients", look_and_clip), patch.object(causal_loss, "MAX_LOGITS_AT_ONCE", max_logits):
+    with patch.object(loop, "clip_gradients", look_and_clip), patch.object(chunked_loss, "MAX_LOGITS_AT_ONCE", max_logits):
         run_in_this_process(recipe, argv)
     return recorded
 

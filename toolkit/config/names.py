@@ -118,7 +118,7 @@ _ELSEWHERE = {
     "lr_scheduler_kwargs lr_scheduler_args": "all settings of a schedule are in the section optim",
     "average_tokens_across_devices num_items_in_batch": "the loss is always divided by the label tokens of the global batch",
     "include_num_input_tokens_seen include_tokens_per_second": "metrics.jsonl has the tokens of every step, and its time",
-    "use_liger_kernel liger_kernel_config loss_type use_liger": "a causal model's loss is computed in chunks already",
+    "use_liger_kernel liger_kernel_config loss_type use_liger": "the loss is computed in chunks already",
     "use_cache": "training has no key-value cache, generation has one",
     "neftune_noise_alpha": "no noise is added to embeddings; model.dropout sets the model's own rates",
     "torch_empty_cache_steps": "the allocator's segments grow on CUDA, so that its cache needs no emptying",

@@ -37,24 +37,24 @@ class SummarizationCollator:
     """The model's own function from labels BT to decoder inputs BT, see `own_label_shift`; None: `shift_right`."""
 
     def collate(self, packs: Sequence[Sequence[Row]], *, is_dummy: bool = False) -> Batch:
-        """Inputs of `toolkit.loss.summed_loss`: `model_inputs`, and `labels` BT int64. Packs hold one row each.
+        """Inputs of `toolkit.loss.summed_loss`: `model_inputs`, `label_positions` and `labels`. Packs hold one row each.
 
         There is no attention mask where it would mask nothing, which a model would have to read it to see (`parallel/masks.py`).
         T5Gemma then takes padding ids for padding, so a source that holds one keeps its mask.
 
         Args:
             is_dummy: ignore every label; the rows only keep the collectives of all ranks matched.
+
+        Returns:
+            `input_ids` and perhaps `attention_mask` BS; `decoder_input_ids` BT; `label_positions` N, the positions in the
+            flattened BT whose output predicts a label; `labels` N. All int64 on the CPU.
         """
         rows = [row for pack in packs for row in pack]
         labels_BT = _pad([row["labels"] for row in rows], IGNORED_LABEL)
         inputs = self.prompts(rows)
         if (inputs["input_ids"] != self.pad_token_id).all():
             del inputs["attention_mask"]
-        return {
-            **inputs,
-            "decoder_input_ids": self.decoder_inputs(labels_BT),
-            "labels": torch.full_like(labels_BT, IGNORED_LABEL) if is_dummy else labels_BT,
-        }
+        return {**inputs, "decoder_input_ids": self.decoder_inputs(labels_BT), **_counted_labels(labels_BT, is_dummy=is_dummy)}
 
     def decoder_inputs(self, labels_BT: torch.Tensor) -> torch.Tensor:
         """Decoder inputs BT for teacher forcing."""
@@ -65,7 +65,7 @@ class SummarizationCollator:
     def model_inputs(self, rows: Sequence[Row]) -> Batch:
         """Arguments of a forward pass that returns logits: `prompts`, and `decoder_input_ids` BT int64."""
         batch = self.collate([[row] for row in rows])
-        return {name: tensor for name, tensor in batch.items() if name != "labels"}
+        return {name: tensor for name, tensor in batch.items() if name not in ("label_positions", "labels")}
 
     def prompts(self, rows: Sequence[Row]) -> Batch:
         """Arguments of `generate`: `input_ids` and `attention_mask`, BS int64, padded at the end."""
@@ -115,16 +115,7 @@ class CausalCollator:
         # The output at t predicts token t + 1. A row's first token has no label, so no row predicts its neighbour.
         next_labels_BT = _pad(labels, IGNORED_LABEL).roll(-1, dims=1)
         next_labels_BT[:, -1] = IGNORED_LABEL
-        if is_dummy:
-            next_labels_BT.fill_(IGNORED_LABEL)
-            label_positions_N = torch.zeros(1, dtype=torch.int64)
-        else:
-            label_positions_N = (next_labels_BT.flatten() != IGNORED_LABEL).nonzero().flatten()
-        batch = {
-            "input_ids": input_ids_BT,
-            "label_positions": label_positions_N,
-            "labels": next_labels_BT.flatten()[label_positions_N],
-        }
+        batch = {"input_ids": input_ids_BT, **_counted_labels(next_labels_BT, is_dummy=is_dummy)}
         if any(len(pack) > 1 for pack in packs):
             batch["position_ids"] = _positions([[len(row["input_ids"]) for row in pack] for pack in packs], input_ids_BT.shape[1])
         return batch
@@ -163,6 +154,13 @@ def own_label_shift(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] 
     It reads only the model's config, so it also works for a model on the meta device.
     """
     return getattr(model, "prepare_decoder_input_ids_from_labels", None)
+
+
+def labels_at_positions(batch: Batch) -> torch.Tensor:
+    """The labels of a collator's output BT int64, where the loss takes them; `IGNORED_LABEL` where none counts."""
+    tokens_BT = batch.get("decoder_input_ids", batch["input_ids"])
+    flat = torch.full_like(tokens_BT, IGNORED_LABEL).flatten()
+    return flat.index_copy(0, batch["label_positions"], batch["labels"]).view_as(tokens_BT)
 
 
 def move_to(device: torch.device, batch: Batch) -> Batch:
@@ -215,6 +213,14 @@ def _end_workers() -> None:
 
 def _unchanged(item: tuple[MicroBatch, Batch]) -> tuple[MicroBatch, Batch]:
     return item
+
+
+def _counted_labels(labels_BT: torch.Tensor, *, is_dummy: bool) -> Batch:
+    """`label_positions` N, where in the flattened BT a label counts, and `labels` N. A dummy has one label, which is ignored."""
+    if is_dummy:
+        return {"label_positions": torch.zeros(1, dtype=torch.int64), "labels": torch.tensor([IGNORED_LABEL])}
+    label_positions_N = (labels_BT.flatten() != IGNORED_LABEL).nonzero().flatten()
+    return {"label_positions": label_positions_N, "labels": labels_BT.flatten()[label_positions_N]}
 
 
 def _positions(lengths: list[list[int]], width: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from toolkit.distributed.device import free_memory_bytes
 from toolkit.distributed.watchdog import moved
 from toolkit.launch.accelerator import compute_dtype, fsdp_version
 from toolkit.models.freeze import aliases
-from toolkit.parallel import causal_loss, masks
+from toolkit.parallel import chunked_loss, masks
 from toolkit.parallel.float8 import plain
 from toolkit.parallel.units import clean, repeated_blocks
 from toolkit.parallel.wrap import ShardedModel, copy_on_meta
@@ -123,7 +123,7 @@ def _replica(sharded: ShardedModel) -> PreTrainedModel:
     # Copy even if dtype and device already match: FSDP1 frees its gathered memory.
     weights = {name: whole.to(device=device, dtype=dtype, copy=True) for name, whole in whole_parameters(sharded)}
     assign_parameters(replica, weights)
-    causal_loss.install(replica, sharded.max_logits)
+    chunked_loss.install(replica, sharded.max_logits)
     masks.install(replica)
     if dtype != torch.float32:
         # Buffers are not cast, so positions may be fp32 (M2M-100's are): cast each block's inputs, as FSDP2 does.

@@ -8,7 +8,7 @@ the root, so T5's four tied modules do, whatever their names.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
 from toolkit.models.freeze import aliases
+from toolkit.parallel.chunked_loss import called_once
 from toolkit.parallel.float8 import plain
 
 if TYPE_CHECKING:
@@ -94,16 +95,14 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
 def _check_called_alike(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
     """Refuse the full model as a unit, and units that ranks would gather a different number of times, which would hang.
 
-    A causal model's loss calls the modules after its backbone once per chunk of a rank's rows (`causal_loss`).
+    The loss calls the modules after the backbone once per chunk of a rank's rows (`chunked_loss`).
     """
-    backbone: Any = getattr(model, str(getattr(model, "base_model_prefix", "")), None)
-    is_causal = backbone is not None and not getattr(model.config, "is_encoder_decoder", False)
-    inside = {id(module) for module in backbone.modules()} if is_causal else set()
+    inside = {id(module) for outer in called_once(model) for module in outer.modules()}
     for name, block in blocks.items():
         what = f"fsdp_transformer_layer_cls_to_wrap names {type(block).__name__}"
         if not name:
             raise UserError(f"{what}, which is the full model: name the class of its repeated layers")
-        if is_causal and id(block) not in inside:
+        if id(block) not in inside:
             raise UserError(
                 f"{what}, which makes {name} a shard unit of its own, but the loss calls it once for each chunk of a rank's "
                 "rows, and ranks have different numbers of chunks: name the class of the repeated layers only"

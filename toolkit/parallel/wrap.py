@@ -29,7 +29,7 @@ from toolkit.distributed.device import smallest_gpu_bytes
 from toolkit.distributed.watchdog import at, working
 from toolkit.launch.accelerator import compute_dtype, fsdp_mesh, fsdp_version
 from toolkit.models.shard_reader import Sources, fill_shards
-from toolkit.parallel import causal_loss, masks
+from toolkit.parallel import chunked_loss, masks
 from toolkit.parallel.blocks import checkpoint_activations, compile_blocks
 from toolkit.parallel.float8 import choose_linears, convert
 from toolkit.parallel.units import ShardUnit, build_units, check_ties, find_blocks
@@ -52,7 +52,7 @@ class ShardedModel:
     """An unwrapped copy on the meta device: structure, ties and buffers."""
     units: list[ShardUnit]
     max_logits: int | None
-    """Most elements of one chunk's logits, as in `causal_loss.install`."""
+    """Most elements of one chunk's logits, as in `chunked_loss.install`."""
 
 
 def check_wrap(accelerator: Accelerator, skeleton: nn.Module) -> None:
@@ -92,8 +92,8 @@ def shard_model(
     units = build_units(model, blocks)
     # Changes to forwards come before wrapping, so that FSDP's hooks stay outside.
     gpu_bytes = gpu_bytes or smallest_gpu_bytes(accelerator.device)
-    max_logits = causal_loss.max_logits_at_once(gpu_bytes) if gpu_bytes else None
-    causal_loss.install(model, max_logits)
+    max_logits = chunked_loss.max_logits_at_once(gpu_bytes) if gpu_bytes else None
+    chunked_loss.install(model, max_logits)
     masks.install(model)
     compile_blocks(accelerator, model)
     if version:

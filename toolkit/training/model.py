@@ -26,6 +26,7 @@ from toolkit.models.load_sharded import complete_sources, open_weights
 from toolkit.models.lora import add_adapter, is_enabled
 from toolkit.models.safetensors_index import WholeOnly
 from toolkit.models.shard_reader import Sources
+from toolkit.parallel.chunked_loss import holds_all_logits
 from toolkit.parallel.units import describe
 from toolkit.parallel.wrap import ShardedModel, check_wrap, shard_model
 from toolkit.tracking.memory import note_before_model
@@ -143,6 +144,10 @@ def _explain_device(accelerator: Accelerator, skeleton: PreTrainedModel, *, pack
     device = accelerator.device
     attention = load.describe_attention(skeleton, device, compute_dtype(accelerator), packing=packing)
     logger.info(f"{describe_device(device)}; attention: {attention}")
+    if holds_all_logits(skeleton):
+        logger.info(
+            f"the loss takes all logits of a micro-batch at once: {skeleton.config.model_type} does not compute them by chunks"
+        )
     if packing and (warning := load.warn_of_full_rows(skeleton)):
         logger.warning(warning)
 

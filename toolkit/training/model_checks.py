@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from toolkit.config.schema import EvalConfig
-from toolkit.data.collate import Batch, Collator, SummarizationCollator, move_to
+from toolkit.data.collate import Batch, Collator, SummarizationCollator, labels_at_positions, move_to
 from toolkit.distributed.rendezvous import is_connection_error
 from toolkit.distributed.rng import random_state_kept
 from toolkit.distributed.watchdog import at
@@ -86,7 +86,7 @@ def check_seq2seq_model(sharded: ShardedModel, collator: SummarizationCollator, 
         # Our loss equals the model's.
         ways_out = "try mixed_precision no in the accelerate YAML, or FSDP2 where it is FSDP1"
         with _failing_as(f"{name} cannot be trained here", ways_out), evaluation_model(sharded, unshard="never") as (model, _):
-            output = model(**prompts, **shifted, labels=batch["labels"], use_cache=False)
+            output = model(**prompts, **shifted, labels=labels_at_positions(batch), use_cache=False)
             expected, actual = output.loss.item(), summed_loss(model, batch)[0].item() / num_labels
         if not _is_close(sharded, actual, expected):
             raise UserError(

@@ -8,20 +8,17 @@ Shapes: `B` rows, `T` positions, `V` vocabulary, `N` label tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from toolkit.data.batch_plan import BatchPlan
+from toolkit.data.collate import Batch, labels_at_positions
 from toolkit.errors import UserError
 from toolkit.launch.accelerator import compute_dtype
 from toolkit.loss import IGNORED_LABEL
-from toolkit.parallel.causal_loss import MAX_LOGITS_AT_ONCE
+from toolkit.parallel.chunked_loss import MAX_LOGITS_AT_ONCE, holds_all_logits
 from toolkit.parallel.wrap import ShardedModel
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 OwnLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(logits BTV in the dtype of the computation, labels BT int64 with `IGNORED_LABEL`) → a scalar, the sum over the label tokens.
@@ -29,19 +26,15 @@ OwnLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _TOLERANCE = 1e-3
 
 
-def summed_own_loss(model: nn.Module, batch: Mapping[str, torch.Tensor], loss: OwnLoss) -> torch.Tensor:
+def summed_own_loss(model: nn.Module, batch: Batch, loss: OwnLoss) -> torch.Tensor:
     """`loss` of a micro-batch, a scalar. All its logits are in memory at once. Collective under FSDP.
 
     Args:
-        batch: a collator's output, on the device. Without `label_positions`, a causal model returns its logits.
+        batch: a collator's output, on the device. Without `label_positions`, the model returns its logits.
     """
     inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "label_positions")}
-    labels_BT = batch["labels"]
     logits_BTV = model(**inputs, use_cache=False).logits
-    if "label_positions" in batch:
-        flat = labels_BT.new_full((inputs["input_ids"].numel(),), IGNORED_LABEL)
-        labels_BT = flat.index_copy(0, batch["label_positions"], labels_BT).view_as(inputs["input_ids"])
-    return loss(logits_BTV, labels_BT)
+    return loss(logits_BTV, labels_at_positions(batch))
 
 
 def check_own_loss(loss: OwnLoss, vocab_size: int, device: torch.device) -> None:
@@ -80,7 +73,7 @@ def describe_memory(sharded: ShardedModel, plan: BatchPlan) -> str:
     itemsize = compute_dtype(sharded.accelerator).itemsize
     gib = 2 * num_tokens * vocab_size * itemsize / 2**30
     chunk = min(sharded.max_logits or MAX_LOGITS_AT_ONCE, num_tokens * vocab_size) * 4 / 2**30
-    chunked = "" if config.is_encoder_decoder else f" (cross-entropy by chunks: {chunk:.3g} GiB of logits at a time)"
+    chunked = "" if holds_all_logits(sharded.plain) else f" (cross-entropy by chunks: {chunk:.3g} GiB of logits at a time)"
     return (
         "a loss of your own trains, and cross-entropy evaluates; the logits of a micro-batch and their gradient take up to 2 × "
         f"{num_tokens:,} tokens × {vocab_size:,} words × {itemsize} bytes = {gib:.3g} GiB a rank, beside what the loss keeps"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from toolkit.data.collate import CausalCollator, SummarizationCollator, own_label_shift, shift_right
+from toolkit.data.collate import CausalCollator, SummarizationCollator, labels_at_positions, own_label_shift, shift_right
 from toolkit.loss import IGNORED_LABEL
 
 ROWS = [{"input_ids": [5, 6, 7, 1], "labels": [8, 1]}, {"input_ids": [9, 1], "labels": [4, 3, 1]}]
@@ -18,8 +18,10 @@ def test_rows_are_padded_to_the_longest() -> None:
     batch = COLLATOR.collate(PACKS)
     assert batch["input_ids"].tolist() == [[5, 6, 7, 1], [9, 1, 0, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
-    assert batch["labels"].tolist() == [[8, 1, IGNORED_LABEL], [4, 3, 1]]
+    assert batch["label_positions"].tolist() == [0, 1, 3, 4, 5]
+    assert batch["labels"].tolist() == [8, 1, 4, 3, 1]
     assert batch["decoder_input_ids"].tolist() == [[2, 8, 1], [2, 4, 3]]
+    assert labels_at_positions(batch).tolist() == [[8, 1, IGNORED_LABEL], [4, 3, 1]]
 
 
 def test_a_padding_id_inside_a_source_still_counts() -> None:
@@ -29,7 +31,7 @@ def test_a_padding_id_inside_a_source_still_counts() -> None:
 
 def test_rows_that_do_not_count_have_no_label() -> None:
     batch = COLLATOR.collate(PACKS, is_dummy=True)
-    assert (batch["labels"] == IGNORED_LABEL).all()
+    assert batch["labels"].tolist() == [IGNORED_LABEL] and batch["label_positions"].tolist() == [0]
     assert batch["decoder_input_ids"].tolist() == [[2, 8, 1], [2, 4, 3]]
 
 
@@ -50,7 +52,7 @@ def test_a_model_s_own_shift_is_taken_and_labels_stay_as_they_are() -> None:
         model = FSMTForConditionalGeneration(config)
     batch = SummarizationCollator(0, 2, own_label_shift(model)).collate(PACKS)
     assert batch["decoder_input_ids"].tolist() == [[1, 8, 1], [1, 4, 3]]
-    assert batch["labels"].tolist() == [[8, 1, IGNORED_LABEL], [4, 3, 1]]
+    assert batch["labels"].tolist() == [8, 1, 4, 3, 1]
 
 
 def causal_row(token_ids: list[int], prompt_length: int) -> dict:

@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from transformers import T5Config, T5ForConditionalGeneration
 
-from tests.unit.parallel.test_causal_loss import one_process
+from tests.unit.parallel.test_chunked_loss import one_process
 from toolkit.config.data import DataConfig
 from toolkit.config.schema import ExportConfig, ModelConfig, RunConfig, SummarizationConfig
 from toolkit.data.collate import SummarizationCollator

@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.test_seq2seq_families import build_collator
-from tests.distributed.test_seq2seq_families import build_model as build_seq2seq
 from tests.support.host_reads import recorded
 from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES
-from tests.support.seq2seq_families import IN_PROCESS
-from tests.unit.parallel.test_causal_loss import build_model as build_causal
-from tests.unit.parallel.test_causal_loss import build_rows
+from tests.support.seq2seq_families import IN_PROCESS, build_collator
+from tests.support.seq2seq_families import build_model as build_seq2seq
+from tests.unit.parallel.test_chunked_loss import build_model as build_causal
+from tests.unit.parallel.test_chunked_loss import build_rows
 from toolkit.data.collate import CausalCollator
 from toolkit.loss import summed_loss
-from toolkit.parallel import causal_loss, masks
+from toolkit.parallel import chunked_loss, masks
 
 LED = "led/modeling_led.py:"
 LEFT: dict[str, dict[str, int]] = {
@@ -49,7 +48,7 @@ def test_masks_are_those_of_transformers(family: str, attention: str) -> None:
         return
     model, batches = build(family)
     model.set_attn_implementation(attention)
-    causal_loss.install(model)
+    chunked_loss.install(model)
     expected = [take_loss_and_gradients(model, batch)[0] for batch in batches]
     masks.install(model)
     for batch, (loss, gradients) in zip(batches, expected, strict=True):

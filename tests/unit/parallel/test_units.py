@@ -88,10 +88,12 @@ def test_a_class_that_parts_tied_weights_is_refused_before_weights_load() -> Non
         check_wrap(accelerator, copy_on_meta(model))
 
 
-def test_encoder_decoders_call_their_head_once() -> None:
+def test_the_head_of_an_encoder_decoder_is_no_unit_either() -> None:
     config = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=2, tie_word_embeddings=False)
     model = T5ForConditionalGeneration(config)
-    assert "lm_head" in find_blocks(fsdp_plugin(transformer_auto_wrap_policy, ["T5Block", "Linear"]), model)
+    with pytest.raises(UserError, match="makes lm_head a shard unit of its own"):
+        find_blocks(fsdp_plugin(transformer_auto_wrap_policy, ["T5Block", "Linear"]), model)
+    assert len(find_blocks(fsdp_plugin(transformer_auto_wrap_policy, ["T5Block", "T5LayerNorm"]), model)) == 6
 
 
 def test_size_based_wrap_takes_no_module_list_and_counts_no_parameter_twice() -> None:

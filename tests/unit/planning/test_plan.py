@@ -20,7 +20,7 @@ from toolkit.errors import UserError
 from toolkit.loss import summed_loss
 from toolkit.models import load as models
 from toolkit.models.shard_reader import PIECE_BYTES
-from toolkit.parallel import causal_loss
+from toolkit.parallel import chunked_loss
 from toolkit.planning.peak import OPTIMIZER, estimate_peak, trace_rank
 from toolkit.planning.plan import Plan, _notes, build_plan
 from toolkit.planning.report import plan_as_dict, plan_as_text
@@ -229,7 +229,7 @@ def test_whole_logits_are_kept_as_bf16_and_as_fp32() -> None:
 
 def test_chunked_logits_do_not_grow_beyond_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     vocab_size = 16384
-    monkeypatch.setattr(causal_loss, "MAX_LOGITS_AT_ONCE", 128 * vocab_size)
+    monkeypatch.setattr(chunked_loss, "MAX_LOGITS_AT_ONCE", 128 * vocab_size)
     model = LLAMA | {"vocab_size": vocab_size}
     short, long = (trace(model, FSDP2, (f"--data.max_length_tokens={n}", "--data.packing=false")) for n in (256, 1024))
     assert 0 < highest(long, LOGITS) <= 128 * vocab_size * 12
@@ -320,7 +320,7 @@ def test_the_trace_is_what_a_real_micro_batch_allocates(
     torch.set_num_threads(1)
     request.addfinalizer(lambda: torch.set_num_threads(threads))
     model = models.load_model(subject.config.model, subject.model_config, auto_class, seed=0).train()
-    causal_loss.install(model)
+    chunked_loss.install(model)
     batch = build_batch(subject, rows=2)
     at_start = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *batch.values()))
     expected = at_start + _allocated_peak(model, batch, dtype, smoothing)

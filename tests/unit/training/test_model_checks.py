@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.parallel.test_causal_loss import build_model
+from tests.unit.parallel.test_chunked_loss import build_model
 from toolkit.data.collate import CausalCollator
 from toolkit.errors import UserError
-from toolkit.parallel import causal_loss
+from toolkit.parallel import chunked_loss
 from toolkit.training import model_checks
 
 
@@ -19,7 +19,7 @@ from toolkit.training import model_checks
 def model(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A tiny Llama, as if it were sharded."""
     model = build_model("llama")
-    causal_loss.install(model)
+    chunked_loss.install(model)
 
     @dataclasses.dataclass
     class Entered:
@@ -71,14 +71,14 @@ def test_a_model_whose_tokens_see_later_ones_is_refused(model: Any) -> None:
 
 
 def test_another_loss_than_that_of_the_logits_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(causal_loss, "_logits", lambda model, hidden_nD: 1.1 * model.lm_head(hidden_nD))
+    monkeypatch.setattr(chunked_loss, "_logits", lambda model, hidden_nD: 1.1 * model.lm_head(hidden_nD))
     with pytest.raises(UserError, match="its loss by hidden states is .*, by its logits "):
         check(model)
 
 
 def test_the_tolerance_follows_what_the_model_computes_in(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """accelerate returns the logits of an autocast as fp32: a good model on a GPU was held to fp32's tolerance."""
-    monkeypatch.setattr(causal_loss, "_logits", lambda model, hidden_nD: 1.1 * model.lm_head(hidden_nD))
+    monkeypatch.setattr(chunked_loss, "_logits", lambda model, hidden_nD: 1.1 * model.lm_head(hidden_nD))
     check(model, mixed_precision="bf16")
     with pytest.raises(UserError, match="its loss by hidden states is"):
         check(model)

@@ -8,17 +8,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.unit.parallel.test_causal_loss import build_model
+from tests.unit.parallel.test_chunked_loss import build_model
 from toolkit.data.collate import CausalCollator
 from toolkit.errors import UserError
 from toolkit.loss import IGNORED_LABEL, summed_cross_entropy, summed_loss
-from toolkit.parallel import causal_loss
+from toolkit.parallel import chunked_loss
 from toolkit.training.own_loss import check_own_loss, summed_own_loss
 
 
 def test_cross_entropy_as_ones_own_loss_is_the_toolkits() -> None:
     model = build_model("llama")
-    causal_loss.install(model)
+    chunked_loss.install(model)
     rows = [{"input_ids": [3, 4, 5, 6], "labels": [-100, -100, 5, 6]}, {"input_ids": [7, 8, 9], "labels": [-100, 8, 9]}]
     for packs in ([rows], [[row] for row in rows]):
         batch = CausalCollator(0).collate(packs)

@@ -1,4 +1,4 @@
-"""The loss inside a causal model's forward: that of its own logits, packed or not, for every family."""
+"""The loss inside a model's forward: that of its own logits, packed or not, for every family."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import pytest
 import torch
 from accelerate.utils import DynamoBackend
 
-from tests.support.model_folders import CAUSAL_FAMILIES
-from toolkit.data.collate import CausalCollator
+from tests.support import seq2seq_families
+from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES
+from toolkit.data.collate import CausalCollator, labels_at_positions
 from toolkit.loss import summed_cross_entropy, summed_loss
-from toolkit.parallel import causal_loss, gather, wrap
+from toolkit.parallel import chunked_loss, gather, wrap
 
 LENGTHS = (5, 9, 14, 3)
 VOCAB_SIZE = 256
@@ -42,8 +43,8 @@ def test_loss_and_gradients_are_those_of_whole_logits(family: str, smoothing: fl
         expected = expected + summed_cross_entropy(model(input_ids=ids_BT).logits[:, :-1], ids_BT[:, 1:], smoothing)
     expected.backward()
     expected_gradients = take_gradients(model)
-    causal_loss.install(model)
-    monkeypatch.setattr(causal_loss, "MAX_LOGITS_AT_ONCE", 7 * VOCAB_SIZE)  # several chunks, the last one smaller
+    chunked_loss.install(model)
+    monkeypatch.setattr(chunked_loss, "MAX_LOGITS_AT_ONCE", 7 * VOCAB_SIZE)  # several chunks, the last one smaller
     for packs in ([[row] for row in rows], [rows[:3], rows[3:]]):
         loss, _ = summed_loss(model, CausalCollator(0).collate(packs), smoothing)
         loss.backward()
@@ -55,10 +56,62 @@ def test_loss_and_gradients_are_those_of_whole_logits(family: str, smoothing: fl
             assert difference < 1e-4, name
 
 
+SOURCES_AND_TARGETS = [
+    {"input_ids": [5, 6, 7, 8, 9, 10, 11], "labels": [9, 20, 21, 2]},
+    {"input_ids": [9, 12], "labels": [9, 30, 31, 2, 4, 5]},
+    {"input_ids": [13, 4, 6], "labels": [7]},
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "smoothing"),
+    [*((family, 0.0) for family in (*FAMILIES, *seq2seq_families.IN_PROCESS)), ("t5", 0.1), ("bart", 0.1)],
+)
+def test_loss_and_gradients_of_an_encoder_decoder_are_those_of_all_logits(
+    family: str, smoothing: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = seq2seq_families.build_model(family)
+    for parameter in model.parameters():  # biases of heads are zeros, and T5's tied head predicts next to nothing
+        torch.nn.init.normal_(parameter, std=0.1)
+    for name, buffer in model.named_buffers():
+        if name == "final_logits_bias":
+            torch.nn.init.normal_(buffer)
+    batch = seq2seq_families.build_collator(model).collate([[row] for row in SOURCES_AND_TARGETS])
+    inputs = {name: tensor for name, tensor in batch.items() if name not in ("label_positions", "labels")}
+    logits_BTV = model(**inputs, use_cache=False).logits
+    expected = summed_cross_entropy(logits_BTV, labels_at_positions(batch), smoothing)
+    expected.backward()
+    expected_gradients = take_gradients(model)
+    chunked_loss.install(model)
+    monkeypatch.setattr(chunked_loss, "MAX_LOGITS_AT_ONCE", 3 * VOCAB_SIZE)  # several chunks, the last one smaller
+    loss, _ = summed_loss(model, batch, smoothing)
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    gradients = take_gradients(model)
+    assert gradients.keys() == expected_gradients.keys()
+    norm = torch.stack([gradient.norm() for gradient in expected_gradients.values()]).norm()
+    for name, gradient in gradients.items():
+        assert (gradient - expected_gradients[name]).norm() < 1e-6 * norm, name
+    with torch.no_grad():
+        assert summed_loss(model, batch)[1] == (logits_BTV.argmax(-1) == labels_at_positions(batch)).sum()
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "fsmt"])
+def test_a_dummy_has_no_loss_and_no_gradient(family: str) -> None:
+    model = seq2seq_families.build_model(family)
+    chunked_loss.install(model)
+    batch = seq2seq_families.build_collator(model).collate([[row] for row in SOURCES_AND_TARGETS], is_dummy=True)
+    loss, _ = summed_loss(model, batch)
+    loss.backward()
+    assert loss == 0
+    gradients = take_gradients(model).values()
+    assert gradients and not any(gradient.any() for gradient in gradients)
+
+
 @pytest.mark.parametrize("family", CAUSAL_FAMILIES)
 def test_changing_a_row_changes_nothing_in_its_neighbours(family: str) -> None:
     model, rows = build_model(family), build_rows()
-    causal_loss.install(model)
+    chunked_loss.install(model)
     others = [rows[0], build_rows(seed=1)[1], *rows[2:]]
     for row in (rows[1], others[1]):
         row["labels"] = [-100] * len(row["labels"])
@@ -68,14 +121,18 @@ def test_changing_a_row_changes_nothing_in_its_neighbours(family: str) -> None:
     assert torch.equal(*losses)
 
 
-def test_whole_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build_model("llama")
-    causal_loss.install(model)
-    monkeypatch.setattr(causal_loss, "MAX_LOGITS_AT_ONCE", 4 * VOCAB_SIZE)
+@pytest.mark.parametrize("family", ["llama", "mt5", "bart"])
+def test_whole_logits_never_exist(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_causal = family in CAUSAL_FAMILIES
+    model = build_model(family) if is_causal else seq2seq_families.build_model(family)
+    chunked_loss.install(model)
+    monkeypatch.setattr(chunked_loss, "MAX_LOGITS_AT_ONCE", 4 * VOCAB_SIZE)
     seen: list[int] = []
     model.lm_head.register_forward_hook(lambda module, inputs, logits: seen.append(logits.numel()))
-    summed_loss(model, CausalCollator(0).collate([build_rows()]))[0].backward()
-    num_labels = sum(LENGTHS) - len(LENGTHS)
+    collator = CausalCollator(0) if is_causal else seq2seq_families.build_collator(model)
+    batch = collator.collate([build_rows()] if is_causal else [[row] for row in SOURCES_AND_TARGETS])
+    summed_loss(model, batch)[0].backward()
+    num_labels = len(batch["labels"])
     assert max(seen) == 4 * VOCAB_SIZE
     assert len(seen) == 2 * -(-num_labels // 4) - 1, "all chunks but the last are computed a second time"
 
@@ -84,7 +141,7 @@ def test_whole_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     ("gib", "expected"), [(79.2, 2**27), (80, 2**27), (15.8, 2**25), (16, 2**25), (23.6, 2**25), (39.4, 2**26), (140.4, 2**28)]
 )
 def test_a_chunk_takes_at_most_a_hundredth_of_the_gpu(gib: float, expected: int) -> None:
-    chosen = causal_loss.max_logits_at_once(int(gib * 2**30))
+    chosen = chunked_loss.max_logits_at_once(int(gib * 2**30))
     assert chosen == expected and chosen * 4 <= gib * 2**30 / 100 < 2 * chosen * 4
 
 
@@ -93,11 +150,11 @@ def test_chunks_of_training_and_evaluation_follow_the_gpu(
     gpu_mib: int | None, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 1 MiB, a hundredth is 2,621 numbers, so 2,048 logits. Without a GPU one chunk has all. The loss stays the same."""
-    monkeypatch.setattr(causal_loss, "FEWEST_LOGITS_AT_ONCE", 1)
+    monkeypatch.setattr(chunked_loss, "FEWEST_LOGITS_AT_ONCE", 1)
     monkeypatch.setattr(wrap, "smallest_gpu_bytes", lambda device: gpu_mib and gpu_mib * 2**20)
     batch = CausalCollator(0).collate([build_rows()])
     expected = build_model("llama")
-    causal_loss.install(expected)
+    chunked_loss.install(expected)
     sharded = wrap.shard_model(one_process(), build_model("llama"))
     for model in (sharded.plain, gather._replica(sharded)):
         seen: list[int] = []

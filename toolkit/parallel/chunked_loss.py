@@ -1,0 +1,170 @@
+"""Makes a model's forward return the summed loss, computed in chunks of label tokens without holding all logits.
+
+The loss is computed inside the forward because, under FSDP, the output head's weights are gathered only there.
+
+Shapes: `B` rows, `T` positions (those of the decoder), `D` hidden size, `V` vocabulary, `N` label tokens, `n` label tokens of
+one chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from toolkit.loss import chunked_cross_entropy
+
+MAX_LOGITS_AT_ONCE = 2**26
+"""Most elements of one chunk's logits on a CPU: 256 MiB in fp32, or 512 tokens of a vocabulary of 128k."""
+FEWEST_LOGITS_AT_ONCE = 2**24
+"""On a GPU below 8 GiB: smaller products would not fill it."""
+CHUNK_SHARE = 0.01
+"""Most of a GPU's memory that one chunk's logits take in fp32. Loss and backward hold about three times that."""
+NO_CHUNKS = ("encoder-decoder", "fsmt", "prophetnet")
+"""Model types whose decoder itself makes the logits, or whose head reads several streams."""
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
+
+def max_logits_at_once(gpu_bytes: int) -> int:
+    """Most elements of one chunk's logits on a GPU of this memory: the largest power of two within `CHUNK_SHARE` of it.
+
+    GPUs of one kind report slightly different memory; by powers of two their chunks are equal.
+    """
+    return max(FEWEST_LOGITS_AT_ONCE, 2 ** int(math.log2(gpu_bytes * CHUNK_SHARE / torch.float32.itemsize)))
+
+
+def install(model: PreTrainedModel, max_logits: int | None = None) -> None:
+    """Make `model(input_ids=…, label_positions=…, labels=…, label_smoothing=…)` return `(loss_sum, num_correct)`, in place.
+
+    Without `label_positions` the forward is transformers' own, as `generate` needs it. Models that are not from transformers
+    stay unchanged.
+
+    Args:
+        max_logits: most elements of one chunk's logits; None: `MAX_LOGITS_AT_ONCE`.
+    """
+    if not hasattr(model, "config"):
+        return
+    forward = model.forward
+
+    @functools.wraps(forward)  # generate inspects its signature
+    def forward_or_loss(*args: Any, label_positions: torch.Tensor | None = None, **inputs: Any) -> Any:
+        if label_positions is None:
+            return forward(*args, **inputs)
+        return _summed_loss(model, forward, max_logits or MAX_LOGITS_AT_ONCE, label_positions, **inputs)
+
+    model.forward = forward_or_loss
+
+
+def holds_all_logits(model: Any) -> bool:
+    """Whether the loss is computed from all logits of a micro-batch: see `NO_CHUNKS`. True of a model not from transformers."""
+    return not hasattr(model, "config") or model.config.model_type in NO_CHUNKS
+
+
+def called_once(model: Any) -> list[nn.Module]:
+    """The modules that the loss calls once, whatever the number of chunks: the backbone, or T5's two stacks."""
+    if holds_all_logits(model):
+        return [model]
+    backbone = _backbone(model)
+    return [model.encoder, model.decoder] if backbone is None else [backbone]
+
+
+def _summed_loss(
+    model: PreTrainedModel,
+    forward: Callable[..., Any],
+    max_logits: int,
+    label_positions_N: torch.Tensor,
+    labels: torch.Tensor,
+    label_smoothing: float = 0.0,
+    **inputs: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of the loss over the label tokens, and the number predicted correctly; scalars.
+
+    Args:
+        forward: transformers' own.
+        label_positions_N: int64, indices into the flattened (B, T).
+        labels: int64, (N,).
+        inputs: the forward's arguments; tensors of shape (B, T), and (B, S) for an encoder.
+    """
+    if holds_all_logits(model):
+        states_BTX, head = forward(**inputs).logits, _unchanged
+    else:
+        states_BTX, head = _hidden_states(model, **inputs), functools.partial(_logits, model)
+    # The collator computes the positions: indexing by a mask would be a host sync.
+    states_NX = states_BTX.flatten(0, 1).index_select(0, label_positions_N)
+    vocab_size = model.config.get_text_config().vocab_size
+    return chunked_cross_entropy(states_NX, labels, head, vocab_size, max_logits, label_smoothing)
+
+
+def _backbone(model: PreTrainedModel) -> nn.Module | None:
+    """The module of everything before the head. T5 and its kin have none, but an encoder and a decoder."""
+    return getattr(model, model.base_model_prefix, None)
+
+
+def _hidden_states(model: PreTrainedModel, **inputs: Any) -> torch.Tensor:
+    """Hidden states BTD of the last layer, as the model's own forward makes them."""
+    backbone = _backbone(model)
+    if backbone is not None:
+        return backbone(**inputs).last_hidden_state
+    return _hidden_states_of_t5(model, **inputs)
+
+
+def _hidden_states_of_t5(
+    model: Any,
+    input_ids: torch.Tensor,
+    decoder_input_ids: torch.Tensor,
+    use_cache: bool,
+    attention_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    encoded_BSD = model.encoder(input_ids=input_ids, attention_mask=attention_mask)[0]
+    return model.decoder(
+        input_ids=decoder_input_ids,
+        encoder_hidden_states=encoded_BSD,
+        encoder_attention_mask=attention_mask,
+        use_cache=use_cache,
+    )[0]
+
+
+def _logits(model: PreTrainedModel, hidden_nD: torch.Tensor) -> torch.Tensor:
+    """The model's own logits (n, V) for hidden states (n, D): its class's forward around stacks that return these.
+
+    Models scale, shift or cap their logits differently (Gemma 2 by tanh, Cohere and T5 by a factor, BART by a bias), so their
+    own code must run.
+    """
+    return type(model).forward(_WithHiddenStates(model, hidden_nD), input_ids=None, use_cache=False).logits[0]
+
+
+def _unchanged(logits_nV: torch.Tensor) -> torch.Tensor:
+    return logits_nV
+
+
+class _WithHiddenStates:
+    """Stands in for the model in its own forward, with a backbone (or two stacks) that returns given hidden states."""
+
+    def __init__(self, model: PreTrainedModel, hidden_nD: torch.Tensor) -> None:
+        self._model, self._outputs = model, _Outputs(hidden_nD[None])
+        self._replaced = ("encoder", "decoder") if _backbone(model) is None else (model.base_model_prefix,)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._return_outputs if name in self._replaced else getattr(self._model, name)
+
+    def _return_outputs(self, *args: Any, **inputs: Any) -> _Outputs:
+        return self._outputs
+
+
+class _Outputs:
+    """Stands in for the outputs of a stack, of whatever class: hidden states, and nothing else that a forward passes on."""
+
+    def __init__(self, hidden_BTD: torch.Tensor) -> None:
+        self.last_hidden_state = hidden_BTD
+
+    def __getitem__(self, place: int) -> torch.Tensor:
+        return (self.last_hidden_state,)[place]
+
+    def __getattr__(self, name: str) -> None:
+        return None
