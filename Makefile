@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs/fsdp2_cpu.yaml
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: t5 llm test test-faults soak refusals gpu check clean
+.PHONY: t5 llm test test-faults soak refusals bench gpu check clean
 
 t5: $(VENV)/.installed
 	$(LAUNCH) recipes/t5.py --config recipes/configs/t5_docstrings.yaml
@@ -33,6 +33,10 @@ soak: $(VENV)/.installed-test
 refusals: $(VENV)/.installed-test
 	$(BIN)/python -m tests.faults.refusals
 
+# Ours beside the peers: one table in benchmarks/results/. Nothing else may run on the machine. Not in CI.
+bench: $(VENV)/.installed-bench
+	$(BIN)/python -m benchmarks.bench
+
 # The checks of docs/gpu_first_run.md, on the GPUs of this machine. Not in CI.
 gpu: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.gpu_first_run
@@ -56,4 +60,8 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(INSTALL) -e '.[test]'
+	touch $@
+
+$(VENV)/.installed-bench: $(VENV)/.installed
+	$(INSTALL) -e '.[bench]'
 	touch $@

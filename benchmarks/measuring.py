@@ -37,20 +37,25 @@ class Finished:
         return json.loads(self.stdout.splitlines()[-1]) | {"peak_memory_gib": self.peak_memory_gib}
 
 
-def run_side(command: Sequence[str | Path], *, num_threads: int) -> Finished:
-    """Run one side of a comparison from the repository's root, each of its processes with `num_threads` threads.
-
-    Raises:
-        RuntimeError: it failed; with the end of what it said.
-    """
+def side_environment(num_threads: int) -> dict[str, Any]:
+    """Arguments of `Popen` for a side: from the repository's root, each of its processes with `num_threads` threads."""
     environment = os.environ | {
         "OMP_NUM_THREADS": str(num_threads),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
     }
+    return {"env": environment, "cwd": REPOSITORY}
+
+
+def run_side(command: Sequence[str | Path], *, num_threads: int) -> Finished:
+    """Run one side of a comparison from the repository's root, each of its processes with `num_threads` threads.
+
+    Raises:
+        RuntimeError: it failed; with the end of what it said.
+    """
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
-        process = subprocess.Popen([str(part) for part in command], stdout=stdout, stderr=stderr, env=environment, cwd=REPOSITORY)
+        process = subprocess.Popen([str(part) for part in command], stdout=stdout, stderr=stderr, **side_environment(num_threads))
         # wait4 tells the peak of this child and of its own children, whichever is larger, and of no other run's.
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
@@ -84,6 +89,16 @@ def run_worker(script: str | Path, config: dict[str, Any], file: Path, **launch:
 def as_arguments(flags: dict[str, Any]) -> list[str]:
     """`--key=value` of dotted flags, as the recipes read them."""
     return [f"--{key}={_as_yaml(value)}" for key, value in flags.items()]
+
+
+def summarize_steps(lines: list[dict[str, Any]]) -> Figures:
+    """Figures of `train` lines of a recipe's `metrics.jsonl`, one a step: rows, tokens, and the loss of a label token."""
+    num_label_tokens = sum(line["num_label_tokens"] for line in lines)
+    return {
+        "rows": sum(line["num_rows"] for line in lines),
+        "tokens": sum(line["num_tokens"] for line in lines),
+        "loss": sum(line["loss"] * line["num_label_tokens"] for line in lines) / num_label_tokens,
+    }
 
 
 def read_training(lines: list[dict[str, Any]], num_warmup_steps: int) -> Figures:
@@ -193,11 +208,15 @@ def write_report(
     name: str, title: str, about: str, sections: Sequence[str], *, packages: Sequence[str], folder: Path = RESULTS
 ) -> None:
     """Write `<name>_<hardware>_<date>.md`: the command, hardware and versions of `packages`, then `about`, then the sections."""
-    hardware_name, hardware = describe_hardware()
-    path = folder / f"{name}_{hardware_name}_{datetime.date.today().isoformat()}.md"
-    head = f"# {title}\n\n`{describe_command()}`\n\n{hardware}; {describe_versions(packages)}{about}"
+    path = report_path(name, folder, "md")
+    head = f"# {title}\n\n`{describe_command()}`\n\n{describe_hardware()[1]}; {describe_versions(packages)}{about}"
     path.write_text("\n\n".join([head, *sections]) + "\n")
     print(f"written to {path}")
+
+
+def report_path(name: str, folder: Path, suffix: str) -> Path:
+    """`<name>_<hardware>_<date>.<suffix>`."""
+    return folder / f"{name}_{describe_hardware()[0]}_{datetime.date.today().isoformat()}.{suffix}"
 
 
 def _as_yaml(value: Any) -> str:

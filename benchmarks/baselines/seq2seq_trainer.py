@@ -1,14 +1,12 @@
-"""transformers' `Seq2SeqTrainer` on given data: trains or evaluates, prints one JSON line of figures, knows no toolkit.
+"""transformers' `Seq2SeqTrainer` on given data: trains or evaluates in turns, knows no toolkit.
 
 `python benchmarks/baselines/seq2seq_trainer.py CONFIG.json`; the fields of the config are those of `PeerConfig`.
-Only the training loop, or whole evaluations, are timed: imports, model loading and the first, warm-up steps are not.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +25,8 @@ from transformers import (
     TrainerCallback,
     set_seed,
 )
+
+from benchmarks.turns import Turns
 
 ROUGE_KEYS = ["rouge1", "rouge2", "rougeL", "rougeLsum"]
 
@@ -48,32 +48,29 @@ class PeerConfig:
     seed: int = 0
     batch_size_rows: int = 16
     lr: float = 1e-3
-    num_warmup_steps: int = 5
-    """Steps before the clock starts."""
-    num_steps: int = 100
-    """Steps timed."""
+    steps_per_turn: int = 100
+    """Of `train`. A turn of `evaluate` is a whole evaluation."""
     save_to: str | None = None
-    """Folder for the trained model."""
-    num_evaluations: int = 2
-    """Evaluations timed, after one that is not."""
+    """Folder for the model, which then trains for one turn."""
     max_new_tokens: int = 48
     num_beams: int = 1
     attn_implementation: str = "sdpa"
     """Of `matched`; transformers' default is sdpa too."""
 
 
-class StepClock(TrainerCallback):
-    """Reads the clock at the end of the last warm-up step and of the last step."""
+class TrainingTurns(TrainerCallback):
+    """Ends a turn whenever the Trainer logs: every `steps_per_turn` steps, with the mean loss since the last time."""
 
-    def __init__(self, first_step: int, last_step: int):
-        self.first_step, self.last_step = first_step, last_step
-        self.read_s: dict[int, float] = {}
+    def __init__(self, turns: Turns, collator: CountingCollator, steps_per_turn: int):
+        self.turns, self.collator, self.steps_per_turn = turns, collator, steps_per_turn
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step in (self.first_step, self.last_step):
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            self.read_s[state.global_step] = time.perf_counter()
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        if "loss" in logs:  # the last line, at the end of the training, has none
+            timed = slice(state.global_step - self.steps_per_turn, state.global_step)
+            tokens, positions = (sum(counts[timed]) for counts in (self.collator.num_tokens, self.collator.num_positions))
+            figures = {"rows": sum(self.collator.num_rows[timed]), "tokens": tokens, "padding_share": 1 - tokens / positions}
+            self.turns.end(**figures, loss=logs["loss"])
+            self.turns.begin()
 
 
 class CountingCollator:
@@ -94,47 +91,46 @@ class CountingCollator:
         return batch
 
 
-def measure_training(config: PeerConfig) -> dict[str, float]:
-    """Rows and tokens (sources and labels, no padding) a second over `num_steps` steps; the loss the Trainer ends with."""
-    last_step = config.num_warmup_steps + config.num_steps
-    options = {"default": {"logging_steps": last_step}, "matched": {"logging_steps": 10, **matched_options()}}[config.mode]
+def train(config: PeerConfig, turns: Turns) -> None:
+    """Train in turns of `steps_per_turn` steps; their rows, tokens (sources and labels, no padding) and mean loss."""
+    options = {"default": {}, "matched": matched_options()}[config.mode]
     set_seed(config.seed)
     model = AutoModelForSeq2SeqLM.from_config(
         AutoConfig.from_pretrained(config.model_folder),
         **({"attn_implementation": config.attn_implementation} if config.mode == "matched" else {}),
     )
-    clock = StepClock(config.num_warmup_steps, last_step)
     collator = CountingCollator(DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(config.model_folder), model=model))
     trainer = Seq2SeqTrainer(
         model=model,
-        args=build_arguments(config, max_steps=last_step, per_device_train_batch_size=config.batch_size_rows, **options),
+        args=build_arguments(
+            config,
+            max_steps=config.steps_per_turn if config.save_to else 10**6,  # the driver ends it
+            logging_steps=config.steps_per_turn,
+            per_device_train_batch_size=config.batch_size_rows,
+            **options,
+        ),
         train_dataset=load_from_disk(config.dataset_folder),
         data_collator=collator,
-        callbacks=[clock],
+        callbacks=[] if config.save_to else [TrainingTurns(turns, collator, config.steps_per_turn)],
     )
     trainer.train()
     if config.save_to:
         trainer.save_model(config.save_to)
         AutoTokenizer.from_pretrained(config.model_folder).save_pretrained(config.save_to)
-    timed = slice(config.num_warmup_steps, last_step)
-    seconds = clock.read_s[last_step] - clock.read_s[config.num_warmup_steps]
-    num_tokens = sum(collator.num_tokens[timed])
-    return {
-        "samples_per_s": sum(collator.num_rows[timed]) / seconds,
-        "tokens_per_s": num_tokens / seconds,
-        "seconds": seconds,
-        "padding_share": 1 - num_tokens / sum(collator.num_positions[timed]),
-        "loss": [line["loss"] for line in trainer.state.log_history if "loss" in line][-1],
-    }
+        turns.end()
 
 
-def measure_evaluation(config: PeerConfig) -> dict[str, float]:
-    """Rows a second of `evaluate` with loss, generation and ROUGE; the figures themselves, to see that both sides agree."""
+def evaluate(config: PeerConfig, turns: Turns) -> None:
+    """Evaluate in turns, with loss, generation and ROUGE; the figures show that both sides do the same work."""
     options: dict[str, Any] = {}  # The default: batches of 8 in the data's order.
     if config.mode == "matched":
         options = {"per_device_eval_batch_size": config.batch_size_rows, **matched_options()}
     tokenizer = AutoTokenizer.from_pretrained(config.model_folder)
-    model = AutoModelForSeq2SeqLM.from_pretrained(config.model_folder, dtype=torch.float32)
+    model = AutoModelForSeq2SeqLM.from_pretrained(
+        config.model_folder,
+        dtype=torch.float32,
+        **({"attn_implementation": config.attn_implementation} if config.mode == "matched" else {}),
+    )
     rows = load_from_disk(config.dataset_folder)
     trainer = Seq2SeqTrainer(
         model=model,
@@ -144,17 +140,10 @@ def measure_evaluation(config: PeerConfig) -> dict[str, float]:
         processing_class=tokenizer,
         compute_metrics=lambda evaluated: score_rouge(evaluated, tokenizer),
     )
-    seconds = []
-    for _ in range(1 + config.num_evaluations):
-        start_s = time.perf_counter()
+    while True:
         figures = trainer.evaluate(max_new_tokens=config.max_new_tokens, num_beams=config.num_beams)
-        seconds.append(time.perf_counter() - start_s)
-    mean_s = sum(seconds[1:]) / config.num_evaluations
-    return {
-        "eval_rows_per_s": len(rows) / mean_s,
-        "seconds": mean_s,
-        **{f"eval_{key}": figures[f"eval_{key}"] for key in ["loss", *ROUGE_KEYS]},
-    }
+        turns.end(rows=len(rows), loss=figures["eval_loss"], rougeL=figures["eval_rougeL"])
+        turns.begin()
 
 
 def matched_options() -> dict[str, Any]:
@@ -170,6 +159,7 @@ def build_arguments(config: PeerConfig, **options: Any) -> Seq2SeqTrainingArgume
         bf16=config.bf16,
         seed=config.seed,
         learning_rate=config.lr,
+        lr_scheduler_type="constant",
         use_cpu=not torch.cuda.is_available(),
         save_strategy="no",
         report_to="none",
@@ -191,8 +181,9 @@ def score_rouge(evaluated: Any, tokenizer: Any) -> dict[str, float]:
 
 def main() -> None:
     config = PeerConfig(**json.loads(Path(sys.argv[1]).read_text()))
-    figures = {"train": measure_training, "evaluate": measure_evaluation}[config.task](config)
-    print(json.dumps(figures))
+    turns = Turns()
+    turns.begin()  # the first turn, which warms up, has the start in it
+    {"train": train, "evaluate": evaluate}[config.task](config, turns)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""TRL's `SFTTrainer` on given rows: trains an epoch, prints one JSON line of figures, knows no toolkit.
+"""TRL's `SFTTrainer` on given rows: trains in turns, knows no toolkit.
 
-`python benchmarks/baselines/sft_trainer.py CONFIG.json`, or with `accelerate launch` in front; the fields of the config are those
-of `PeerConfig`. Only the training loop is timed: imports, tokenization, model building and the first, warm-up steps are not.
+`python benchmarks/baselines/sft_trainer.py CONFIG.json`; the fields of the config are those of `PeerConfig`.
 """
 
 from __future__ import annotations
@@ -9,19 +8,16 @@ from __future__ import annotations
 import json
 import math
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from accelerate import PartialState
-from accelerate.utils import DistributedType
 from datasets import Dataset
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
 from trl import SFTConfig, SFTTrainer
+
+from benchmarks.turns import Turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,24 +37,21 @@ class PeerConfig:
     max_length_tokens: int = 512
     lr: float = 1e-3
     seed: int = 0
-    num_warmup_steps: int = 2
-    """Steps before the clock starts; then one epoch is timed."""
-    fsdp_on_cpu: bool = False
-    """Be sharded where the launch asks for FSDP on a CPU: accelerate alone turns that into DDP without a word."""
+    steps_per_turn: int | None = None
+    """None: an epoch, whose number of steps packing decides."""
 
 
-class StepClock(TrainerCallback):
-    """Reads the clock at the end of the last warm-up step and of the last step."""
+class TrainingTurns(TrainerCallback):
+    """Ends a turn whenever the Trainer logs: every `steps_per_turn` steps, with the mean loss since the last time."""
 
-    def __init__(self, first_step: int, last_step: int):
-        self.first_step, self.last_step = first_step, last_step
-        self.read_s: dict[int, float] = {}
+    def __init__(self, turns: Turns, collator: CountingCollator, steps_per_turn: int):
+        self.turns, self.collator, self.steps_per_turn = turns, collator, steps_per_turn
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step in (self.first_step, self.last_step):
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            self.read_s[state.global_step] = time.perf_counter()
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        counts = torch.tensor(self.collator.counts[state.global_step - self.steps_per_turn : state.global_step])
+        documents, tokens, positions = counts.sum(0).tolist()
+        self.turns.end(rows=documents, tokens=tokens, padding_share=1 - tokens / positions, loss=logs["loss"])
+        self.turns.begin()
 
 
 class CountingCollator:
@@ -66,70 +59,46 @@ class CountingCollator:
 
     def __init__(self, collator: Any):
         self.collator = collator
-        self.counts: list[tuple[int, int, int, int]] = []
-        """Documents, tokens, tokens with a loss, and positions with padding, a batch."""
+        self.counts: list[tuple[int, int, int]] = []
+        """Documents, tokens, and positions with padding, a batch."""
 
     def __call__(self, rows: list[dict[str, Any]]) -> Any:
         batch = self.collator(rows)
         documents = sum(len(row.get("seq_lengths", [1])) for row in rows)
         tokens = sum(len(row["input_ids"]) for row in rows)
-        # A row's first token has no loss; in the middle of a row documents begin with a prompt, which has none either.
-        labels = sum(label != -100 for row in rows for label in row["labels"][1:])
-        self.counts.append((documents, tokens, labels, batch["input_ids"].numel()))
+        self.counts.append((documents, tokens, batch["input_ids"].numel()))
         return batch
 
 
-def measure_training(config: PeerConfig) -> dict[str, float]:
-    """Documents, tokens (no padding) and label tokens a second over one epoch; the mean loss of all steps."""
+def train(config: PeerConfig, turns: Turns) -> None:
+    """Train in turns; their documents, tokens (no padding) and mean loss."""
     set_seed(config.seed)
     trainer = build_trainer(config)
-    steps_per_epoch = math.ceil(len(trainer.train_dataset) / config.batch_size_rows)
-    last_step = config.num_warmup_steps + steps_per_epoch
-    # Packing decides how many rows there are, and so the steps of an epoch. `logging_steps` makes one mean of all losses.
-    trainer.args.max_steps = trainer.args.logging_steps = last_step
-    clock = StepClock(config.num_warmup_steps, last_step)
-    trainer.add_callback(clock)
+    # Packing decides how many rows there are, and so the steps of an epoch.
+    steps_per_turn = config.steps_per_turn or math.ceil(len(trainer.train_dataset) / config.batch_size_rows)
+    trainer.args.max_steps, trainer.args.logging_steps = 10**6, steps_per_turn  # the driver ends it
     # TRL takes no other collator where it packs, but does not mind one around its own.
     trainer.data_collator = collator = CountingCollator(trainer.data_collator)
+    trainer.add_callback(TrainingTurns(turns, collator, steps_per_turn))
     trainer.train()
-    seconds = clock.read_s[last_step] - clock.read_s[config.num_warmup_steps]
-    counts = torch.tensor(collator.counts[config.num_warmup_steps : last_step]).sum(0)
-    if dist.is_initialized():
-        dist.all_reduce(counts)
-    num_documents, num_tokens, num_labels, num_positions = counts.tolist()
-    return {
-        "samples_per_s": num_documents / seconds,
-        "tokens_per_s": num_tokens / seconds,
-        "label_tokens_per_s": num_labels / seconds,
-        "seconds": seconds,
-        "padding_share": 1 - num_tokens / num_positions,
-        "num_steps": steps_per_epoch,
-        "num_epoch_tokens": sum(len(ids) for ids in trainer.train_dataset["input_ids"]),
-        "loss": [line["loss"] for line in trainer.state.log_history if "loss" in line][-1],
-        "is_sharded": any(isinstance(parameter, DTensor) for parameter in trainer.model_wrapped.parameters()),
-    }
 
 
 def build_trainer(config: PeerConfig) -> SFTTrainer:
     """TRL's defaults, but for what must be equal on all sides, what would disturb the clock, and `config.options`."""
-    on_cpu = not torch.cuda.is_available()
     arguments = SFTConfig(
         output_dir=config.work_folder,
         seed=config.seed,
         learning_rate=config.lr,
+        lr_scheduler_type="constant",
+        per_device_train_batch_size=config.batch_size_rows,
         max_length=config.max_length_tokens,
         bf16=True,
-        use_cpu=on_cpu,
+        use_cpu=not torch.cuda.is_available(),
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
         **config.options,
     )
-    arguments.per_device_train_batch_size = config.batch_size_rows // arguments.world_size
-    if on_cpu and config.fsdp_on_cpu:
-        # accelerate takes FSDP back on a CPU, but does it there when told that this is an accelerator.
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-        PartialState._shared_state["device"] = torch.device("cpu")
     rows = [json.loads(line) for line in Path(config.rows_file).read_bytes().splitlines()]  # bytes: text splits at U+2028 too
     return SFTTrainer(
         model=AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model_folder)),
@@ -140,9 +109,9 @@ def build_trainer(config: PeerConfig) -> SFTTrainer:
 
 
 def main() -> None:
-    figures = measure_training(PeerConfig(**json.loads(Path(sys.argv[1]).read_text())))
-    if PartialState().is_main_process:
-        print(json.dumps(figures), flush=True)
+    turns = Turns()
+    turns.begin()  # the first turn, which warms up, has the start in it
+    train(PeerConfig(**json.loads(Path(sys.argv[1]).read_text())), turns)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ that takes longer."""
     )
 
 
-def parse_options() -> argparse.Namespace:
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = build_parser("Blocking time and overhead of checkpoints.", parts=["blocking", "overhead"])
     parser.add_argument("--saves", type=int, default=6, help="of each side; the first is told apart")
     parser.add_argument("--rounds", type=int, default=2, help="of the overhead's three sides")
@@ -68,7 +68,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--small", action="store_true", help="a tiny model and short steps; the result goes to the temporary folder"
     )
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def measure(part: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -91,7 +91,11 @@ def measure(part: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def describe_blocking(options: argparse.Namespace) -> str:
     """A section of the report."""
-    figures = measure("blocking", options)
+    return describe_figures(measure("blocking", options), options)
+
+
+def describe_figures(figures: dict[str, Any], options: argparse.Namespace) -> str:
+    """A section of the report, of what `measure("blocking")` returned."""
     later = {side: values[1:] for side, values in figures["blocking_s"].items()}
     whose = {"async": "toolkit", "sync": "toolkit", "save_state": "save_state"}
     rows = [
@@ -104,6 +108,10 @@ def describe_blocking(options: argparse.Namespace) -> str:
         ]
         for side, values in later.items()
     ]
+    copies = figures["copy_s"][1:]
+    ratios = [copy / theirs for copy, theirs in zip(copies, later["save_state"], strict=True)]
+    bound = [f"{figures['copy_s'][0]:.2f}", format_spread(copies, 2), format_spread(ratios, 2), ""]
+    rows.append(["copying the same bytes in memory: the bound", *bound])
     every = "\n".join(f"- {NAMES[side]}: {', '.join(f'{value:.2f}' for value in v)}" for side, v in figures["blocking_s"].items())
     resumes = [
         ["ours, every hash compared", format_spread(figures["resume_s"]["toolkit"], 2)],

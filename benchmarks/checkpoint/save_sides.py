@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.measuring import memory_gib, restart_peak
@@ -86,6 +87,12 @@ class Trained:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
+    def tensors(self) -> list[torch.Tensor]:
+        """This rank's shards of the weights and moments: what a save must copy before training may change it."""
+        moments = [value for state in self.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+        whole_or_shard = [*self.sharded.model.parameters(), *moments]
+        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in whole_or_shard]
+
     def save(self, side: str) -> None:
         """As the loop does; returns when training may go on. Collective."""
         self.writers[side].save(TrainState(step=next(self.steps)))
@@ -118,7 +125,10 @@ def measure_blocking(config: SidesConfig) -> dict[str, Any]:
     write_s: list[float] = []
     resume_s: dict[str, list[float]] = {"toolkit": [], "load_state": []}
     sides = list(blocking_s)
+    copies = [(tensor, tensor.clone()) for tensor in ours.tensors()]
+    copy_s = []
     for number in range(config.rounds):
+        copy_s.append(seconds_of(lambda: [copy.copy_(tensor) for tensor, copy in copies]))
         for turn in range(len(sides)):
             side = sides[(turn + number) % len(sides)]
             if side == "save_state":
@@ -136,6 +146,7 @@ def measure_blocking(config: SidesConfig) -> dict[str, Any]:
     return {
         "num_parameters": sum(unit.num_parameters for unit in ours.sharded.units),
         "blocking_s": blocking_s,
+        "copy_s": copy_s,
         "write_s": write_s,
         "resume_s": resume_s,
         "num_bytes": {"toolkit": save.num_bytes, "save_state": num_bytes(theirs)},
