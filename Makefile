@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs/fsdp2_cpu.yaml
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: t5 llm test test-faults soak refusals bench gpu check clean
+.PHONY: t5 llm test test-faults soak refusals bench bench-growth bench-gpu gpu check clean
 
 t5: $(VENV)/.installed
 	$(LAUNCH) recipes/t5.py --config recipes/configs/t5_docstrings.yaml
@@ -36,6 +36,14 @@ refusals: $(VENV)/.installed-test
 # Ours beside the peers: one table in benchmarks/results/. Nothing else may run on the machine. Not in CI.
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.bench
+
+# The same on this machine's GPUs, and models beside published figures: one file to send back.
+bench-gpu: $(VENV)/.installed-bench
+	$(BIN)/python -m benchmarks.bench --parts t5-training t5-evaluation llm-training saves published
+
+# What grows with rows, row length, processes, vocabulary and model. It takes long.
+bench-growth: $(VENV)/.installed-bench
+	$(BIN)/python -m benchmarks.growth
 
 # The checks of docs/gpu_first_run.md, on the GPUs of this machine. Not in CI.
 gpu: $(VENV)/.installed-test

@@ -60,6 +60,7 @@ GPU_CASES = [
     Case("Llama 8B, LoRA", "llm", LLAMA_8B, LORA, (4096,), 1, "12,473, 402 TFLOP/s (NeMo Automodel, 1 H100)"),
     Case("T5-3B, full", "t5", t5(1024, 16384, 24, 32) | {"d_kv": 128}, {}, (512, 128), 8, "13,846 (NeMo, 8 A100)"),
 ]
+ON_8_GPUS = Case("Llama 8B, full", "llm", LLAMA_8B, {}, (4096,), 1, "5,762 to 8,532 (torchtitan, 8 H100)")
 CPU_CASES = [
     Case("Llama 5M, LoRA", "llm", llama(256, 640, 4, 4, 2, 4096), LORA, (256,), 2, "-"),
     Case("T5 5M, full", "t5", t5(128, 512, 4, 2), {}, (128, 32), 2, "-"),
@@ -67,26 +68,30 @@ CPU_CASES = [
 
 
 def main() -> None:
-    parser = build_parser("Tokens a second and MFU of one LLM and one T5.", parts=["llm", "t5"])
-    options = parser.parse_args()
+    options = build_parser("Tokens a second and MFU of one LLM and one T5.", parts=["llm", "t5"]).parse_args()
+    write_report("mfu", "Tokens a second and MFU", "; bf16.", [describe(options.parts)], packages=PACKAGES)
+
+
+def describe(parts: list[str]) -> str:
+    """Train the cases of these recipes; a section of a report."""
     import torch
 
     num_gpus = torch.cuda.device_count()
     peak = find_peak(torch.cuda.get_device_name(0)) if num_gpus else None
     rows = []
-    for case in GPU_CASES if num_gpus else CPU_CASES:
-        if case.recipe in options.parts:
+    for case in [*GPU_CASES, *([ON_8_GPUS] if num_gpus >= 8 else [])] if num_gpus else CPU_CASES:
+        if case.recipe in parts:
             with tempfile.TemporaryDirectory(prefix="mfu-") as folder:
                 rows.append(measure(case, max(1, num_gpus), bool(num_gpus), peak, Path(folder)))
                 print(" | ".join(rows[-1]), flush=True)
     known = f"{peak} TFLOP/s a GPU, its data sheet's dense bf16" if peak else "this device's is not known"
-    about = f""".
-
-bf16, random weights, {NUM_STEPS} steps after {NUM_WARMUP_STEPS}. The formula stands in `benchmarks/throughput/mfu.py`.
-Peak: {known}.
-Published figures are of other code and other settings."""
     columns = ["", "preset", "tokens/s a GPU", "TFLOP/s a GPU", "MFU", "peak GiB", "published tokens/s a GPU"]
-    write_report("mfu", "Tokens a second and MFU", about, [format_table(columns, rows)], packages=PACKAGES)
+    return f"""## Beside published figures
+
+Random weights, {NUM_STEPS} steps after {NUM_WARMUP_STEPS}. The formula stands in `benchmarks/throughput/mfu.py`. Peak: {known}.
+Published figures are of other code and other settings.
+
+{format_table(columns, rows)}"""
 
 
 def measure(case: Case, num_ranks: int, on_gpus: bool, peak_tflops: int | None, folder: Path) -> list[str]:
