@@ -17,7 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from toolkit.config.names import find_by_meaning, present_name, say_elsewhere
+from toolkit.config.names import find_by_meaning, present_name, say_elsewhere, say_value
 from toolkit.config.schema import HalfOpenUnitInterval, NumEpochs
 from toolkit.errors import UserError
 
@@ -178,7 +178,7 @@ def suggestion(key: str, config_class: type, prefix: str = "") -> str:
     """
     leaves, sections = known_keys(config_class)
     section, _, name = key.rpartition(".")
-    if "resize" in name:
+    if "resize" in name and "position" not in name:
         return (
             ": the vocabulary is not resized under sharding: resize the model with transformers' resize_token_embeddings, save "
             f"it and give that as {prefix}model.name_or_path"
@@ -198,7 +198,7 @@ def suggestion(key: str, config_class: type, prefix: str = "") -> str:
     else:
         near = difflib.get_close_matches(key, list(leaves) if section else [*sections, *leaves], n=1, cutoff=0.6)
     if near:
-        return f": did you mean {prefix}{near[0]}?"
+        return f": did you mean {prefix}{near[0]}{'' if section else say_value(name)}?"
     known = siblings or [*sections, *(leaf for leaf in leaves if "." not in leaf)]
     return f"; known are {', '.join(prefix + other for other in known)}"
 

@@ -190,7 +190,7 @@ def test_a_typo_gets_the_nearest_key(tmp_path: Path, key: str, suggested: str) -
 @pytest.mark.parametrize(
     ("key", "suggested"),
     [
-        ("report_to", "tracking.log_with"),
+        ("report_to", "tracking.log_with (a list; not set for none)"),
         ("learning_rate", "optim.lr"),
         ("train.learning-rate", "optim.lr"),
         ("per_device_train_batch_size", "train.micro_batch_size_rows"),

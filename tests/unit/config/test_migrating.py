@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 
 import pytest
 
 from tests.support.launch import REPOSITORY
+from toolkit.config.load import load_config
 from toolkit.config.messages import suggestion
 from toolkit.config.schema import LLMConfig, SummarizationConfig
 
@@ -26,14 +28,24 @@ def test_a_flag_is_answered_with_its_line(table: str) -> None:
     wrong = []
     for name, line in rows_of(table):
         answer = suggestion(name.split(".")[-1], config_class)
-        is_key = line.startswith("`") and line.endswith("`")
-        if (f"did you mean {line.strip('`')}?" if is_key else line) not in answer:
+        key = re.fullmatch(r"`(\S+)`( \(.+\))?", line)
+        if (f"did you mean {key[1]}{key[2] or ''}?" if key else line) not in answer:
             wrong.append((name, line, answer))
     assert rows_of(table) and not wrong
 
 
 def test_every_argument_of_the_seq2seq_trainer_has_a_line() -> None:
-    from transformers import Seq2SeqTrainingArguments
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
     listed = {name for name, _ in rows_of(TABLES[0])}
-    assert {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments)} <= listed
+    of_trainer = set(inspect.signature(Seq2SeqTrainer.__init__).parameters) - {"self", "model", "args"}
+    assert {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments)} | of_trainer <= listed
+
+
+def test_a_line_that_says_what_to_write_is_a_run_yaml_that_loads() -> None:
+    """What a script of Seq2SeqTrainer becomes, by the page: an evaluation per epoch, and the best model at the end."""
+    flags = ["--eval.every_epochs=1", "--checkpoint.every_epochs=1", "--export.weights=best", "--checkpoint.keep_best=1"]
+    flags += ["--eval.best_metric=rougeL", "--optim.warmup_ratio=0.06", "--optim.schedule=cosine", "--optim.min_lr_ratio=0.1"]
+    load_config(SummarizationConfig, ["--model.name_or_path=a", "--data.files=b.csv", "--train.num_epochs=3", *flags])
+    flags = ["--adapter.method=rslora", "--adapter.target_modules=all-linear", "--data.loss_on=completions"]
+    load_config(LLMConfig, ["--model.name_or_path=a", "--data.files=b.jsonl", "--train.num_epochs=3", *flags])
