@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +96,16 @@ def last_evaluation_batch_lost(patch: MonkeyPatch) -> None:
     """The loss leaves out a batch that is not full, as a loader does that drops the last one."""
     from toolkit.evaluation import loop as evaluation
 
-    evaluate_loss = evaluation._evaluate_loss
+    add, sizes = evaluation._LossSums.add, []
 
-    def evaluate_full(model: Any, sharded: Any, data: Any, batches: list[list[int]], *args: Any) -> Any:
-        full = [batch if len(batch) == len(batches[0]) else [] for batch in batches]
-        return evaluate_loss(model, sharded, data, full, *args)
+    def add_full(self: Any, model: Any, indices: list[int]) -> None:
+        before = copy.deepcopy({name: value for name, value in vars(self).items() if name != "data"})
+        add(self, model, indices)
+        sizes.append(len(indices))
+        if len(indices) != sizes[0]:
+            vars(self).update(before)
 
-    patch.setattr(evaluation, "_evaluate_loss", evaluate_full)
+    patch.setattr(evaluation._LossSums, "add", add_full)
 
 
 def one_beam(patch: MonkeyPatch) -> None:

@@ -1,13 +1,18 @@
-"""What every unit test has: the toolkit's log as a program has it."""
+"""What every unit test has: the toolkit's log as a program has it, and one thread."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from toolkit.launch.log import start_logging
+
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # read when torch is imported; threads take longer to meet than tiny models to compute
 
 
 @pytest.fixture(autouse=True)

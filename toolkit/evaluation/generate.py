@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,49 +35,64 @@ class Score:
     rouge: tuple[float, ...]
 
 
+@contextlib.contextmanager
+def encoder_output_kept(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
+    """Context whose forward leaves what its encoder returns in the dict, as `generate` takes it; empty for a causal model."""
+    kept: dict[str, Any] = {}
+    if not model.config.is_encoder_decoder:
+        yield kept
+        return
+    encoder: Any = model.get_encoder()
+    hook = encoder.register_forward_hook(lambda module, args, outputs: kept.update(encoder_outputs=outputs))
+    try:
+        yield kept
+    finally:
+        hook.remove()
+
+
 def generate_texts(
     config: EvalConfig,
     model: PreTrainedModel,
     sharded: ShardedModel,
     data: EvaluationRows,
-    batches: list[list[int]],
+    batch: list[int],
+    encoded: dict[str, Any],
     in_step: bool,
-    between_batches: Callable[[], None],
 ) -> list[Score]:
-    """Generate and score the texts of this rank's rows. Collective if `in_step`."""
+    """Generate and score the texts of a batch's rows with a prompt. Collective if `in_step`.
+
+    Args:
+        encoded: what `encoder_output_kept` has of the same rows.
+    """
     from toolkit.evaluation.rouge import rouge_scores
 
-    scores = []
-    prompted = set(data.prompted)
-    stop_token_ids = _stop_token_ids(model, data)
+    indices = [i for i in batch if data.has_prompt[i]]
+    if not indices and not in_step:
+        return []
+    # In step, a rank without rows generates for any prompt, so that the collectives of all ranks match.
+    rows = [data.rows[i] for i in indices or data.prompted[:1]]
+    prompts = move_to(sharded.accelerator.device, data.collator.prompts(rows))
     with generation_ready(sharded, model):
-        for batch_indices in batches:
-            between_batches()
-            indices = [i for i in batch_indices if i in prompted]
-            if not indices and not in_step:
-                continue
-            # In step, a rank without rows generates for any prompt, so that the collectives of all ranks match.
-            prompts = move_to(
-                sharded.accelerator.device, data.collator.prompts([data.rows[i] for i in indices or data.prompted[:1]])
-            )
-            tokens_BT = model.generate(  # type: ignore[operator]
-                **prompts,
-                max_new_tokens=config.max_new_tokens,
-                pad_token_id=data.collator.pad_token_id,
-                eos_token_id=stop_token_ids,
-                num_beams=config.num_beams,
-                no_repeat_ngram_size=config.no_repeat_ngram_size,
-                do_sample=False,
-                use_cache=True,
-                synced_gpus=in_step,
-            )
-            if not indices:
-                continue
-            predictions = data.tokenizer.batch_decode(data.collator.new_tokens(tokens_BT, prompts), skip_special_tokens=True)
-            per_row = rouge_scores(predictions, [data.rows[i]["target"] for i in indices], data.rouge_tokenizer)
-            for place, (index, prediction) in enumerate(zip(indices, predictions, strict=True)):
-                scores.append(Score(index, prediction, tuple(per_row[name][place] for name in ROUGE_METRICS)))
-    return scores
+        tokens_BT = model.generate(  # type: ignore[operator]
+            **prompts,
+            **encoded,
+            max_new_tokens=config.max_new_tokens,
+            pad_token_id=data.collator.pad_token_id,
+            eos_token_id=_stop_token_ids(model, data),
+            num_beams=config.num_beams,
+            no_repeat_ngram_size=config.no_repeat_ngram_size,
+            do_sample=False,
+            use_cache=True,
+            synced_gpus=in_step,
+        )
+    if not indices:
+        return []
+    predictions = data.tokenizer.batch_decode(data.collator.new_tokens(tokens_BT, prompts), skip_special_tokens=True)
+    per_row = rouge_scores(predictions, [row["target"] for row in rows], data.rouge_tokenizer)
+    return [
+        Score(index, prediction, tuple(per_row[name][place] for name in ROUGE_METRICS))
+        for place, (index, prediction) in enumerate(zip(indices, predictions, strict=True))
+    ]
 
 
 def gather_scores(scores: list[Score], data: EvaluationRows, predictions_path: Path) -> dict[str, float]:

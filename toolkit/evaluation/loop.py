@@ -1,5 +1,6 @@
 """Evaluation loss and generated texts over all ranks; each row of the evaluation split counts exactly once.
 
+An encoder-decoder encodes each batch once, for its loss and its texts.
 The loss is a sum over label tokens divided by their number, so it does not depend on batch size, process count or padding.
 ROUGE is scored per row on the rank that generated the text, and averaged in row order on rank 0.
 
@@ -21,7 +22,7 @@ from toolkit.config.schema import EvalConfig
 from toolkit.data.collate import move_to
 from toolkit.distributed.comm import rank, reduce_on_cpu, world_size
 from toolkit.distributed.rng import random_state_kept
-from toolkit.evaluation.generate import gather_scores, generate_texts
+from toolkit.evaluation.generate import encoder_output_kept, gather_scores, generate_texts
 from toolkit.evaluation.rows import EvaluationRows, plan_evaluation
 from toolkit.loss import summed_loss
 from toolkit.parallel.gather import evaluation_model
@@ -53,57 +54,62 @@ def evaluate(
     """
     start_s = time.perf_counter()
     batches = plan_evaluation(data, config.batch_size_rows, rank(), world_size())
+    generates = config.generate and bool(data.prompted)
+    sums, scores = _LossSums(data, sharded.accelerator.device), []
     with random_state_kept(), torch.no_grad(), evaluation_model(sharded, config.unshard) as (model, in_step):
-        figures = _evaluate_loss(model, sharded, data, batches, in_step, between_batches)
-        if config.generate and data.prompted:
-            scores = generate_texts(config, model, sharded, data, batches, in_step, between_batches)
+        for indices in batches:
+            between_batches()
+            if not indices and not in_step:
+                continue
+            # A rank without rows runs one that does not count, so that the collectives of all ranks match.
+            with encoder_output_kept(model) as encoded:
+                sums.add(model, indices)
+            if generates:
+                scores += generate_texts(config, model, sharded, data, indices, encoded, in_step)
+        figures = sums.figures()
+        if generates:
             figures |= gather_scores(scores, data, predictions_path)
     seconds = time.perf_counter() - start_s
     return {**figures, "num_rows": len(data.rows), "rows_per_s": len(data.rows) / seconds}
 
 
-def _evaluate_loss(
-    model: PreTrainedModel,
-    sharded: ShardedModel,
-    data: EvaluationRows,
-    batches: list[list[int]],
-    in_step: bool,
-    between_batches: Callable[[], None],
-) -> dict[str, float]:
-    """Token-weighted loss over all ranks, in total and per source. Collective."""
-    # Sum on the device, without a host read per batch.
-    names = data.source_names
-    num_sources = max(1, len(names))
-    loss_sums = torch.zeros(num_sources, dtype=torch.float64, device=sharded.accelerator.device)
-    num_correct = torch.zeros((), dtype=torch.int64, device=sharded.accelerator.device)
-    num_tokens, num_bytes = torch.zeros(num_sources, dtype=torch.float64), 0
-    for indices in batches:
-        between_batches()
-        if not indices and not in_step:
-            continue
-        # A rank without rows runs one whose labels do not count, so that the collectives of all ranks match.
-        rows = [[data.rows[i]] for i in indices or [0]]
-        batch_sum, batch_correct = summed_loss(
-            model, move_to(sharded.accelerator.device, data.collator.collate(rows, is_dummy=not indices))
-        )
-        source = data.sources[(indices or [0])[0]]  # all rows of a batch have the same source
-        loss_sums[source] += batch_sum
-        num_correct += batch_correct
-        num_tokens[source] += sum(row["num_label_tokens"] for (row,) in rows) if indices else 0
-        num_bytes += sum(row["target_bytes"] for (row,) in rows) if indices else 0
-    # Add up over the ranks, in one collective.
-    counts = torch.tensor([num_correct.item(), num_bytes], dtype=torch.float64)
-    totals = reduce_on_cpu(torch.cat([loss_sums.cpu(), num_tokens, counts]), dist.ReduceOp.SUM)
-    losses, tokens = totals[:-2].view(2, num_sources).tolist()
-    total_correct, total_bytes = totals[-2:].tolist()
-    total_loss, total_tokens = sum(losses), sum(tokens)
-    loss = total_loss / total_tokens
-    return {
-        "loss": loss,
-        **{f"loss/{name}": losses[i] / tokens[i] for i, name in enumerate(names) if tokens[i]},
-        "perplexity": math.exp(min(loss, LONGEST_LOG)),
-        "bits_per_byte": total_loss / math.log(2) / total_bytes
-        if total_bytes
-        else math.nan,  # rows of one token have no label bytes
-        "token_accuracy": 100 * total_correct / total_tokens,
-    }
+class _LossSums:
+    """Loss and counts of this rank's batches, in total and per source, on the device, without a host read per batch."""
+
+    def __init__(self, data: EvaluationRows, device: torch.device) -> None:
+        self.data, self.device = data, device
+        num_sources = max(1, len(data.source_names))
+        self.losses = torch.zeros(num_sources, dtype=torch.float64, device=device)
+        self.num_correct = torch.zeros((), dtype=torch.int64, device=device)
+        self.num_tokens, self.num_bytes = torch.zeros(num_sources, dtype=torch.float64), 0
+
+    def add(self, model: PreTrainedModel, indices: list[int]) -> None:
+        """The batch of these rows; of none, a forward pass whose labels do not count. Collective under FSDP."""
+        rows = [self.data.rows[i] for i in indices or [0]]
+        batch = self.data.collator.collate([[row] for row in rows], is_dummy=not indices)
+        batch_sum, batch_correct = summed_loss(model, move_to(self.device, batch))
+        source = self.data.sources[(indices or [0])[0]]  # all rows of a batch have the same source
+        self.losses[source] += batch_sum
+        self.num_correct += batch_correct
+        if indices:
+            self.num_tokens[source] += sum(row["num_label_tokens"] for row in rows)
+            self.num_bytes += sum(row["target_bytes"] for row in rows)
+
+    def figures(self) -> dict[str, float]:
+        """Token-weighted over all ranks. Collective."""
+        # Add up over the ranks, in one collective.
+        num_sources, names = len(self.losses), self.data.source_names
+        counts = torch.tensor([self.num_correct.item(), self.num_bytes], dtype=torch.float64)
+        totals = reduce_on_cpu(torch.cat([self.losses.cpu(), self.num_tokens, counts]), dist.ReduceOp.SUM)
+        losses, tokens = totals[:-2].view(2, num_sources).tolist()
+        total_correct, total_bytes = totals[-2:].tolist()
+        total_loss, total_tokens = sum(losses), sum(tokens)
+        loss = total_loss / total_tokens
+        return {
+            "loss": loss,
+            **{f"loss/{name}": losses[i] / tokens[i] for i, name in enumerate(names) if tokens[i]},
+            "perplexity": math.exp(min(loss, LONGEST_LOG)),
+            # rows of one token have no label bytes
+            "bits_per_byte": total_loss / math.log(2) / total_bytes if total_bytes else math.nan,
+            "token_accuracy": 100 * total_correct / total_tokens,
+        }

@@ -54,9 +54,14 @@ class EvaluationRows:
     @functools.cached_property
     def prompted(self) -> list[int]:
         """Indices of the rows to generate a text for: all for an encoder-decoder, those with a prompt for a causal model."""
+        return np.flatnonzero(self.has_prompt).tolist()
+
+    @functools.cached_property
+    def has_prompt(self) -> np.ndarray:
+        """Whether each row is `prompted`, bool (number of rows,)."""
         if "prompt_length" not in self.rows.column_names:
-            return list(range(len(self.rows)))
-        return np.flatnonzero(self.rows.with_format("numpy")["prompt_length"][:]).tolist()
+            return np.ones(len(self.rows), dtype=np.bool_)
+        return self.rows.with_format("numpy")["prompt_length"][:] > 0
 
     @functools.cached_property
     def rouge_tokenizer(self) -> Tokenizer:

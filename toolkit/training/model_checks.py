@@ -13,6 +13,7 @@ from toolkit.distributed.rendezvous import is_connection_error
 from toolkit.distributed.rng import random_state_kept
 from toolkit.distributed.watchdog import at
 from toolkit.errors import UserError
+from toolkit.evaluation.generate import encoder_output_kept
 from toolkit.launch.accelerator import compute_dtype
 from toolkit.loss import summed_cross_entropy, summed_loss
 from toolkit.parallel.gather import evaluation_model, generation_ready
@@ -99,11 +100,13 @@ def check_seq2seq_model(sharded: ShardedModel, collator: SummarizationCollator, 
             _failing_as(f"{name} cannot be evaluated here", ways_out),
             evaluation_model(sharded, config.unshard) as (model, in_step),
         ):
-            summed_loss(model, batch)
+            with encoder_output_kept(model) as encoded:
+                summed_loss(model, batch)
             if config.generate:
                 with generation_ready(sharded, model):
                     model.generate(  # type: ignore[operator]
                         **prompts,
+                        **encoded,
                         max_new_tokens=2,
                         pad_token_id=collator.pad_token_id,
                         num_beams=config.num_beams,

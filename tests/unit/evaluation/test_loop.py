@@ -1,18 +1,26 @@
-"""What figures are measured on; predictions that cannot be written."""
+"""One encoder pass a batch; what figures are measured on; predictions that cannot be written."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.support import seq2seq_families
+from tests.support.model_folders import FAMILIES, _build_tokenizer
+from tests.unit.parallel.test_chunked_loss import one_process
 from toolkit.checkpoint.find import Goal
 from toolkit.config.schema import EvalConfig
 from toolkit.data.collate import SummarizationCollator
 from toolkit.errors import UserError
+from toolkit.evaluation import loop
 from toolkit.evaluation.generate import Score, gather_scores
 from toolkit.evaluation.rows import EvaluationRows
+from toolkit.parallel import wrap
 from toolkit.training.goal import build_goal
 
 ROWS = [{"row_id": i, "input_ids": [i, 2, 3][: 1 + i], "labels": [4, i], "target": f"text {i}"} for i in range(3)]
@@ -59,3 +67,53 @@ def test_predictions_that_cannot_be_written_are_reported_in_one_sentence(tmp_pat
     assert gather_scores(scores, data, tmp_path / "predictions.jsonl")["percent_distinct"] == 50.0  # one text of two
     with pytest.raises(UserError, match="predictions .* could not be written: Is a directory$"):
         gather_scores(scores, data, tmp_path)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *seq2seq_families.IN_PROCESS])
+def test_an_encoder_runs_once_a_batch_and_texts_are_those_of_two_runs(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = seq2seq_families.build_model(family)
+    sharded, data = wrap.shard_model(one_process(), model), rows_for(model)
+    config = EvalConfig(max_new_tokens=5, batch_size_rows=2, num_beams=2 if family in ("t5", "bart") else 1)
+    seen: list[torch.Tensor] = []
+    encoder: Any = model.get_encoder()
+    encoder.register_forward_hook(lambda module, args, outputs: seen.append(outputs[0].clone()))
+
+    def run(path: Path) -> dict[str, float]:
+        seen.clear()
+        return {
+            name: value
+            for name, value in loop.evaluate(config, sharded, data, path, lambda: None).items()
+            if name != "rows_per_s"
+        }
+
+    figures = run(tmp_path / "once.jsonl")
+    assert len(seen) == 2
+    monkeypatch.setattr(loop, "encoder_output_kept", nothing_kept)
+    assert run(tmp_path / "twice.jsonl") == figures
+    assert len(seen) == 4 and torch.equal(seen[0], seen[1]) and torch.equal(seen[2], seen[3])
+    assert (tmp_path / "once.jsonl").read_bytes() == (tmp_path / "twice.jsonl").read_bytes()
+
+
+@contextlib.contextmanager
+def nothing_kept(model: Any) -> Iterator[dict[str, Any]]:
+    yield {}
+
+
+def rows_for(model: Any) -> EvaluationRows:
+    """Four rows: a batch with padding, and one without."""
+    import datasets
+
+    columns = {
+        "row_id": [0, 1, 2, 3],
+        "input_ids": [[5, 6, 7, 8, 9, 10, 11], [9, 12, 13, 14, 15], [4, 5, 7], [8, 9, 10]],
+        "labels": [[9, 20, 2], [5, 2], [7, 8, 2], [2]],
+        "target": ["a b", "c", "d e", ""],
+        "num_label_tokens": [3, 2, 3, 1],
+        "num_tokens": [10, 7, 6, 4],
+        "target_bytes": [3, 1, 3, 1],
+    }
+    return EvaluationRows(
+        datasets.Dataset.from_dict(columns), _build_tokenizer(("<pad>", "</s>")), seq2seq_families.build_collator(model)
+    )

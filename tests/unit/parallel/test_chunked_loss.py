@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -164,12 +165,11 @@ def test_chunks_of_training_and_evaluation_follow_the_gpu(
 
 
 def one_process() -> Any:
-    """The attributes of an `Accelerator` of one process that `shard_model` reads."""
+    """The attributes of an `Accelerator` of one process that `shard_model` and an evaluation read."""
     state = SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=DynamoBackend.NO))
     kind, device = SimpleNamespace(value="NO"), torch.device("cpu")
-    return SimpleNamespace(
-        distributed_type=kind, mixed_precision="no", device=device, state=state, prepare_model=lambda model: model
-    )
+    as_it_is = {"prepare_model": lambda model: model, "autocast": contextlib.nullcontext}
+    return SimpleNamespace(distributed_type=kind, mixed_precision="no", device=device, state=state, **as_it_is)
 
 
 def take_gradients(model: Any) -> dict[str, torch.Tensor]:
