@@ -20,6 +20,7 @@ import torch.distributed as dist
 from benchmarks.measuring import memory_gib, restart_peak
 from toolkit.config.load import load_config
 from toolkit.config.schema import LLMConfig, SummarizationConfig
+from toolkit.data.collate import move_to
 from toolkit.distributed.comm import gather_objects, rank
 from toolkit.launch.accelerator import build_accelerator, frozen_dtype
 from toolkit.loss import share_of_global_mean, summed_loss
@@ -46,11 +47,12 @@ def main() -> None:
     model_config = load_model_config(dataclasses.replace(config.model, from_scratch=True), auto_class)
     strategy = load_strategy(Path(settings["preset"]), settings["num_processes"])
     subject = build_subject(settings["model"], strategy, settings["arguments"], None)
-    batch = {name: t.to(accelerator.device) for name, t in build_batch(subject, config.train.micro_batch_size_rows).items()}
+    batch = move_to(accelerator.device, build_batch(subject, config.train.micro_batch_size_rows))
     if "attention_mask" in batch:
         batch["attention_mask"][0, -1] = 0  # as in any batch of real rows: without padding transformers drops the mask
     before_gib = memory_gib("VmRSS")
     model = _load(config, accelerator, auto_class, model_config)
+    model.set_attn_implementation(subject.skeleton.config._attn_implementation)
     sharded = shard_model(accelerator, model)
     optimizer = build_optimizer(config.optim, sharded.model)
     del model
@@ -64,7 +66,8 @@ def main() -> None:
 
     for _ in range(NUM_WARMUP_STEPS):
         take_step()
-    at_rest_gib = _at_rest_bytes([*sharded.model.parameters(), *sharded.model.buffers(), *batch.values()], optimizer) / 2**30
+    inputs = [value for value in batch.values() if isinstance(value, torch.Tensor)]
+    at_rest_gib = _at_rest_bytes([*sharded.model.parameters(), *sharded.model.buffers(), *inputs], optimizer) / 2**30
     if strategy.kind == "ddp":  # its buckets, which nothing in Python holds
         at_rest_gib += sum(p.nbytes for p in sharded.model.parameters() if p.requires_grad) / 2**30
     figures = {}

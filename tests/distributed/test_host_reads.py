@@ -27,6 +27,8 @@ READS_OF_TRANSFORMERS = {
     "llama eager": {FIND_PACKED: 1},
     "llama packed sdpa": {FIND_PACKED: 1},
     "llama packed eager": {FIND_PACKED: 1},
+    "llama packed documents": {FIND_PACKED: 1},
+    "gemma3 packed documents": {FIND_PACKED: 2},
     "llama-lora sdpa": {FIND_PACKED: 1},
     "gemma2 eager": {FIND_PACKED: 2},  # full and sliding attention; it has no sdpa
     "gemma2 packed eager": {FIND_PACKED: 2},
@@ -108,6 +110,7 @@ def build_run(name: str, accelerator: Any, folder: Path) -> Any:
     from toolkit.data.collate import CausalCollator, SummarizationCollator
     from toolkit.distributed.comm import world_size
     from toolkit.evaluation.rows import EvaluationRows
+    from toolkit.models.documents import BY_DOCUMENT
     from toolkit.parallel.wrap import shard_model
     from toolkit.tracking.metrics_log import MetricsLog
     from toolkit.training.optim import build_optimizer
@@ -127,7 +130,7 @@ def build_run(name: str, accelerator: Any, folder: Path) -> Any:
         collator = SummarizationCollator(pad_token_id=0, decoder_start_token_id=0)
     else:
         config = LLMConfig(model=model_config, data=LLMDataConfig(source="jsonl"), train=train, optim=optim)
-        collator = CausalCollator(pad_token_id=0)
+        collator = CausalCollator(pad_token_id=0, one_row=options[-1] == BY_DOCUMENT)
     lengths = [5 + 3 * (row % 4) for row in range(8 * world_size())]
     rows = [
         {"input_ids": list(range(3, 3 + n)), "labels": [9, 8, 1] if is_seq2seq else [-100, *range(4, 3 + n)]} for n in lengths
@@ -152,8 +155,10 @@ def build_model(family: str, attention: str, adapter: Any) -> Any:
 
     from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES
     from toolkit.config.schema import ModelConfig
+    from toolkit.models import documents
     from toolkit.models.lora import add_adapter
 
+    documents.register()
     config_class, settings = {**FAMILIES, **CAUSAL_FAMILIES}[family]
     config = getattr(transformers, config_class)(vocab_size=256, **settings)
     auto_class = transformers.AutoModelForSeq2SeqLM if family in FAMILIES else transformers.AutoModelForCausalLM

@@ -40,12 +40,13 @@ RUNS: Runs = {
     "fsdp1-packed-chunked": ("fsdp1_full_shard", FSDP1, [*PACKED, "--train.micro_batch_size_rows", "1"], 2000),
 }
 REFERENCE = "single"
-KINDS = {"full": [], "lora": LORA}
+KINDS = {"full": ("gemma3", []), "lora": ("gemma2", LORA)}
+"""Gemma 3 attends to packed rows by document, Gemma 2 (a soft cap, so no sdpa) by a dense mask."""
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows of very different lengths and a tiny Gemma 2: tied, with a cap on its logits and windows on its attention."""
+    """Rows of very different lengths, and tiny Gemmas: tied, with a cap on their logits and windows on their attention."""
     folder = tmp_path_factory.mktemp("llm-invariants")
     random = np.random.Generator(np.random.PCG64(0))
     words = ["read", "write", "open", "close", "file", "path", "line", "text", "word", "count", "sort", "join"]
@@ -54,21 +55,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             prompt = " ".join(random.choice(words, int(random.integers(3, 40))))
             completion = " ".join(random.choice(words, int(random.integers(1, 10))))
             file.write(json.dumps({"prompt": f"{row} {prompt}", "completion": completion}) + "\n")
-    run_on_ranks(build_model, preset="single", overrides={"mixed_precision": "no"}, args=(folder / "model",))
+    run_on_ranks(build_models, preset="single", overrides={"mixed_precision": "no"}, args=(folder,))
     return folder
 
 
-def build_model(folder: Path) -> None:
-    """A Gemma 2 with random weights and a tokenizer; on one process."""
+def build_models(parent: Path) -> None:
+    """Gemmas with random weights and a tokenizer, a folder each; on one process."""
     import torch
     import transformers
 
     from tests.support.model_folders import CAUSAL_FAMILIES, _build_tokenizer
 
-    torch.manual_seed(0)
-    config = transformers.Gemma2Config(vocab_size=256, **CAUSAL_FAMILIES["gemma2"][1], attention_dropout=0.1)
-    transformers.Gemma2ForCausalLM(config).save_pretrained(folder)
-    _build_tokenizer(("<pad>", "</s>")).save_pretrained(folder)
+    for family in ("gemma2", "gemma3"):
+        torch.manual_seed(0)
+        config_class, settings = CAUSAL_FAMILIES[family]
+        options = settings | {"attention_dropout": 0.1, "final_logit_softcapping": 30.0}
+        config = getattr(transformers, config_class)(vocab_size=256, **options)
+        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(parent / family)
+        _build_tokenizer(("<pad>", "</s>")).save_pretrained(parent / family)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -79,9 +83,10 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def finished(folder: Path, kind: str) -> dict[str, Finished]:
     """Every run of a kind once, by name."""
+    family, flags_of_kind = KINDS[kind]
     always = [
-        "--model.name_or_path", str(folder / "model"), "--data.packing", "false", "--data.bucket_by_length", "false",
-        "--data.max_length_tokens", "64", *KINDS[kind],
+        "--model.name_or_path", str(folder / family), "--data.packing", "false", "--data.bucket_by_length", "false",
+        "--data.max_length_tokens", "64", *flags_of_kind,
     ]  # fmt: skip
     runs = {
         f"{kind}-{name}": {

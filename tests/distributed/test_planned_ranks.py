@@ -37,13 +37,14 @@ LORA = ["--adapter.method=lora", "--adapter.target_modules=all-linear", "--adapt
 def allocated(model_folder: str, arguments: list[str]) -> tuple[int, int]:
     """Most bytes of this rank in a training step with moments, and how much of it gloo's threads may have freed unseen."""
     accelerator = build_accelerator([], "")
-    strategy = Strategy(kind="fsdp2", num_shards=2, num_replicas=1, num_machines=1, compute_dtype=torch.bfloat16)
+    strategy = Strategy(kind="fsdp2", num_shards=2, num_replicas=1, num_machines=1, compute_dtype=torch.bfloat16, is_cpu=True)
     subject = build_subject(model_folder, strategy, arguments, None)
     batch = build_batch(subject, rows=2)
     model = models.load_model(subject.config.model, subject.model_config, "AutoModelForCausalLM", 0)
     if adapters.is_enabled(subject.config.adapter):
         adapters.add_adapter(model, subject.config.adapter, subject.config.model, 0)
         cast_frozen(model, frozen_dtype(accelerator, "auto", has_adapter=True))
+    model.set_attn_implementation(subject.skeleton.config._attn_implementation)
     sharded = sharding.shard_model(accelerator, model.train())
     optimizer = optim.build_optimizer(subject.config.optim, sharded.model)
 
@@ -56,7 +57,8 @@ def allocated(model_folder: str, arguments: list[str]) -> tuple[int, int]:
     for _ in range(2):
         take_step()
     moments = [value for state in optimizer.state.values() for value in state.values()]
-    at_rest = [local_tensor(t) for t in (*sharded.model.parameters(), *sharded.model.buffers(), *batch.values(), *moments)]
+    inputs = [value for value in batch.values() if isinstance(value, torch.Tensor)]
+    at_rest = [local_tensor(t) for t in (*sharded.model.parameters(), *sharded.model.buffers(), *inputs, *moments)]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in at_rest}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         take_step()

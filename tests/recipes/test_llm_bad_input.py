@@ -76,7 +76,6 @@ def test_lost_and_cut_chats_are_counted_and_reported_and_the_run_goes_on(finishe
     assert result.returncodes == [0, 0], result.stderr[-3000:]
     said = [
         "2 processes, each on the CPU (",
-        "WARNING: attention sdpa keeps packed rows apart by a dense mask, so it costs what full rows",
         f"skipped 1 of {num_read} rows of {file} with an empty assistant turn (row {NEXT})",
         f"skipped 1 of {num_read} rows of {file} with an empty chat (row {NEXT + 4})",
         f"WARNING: cut 3 of {num_used} training rows to data.max_length_tokens = 100: ",
@@ -87,4 +86,5 @@ def test_lost_and_cut_chats_are_counted_and_reported_and_the_run_goes_on(finishe
     ]
     lines = [*result.stdout.splitlines(), *result.stderr.splitlines()]
     assert [sum(line.startswith(sentence) for line in lines) for sentence in said] == [1] * len(said), result.stdout
+    assert "; attention: sdpa, and packed rows document by document (one causal sdpa each)" in result.stdout
     assert (here / "runs/run/checkpoints/step-00000002/manifest.json").is_file()

@@ -23,7 +23,8 @@ from toolkit.loss import IGNORED_LABEL
 if TYPE_CHECKING:
     from datasets import Dataset
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Any]
+"""Tensors by name, and `document_lengths`, a list of integers."""
 Row = dict[str, Any]
 
 
@@ -91,8 +92,8 @@ class CausalCollator:
 
     pad_token_id: int
     one_row: bool = False
-    """Concatenate all packs of a micro-batch into one row. With flash attention, transformers separates packed rows only in a
-    batch of one; they then cost no padding and no attention across rows."""
+    """Concatenate all packs of a micro-batch into one row, and say where its documents lie: for an attention that computes
+    document by document (`toolkit/models/attention.py`). They then cost no padding and no attention across documents."""
 
     def collate(self, packs: Sequence[Sequence[Row]], *, is_dummy: bool = False) -> Batch:
         """Inputs of `toolkit.loss.summed_loss`. The rows of a pack are concatenated into one row of the tensors.
@@ -105,9 +106,11 @@ class CausalCollator:
 
         Returns:
             `input_ids` BT; `position_ids` BT if a pack has several rows; `label_positions` N, the positions in the flattened
-            BT whose output predicts a label that counts; `labels` N. All int64 on the CPU.
+            BT whose output predicts a label that counts; `labels` N. All int64 on the CPU. With `one_row`, a batch of one row
+            also has `document_lengths`, a list, and `document_starts`, int32: the first token of each document, and T.
         """
-        if self.one_row and any(len(pack) > 1 for pack in packs):
+        is_packed = any(len(pack) > 1 for pack in packs)
+        if self.one_row and is_packed:
             packs = [[row for pack in packs for row in pack]]
         tokens = [np.concatenate([row["input_ids"] for row in pack]) for pack in packs]
         labels = [np.concatenate([row["labels"] for row in pack]) for pack in packs]
@@ -115,9 +118,13 @@ class CausalCollator:
         # The output at t predicts token t + 1. A row's first token has no label, so no row predicts its neighbour.
         next_labels_BT = _pad(labels, IGNORED_LABEL).roll(-1, dims=1)
         next_labels_BT[:, -1] = IGNORED_LABEL
-        batch = {"input_ids": input_ids_BT, **_counted_labels(next_labels_BT, is_dummy=is_dummy)}
-        if any(len(pack) > 1 for pack in packs):
-            batch["position_ids"] = _positions([[len(row["input_ids"]) for row in pack] for pack in packs], input_ids_BT.shape[1])
+        batch: Batch = {"input_ids": input_ids_BT, **_counted_labels(next_labels_BT, is_dummy=is_dummy)}
+        if is_packed:
+            lengths = [[len(row["input_ids"]) for row in pack] for pack in packs]
+            batch["position_ids"] = _positions(lengths, input_ids_BT.shape[1])
+        if self.one_row and len(packs) == 1:
+            batch["document_lengths"] = [len(row["input_ids"]) for row in packs[0]]
+            batch["document_starts"] = torch.from_numpy(np.cumsum([0, *batch["document_lengths"]], dtype=np.int32))
         return batch
 
     def model_inputs(self, rows: Sequence[Row]) -> Batch:
@@ -164,8 +171,10 @@ def labels_at_positions(batch: Batch) -> torch.Tensor:
 
 
 def move_to(device: torch.device, batch: Batch) -> Batch:
-    """The batch on `device`; the host does not wait where the batch is pinned."""
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+    """The batch with its tensors on `device`; the host does not wait where they are pinned."""
+    return {
+        name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value for name, value in batch.items()
+    }
 
 
 def load_micro_batches(

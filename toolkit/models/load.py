@@ -131,36 +131,6 @@ def other_shape(name_or_path: str, name: str, stored: tuple[int, ...], wanted: t
     )
 
 
-def uses_flash_attention(model: PreTrainedModel) -> bool:
-    """Whether packed rows must form one row of the tensors; see `CausalCollator`."""
-    return "flash" in (model.config._attn_implementation or "")
-
-
-def describe_attention(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, *, packing: bool) -> str:
-    """The attention that will run on this device, in words; `dtype` is that of the computation.
-
-    Source: `use_flash_attention` and `priority_order` in torch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
-    """
-    name = model.config._attn_implementation or "of its own"
-    if name != "sdpa" or device.type != "cuda":
-        return name
-    if packing or model.config.is_encoder_decoder:
-        why = "keeps packed rows apart" if packing else "has padding or position biases"
-        return f"sdpa with a dense mask, which {why}: no flash kernel, but the memory-efficient one or cuDNN's"
-    return "sdpa, the flash kernel or cuDNN's" if dtype == torch.bfloat16 else "sdpa in fp32: the memory-efficient kernel"
-
-
-def warn_of_full_rows(model: PreTrainedModel) -> str | None:
-    """The warning that attention costs full rows in packed ones; None where it costs what their texts cost."""
-    name = model.config._attn_implementation or "of its own"
-    if "flash" in name or "flex" in name:
-        return None
-    return (
-        f"attention {name} keeps packed rows apart by a dense mask, so it costs what full rows of data.max_length_tokens cost: "
-        "on a GPU set model.attn_implementation flash_attention_2, which costs what the texts cost, or set data.packing false"
-    )
-
-
 def num_token_embeddings(model: PreTrainedModel) -> int:
     """The largest vocabulary that fits the model: rows of the input embedding or of the output head, whichever are fewer.
 

@@ -1,19 +1,25 @@
 """Lets transformers make its attention masks without reading the device, for which the host would wait in every micro-batch.
 
 transformers leaves out a mask that masks nothing, and looks for packed rows; for both it reads tensors back. The collators know
-both: they hand over positions only where rows are packed, and a mask only where a row is padded.
+both: they hand over positions only where rows are packed, and a mask only where a row is padded. They also know where the
+documents of a packed row lie, which attention by document (`toolkit/models/documents.py`) takes in place of a mask, and flash
+attention in place of a search in every block.
 
-Shapes: `B` rows, `T` positions.
+Shapes: `B` rows, `T` positions, `N` documents.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from toolkit.models.documents import Documents
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,19 +28,29 @@ if TYPE_CHECKING:
 def install(model: PreTrainedModel) -> None:
     """Make `model(…)` on a collator's batch build its masks from what the batch holds, in place.
 
-    Calls with a mask for causal attention or with the encoder's outputs, as `generate` makes them, stay as they are. So do
-    models that are not from transformers.
+    `document_lengths` and `document_starts` of a batch go no further where the model's attention has no use for them. Calls with
+    a mask for causal attention or with the encoder's outputs, as `generate` makes them, stay as they are. So do models that are
+    not from transformers.
     """
     if not hasattr(model, "config"):
         return
     forward = model.forward
     of_generate = ("encoder_outputs", "decoder_attention_mask") if model.config.is_encoder_decoder else ("attention_mask",)
+    arguments = inspect.signature(model.base_model.forward).parameters.values()
+    hands_down = any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments)
+    is_flash = hands_down and "flash" in (model.config._attn_implementation or "")
 
     @functools.wraps(forward)  # generate inspects its signature
-    def forward_with_known_masks(*args: Any, **inputs: Any) -> Any:
+    def forward_with_known_masks(
+        *args: Any, document_lengths: list[int] | None = None, document_starts: torch.Tensor | None = None, **inputs: Any
+    ) -> Any:
         if any(inputs.get(name) is not None for name in of_generate):
             return forward(*args, **inputs)
-        with _known_masks(is_packed=inputs.get("position_ids") is not None):
+        documents = None
+        if document_lengths is not None and document_starts is not None:
+            documents = Documents(tuple(document_lengths), document_starts)
+            inputs |= _flash_arguments(documents) if is_flash else {}
+        with _known_masks(is_packed=inputs.get("position_ids") is not None, documents=documents):
             return forward(*args, **inputs)
 
     model.forward = forward_with_known_masks
@@ -45,14 +61,17 @@ def install(model: PreTrainedModel) -> None:
 
 
 @contextlib.contextmanager
-def _known_masks(*, is_packed: bool) -> Iterator[None]:
+def _known_masks(*, is_packed: bool, documents: Documents | None) -> Iterator[None]:
     """Replace the functions of transformers' masks that read; a version that lacks one keeps its reads.
 
-    The masks are those that transformers itself makes for padded or packed rows.
+    The masks are those that transformers itself makes for padded or packed rows. A mask function that keeps `documents` apart
+    and is otherwise causal, within a window or not, has them as its attribute; `documents.build_mask` looks for it.
     """
     from transformers import masking_utils
 
     ignore_causal = getattr(masking_utils, "_ignore_causal_mask_sdpa", None)
+    slide = getattr(masking_utils, "sliding_window_causal_mask_function", None)
+    keep_apart = getattr(masking_utils, "packed_sequence_compatibility_function", None)
 
     def find_packed(position_ids_BT: torch.Tensor) -> torch.Tensor | None:
         """Number of each token's packed row, BT; None where no row is packed."""
@@ -66,10 +85,24 @@ def _known_masks(*, is_packed: bool) -> Iterator[None]:
         """No token sees the padding, which comes last. BART's decoder makes a mask of ones where it gets none."""
         return ignore_causal is not None and ignore_causal(None, *sizes, **more)
 
-    known = {
+    def slide_within(window: int) -> Any:
+        mask_function: Any = slide(window)  # type: ignore[misc]  # replaces only what is there
+        mask_function.window = window
+        return mask_function
+
+    def keep_documents_apart(mask_function: Any, *positions: torch.Tensor) -> Any:
+        packed: Any = keep_apart(mask_function, *positions)  # type: ignore[misc]  # the same
+        window = getattr(mask_function, "window", None)
+        if documents is not None and (window is not None or mask_function is masking_utils.causal_mask_function):
+            packed.documents = dataclasses.replace(documents, window=window)
+        return packed
+
+    known: dict[str, Callable[..., Any]] = {
         "find_packed_sequence_indices": find_packed,
         "_ignore_bidirectional_mask_sdpa": can_ignore_bidirectional,
         "_ignore_causal_mask_sdpa": can_ignore_causal,
+        "sliding_window_causal_mask_function": slide_within,
+        "packed_sequence_compatibility_function": keep_documents_apart,
     }
     kept = {name: getattr(masking_utils, name) for name in known if hasattr(masking_utils, name)}
     for name in kept:
@@ -79,6 +112,12 @@ def _known_masks(*, is_packed: bool) -> Iterator[None]:
     finally:
         for name, function in kept.items():
             setattr(masking_utils, name, function)
+
+
+def _flash_arguments(documents: Documents) -> dict[str, Any]:
+    """transformers' `FlashAttentionKwargs`, which models hand down to flash attention."""
+    starts_N1, longest = documents.starts_N1, max(documents.lengths)
+    return {"cu_seq_lens_q": starts_N1, "cu_seq_lens_k": starts_N1, "max_length_q": longest, "max_length_k": longest}
 
 
 def _no_warning(*_: Any) -> None:

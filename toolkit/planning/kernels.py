@@ -13,18 +13,26 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
+from toolkit.models import documents
+
 MASK_MULTIPLE = 16
 """The memory-efficient kernel pads an attention bias to a multiple of this many columns."""
 
 
 @contextlib.contextmanager
 def kernels_of_cuda() -> Iterator[None]:
-    """Context in which `torch.nn.functional` uses the stand-ins."""
+    """Context in which `torch.nn.functional` and attention by document use the stand-ins."""
     with (
+        mock.patch.object(documents, "attend_by_document", _varlen_attention),
         mock.patch.object(F, "scaled_dot_product_attention", _fused_attention),
         mock.patch.object(F, "dropout", _fused_dropout),
     ):
         yield
+
+
+def _varlen_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    """The varlen kernel keeps the same as the others, and no mask."""
+    return _fused_attention(query, key, value).transpose(1, 2)
 
 
 def _fused_attention(

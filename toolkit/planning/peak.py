@@ -60,7 +60,10 @@ def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, 
         if num_micro_batches(subject.config, strategy, rows) > 1:
             for parameter in sharded.model.parameters():
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        fake_batch = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in batch.items()}
+        fake_batch = {
+            name: torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+            for name, value in batch.items()
+        }
         stacks = find_stacks(sharded.plain)
         trace = trace_micro_batch(sharded.model, stacks, fake_batch, loss, vocab_size, off_device, strategy.is_cpu)
         num_trainable = sum(local_tensor(p).numel() for p in sharded.model.parameters() if p.requires_grad)

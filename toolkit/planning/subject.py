@@ -7,13 +7,13 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from toolkit.config.load import RecipeConfig, load_config
 from toolkit.config.schema import LLMConfig, SummarizationConfig
 from toolkit.data.batch_plan import check_global_batch_size
-from toolkit.data.collate import CausalCollator, SummarizationCollator
+from toolkit.data.collate import Batch, CausalCollator, SummarizationCollator
+from toolkit.models.attention import attends_by_document, choose_packed_attention
 from toolkit.models.config import (
     AutoClass,
     check_causal_positions,
@@ -79,12 +79,15 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
         add_adapter(skeleton, config.adapter, config.model, config.train.seed)
     else:
         freeze(skeleton, config.model.freeze)
+    if isinstance(config, LLMConfig) and config.data.packing and not is_flash:
+        device_type = "cpu" if strategy.is_cpu else "cuda"
+        choose_packed_attention(skeleton, config.model.attn_implementation, device_type, strategy.compute_dtype)
     dtype = planned_frozen_dtype(strategy, config.model.frozen_dtype, has_adapter=is_enabled(config.adapter))
     cast_frozen(skeleton, dtype)
     return Subject(config=config, model_config=model_config, skeleton=skeleton.train(), is_flash=is_flash)
 
 
-def build_batch(subject: Subject, rows: int) -> dict[str, torch.Tensor]:
+def build_batch(subject: Subject, rows: int) -> Batch:
     """A micro-batch of the longest rows from the run's collator; every token is a label. Of several sources one is padded."""
     lengths = row_tokens(subject.config)
     if "source" in lengths:
@@ -93,12 +96,12 @@ def build_batch(subject: Subject, rows: int) -> dict[str, torch.Tensor]:
         batch_rows = [{"input_ids": [tokens[0] + 1] * length, "labels": [0] * lengths["target"]} for length in sources]
         return SummarizationCollator(*tokens).collate([[row] for row in batch_rows])
     assert isinstance(subject.config, LLMConfig)
-    # Two texts per pack: except with flash attention, a T x T mask keeps them apart.
+    # Two texts per pack: except with flash attention, a T x T mask or attention by document keeps them apart.
     is_masked = subject.config.data.packing and not subject.is_flash and lengths["row"] > 1
     first = lengths["row"] // 2 if is_masked else lengths["row"]
     texts = [first, lengths["row"] - first] if is_masked else [first]
     pack = [{"input_ids": [0] * length, "labels": [-100] + [0] * (length - 1)} for length in texts]
-    return CausalCollator(pad_token_id=0).collate([pack] * rows)
+    return CausalCollator(pad_token_id=0, one_row=attends_by_document(subject.skeleton)).collate([pack] * rows)
 
 
 def num_micro_batches(config: RecipeConfig, strategy: Strategy, rows: int) -> int:

@@ -96,7 +96,7 @@ def fake_copy(model: nn.Module) -> nn.Module:
 def trace_micro_batch(
     model: nn.Module,
     stacks: list[list[nn.Module]],
-    batch: dict[str, torch.Tensor],
+    batch: dict[str, Any],
     loss: Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor],
     vocab_size: int,
     off_device: frozenset[str] = frozenset(),
@@ -119,8 +119,9 @@ def trace_micro_batch(
             tracker.tag(_local(parameter.grad), GRADIENTS)
         if parameter.requires_grad and not isinstance(parameter, DTensor):
             parameter.register_post_accumulate_grad_hook(lambda p: tracker.tag(p.grad, GRADIENTS))
-    for tensor in (*model.buffers(), *batch.values()):
-        tracker.tag(tensor, INPUTS)
+    for value in (*model.buffers(), *batch.values()):
+        if isinstance(value, torch.Tensor):
+            tracker.tag(value, INPUTS)
     # A phase ends at the second and at the last block of each stack.
     for block in {id(block): block for stack in stacks for block in (stack[min(1, len(stack) - 1)], stack[-1])}.values():
         block.register_forward_pre_hook(functools.partial(_end_phases, tracker), with_kwargs=True)

@@ -15,8 +15,9 @@ from toolkit.distributed.comm import rank, world_size
 from toolkit.distributed.watchdog import working
 from toolkit.evaluation.rows import EvaluationRows, choose_rows, name_sources
 from toolkit.launch.accelerator import bound_primitive_cache
+from toolkit.models.attention import attends_by_document
 from toolkit.models.config import check_causal_positions, check_positions, special_tokens
-from toolkit.models.load import num_token_embeddings, uses_flash_attention
+from toolkit.models.load import num_token_embeddings
 from toolkit.training.goal import check_metric_on_rows
 from toolkit.training.setup import RunContext
 
@@ -48,7 +49,7 @@ def prepare_data(
     evaluation = EvaluationRows(
         choose_rows(rows.evaluation, config.eval.num_rows),
         rows.tokenizer,
-        collator or CausalCollator(rows.tokenizer.pad_token_id, one_row=uses_flash_attention(skeleton)),
+        collator or CausalCollator(rows.tokenizer.pad_token_id, one_row=attends_by_document(skeleton)),
         rows.stop_token_ids,
         name_sources(config.data) if isinstance(config, LLMConfig) else (),
         context.metrics,

@@ -20,6 +20,7 @@ from toolkit.distributed.watchdog import working
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.launch.accelerator import compute_dtype, fsdp_version
 from toolkit.models import load, load_sharded
+from toolkit.models.attention import attends_by_document, choose_packed_attention, describe_attention, warn_of_full_rows
 from toolkit.models.config import AutoClass, hash_model_config, load_model_config
 from toolkit.models.freeze import cast_frozen, freeze, freeze_as, hash_frozen
 from toolkit.models.load_sharded import complete_sources, open_weights
@@ -54,7 +55,7 @@ def build_skeleton(config: RecipeConfig, accelerator: Accelerator) -> tuple[Pret
     skeleton = on_all_ranks(lambda: load.build_skeleton(config.model, model_config, auto_class))
     on_all_ranks(lambda: _adapt(skeleton, config))
     on_all_ranks(lambda: check_wrap(accelerator, skeleton))
-    _explain_device(accelerator, skeleton, packing=isinstance(config, LLMConfig) and config.data.packing)
+    _choose_attention(config, accelerator, skeleton)
     return model_config, skeleton
 
 
@@ -123,6 +124,8 @@ def load_model(
             load_into(model, context.init_from)
     # Adapter, freezing and dtypes.
     on_all_ranks(lambda: _adapt(model, config))
+    if attends_by_document(skeleton):
+        model.set_attn_implementation(skeleton.config._attn_implementation)
     freeze_as(model, skeleton)
     cast_frozen(model, context.frozen_dtype)
     if opened is None:
@@ -139,16 +142,22 @@ def identity_of(
     return Identity(context.settings, hash_model_config(model_config.to_diff_dict()), rows.fingerprint, frozen_hashes)
 
 
-def _explain_device(accelerator: Accelerator, skeleton: PreTrainedModel, *, packing: bool) -> None:
-    """Log a line on the processes' devices and the attention that will run there. Collective."""
-    device = accelerator.device
-    attention = load.describe_attention(skeleton, device, compute_dtype(accelerator), packing=packing)
+def _choose_attention(config: RecipeConfig, accelerator: Accelerator, skeleton: PreTrainedModel) -> None:
+    """Choose the attention of packed rows, and log a line on it and on the processes' devices. Collective."""
+    device, dtype = accelerator.device, compute_dtype(accelerator)
+    packing = isinstance(config, LLMConfig) and config.data.packing
+    why_dense = ""
+    if packing:
+        is_one_graph = bool(accelerator.state.dynamo_plugin.fullgraph)
+        named = config.model.attn_implementation
+        why_dense = choose_packed_attention(skeleton, named, device.type, dtype, is_one_graph=is_one_graph)
+    attention = describe_attention(skeleton, device, dtype, packing=packing)
     logger.info(f"{describe_device(device)}; attention: {attention}")
     if holds_all_logits(skeleton):
         logger.info(
             f"the loss takes all logits of a micro-batch at once: {skeleton.config.model_type} does not compute them by chunks"
         )
-    if packing and (warning := load.warn_of_full_rows(skeleton)):
+    if packing and (warning := warn_of_full_rows(skeleton, why_dense)):
         logger.warning(warning)
 
 

@@ -20,7 +20,7 @@ from toolkit.errors import UserError
 from toolkit.loss import summed_loss
 from toolkit.models import load as models
 from toolkit.models.shard_reader import PIECE_BYTES
-from toolkit.parallel import chunked_loss
+from toolkit.parallel import chunked_loss, masks
 from toolkit.planning.peak import OPTIMIZER, estimate_peak, trace_rank
 from toolkit.planning.plan import Plan, _notes, build_plan
 from toolkit.planning.report import plan_as_dict, plan_as_text
@@ -31,6 +31,7 @@ from toolkit.planning.trace import (
     GRADIENTS,
     LOGITS,
     SHARDED_PARAMETERS,
+    TEMPORARIES,
     UNSHARDED,
     UNSHARDED_GRADIENTS,
     Trace,
@@ -183,8 +184,11 @@ def test_doubling_the_sequence_doubles_activations_and_logits_alone() -> None:
     assert (long.gathered_bytes, long.reduced_bytes) == (short.gathered_bytes, short.reduced_bytes)
 
 
-def test_packed_rows_keep_a_mask_in_every_block_but_with_flash_and_flex_attention() -> None:
-    unpacked, packed = (trace(LLAMA, FSDP2, arguments) for arguments in (UNPACKED, UNPACKED[:1]))
+def test_packed_rows_keep_a_mask_in_every_block_where_they_are_not_attended_to_by_document() -> None:
+    dense = (*UNPACKED[:1], "--model.attn_implementation=sdpa")
+    unpacked, packed, by_document = (trace(LLAMA, FSDP2, arguments) for arguments in (UNPACKED, dense, UNPACKED[:1]))
+    for kind in (ACTIVATIONS, TEMPORARIES):
+        assert highest(by_document, kind) == pytest.approx(highest(unpacked, kind), rel=0.001)
     masks = LAYERS * TOKENS * TOKENS * 2
     # And the one of booleans that they are made from.
     assert highest(packed, ACTIVATIONS) - highest(unpacked, ACTIVATIONS) == pytest.approx(masks, abs=TOKENS * TOKENS)
@@ -302,17 +306,20 @@ def test_few_blocks_tell_of_many(settings: dict, kind: str) -> None:
         (LLAMA, "sdpa", torch.bfloat16, True, 0.0),
         (LLAMA, "sdpa", torch.bfloat16, False, 0.0),  # fused kernels of the CPU keep what CUDA's do
         (LLAMA, "sdpa", torch.bfloat16, True, 0.1),  # which is planned as if there was none
+        (LLAMA, "documents", torch.bfloat16, True, 0.0),
         (T5, "sdpa", torch.bfloat16, True, 0.0),
     ],
-    ids=["sdpa-cpu", "sdpa-cuda", "smoothed", "t5"],
+    ids=["sdpa-cpu", "sdpa-cuda", "smoothed", "packed", "t5"],
 )
 def test_the_trace_is_what_a_real_micro_batch_allocates(
     settings: dict, attention: str, dtype: torch.dtype, is_cpu: bool, smoothing: float, request: pytest.FixtureRequest
 ) -> None:
     strategy = dataclasses.replace(CPU, compute_dtype=dtype, is_cpu=is_cpu)
-    own = (f"--model.attn_implementation={attention}", "--model.from_scratch=true")
+    is_packed = attention == "documents"
+    own = () if is_packed else (f"--model.attn_implementation={attention}",)
     lengths = ("--data.max_source_length_tokens=96", "--data.max_target_length_tokens=32")
-    arguments = (*own, *(UNPACKED if settings is LLAMA else lengths))
+    rows = UNPACKED[: 1 if is_packed else 2] if settings is LLAMA else lengths
+    arguments = ("--model.from_scratch=true", *own, *rows)
     traced = trace(settings, strategy, arguments, rows=2)
     subject = _subject(model_folder(settings), strategy, arguments)
     auto_class = "AutoModelForCausalLM" if settings is LLAMA else "AutoModelForSeq2SeqLM"
@@ -320,9 +327,13 @@ def test_the_trace_is_what_a_real_micro_batch_allocates(
     torch.set_num_threads(1)
     request.addfinalizer(lambda: torch.set_num_threads(threads))
     model = models.load_model(subject.config.model, subject.model_config, auto_class, seed=0).train()
+    model.set_attn_implementation(attention)
     chunked_loss.install(model)
+    masks.install(model)
     batch = build_batch(subject, rows=2)
-    at_start = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *batch.values()))
+    assert ("document_lengths" in batch) == is_packed
+    tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
+    at_start = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *tensors))
     expected = at_start + _allocated_peak(model, batch, dtype, smoothing)
     assert sum(traced.peak.values()) - traced.peak[OPTIMIZER] == pytest.approx(expected, rel=0.002)
 

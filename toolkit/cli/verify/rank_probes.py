@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from toolkit.cli.verify import PROBED_STEPS
+from toolkit.data.collate import move_to
 from toolkit.distributed.rng import random_state_kept
 from toolkit.loss import summed_loss
 from toolkit.training import loop
@@ -52,7 +53,7 @@ def _loss(run: Run, *, dropout: bool = True) -> float:
     batch = run.evaluation.collator.collate([[run.train_rows[0]]])
     with random_state_kept(), torch.no_grad():
         model.train(dropout)
-        loss_sum, _ = summed_loss(model, {name: t.to(run.sharded.accelerator.device) for name, t in batch.items()})
+        loss_sum, _ = summed_loss(model, move_to(run.sharded.accelerator.device, batch))
         model.train()
     return loss_sum.item()
 

@@ -1,0 +1,181 @@
+"""Attention by document equals attention under transformers' dense mask, without making one; documents cannot see each other."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import varlen
+
+from tests.support.model_folders import CAUSAL_FAMILIES
+from tests.unit.parallel.test_chunked_loss import build_model, build_rows
+from toolkit.data.collate import CausalCollator, move_to
+from toolkit.loss import summed_loss
+from toolkit.models import documents
+from toolkit.parallel import chunked_loss, masks
+
+LENGTHS = (5, 9, 14, 3, 20, 1)
+"""The windows of the families are 8 tokens."""
+BY_DOCUMENT = [family for family in CAUSAL_FAMILIES if family != "gemma2"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def build(family: str, attention: str = documents.BY_DOCUMENT) -> Any:
+    documents.register()
+    model = build_model(family)
+    model.set_attn_implementation(attention)
+    chunked_loss.install(model)
+    masks.install(model)
+    return model
+
+
+def take_loss_and_gradients(model: Any, packs: list[list[Any]]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    is_one_row = model.config._attn_implementation != "sdpa"
+    loss, _ = summed_loss(model, CausalCollator(0, one_row=is_one_row).collate(packs))
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kernel", ["sdpa a document", "varlen"])
+@pytest.mark.parametrize("family", BY_DOCUMENT)
+def test_loss_and_gradients_are_those_of_a_dense_mask(family: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import masking_utils
+
+    rows = build_rows(LENGTHS)
+    packs = [rows[:3], rows[3:]]
+    expected_loss, expected = take_loss_and_gradients(build(family, "sdpa"), packs)
+    if kernel == "varlen":
+        monkeypatch.setattr(documents, "_sdpa_a_document", lambda module, *args: documents._varlen(*args[:4], args[5]))
+        monkeypatch.setattr(varlen, "varlen_attn", plain_varlen_attn)
+    with patch.object(masking_utils, "sdpa_mask") as dense_mask:
+        loss, gradients = take_loss_and_gradients(build(family), packs)
+    dense_mask.assert_not_called()
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm().clamp(min=1e-3), name
+
+
+@pytest.mark.parametrize("family", BY_DOCUMENT)
+def test_a_changed_document_changes_no_bit_of_the_others(family: str) -> None:
+    rows, others = build_rows(LENGTHS), build_rows(LENGTHS, seed=1)
+    changed = [rows[0], others[1], *rows[2:]]
+    for row in (rows[1], others[1]):
+        row["labels"] = [-100] * len(row["labels"])
+    model = build(family)
+    # A gradient sums over tokens: those of the changed document, which has no label, add zeros.
+    (loss, gradients), (loss_beside, gradients_beside) = (take_loss_and_gradients(model, [pack]) for pack in (rows, changed))
+    assert rows[1]["input_ids"] != changed[1]["input_ids"]
+    assert torch.equal(loss, loss_beside)
+    assert all(torch.equal(gradient, gradients_beside[name]) for name, gradient in gradients.items())
+
+
+def test_a_mask_of_another_kind_stays_dense() -> None:
+    """Tokens that see later ones (those of an image, in Gemma 3) are not the causal documents that a kernel computes."""
+    from transformers import masking_utils
+
+    model = build("llama")
+    lengths, starts = (2, 3), torch.tensor([0, 2, 5], dtype=torch.int32)
+    embeds_1TD, positions_1T = torch.zeros(1, 5, 32), torch.tensor([[0, 1, 0, 1, 2]])
+
+    def build_mask(**options: Any) -> Any:
+        with masks._known_masks(is_packed=True, documents=documents.Documents(lengths, starts)):
+            return masking_utils.create_causal_mask(model.config, embeds_1TD, None, None, positions_1T, **options)
+
+    assert isinstance(build_mask(), documents.Documents)
+    for options in ({"block_sequence_ids": torch.tensor([[0, 0, 1, 1, 1]])}, {"or_mask_function": lambda *at: at[3] >= 0}):
+        mask = build_mask(**options)
+        assert isinstance(mask, torch.Tensor) and mask.shape == (1, 1, 5, 5)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_the_installed_varlen_kernel_takes_our_call(window: int | None) -> None:
+    """On fake tensors torch's own operators check arguments and shapes, forward and backward."""
+    with FakeTensorMode():
+        query, key, value = (torch.empty(1, heads, 20, 8, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
+        located = documents.Documents((5, 9, 6), torch.empty(4, dtype=torch.int32), window)
+        output = documents._varlen(query, key, value, located, 0.5)
+        assert output.shape == (1, 20, 4, 8)
+        output.sum().backward()
+        assert all(tensor.grad is not None and tensor.grad.shape == tensor.shape for tensor in (query, key, value))
+    assert inspect.signature(plain_varlen_attn, eval_str=True) == inspect.signature(varlen.varlen_attn, eval_str=True)
+
+
+@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
+def test_flash_attention_gets_the_documents_and_searches_for_none(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without these four arguments it looks for packed rows in every block, which reads the device."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    seen = []
+
+    def flash(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+        assert mask is None
+        names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+        seen.append([options[name].tolist() if isinstance(options[name], torch.Tensor) else options[name] for name in names])
+        return sdpa_attention_forward(module, query, key, value, mask)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "flash_attention_2", flash)
+    model, rows = build_model(family), build_rows()
+    model.config._attn_implementation = "flash_attention_2"  # its setter does not look for the package
+    chunked_loss.install(model)
+    masks.install(model)
+    for packs, starts in (([rows[:3], rows[3:]], [0, 5, 14, 28, 31]), ([[rows[2]]], [0, 14])):
+        seen.clear()
+        summed_loss(model, CausalCollator(0, one_row=True).collate(packs))
+        assert seen == [[starts, starts, 14, 14]] * 2, json.dumps(seen)
+
+
+def test_lengths_stay_on_the_host() -> None:
+    batch = move_to(torch.device("meta"), CausalCollator(0, one_row=True).collate([build_rows()]))
+    assert batch["document_lengths"] == [5, 9, 14, 3]
+    assert batch["document_starts"].device.type == "meta"
+
+
+def plain_varlen_attn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: varlen.AuxRequest | None = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_splits: int | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Stands in for torch's: scores, mask and softmax in plain torch, for each document, as its docstring describes them."""
+    assert cu_seq_k is cu_seq_q and max_k == max_q and cu_seq_q.dtype == torch.int32
+    assert (return_aux, seqused_k, block_table, num_splits) == (None, None, None, None)
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
+    starts = cu_seq_q.tolist()
+    assert max_q == max(end - start for start, end in zip(starts, starts[1:], strict=False))
+    before, after = window_size
+    outputs = []
+    for start, end in zip(starts, starts[1:], strict=False):
+        q_HLD, k_HLD, v_HLD = (tensor[start:end].transpose(0, 1) for tensor in (query, key, value))
+        scores_HLL = q_HLD @ k_HLD.transpose(1, 2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        distance_LL = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        is_seen_LL = ((before < 0) | (distance_LL <= before)) & ((after < 0) | (-distance_LL <= after))
+        outputs.append((scores_HLL.masked_fill(~is_seen_LL, -torch.inf).softmax(-1) @ v_HLD).transpose(0, 1))
+    return torch.cat(outputs)

@@ -1,0 +1,136 @@
+"""Attention of packed rows, document by document: no token attends across documents, and no mask over all tokens is made.
+
+Registered with transformers as the attention `documents`. A mask function of transformers then returns `Documents` in place of
+a mask (`toolkit/parallel/masks.py` notes them), which reaches `attend` as every mask does, in a recomputation too. Masks of any
+other kind, and calls without packed rows, are those of sdpa.
+
+Shapes: `T` tokens of all documents in one row, `H` heads of queries, `K` of keys and values, `D` head size, `N` documents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+BY_DOCUMENT = "documents"
+"""Name of the attention in a model's config."""
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where documents lie in a row. Each token attends to itself and the tokens before it in its document."""
+
+    lengths: tuple[int, ...]
+    """In tokens, in order; they add up to T."""
+    starts_N1: torch.Tensor
+    """The first token of each document, and T; int32 on the device."""
+    window: int | None = None
+    """Most tokens that a token attends to, itself included; None: all."""
+
+
+def register() -> None:
+    """Make the attention known to transformers in this process."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(BY_DOCUMENT, attend)
+    AttentionMaskInterface.register(BY_DOCUMENT, build_mask)
+
+
+def build_mask(**options: Any) -> Documents | torch.Tensor | None:
+    """What `attend` gets as its mask: the documents that the mask function stands for, else sdpa's mask, with all its costs."""
+    from transformers import masking_utils
+
+    documents: Documents | None = getattr(options.get("mask_function"), "documents", None)
+    return documents or masking_utils.sdpa_mask(**options)
+
+
+def attend(
+    module: torch.nn.Module,
+    query_1HTD: torch.Tensor,
+    key_1KTD: torch.Tensor,
+    value_1KTD: torch.Tensor,
+    attention_mask: Documents | torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as transformers calls it; without documents it is sdpa's.
+
+    Returns:
+        The output (1, T, H, D), and None in place of the weights.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if not isinstance(attention_mask, Documents):
+        return sdpa_attention_forward(module, query_1HTD, key_1KTD, value_1KTD, attention_mask, **options)
+    unknown = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
+    assert not unknown, f"attention by document has no {unknown[0]}"
+    dropout, scaling = options.get("dropout", 0.0), options.get("scaling")
+    return attend_by_document(module, query_1HTD, key_1KTD, value_1KTD, attention_mask, dropout, scaling), None
+
+
+@torch.compiler.disable  # lengths differ in every batch: compiled blocks would compile again for each
+def attend_by_document(
+    module: torch.nn.Module,
+    query_1HTD: torch.Tensor,
+    key_1KTD: torch.Tensor,
+    value_1KTD: torch.Tensor,
+    documents: Documents,
+    dropout: float,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Causal attention within each document, (1, T, H, D): torch's varlen kernel on CUDA, else one causal sdpa a document."""
+    assert query_1HTD.shape[0] == 1 and query_1HTD.shape[2] == sum(documents.lengths)
+    if query_1HTD.is_cuda and not dropout:
+        return _varlen(query_1HTD, key_1KTD, value_1KTD, documents, scaling)
+    return _sdpa_a_document(module, query_1HTD, key_1KTD, value_1KTD, documents, dropout, scaling)
+
+
+def _sdpa_a_document(
+    module: torch.nn.Module,
+    query_1HTD: torch.Tensor,
+    key_1KTD: torch.Tensor,
+    value_1KTD: torch.Tensor,
+    documents: Documents,
+    dropout: float,
+    scaling: float | None,
+) -> torch.Tensor:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    # `split`, because the backward of slices would add up one full-size gradient a document.
+    parts = zip(*(tensor.split(documents.lengths, dim=2) for tensor in (query_1HTD, key_1KTD, value_1KTD)), strict=True)
+    outputs = []
+    for length, (query, key, value) in zip(documents.lengths, parts, strict=True):
+        mask = None
+        if documents.window is not None and length > documents.window:
+            mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=query.device).tril().triu(1 - documents.window)
+        output, _ = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=True)
+        outputs.append(output)
+    return torch.cat(outputs, dim=1)
+
+
+def _varlen(
+    query_1HTD: torch.Tensor, key_1KTD: torch.Tensor, value_1KTD: torch.Tensor, documents: Documents, scaling: float | None
+) -> torch.Tensor:
+    from torch.nn.attention import varlen
+
+    tensors = [tensor[0].transpose(0, 1) for tensor in (query_1HTD, key_1KTD, value_1KTD)]
+    if torch.is_autocast_enabled(query_1HTD.device.type):  # it casts for sdpa, but not for this kernel
+        tensors = [tensor.to(torch.get_autocast_dtype(query_1HTD.device.type)) for tensor in tensors]
+    query_THD, key_TKD, value_TKD = tensors
+    longest = max(documents.lengths)
+    # The kernel's window is the number of tokens before a token; -1 is all of them.
+    before = -1 if documents.window is None or documents.window >= longest else documents.window - 1
+    output_THD: Any = varlen.varlen_attn(
+        query_THD,
+        key_TKD,
+        value_TKD,
+        documents.starts_N1,
+        documents.starts_N1,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(before, 0),
+        enable_gqa=query_THD.shape[1] != key_TKD.shape[1],
+    )
+    return output_THD[None]
