@@ -165,7 +165,7 @@ def own_label_shift(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] 
 
 def labels_at_positions(batch: Batch) -> torch.Tensor:
     """The labels of a collator's output BT int64, where the loss takes them; `IGNORED_LABEL` where none counts."""
-    tokens_BT = batch.get("decoder_input_ids", batch["input_ids"])
+    tokens_BT: torch.Tensor = batch["decoder_input_ids"] if "decoder_input_ids" in batch else batch["input_ids"]
     flat = torch.full_like(tokens_BT, IGNORED_LABEL).flatten()
     return flat.index_copy(0, batch["label_positions"], batch["labels"]).view_as(tokens_BT)
 
