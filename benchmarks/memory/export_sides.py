@@ -32,7 +32,8 @@ from toolkit.config.schema import LLMConfig, ModelConfig  # noqa: E402
 from toolkit.data.collate import CausalCollator  # noqa: E402
 from toolkit.distributed.comm import barrier, rank  # noqa: E402
 from toolkit.evaluation.rows import EvaluationRows  # noqa: E402
-from toolkit.export.write import export_model  # noqa: E402
+from toolkit.export.card import Origin  # noqa: E402
+from toolkit.export.write import export_model, run_places  # noqa: E402
 from toolkit.launch.accelerator import build_accelerator  # noqa: E402
 from toolkit.models.shard_reader import Source  # noqa: E402
 from toolkit.parallel.wrap import shard_model  # noqa: E402
@@ -83,7 +84,7 @@ def main() -> None:
     watcher = threading.Thread(target=watch)
     before_gib = {"anonymous": memory_gib("RssAnon"), "resident": memory_gib("VmRSS")}
     watcher.start()
-    export_model(config, sharded, data, folder)
+    export_model(config, sharded, data, Origin(), run_places(config, folder))
     ended.set()
     watcher.join()
     figures |= {f"{kind}_gib": peak[kind] - before_gib[kind] for kind in peak}

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 from benchmarks.measuring import memory_gib
@@ -45,7 +44,7 @@ def main() -> None:
     before, started = read_memory(), time.monotonic()
     with sampled_peak() as peak, whole if way == "whole" else contextlib.nullcontext():
         model, sources = load_model(config, context, model_config, skeleton)
-        identity_of(context, model_config, SimpleNamespace(fingerprint=""), model, sources)
+        identity_of(context, model_config, "", model, sources)
         sharded = shard_model(accelerator, model, sources)
     seconds = time.monotonic() - started
     gc.collect()

@@ -108,7 +108,8 @@ def train_family(family: str, accelerator: Any, folder: Path) -> tuple[float, fl
     from toolkit.data.tokens.seq2seq import tokenize
     from toolkit.evaluation.loop import evaluate
     from toolkit.evaluation.rows import EvaluationRows
-    from toolkit.export.write import export_model
+    from toolkit.export.card import Origin
+    from toolkit.export.write import export_model, run_places
     from toolkit.loss import share_of_global_mean, summed_loss
     from toolkit.models.freeze import freeze
     from toolkit.parallel.wrap import shard_model
@@ -146,7 +147,7 @@ def train_family(family: str, accelerator: Any, folder: Path) -> tuple[float, fl
         optimizer.step()
         optimizer.zero_grad()
     after = evaluate(config.eval, sharded, data, folder / "predictions.jsonl", lambda: None)
-    export_model(config, sharded, data, folder)
+    export_model(config, sharded, data, Origin(), run_places(config, folder))
     return before["loss"], after["loss"], len((folder / "predictions.jsonl").read_text().splitlines())
 
 

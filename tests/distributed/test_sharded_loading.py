@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -191,7 +190,7 @@ def load(accelerator: Any, folders: dict[str, Path], name: str, flags: dict[str,
     printed: list[str] = []
     with patch.object(stages.logger, "info", printed.append):
         model, sources = stages.load_model(config, context, model_config, skeleton)
-    identity = stages.identity_of(context, model_config, SimpleNamespace(fingerprint=""), model, sources)
+    identity = stages.identity_of(context, model_config, "", model, sources)
     assert sources is None or all(parameter.is_meta for parameter in model.parameters())
     reads: list[int] = []
     sharded = sharding.shard_model(accelerator, model, sources and counted(sources, reads))

@@ -129,10 +129,11 @@ def best_saved_value(run_folder: Path, goal: Goal, step: int) -> float | None:
     return ranked[0].value if ranked and ranked[0].is_comparable else None
 
 
-def best_of_run(run_folder: Path, goal: Goal) -> tuple[Path | None, str]:
+def best_of_run(run_folder: Path, goal: Goal, setting: str = "export.weights") -> tuple[Path | None, str]:
     """The best checkpoint that rank 0 finds, checked by hash, and a sentence on the choice. Collective.
 
-    The checkpoint is None if all of them have been removed: then only the weights in memory are left.
+    The checkpoint is None if all of them have been removed: then only the weights in memory are left. `setting` asked for it, for
+    errors.
 
     Raises:
         UserError: no kept checkpoint has that metric, or the best one is damaged; on every rank.
@@ -145,14 +146,12 @@ def best_of_run(run_folder: Path, goal: Goal) -> tuple[Path | None, str]:
             return None, f"{run_folder} has no checkpoint any more to take the best from: exporting the last weights"
         ranked = rank_checkpoints(run_folder, goal)
         if not ranked:
-            raise UserError(
-                f"export.weights is best, but no checkpoint in {run_folder} has {goal.metric}, or only NaN: take last"
-            )
+            raise UserError(f"{setting} is best, but no checkpoint in {run_folder} has {goal.metric}, or only NaN: take last")
         best = ranked[0]
         try:
             check_files(best.folder, read_manifest(best.folder))
         except ValueError as error:
-            raise UserError(f"export.weights is best, but {error}: set it to last") from None
+            raise UserError(f"{setting} is best, but {error}: set it to last") from None
         return best.folder, _describe_choice(best, ranked, goal.metric)
 
     return on_rank_0(find)

@@ -3,6 +3,8 @@
 check FILE.yaml           check an accelerate YAML strictly
 checkpoints RUN_FOLDER    list a run's checkpoints and check that each is complete; exits 1 if one is not
 compare --presets A,B -- RECIPE …  run a recipe under several presets: time, memory, loss, saving; exits 1 if one fails
+export RUN_FOLDER         write any checkpoint of a run as a Hugging Face folder
+generate MODEL_OR_RUN …   write summaries or answers with a trained model
 plan --model M …          predict the memory that each rank of a run needs, and whether it fits; exits 1 if it does not
 presets [--write] FOLDER  check or write the tables of presets in the folder's README.md
 results RUN_FOLDER...     print one table of several runs' results, with planned and measured memory
@@ -35,7 +37,17 @@ def main() -> None:
     """Read the command line and run the command. Each command is a function below that returns whether it succeeded."""
     parser = argparse.ArgumentParser(prog="python -m toolkit", description="Commands beside a training run.")
     jobs = parser.add_subparsers(dest="job", required=True)
-    for add in (_add_check, _add_checkpoints, _add_compare, _add_generate, _add_plan, _add_presets, _add_results, _add_verify):
+    for add in (
+        _add_check,
+        _add_checkpoints,
+        _add_compare,
+        _add_export,
+        _add_generate,
+        _add_plan,
+        _add_presets,
+        _add_results,
+        _add_verify,
+    ):
         add(jobs)
     own, recipe = _split_at_recipe(sys.argv[1:])
     arguments, run_flags = parser.parse_known_args(own)
@@ -117,6 +129,25 @@ def _compare(arguments: Namespace, recipe: list[str]) -> bool:
     )
     presets = [preset for preset in arguments.presets.split(",") if preset]
     return compare(presets, conditions, arguments.output or Path("runs", f"compare-{time.strftime('%Y%m%d-%H%M%S')}"))
+
+
+def _add_export(jobs: Any) -> None:
+    export = jobs.add_parser(
+        "export", allow_abbrev=False, help="write a checkpoint as a Hugging Face folder; also under accelerate launch -m"
+    )
+    export.add_argument("run_folder", type=Path, metavar="RUN_FOLDER", help="a run's folder, as in runs/t5_docstrings")
+    export.add_argument("--checkpoint", metavar="STEP|best|last", help="which one (default: as the run's export.weights)")
+    export.add_argument("--merge", action="store_true", help="the model with the adapter merged into it, not the adapter")
+    export.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the files (default: as it was trained)")
+    export.add_argument("--to", type=Path, metavar="FOLDER", help="a new folder (default: export-STEP in the run's)")
+    export.set_defaults(do=_export)
+
+
+def _export(arguments: Namespace, _: list[str]) -> bool:
+    from toolkit.cli.export import Options, export  # torch takes seconds to import
+
+    export(Options(**{name: value for name, value in vars(arguments).items() if name not in ("job", "do")}))
+    return True
 
 
 def _add_generate(jobs: Any) -> None:

@@ -86,6 +86,16 @@ def write_paths(config: Any, folder: Path) -> Any:
     return _map_paths(config, write)
 
 
+def name_paths(config: Any) -> Any:
+    """The config with the last part of each local path only, for a text that others read."""
+
+    def name(key: str, value: str, is_pattern: bool) -> str:
+        is_local = value.startswith((".", "/", "~")) or bool(_is_relative(value) and _list_matches(value, is_pattern))
+        return os.path.basename(os.path.normpath(value)) if is_local else value
+
+    return _map_paths(config, name)
+
+
 def split_own_source(source: str) -> tuple[str, str] | None:
     """`folder/my_rows.py:load_rows` → its file and its function, which is empty if none is named; None for another source."""
     file, colon, function = source.rpartition(":")

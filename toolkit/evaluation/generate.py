@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ROUGE_METRICS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+SHOWN_FIGURES = ("loss", "bits_per_byte", "token_accuracy", "accuracy", *ROUGE_METRICS, "exact_match", "percent_distinct")
+"""Figures of an evaluation that tables show, in order."""
+BASELINE = "baseline"
+"""Kind of the lines of `metrics.jsonl` with the figures of texts that need no model."""
 
 
 @dataclass(frozen=True)

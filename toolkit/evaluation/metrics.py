@@ -21,10 +21,11 @@ from toolkit.errors import UserError
 
 NUM_ROWS_TRIED = 8
 """Number of references on which each metric runs before the model loads."""
-_OUR_FIGURES = (
+OUR_FIGURES = (
     *("loss", "perplexity", "bits_per_byte", "token_accuracy", "num_rows", "rows_per_s", "kind", "step", "measured_on"),
     *("rouge1", "rouge2", "rougeL", "rougeLsum", "exact_match", "percent_distinct", "rouge_tokenizer"),
 )
+"""Names in the lines of evaluations that no other metric may take."""
 
 TextFunction = Callable[[list[str], list[str]], Any]
 """(predictions, references), two lists of texts → a number, or a dict whose numbers count."""
@@ -118,7 +119,7 @@ def compute_figures(metrics: Sequence[TextMetric], predictions: Sequence[str], r
     figures: dict[str, float] = {}
     for metric in metrics:
         figures |= metric.figures(predictions, references)
-    if taken := figures.keys() & set(_OUR_FIGURES):
+    if taken := figures.keys() & set(OUR_FIGURES):
         raise UserError(f"eval.metrics {min(taken)} is the name of a figure of the toolkit: rename the metric")
     return figures
 

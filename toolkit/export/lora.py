@@ -78,7 +78,7 @@ def load_adapter(folder: Path, skeleton: PreTrainedModel, device: torch.device) 
 
 
 class Merge:
-    """Merges an adapter into its base, one weight at a time: by peft in fp32, stored in the base's dtype."""
+    """Merges an adapter into its base, one weight at a time: by peft in fp32. `model` has the base's dtype."""
 
     def __init__(self, skeleton: PreTrainedModel, adapter: Tensors) -> None:
         """
@@ -91,7 +91,7 @@ class Merge:
 
         self._skeleton, self._adapter = skeleton, adapter
         frozen = (parameter.dtype for name, parameter in skeleton.named_parameters() if base_name(name))
-        self._dtype = min(frozen, key=lambda dtype: dtype.itemsize)
+        stored = min(frozen, key=lambda dtype: dtype.itemsize)
         # The plain model on the meta device. Its parameters are the adapted model's, under other names.
         model: Any = copy_on_meta(skeleton)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -102,14 +102,14 @@ class Merge:
                 model.set_submodule(name, module.modules_to_save["default"])
         self._merged_names = {names[id(parameter)]: name for name, parameter in model.named_parameters()}
         for parameter in model.parameters():
-            parameter.data = parameter.data.to(self._dtype)
+            parameter.data = parameter.data.to(stored)
         del model.peft_config
         self.model: PreTrainedModel = model
         """The merged model on the meta device."""
 
     @torch.no_grad()
     def merged(self, name: str, weight: torch.Tensor) -> tuple[str, torch.Tensor] | None:
-        """A weight's name and value in the merged model; None for what it does not have.
+        """A weight's name and value in the merged model, in fp32 where it was merged; None for what the model does not have.
 
         Args:
             name: of a parameter of the adapted model.
@@ -125,12 +125,12 @@ class Merge:
             assign_parameters(layer, {**own, "base_layer.weight": weight.to(torch.float32, copy=True)})
             layer.merge()
             weight = layer.get_base_layer().weight
-        return self._merged_names[name], weight.to(self._dtype)
+        return self._merged_names[name], weight
 
 
-def coarsest(model: PreTrainedModel, computed: torch.dtype) -> torch.dtype:
+def coarsest(model: PreTrainedModel, computed: torch.dtype, stored: torch.dtype | None = None) -> torch.dtype:
     """The coarsest dtype that a model computed in or is stored in, as a key of `LOGIT_TOLERANCE`."""
-    dtypes = {computed, *(parameter.dtype for parameter in model.parameters())}
+    dtypes = {computed, stored or computed, *(parameter.dtype for parameter in model.parameters())}
     return torch.float32 if dtypes == {torch.float32} else torch.bfloat16
 
 

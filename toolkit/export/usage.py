@@ -35,6 +35,10 @@ class Usage:
     batch_size_rows: int = 8
     dtype: str = "float32"
     """Of the run's forward passes."""
+    step: int | None = None
+    """Of the run, whose weights these are."""
+    weights_dtype: str | None = None
+    """Of the exported weights."""
 
 
 def set_generation(generation: Any, config: EvalConfig, stop_token_ids: tuple[int, ...], pad_token_id: int) -> None:
@@ -59,13 +63,13 @@ def set_generation(generation: Any, config: EvalConfig, stop_token_ids: tuple[in
     )
 
 
-def save_usage(config: RecipeConfig, dtype: str, folder: Path) -> None:
-    """Write `toolkit.json`."""
+def save_usage(config: RecipeConfig, folder: Path, **facts: Any) -> None:
+    """Write `toolkit.json`; `facts` are the fields of `Usage` that are not the config's."""
     names: tuple[str, ...] = ("csv_delimiter", "encoding")
     if not isinstance(config, LLMConfig):
         names += ("prefix", "max_source_length_tokens", "source_language", "target_language", "source_column")
     of_data = {name: getattr(config.data, name) for name in names}
-    usage = Usage(batch_size_rows=config.eval.batch_size_rows, dtype=dtype, **of_data)
+    usage = Usage(batch_size_rows=config.eval.batch_size_rows, **of_data, **facts)
     (folder / SETTINGS_FILE).write_text(json.dumps(dataclasses.asdict(usage), indent=1) + "\n", encoding="utf-8")
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,9 +22,12 @@ from toolkit.distributed.comm import on_rank_0, rank
 from toolkit.distributed.watchdog import at, working
 from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows
+from toolkit.export.card import Kind, Origin, save_card
+from toolkit.export.cast import Cast, cast_on_meta, name_of
 from toolkit.export.compare import check_logits, reload
 from toolkit.export.lora import Merge, coarsest, compare_adapter, load_adapter, write_adapter
 from toolkit.export.model_files import ModelFiles
+from toolkit.export.run_data import cut_check_rows
 from toolkit.export.usage import save_usage, set_generation
 from toolkit.files.durable import fsync_tree, refused_write, written_beside
 from toolkit.files.modes import give_usual_mode
@@ -36,24 +41,47 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-NUM_CHECK_ROWS = 4
-NUM_CHECK_TOKENS = 12
-"""Tokens of each row, and of its target, whose logits are compared."""
+logger = logging.getLogger("toolkit")
 
 Tensors = dict[str, torch.Tensor]
 
 
-def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRows, run_folder: Path) -> None:
-    """Write the model, or its adapter, with the tokenizer to the run folder's `export/`, and compare it. Collective.
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """What an export writes, and where."""
+
+    adapter: Path | None = None
+    """Folder of the adapter."""
+    model: Path | None = None
+    """Folder of the full model, with the adapter, if there is one, merged into it."""
+    check_file: Path | None = None
+    """Gets a few tokens and the trained model's logits for them."""
+    dtype: torch.dtype | None = None
+    """Of the files' weights; None: as they are stored in training, a merged model as its base."""
+
+
+def run_places(config: RecipeConfig, run_folder: Path) -> Places:
+    """What a run itself exports."""
+    has_adapter = is_enabled(config.adapter)
+    return Places(
+        adapter=run_folder / "export" if has_adapter else None,
+        model=None if has_adapter and not config.export.merge else run_folder / ("merged" if has_adapter else "export"),
+        check_file=run_folder / "export_check.safetensors",
+    )
+
+
+def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRows, origin: Origin, places: Places) -> None:
+    """Write the model, or its adapter, with tokenizer and model card to folders, and compare it. Collective.
 
     Parameters are gathered one at a time. Rank 0 writes each and compares the file's bytes with it, so that its host memory holds
-    one of them, not the model (`ModelFiles` prints what needs more). With an adapter, only its parameters are written, unless
-    `export.merge` also writes the merged model to `merged/`. `export_check.safetensors` keeps a few tokens and the trained
-    model's logits for them.
+    one of them, not the model (`ModelFiles` prints what needs more).
 
     A folder replaces an older one once plain transformers or peft finds every name in it, in its shape, and every byte is the
     trained one. Then logits are compared, within the bounds of `choose_device`; a difference under bf16, whose rounding grows
     with the model, only prints a remark.
+
+    Args:
+        data: of its rows only the first few are read.
 
     Raises:
         RuntimeError: a folder does not hold the trained weights, and is not put in place; or its logits differ under fp32.
@@ -66,75 +94,86 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
     at("export")
     check = _trained_logits(sharded, data)
     working("export")
-    check_file = run_folder / "export_check.safetensors"
     has_adapter = is_enabled(config.adapter)
-    write_rest = functools.partial(_write_rest, config, skeleton, data.tokenizer, check, check_file, str(computed))
+    write_rest = functools.partial(_write_rest, config, skeleton, data.tokenizer, check, origin, places)
     adapter: Tensors = {}
 
     # The adapter is small: gather all of it, write and load it, put the folder in place, then compare logits.
     if has_adapter:
-        folder = run_folder / "export"
-        adapter, base_hashes = _gather_adapter(sharded, folder)
+        adapter, base_hashes = _gather_adapter(sharded, places)
+    if folder := places.adapter:
+        cast = Cast(dict.fromkeys(adapter, places.dtype or torch.float32))
+        stored: Tensors = {}
         with _replaced(folder) as unfinished:
-            _on_rank_0(folder, lambda: write_adapter(unfinished, skeleton, adapter, base_hashes))
-            _on_rank_0(folder, lambda: write_rest(unfinished))
-            _on_rank_0(folder, lambda: compare_adapter(unfinished, skeleton, adapter))
+            _on_rank_0(folder, lambda: stored.update({name: cast(name, weight) for name, weight in adapter.items()}))
+            _on_rank_0(folder, lambda: write_adapter(unfinished, skeleton, stored, base_hashes))
+            _on_rank_0(folder, lambda: write_rest(unfinished, "adapter", places.dtype or torch.float32))
+            _on_rank_0(folder, lambda: compare_adapter(unfinished, skeleton, stored))
         load: Callable[[torch.device], nn.Module] = functools.partial(load_adapter, folder, skeleton)
         why = f"the adapter is bit for bit the trained one, whose model computed in {computed}"
-        on_rank_0(lambda: check_logits(folder, skeleton, load, check, device, coarsest(skeleton, computed), why))
+        on_rank_0(lambda: check_logits(folder, skeleton, load, check, device, coarsest(skeleton, computed, places.dtype), why))
+        _explain_cast(cast, places)
 
     # The model, or the merged one: gather, write and read back one weight after another, then the same.
-    if not has_adapter or config.export.merge:
+    if target := places.model:
         merge = Merge(skeleton, adapter) if has_adapter else None
-        model, target = (merge.model, run_folder / "merged") if merge else (skeleton, run_folder / "export")
+        model = merge.model if merge else skeleton
+        model = cast_on_meta(model, places.dtype) if places.dtype else model
+        cast = Cast({name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)})
+        kind: Kind = "merged" if merge else "model"
         with _replaced(target) as unfinished:
             files = ModelFiles(unfinished, model, config.export.max_shard_size)
             _on_rank_0(target, files.begin)
-            _write_weights(sharded, files, merge, target)
+            _write_weights(sharded, files, merge, cast, target)
             _on_rank_0(target, files.finish)
-            _on_rank_0(target, lambda: write_rest(unfinished))
-        dtype, why = computed, f"its weights are bit for bit the trained ones, which computed in {computed}"
-        if merge:
-            dtype = coarsest(model, computed)
-            why = f"merging rounded the weights to {model.dtype}, and the trained model computed in {computed}"
+            _on_rank_0(target, lambda: write_rest(unfinished, kind, model.dtype))
+        dtype, why = coarsest(model, computed), f"its weights are bit for bit the trained ones, which computed in {computed}"
+        if merge or places.dtype:
+            why = f"its weights were rounded to {model.dtype}, and the trained model computed in {computed}"
         load = functools.partial(reload, model, target)
         on_rank_0(lambda: check_logits(target, model, load, check, device, dtype, why))
+        _explain_cast(cast, places)
+
+
+def check_place(place: Path) -> None:
+    """Check that a folder can be renamed to `place`.
+
+    Raises:
+        UserError: a link, a mount point or a file is there.
+    """
+    kinds = {"a link": place.is_symlink(), "a mount point": place.is_mount(), "a file": place.is_file()}
+    if kind := next((kind for kind, is_it in kinds.items() if is_it), None):
+        raise UserError(
+            f"{place} is {kind}, and an export replaces a folder of the run's own file system: remove it, or give a place "
+            "on the other disk as run.output_dir"
+        )
 
 
 def check_export_places(config: RecipeConfig, run_folder: Path) -> None:
-    """Check before the run that the export can be renamed into place.
+    """Check before the run that its export can be renamed into place.
 
     Raises:
-        UserError: a link, a mount point or a file is in its place.
+        UserError: as `check_place`.
     """
     if config.train.max_steps == 0 and not config.export.merge:
         return
     for name in ("export", "export.tmp", *(("merged", "merged.tmp") if config.export.merge else ())):
-        place = run_folder / name
-        kinds = {"a link": place.is_symlink(), "a mount point": place.is_mount(), "a file": place.is_file()}
-        if kind := next((kind for kind, is_it in kinds.items() if is_it), None):
-            raise UserError(
-                f"{place} is {kind}, and an export replaces a folder of the run's own file system: remove it, or give a place "
-                "on the other disk as run.output_dir"
-            )
+        check_place(run_folder / name)
 
 
 @torch.no_grad()
 def _trained_logits(sharded: ShardedModel, data: EvaluationRows) -> Tensors:
     """A few inputs, and the trained, sharded model's `logits` for them. Collective."""
-    rows = [data.rows[i] for i in range(min(NUM_CHECK_ROWS, len(data.rows)))]
     token = int(data.collator.pad_token_id == 0)  # in every vocabulary
-    rows = rows or [{"input_ids": [token] * 4, "labels": [token] * 4}]
-    inputs = data.collator.model_inputs(
-        [{name: row[name][:NUM_CHECK_TOKENS] for name in ("input_ids", "labels")} for row in rows]
-    )
+    rows: list[dict[str, list[int]]] = cut_check_rows(data) or [{"input_ids": [token] * 4, "labels": [token] * 4}]
+    inputs = data.collator.model_inputs(rows)
     on_device = move_to(sharded.accelerator.device, inputs)
     with evaluation_model(sharded, unshard="never") as (model, _):
         logits_BTV = model(**on_device, use_cache=False).logits.float().cpu().contiguous()
     return {**inputs, "logits": logits_BTV}
 
 
-def _gather_adapter(sharded: ShardedModel, folder: Path) -> tuple[Tensors, dict[str, str]]:
+def _gather_adapter(sharded: ShardedModel, places: Places) -> tuple[Tensors, dict[str, str]]:
     """On rank 0 the trained parameters by name, in host memory, and the hash of each of the base's. Collective."""
     trained = {name for name, parameter in sharded.skeleton.named_parameters() if parameter.requires_grad}
     adapter: Tensors = {}
@@ -146,18 +185,17 @@ def _gather_adapter(sharded: ShardedModel, folder: Path) -> tuple[Tensors, dict[
         if name in trained:
             adapter[name] = whole.to("cpu", copy=True).contiguous()
 
-    _gather(sharded, keep, folder)
+    _gather(sharded, keep, places.adapter or places.model or Path())
     return adapter, base_hashes
 
 
-def _write_weights(sharded: ShardedModel, files: ModelFiles, merge: Merge | None, folder: Path) -> None:
+def _write_weights(sharded: ShardedModel, files: ModelFiles, merge: Merge | None, cast: Cast, folder: Path) -> None:
     """Write every parameter that the files want, merged with the adapter if there is one. Collective."""
 
     def write(name: str, whole: torch.Tensor) -> None:
-        if merge is None:
-            files.add(name, whole)
-        elif (merged := merge.merged(name, whole)) is not None:
-            files.add(*merged)
+        named = (name, whole) if merge is None else merge.merged(name, whole)
+        if named is not None:
+            files.add(named[0], cast(*named))
 
     _gather(sharded, write, folder)
 
@@ -184,17 +222,27 @@ def _write_rest(
     skeleton: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     check: Tensors,
-    check_file: Path,
-    computed: str,
+    origin: Origin,
+    places: Places,
     unfinished: Path,
+    kind: Kind,
+    dtype: torch.dtype,
 ) -> None:
-    """Write what every exported folder has beside weights, and the check of this run's export."""
+    """Write what every exported folder has beside weights, and the check of this export."""
     tokenizer.save_pretrained(unfinished)
     skeleton.generation_config.save_pretrained(unfinished)  # type: ignore[union-attr]
-    save_usage(config, computed.removeprefix("torch."), unfinished)
-    with written_beside(check_file) as beside:
-        save_file(check, beside)
-        give_usual_mode(beside)
+    save_usage(config, unfinished, dtype=origin.computed_in, step=origin.step, weights_dtype=name_of(dtype))
+    save_card(unfinished, config, skeleton.config, origin, kind, name_of(dtype))
+    if places.check_file is not None:
+        with written_beside(places.check_file) as beside:
+            save_file(check, beside)
+            give_usual_mode(beside)
+
+
+def _explain_cast(cast: Cast, places: Places) -> None:
+    """Log what a dtype that was asked for has rounded."""
+    if places.dtype is not None:
+        logger.info(cast.describe())
 
 
 @contextlib.contextmanager

@@ -38,7 +38,11 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH
 
 
 def build_accelerator(
-    log_with: list[str], project_dir: str, timeout_s: float = 1800, num_threads: int | None = None
+    log_with: list[str],
+    project_dir: str,
+    timeout_s: float = 1800,
+    num_threads: int | None = None,
+    mixed_precision: str | None = None,
 ) -> Accelerator:
     """Check the accelerate YAML that launched this process, and build the `Accelerator` it asks for. Collective.
 
@@ -46,6 +50,7 @@ def build_accelerator(
         timeout_s: time for all ranks to meet, and time without progress after which `watchdog.Watchdog` names a hung rank.
             Torch's own timeout is longer, as it names none.
         num_threads: of torch in this process; None as `_num_threads` says.
+        mixed_precision: for a process that no YAML launched.
 
     Raises:
         UserError: an unknown or useless key in the YAML, bf16 or fp8 on hardware without it, a GPU preset without a GPU or
@@ -76,6 +81,7 @@ def build_accelerator(
     _put_cpu_in_an_accelerators_place()
     accelerator = Accelerator(
         cpu=on_cpu,
+        mixed_precision=mixed_precision,
         log_with=log_with or None,
         project_dir=project_dir,
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=False),

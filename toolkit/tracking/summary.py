@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.distributed.comm import rank
 from toolkit.errors import UserError, escape_controls
-from toolkit.evaluation.generate import ROUGE_METRICS
+from toolkit.evaluation.generate import BASELINE, SHOWN_FIGURES
 from toolkit.evaluation.metrics import own_figures
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.files.json_lines import load_json_lines
@@ -20,15 +20,33 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 NUM_SAMPLES = 3
-_COLUMNS = ("loss", "bits_per_byte", "token_accuracy", "accuracy", *ROUGE_METRICS, "exact_match", "percent_distinct")
 
 
-def show_results(metrics: MetricsLog, train_rows: Dataset, evaluation: EvaluationRows, measured_on: dict[str, Any]) -> None:
+def measure_baselines(
+    metrics: MetricsLog, step: int, train_rows: Dataset, evaluation: EvaluationRows, measured_on: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Figures of texts that need no model, by name: as an earlier end of the run has written them to `metrics`, else measured and
+    written there. Empty on other ranks than 0, and without evaluations of texts.
+    """
+    lines = [line for line in metrics.load() if line.get("measured_on") == measured_on] if rank() == 0 else []
+    if not any("rougeL" in line for line in lines if line["kind"] == "eval"):
+        return {}
+    if not (named := {line["name"]: line for line in lines if line["kind"] == BASELINE}):
+        named = _baselines(train_rows, evaluation.rows.select(evaluation.prompted))
+        for name, figures in named.items():
+            metrics.write(BASELINE, step, name=name, **figures, measured_on=measured_on)
+    return named
+
+
+def show_results(
+    metrics: MetricsLog, baselines: dict[str, dict[str, Any]], evaluation: EvaluationRows, measured_on: dict[str, Any]
+) -> None:
     """Print the before/after table and sample texts, and draw `curves.png`. Only on rank 0 and with evaluation rows.
 
     The figures come from `metrics`, which has them even if the file was removed.
 
     Args:
+        baselines: from `measure_baselines`.
         measured_on: as in the run's `Goal`; evaluations on other rows or with other generation settings are not in the table.
 
     Raises:
@@ -38,12 +56,16 @@ def show_results(metrics: MetricsLog, train_rows: Dataset, evaluation: Evaluatio
         return
     from toolkit.tracking.curves import draw_curves
 
-    _print_results(metrics.path.parent, metrics.load(), train_rows, evaluation, measured_on)
+    _print_results(metrics.path.parent, metrics.load(), baselines, evaluation, measured_on)
     draw_curves(metrics.load(), metrics.path.parent / "curves.png")
 
 
 def _print_results(
-    run_folder: Path, lines: list[dict[str, Any]], train_rows: Dataset, evaluation: EvaluationRows, measured_on: dict[str, Any]
+    run_folder: Path,
+    lines: list[dict[str, Any]],
+    baselines: dict[str, dict[str, Any]],
+    evaluation: EvaluationRows,
+    measured_on: dict[str, Any],
 ) -> None:
     """Print the table and the samples."""
     # Only evaluations on the same rows and settings are comparable.
@@ -60,16 +82,15 @@ def _print_results(
     if evaluations[0]["step"] == 0:
         named["before training"] = named.pop("step 0")
     prompted = evaluation.rows.select(evaluation.prompted)
-    baselines = _baselines(train_rows, prompted) if any("rougeL" in line for line in evaluations) else {}
     table = {**baselines, **dict(sorted(named.items()))}
     own = own_figures(evaluation.metrics, evaluations[-1])
     words = f"; ROUGE counts {evaluation.rouge_tokenizer.description}" if baselines else ""
-    print(f"\n{len(evaluation.rows)} held-out rows{words}\n{format_table(table, (*_COLUMNS, *own))}\n", flush=True)
+    print(f"\n{len(evaluation.rows)} held-out rows{words}\n{format_table(table, (*SHOWN_FIGURES, *own))}\n", flush=True)
     if "rougeL" in evaluations[-1]:
         _print_samples(run_folder / f"predictions-{evaluations[-1]['step']}.jsonl", prompted)
 
 
-def format_table(rows: dict[str, dict[str, float]], choice: Sequence[str] = _COLUMNS) -> str:
+def format_table(rows: dict[str, dict[str, float]], choice: Sequence[str] = SHOWN_FIGURES) -> str:
     """Format figures, by row name, as aligned text. A column that no row has is left out."""
     columns = [c for c in choice if any(c in row for row in rows.values())]
     width = max(len(name) for name in rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 from toolkit.checkpoint.find import Goal
 from toolkit.config.schema import EvalConfig
@@ -19,21 +20,28 @@ LOSS_METRICS = ("loss", "perplexity", "bits_per_byte", "token_accuracy")
 
 
 HIGHER_IS_BETTER = (*TEXT_METRICS, "token_accuracy")
+_GENERATION = ("max_new_tokens", "num_beams", "no_repeat_ngram_size")
 
 
 def build_goal(config: EvalConfig, data: EvaluationRows) -> Goal:
     """The goal that `eval.best_metric` names, with what it is measured on: metrics of texts depend on generation settings too,
     and those of `eval.metrics` on their code."""
-    metric = config.best_metric
-    keys = ("max_new_tokens", "num_beams", "no_repeat_ngram_size") if config.generate else ()
+    keys = _GENERATION if config.generate else ()
     code = {f"metrics/{own.name}": own.code_hash for own in data.metrics}
-    measured_on = {"rows": data.fingerprint, **{key: getattr(config, key) for key in keys}, **code}
+    return goal_of(config, {"rows": data.fingerprint, **{key: getattr(config, key) for key in keys}, **code})
+
+
+def goal_of(config: EvalConfig, measured_on: dict[str, Any]) -> Goal:
+    """The goal that `eval.best_metric` names, measured on this."""
+    metric = config.best_metric
     if metric in LOSS_METRICS:
         return Goal(metric, metric in HIGHER_IS_BETTER, measured_on, ("rows",))
-    if metric in TEXT_METRICS:
-        return Goal(metric, metric in HIGHER_IS_BETTER, measured_on, ("rows", *keys))
-    assert config.higher_is_better is not None  # ensured by check_metric
-    return Goal(metric, config.higher_is_better, measured_on, ("rows", *keys, f"metrics/{metric.split('/')[0]}"))
+    keys = ["rows", *_GENERATION]
+    is_higher_better: bool | None = metric in HIGHER_IS_BETTER
+    if metric not in TEXT_METRICS:
+        keys, is_higher_better = [*keys, f"metrics/{metric.split('/')[0]}"], config.higher_is_better
+    assert is_higher_better is not None  # ensured by check_metric
+    return Goal(metric, is_higher_better, measured_on, tuple(key for key in keys if key in measured_on))
 
 
 def check_metric(config: EvalConfig, own: Collection[str]) -> None:

@@ -77,7 +77,7 @@ def build_model(
     collator = evaluation.collator
     if isinstance(collator, SummarizationCollator):
         start_generation(model, rows.tokenizer, collator)
-    identity = identity_of(context, model_config, rows, model, sources)
+    identity = identity_of(context, model_config, rows.fingerprint, model, sources)
     sharded = shard_model(context.accelerator, model, sources)
     optimizer = build_optimizer(config.optim, sharded.model)
     logger.info(describe(sharded.units))
@@ -134,12 +134,12 @@ def load_model(
 
 
 def identity_of(
-    context: RunContext, model_config: PretrainedConfig, rows: TokenizedRows, model: PreTrainedModel, sources: Sources | None
+    context: RunContext, model_config: PretrainedConfig, data_fingerprint: str, model: PreTrainedModel, sources: Sources | None
 ) -> Identity:
     """What a resume must find unchanged; `model` and `sources` are those of `load_model`, before sharding. Collective."""
     working("hashing frozen weights")
     frozen_hashes = hash_frozen(model) if sources is None else load_sharded.hash_frozen(model, sources)
-    return Identity(context.settings, hash_model_config(model_config.to_diff_dict()), rows.fingerprint, frozen_hashes)
+    return Identity(context.settings, hash_model_config(model_config.to_diff_dict()), data_fingerprint, frozen_hashes)
 
 
 def _choose_attention(config: RecipeConfig, accelerator: Accelerator, skeleton: PreTrainedModel) -> None:

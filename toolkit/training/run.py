@@ -10,25 +10,30 @@ from typing import TYPE_CHECKING
 import torch
 
 from toolkit.checkpoint.find import Goal
+from toolkit.checkpoint.folders import step_of_name
 from toolkit.checkpoint.load import best_of_run, best_saved_value, forget_unequal, load_checkpoint, load_manifest, load_weights
 from toolkit.checkpoint.save import CheckpointWriter
 from toolkit.checkpoint.state import Identity, TrainState
 from toolkit.config.load import RecipeConfig, dotted_keys
 from toolkit.data.batch_plan import BatchPlan
 from toolkit.data.tokens.prepare import TokenizedRows
-from toolkit.distributed.comm import close_groups, on_all_ranks, rank
+from toolkit.distributed.comm import close_groups, on_all_ranks, on_rank_0, rank, world_size
 from toolkit.distributed.device import all_cores
 from toolkit.distributed.signals import StopRequests
 from toolkit.distributed.watchdog import stop, working
 from toolkit.evaluation.rows import EvaluationRows
-from toolkit.export.write import export_model
-from toolkit.launch.accelerator import forget_accelerator
+from toolkit.export.card import Origin
+from toolkit.export.cast import name_of
+from toolkit.export.next_commands import list_commands
+from toolkit.export.run_data import RunData, describe_data, save_run_data
+from toolkit.export.write import export_model, run_places
+from toolkit.launch.accelerator import compute_dtype, forget_accelerator
 from toolkit.launch.run_folder import restore_run_folder, save_run_config, unlock_run_folders
 from toolkit.parallel.wrap import ShardedModel
 from toolkit.tracking.metrics_log import MetricsLog
 from toolkit.tracking.progress import Progress
 from toolkit.tracking.step_log import StepLog
-from toolkit.tracking.summary import show_results
+from toolkit.tracking.summary import measure_baselines, show_results
 from toolkit.tracking.trackers import close_trackers, start_trackers
 from toolkit.training.data import num_steps
 from toolkit.training.goal import build_goal
@@ -61,6 +66,7 @@ class Run:
     goal: Goal
     """What makes a checkpoint the best."""
     own: Own
+    data: RunData
     state: TrainState = field(default_factory=TrainState)
     """As of the last completed step."""
     # While it trains; `loop.train` sets them.
@@ -87,9 +93,11 @@ def start_run(
     """
     folder, steps, goal = context.run_folder, num_steps(config, plan), build_goal(config.eval, evaluation)
     metrics = open_metrics(folder)
-    run = Run(config, folder, sharded, optimizer, plan, rows.train, evaluation, identity, metrics, steps, goal, context.own)
+    data = describe_data(rows, evaluation)
+    run = Run(config, folder, sharded, optimizer, plan, rows.train, evaluation, identity, metrics, steps, goal, context.own, data)
     resume(run, context.resume_from)
     save_run_config(config, folder)
+    on_rank_0(lambda: save_run_data(folder, data, rows.tokenizer))
     start_trackers(context.accelerator, config.tracking, config.run.name, dotted_keys(config))
     return run
 
@@ -156,22 +164,34 @@ def finish(run: Run) -> Path | None:
     Raises:
         UserError: the export or the plot of the curves cannot be written; on every rank.
     """
-    config = run.config
+    # The weights to export, and what the model card says of them.
+    config, step = run.config, run.state.step
     exports = run.num_steps > 0 or config.export.merge
     if run.num_steps > 0 and config.export.weights == "best":
         best, choice = best_of_run(run.folder, run.goal)
         logger.info(choice)
         if best is not None:
             load_weights(best, run.sharded)
+            step = step_of_name(best.name) or step
+    working("showing the results")
+    measured = run.metrics, run.state.step, run.train_rows, run.evaluation, run.goal.measured_on
+    baselines = on_all_ranks(lambda: measure_baselines(*measured))
+    # The folders, and what to do with them.
     if exports:
+        places = run_places(config, run.folder)
+        computed_in = name_of(compute_dtype(run.sharded.accelerator))
+        lines = run.metrics.load() if rank() == 0 else []
+        origin = Origin(step, computed_in, world_size(), run.data, lines)
         with all_cores(run.sharded.accelerator.device):
-            export_model(config, run.sharded, run.evaluation, run.folder)
+            export_model(config, run.sharded, run.evaluation, origin, places)
     merged = f", merged into its base to {run.folder / 'merged'}" if config.export.merge else ""
     logger.info(f"exported to {run.folder / 'export'}{merged}" if exports else "nothing is exported: train.max_steps is 0")
     if exports:
-        logger.info(f"to use it: python -m toolkit generate {run.folder} --file FILE.csv --output OUT.jsonl")
+        for line in list_commands(config, run.sharded.skeleton, places):
+            logger.info(line)
+        logger.info(f"export another checkpoint: python -m toolkit export {run.folder} --checkpoint STEP")
     working("showing the results")
-    on_all_ranks(lambda: show_results(run.metrics, run.train_rows, run.evaluation, run.goal.measured_on))
+    on_all_ranks(lambda: show_results(run.metrics, baselines, run.evaluation, run.goal.measured_on))
     leave(run.sharded.accelerator)
     return run.folder / "export" if exports else None
 

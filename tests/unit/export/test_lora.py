@@ -59,9 +59,13 @@ def write_merged(folder: Path, model: PreTrainedModel, weights: Tensors) -> PreT
     files.begin()
     for name, weight in weights.items():
         if (merged := merge.merged(name, weight)) is not None:
-            files.add(*merged)
+            files.add(*cast_as(merge.model, *merged))
     files.finish()
     return merge.model
+
+
+def cast_as(model: PreTrainedModel, name: str, weight: torch.Tensor) -> tuple[str, torch.Tensor]:
+    return name, weight.to(model.get_parameter(name).dtype)
 
 
 def own(model: PreTrainedModel, weights: Tensors) -> Tensors:

@@ -30,14 +30,16 @@ def test_what_makes_tokens_of_texts_comes_back(tmp_path: Path) -> None:
     assert load_usage(tmp_path) is None
     settings = {"model.name_or_path": "m", "data.source": "x", "train.max_steps": 1, "eval.batch_size_rows": 3}
     save_usage(
-        load_config("t5", overrides={**settings, "data.prefix": "sum: ", "data.source_column": "body"}), "bfloat16", tmp_path
+        load_config("t5", overrides={**settings, "data.prefix": "sum: ", "data.source_column": "body"}),
+        tmp_path,
+        dtype="bfloat16",
     )
     usage = load_usage(tmp_path)
     assert usage is not None and (usage.prefix, usage.source_column, usage.max_source_length_tokens) == ("sum: ", "body", 512)
     assert (usage.batch_size_rows, usage.dtype) == (3, "bfloat16")
-    save_usage(load_config("llm", overrides=settings), "float32", tmp_path)
+    save_usage(load_config("llm", overrides=settings), tmp_path, step=7)
     usage = load_usage(tmp_path)
-    assert usage is not None and (usage.prefix, usage.max_source_length_tokens) == ("", None)
+    assert usage is not None and (usage.prefix, usage.max_source_length_tokens, usage.step) == ("", None, 7)
     (tmp_path / "toolkit.json").write_text('{"prefixes": 1}')
     with pytest.raises(UserError, match="toolkit.json is not what an export writes"):
         load_usage(tmp_path)

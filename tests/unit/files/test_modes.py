@@ -25,7 +25,8 @@ from toolkit.config.python import load_config
 from toolkit.data.cache_folders import find_or_build
 from toolkit.distributed.rng import capture_random_state, save_random_state
 from toolkit.errors import UserError
-from toolkit.export.write import _replaced, _write_rest
+from toolkit.export.card import Origin
+from toolkit.export.write import Places, _replaced, _write_rest
 from toolkit.files.modes import give_usual_mode
 from toolkit.models.lora_files import CONFIG_FILE, WEIGHTS_FILE, find_adapter
 
@@ -70,19 +71,21 @@ def test_files_of_safetensors_get_the_mode_of_any_other_file(tmp_path: Path, uma
         (folder / "inner").mkdir()
         save_file(tensors, folder / "inner" / "model.safetensors")
         tokenizer: Any = SimpleNamespace(save_pretrained=lambda folder: None)
-        skeleton: Any = SimpleNamespace(generation_config=tokenizer)
+        skeleton: Any = SimpleNamespace(generation_config=tokenizer, config=SimpleNamespace())
         config = load_config("llm", overrides={"model.name_or_path": "m", "data.source": "x", "train.max_steps": 1})
-        _write_rest(config, skeleton, tokenizer, tensors, tmp_path / "export_check.safetensors", "torch.float32", folder)
+        places = Places(check_file=tmp_path / "export_check.safetensors")
+        _write_rest(config, skeleton, tokenizer, tensors, Origin(), places, folder, "model", torch.float32)
     name = save_random_state(capture_random_state(), tmp_path)
     export = tmp_path / "export"
     files = [
         export / "inner" / "model.safetensors",
         export / "toolkit.json",
+        export / "README.md",
         tmp_path / "export_check.safetensors",
         tmp_path / name,
     ]
     assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == len(files)
-    assert [oct(mode(path)) for path in files] == ["0o664"] * 4
+    assert [oct(mode(path)) for path in files] == ["0o664"] * 5
     os.umask(0o077)
     give_usual_mode(files[0])
     assert mode(files[0]) == 0o600

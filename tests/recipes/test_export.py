@@ -1,0 +1,225 @@
+"""`export` writes any checkpoint of a run as the run itself would have, and only reads the run folder."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from tests.recipes.test_best_weights import WORSENING
+from tests.support.launch import REPOSITORY, run_on_ranks, start
+from tests.support.workbench import FP32, Workbench, new_bench, step_name
+
+Ended = tuple[int, str, str]
+"""Exit status, stdout, stderr."""
+
+
+def call_all(commands: list[list[str]]) -> list[Ended]:
+    """In one process that no launcher started: the commands, one after the other."""
+    from toolkit.cli.main import main
+
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "TOOLKIT_ACCELERATE"))]:
+        del os.environ[name]
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    ended = []
+    for command in commands:
+        out, err, code = io.StringIO(), io.StringIO(), 0
+        with patch.object(sys, "argv", ["toolkit", *command]), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                main()
+            except SystemExit as end:
+                code = int(end.code or 0)
+        ended.append((code, out.getvalue(), err.getvalue()))
+    return ended
+
+
+def export(*commands: list[Any]) -> list[Ended]:
+    words = [["export", *map(str, command)] for command in commands]
+    return run_on_ranks(call_all, preset="single", overrides=FP32, args=(words,))[0]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def state_of(run: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of each file of a run but its exports."""
+    paths = [path for path in run.rglob("*") if path.is_file() and not path.relative_to(run).parts[0].startswith("export-")]
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
+    return new_bench(tmp_path_factory, "export")
+
+
+@pytest.fixture(scope="module")
+def llm_bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
+    return new_bench(tmp_path_factory, "export_llm", "llm")
+
+
+@pytest.fixture(scope="module")
+def run(bench: Workbench) -> Path:
+    """A run that gets worse from step to step; its rows and caches are gone."""
+    rows = Path(shutil.copy(bench.data / bench.rows, bench.runs))
+    cache = bench.runs / "cache"
+    more = {"checkpoint__every_steps": 1, "checkpoint__keep_last": 5, "eval__generate": True}
+    changes = WORSENING | more | {"export__weights": "last", "eval__early_stopping_patience": None, "data__prefix": "sum: "}
+    bench.run("run", data__files=rows, data__cache_dir=cache, **changes)
+    rows.unlink()
+    shutil.rmtree(cache)
+    return bench.runs / "run"
+
+
+@pytest.fixture
+def held(run: Path) -> Iterator[None]:
+    """The run's folder is locked, as by a run that trains in it."""
+    with (run / ".lock").open("ab") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+@pytest.mark.usefixtures("held")
+def test_any_checkpoint_is_exported_as_the_run_would_have(run: Path, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    before = state_of(run)
+    steps = sorted(int(folder.name.removeprefix("step-")) for folder in (run / "checkpoints").iterdir())
+    assert steps == [1, 2, 3, 4, 5]
+    places = [tmp_path / name for name in ("best", "one", "bf16", "fp16")]
+    default, best, one, bf16, fp16 = export(
+        [run],
+        [run, "--checkpoint", "best", "--to", places[0]],
+        [run, "--checkpoint", "1", "--to", places[1]],
+        [run, "--dtype", "bfloat16", "--to", places[2]],
+        [run, "--dtype", "float16", "--to", places[3]],
+    )
+    assert [ended[0] for ended in (default, best, one, bf16, fp16)] == [0] * 5, (default, best, one, bf16, fp16)
+    assert state_of(run) == before
+    # The last one, without rows: every file is that of the run's own export.
+    assert contents(run / "export-5") == contents(run / "export")
+    assert "exporting the weights of step 5, the newest valid checkpoint\n" in default[1]
+    assert f"exported to {run}/export-5\nuse it: python -m toolkit generate {run}/export-5 --file " in default[1]
+    assert "vllm" not in default[1] and f"share it: hf upload USER/NAME {run}/export-5\n" in default[1]
+    # Another one.
+    weights = {name: load_file(folder / "model.safetensors") for name, folder in zip("abcd", places, strict=True)}
+    last = load_file(run / "export" / "model.safetensors")
+    assert contents(places[0]) == contents(places[1]) and "exporting the weights of step 1, the best loss (" in best[1]
+    assert not any(torch.equal(weights["a"][name], last[name]) for name in last)
+    assert json.loads((places[0] / "toolkit.json").read_text())["step"] == 1
+    # In another dtype.
+    assert weights["c"].keys() == last.keys()
+    assert all(torch.equal(weights["c"][name], last[name].to(torch.bfloat16)) for name in last)
+    in_fp32 = {name for name, weight in weights["d"].items() if weight.dtype == torch.float32}
+    assert in_fp32 == {name for name in last if ".wo." in name}
+    assert all(torch.equal(weights["d"][name], last[name].half()) for name in last if name not in in_fp32)
+    assert all(torch.equal(weights["d"][name], last[name]) for name in in_fp32)
+    about = json.loads((places[2] / "toolkit.json").read_text())
+    assert (about["weights_dtype"], about["dtype"], about["prefix"]) == ("bfloat16", "float32", "sum: ")
+    assert json.loads((places[2] / "config.json").read_text())["dtype"] == "bfloat16"
+    assert "Weights in bfloat16, after step 5." in (places[2] / "README.md").read_text()
+    assert "\nrounded " in bf16[1] and " weights, each by at most " in bf16[1]
+
+
+def test_two_processes_export_what_one_does(run: Path, tmp_path: Path) -> None:
+    command = ["export", str(run), "--checkpoint", step_name(4), "--to", str(tmp_path / "two")]
+    with start(REPOSITORY / "toolkit" / "__main__.py", command, preset="fsdp2_cpu", overrides=FP32) as running:
+        result = running.wait()
+    assert result.returncodes == [0, 0], result.stderr[-3000:]
+    [(code, out, err)] = export([run, "--checkpoint", "4", "--to", tmp_path / "one"])
+    assert code == 0 and contents(tmp_path / "one") == contents(tmp_path / "two"), err
+    # One of them that cannot: one sentence, on both.
+    with start(REPOSITORY / "toolkit" / "__main__.py", command, preset="fsdp2_cpu", overrides=FP32) as running:
+        result = running.wait()
+    assert result.returncodes == [2, 2] and "Traceback" not in result.stderr
+    assert result.stderr.count(f"error: {tmp_path / 'two'} is there and not empty: remove it, or") == 1
+
+
+def test_what_cannot_be_exported_is_one_sentence(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "run"
+    shutil.copytree(run, other)
+    damaged = next((other / "checkpoints" / step_name(2) / "state").glob("*.distcp"))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    for name in ("nothing", "images", "broken"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "images" / "config.yaml").write_text("data: {folder: x}\n")
+    (tmp_path / "broken" / "config.yaml").write_text("data: [\n")
+    shutil.copytree(run, tmp_path / "empty", ignore=shutil.ignore_patterns("checkpoints"))
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "mine").touch()
+    (tmp_path / "link").symlink_to(taken)
+    (tmp_path / "new.tmp").mkdir()
+    (tmp_path / "new.tmp" / "mine").touch()
+    moved = tmp_path / "moved"
+    shutil.copytree(run, moved)
+    config = (moved / "config.yaml").read_text()
+    (moved / "config.yaml").write_text(config.replace("/t5\n", "/t6\n"))
+    cases: list[tuple[list[Any], str]] = [
+        ([tmp_path / "gone"], f"{tmp_path}/gone is no folder: give the folder of a run, as in runs/t5_docstrings"),
+        ([tmp_path / "nothing"], f"{tmp_path}/nothing has no config.yaml: give the folder of a run"),
+        ([tmp_path / "images"], f"{tmp_path}/images is a run on images, which has no Hugging Face model"),
+        ([tmp_path / "broken"], f"{tmp_path}/broken/config.yaml is not what a run writes ("),
+        ([tmp_path / "empty"], f"{tmp_path}/empty holds no checkpoint: let the run reach its first one"),
+        ([run, "--checkpoint", "17"], "--checkpoint is 17: give best, last or one of the steps 1, 2, 3, 4, 5"),
+        ([run, "--checkpoint", "worst"], "--checkpoint is worst: give best, last or one of the steps 1, 2, 3, 4, 5"),
+        ([other, "--checkpoint", "2"], "step-00000002 cannot be exported: step-00000002/state/__"),
+        ([run, "--merge"], f"--merge is given, but {run} trained no adapter: leave it out"),
+        ([run, "--to", taken], f"{taken} is there and not empty: remove it, or give another folder as --to"),
+        ([run, "--to", taken / "mine"], f"{taken}/mine is a file"),
+        ([run, "--to", tmp_path / "link"], f"{tmp_path}/link is a link"),
+        ([run, "--to", tmp_path / "new"], f"{tmp_path}/new.tmp is there and not empty, perhaps left by an export that"),
+        ([run, "--to", run / "export"], f"{run}/export is there and not empty"),
+        ([moved, "--to", tmp_path / "a"], "t6 is not a folder here: give an existing folder or a hub id"),
+    ]
+    for (arguments, sentence), (code, _, err) in zip(cases, export(*(arguments for arguments, _ in cases)), strict=True):
+        assert code == 2 and "Traceback" not in err, (arguments, err)
+        assert err.startswith("error: ") and sentence in err and err.count("\n") == 1, (arguments, err)
+    assert [path.name for path in taken.iterdir()] == ["mine"] and (tmp_path / "new.tmp" / "mine").exists()
+
+
+def test_adapters_and_merged_models_are_those_of_the_run(llm_bench: Workbench, tmp_path: Path) -> None:
+    """Of a run in bf16, whose base is stored in bf16, with rows that are read again."""
+    import torch
+    from peft import PeftModel
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    lora = {"adapter__method": "lora", "adapter__rank": 4, "optim__lr": 1e-2, "export__merge": True, "eval__generate": False}
+    llm_bench.run("lora", overrides={"mixed_precision": "bf16"}, **lora)
+    run = llm_bench.runs / "lora"
+    (run / "data.json").unlink()
+    places = [tmp_path / name for name in ("merged", "fp32", "bf16")]
+    adapter, merged, fp32, bf16 = export(
+        [run],
+        [run, "--merge", "--to", places[0]],
+        [run, "--merge", "--dtype", "float32", "--to", places[1]],
+        [run, "--dtype", "bfloat16", "--to", places[2]],
+    )
+    assert [ended[0] for ended in (adapter, merged, fp32, bf16)] == [0] * 4, (adapter, merged, fp32, bf16)
+    assert contents(run / "export-3") == contents(run / "export") and contents(places[0]) == contents(run / "merged")
+    assert "has kept nothing of its rows: reading them again\n" in adapter[1]
+    base = llm_bench.models["llama"]
+    serve = f"serve it: vllm serve {base} --tokenizer {run}/export-3 --enable-lora --lora-modules lora={run}/export-3\n"
+    assert serve in adapter[1] and f"serve it: vllm serve {places[0]}\n" in merged[1]
+    # Merged without rounding, and an adapter in bf16.
+    rounded, exact = (load_file(place / "model.safetensors") for place in places[:2])
+    assert {weight.dtype for weight in rounded.values()} == {torch.bfloat16}
+    assert {weight.dtype for weight in exact.values()} == {torch.float32}
+    assert all(torch.equal(exact[name].bfloat16(), rounded[name]) for name in exact)
+    assert any(not torch.equal(exact[name], rounded[name].float()) for name in exact)
+    own, halved = (load_file(place / "adapter_model.safetensors") for place in (run / "export", places[2]))
+    assert all(torch.equal(halved[name], own[name].bfloat16()) for name in own)
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(places[2]))
+    assert "library_name: peft\n" in (places[2] / "README.md").read_text()

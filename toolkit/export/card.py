@@ -1,0 +1,216 @@
+"""The model card, `README.md` of an exported folder: data, metrics beside their baselines, settings, base, licence, versions."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from toolkit import __version__
+from toolkit.config.load import RecipeConfig, dotted_keys
+from toolkit.config.paths import name_paths
+from toolkit.config.schema import LLMConfig
+from toolkit.errors import escape_controls
+from toolkit.evaluation.generate import BASELINE, SHOWN_FIGURES
+from toolkit.evaluation.metrics import OUR_FIGURES
+from toolkit.export.run_data import RunData
+from toolkit.models.lora import is_enabled
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCardData
+    from transformers import PretrainedConfig
+
+Kind = Literal["model", "adapter", "merged"]
+CARD_FILE = "README.md"
+_LIBRARIES = ("torch", "transformers", "accelerate", "peft", "datasets")
+_NOT_IN_CARD = ("data.cache_dir", "data.num_tokenizer_workers", "data.num_loader_workers", "model.name_or_path")
+_ALWAYS_SHOWN = ("train.global_batch_size_rows", "train.seed", "optim.lr", "optim.schedule")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Which weights are exported, and what is known about them beside the run's config."""
+
+    step: int = 0
+    computed_in: str = "float32"
+    """Dtype of the run's forward passes."""
+    num_processes: int = 1
+    data: RunData | None = None
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    """Of `metrics.jsonl`."""
+
+
+def save_card(
+    folder: Path, config: RecipeConfig, model_config: PretrainedConfig, origin: Origin, kind: Kind, weights_dtype: str
+) -> None:
+    """Write the card. It needs no network: what the hub's cache does not have is not stated."""
+    from huggingface_hub import ModelCard
+
+    config, plain = name_paths(config), config
+    licence = {} if plain.model.from_scratch else _licence_of_base(plain, model_config)
+    data = _metadata(plain, kind, licence)
+    sections = [
+        f"# {_cell(config.run.name)}\n\n{_describe(plain, origin, kind, weights_dtype)}",
+        f"Licence: {_describe_licence(config, licence)}",
+        f"## Data\n\n{_data_section(config, origin)}",
+        f"## Metrics\n\n{_metrics_section(origin)}",
+        f"## Settings\n\n{_settings_section(config, origin)}",
+        f"## Versions\n\n{_versions()}",
+    ]
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n").save(folder / CARD_FILE)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name is a repository's id rather than a folder here."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return not Path(name).exists() and not name.startswith((".", "~"))
+
+
+def _metadata(config: RecipeConfig, kind: Kind, licence: dict[str, Any]) -> ModelCardData:
+    """The fields that the hub reads. Ids only: it refuses folders."""
+    from huggingface_hub import ModelCardData
+
+    is_translation = getattr(config.data, "target_language", None)
+    task = "translation" if is_translation else "text-generation" if isinstance(config, LLMConfig) else "summarization"
+    base: dict[str, Any] = {}
+    if is_hub_id(config.model.name_or_path) and not config.model.from_scratch:
+        base = {"base_model": config.model.name_or_path}
+        base["base_model_relation"] = "adapter" if kind == "adapter" else "finetune"
+    sources = [config.data.source, *(entry.source for entry in getattr(config.data, "mix", []))]
+    return ModelCardData(
+        library_name="peft" if kind == "adapter" else "transformers",
+        pipeline_tag=task,
+        datasets=[source for source in sources if source and "/" in source and is_hub_id(source)] or None,
+        tags=["lora"] if is_enabled(config.adapter) else None,
+        **{"license": "unknown", **licence, **base},
+    )
+
+
+def _licence_of_base(config: RecipeConfig, model_config: PretrainedConfig) -> dict[str, str]:
+    """The licence fields of the base's own card, else of its config; empty if neither names one."""
+    from huggingface_hub import ModelCard, try_to_load_from_cache
+    from yaml import YAMLError
+
+    name = config.model.name_or_path
+    card: Any = Path(name) / CARD_FILE
+    if is_hub_id(name):
+        card = try_to_load_from_cache(name, CARD_FILE, revision=config.model.revision)
+    stated: dict[str, Any] = {}
+    if isinstance(card, str | Path) and Path(card).is_file():
+        try:
+            stated = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
+        except (OSError, ValueError, YAMLError):  # a card that is none
+            stated = {}
+    if not stated.get("license"):
+        stated = {"license": getattr(model_config, "license", None)}
+    named = {key: stated.get(key) for key in ("license", "license_name", "license_link")}
+    is_stated = isinstance(named["license"], str) and named["license"] != "unknown"
+    return {key: value for key, value in named.items() if isinstance(value, str)} if is_stated else {}
+
+
+def _describe_licence(config: RecipeConfig, licence: dict[str, str]) -> str:
+    base = _cell(config.model.name_or_path)
+    if licence:
+        return f"{_cell(licence.get('license_name', licence['license']))}, that of the base model {base}."
+    if config.model.from_scratch:
+        return "not stated. These weights were trained from scratch."
+    return f"not stated: the card and the config of the base model {base} that were read name none."
+
+
+def _describe(config: RecipeConfig, origin: Origin, kind: Kind, weights_dtype: str) -> str:
+    name, revision = config.model.name_or_path, config.model.revision
+    base = f"[{name}](https://huggingface.co/{name})" if is_hub_id(name) else f"`{_cell(Path(name).name)}`"
+    base += f" at revision {_cell(revision)}" if revision else ""
+    what = {
+        "model": f"{base}, fine-tuned",
+        "adapter": f"A {config.adapter.method} adapter for {base}",
+        "merged": f"{base} with a {config.adapter.method} adapter merged into it",
+    }[kind]
+    what = f"A model like {base}, trained from scratch" if config.model.from_scratch else what
+    return f"{what}. Weights in {weights_dtype}, after step {origin.step:,}."
+
+
+def _data_section(config: RecipeConfig, origin: Origin) -> str:
+    rows = []
+    if origin.data is not None:
+        counts = origin.data
+        how = "files of their own" if config.data.eval_files else f"a fraction of {config.data.eval_fraction} by a hash"
+        held_out = f"{counts.num_held_out_rows:,} ({how}), of which {counts.num_evaluated_rows:,} are evaluated"
+        rows = [("training rows", f"{counts.num_training_rows:,}"), ("held-out rows", held_out)]
+    return _table(("data", ""), [*rows, *_changed(config, ("data",))])
+
+
+def _metrics_section(origin: Origin) -> str:
+    """The evaluation of these weights, else the last one before them, beside the baselines of the same rows."""
+    evaluations = {line["step"]: line for line in origin.lines if line["kind"] == "eval" and line["step"] <= origin.step}
+    if not evaluations:
+        return "No evaluation."
+    last = evaluations[max(evaluations)]
+    measured_on = last.get("measured_on")
+    named = {
+        str(line["name"]): line for line in origin.lines if line["kind"] == BASELINE and line.get("measured_on") == measured_on
+    }
+    if 0 in evaluations and origin.step > 0 and evaluations[0].get("measured_on") == measured_on:
+        named["before training"] = evaluations[0]
+    these = "these weights" if last["step"] == origin.step else f"step {last['step']:,}; these weights were not evaluated"
+    named[these] = last
+    numbers = {name for line in named.values() for name, value in line.items() if type(value) in (int, float)}
+    columns = [name for name in SHOWN_FIGURES if name in numbers] + sorted(numbers.difference(SHOWN_FIGURES, OUR_FIGURES))
+    rows = [(name, *(_number(line.get(column)) for column in columns)) for name, line in named.items()]
+    words = f" ROUGE counts {_cell(last['rouge_tokenizer'])} words." if "rouge_tokenizer" in last else ""
+    return f"On {last.get('num_rows', '?')} held-out rows.{words}\n\n{_table(('', *columns), rows)}"
+
+
+def _settings_section(config: RecipeConfig, origin: Origin) -> str:
+    keys = dotted_keys(config)
+    shown = {key: keys[key] for key in _ALWAYS_SHOWN}
+    sections = ("model", *(["adapter"] if is_enabled(config.adapter) else []), "train", "optim")
+    changed = {key: value for key, value in _changed(config, sections) if key not in shown}
+    generated = {key: keys[key] for key in ("eval.max_new_tokens", "eval.num_beams", "eval.no_repeat_ngram_size")}
+    of_launch = {"computed in": origin.computed_in, "processes": origin.num_processes}
+    return _table(("setting", ""), {**shown, **changed, **generated, **of_launch}.items())
+
+
+def _changed(config: RecipeConfig, sections: Iterable[str]) -> list[tuple[str, Any]]:
+    """Keys of these sections whose values are not the defaults."""
+    found = []
+    for section in sections:
+        part = getattr(config, section)
+        for own in dataclasses.fields(part):
+            default = own.default_factory() if own.default_factory is not dataclasses.MISSING else own.default
+            value = getattr(part, own.name)
+            if value != default and f"{section}.{own.name}" not in _NOT_IN_CARD:
+                found.append((f"{section}.{own.name}", dotted_keys(part)[own.name]))
+    return found
+
+
+def _versions() -> str:
+    libraries = {name: version(name) for name in _LIBRARIES}
+    return _table(("library", ""), {"toolkit": __version__, **libraries, "python": platform.python_version()}.items())
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else "–"
+
+
+def _cell(value: Any) -> str:
+    """A value as a cell of Markdown, whatever text is in it."""
+    text = " ".join(escape_controls(str(value)).split())
+    for mark in "\\|[]*`":
+        text = text.replace(mark, f"\\{mark}")
+    return text.replace("<", "&lt;")
