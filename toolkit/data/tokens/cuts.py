@@ -1,5 +1,5 @@
 """Applies the limit on a row's tokens: plain text is split into rows that together hold every token; all other rows are cut, and
-a sentence reports the share of lost tokens."""
+a sentence reports the share of lost tokens, another one that of tokens that stand for text unknown to the tokenizer."""
 
 from __future__ import annotations
 
@@ -92,3 +92,25 @@ def describe_cut(num_given: np.ndarray, num_lost: np.ndarray, num_rows: int, nam
         return [sentence]
     longest = f"the longest {what or 'row'} has {num_given.max():,} tokens"
     return [f"WARNING: {sentence}; raise {limit.partition(' ')[0]} ({longest}), or split these rows"]
+
+
+def describe_unknown(num_tokens: np.ndarray, num_unknown: np.ndarray, name: str, what: str, examples: str) -> list[str]:
+    """One sentence if tokens of rows stand for text that the tokenizer has no token for, else none. A large share is a WARNING.
+
+    Args:
+        num_tokens: tokens of each row.
+        num_unknown: those of them that are unknown.
+        name: `train` or `evaluation`.
+        what: `source` or `target`.
+        examples: characters that are unknown.
+    """
+    if not num_unknown.any():
+        return []
+    share, side = num_unknown.sum() / num_tokens.sum(), SIDES[name]
+    percent = f"{100 * share:.1f}" if share >= 0.001 else "less than 0.1"
+    such_as = f" (such as {', '.join(dict.fromkeys(examples[:5]))})" if examples else ""
+    sentence = (
+        f"{percent} % of all {side} {what} tokens, in {(num_unknown > 0).sum()} of {len(num_unknown)} rows, are unknown to the "
+        f"tokenizer{such_as}: the model neither reads nor writes them"
+    )
+    return [f"WARNING: {sentence}" if share > _MOST_TOKENS_LOST else sentence]

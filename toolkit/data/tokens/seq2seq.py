@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.data import DataConfig
 from toolkit.config.schema import ModelConfig
-from toolkit.data.tokens.cuts import describe_cut
+from toolkit.data.tokens.cuts import describe_cut, describe_unknown
 from toolkit.data.tokens.languages import marks_languages, set_languages
 from toolkit.data.tokens.tokenizer import train_tokenizer
 
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 
 TRAINED = "unigram trained"
 """The tokenizer of a model that brings none."""
+_OF_TOKENIZING = (
+    "num_lost_source_tokens", "num_lost_target_tokens", "num_unknown_source_tokens", "num_unknown_target_tokens",
+)  # fmt: skip
+"""Columns of numbers that `report` reads and drops, as it does `unknown_source` and `unknown_target`."""
 
 
 def set_up(tokenizer: PreTrainedTokenizerBase, config: DataConfig, model: ModelConfig) -> None:
@@ -46,9 +51,9 @@ def describe(tokenizer: PreTrainedTokenizerBase, rows: Dataset) -> list[str]:
 def tokenize(
     rows: dict[str, list], tokenizer: PreTrainedTokenizerBase, config: DataConfig, origins: list[tuple[str, int]]
 ) -> dict[str, list]:
-    """The columns of `TokenizedRows`, and the numbers of tokens that the limits cost."""
-    texts = [config.prefix + text for text in rows["prompt"]]
-    sources, num_lost_of_sources = encode_texts(tokenizer, texts, config.max_source_length_tokens, "text")
+    """The columns of `TokenizedRows`, and those of `_OF_TOKENIZING`."""
+    prompts = [config.prefix + text for text in rows["prompt"]]
+    sources, num_lost_of_sources = encode_texts(tokenizer, prompts, config.max_source_length_tokens, "text")
     labels, num_lost_of_targets = encode_texts(tokenizer, rows["completion"], config.max_target_length_tokens, "text_target")
     texts = [
         str(tokenizer.decode(ids, skip_special_tokens=True)) if num_lost else text
@@ -65,13 +70,26 @@ def tokenize(
         "target_bytes": [len(text.encode()) for text in texts],
         "num_lost_source_tokens": num_lost_of_sources,
         "num_lost_target_tokens": num_lost_of_targets,
+        **_find_unknown(tokenizer, "source", sources, prompts, "text"),
+        **_find_unknown(tokenizer, "target", labels, rows["completion"], "text_target"),
     }
 
 
+def _find_unknown(
+    tokenizer: PreTrainedTokenizerBase, side: str, all_ids: list[list[int]], texts: list[str], argument: str
+) -> dict[str, list]:
+    """How many tokens of each row the tokenizer does not know, and up to 3 of the characters behind them."""
+    unknown = tokenizer.unk_token_id
+    numbers = [ids.count(unknown) for ids in all_ids]
+    characters = dict.fromkeys(texts[numbers.index(max(numbers))]) if any(numbers) else ()
+    found = (c for c in characters if unknown in tokenizer(**{argument: c}, add_special_tokens=False)["input_ids"])
+    return {f"num_unknown_{side}_tokens": numbers, f"unknown_{side}": ["".join(islice(found, 3))] * len(texts)}
+
+
 def report(tokenized: Dataset, config: DataConfig, name: str) -> tuple[Dataset, list[str], set[int]]:
-    """The rows as they are stored, and sentences about cuts. Which tokens end a text is for the generation config to say."""
-    lost = ["num_lost_source_tokens", "num_lost_target_tokens"]
-    numbers = tokenized.select_columns(["num_tokens", "num_label_tokens", *lost]).with_format("numpy")[:]
+    """The rows as they are stored, and sentences about cuts and unknown tokens. Which tokens end a text is for the generation
+    config to say."""
+    numbers = tokenized.select_columns(["num_tokens", "num_label_tokens", *_OF_TOKENIZING]).with_format("numpy")[:]
     num_kept = {"source": numbers["num_tokens"] - numbers["num_label_tokens"], "target": numbers["num_label_tokens"]}
     sentences: list[str] = []
     for side, limit in (("source", config.max_source_length_tokens), ("target", config.max_target_length_tokens)):
@@ -79,7 +97,9 @@ def report(tokenized: Dataset, config: DataConfig, name: str) -> tuple[Dataset, 
         sentences += describe_cut(
             num_kept[side] + num_lost, num_lost, len(tokenized), name, f"data.max_{side}_length_tokens = {limit}", side
         )
-    return tokenized.remove_columns(lost), sentences, set()
+        examples = "".join(tokenized.unique(f"unknown_{side}"))
+        sentences += describe_unknown(num_kept[side], numbers[f"num_unknown_{side}_tokens"], name, side, examples)
+    return tokenized.remove_columns([*_OF_TOKENIZING, "unknown_source", "unknown_target"]), sentences, set()
 
 
 def encode_texts(

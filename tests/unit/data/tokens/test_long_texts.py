@@ -161,3 +161,19 @@ def test_the_share_of_tokens_that_sources_and_targets_lose_is_reported(tmp_path)
             f"training {side} tokens lost; raise data.max_{side}_length_tokens (the longest {side} has {given[2]} tokens), or "
             "split these rows"
         )
+
+
+def test_characters_that_the_tokenizer_has_no_token_for_are_reported(tmp_path):
+    """T5 has none for braces and many scripts, and would learn summaries that lack them."""
+    tokenizer = build_word_piece()
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = [{"source": "the word", "target": "the word"}, {"source": "the word", "target": "the {x}"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig(source="jsonl", files=str(tmp_path / "rows.jsonl"), eval_fraction=0.0, cache_dir=str(tmp_path / "cache"))
+    [remark] = prepare_rows(data, ModelConfig(name_or_path=str(tmp_path / "model")), len(tokenizer)).remarks
+    ids = [tokenizer(row["target"])["input_ids"] for row in rows]
+    share = 100 * ids[1].count(tokenizer.unk_token_id) / sum(map(len, ids))
+    assert remark == (
+        f"WARNING: {share:.1f} % of all training target tokens, in 1 of 2 rows, are unknown to the tokenizer (such as {{, x, }}):"
+        " the model neither reads nor writes them"
+    )
