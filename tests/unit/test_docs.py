@@ -274,16 +274,18 @@ def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 
 
 def check_run_flags(arguments: Any, flags: list[str]) -> None:
-    """Dotted flags of `plan` and `verify`: the recipe's, which the model chooses."""
-    if arguments.model:
-        check_model(arguments.model)
-    named = [name for name in ("llm", "t5") if name in f"{arguments.recipe} {arguments.config} {arguments.model}"]
+    """Dotted flags of `plan`, `preview` and `verify`: the recipe's, which the model chooses."""
+    given_model = getattr(arguments, "model", None)
+    if given_model:
+        check_model(given_model)
+    named = [name for name in ("llm", "t5") if name in f"{arguments.recipe} {arguments.config} {given_model}"]
     # A placeholder may stand for either.
     recipe = "llm.py" if "llm" in named or (not named and "--data.max_length_tokens" in flags) else "t5.py"
     example = f"recipes/configs/{EXAMPLES[recipe]}.yaml"
     rows = ["--data.source=not/read", "--train.max_steps=1"]
-    given = ["--config", arguments.config.replace("RUN.yaml", example)] if arguments.config else rows
-    model = f"--model.name_or_path={arguments.model or f'recipes/models/{EXAMPLES[recipe]}'}"
+    files = [arguments.config] if isinstance(arguments.config, str) else arguments.config or []
+    given = [f"--config={file.replace('RUN.yaml', example)}" for file in files] or rows
+    model = f"--model.name_or_path={given_model or f'recipes/models/{EXAMPLES[recipe]}'}"
     config_class, check = RECIPES[recipe]
     check_adapter_config(load_config(config_class, [*given, model, *flags], check=check))
     for preset in getattr(arguments, "presets", None) or []:

@@ -7,6 +7,7 @@ export RUN_FOLDER         write any checkpoint of a run as a Hugging Face folder
 generate MODEL_OR_RUN …   write summaries or answers with a trained model
 plan --model M …          predict the memory that each rank of a run needs, and whether it fits; exits 1 if it does not
 presets [--write] FOLDER  check or write the tables of presets in the folder's README.md
+preview --config RUN.yaml  show rows, tokens, packs and lengths as the run will take them
 results RUN_FOLDER...     print one table of several runs' results, with planned and measured memory
 verify --model M …        prove by short runs on this machine what a run relies on; exits 1 if a check fails
 """
@@ -29,7 +30,7 @@ from toolkit.launch.log import start_logging
 EXIT_NOT_VALID = 1
 """Exit code of `checkpoints` if a checkpoint is not valid, of `plan` if a run does not fit, of `compare` if a preset fails, and
 of `verify` if a check fails."""
-WITH_RUN_FLAGS = ("plan", "verify")
+WITH_RUN_FLAGS = ("plan", "preview", "verify")
 """Commands that also take the dotted flags of a recipe."""
 
 
@@ -45,6 +46,7 @@ def main() -> None:
         _add_generate,
         _add_plan,
         _add_presets,
+        _add_preview,
         _add_results,
         _add_verify,
     ):
@@ -243,6 +245,37 @@ def _presets(arguments: Namespace, _: list[str]) -> bool:
 
         save_choice(arguments.folder)
     update_page(arguments.folder, write=arguments.write)
+    return True
+
+
+def _add_preview(jobs: Any) -> None:
+    preview = jobs.add_parser(
+        "preview",
+        allow_abbrev=False,
+        help="show the rows of a run as the model will see them; also takes a recipe's dotted flags",
+    )
+    preview.add_argument("--config", action="append", default=[], metavar="RUN.yaml", help="the run YAML")
+    preview.add_argument("--recipe", choices=["llm", "t5"], help="recipe of the run (default: by the model)")
+    preview.add_argument(
+        "--accelerate-config", type=Path, metavar="PRESET.yaml", help="accelerate YAML of the launch, for its number of processes"
+    )
+    preview.add_argument("--rows", type=int, default=3, metavar="N", help="rows of the first step to show (default: 3)")
+    preview.add_argument("--row", type=int, metavar="ID", help="show this row alone, in full length")
+    preview.add_argument("--html", type=Path, metavar="FILE", help="write a page instead of printing")
+    preview.set_defaults(do=_preview)
+
+
+def _preview(arguments: Namespace, run_flags: list[str]) -> bool:
+    from toolkit.cli.preview.preview import preview  # torch takes seconds to import
+
+    preview(
+        [*(f"--config={file}" for file in arguments.config), *run_flags],
+        accelerate_config=arguments.accelerate_config,
+        recipe=arguments.recipe,
+        num_rows=arguments.rows,
+        row_id=arguments.row,
+        html=arguments.html,
+    )
     return True
 
 

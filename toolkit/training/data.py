@@ -11,15 +11,15 @@ from toolkit.config.validate import check_evaluation_rows, check_num_steps
 from toolkit.data.batch_plan import BatchPlan, Mix
 from toolkit.data.collate import CausalCollator, Collator, SummarizationCollator, own_label_shift
 from toolkit.data.tokens.prepare import TokenizedRows, prepare_rows
-from toolkit.distributed.comm import rank, world_size
+from toolkit.distributed.comm import rank
 from toolkit.distributed.watchdog import working
+from toolkit.evaluation.metrics import TextMetric
 from toolkit.evaluation.rows import EvaluationRows, choose_rows, name_sources
 from toolkit.launch.accelerator import bound_primitive_cache
 from toolkit.models.attention import attends_by_document
 from toolkit.models.config import check_causal_positions, check_positions, special_tokens
 from toolkit.models.load import num_token_embeddings
 from toolkit.training.goal import check_metric_on_rows
-from toolkit.training.setup import RunContext
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -31,9 +31,15 @@ NUM_STEPS_LOOKED_AT = 100
 
 
 def prepare_data(
-    config: RecipeConfig, context: RunContext, model_config: PretrainedConfig, skeleton: PreTrainedModel
+    config: RecipeConfig,
+    metrics: tuple[TextMetric, ...],
+    model_config: PretrainedConfig,
+    skeleton: PreTrainedModel,
+    num_processes: int,
 ) -> tuple[TokenizedRows, BatchPlan, EvaluationRows]:
     """Tokenize the rows, plan the batches and choose the rows to evaluate, then check settings against them. Collective.
+
+    `preview` calls it too, for any number of processes.
 
     Raises:
         UserError: anything wrong with the data or with a setting that depends on it; on every rank.
@@ -45,14 +51,14 @@ def prepare_data(
     rows = prepare_rows(config.data, config.model, num_token_embeddings(skeleton))
 
     # Which rows each step takes, and which rows are evaluated.
-    plan = _plan_batches(config, rows)
+    plan = _plan_batches(config, rows, num_processes)
     evaluation = EvaluationRows(
         choose_rows(rows.evaluation, config.eval.num_rows),
         rows.tokenizer,
         collator or CausalCollator(rows.tokenizer.pad_token_id, one_row=attends_by_document(skeleton)),
         rows.stop_token_ids,
         name_sources(config.data) if isinstance(config, LLMConfig) else (),
-        context.metrics,
+        metrics,
     )
     _check_lengths(config, model_config, rows, evaluation)
     _check_rows(config, rows, plan, evaluation)
@@ -67,17 +73,17 @@ def num_steps(config: RecipeConfig, plan: BatchPlan) -> int:
     return plan.num_steps(config.train.num_epochs)
 
 
-def _plan_batches(config: RecipeConfig, rows: TokenizedRows) -> BatchPlan:
+def _plan_batches(config: RecipeConfig, rows: TokenizedRows, num_processes: int) -> BatchPlan:
     """The batch plan of the training rows. An encoder-decoder's rows are bucketed by length, neither packed nor mixed."""
     columns = rows.train.with_format("numpy")
     lengths = columns["num_tokens"][:], columns["num_label_tokens"][:]
     if not isinstance(config, LLMConfig):
-        return BatchPlan(*lengths, config.train, world_size())
+        return BatchPlan(*lengths, config.train, num_processes)
     data, weights = config.data, tuple(entry.weight for entry in config.data.mix)
     return BatchPlan(
         *lengths,
         config.train,
-        world_size(),
+        num_processes,
         bucket_by_length=not data.packing if data.bucket_by_length is None else data.bucket_by_length,
         pack_length_tokens=data.max_length_tokens if data.packing else None,
         mix=Mix(columns["source_index"][:], weights) if weights else None,
@@ -117,7 +123,7 @@ def _check_rows(config: RecipeConfig, rows: TokenizedRows, plan: BatchPlan, eval
     logger.info(
         f"{len(rows.train):,} training rows, {len(evaluation.rows):,} held-out rows{of_sources}; {plan.steps_per_epoch:,} steps "
         f"an epoch, {steps:,} in all; {len(plan.micro_batches(plan.step(1), 0))} micro-batches a step on each of "
-        f"{world_size()} processes"
+        f"{plan.world_size} processes"
     )
     if smoothing := config.optim.label_smoothing:
         logger.info(f"the training loss has label smoothing {smoothing}, the evaluation's has none")

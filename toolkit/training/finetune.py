@@ -102,7 +102,7 @@ def finetune(
 
         # Rows: text → tokens on disk → the batch plan (which rows each step takes) and the evaluation split.
         config = config if train is None else save_datasets(config, train, evaluation)
-        rows, plan, evaluated = prepare_data(config, context, model_config, skeleton)
+        rows, plan, evaluated = prepare_data(config, context.metrics, model_config, skeleton, world_size())
 
         # Model → frozen or adapted → shards → optimizer → checks of the model.
         sharded, optimizer, identity = build_model(config, context, model_config, skeleton, rows, evaluated)

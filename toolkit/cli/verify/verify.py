@@ -12,8 +12,7 @@ from typing import Any, Final
 from toolkit.cli.verify.checks import check_all
 from toolkit.cli.verify.proofs import Proof
 from toolkit.cli.verify.runs import Box, Launch, launch_all, plan_runs
-from toolkit.config.load import RecipeConfig, load_config
-from toolkit.config.paths import find_path
+from toolkit.config.load import RecipeConfig, find_model, load_config
 from toolkit.config.schema import LLMConfig, SummarizationConfig
 from toolkit.errors import UserError
 from toolkit.launch.relaunch import PRESET_FOLDER, launch
@@ -109,7 +108,7 @@ def build_box(
     if model is None and config is None:
         model = str(RECIPE_FOLDER / "models" / "t5_gelu")
         run_arguments = ["--model.from_scratch=true", *run_arguments]
-    is_t5 = is_encoder_decoder(model or _model_of(config)) if recipe is None else recipe == "t5"
+    is_t5 = is_encoder_decoder(model or find_model([f"--config={config}"])) if recipe is None else recipe == "t5"
     name = "t5" if is_t5 else "llm"
     given = [f"--config={config}"] if config else [f"--{key}={value}" for key, value in SMALL_ROWS[name].items()]
     arguments = [*given, *([f"--model.name_or_path={model}"] if model else []), *run_arguments]
@@ -154,21 +153,6 @@ def _processes(num_processes: int | None, use_cpu: bool) -> tuple[bool, int]:
     if not on_cpu and chosen > num_gpus:
         raise UserError(f"--num-processes is {chosen}, but there are {num_gpus} GPUs here: give fewer, or --use-cpu")
     return on_cpu, chosen
-
-
-def _model_of(config: str | None) -> str:
-    """`model.name_or_path` of a run YAML; empty if it has none, for which `load_config` has the better message.
-
-    Raises:
-        UserError: the path is ambiguous.
-    """
-    import yaml
-
-    try:
-        name = yaml.safe_load(Path(config or "").read_text(encoding="utf-8"))["model"]["name_or_path"]
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        return ""
-    return find_path(name, Path(config or ""), f"{config}: model.name_or_path") if isinstance(name, str) else ""
 
 
 def _clear(output: Path) -> None:

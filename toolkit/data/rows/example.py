@@ -58,6 +58,12 @@ class Example:
         return "\0".join(map(str, parts))
 
     @property
+    def trained_turns(self) -> list[int]:
+        """Of a chat: the messages to train on."""
+        roles = [message["role"] for message in self.messages or []]
+        return [i for i, role in enumerate(roles) if role == "assistant" and i >= self.first_trained and i not in self.weight_0]
+
+    @property
     def texts(self) -> list[str]:
         """All texts that a tokenizer should be trained on."""
         if self.messages is not None:

@@ -51,6 +51,8 @@ class TextRows:
     """The label of each input and the number of rows read from it; row ids count through the inputs."""
     readings: list[str]
     """How the inputs are read, and from which columns, as sentences to print."""
+    repeats: list[str]
+    """Those of `remarks` about duplicate rows."""
 
 
 def load_rows(config: DataConfig | LLMDataConfig, *, has_chat_template: bool = False) -> TextRows:
@@ -90,7 +92,7 @@ def load_rows(config: DataConfig | LLMDataConfig, *, has_chat_template: bool = F
         share = f"data.eval_fraction {eval_fraction}"
         remarks.append(f"{share} holds out none of the {len(train)} rows: there is nothing to evaluate on")
     origins = [(item.label, report.num_rows) for item, report in zip(inputs, reports, strict=True)]
-    return TextRows(train, evaluation, folder.name, remarks, origins, describe_readings(inputs))
+    return TextRows(train, evaluation, folder.name, remarks, origins, describe_readings(inputs), about["repeats"])
 
 
 def write_rows(

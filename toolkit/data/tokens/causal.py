@@ -83,7 +83,7 @@ def tokenize(
     # Render each example as text with the positions of its turns, and tokenize all of them.
     examples = read_examples(rows)
     prepared = [
-        prepare_chat(tokenizer, example, config.loss_on, _locate(row_id, origins))
+        prepare_chat(tokenizer, example, config.loss_on, locate(row_id, origins))
         if example.messages is not None
         else prepare_text(example, config.loss_on)
         for row_id, example in zip(rows["row_id"], examples, strict=True)
@@ -172,7 +172,7 @@ def _check_mix(train: Dataset, config: LLMDataConfig) -> None:
             )
 
 
-def _locate(row_id: int, origins: list[tuple[str, int]]) -> str:
+def locate(row_id: int, origins: list[tuple[str, int]]) -> str:
     """The label of a row's input and its row number, for messages."""
     for label, num_rows in origins:
         if row_id < num_rows:

@@ -66,6 +66,8 @@ class TokenizedRows:
     stop_token_ids: tuple[int, ...]
     """Tokens that end a generated text: the tokenizer's end token, and the special tokens that end the turns of chats. Empty for
     an encoder-decoder, whose generation config has them."""
+    texts: TextRows | None = None
+    """What they were made of, on each node's first process; None on the others."""
 
 
 class Written(NamedTuple):
@@ -89,10 +91,10 @@ def prepare_rows(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab_s
 
     # Build, or verify, on the first process of each node.
     working("tokenizing")
-    written, error = None, None
+    written, texts, error = None, None, None
     if local_rank() == 0:
         try:
-            written = _find_or_build(config, model, vocab_size)
+            written, texts = _find_or_build(config, model, vocab_size)
         except UserError as e:
             error = e
     raise_together(error)
@@ -117,10 +119,11 @@ def prepare_rows(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab_s
         fingerprint=contents[0],
         remarks=about["remarks"],
         stop_token_ids=tuple(about["stop_token_ids"]),
+        texts=texts,
     )
 
 
-def _find_or_build(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab_size: int) -> Written:
+def _find_or_build(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab_size: int) -> tuple[Written, TextRows]:
     """Read the rows, and tokenize them unless their tokens are in the cache. For one process per node."""
     kind = causal if isinstance(config, LLMDataConfig) else seq2seq
     tokenizer = load_tokenizer(model, vocab_size) if has_tokenizer(model) else None
@@ -139,7 +142,7 @@ def _find_or_build(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab
     }
     folder = cache_folder(config.cache_dir) / name_folder(identity)
     about = find_or_build("the token cache", folder, _write_tokens, config, model, vocab_size, rows, tokenizer, identity)
-    return Written(folder.name, about["contents"])
+    return Written(folder.name, about["contents"]), rows
 
 
 def _write_tokens(

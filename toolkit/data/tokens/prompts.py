@@ -72,6 +72,7 @@ def prepare_chat(tokenizer: PreTrainedTokenizerBase, example: Example, loss_on: 
         if not text[turn.start : turn.content_end].strip():
             has_calls = " (it has tool_calls, which the template may not know)" if messages[i].get("tool_calls") else ""
             raise UserError(f"{where}: the chat template prints nothing of message {i + 1}{has_calls}: set data.chat_template")
-    trained = [(i, turn) for i, turn in zip(spoken, turns, strict=True) if i >= example.first_trained and i not in weight_0]
+    trained_turns = example.trained_turns
+    trained = [(i, turn) for i, turn in zip(spoken, turns, strict=True) if i in trained_turns]
     lead_texts = [next(m["content"] for m in reversed(messages[:i]) if m["role"] == "user") for i, _ in trained]
     return Prepared(text, [turn for _, turn in trained], lead_texts, counts_whole=loss_on == "all", is_chat=True)

@@ -1,0 +1,62 @@
+"""`python -m toolkit preview`: reads, tokenizes and plans as the run will, without process group or weights, and shows it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from toolkit.cli.preview.facts import collect
+from toolkit.cli.preview.page import render_page
+from toolkit.cli.preview.terminal import build_console, print_preview
+from toolkit.errors import UserError
+from toolkit.files.durable import written_beside
+
+
+def preview(
+    run_arguments: list[str],
+    *,
+    accelerate_config: Path | None = None,
+    recipe: str | None = None,
+    num_rows: int = 3,
+    row_id: int | None = None,
+    html: Path | None = None,
+) -> None:
+    """Print the view, or write it as a page.
+
+    Args:
+        run_arguments: `--config FILE` and dotted flags, as for a recipe.
+        accelerate_config: the accelerate YAML, for its number of processes; None: one process.
+        recipe: `llm` or `t5`; None: by the model.
+        num_rows: rows of the first step to show.
+        row_id: show this row alone, in full length.
+        html: the page.
+
+    Raises:
+        UserError: whatever the run itself would raise of its data; a row that is not there; a page that cannot be written.
+    """
+    if num_rows < 0:
+        raise UserError(f"--rows is {num_rows}: give 0 or more")
+    if html is not None:
+        _check_page(html)
+    if html is None:
+        try:
+            found = collect(run_arguments, accelerate_config, recipe, num_rows, row_id)
+            sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # where the locale is not UTF-8
+            print_preview(found, build_console())
+        except BrokenPipeError:  # the reader has seen enough, as `head` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again at its exit
+        return
+    found = collect(run_arguments, accelerate_config, recipe, num_rows, row_id)
+    try:
+        with written_beside(html) as beside:
+            beside.write_text(render_page(found), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--html {html} cannot be written ({error.strerror}): make room there, or take another place") from None
+    print(f"the page is {html}")
+
+
+def _check_page(html: Path) -> None:
+    if html.is_dir() or not html.parent.is_dir() or not os.access(html.parent, os.W_OK):
+        reason = "it is a folder" if html.is_dir() else f"{html.parent} is no folder that can be written"
+        raise UserError(f"--html {html} cannot be written ({reason}): give a file in a folder that exists")

@@ -1,0 +1,275 @@
+"""One row as the model will see it: its text, its tokens and what each is for, its turns, and what a limit has cut off."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from toolkit.config.data import DataConfig, LLMDataConfig
+from toolkit.config.schema import ModelConfig
+from toolkit.data.rows.example import Example, read_examples
+from toolkit.data.rows.load import TextRows
+from toolkit.data.tokens import causal, seq2seq
+from toolkit.data.tokens.cuts import ROW_IDS_OF_A_PIECE, SIDES
+from toolkit.data.tokens.prepare import TokenizedRows
+from toolkit.data.tokens.prompts import prepare_chat
+from toolkit.errors import UserError
+from toolkit.loss import IGNORED_LABEL
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+LOSS, CONTEXT, PADDING, LOST = "loss", "context", "padding", "lost"
+"""What a token is for: it counts in the loss, is context, is padding; or it was cut off."""
+_NO_LIMIT = 2**31
+_MOST_TOKENS_OF_A_CHARACTER = 16
+
+
+class Span(NamedTuple):
+    """Neighbouring tokens of one kind."""
+
+    kind: str
+    """`LOSS`, `CONTEXT` or `LOST`."""
+    tokens: list[str]
+    """The text of each token, see `token_texts`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """A message of a chat."""
+
+    role: str
+    text: str
+    says: str
+    """What it is for, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """What a row is made of: one side, `row`, for a causal model; `source` and `target` for an encoder-decoder."""
+
+    name: str
+    text: str
+    """Before the cut; of a chat, as its template renders it."""
+    spans: list[Span]
+    num_tokens: int
+    """After the cut."""
+    num_lost: int
+    limit: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowView:
+    """One row."""
+
+    row_id: int
+    where: str
+    """Its file and row number."""
+    split: str
+    """`training` or `evaluation`."""
+    sides: list[Side]
+    num_tokens: int
+    num_label_tokens: int
+    turns: list[Turn]
+    """Of a chat; else empty."""
+    piece: tuple[int, int] | None
+    """(number from 1, how many) of a long text that was split into several rows; the text is that of the piece."""
+
+
+def view_rows(
+    rows: TokenizedRows, config: DataConfig | LLMDataConfig, model: ModelConfig, indices: Sequence[int]
+) -> list[RowView]:
+    """The training rows at these indices."""
+    return [view_row(rows, config, model, int(rows.train[index]["row_id"])) for index in indices]
+
+
+def find_cut_row(
+    rows: TokenizedRows, config: DataConfig | LLMDataConfig, model: ModelConfig, most_tried: int = 20
+) -> RowView | None:
+    """The first training row that a limit has cut; None if none of the first few that are as long as a limit has lost a token."""
+    columns = rows.train.with_format("numpy")
+    num_labels, num_tokens = columns["num_label_tokens"][:], columns["num_tokens"][:]
+    lengths = {"row": num_tokens, "source": num_tokens - num_labels, "target": num_labels}
+    limits = {side: limit for side, name in _LIMITS.items() if (limit := getattr(config, name, None))}
+    is_full = np.any([lengths[side] >= limit for side, limit in limits.items()], axis=0)
+    for index in np.flatnonzero(is_full)[:most_tried].tolist():
+        row = view_row(rows, config, model, int(rows.train[index]["row_id"]))
+        if any(side.num_lost for side in row.sides):
+            return row
+    return None
+
+
+def view_row(rows: TokenizedRows, config: DataConfig | LLMDataConfig, model: ModelConfig, row_id: int) -> RowView:
+    """The row with this id. For the process that has read the rows.
+
+    Its tokens come from the token cache. To find what was cut off, its text is tokenized once more, by the same function without
+    a limit.
+
+    Raises:
+        UserError: no row has this id, or it was left out.
+    """
+    assert rows.texts is not None, "each node's first process has them"
+    name, row = _find(rows, rows.texts, row_id)
+    cells = _find_text(rows.texts, row_id % ROW_IDS_OF_A_PIECE)
+    assert cells is not None, "a tokenized row was made of a text"
+    (example,) = read_examples(cells)
+    where, num_pieces = locate(rows.texts, row_id), _count_pieces(getattr(rows, name), row_id)
+    turns: list[Turn] = []
+    if example.text is not None:  # a text loses nothing; each of its rows has its own part of it
+        assert isinstance(config, LLMDataConfig), "an encoder-decoder's rows are pairs"
+        full = row
+        texts = {"row": example.text if num_pieces == 1 else str(rows.tokenizer.decode(row["input_ids"]))}
+    else:
+        full = _tokenize_unlimited(rows, config, model, cells)
+        if isinstance(config, DataConfig):
+            texts = {"source": config.prefix + str(example.prompt), "target": str(example.completion)}
+        elif example.messages is None:
+            texts = {"row": f"{example.prompt}{example.completion}"}
+        else:
+            texts = {"row": prepare_chat(rows.tokenizer, example, config.loss_on, where).text}
+            turns = _list_turns(example, config.loss_on, full["labels"], len(row["input_ids"]))
+    return RowView(
+        row_id=row_id,
+        where=where,
+        split=SIDES[name],
+        sides=[_build_side(rows.tokenizer, side, text, row, full, config) for side, text in texts.items()],
+        num_tokens=row["num_tokens"],
+        num_label_tokens=row["num_label_tokens"],
+        turns=turns,
+        piece=(row_id // ROW_IDS_OF_A_PIECE + 1, num_pieces) if num_pieces > 1 else None,
+    )
+
+
+_LIMITS = {"row": "max_length_tokens", "source": "max_source_length_tokens", "target": "max_target_length_tokens"}
+
+
+def locate(texts: TextRows, row_id: int) -> str:
+    """The file of a row and its number there, from 1."""
+    return causal.locate(row_id % ROW_IDS_OF_A_PIECE, texts.origins)
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
+    """The text of each token. Where several tokens spell one character, the first has it and the others are empty.
+
+    A token that stands for a space at the start of a text keeps it, which decoding would drop.
+    """
+    special, names = set(tokenizer.all_special_ids), tokenizer.convert_ids_to_tokens(list(ids))
+    decode = functools.cache(lambda some: str(tokenizer.decode(some, clean_up_tokenization_spaces=False)))
+    texts: list[str] = []
+    while (place := len(texts)) < len(ids):
+        name = str(names[place])
+        if ids[place] in special:
+            texts.append(name)
+        elif "▁" in name:
+            texts.append(name.replace("▁", " "))
+        else:
+            for num in range(1, _MOST_TOKENS_OF_A_CHARACTER + 1):
+                text = decode(tuple(ids[place : place + num]))
+                if "\ufffd" not in text or place + num >= len(ids):
+                    break
+            texts += [text, *[""] * (num - 1)] if "\ufffd" not in text else [name]
+    return texts
+
+
+def _find(rows: TokenizedRows, texts: TextRows, row_id: int) -> tuple[str, dict[str, Any]]:
+    """The split of a row, and its columns."""
+    for name, part in (("train", rows.train), ("evaluation", rows.evaluation)):
+        found = np.flatnonzero(part.with_format("numpy")["row_id"][:] == row_id)
+        if len(found):
+            return name, part[int(found[0])]
+    num_rows = sum(num for _, num in texts.origins)
+    if not 0 <= row_id < num_rows:
+        raise UserError(f"--row is {row_id}: give an id from 0 to {num_rows - 1}")
+    if _find_text(texts, row_id) is None:
+        raise UserError(f"--row is {row_id}, {locate(texts, row_id)}, which is left out: the remarks above say why")
+    raise UserError(f"--row is {row_id}, {locate(texts, row_id)}, which has no token that counts in the loss, and is left out")
+
+
+def _find_text(texts: TextRows, row_id: int) -> dict[str, list[Any]] | None:
+    """The text of a row, by column; None if it was left out when it was read."""
+    for part in (texts.train, texts.evaluation):
+        # Ids rise in a file of rows.
+        ids = part.with_format("numpy")["row_id"][:]
+        index = int(np.searchsorted(ids, row_id))
+        if index < len(ids) and ids[index] == row_id:
+            return part[index : index + 1]
+    return None
+
+
+def _count_pieces(part: Dataset, row_id: int) -> int:
+    """How many rows a text was split into."""
+    ids = part.with_format("numpy")["row_id"][:]
+    return int((ids % ROW_IDS_OF_A_PIECE == row_id % ROW_IDS_OF_A_PIECE).sum())
+
+
+def _tokenize_unlimited(
+    rows: TokenizedRows, config: DataConfig | LLMDataConfig, model: ModelConfig, cells: dict[str, list[Any]]
+) -> dict[str, Any]:
+    """The columns of one row, by the run's own function, without a limit."""
+    assert rows.texts is not None
+    kind: Any = causal if isinstance(config, LLMDataConfig) else seq2seq
+    limits: dict[str, Any] = {name: _NO_LIMIT for name in _LIMITS.values() if hasattr(config, name)}
+    unlimited = replace(config, **limits)
+    kind.set_up(rows.tokenizer, unlimited, model)
+    columns = kind.tokenize(cells, rows.tokenizer, unlimited, rows.texts.origins)
+    return {name: values[0] for name, values in columns.items()}
+
+
+def _build_side(
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    text: str,
+    row: dict[str, Any],
+    full: dict[str, Any],
+    config: DataConfig | LLMDataConfig,
+) -> Side:
+    """Compare the tokens that are kept, in `row`, with those without a limit, in `full`: what the kept ones leave out is lost."""
+    column = "labels" if name == "target" else "input_ids"
+    kept, ids = row[column], [int(token) for token in full[column]]
+    counts = [name != "source"] * len(ids) if name != "row" else [label != IGNORED_LABEL for label in full["labels"]]
+    # The end token is put back after a cut source or target.
+    start = next((i for i, (ours, other) in enumerate(zip(kept, ids, strict=False)) if ours != other), len(kept))
+    num_lost = len(ids) - len(kept)
+    kinds = [
+        LOST if start <= place < start + num_lost else LOSS if does_count else CONTEXT for place, does_count in enumerate(counts)
+    ]
+    spans = [
+        Span(kind, [token for token, _ in group])
+        for kind, group in itertools.groupby(zip(token_texts(tokenizer, ids), kinds, strict=True), key=lambda pair: pair[1])
+    ]
+    limit = getattr(config, _LIMITS[name])
+    return Side(name=name, text=text, spans=spans, num_tokens=len(kept), num_lost=num_lost, limit=limit)
+
+
+def _list_turns(example: Example, loss_on: str, labels: Sequence[int], num_kept: int) -> list[Turn]:
+    """The messages of a chat.
+
+    Args:
+        labels: of the chat without a limit.
+        num_kept: its tokens within the limit.
+    """
+    # The labels of each turn that is trained on are neighbours.
+    counted = np.flatnonzero(np.asarray(labels) != IGNORED_LABEL)
+    runs = np.split(counted, np.flatnonzero(np.diff(counted) > 1) + 1)
+    trained = example.trained_turns
+    of_turn = dict(zip(trained, runs, strict=True)) if len(runs) == len(trained) and loss_on == "completions" else {}
+    turns = []
+    for i, message in enumerate(example.messages or []):
+        says = "context"
+        if loss_on == "all":
+            says = "counts, as data.loss_on is all"
+        elif i in of_turn:
+            num, num_left = len(of_turn[i]), int((of_turn[i] < num_kept).sum())
+            says = f"{num} tokens count" if num_left == num else f"{num_left} of {num} tokens count, the others are cut off"
+        elif i in trained:
+            says = "counts"
+        elif message["role"] == "assistant":
+            says = "context, as its weight is 0" if i in example.weight_0 else "context, as a part of the prompt"
+        turns.append(Turn(role=message["role"], text=message.get("content") or "", says=says))
+    return turns
