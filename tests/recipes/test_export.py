@@ -7,6 +7,7 @@ import fcntl
 import io
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -15,11 +16,13 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import yaml
 
 from tests.recipes.test_best_weights import WORSENING
 from tests.support.launch import REPOSITORY, run_on_ranks, start
 from tests.support.workbench import FP32, Workbench, new_bench, step_name
 
+FROZEN = re.compile(r"encoder\.block\.0\..*")
 Ended = tuple[int, str, str]
 """Exit status, stdout, stderr."""
 
@@ -70,11 +73,12 @@ def llm_bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
 
 @pytest.fixture(scope="module")
 def run(bench: Workbench) -> Path:
-    """A run that gets worse from step to step; its rows and caches are gone."""
+    """A run that gets worse from step to step, with a frozen block; its rows and caches are gone."""
     rows = Path(shutil.copy(bench.data / bench.rows, bench.runs))
     cache = bench.runs / "cache"
     more = {"checkpoint__every_steps": 1, "checkpoint__keep_last": 5, "eval__generate": True}
-    changes = WORSENING | more | {"export__weights": "last", "eval__early_stopping_patience": None, "data__prefix": "sum: "}
+    more |= {"export__weights": "last", "eval__early_stopping_patience": None, "data__prefix": "sum: "}
+    changes = WORSENING | more | {"model__freeze": [FROZEN.pattern]}
     bench.run("run", data__files=rows, data__cache_dir=cache, **changes)
     rows.unlink()
     shutil.rmtree(cache)
@@ -116,7 +120,7 @@ def test_any_checkpoint_is_exported_as_the_run_would_have(run: Path, tmp_path: P
     weights = {name: load_file(folder / "model.safetensors") for name, folder in zip("abcd", places, strict=True)}
     last = load_file(run / "export" / "model.safetensors")
     assert contents(places[0]) == contents(places[1]) and "exporting the weights of step 1, the best loss (" in best[1]
-    assert not any(torch.equal(weights["a"][name], last[name]) for name in last)
+    assert {name for name in last if torch.equal(weights["a"][name], last[name])} == {name for name in last if FROZEN.match(name)}
     assert json.loads((places[0] / "toolkit.json").read_text())["step"] == 1
     # In another dtype.
     assert weights["c"].keys() == last.keys()
@@ -166,6 +170,12 @@ def test_what_cannot_be_exported_is_one_sentence(run: Path, tmp_path: Path) -> N
     shutil.copytree(run, moved)
     config = (moved / "config.yaml").read_text()
     (moved / "config.yaml").write_text(config.replace("/t5\n", "/t6\n"))
+    base = Path(yaml.safe_load(config)["model"]["name_or_path"])
+    changed = tmp_path / "base"
+    shutil.copytree(moved / base, changed)
+    content = (changed / "model.safetensors").read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    (changed / "model.safetensors").write_bytes(content[:header] + bytes(len(content) - header))
     cases: list[tuple[list[Any], str]] = [
         ([tmp_path / "gone"], f"{tmp_path}/gone is no folder: give the folder of a run, as in runs/t5_docstrings"),
         ([tmp_path / "nothing"], f"{tmp_path}/nothing has no config.yaml: give the folder of a run"),
@@ -182,6 +192,8 @@ def test_what_cannot_be_exported_is_one_sentence(run: Path, tmp_path: Path) -> N
         ([run, "--to", tmp_path / "new"], f"{tmp_path}/new.tmp is there and not empty, perhaps left by an export that"),
         ([run, "--to", run / "export"], f"{run}/export is there and not empty"),
         ([moved, "--to", tmp_path / "a"], "t6 is not a folder here: give an existing folder or a hub id"),
+        ([run, "--to", tmp_path / "a", f"--model.name_or_path={changed}"], f"the weights of {changed} are not those that {run}"),
+        ([run, "--optim.lr", "1"], "optim.lr is not a setting of an export: of the run's, give one of model.name_or_path, "),
     ]
     for (arguments, sentence), (code, _, err) in zip(cases, export(*(arguments for arguments, _ in cases)), strict=True):
         assert code == 2 and "Traceback" not in err, (arguments, err)
@@ -223,3 +235,11 @@ def test_adapters_and_merged_models_are_those_of_the_run(llm_bench: Workbench, t
     assert all(torch.equal(halved[name], own[name].bfloat16()) for name in own)
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(places[2]))
     assert "library_name: peft\n" in (places[2] / "README.md").read_text()
+
+
+def test_a_checkpoint_that_is_removed_meanwhile_is_named(tmp_path: Path) -> None:
+    from toolkit.cli.export import _read_whole
+    from toolkit.errors import UserError
+
+    with pytest.raises(UserError, match=f"^{tmp_path}/gone was removed meanwhile, as by a run that keeps its newest ones: give"):
+        _read_whole(tmp_path / "gone")

@@ -16,6 +16,7 @@ import yaml
 from tests.support.launch import REPOSITORY
 from toolkit.cli import main as cli
 from toolkit.cli.compare.runs import load_preset
+from toolkit.cli.export import MAY_CHANGE
 from toolkit.config.load import load_config
 from toolkit.config.mnist import MnistConfig, check_mnist_config
 from toolkit.config.schema import LLMConfig, SummarizationConfig
@@ -229,6 +230,8 @@ def check_toolkit(words: list[str]) -> None:
                 load_preset(preset)
         script, *recipe_flags = words[words.index("--") + 1 :]
         check_recipe(script, recipe_flags)
+    elif arguments.job == "export":
+        assert {flag.removeprefix("--").partition("=")[0] for flag in flags if flag.startswith("--")} <= {*MAY_CHANGE}, flags
     elif arguments.job in cli.WITH_RUN_FLAGS:
         check_run_flags(arguments, flags)
     else:

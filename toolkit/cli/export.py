@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from toolkit.checkpoint.find import newest_valid
 from toolkit.checkpoint.folders import list_checkpoints, step_folder, step_of_name
 from toolkit.checkpoint.init_from import find_weights
@@ -49,6 +51,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("toolkit")
 
+MAY_CHANGE = (
+    "model.name_or_path", "model.revision", "adapter.name_or_path", "data.files", "data.eval_files", "export.max_shard_size",
+    "eval.max_new_tokens", "eval.num_beams", "eval.no_repeat_ngram_size",
+)  # fmt: skip
+"""Settings of the run that an export may give otherwise: where the same model and rows are now, how texts are generated."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -60,6 +68,8 @@ class Options:
     merge: bool
     dtype: str | None
     to: Path | None
+    flags: list[str]
+    """Of the run's config, those of `MAY_CHANGE`."""
 
 
 def export(options: Options) -> None:
@@ -69,11 +79,16 @@ def export(options: Options) -> None:
         UserError: no such run or checkpoint, a damaged one, another base than the run's, or a folder that cannot be written; on
             every rank.
     """
-    config = _load_run_config(options.run_folder)
+    config = _load_run_config(options.run_folder, options.flags)
     if options.merge and not is_enabled(config.adapter):
         raise UserError(f"--merge is given, but {options.run_folder} trained no adapter: leave it out")
     try:
         _export(options, config)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"the model does not fit this device ({str(error).splitlines()[0]}): set ACCELERATE_USE_CPU=true to export on the "
+            "CPU, or use accelerate launch with a preset that shards it"
+        ) from None
     finally:
         if world_size() == 1:
             release()
@@ -120,22 +135,26 @@ def _export(options: Options, config: RecipeConfig) -> None:
     release()
 
 
-def _load_run_config(run_folder: Path) -> RecipeConfig:
+def _load_run_config(run_folder: Path, flags: list[str]) -> RecipeConfig:
     """The run's `config.yaml`. Attention kernels that this machine may lack are left out: they keep the same weights."""
     import yaml
 
+    for flag in flags:
+        if flag.startswith("-") and (key := flag.removeprefix("--").partition("=")[0]) not in MAY_CHANGE:
+            raise UserError(f"{key} is not a setting of an export: of the run's, give one of {', '.join(MAY_CHANGE)}")
+
     path = run_folder / "config.yaml"
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))["data"]
+        keys = {*yaml.safe_load(path.read_text(encoding="utf-8"))["data"]}
     except FileNotFoundError:
         what = "has no config.yaml" if run_folder.is_dir() else "is no folder"
         raise UserError(f"{run_folder} {what}: give the folder of a run, as in runs/t5_docstrings") from None
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not what a run writes ({' '.join(str(error).split())}): give a run's folder") from None
-    if "folder" in data:
+    if "folder" in keys:
         raise UserError(f"{run_folder} is a run on images, which has no Hugging Face model: give one of recipes/t5.py or llm.py")
-    config_class: Any = LLMConfig if "max_length_tokens" in data else SummarizationConfig
-    config: RecipeConfig = load_config(config_class, [f"--config={path}"])
+    config_class: Any = LLMConfig if "max_length_tokens" in keys else SummarizationConfig
+    config: RecipeConfig = load_config(config_class, [f"--config={path}", *flags])
     if config.model.attn_implementation in (None, "eager", "sdpa"):
         return config
     return dataclasses.replace(config, model=dataclasses.replace(config.model, attn_implementation=None))
@@ -207,7 +226,7 @@ def _choose_places(options: Options, config: RecipeConfig, step: int) -> Places:
     parts = ["export", str(step), *(["merged"] if options.merge else []), *([options.dtype] if options.dtype else [])]
     folder = options.to or options.run_folder / "-".join(parts)
     for place in (folder, folder.with_name(f"{folder.name}.tmp")):
-        check_place(place)
+        check_place(place, "give another folder as --to")
         if place.is_dir() and os.listdir(place):
             left = ", perhaps left by an export that was stopped" if place != folder else ""
             raise UserError(f"{place} is there and not empty{left}: remove it, or give another folder as --to")

@@ -30,7 +30,7 @@ from toolkit.launch.log import start_logging
 EXIT_NOT_VALID = 1
 """Exit code of `checkpoints` if a checkpoint is not valid, of `plan` if a run does not fit, of `compare` if a preset fails, and
 of `verify` if a check fails."""
-WITH_RUN_FLAGS = ("plan", "preview", "verify")
+WITH_RUN_FLAGS = ("export", "plan", "preview", "verify")
 """Commands that also take the dotted flags of a recipe."""
 
 
@@ -145,10 +145,10 @@ def _add_export(jobs: Any) -> None:
     export.set_defaults(do=_export)
 
 
-def _export(arguments: Namespace, _: list[str]) -> bool:
+def _export(arguments: Namespace, run_flags: list[str]) -> bool:
     from toolkit.cli.export import Options, export  # torch takes seconds to import
 
-    export(Options(**{name: value for name, value in vars(arguments).items() if name not in ("job", "do")}))
+    export(Options(flags=run_flags, **{name: value for name, value in vars(arguments).items() if name not in ("job", "do")}))
     return True
 
 

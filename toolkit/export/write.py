@@ -135,8 +135,8 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
         _explain_cast(cast, places)
 
 
-def check_place(place: Path) -> None:
-    """Check that a folder can be renamed to `place`.
+def check_place(place: Path, way_out: str) -> None:
+    """Check that a folder can be renamed to `place`. `way_out` is the end of an error.
 
     Raises:
         UserError: a link, a mount point or a file is there.
@@ -144,8 +144,7 @@ def check_place(place: Path) -> None:
     kinds = {"a link": place.is_symlink(), "a mount point": place.is_mount(), "a file": place.is_file()}
     if kind := next((kind for kind, is_it in kinds.items() if is_it), None):
         raise UserError(
-            f"{place} is {kind}, and an export replaces a folder of the run's own file system: remove it, or give a place "
-            "on the other disk as run.output_dir"
+            f"{place} is {kind}, and an export replaces a folder of the run's own file system: remove it, or {way_out}"
         )
 
 
@@ -158,7 +157,7 @@ def check_export_places(config: RecipeConfig, run_folder: Path) -> None:
     if config.train.max_steps == 0 and not config.export.merge:
         return
     for name in ("export", "export.tmp", *(("merged", "merged.tmp") if config.export.merge else ())):
-        check_place(run_folder / name)
+        check_place(run_folder / name, "give a place on the other disk as run.output_dir")
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -189,7 +190,7 @@ def finish(run: Run) -> Path | None:
     if exports:
         for line in list_commands(config, run.sharded.skeleton, places):
             logger.info(line)
-        logger.info(f"export another checkpoint: python -m toolkit export {run.folder} --checkpoint STEP")
+        logger.info(f"export another checkpoint: python -m toolkit export {shlex.quote(str(run.folder))} --checkpoint STEP")
     working("showing the results")
     on_all_ranks(lambda: show_results(run.metrics, baselines, run.evaluation, run.goal.measured_on))
     leave(run.sharded.accelerator)
