@@ -162,6 +162,8 @@ def _add_generate(jobs: Any) -> None:
     given.add_argument("--text", action="append", default=[], metavar="TEXT", help="a text; may be given several times")
     given.add_argument("--chat", action="store_true", help="talk to a causal model in the terminal")
     generate.add_argument("--column", metavar="NAME", help="column of --file (default: the run's, else a usual name)")
+    generate.add_argument("--csv-delimiter", metavar="C", help="between the cells of a .csv (default: the run's, else a comma)")
+    generate.add_argument("--encoding", metavar="NAME", help="of text files (default: UTF-8 if the file is that, else the run's)")
     generate.add_argument("--plain", action="store_true", help="a text is the prompt itself, not a user's turn of a chat")
     generate.add_argument("--output", type=Path, metavar="OUT.jsonl", help="file of the texts (default: print them)")
     generate.add_argument("--batch-size-rows", type=int, metavar="N", help="rows at once (default: the run's evaluations')")
@@ -183,19 +185,8 @@ def _generate(arguments: Namespace, _: list[str]) -> bool:
     if arguments.chat:
         chat(arguments.model, arguments.dtype, settings)
         return True
-    generate(
-        Options(
-            model=arguments.model,
-            file=arguments.file,
-            texts=arguments.text,
-            column=arguments.column,
-            plain=arguments.plain,
-            output=arguments.output,
-            batch_size_rows=arguments.batch_size_rows,
-            dtype=arguments.dtype,
-            settings=settings,
-        )
-    )
+    names = ("model", "file", "column", "csv_delimiter", "encoding", "plain", "output", "batch_size_rows", "dtype")
+    generate(Options(texts=arguments.text, settings=settings, **{name: getattr(arguments, name) for name in names}))
     return True
 
 

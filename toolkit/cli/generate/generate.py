@@ -39,6 +39,8 @@ class Options:
     file: str | None
     texts: list[str]
     column: str | None
+    csv_delimiter: str | None = None
+    encoding: str | None = None
     plain: bool
     """Whether a text is the prompt itself, not a user's turn of a chat."""
     output: Path | None
@@ -89,9 +91,14 @@ def generate(options: Options) -> None:
 def _read(options: Options) -> tuple[list[Item], str]:
     """The items, and how they were read. Collective: standard input is rank 0's."""
     usage = load_usage(Path(find_folder(options.model))) or Usage()
-    form = build_form(usage.csv_delimiter, usage.encoding)
-    read = partial(read_items, options.file, options.texts, options.column, usage.source_column, form)
-    return on_rank_0(read) if options.file == "-" else read()
+    try:
+        form = build_form(options.csv_delimiter or usage.csv_delimiter, options.encoding or usage.encoding)
+        given = (options.file, options.texts, options.column, usage.source_column, form)
+        read = partial(read_items, *given, may_be_utf8=options.encoding is None)
+        return on_rank_0(read) if options.file == "-" else read()
+    except UserError as error:
+        error.args = (str(error).replace("data.csv_delimiter", "--csv-delimiter").replace("data.encoding", "--encoding"),)
+        raise
 
 
 def _describe(generator: Generator, options: Options, how: str, num_items: int, num_done: int) -> None:
@@ -128,7 +135,7 @@ def _encode(generator: Generator, item: Item, plain: bool) -> dict[str, Any]:
     if messages is None:
         messages = [{"role": "user", "content": item.text}]
     try:
-        return generator.encode_chat(messages)
+        return generator.encode_chat(messages, item.tools)
     except UserError:
         raise
     except TEMPLATE_ERRORS as error:

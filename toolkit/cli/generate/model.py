@@ -40,14 +40,14 @@ class Generator:
     is_seq2seq: bool
     device: torch.device
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    def encode_chat(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> dict[str, Any]:
         """A chat and the start of the answer as a row of `generate`.
 
         Raises:
             UserError: there is no chat template.
             One of `TEMPLATE_ERRORS`: the template cannot render these messages.
         """
-        return self._prompt(render_chat(self.tokenizer, messages, None, for_generation=True), is_chat=True)
+        return self._prompt(render_chat(self.tokenizer, messages, tools, for_generation=True), is_chat=True)
 
     def encode_text(self, text: str) -> dict[str, Any]:
         """A text as a row of `generate`: an encoder-decoder's source, cut as in the run, or a causal model's prompt."""

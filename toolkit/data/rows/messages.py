@@ -45,7 +45,7 @@ def read_chat(cells: Mapping[str, Any], tools: Any, where: str, *, calls_may_be_
             f"{where}, column {column}: {completion!r:.60} is no list of messages: {_MESSAGE_FORM} for each in a list"
         )
     # Broken conversations are errors.
-    messages = [_read_message(item, f"{where}, message {i}") for i, item in enumerate([*prompt, *completion], start=1)]
+    messages = read_messages([*prompt, *completion], where)
     _check_order(messages, where, calls_may_be_text=calls_may_be_text)
     if all(message["role"] != "assistant" for message in messages[len(prompt) :]):
         raise UserError(f"{where}, column {column}: no assistant turn, so there is nothing to train on: leave the row out")
@@ -56,7 +56,16 @@ def read_chat(cells: Mapping[str, Any], tools: Any, where: str, *, calls_may_be_
     weight_0 = [i for i, message in enumerate(messages) if _take_weight(message, f"{where}, message {i + 1}") == 0]
     if all(message["role"] != "assistant" or i in weight_0 for i, message in enumerate(messages) if i >= len(prompt)):
         return "with weight 0 on every assistant turn"
-    return {"messages": messages, "tools": _read_tools(tools, where), "first_trained": len(prompt), "weight_0": weight_0}
+    return {"messages": messages, "tools": read_tools(tools, where), "first_trained": len(prompt), "weight_0": weight_0}
+
+
+def read_messages(items: list[Any], where: str) -> list[dict[str, Any]]:
+    """The messages of a chat in one form: without nulls, content and calls as templates expect them.
+
+    Raises:
+        UserError: a malformed message.
+    """
+    return [_read_message(item, f"{where}, message {i}") for i, item in enumerate(items, start=1)]
 
 
 def _read_message(item: Any, where: str) -> dict[str, Any]:
@@ -75,6 +84,9 @@ def _read_message(item: Any, where: str) -> dict[str, Any]:
             raise UserError(f"{where}: tool calls of role {message['role']}: only an assistant turn calls tools")
         message["tool_calls"] = _read_tool_calls(message["tool_calls"], where)
         message.setdefault("content", "")
+    parts = message.get("content")
+    if isinstance(parts, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
+        message["content"] = "".join(part["text"] for part in parts)  # OpenAI's parts, each of type text
     if "content" not in message:
         raise UserError(f"{where} has no content (its keys: {', '.join(map(str, message))}): {_MESSAGE_FORM}")
     check_text(message["content"], f"{where}, content")
@@ -133,7 +145,7 @@ def _check_order(messages: list[dict[str, Any]], where: str, *, calls_may_be_tex
         raise UserError(f"{where}, message {number}: roles out of order, {trouble}")
 
 
-def _read_tools(tools: Any, where: str) -> list[Any] | None:
+def read_tools(tools: Any, where: str) -> list[Any] | None:
     if isinstance(tools, str) and tools.strip():
         tools = read_json(tools, f"{where}, column {TOOLS_COLUMN}")
     if not tools:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.cli.generate.generate import Options, _read
 from toolkit.cli.generate.inputs import read_items
 from toolkit.data.sources.text_files import Form
 from toolkit.errors import UserError
@@ -72,3 +73,46 @@ def test_a_file_without_texts_is_refused(tmp_path: Path, name: str, text: str, c
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(UserError, match=r"--file gone.csv does not exist"):
         read_items("gone.csv", [], None, None, Form())
+
+
+def test_a_chat_is_read_as_for_training(tmp_path: Path) -> None:
+    """As JSON text, with tools, with content in parts, with nulls as parquet has them, and without OpenAI's weights."""
+    turns: list[dict] = [{"role": "user", "content": [{"type": "text", "text": "1 + "}, {"type": "text", "text": "1?"}]}]
+    turns += [{"role": "assistant", "content": "2", "weight": 0}, {"role": "user", "content": "sure?", "name": None}]
+    tool = {"type": "function", "function": {"name": "add"}}
+    file = write(tmp_path, "a.jsonl", json.dumps({"messages": json.dumps(turns), "tools": json.dumps([tool]), "id": 1}))
+    [item], how = read_items(file, [], None, None, Form())
+    assert item.messages == [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "sure?"},
+    ]
+    assert item.tools == [tool] and item.text is None
+    assert how.endswith("from messages and tools (not read: id)")
+    write(tmp_path, "a.jsonl", json.dumps({"messages": [{"role": "developer", "content": "be brief"}, *turns]}))
+    with pytest.raises(UserError, match="row 1, message 1: 'developer' is no role"):
+        read_items(file, [], None, None, Form())
+
+
+def options_for(folder: Path, file: str, **given: str) -> Options:
+    """Of a run that was trained on a file with semicolons in cp1252."""
+    (folder / "toolkit.json").write_text(json.dumps({"source_column": "text", "csv_delimiter": ";", "encoding": "cp1252"}))
+    others: dict = {"texts": [], "column": None, "plain": False, "output": None, "batch_size_rows": None, "dtype": None}
+    return Options(model=str(folder), file=file, settings={}, **others, **given)
+
+
+def test_a_file_need_not_be_written_as_the_runs_was(tmp_path: Path) -> None:
+    """It was read as the run's file without a way to say otherwise: Müller in UTF-8 became MÃ¼ller in silence."""
+    file = write(tmp_path, "a.csv", "text;id\nMüller;1\n")
+    [item], how = _read(options_for(tmp_path, file))
+    assert item.text == "Müller" and how.endswith("from text (not read: id), read as utf-8")
+    assert _read(options_for(tmp_path, file, encoding="cp1252"))[0][0].text == "MÃ¼ller"
+    Path(file).write_text("text;id\nMüller;1\n", encoding="cp1252")
+    [item], how = _read(options_for(tmp_path, file))
+    assert item.text == "Müller" and how.endswith("from text (not read: id)")
+    file = write(tmp_path, "b.csv", "text,id\nMüller,1\n")
+    with pytest.raises(UserError, match=r"its header has commas between names: set --csv-delimiter ','"):
+        _read(options_for(tmp_path, file))
+    assert _read(options_for(tmp_path, file, csv_delimiter=","))[0][0].text == "Müller"
+    with pytest.raises(UserError, match="--encoding is 'utf-9', which Python does not know"):
+        _read(options_for(tmp_path, file, encoding="utf-9"))

@@ -145,6 +145,16 @@ def test_empty_rows_come_with_their_reason(kind, cells, reason):
     assert build(kind, **dict(zip("ab", cells, strict=False))) == f"with an empty {reason}"
 
 
+def test_text_in_parts_is_one_text():
+    """As OpenAI's chats may have it; other parts (images) are refused."""
+    parts = [{"type": "text", "text": "1 + "}, {"type": "text", "text": "1?"}]
+    example = build("chat", messages=[{"role": "user", "content": parts}, *say("", "2")[1:]])
+    assert not isinstance(example, str) and example.messages == say("1 + 1?", "2")
+    parts.append({"type": "image_url", "image_url": {"url": "x"}})
+    with pytest.raises(UserError, match="message 1, content: .* is of type list, not text"):
+        build("chat", messages=[{"role": "user", "content": parts}, *say("", "2")[1:]])
+
+
 @pytest.mark.parametrize(
     ("messages", "fragments"),
     [
