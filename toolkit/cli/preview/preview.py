@@ -16,16 +16,18 @@ from toolkit.files.durable import written_beside
 def preview(
     run_arguments: list[str],
     *,
-    accelerate_config: Path | None = None,
-    recipe: str | None = None,
-    num_rows: int = 3,
-    row_id: int | None = None,
-    html: Path | None = None,
+    config: list[str],
+    accelerate_config: Path | None,
+    recipe: str | None,
+    num_rows: int,
+    row_id: int | None,
+    html: Path | None,
 ) -> None:
     """Print the view, or write it as a page.
 
     Args:
-        run_arguments: `--config FILE` and dotted flags, as for a recipe.
+        run_arguments: dotted flags, as for a recipe.
+        config: run YAMLs.
         accelerate_config: the accelerate YAML, for its number of processes; None: one process.
         recipe: `llm` or `t5`; None: by the model.
         num_rows: rows of the first step to show.
@@ -35,6 +37,7 @@ def preview(
     Raises:
         UserError: whatever the run itself would raise of its data; a row that is not there; a page that cannot be written.
     """
+    run_arguments = [*(f"--config={file}" for file in config), *run_arguments]
     if num_rows < 0:
         raise UserError(f"--rows is {num_rows}: give 0 or more")
     if html is not None:

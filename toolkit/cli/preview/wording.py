@@ -133,7 +133,9 @@ def describe_step(step: StepView) -> list[str]:
     """What the first step is, in lines."""
     total = sum(step.positions.values())
     shares = ", ".join(f"{percent(num, total)} {NAMES[kind].replace('counts', 'count')}" for kind, num in step.positions.items())
-    rows = f"{plural(step.num_packs, 'pack')} in {plural(step.num_tensor_rows, 'row')} of the tensors"
+    rows = f"{plural(step.num_tensor_rows, 'row')} of the tensors"
+    if any(len(pack.row_ids) > 1 for pack in step.first_packs):
+        rows = f"{plural(step.num_packs, 'pack')} in {rows}"
     return [
         f"{plural(len(step.rows), 'row')}; the loss is divided by N = {plural(step.num_label_tokens, 'label token')}",
         f"{plural(step.num_micro_batches, 'micro-batch')} on each of {plural(step.num_processes, 'process')}, {rows}; of "

@@ -183,7 +183,7 @@ def _spread(name: str, lengths: np.ndarray, setting: str | None) -> Lengths:
     width = next(step for step in steps if last // step - first // step < MOST_BINS)
     edges = np.arange(first // width, last // width + 2) * width
     counts, _ = np.histogram(lengths, edges)
-    bins = [(int(low), int(low) + width - 1, int(count)) for low, count in zip(edges[:-1], counts, strict=True)]
+    bins = [(int(low), min(int(low) + width - 1, last), int(count)) for low, count in zip(edges[:-1], counts, strict=True)]
     return Lengths(name=name, setting=setting, percentiles=dict(zip(PERCENTILES, map(int, values), strict=True)), bins=bins)
 
 
