@@ -105,6 +105,29 @@ def report_backends() -> dict[str, Any]:
 
 
 @needs_gpus(1)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3"])
+def test_the_varlen_kernel_computes_what_a_dense_mask_does(family: str) -> None:
+    """In bf16, with grouped queries, and with windows shorter than the documents."""
+    from tests.unit.models.test_documents import LENGTHS, build
+    from tests.unit.parallel.test_chunked_loss import build_rows
+    from toolkit.data.collate import CausalCollator, move_to
+    from toolkit.loss import summed_loss
+    from toolkit.models.documents import BY_DOCUMENT
+
+    device, found = torch.device("cuda", 0), []
+    rows = build_rows(LENGTHS)
+    for attention in ("sdpa", BY_DOCUMENT):
+        model = build(family, attention).to(device, torch.bfloat16)
+        batch = CausalCollator(0, one_row=attention == BY_DOCUMENT).collate([rows[:3], rows[3:]])
+        loss, _ = summed_loss(model, move_to(device, batch))
+        loss.backward()
+        found.append((loss.detach(), torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])))
+    (expected, expected_gradients), (loss, gradients) = found
+    torch.testing.assert_close(loss, expected, rtol=1e-2, atol=0)
+    assert (gradients - expected_gradients).norm() <= 5e-2 * expected_gradients.norm()
+
+
+@needs_gpus(1)
 def test_a_step_does_not_wait_for_the_gpu(tmp_path: Path) -> None:
     """torch raises where the host waits; what it reads without that is in `tests/distributed/test_host_reads.py`."""
     run_on_ranks(take_steps_without_waiting, preset="single", args=(tmp_path,), timeout_s=240)

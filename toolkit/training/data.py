@@ -113,7 +113,8 @@ def _check_rows(config: RecipeConfig, rows: TokenizedRows, plan: BatchPlan, eval
     check_num_steps(config, steps)
     check_evaluation_rows(config, len(evaluation.rows))
     check_metric_on_rows(config.eval, evaluation)
-    bound_primitive_cache(plan.num_shapes(min(steps, NUM_STEPS_LOOKED_AT), rank()))
+    one_row = isinstance(evaluation.collator, CausalCollator) and evaluation.collator.one_row
+    bound_primitive_cache(plan.num_shapes(min(steps, NUM_STEPS_LOOKED_AT), rank(), one_row=one_row))
     # Print the counts, per source if there are several.
     counted = [f"{(evaluation.sources == place).sum():,} of {name}" for place, name in enumerate(evaluation.source_names)]
     of_sources = f" ({', '.join(counted)})" if counted and len(evaluation.rows) else ""

@@ -38,6 +38,18 @@ def test_shapes_of_a_plan_are_those_of_its_padded_micro_batches() -> None:
     assert [plan.num_shapes(num_steps=10, rank=0) for plan in plans] == [1, 2]
 
 
+def test_packs_that_become_one_row_have_the_shape_of_their_sum() -> None:
+    train = TrainConfig(global_batch_size_rows=8, micro_batch_size_rows=2, max_steps=9)
+    lengths = np.array([5, 4, 6, 3, 5, 3, 4, 5])
+    plan = BatchPlan(lengths, lengths - 1, train, world_size=1, pack_length_tokens=9)
+    packs = [[list(pack) for pack in micro_batch.packs] for micro_batch in plan.iterate(1, 1, 0)]
+    sums = {
+        (1, *(int(sum(counts[row] for pack in of_one for row in pack)) for counts in (lengths, lengths - 1))) for of_one in packs
+    }
+    assert max(map(len, packs)) == 2
+    assert plan.num_shapes(1, 0, one_row=True) == len(sums)
+
+
 def test_onednn_keeps_no_more_though_torch_is_imported_before() -> None:
     """200 shapes twice: in a cache of 128, which drops the oldest, none is there the second time; in oneDNN's own, all are."""
     script = (

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
 
@@ -138,6 +139,25 @@ def test_flash_attention_gets_the_documents_and_searches_for_none(family: str, m
         seen.clear()
         summed_loss(model, CausalCollator(0, one_row=True).collate(packs))
         assert seen == [[starts, starts, 14, 14]] * 2, json.dumps(seen)
+
+
+def test_compiled_blocks_do_not_compile_again_for_other_lengths() -> None:
+    torch.compiler.reset()
+    counter = CompileCounter()
+    model = build("llama")
+    for block in model.model.layers:
+        block.forward = torch.compile(block.forward, backend=counter)
+    counts = []
+    for step, lengths in enumerate([(5, 9, 14), (8, 3, 6, 2), (30, 4), (2, 2, 2, 2, 11), (7, 18, 5)]):
+        rows = build_rows(lengths, seed=step)
+        loss, gradients = take_loss_and_gradients(model, [rows])
+        counts.append(counter.frame_count)
+    # The second length makes the dimension dynamic.
+    assert 0 < counts[0] < counts[1] == counts[-1]
+    expected_loss, expected = take_loss_and_gradients(build("llama"), [rows])
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name.replace("_orig_mod.", "")], rtol=1e-4, atol=1e-6)
 
 
 def test_lengths_stay_on_the_host() -> None:
