@@ -83,7 +83,7 @@ def choose_columns(
             f"{' or '.join(chosen)}, or by {_SETTINGS}"
         )
     (reading,) = chosen
-    check_columns(where, existing, readings[reading], way_out="keep one of them")
+    check_columns(where, existing, readings[reading])
     return _with_optional(reading, readings[reading], existing, has_chat_template=has_chat_template)
 
 

@@ -167,8 +167,11 @@ def check_columns(
     """
     for column in wanted:
         if existing.count(column) != 1:
-            trouble = f"no column {column!r}" if column not in existing else f"more than one column {column!r}"
-            raise UserError(f"{where} has {trouble} (its columns: {', '.join(existing) or 'none'}): {way_out}")
+            is_there = column in existing
+            trouble, fix = (
+                (f"more than one column {column!r}", "keep one of them") if is_there else (f"no column {column!r}", way_out)
+            )
+            raise UserError(f"{where} has {trouble} (its columns: {', '.join(existing) or 'none'}): {fix}")
 
 
 def _nearest_name(path: Path) -> str:

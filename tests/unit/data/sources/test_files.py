@@ -166,7 +166,7 @@ def test_missing_key_is_found_before_the_end_of_a_large_jsonl(tmp_path, load):
 
 def test_column_that_exists_twice_is_refused(tmp_path, load):
     (tmp_path / "rows.csv").write_text("source,target,source\na,b,c\n")
-    refuse(load, "csv", "rows.csv", "more than one column 'source'")
+    refuse(load, "csv", "rows.csv", "more than one column 'source'", "): keep one of them")
 
 
 def test_rows_with_other_cell_counts_are_refused_by_line(tmp_path, load):
