@@ -73,14 +73,17 @@ def find_folder(name: str) -> str:
     """The model of a run folder (`merged`, else `export`), or the name itself.
 
     Raises:
-        UserError: a run folder without an export.
+        UserError: a run folder without an export; a file.
     """
     run = Path(name)
+    if run.is_file():
+        raise UserError(f"{name} is a file: give a run folder, an export or a model folder")
     for kind in ("merged", "export"):
         if (run / kind).is_dir():
             return str(run / kind)
     if (run / "checkpoints").is_dir():
-        raise UserError(f"{name} is a run folder without an export: let the run end")
+        export = f"python -m toolkit export {name}"
+        raise UserError(f"{name} is a run folder without an export: let the run end, or give the folder that {export} writes")
     return name
 
 

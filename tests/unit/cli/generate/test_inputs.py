@@ -10,6 +10,7 @@ import pytest
 
 from toolkit.cli.generate.generate import Options, _read
 from toolkit.cli.generate.inputs import read_items
+from toolkit.cli.generate.model import find_folder
 from toolkit.data.sources.text_files import Form
 from toolkit.errors import UserError
 
@@ -92,6 +93,16 @@ def test_a_chat_is_read_as_for_training(tmp_path: Path) -> None:
     write(tmp_path, "a.jsonl", json.dumps({"messages": [{"role": "developer", "content": "be brief"}, *turns]}))
     with pytest.raises(UserError, match="row 1, message 1: 'developer' is no role"):
         read_items(file, [], None, None, Form())
+
+
+def test_what_is_no_model_is_said_so(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(
+        UserError, match="without an export: let the run end, or give the folder that .*toolkit export .*/run writes"
+    ):
+        find_folder(str(tmp_path / "run"))
+    with pytest.raises(UserError, match="a.csv is a file: give a run folder, an export or a model folder"):
+        find_folder(write(tmp_path, "a.csv", "text\na\n"))
 
 
 def options_for(folder: Path, file: str, **given: str) -> Options:
