@@ -16,7 +16,7 @@ llm: $(VENV)/.installed
 	$(LAUNCH) recipes/llm.py --config recipes/configs/llm_docstrings.yaml
 	$(LAUNCH) recipes/llm.py --config recipes/configs/llm_docstrings.yaml --run.name llm_docstrings_merged \
 	  --model.name_or_path runs/llm_docstrings/merged --adapter.method none --export.merge false --train.max_steps 0 --optim.warmup_steps 0
-	$(BIN)/python -m toolkit results runs/llm_stdlib runs/llm_docstrings runs/llm_docstrings_merged
+	$(BIN)/python -m toolkit report --text runs/llm_stdlib runs/llm_docstrings runs/llm_docstrings_merged
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest --ignore=tests/faults

@@ -47,6 +47,8 @@ def main() -> None:
     from toolkit.launch.run_folder import save_run_config
     from toolkit.parallel.units import describe
     from toolkit.parallel.wrap import check_wrap, shard_model
+    from toolkit.report.page import save_run_page
+    from toolkit.report.record import save_record
     from toolkit.tracking.curves import draw_curves
     from toolkit.training.run import leave, open_metrics
     from toolkit.training.setup import open_run
@@ -77,11 +79,13 @@ def main() -> None:
     metrics = open_metrics(run_folder)
     metrics.truncate_after(-1)
     save_run_config(config, run_folder)
+    save_record(run_folder, sharded.units)
     train(config, sharded, optimizer, images, plan, num_steps, metrics)
     at("saving", num_steps)
     metrics.write("checkpoint", num_steps, **save_whole_state(sharded, run_folder / "model.safetensors"))
     working("drawing the curves")
     on_rank_0(lambda: draw_curves(metrics.load(), run_folder / "curves.png"))
+    save_run_page(run_folder)
     leave(accelerator)
 
 

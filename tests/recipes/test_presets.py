@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -178,7 +179,9 @@ def test_digits_config_trains_the_convnet_and_saves_it_whole(tmp_path: Path) -> 
     assert before["accuracy"] < 30 < 50 < after["accuracy"]
     shapes = {name: weight.shape for name, weight in load_file(folder / "model.safetensors").items()}
     assert len(shapes) == 8 and shapes["fc1.weight"] == (128, 256)
-    assert {"config.yaml", "curves.png"} <= {path.name for path in folder.iterdir()}
+    assert {"config.yaml", "curves.png", "record.json"} <= {path.name for path in folder.iterdir()}
+    page = (folder / "report.html").read_text()
+    assert "Linear fc1" in page and ">Accuracy</h3>" in page and "no evaluation has generated texts" in page
 
 
 def build_chat_model(folder: Path) -> None:
@@ -198,3 +201,5 @@ def check_whole_run(workbench: Workbench, *, generates: bool = True, exports: st
     assert [line["step"] for line in evaluations] == [3]
     assert evaluations[0]["num_rows"] == 3 and ("rougeL" in evaluations[0]) == generates
     assert {exports, "tokenizer.json"} <= {path.name for path in (workbench.runs / "run" / "export").iterdir()}
+    assert len(json.loads((workbench.runs / "run" / "record.json").read_text())["sources"]) == (3 if generates else 0)
+    assert "<h3>Loss</h3>" in (workbench.runs / "run" / "report.html").read_text()

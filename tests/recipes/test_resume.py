@@ -94,6 +94,10 @@ def test_resume_on_another_number_of_processes_takes_the_same_rows(bench: Workbe
     assert "step-00000002, after step 2\n" in printed and "on each of 1 processes" in printed
     one, two = bench.lines("one", "train"), bench.lines("two", "train")
     assert [line["step"] for line in one] == [1, 2, 3, 4]
+    resumes = [
+        [{key: line[key] for key in ("step", "num_processes")} for line in bench.lines(run, "resume")] for run in ("two", "one")
+    ]
+    assert resumes == [[], [{"step": 2, "num_processes": 1}]]
     for figure in ("loss", "grad_norm"):
         assert [line[figure] for line in one] == pytest.approx([line[figure] for line in two], rel=1e-5)
     rows_of_two = rows_by_step(bench.runs / "two")

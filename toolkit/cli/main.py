@@ -8,7 +8,7 @@ generate MODEL_OR_RUN …   write summaries or answers with a trained model
 plan --model M …          predict the memory that each rank of a run needs, and whether it fits; exits 1 if it does not
 presets [--write] FOLDER  check or write the tables of presets in the folder's README.md
 preview --config RUN.yaml  show rows, tokens, packs and lengths as the run will take them
-results RUN_FOLDER...     print one table of several runs' results, with planned and measured memory
+report RUN_FOLDER...      write a page that shows a run, or several beside each other; --text prints one table
 verify --model M …        prove by short runs on this machine what a run relies on; exits 1 if a check fails
 """
 
@@ -48,7 +48,7 @@ def main() -> None:
         add_plan,
         _add_presets,
         add_preview,
-        _add_results,
+        _add_report,
         add_verify,
     ):
         add(jobs)
@@ -210,16 +210,32 @@ def _presets(arguments: Namespace, _: list[str]) -> bool:
     return True
 
 
-def _add_results(jobs: Any) -> None:
-    results = jobs.add_parser("results", help="print one table of the first and last evaluations of several runs")
-    results.add_argument(
-        "run_folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="runs' folders, as in runs/t5_docstrings"
+def _add_report(jobs: Any) -> None:
+    report = jobs.add_parser(
+        "report", help="write a page that shows a run, or several beside each other; --text prints one table"
     )
-    results.set_defaults(do=_results)
+    report.add_argument("run_folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="runs' folders, as in runs/t5_docstrings")
+    report.add_argument(
+        "--text", action="store_true", help="print first and last evaluations and planned beside measured memory, write no page"
+    )
+    report.add_argument(
+        "--output", type=Path, metavar="FILE.html", help="the page (default: report.html, in the folder of one run)"
+    )
+    report.set_defaults(do=_report)
 
 
-def _results(arguments: Namespace, _: list[str]) -> bool:
-    from toolkit.cli.results import show_runs
+def _report(arguments: Namespace, _: list[str]) -> bool:
+    folders, output = arguments.run_folders, arguments.output
+    if arguments.text:
+        from toolkit.report.text import show_runs
 
-    show_runs(arguments.run_folders)
+        if output is not None:
+            raise UserError(f"--output is {output}, but --text writes no page: leave one of them out")
+        show_runs(folders)
+        return True
+    from toolkit.report.page import REPORT_FILE, save_page
+
+    path = output or (folders[0] / REPORT_FILE if len(folders) == 1 else Path(REPORT_FILE))
+    save_page(folders, path)
+    print(f"{path} shows {', '.join(map(str, folders))}: open it in a browser")
     return True

@@ -1,6 +1,6 @@
 """Records the peak memory of training steps on each rank in the run folder.
 
-`python -m toolkit results` prints it beside the memory plan.
+`python -m toolkit report --text` prints it beside the memory plan.
 """
 
 from __future__ import annotations
@@ -85,6 +85,6 @@ def save_memory(folder: Path, memory: StepMemory, metrics: MetricsLog) -> None:
     except OSError as error:
         metrics.note_failure(folder / MEMORY_FILE, error)
     logger.info(
-        f"memory of training steps: {max(peaks):.2f} GiB on the rank with most; `python -m toolkit results {folder}` compares "
-        "it with the memory plan"
+        f"memory of training steps: {max(peaks):.2f} GiB on the rank with most; `python -m toolkit report --text {folder}` "
+        "compares it with the memory plan"
     )

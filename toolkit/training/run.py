@@ -31,6 +31,8 @@ from toolkit.export.write import export_model, run_places
 from toolkit.launch.accelerator import compute_dtype, forget_accelerator
 from toolkit.launch.run_folder import restore_run_folder, save_run_config, unlock_run_folders
 from toolkit.parallel.wrap import ShardedModel
+from toolkit.report.page import save_run_page
+from toolkit.report.record import save_record
 from toolkit.tracking.metrics_log import MetricsLog
 from toolkit.tracking.progress import Progress
 from toolkit.tracking.step_log import StepLog
@@ -99,6 +101,7 @@ def start_run(
     resume(run, context.resume_from)
     save_run_config(config, folder)
     on_rank_0(lambda: save_run_data(folder, data, rows.tokenizer))
+    save_record(folder, sharded.units, evaluation if config.eval.generate else None)
     start_trackers(context.accelerator, config.tracking, config.run.name, dotted_keys(config))
     return run
 
@@ -143,6 +146,8 @@ def resume(run: Run, folder: Path | None) -> None:
         logger.warning(f"{run.metrics.path} has no figures of earlier steps{known}: {why}")
         if manifest["metrics"]:
             run.metrics.write("eval", state.step, **manifest["metrics"], measured_on=manifest["measured_on"])
+    if state.step < run.num_steps:
+        run.metrics.write("resume", state.step, num_processes=world_size())
 
 
 def build_log(run: Run) -> StepLog:
@@ -193,6 +198,7 @@ def finish(run: Run) -> Path | None:
         logger.info(f"export another checkpoint: python -m toolkit export {shlex.quote(str(run.folder))} --checkpoint STEP")
     working("showing the results")
     on_all_ranks(lambda: show_results(run.metrics, baselines, run.evaluation, run.goal.measured_on))
+    save_run_page(run.folder)
     leave(run.sharded.accelerator)
     return run.folder / "export" if exports else None
 

@@ -1,80 +1,13 @@
-"""Several runs in one table."""
+"""The samples at the end of a run."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from toolkit.cli.results import show_runs
-from toolkit.errors import UserError
 from toolkit.tracking.summary import _print_samples, format_table
-
-
-def save_run(folder: Path, *lines: dict, predictions: dict[int, list[str]] | None = None) -> Path:
-    folder.mkdir()
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for step, texts in (predictions or {}).items():
-        rows = [{"reference": "Return the oar.", "prediction": text} for text in texts]
-        (folder / f"predictions-{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
-
-
-def evaluation(step: int, **figures: Any) -> dict:
-    return {"kind": "eval", "step": step, "num_rows": 2, **figures}
-
-
-def test_first_and_last_evaluation_of_each_run_in_one_table(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    base = save_run(
-        tmp_path / "base", evaluation(0, loss=9.0), {"kind": "train", "step": 1}, evaluation(5, loss=8.0), evaluation(9, loss=7.0)
-    )
-    rambling = ["Return the oar.\n\n    And more", " Return the oar.\nMore"]
-    tuned = save_run(tmp_path / "tuned", evaluation(0, loss=3.25, rougeL=50.0), predictions={0: rambling})
-    show_runs([base, tuned])
-    header, *rows = capsys.readouterr().out.splitlines()
-    assert header.split() == ["loss", "rougeL", "rougeL_line1"]
-    assert [row.split() for row in rows] == [
-        ["base,", "as", "loaded", "(2", "rows)", "9.00", "–", "–"],
-        ["base,", "after", "step", "9", "(2", "rows)", "7.00", "–", "–"],
-        ["tuned,", "as", "loaded", "(2", "rows)", "3.25", "50.00", "100.00"],
-    ]
-
-
-def test_other_words_than_rouge_scores_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    run = save_run(tmp_path / "run", evaluation(0, rougeL=50.0, rouge_tokenizer="unicode"))
-    lines = [{"reference": "还桨。", "prediction": "还桨\n不"}, {"reference": "Return the oar.", "prediction": ""}]
-    (run / "predictions-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    show_runs([run])
-    row = capsys.readouterr().out.splitlines()[-1]
-    assert row.startswith("run, as loaded (2 rows, unicode words)") and row.split()[-2:] == ["50.00", "50.00"]
-
-
-def test_evaluations_of_other_rows_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    rows = ({"loss": 2.0, "measured_on": {"rows": name}} for name in "ab")
-    show_runs([save_run(tmp_path / "run", *(evaluation(step, **figures) for step, figures in enumerate(rows)))])
-    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[1:]] == [
-        "run, as loaded (2 other rows)",
-        "run, after step 1 (2 rows)",
-    ]
-
-
-@pytest.mark.parametrize("character", ["\x85", "\u2028", "\u2029"])
-def test_predictions_with_any_line_separator_are_read(tmp_path: Path, capsys: pytest.CaptureFixture, character: str) -> None:
-    """Written by a version that did not escape them."""
-    run = save_run(tmp_path / "run", evaluation(0, rougeL=50.0))
-    row = {"reference": f"Return{character}the oar.", "prediction": f"Return the{character}oar."}
-    (run / "predictions-0.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
-    show_runs([run])
-    assert capsys.readouterr().out.splitlines()[-1].split()[-2:] == ["50.00", "100.00"]
-
-
-def test_a_folder_without_an_evaluation_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nothing has no metrics.jsonl"):
-        show_runs([tmp_path / "nothing"])
-    with pytest.raises(UserError, match="holds no evaluation yet"):
-        show_runs([save_run(tmp_path / "young", {"kind": "train", "step": 1})])
 
 
 def test_samples_are_printed_without_control_characters(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -94,21 +27,8 @@ def test_samples_are_printed_without_control_characters(tmp_path: Path, capsys: 
 def test_predictions_that_are_gone_or_changed(tmp_path: Path, capsys: pytest.CaptureFixture, content: str | None) -> None:
     from datasets import Dataset
 
-    run = save_run(tmp_path / "run", evaluation(1, rougeL=50.0))
-    path = run / "predictions-1.jsonl"
+    path = tmp_path / "predictions-1.jsonl"
     if content is not None:
         path.write_text(content)
     _print_samples(path, Dataset.from_dict({"lead_text": ["a"]}))
     assert capsys.readouterr().out == f"no samples: {path} is missing, or is not what the evaluation wrote\n\n"
-
-
-def test_emptied_predictions_have_no_score(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    run = save_run(tmp_path / "run", evaluation(1, rougeL=50.0), predictions={1: []})
-    show_runs([run])
-    assert "rougeL_line1" not in capsys.readouterr().out
-
-
-def test_a_run_without_its_figures_is_not_taken_for_no_run(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
-    with pytest.raises(UserError, match="has no metrics.jsonl: the run's command writes one again, from its last checkpoint's"):
-        show_runs([tmp_path])

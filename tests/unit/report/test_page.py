@@ -1,0 +1,205 @@
+"""`report.html`, read back as a browser would parse it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.errors import UserError, escape_controls
+from toolkit.report import page as page_module
+from toolkit.report.charts import NUM_BUCKETS, thinned
+from toolkit.report.page import save_page, save_run_page
+
+HOSTILE = "</script><script>alert(1)</script><!-- <script> \u202egnp.exe\u2066 \ud800 & <img src=x onerror=alert(1)>"
+SECTIONS = ["Summary", "Curves", "Predictions", "Checkpoints", "Memory", "Shard units", "Config", "Versions and commands"]
+
+
+class Page(HTMLParser):
+    """The texts, attributes and scripts of a page."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.scripts: list[tuple[dict[str, str | None], str]] = []
+        self._open: list[str] = [""]
+        self.feed(path.read_text(encoding="utf-8"))
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._open.append(tag)
+        if tag == "script":
+            self.scripts.append((dict(attrs), ""))
+
+    def handle_data(self, data: str) -> None:
+        if self._open[-1] == "script":
+            self.scripts[-1] = (self.scripts[-1][0], self.scripts[-1][1] + data)
+        else:
+            self.texts.setdefault(self._open[-1], []).append(data)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._open.append("")
+
+    def data(self, name: str) -> Any:
+        return next(json.loads(text) for attributes, text in self.scripts if attributes.get("id") == f"data-{name}")
+
+    @property
+    def words(self) -> str:
+        return " ".join(part for tag, parts in self.texts.items() if tag != "style" for part in parts)
+
+
+def evaluation(step: int, **figures: float) -> dict[str, Any]:
+    return {"kind": "eval", "step": step, "num_rows": 2, "measured_on": {"rows": "a"}, **figures}
+
+
+def save_run(folder: Path, *lines: dict[str, Any], lr: float = 0.1, predictions: dict[int, list[str]] | None = None) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "config.yaml").write_text(f"optim:\n  lr: {lr}\n  beta1: 0.9\neval:\n  best_metric: rougeL\n")
+    for step, texts in (predictions or {}).items():
+        rows = [
+            {"row_id": i, "reference": f"reference {i}", "prediction": text, "rougeL": 10.0 * i} for i, text in enumerate(texts)
+        ]
+        (folder / f"predictions-{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def train(step: int, loss: float | None = 2.0) -> dict[str, Any]:
+    figures = {"learning_rate": 1e-3, "grad_norm": 1.0, "tokens_per_s": 5e3, "step_time_s": 0.1, "peak_memory_gib": 1.0}
+    return {"kind": "train", "step": step, "loss": loss, **figures}
+
+
+def write(tmp_path: Path, *folders: Path) -> Page:
+    save_page(folders, tmp_path / "page.html")
+    return Page(tmp_path / "page.html")
+
+
+def test_a_run_is_shown_whole_and_without_a_request(tmp_path: Path) -> None:
+    marks = [{"kind": "checkpoint", "step": 2}, {"kind": "skip", "step": 1}, {"kind": "resume", "step": 1}]
+    baseline = {"kind": "baseline", "step": 2, "name": "lead sentence", "rougeL": 17.0, "measured_on": {"rows": "a"}}
+    lines = [evaluation(0, loss=3.0, rougeL=1.0), train(1), train(2), evaluation(2, loss=2.0, rougeL=9.0), *marks, baseline]
+    run = save_run(tmp_path / "run", *lines, predictions={0: ["a", "b"], 2: ["c", HOSTILE]})
+    record = {"versions": {"torch": "2.13"}, "command": "accelerate launch recipes/t5.py", "num_processes": 2}
+    unit = {"unit": "T5Block", "count": 2, "num_parameters": 10, "num_trainable": 5, "dtypes": ["float32"], "bytes_on_rank_0": 9}
+    (run / "record.json").write_text(json.dumps({**record, "units": [unit], "sources": {"0": "source 0", "1": HOSTILE}}))
+    memory = {"device": "cuda", "peak_gib": [1.0, 2.0], "before_model_gib": [0.5, 0.5], "num_processes": 2}
+    shape = {"num_processes": 2, "micro_batch_size_rows": 1, "row_tokens": {"row": 1}}
+    (run / "memory.json").write_text(json.dumps({**memory, **shape}))
+    (run / "memory_plan.json").write_text(json.dumps({**shape, "device_bytes_total": 3 * 2**30}))
+    page = write(tmp_path, run)
+
+    # All sections, with a table and a name for each chart.
+    assert page.texts["h2"] == SECTIONS
+    titles = ["Loss", "ROUGE-L", "Learning rate", "Gradient norm", "Speed", "Step time", "Peak memory"]
+    assert page.texts["h3"] == titles
+    assert [text for text in page.texts["summary"] if text.endswith("as a table")] == [f"{title} as a table" for title in titles]
+    names = [attributes["aria-label"] or "" for tag, attributes in page.tags if attributes.get("role") == "img"]
+    assert "training: from 2 at step 1 to 2 at step 2" in names[0] and len(names) == len(titles) == len(page.data("charts"))
+    # Baselines, marks, memory beside its plan, units, versions and commands.
+    for words in ("lead sentence", "17.00", "skipped update", "resume", "rank 1", "planned", "3.00", "T5Block", "50.0%", "2.13"):
+        assert words in page.words, words
+    assert "accelerate launch recipes/t5.py" in page.texts["pre"] and "lr" in page.words
+    # Texts are those of the files; half a surrogate pair too.
+    predictions = page.data("predictions")
+    assert predictions["columns"] == ["before training", "after step 2"] and predictions["metrics"] == ["rougeL"]
+    assert [row["texts"] for row in predictions["rows"]] == [["a", "c"], ["b", HOSTILE]]
+    assert [row["source"] for row in predictions["rows"]] == ["source 0", HOSTILE]
+    # Two scripts run, which the policy names; nothing is requested.
+    run_scripts = [text for attributes, text in page.scripts if attributes.get("type") != "application/json"]
+    assert len(run_scripts) == 2 and not any(attributes.get("src") for attributes, _ in page.scripts)
+    policy = next(a["content"] or "" for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'") and policy.count("'sha256-") == 2 and "http" not in policy
+    for tag, attributes in page.tags:
+        assert tag not in ("link", "img", "iframe", "object", "base")
+        assert not {"src", "srcset", "onerror", "onclick", "onload"} & set(attributes)
+        assert str(attributes.get("href", "#")).startswith("#")
+    assert not re.search(r"url\(|@import", "".join(page.texts["style"]))
+
+
+def test_names_and_settings_stay_text(tmp_path: Path) -> None:
+    lines = [evaluation(0, loss=3.0), {**evaluation(1, loss=2.0), "<b>own</b>": 1.0}]
+    run = save_run(tmp_path / "<script>alert(2)<", *lines)
+    (run / "config.yaml").write_text(json.dumps({"data": {"files": HOSTILE}}))
+    page = write(tmp_path, run)
+    assert len(page.scripts) == 4 and not any(tag == "img" for tag, _ in page.tags)
+    assert page.texts["h1"] == ["<script>alert(2)<"] and escape_controls(HOSTILE).replace("\ud800", "?") in page.texts["td"]
+
+
+def test_several_runs_with_the_keys_that_differ(tmp_path: Path) -> None:
+    lines = [evaluation(0, loss=3.0), train(1), evaluation(1, loss=2.0, rougeL=9.0)]
+    one = save_run(tmp_path / "one", *lines, lr=0.1, predictions={1: ["a", "b"]})
+    two = save_run(tmp_path / "two", *lines, lr=0.2, predictions={1: ["c"]})
+    page = write(tmp_path, one, two)
+    cells = page.texts["td"]
+    place = cells.index("optim.lr")
+    assert cells[place : place + 3] == ["optim.lr", "0.1", "0.2"]
+    assert [cells.count(f"optim.{name}") for name in ("lr", "beta1")] == [3, 2], "each run's whole config, and the one difference"
+    assert {"one: training", "two: training", "one: evaluation"} <= set(page.texts["span"])
+    predictions = page.data("predictions")
+    assert predictions["columns"] == ["one: after step 1", "two: after step 1"]
+    assert [row["texts"] for row in predictions["rows"]] == [["a", "c"], ["b", None]]
+
+
+def test_10_000_steps_and_1_000_rows_are_5_mb_and_no_spike_is_lost(tmp_path: Path) -> None:
+    figures = {"bits_per_byte": 1.0, "token_accuracy": 9.0, "rouge1": 1.0, "rouge2": 1.0, "rougeL": 1.0, "exact_match": 0.0}
+    lines = [train(step, 2.0 + step % 7 / 10) for step in range(1, 10_001)]
+    lines[6122]["loss"] = 1000.0
+    lines += [evaluation(step, loss=2.0, **figures) for step in range(0, 10_001, 500)]
+    long = [f"{i} " + "<ابجد" * 200_000 if i == 7 else f"{i} " + "<語ß " * 500 for i in range(1000)]
+    run = save_run(tmp_path / "run", *lines, predictions={0: long, 10_000: long})
+    (run / "record.json").write_text(json.dumps({"sources": {str(i): text[:4001] for i, text in enumerate(long)}}))
+    page = write(tmp_path, run)
+    assert (tmp_path / "page.html").stat().st_size <= 5_000_000
+    assert "1000" in json.dumps(page.data("charts")["chart-0"]) and f"each of {NUM_BUCKETS} ranges of steps" in page.words
+    predictions = page.data("predictions")
+    assert len(predictions["rows"]) == 1000 and predictions["num_cut"] == 1000
+    assert f"end after {predictions['limit']:,} characters" in page.words
+    assert all(row["texts"][1] == text[: predictions["limit"]] for row, text in zip(predictions["rows"], long, strict=True))
+
+
+def test_thinning_keeps_the_extremes() -> None:
+    values = [float(i % 10) for i in range(5000)]
+    values[1234], values[4321] = 99.0, -99.0
+    steps, kept = thinned(range(5000), values)
+    assert len(steps) <= 2 * NUM_BUCKETS + 2 and steps == sorted(steps) and steps[0] == 0 and steps[-1] == 4999
+    assert all(values[step] == value for step, value in zip(steps, kept, strict=True)) and {99.0, -99.0} <= set(kept)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "memory.json", "record.json"])
+def test_what_is_missing_or_broken_is_a_sentence(tmp_path: Path, name: str) -> None:
+    run = save_run(tmp_path / "run", train(1), {"kind": "train", "step": 2, "loss": None, "loss_is": "nan"})
+    (run / "memory.json").unlink(missing_ok=True)
+    (run / name).unlink(missing_ok=True)
+    page = write(tmp_path, run)
+    assert page.texts["h2"] == SECTIONS and f"{name} is not in the folder: " in page.words
+    (run / name).write_text('{"a": [\n{')
+    assert f"{name} cannot be read (" in write(tmp_path, run).words
+
+
+def test_no_run_folder_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "toolkit", "report", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3])
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1 and "is no run folder" in ended.stderr
+    with pytest.raises(UserError, match="could not be written"):
+        save_page([save_run(tmp_path / "run", train(1))], tmp_path / "gone" / "page.html")
+
+
+def test_a_page_that_fails_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = save_run(tmp_path / "run", train(1))
+    save_run_page(run)
+    before = (run / "report.html").read_bytes()
+    monkeypatch.setattr(page_module, "render_page", lambda runs: 1 / 0)
+    save_run_page(run)
+    (message,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "was not written (division by zero)" in message and message.endswith(f"python -m toolkit report {run}")
+    assert (run / "report.html").read_bytes() == before

@@ -1,0 +1,1 @@
+"""What a run folder shows to people: `report.html`, and the same facts as text."""

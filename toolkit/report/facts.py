@@ -1,0 +1,227 @@
+"""Reads what a report shows from a run folder, which may be of any age, incomplete, or of a run that is still training."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from toolkit.checkpoint.folders import list_checkpoints
+from toolkit.checkpoint.manifest import check_files, read_manifest
+from toolkit.errors import UserError
+from toolkit.files.json_lines import load_json_lines
+from toolkit.report.memory_plan import load_plan
+from toolkit.report.record import RECORD_FILE, chosen_places
+from toolkit.tracking.memory import MEMORY_FILE
+from toolkit.tracking.metrics_log import load_metrics
+
+T = TypeVar("T")
+
+_NOT_METRICS = ("step", "num_rows", "rows_per_s")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder named like a checkpoint."""
+
+    name: str
+    step: int
+    problem: str | None
+    """Why it is not valid, by presence and sizes of its files; None if it is."""
+    num_bytes: int
+    world_size: int | None
+    metrics: dict[str, float]
+    best_value: float | None
+    """The run's best value up to this checkpoint."""
+
+
+@dataclass
+class RunFacts:
+    """What there is to know about a run. What could not be read is empty, with a sentence in `missing`."""
+
+    folder: Path
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    """Of metrics.jsonl."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """By dotted name."""
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    memory: dict[str, Any] = field(default_factory=dict)
+    """Of memory.json."""
+    planned_bytes: int | None = None
+    """Planned for one rank, if a plan was made."""
+    record: dict[str, Any] = field(default_factory=dict)
+    """Of record.json."""
+    missing: dict[str, str] = field(default_factory=dict)
+    """A sentence by section."""
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.folder.resolve().name
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Lines of evaluations, in order."""
+        return [line for line in self.lines if line["kind"] == "eval"]
+
+    @property
+    def comparable(self) -> list[dict[str, Any]]:
+        """Evaluations that were measured as the last one was."""
+        evaluations = self.evaluations
+        return [line for line in evaluations if line.get("measured_on") == evaluations[-1].get("measured_on")]
+
+    @property
+    def baselines(self) -> dict[str, dict[str, float]]:
+        """Figures of texts that need no model, by name, measured as the last evaluation was."""
+        if not self.evaluations:
+            return {}
+        measured_on = self.evaluations[-1].get("measured_on")
+        lines = [line for line in self.lines if line["kind"] == "baseline" and line.get("measured_on") == measured_on]
+        return {str(line.get("name")): _numbers(line) for line in lines}
+
+    @property
+    def metric_names(self) -> list[str]:
+        """Metrics of the evaluations, in their order."""
+        return list(dict.fromkeys(name for line in self.evaluations for name in _numbers(line)))
+
+    @property
+    def last_step(self) -> int:
+        """The last step that a line is of."""
+        return max((line["step"] for line in self.lines), default=0)
+
+    def series(self, kind: str, name: str) -> tuple[list[int], list[float]]:
+        """Steps and values of one figure, without lines where it is missing or not finite; in the order of steps."""
+        lines = self.comparable if kind == "eval" else [line for line in self.lines if line["kind"] == kind]
+        points = sorted((line["step"], line[name]) for line in lines if is_number(line.get(name)))
+        return [step for step, _ in points], [value for _, value in points]
+
+    def steps_of(self, kind: str) -> list[int]:
+        """Steps of the lines of a kind."""
+        return sorted({line["step"] for line in self.lines if line["kind"] == kind})
+
+    def best_evaluation(self) -> tuple[str, float, int] | None:
+        """`eval.best_metric`, its best value so far, and the step that had it first; None before the first one that counts.
+
+        Which value is better is not derived again: each checkpoint has the run's best value so far.
+        """
+        metric = str(self.config.get("eval.best_metric"))
+        best = next((c.best_value for c in reversed(self.checkpoints) if c.best_value is not None), None)
+        steps = [line["step"] for line in self.evaluations if line["step"] > 0 and line.get(metric) == best]
+        return (metric, best, steps[0]) if best is not None and steps else None
+
+
+def read_run(folder: Path) -> RunFacts:
+    """Read a run folder.
+
+    Raises:
+        UserError: the folder is none of a run.
+    """
+    names = ("metrics.jsonl", "config.yaml", "checkpoints")
+    if not any((folder / name).exists() for name in names):
+        raise UserError(
+            f"{folder} is no run folder (it has no {', '.join(names[:-1])} or {names[-1]}): give one, as in runs/NAME"
+        )
+    facts = RunFacts(folder)
+
+    def read(section: str, name: str, reader: Callable[[Path], T], default: T, consequence: str) -> T:
+        path = folder / name
+        if not path.exists():
+            facts.missing[section] = f"{name} is not in the folder: {consequence}"
+            return default
+        try:
+            return reader(path)
+        except (UserError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            facts.missing[section] = f"{name} cannot be read ({error}): {consequence}"
+            return default
+
+    facts.lines = read("curves", "metrics.jsonl", _load_lines, [], "there are no curves and no evaluations")
+    facts.config = read("config", "config.yaml", _load_config, {}, "the settings are not known")
+    facts.checkpoints = read("checkpoints", "checkpoints", lambda path: _read_checkpoints(path.parent), [], "none is saved yet")
+    facts.memory = read("memory", MEMORY_FILE, _load_memory, {}, "it is written at the end of training")
+    facts.record = read("record", RECORD_FILE, _load_mapping, {}, "versions, command, sources and shard units are not known")
+    facts.planned_bytes = load_plan(folder, facts.memory)
+    return facts
+
+
+def read_predictions(facts: RunFacts, step: int) -> list[dict[str, Any]] | None:
+    """The shown rows of `predictions-STEP.jsonl`; None without a file that can be read."""
+    try:
+        rows = load_json_lines(facts.folder / f"predictions-{step}.jsonl", skip_torn_end=True)
+        are_ours = all(isinstance(row, dict) and isinstance(row["prediction"], str) for row in rows)
+        return [rows[place] for place in chosen_places(len(rows))] if are_ours else None
+    except (UserError, OSError, KeyError):
+        return None
+
+
+def _load_lines(path: Path) -> list[dict[str, Any]]:
+    lines = load_metrics(path)
+    return [line for line in lines if isinstance(line, dict) and isinstance(line.get("step"), int) and "kind" in line]
+
+
+def _load_mapping(path: Path) -> dict[str, Any]:
+    value = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise ValueError("it is no mapping")
+    return value
+
+
+def _load_memory(path: Path) -> dict[str, Any]:
+    memory = _load_mapping(path)
+    for name in ("peak_gib", "before_model_gib"):
+        if not all(map(is_number, memory[name])):
+            raise ValueError(f"{name} is not a list of numbers")
+    return memory
+
+
+def _load_config(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(str(error).partition("\n")[0]) from None
+    if not isinstance(value, dict):
+        raise ValueError("it is no mapping")
+    return dict(_flatten(value))
+
+
+def _flatten(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found = []
+    for key, part in value.items():
+        found += _flatten(part, f"{prefix}{key}.") if isinstance(part, dict) else [(f"{prefix}{key}", part)]
+    return found
+
+
+def _read_checkpoints(run_folder: Path) -> list[Checkpoint]:
+    return [_read_checkpoint(step, folder) for step, folder in list_checkpoints(run_folder)]
+
+
+def _read_checkpoint(step: int, folder: Path) -> Checkpoint:
+    manifest: dict[str, Any] = {}
+    problem = None
+    try:
+        manifest = read_manifest(folder)
+        check_files(folder, manifest, hashes=False)
+    except ValueError as error:
+        problem = str(error)
+    return Checkpoint(
+        name=folder.name,
+        step=step,
+        problem=problem,
+        num_bytes=sum(about["bytes"] for about in manifest.get("files", {}).values()),
+        world_size=manifest.get("world_size"),
+        metrics={name: value for name, value in manifest.get("metrics", {}).items() if is_number(value)},
+        best_value=manifest.get("state", {}).get("best_value"),
+    )
+
+
+def _numbers(line: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in line.items() if name not in _NOT_METRICS and is_number(value)}
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

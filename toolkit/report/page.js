@@ -1,0 +1,139 @@
+"use strict";
+const read = (id) => JSON.parse(document.getElementById(id).textContent);
+const make = (tag, kind, text) => {
+  const element = document.createElement(tag);
+  if (kind) element.className = kind;
+  if (text !== undefined) element.textContent = text;
+  return element;
+};
+
+// Charts. Their texts and lines take the colours of the page, also when the system turns to dark.
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const plots = [];
+const paint = (plot) => {
+  const colors = getComputedStyle(document.documentElement);
+  const [quiet, line] = ["--quiet", "--line"].map((name) => colors.getPropertyValue(name).trim());
+  for (const axis of [...plot.below, ...plot.left]) {
+    axis.setv({ axis_line_color: line, major_tick_line_color: line, minor_tick_line_color: null,
+      major_label_text_color: quiet, axis_label_text_color: quiet });
+  }
+  for (const grid of plot.center) if (grid.grid_line_color !== undefined) grid.grid_line_color = line;
+};
+const draw = async (item, place) => {
+  const view = await Bokeh.embed.embed_item(item, place);
+  const plot = [...view.roots][0].model;
+  plots.push(plot);
+  paint(plot);
+};
+dark.addEventListener("change", () => plots.forEach(paint));
+// Drawn when they come near the window, so that a page of many charts opens at once.
+const waiting = new Map(Object.entries(read("data-charts")).map(([place, item]) => [document.getElementById(place), item]));
+const drawNow = (place) => {
+  if (!waiting.has(place)) return;
+  draw(waiting.get(place), place);
+  waiting.delete(place);
+  nearby.unobserve(place);
+};
+const nearby = new IntersectionObserver(
+  (entries) => entries.filter((entry) => entry.isIntersecting).forEach((entry) => drawNow(entry.target)), { rootMargin: "400px" });
+[...waiting.keys()].forEach((place) => nearby.observe(place));
+addEventListener("beforeprint", () => [...waiting.keys()].forEach(drawNow));
+
+// Predictions: searched, sorted, and shown a few at a time. Every text is put in as text.
+const SHOWN_AT_ONCE = 20;
+const predictions = read("data-predictions");
+const showPredictions = () => {
+  const { rows, columns } = predictions;
+  const [search, order, list, count, more] = ["search", "order", "rows", "count", "more"].map((id) => document.getElementById(id));
+  const searched = rows.map((row) => [row.id, row.source, row.reference, ...row.texts].join("\n").toLowerCase());
+  let found = [];
+  let numShown = 0;
+
+  // Controls that reorder a line are shown by their number, as in the terminal.
+  const visible = (text) => text.replace(/[\u202a-\u202e\u2066-\u2069]/g, (found) => `\\u${found.charCodeAt(0).toString(16)}`);
+  const highlighted = (text, words) => {
+    const box = make("div", "text");
+    box.dir = "auto";
+    const lower = text.toLowerCase();
+    const usable = words && lower.length === text.length; // some letters change their length
+    for (let start = 0; start <= text.length; ) {
+      const place = usable ? lower.indexOf(words, start) : -1;
+      if (place < 0) { box.append(text.slice(start)); break; }
+      box.append(text.slice(start, place), make("mark", "", text.slice(place, place + words.length)));
+      start = place + words.length;
+    }
+    return box;
+  };
+  const part = (label, text, words) => {
+    const box = make("div");
+    box.append(make("div", "label", label));
+    box.append(text === null ? make("div", "quiet", "not known") : highlighted(visible(text), words));
+    return box;
+  };
+  const showRow = (row, words) => {
+    const card = make("article", "card");
+    card.append(make("h3", "isolated", `Row ${row.id}`));
+    const texts = make("div", "texts");
+    texts.append(part("source", row.source, words), part("reference", row.reference, words));
+    row.texts.forEach((text, i) => {
+      const scores = Object.entries(row.scores[i]).map(([name, value]) => `${name} ${value.toFixed(1)}`).join(" · ");
+      const box = part(columns[i], text, words);
+      if (scores) box.append(make("div", "label", scores));
+      texts.append(box);
+    });
+    card.append(texts);
+    return card;
+  };
+  const showMore = () => {
+    const words = search.value.trim().toLowerCase();
+    const next = found.slice(numShown, numShown + SHOWN_AT_ONCE);
+    list.append(...next.map((i) => showRow(rows[i], words)));
+    numShown += next.length;
+    count.textContent = `${numShown.toLocaleString("en")} of ${found.length.toLocaleString("en")} rows`;
+    more.hidden = numShown >= found.length;
+  };
+  const value = (row, [how, name, column]) => {
+    const score = (i) => (row.scores[i] ?? {})[name] ?? NaN;
+    return how === "gain" ? score(columns.length - 1) - score(0) : score(Number(column));
+  };
+  const update = () => {
+    const words = search.value.trim().toLowerCase();
+    const key = order.value ? JSON.parse(order.value) : null;
+    found = rows.map((_, i) => i).filter((i) => !words || searched[i].includes(words));
+    if (key) {
+      const sign = key[3] === "down" ? -1 : 1;
+      const last = (number) => (Number.isNaN(number) ? Infinity : sign * number);
+      const keys = rows.map((row) => last(value(row, key)));
+      found.sort((a, b) => (keys[a] < keys[b] ? -1 : keys[a] > keys[b] ? 1 : a - b));
+    }
+    list.replaceChildren();
+    numShown = 0;
+    showMore();
+  };
+  let timer;
+  search.addEventListener("input", () => { clearTimeout(timer); timer = setTimeout(update, 150); });
+  order.addEventListener("change", update);
+  more.addEventListener("click", () => {
+    const first = numShown;
+    showMore();
+    const heading = list.children[first]?.querySelector("h3");
+    if (heading) { heading.tabIndex = -1; heading.focus({ preventScroll: true }); }
+  });
+  const option = (label, key) => {
+    const choice = make("option", "", label);
+    choice.value = JSON.stringify(key);
+    order.append(choice);
+  };
+  for (const name of predictions.metrics) {
+    columns.forEach((column, i) => {
+      option(`${name}, ${column}, lowest first`, ["one", name, i, "up"]);
+      option(`${name}, ${column}, highest first`, ["one", name, i, "down"]);
+    });
+    if (columns.length > 1) {
+      option(`${name}, least gained first`, ["gain", name, 0, "up"]);
+      option(`${name}, most gained first`, ["gain", name, 0, "down"]);
+    }
+  }
+  update();
+};
+if (predictions) showPredictions();

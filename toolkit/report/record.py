@@ -1,0 +1,95 @@
+"""`record.json` in the run folder: what a report needs and only the run itself knows.
+
+These are the versions, the command, the shard units, and the sources of the evaluated rows, whose predictions are files already.
+"""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from platform import python_version
+from typing import Any
+
+import toolkit
+from toolkit.distributed.comm import rank, world_size
+from toolkit.evaluation.rows import EvaluationRows
+from toolkit.files.durable import save_json, written_beside
+from toolkit.launch.accelerate_yaml import find_accelerate_yaml
+from toolkit.parallel.units import ShardUnit
+
+logger = logging.getLogger("toolkit")
+
+RECORD_FILE = "record.json"
+MOST_PREDICTIONS = 1000
+"""Rows whose texts a page shows, at even distances."""
+LONGEST_TEXT = 4000
+"""Characters of a text on a page."""
+_LIBRARIES = ("torch", "accelerate", "transformers", "datasets", "tokenizers", "peft")
+
+
+def save_record(run_folder: Path, units: Sequence[ShardUnit], evaluation: EvaluationRows | None = None) -> None:
+    """Write `record.json` on rank 0. If it cannot be written, the run goes on without it."""
+    if rank() != 0:
+        return
+    record: dict[str, Any] = {
+        "versions": {
+            "toolkit": toolkit.__version__,
+            "python": python_version(),
+            **{name: version(name) for name in _LIBRARIES},
+        },
+        "command": _command(),
+        "num_processes": world_size(),
+        "units": _describe_units(units),
+        "sources": _sources(evaluation) if evaluation is not None and evaluation.prompted else {},
+    }
+    try:
+        with written_beside(run_folder / RECORD_FILE) as beside:
+            save_json(beside, record)
+    except OSError as error:
+        logger.warning(f"{run_folder / RECORD_FILE} could not be written ({error.strerror}): the report lacks what it holds")
+
+
+def chosen_places(num_rows: int) -> list[int]:
+    """Places of all rows, or of `MOST_PREDICTIONS` at even distances."""
+    if num_rows <= MOST_PREDICTIONS:
+        return list(range(num_rows))
+    return [place * num_rows // MOST_PREDICTIONS for place in range(MOST_PREDICTIONS)]
+
+
+def _sources(evaluation: EvaluationRows) -> dict[str, str]:
+    """The source text of each row that a page shows, by its `row_id`."""
+    places = [evaluation.prompted[i] for i in chosen_places(len(evaluation.prompted))]
+    columns = evaluation.rows.select(places).select_columns(["row_id", "lead_text"])
+    # A character more than a page shows, so that it is seen to be cut.
+    return {str(row["row_id"]): row["lead_text"][: LONGEST_TEXT + 1] for row in columns}
+
+
+def _command() -> str | None:
+    """The command that began this process; None in a notebook or another program."""
+    if not sys.argv[0].endswith(".py") or Path(sys.argv[0]).name == "ipykernel_launcher.py":
+        return None
+    preset = find_accelerate_yaml()
+    launch = ["accelerate", "launch", "--config_file", str(preset)] if preset else ["python"]
+    return shlex.join([*launch, *sys.argv])
+
+
+def _describe_units(units: Sequence[ShardUnit]) -> list[dict[str, Any]]:
+    """The kinds of units; equal ones share an entry."""
+    kinds: dict[tuple, list[ShardUnit]] = {}
+    for unit in units:
+        kinds.setdefault((unit.class_name, unit.num_parameters, unit.num_trainable, unit.dtypes), []).append(unit)
+    return [
+        {
+            "unit": class_name if len(equal) > 1 else f"{class_name} {equal[0].name or '(the rest)'}",
+            "count": len(equal),
+            "num_parameters": num,
+            "num_trainable": num_trainable,
+            "dtypes": list(dtypes),
+            "bytes_on_rank_0": sum(unit.local_bytes() for unit in equal),
+        }
+        for (class_name, num, num_trainable, dtypes), equal in kinds.items()
+    ]

@@ -1,0 +1,68 @@
+"""`python -m toolkit report --text`: metrics of several runs in one table, and planned beside measured memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from toolkit.errors import UserError
+from toolkit.evaluation.text import ROUGE_SCORE_WORDS
+from toolkit.files.json_lines import load_json_lines
+from toolkit.report.facts import RunFacts, read_run
+from toolkit.report.memory_plan import compare_with_plan
+from toolkit.tracking.memory import MEMORY_FILE
+from toolkit.tracking.summary import format_table
+
+_COLUMNS = ("loss", "bits_per_byte", "token_accuracy", "accuracy", "rouge1", "rougeL", "rougeL_line1", "percent_distinct")
+
+
+def show_runs(run_folders: Sequence[Path]) -> None:
+    """Print one table of the first and last evaluations of each run, in the given order, and planned beside measured memory.
+
+    `rougeL_line1` is ROUGE-L on each text's first line alone. It separates a model that writes the right first line, but has not
+    learned to stop there, from one that writes a wrong one.
+
+    Raises:
+        UserError: a folder holds no evaluation.
+    """
+    runs = [read_run(folder) for folder in run_folders]
+    table = {}
+    for facts in runs:
+        evaluations = _evaluations(facts)
+        for line in {line["step"]: line for line in (evaluations[0], evaluations[-1])}.values():
+            when = f"after step {line['step']:,}" if line["step"] else "as loaded"
+            words = "" if line.get("rouge_tokenizer") in (None, ROUGE_SCORE_WORDS.name) else f", {line['rouge_tokenizer']} words"
+            are_other = line.get("measured_on", {}).get("rows") != evaluations[-1].get("measured_on", {}).get("rows")
+            name = f"{facts.folder.name}, {when} ({line['num_rows']}{' other' * are_other} rows{words})"
+            table[name] = line | _score_first_lines(facts.folder / f"predictions-{line['step']}.jsonl")
+    print(format_table(table, _COLUMNS))
+    if any((folder / MEMORY_FILE).is_file() for folder in run_folders):
+        print("\nmemory of a rank in training steps, predicted by `plan` against measured")
+        for facts in runs:
+            print(f"{facts.folder.name}: {compare_with_plan(facts.folder)}", flush=True)
+
+
+def _evaluations(facts: RunFacts) -> list[dict]:
+    if facts.evaluations:
+        return facts.evaluations
+    path = facts.folder / "metrics.jsonl"
+    if not path.is_file() and facts.checkpoints:
+        raise UserError(
+            f"{facts.folder} has no metrics.jsonl: the run's command writes one again, from its last checkpoint's evaluation on"
+        )
+    if "curves" in facts.missing:
+        raise UserError(f"{facts.folder}: {facts.missing['curves']}")
+    raise UserError(f"{path} holds no evaluation yet: let the run evaluate first")
+
+
+def _score_first_lines(predictions_path: Path) -> dict[str, float]:
+    """`rougeL_line1` in percent; empty if no texts were generated."""
+    if not predictions_path.exists():
+        return {}
+    from toolkit.evaluation.rouge import Rouge
+
+    if not (lines := load_json_lines(predictions_path)):
+        return {}
+    first_lines = [line["prediction"].strip().partition("\n")[0] for line in lines]
+    scores = Rouge().compute(predictions=first_lines, references=[line["reference"] for line in lines])
+    return {"rougeL_line1": scores["rougeL"]}
