@@ -6,9 +6,11 @@ import os
 import sys
 from pathlib import Path
 
+from rich.console import Console
+
 from toolkit.cli.preview.facts import collect
 from toolkit.cli.preview.page import render_page
-from toolkit.cli.preview.terminal import build_console, print_preview
+from toolkit.cli.preview.terminal import print_preview
 from toolkit.errors import UserError
 from toolkit.files.durable import written_beside
 
@@ -38,6 +40,10 @@ def preview(
         UserError: whatever the run itself would raise of its data; a row that is not there; a page that cannot be written.
     """
     run_arguments = [*(f"--config={file}" for file in config), *run_arguments]
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            "preview runs as several processes: start it without accelerate launch, and give its YAML as --accelerate-config"
+        )
     if num_rows < 0:
         raise UserError(f"--rows is {num_rows}: give 0 or more")
     if html is not None:
@@ -46,7 +52,7 @@ def preview(
         try:
             found = collect(run_arguments, accelerate_config, recipe, num_rows, row_id)
             sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # where the locale is not UTF-8
-            print_preview(found, build_console())
+            print_preview(found, Console())
         except BrokenPipeError:  # the reader has seen enough, as `head` does
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again at its exit
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from toolkit.cli.preview.wording import (
     NAMES,
@@ -41,15 +41,8 @@ BARS = {LOSS: "█", CONTEXT: "▒", PADDING: "·"}
 BAR_WIDTH = 60
 
 
-def build_console(**options: Any) -> Console:
-    """A console that prints texts as they are."""
-    from rich.console import Console
-
-    return Console(highlight=False, markup=False, emoji=False, **options)
-
-
 def print_preview(preview: Preview, console: Console) -> None:
-    """Print the view."""
+    """Print the view. Its lines are `Text`, in which rich interprets nothing."""
     for line in _Lines(console).preview(preview):
         console.print(line, soft_wrap=True)
     console.file.flush()

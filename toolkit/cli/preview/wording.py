@@ -112,7 +112,7 @@ def describe_tokenizer(summary: Summary) -> str:
 def describe_turns(row: RowView) -> list[str]:
     """A line for each turn of a chat."""
     return [
-        f"turn {number}, {turn.role}: {plural(len(turn.text), 'character')}, {turn.says}"
+        f"turn {number}, {turn.role}: {plural(turn.num_characters, 'character')}, {turn.says}"
         for number, turn in enumerate(row.turns, start=1)
     ]
 

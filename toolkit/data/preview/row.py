@@ -45,7 +45,7 @@ class Turn:
     """A message of a chat."""
 
     role: str
-    text: str
+    num_characters: int
     says: str
     """What it is for, in words."""
 
@@ -271,5 +271,5 @@ def _list_turns(example: Example, loss_on: str, labels: Sequence[int], num_kept:
             says = "counts"
         elif message["role"] == "assistant":
             says = "context, as its weight is 0" if i in example.weight_0 else "context, as a part of the prompt"
-        turns.append(Turn(role=message["role"], text=message.get("content") or "", says=says))
+        turns.append(Turn(role=message["role"], num_characters=len(message.get("content") or ""), says=says))
     return turns

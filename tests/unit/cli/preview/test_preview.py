@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from rich.cells import cell_len
+from rich.console import Console
 
 from tests.support.chats import say
 from tests.support.previews import CASES, GOLDEN, call_preview, save_inputs, save_lines
 from toolkit.cli.preview.facts import collect
-from toolkit.cli.preview.terminal import build_console, print_preview
+from toolkit.cli.preview.terminal import print_preview
 from toolkit.cli.preview.wording import visible
 
 HOSTILE = [
@@ -102,7 +103,7 @@ def test_it_needs_no_weights_and_no_process_group(inputs: Path) -> None:
 def test_a_terminal_gets_colours_in_place_of_marks_and_its_own_width(capsys: pytest.CaptureFixture[str]) -> None:
     found = collect(["--config=chats.yaml"], None, None, 4, None)
     written = io.StringIO()
-    print_preview(found, build_console(file=written, force_terminal=True, color_system="truecolor", width=60, no_color=False))
+    print_preview(found, Console(file=written, force_terminal=True, color_system="truecolor", width=60, no_color=False))
     assert "\x1b[" in written.getvalue()
     plain = re.sub(r"\x1b\[[0-9;]*m", "", written.getvalue())
     assert "[[" not in plain and "~~" not in plain
@@ -153,7 +154,7 @@ def test_a_long_row_is_shortened_and_row_shows_it_in_full(tmp_path: Path, capsys
     assert call_preview(f"{flags} --row 0 --html {tmp_path / 'row.html'}") == 0
     page = Page((tmp_path / "row.html").read_text(encoding="utf-8"))
     assert all(LONG in shown.replace("⏎", "") for shown in (*page.texts["text"], *page.texts["tokens"]))
-    print_preview(collect([*shlex.split(flags)], None, None, 0, 0), build_console())
+    print_preview(collect([*shlex.split(flags)], None, None, 0, 0), Console())
     assert LONG in capsys.readouterr().out
 
 
@@ -182,6 +183,12 @@ def test_bad_input_is_one_sentence(flags: str, sentence: str, capsys: pytest.Cap
     assert call_preview(shlex.split(flags)) == 2
     printed = capsys.readouterr().err
     assert re.search(sentence, printed) and printed.count("error: ") == 1 and "Traceback" not in printed
+
+
+def test_it_is_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert call_preview("--config chats.yaml") == 2
+    assert "start it without accelerate launch" in capsys.readouterr().err
 
 
 def test_the_summary_is_plain_values() -> None:
