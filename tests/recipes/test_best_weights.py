@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,9 @@ def test_best_is_the_best_of_what_was_saved_and_not_the_start(bench: Workbench, 
     chosen = f"exporting the weights of step {best}, the best loss ({min(after):.4g}) of the checkpoints kept\n"
     assert worse.index(gained) < worse.index(chosen)
     check_exported(bench, "worse", min(after))
+    exported = bench.runs / "worse" / "export"
+    assert json.loads((exported / "toolkit.json").read_text())["step"] == best
+    assert f"Weights in float32, after step {best}.\n" in (exported / "README.md").read_text()
 
 
 def test_other_rows_and_more_steps_are_said_on_a_resume(bench: Workbench, worse: str) -> None:

@@ -116,6 +116,8 @@ def test_any_checkpoint_is_exported_as_the_run_would_have(run: Path, tmp_path: P
     assert "exporting the weights of step 5, the newest valid checkpoint\n" in default[1]
     assert f"exported to {run}/export-5\nuse it: python -m toolkit generate {run}/export-5 --file " in default[1]
     assert "vllm" not in default[1] and f"share it: hf upload USER/NAME {run}/export-5\n" in default[1]
+    card = (run / "export" / "README.md").read_text()
+    assert all(f"\n| {name} |" in card for name in ("training rows | 52", "lead sentence", "before training", "these weights"))
     # Another one.
     weights = {name: load_file(folder / "model.safetensors") for name, folder in zip("abcd", places, strict=True)}
     last = load_file(run / "export" / "model.safetensors")
@@ -238,8 +240,8 @@ def test_adapters_and_merged_models_are_those_of_the_run(llm_bench: Workbench, t
 
 
 def test_a_checkpoint_that_is_removed_meanwhile_is_named(tmp_path: Path) -> None:
-    from toolkit.cli.export import _read_whole
+    from toolkit.cli.export.choose import read_whole
     from toolkit.errors import UserError
 
     with pytest.raises(UserError, match=f"^{tmp_path}/gone was removed meanwhile, as by a run that keeps its newest ones: give"):
-        _read_whole(tmp_path / "gone")
+        read_whole(tmp_path / "gone")

@@ -16,7 +16,7 @@ import yaml
 from tests.support.launch import REPOSITORY
 from toolkit.cli import main as cli
 from toolkit.cli.compare.runs import load_preset
-from toolkit.cli.export import MAY_CHANGE
+from toolkit.cli.export.choose import MAY_CHANGE
 from toolkit.config.load import load_config
 from toolkit.config.mnist import MnistConfig, check_mnist_config
 from toolkit.config.schema import LLMConfig, SummarizationConfig

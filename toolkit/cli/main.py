@@ -147,7 +147,8 @@ def _add_export(jobs: Any) -> None:
 
 
 def _export(arguments: Namespace, run_flags: list[str]) -> bool:
-    from toolkit.cli.export import Options, export  # torch takes seconds to import
+    from toolkit.cli.export.choose import Options  # torch takes seconds to import
+    from toolkit.cli.export.export import export
 
     export(Options(flags=run_flags, **{name: value for name, value in vars(arguments).items() if name not in ("job", "do")}))
     return True

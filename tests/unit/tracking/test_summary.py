@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.tracking.summary import _print_samples, format_table
+from toolkit.tracking.metrics_log import MetricsLog, load_metrics
+from toolkit.tracking.summary import _print_samples, format_table, measure_baselines
 
 
 def test_samples_are_printed_without_control_characters(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -32,3 +33,25 @@ def test_predictions_that_are_gone_or_changed(tmp_path: Path, capsys: pytest.Cap
         path.write_text(content)
     _print_samples(path, Dataset.from_dict({"lead_text": ["a"]}))
     assert capsys.readouterr().out == f"no samples: {path} is missing, or is not what the evaluation wrote\n\n"
+
+
+def test_baselines_are_measured_once_and_are_lines_of_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from datasets import Dataset
+
+    from toolkit.evaluation.rows import EvaluationRows
+    from toolkit.tracking import summary
+
+    texts = {"target": ["Return the oar.", "Close the file."], "lead_text": ["Return the oar. And more.", "Nothing alike."]}
+    rows, on = Dataset.from_dict(texts), {"rows": "a"}
+    data = EvaluationRows(rows, tokenizer=None, collator=None)  # type: ignore[arg-type]
+    log = MetricsLog(tmp_path / "metrics.jsonl", is_writer=True)
+    log.write("eval", 3, loss=1.0, measured_on=on)
+    assert measure_baselines(log, 3, rows, data, on) == {}  # no texts
+    log.write("eval", 4, rougeL=1.0, measured_on=on)
+    first = measure_baselines(log, 4, rows, data, on)
+    assert list(first) == ["lead sentence", 'constant "Return the oar."'] and first["lead sentence"]["rougeL"] == 50.0
+    lines = [line for line in load_metrics(log.path) if line["kind"] == "baseline"]
+    assert [(line["name"], line["step"], line["measured_on"]) for line in lines] == [(name, 4, on) for name in first]
+    monkeypatch.setattr(summary, "_baselines", lambda *_: pytest.fail("measured again"))
+    again = measure_baselines(log, 4, rows, data, on)
+    assert {name: line["rougeL"] for name, line in again.items()} == {name: line["rougeL"] for name, line in first.items()}

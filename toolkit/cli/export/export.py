@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toolkit.checkpoint.find import newest_valid
-from toolkit.checkpoint.folders import list_checkpoints, step_folder, step_of_name
 from toolkit.checkpoint.init_from import find_weights
-from toolkit.checkpoint.load import best_of_run, load_weights
-from toolkit.checkpoint.manifest import check_files, read_manifest
-from toolkit.config.load import RecipeConfig, load_config
-from toolkit.config.schema import LLMConfig, SummarizationConfig
+from toolkit.checkpoint.load import load_weights
+from toolkit.cli.export.choose import Options, choose_checkpoint, choose_places, load_run_config, load_settings, read_whole
+from toolkit.config.load import RecipeConfig
+from toolkit.config.schema import LLMConfig
 from toolkit.data.collate import CausalCollator, Collator, SummarizationCollator, own_label_shift
 from toolkit.data.tokens.languages import start_generation
 from toolkit.data.tokens.prepare import prepare_rows
@@ -29,10 +25,9 @@ from toolkit.distributed.watchdog import start, working
 from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows, choose_rows
 from toolkit.export.card import Origin
-from toolkit.export.cast import DTYPES
 from toolkit.export.next_commands import list_commands
 from toolkit.export.run_data import RunData, describe_data, load_run_data
-from toolkit.export.write import Places, check_place, export_model
+from toolkit.export.write import export_model
 from toolkit.launch.accelerate_yaml import find_accelerate_yaml
 from toolkit.launch.accelerator import build_accelerator, connect_devices, frozen_dtype
 from toolkit.launch.environment import is_launched
@@ -41,7 +36,6 @@ from toolkit.models.load import num_token_embeddings
 from toolkit.models.lora import is_enabled
 from toolkit.parallel.wrap import shard_model
 from toolkit.tracking.metrics_log import load_metrics
-from toolkit.training.goal import goal_of
 from toolkit.training.model import build_skeleton, identity_of, load_model
 from toolkit.training.run import release
 from toolkit.training.setup import RunContext
@@ -51,26 +45,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("toolkit")
 
-MAY_CHANGE = (
-    "model.name_or_path", "model.revision", "adapter.name_or_path", "data.files", "data.eval_files", "export.max_shard_size",
-    "eval.max_new_tokens", "eval.num_beams", "eval.no_repeat_ngram_size",
-)  # fmt: skip
-"""Settings of the run that an export may give otherwise: where the same model and rows are now, how texts are generated."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The command's arguments."""
-
-    run_folder: Path
-    checkpoint: str | None
-    """A step, `best` or `last`; None: as the run's `export.weights` says."""
-    merge: bool
-    dtype: str | None
-    to: Path | None
-    flags: list[str]
-    """Of the run's config, those of `MAY_CHANGE`."""
-
 
 def export(options: Options) -> None:
     """Export a checkpoint. Collective.
@@ -79,7 +53,7 @@ def export(options: Options) -> None:
         UserError: no such run or checkpoint, a damaged one, another base than the run's, or a folder that cannot be written; on
             every rank.
     """
-    config = _load_run_config(options.run_folder, options.flags)
+    config = load_run_config(options.run_folder, options.flags)
     if options.merge and not is_enabled(config.adapter):
         raise UserError(f"--merge is given, but {options.run_folder} trained no adapter: leave it out")
     try:
@@ -96,7 +70,7 @@ def export(options: Options) -> None:
 
 def _export(options: Options, config: RecipeConfig) -> None:
     # Processes, the checkpoint, and whether its folder may be written.
-    any_settings = _settings_of(options.run_folder)
+    any_settings = load_settings(options.run_folder)
     precision = None
     if not is_launched() and find_accelerate_yaml() is None:  # one process; weights that were frozen in bf16 compute in it
         precision = "bf16" if any_settings.get("model.frozen_dtype") == "bfloat16" else "no"
@@ -104,10 +78,10 @@ def _export(options: Options, config: RecipeConfig) -> None:
     start(config.run.timeout_s)
     connect_devices(accelerator)
     working("choosing the checkpoint")
-    checkpoint = _choose_checkpoint(options, config)
-    manifest = on_rank_0(lambda: _read_whole(checkpoint))
+    checkpoint = choose_checkpoint(options, config)
+    manifest = on_rank_0(lambda: read_whole(checkpoint))
     settings = manifest["identity"]["config"]
-    places = on_rank_0(lambda: _choose_places(options, config, manifest["step"]))
+    places = on_rank_0(lambda: choose_places(options, config, manifest["step"]))
 
     # The model as the run built it, then the checkpoint's weights.
     has_adapter = is_enabled(config.adapter)
@@ -133,107 +107,6 @@ def _export(options: Options, config: RecipeConfig) -> None:
     for line in list_commands(config, sharded.skeleton, places):
         logger.info(line)
     release()
-
-
-def _load_run_config(run_folder: Path, flags: list[str]) -> RecipeConfig:
-    """The run's `config.yaml`. Attention kernels that this machine may lack are left out: they keep the same weights."""
-    import yaml
-
-    for flag in flags:
-        if flag.startswith("-") and (key := flag.removeprefix("--").partition("=")[0]) not in MAY_CHANGE:
-            raise UserError(f"{key} is not a setting of an export: of the run's, give one of {', '.join(MAY_CHANGE)}")
-
-    path = run_folder / "config.yaml"
-    try:
-        keys = {*yaml.safe_load(path.read_text(encoding="utf-8"))["data"]}
-    except FileNotFoundError:
-        what = "has no config.yaml" if run_folder.is_dir() else "is no folder"
-        raise UserError(f"{run_folder} {what}: give the folder of a run, as in runs/t5_docstrings") from None
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is not what a run writes ({' '.join(str(error).split())}): give a run's folder") from None
-    if "folder" in keys:
-        raise UserError(f"{run_folder} is a run on images, which has no Hugging Face model: give one of recipes/t5.py or llm.py")
-    config_class: Any = LLMConfig if "max_length_tokens" in keys else SummarizationConfig
-    config: RecipeConfig = load_config(config_class, [f"--config={path}", *flags])
-    if config.model.attn_implementation in (None, "eager", "sdpa"):
-        return config
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, attn_implementation=None))
-
-
-def _settings_of(run_folder: Path) -> dict[str, Any]:
-    """The settings that a run's checkpoints name; empty if none can be read, which is reported later."""
-    for _, folder in reversed(list_checkpoints(run_folder)):
-        try:
-            settings: dict[str, Any] = read_manifest(folder)["identity"]["config"]
-        except ValueError:
-            continue
-        return settings
-    return {}
-
-
-def _choose_checkpoint(options: Options, config: RecipeConfig) -> Path:
-    """The folder of the checkpoint that is asked for. Collective.
-
-    Raises:
-        UserError: there is none, or it is damaged; on every rank.
-    """
-    run_folder, wanted = options.run_folder, options.checkpoint or config.export.weights
-    steps = on_rank_0(lambda: [step for step, _ in list_checkpoints(run_folder)])
-    if not steps:
-        raise UserError(f"{run_folder} holds no checkpoint: let the run reach its first one")
-    if wanted not in ("best", "last"):
-        step = int(wanted) if wanted.isdecimal() else step_of_name(wanted)
-        if step not in steps:
-            raise UserError(f"--checkpoint is {wanted}: give best, last or one of the steps {', '.join(map(str, steps))}")
-        logger.info(f"exporting the weights of step {step}")
-        return step_folder(run_folder, step)
-    newest, refused = on_rank_0(lambda: newest_valid(run_folder))
-    for sentence in refused:
-        logger.warning(sentence)
-    if newest is None:
-        raise UserError(f"no checkpoint in {run_folder} is valid: {'; '.join(refused)}")
-    if wanted == "best":
-        goal = goal_of(config.eval, on_rank_0(lambda: _read_whole(newest))["measured_on"])
-        best, choice = best_of_run(run_folder, goal, "--checkpoint" if options.checkpoint else "export.weights")
-        logger.info(choice)
-        return best or newest
-    logger.info(f"exporting the weights of step {step_of_name(newest.name)}, the newest valid checkpoint")
-    return newest
-
-
-def _read_whole(checkpoint: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, whose files are compared with it by their hashes.
-
-    Raises:
-        UserError: it is damaged, or a run has removed it meanwhile.
-    """
-    try:
-        manifest = read_manifest(checkpoint)
-        check_files(checkpoint, manifest)
-    except ValueError as error:
-        if not checkpoint.is_dir():
-            raise UserError(f"{checkpoint} was removed meanwhile, as by a run that keeps its newest ones: give another") from None
-        raise UserError(f"checkpoint {checkpoint} cannot be exported: {error}") from None
-    return manifest
-
-
-def _choose_places(options: Options, config: RecipeConfig, step: int) -> Places:
-    """The folder to write: the model's, or the adapter's alone.
-
-    Raises:
-        UserError: something is there.
-    """
-    parts = ["export", str(step), *(["merged"] if options.merge else []), *([options.dtype] if options.dtype else [])]
-    folder = options.to or options.run_folder / "-".join(parts)
-    for place in (folder, folder.with_name(f"{folder.name}.tmp")):
-        check_place(place, "give another folder as --to")
-        if place.is_dir() and os.listdir(place):
-            left = ", perhaps left by an export that was stopped" if place != folder else ""
-            raise UserError(f"{place} is there and not empty{left}: remove it, or give another folder as --to")
-    dtype = DTYPES[options.dtype] if options.dtype else None
-    if is_enabled(config.adapter) and not options.merge:
-        return Places(adapter=folder, dtype=dtype)
-    return Places(model=folder, dtype=dtype)
 
 
 def _load_data(
