@@ -204,7 +204,7 @@ def test_what_cannot_be_exported_is_one_sentence(run: Path, tmp_path: Path) -> N
 
 
 def test_adapters_and_merged_models_are_those_of_the_run(llm_bench: Workbench, tmp_path: Path) -> None:
-    """Of a run in bf16, whose base is stored in bf16, with rows that are read again."""
+    """Of a run in bf16, whose base is stored in bf16, with rows that are read again, and other versions."""
     import torch
     from peft import PeftModel
     from safetensors.torch import load_file
@@ -214,6 +214,8 @@ def test_adapters_and_merged_models_are_those_of_the_run(llm_bench: Workbench, t
     llm_bench.run("lora", overrides={"mixed_precision": "bf16"}, **lora)
     run = llm_bench.runs / "lora"
     (run / "data.json").unlink()
+    record = json.loads((run / "record.json").read_text())
+    (run / "record.json").write_text(json.dumps(record | {"versions": {"torch": "1.0"}}))
     places = [tmp_path / name for name in ("merged", "fp32", "bf16")]
     adapter, merged, fp32, bf16 = export(
         [run],
@@ -222,7 +224,10 @@ def test_adapters_and_merged_models_are_those_of_the_run(llm_bench: Workbench, t
         [run, "--dtype", "bfloat16", "--to", places[2]],
     )
     assert [ended[0] for ended in (adapter, merged, fp32, bf16)] == [0] * 4, (adapter, merged, fp32, bf16)
-    assert contents(run / "export-3") == contents(run / "export") and contents(places[0]) == contents(run / "merged")
+    for mine, own in ((run / "export-3", run / "export"), (places[0], run / "merged")):
+        found, expected = contents(mine), contents(own)
+        assert found.pop("README.md") == re.sub(rb"\| torch \| \S+ \|", b"| torch | 1.0 |", expected.pop("README.md"))
+        assert found == expected
     assert "has kept nothing of its rows: reading them again\n" in adapter[1]
     base = llm_bench.models["llama"]
     serve = f"serve it: vllm serve {base} --tokenizer {run}/export-3 --enable-lora --lora-modules lora={run}/export-3\n"

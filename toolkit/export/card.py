@@ -42,6 +42,8 @@ class Origin:
     data: RunData | None = None
     lines: list[dict[str, Any]] = field(default_factory=list)
     """Of `metrics.jsonl`."""
+    versions: dict[str, str] | None = None
+    """Of the libraries that trained; None: those of this process."""
 
 
 def save_card(
@@ -59,7 +61,7 @@ def save_card(
         f"## Data\n\n{_data_section(config, origin)}",
         f"## Metrics\n\n{_metrics_section(origin)}",
         f"## Settings\n\n{_settings_section(config, origin)}",
-        f"## Versions\n\n{_versions()}",
+        f"## Versions\n\n{_versions(origin)}",
     ]
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n").save(folder / CARD_FILE)
 
@@ -194,9 +196,9 @@ def _changed(config: RecipeConfig, sections: Iterable[str]) -> list[tuple[str, A
     return found
 
 
-def _versions() -> str:
-    libraries = {name: version(name) for name in _LIBRARIES}
-    return _table(("library", ""), {"toolkit": __version__, **libraries, "python": platform.python_version()}.items())
+def _versions(origin: Origin) -> str:
+    libraries = {"toolkit": __version__, **{name: version(name) for name in _LIBRARIES}, "python": platform.python_version()}
+    return _table(("library", ""), {name: (origin.versions or {}).get(name, libraries[name]) for name in libraries}.items())
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:

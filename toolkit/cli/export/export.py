@@ -5,7 +5,9 @@ The run folder is only read, so a run may be training in it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +37,7 @@ from toolkit.models.config import special_tokens
 from toolkit.models.load import num_token_embeddings
 from toolkit.models.lora import is_enabled
 from toolkit.parallel.wrap import shard_model
+from toolkit.report.record import RECORD_FILE
 from toolkit.tracking.metrics_log import load_metrics
 from toolkit.training.model import build_skeleton, identity_of, load_model
 from toolkit.training.run import release
@@ -101,8 +104,8 @@ def _export(options: Options, config: RecipeConfig) -> None:
 
     # The folder, and what to do with it.
     computed_in = "float32" if settings.get("mixed_precision", "no") == "no" else "bfloat16"
-    lines = _load_lines(options.run_folder) if rank() == 0 else []
-    export_model(config, sharded, evaluation, Origin(manifest["step"], computed_in, manifest["world_size"], data, lines), places)
+    about = _load_about(options.run_folder) if rank() == 0 else ([], None)
+    export_model(config, sharded, evaluation, Origin(manifest["step"], computed_in, manifest["world_size"], data, *about), places)
     logger.info(f"exported to {places.model or places.adapter}")
     for line in list_commands(config, sharded.skeleton, places):
         logger.info(line)
@@ -165,10 +168,15 @@ def _check_base(config: RecipeConfig, checkpoint: Path, theirs: dict[str, Any], 
         )
 
 
-def _load_lines(run_folder: Path) -> list[dict[str, Any]]:
-    """The run's figures so far, for the model card."""
+def _load_about(run_folder: Path) -> tuple[list[dict[str, Any]], dict[str, str] | None]:
+    """The run's figures so far and the versions that it ran with, for the model card."""
+    lines, versions = [], None
     try:
-        return load_metrics(run_folder / "metrics.jsonl")
+        lines = load_metrics(run_folder / "metrics.jsonl")
     except (OSError, UserError) as error:
         logger.warning(f"the model card has no figures: {error}")
-        return []
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a run of an older version has none
+        versions = {
+            str(name): str(number) for name, number in json.loads((run_folder / RECORD_FILE).read_text())["versions"].items()
+        }
+    return lines, versions
