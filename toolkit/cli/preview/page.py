@@ -92,7 +92,8 @@ def _bar(pack: Pack, longest: int) -> str:
         for place, (kind, num) in enumerate(pack.parts)
     ]
     rows = f"{'row' if len(pack.row_ids) == 1 else 'rows'} {', '.join(map(str, pack.row_ids))}"
-    return f'<div class=pack style="width:{100 * total / longest:.2f}%">{"".join(parts)}</div>{_element("div", rows, "quiet")}'
+    bar = f'<div class=pack style="width:{100 * total / longest:.2f}%">{"".join(parts)}</div>'
+    return f"<div class=line><div>{bar}</div>{_element('div', rows, 'quiet')}</div>\n"
 
 
 def _rows(preview: Preview) -> Iterable[str]:
