@@ -9,6 +9,7 @@ from tests.planting import update_faults as update
 from tests.planting.plant import Patch
 
 ABSOLUTE = "tests/distributed/test_absolute.py::test_run_is_that_of_plain_pytorch"
+DOCUMENTS = "tests/unit/models/test_documents.py::test_loss_and_gradients_are_those_of_a_dense_mask[mistral-varlen]"
 DROPOUT = "tests/distributed/test_dropout_masks.py::test_masks_differ"
 SHARDS = "tests/distributed/test_invariants.py::test_parameters_are_sharded[fsdp2]"
 
@@ -49,6 +50,7 @@ FAULTS: dict[str, Fault] = {
             says="masks",
             verify={"t5": ({"dropout"}, "the same elements are dropped")},
         ),
+        Fault(patch=update.windows_one_too_wide, test=DOCUMENTS, says="Scalars are not close"),
         Fault(patch=update.smoothed_labels, test=f"{ABSOLUTE}[t5-single]", says="loss of a step"),
         Fault(
             patch=update.lr_in_the_first_group_only,

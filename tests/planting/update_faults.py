@@ -38,6 +38,21 @@ def dropout_ignores_the_seed(patch: MonkeyPatch) -> None:
     patch.setattr(F, "dropout", unseeded)
 
 
+def windows_one_too_wide(patch: MonkeyPatch) -> None:
+    """Attention by document counts the token itself beside its window."""
+    import dataclasses
+
+    from toolkit.models import documents
+
+    attend = documents.attend_by_document
+
+    def attend_wider(module: Any, query: Any, key: Any, value: Any, located: documents.Documents, *rest: Any) -> Any:
+        window = None if located.window is None else located.window + 1
+        return attend(module, query, key, value, dataclasses.replace(located, window=window), *rest)
+
+    patch.setattr(documents, "attend_by_document", attend_wider)
+
+
 def smoothed_labels(patch: MonkeyPatch) -> None:
     """The kernel of the cross-entropy smooths labels by 0.01."""
     import torch.nn.functional as F
