@@ -201,5 +201,6 @@ def check_whole_run(workbench: Workbench, *, generates: bool = True, exports: st
     assert [line["step"] for line in evaluations] == [3]
     assert evaluations[0]["num_rows"] == 3 and ("rougeL" in evaluations[0]) == generates
     assert {exports, "tokenizer.json"} <= {path.name for path in (workbench.runs / "run" / "export").iterdir()}
-    assert len(json.loads((workbench.runs / "run" / "record.json").read_text())["sources"]) == (3 if generates else 0)
+    record = json.loads((workbench.runs / "run" / "record.json").read_text())
+    assert len(record["sources"]) == (3 if generates else 0) and record["data"]["splits"][1]["num_rows"] == 3
     assert "<h3>Loss</h3>" in (workbench.runs / "run" / "report.html").read_text()

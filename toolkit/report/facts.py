@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from toolkit.checkpoint.folders import list_checkpoints
 from toolkit.checkpoint.manifest import check_files, read_manifest
 from toolkit.errors import UserError
+from toolkit.evaluation.generate import BASELINE
 from toolkit.files.json_lines import load_json_lines
 from toolkit.report.memory_plan import load_plan
 from toolkit.report.record import RECORD_FILE, chosen_places
@@ -79,7 +80,7 @@ class RunFacts:
         if not self.evaluations:
             return {}
         measured_on = self.evaluations[-1].get("measured_on")
-        lines = [line for line in self.lines if line["kind"] == "baseline" and line.get("measured_on") == measured_on]
+        lines = [line for line in self.lines if line["kind"] == BASELINE and line.get("measured_on") == measured_on]
         return {str(line.get("name")): _numbers(line) for line in lines}
 
     @property

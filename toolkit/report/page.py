@@ -66,6 +66,7 @@ def render_page(runs: Sequence[RunFacts]) -> bytes:
         "Summary": _summary(runs),
         "Curves": _curves(runs, charts),
         "Predictions": _predictions(runs, predictions),
+        "Data": _data(runs),
         "Checkpoints": _checkpoints(runs),
         "Memory": _memory(runs),
         "Shard units": _units(runs),
@@ -194,6 +195,42 @@ def _predictions(runs: Sequence[RunFacts], predictions: dict[str, Any] | None) -
         )
         + "<div id=rows></div><button id=more type=button hidden>Show more rows</button>\n"
     )
+
+
+def _data(runs: Sequence[RunFacts]) -> str:
+    """What `preview` says of all rows. Of several runs with the same tokens, once."""
+    parts = _missing(runs, "record")
+    shown: list[dict[str, Any]] = []
+    for run in runs:
+        data = run.record.get("data") or {}
+        if not data or data["fingerprint"] in [other["fingerprint"] for other in shown]:
+            continue
+        shown.append(data)
+        if len(runs) > 1:
+            parts.append(_element("h3", run.name, "isolated"))
+        parts += [_element("p", line, "isolated") for line in [*data["readings"], *data["remarks"], *data["duplicates"]]]
+        rows = [["", "rows", "tokens", "count in the loss"]]
+        for part in [*data["splits"], *data["sources"]]:
+            rows.append([part["name"], *(f"{part[name]:,}" for name in ("num_rows", "num_tokens", "num_label_tokens"))])
+        parts.append(_table(rows))
+        parts += [_lengths(lengths) for lengths in data["lengths"]]
+        parts.append(
+            _element("p", f"{data['tokenizer']}, {'with' if data['chat_template'] else 'without'} a chat template", "quiet")
+        )
+    if not shown and not parts:
+        parts.append(_element("p", "The run kept no summary of its rows; `python -m toolkit preview` makes one."))
+    return _card(*parts)
+
+
+def _lengths(lengths: dict[str, Any]) -> str:
+    """The lengths of training rows in one respect, as bars."""
+    names = {"0": "shortest", "50": "median", "100": "longest"}
+    percentiles = ", ".join(f"{names.get(str(key), f'p{key}')} {value:,}" for key, value in lengths["percentiles"].items())
+    most = max(count for _, _, count in lengths["bins"])
+    bars = [_bar(f"{low:,}–{high:,}", count / most, f"{count:,}") for low, high, count in lengths["bins"]]
+    what = {"counted": "that count in the loss"}.get(lengths["name"], f"of a {lengths['name']}")
+    limit = f" ({lengths['setting']})" if lengths["setting"] else ""
+    return f"{_element('p', f'Tokens {what}{limit}: {percentiles}')}<div class=rank>{''.join(bars)}</div>"
 
 
 def _checkpoints(runs: Sequence[RunFacts]) -> str:

@@ -1,6 +1,7 @@
 """`record.json` in the run folder: what a report needs and only the run itself knows.
 
-These are the versions, the command, the shard units, and the sources of the evaluated rows, whose predictions are files already.
+These are the versions, the command, the shard units, the data in figures, and the sources of the evaluated rows, whose
+predictions are files already.
 """
 
 from __future__ import annotations
@@ -8,13 +9,16 @@ from __future__ import annotations
 import logging
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
 from typing import Any
 
 import toolkit
+from toolkit.config.load import RecipeConfig
+from toolkit.data.preview.summary import summarize
+from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.distributed.comm import rank, world_size
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.files.durable import save_json, written_beside
@@ -26,31 +30,49 @@ logger = logging.getLogger("toolkit")
 RECORD_FILE = "record.json"
 MOST_PREDICTIONS = 1000
 """Rows whose texts a page shows, at even distances."""
+MOST_TOKENS_SUMMARIZED = 10**9
+"""Counting these takes seconds, before the first step."""
 LONGEST_TEXT = 4000
 """Characters of a text on a page."""
 _LIBRARIES = ("torch", "accelerate", "transformers", "datasets", "tokenizers", "peft")
 
 
-def save_record(run_folder: Path, units: Sequence[ShardUnit], evaluation: EvaluationRows | None = None) -> None:
-    """Write `record.json` on rank 0. If it cannot be written, the run goes on without it."""
+def save_record(run_folder: Path, units: Sequence[ShardUnit], about_rows: Callable[[], dict[str, Any]] = dict) -> None:
+    """Write `record.json` on rank 0. What fails there is a warning: a run is worth more than its report.
+
+    Args:
+        about_rows: its part about the rows, `describe_rows`.
+    """
     if rank() != 0:
         return
-    record: dict[str, Any] = {
-        "versions": {
-            "toolkit": toolkit.__version__,
-            "python": python_version(),
-            **{name: version(name) for name in _LIBRARIES},
-        },
-        "command": _command(),
-        "num_processes": world_size(),
-        "units": _describe_units(units),
-        "sources": _sources(evaluation) if evaluation is not None and evaluation.prompted else {},
-    }
     try:
+        record = {
+            "versions": {
+                "toolkit": toolkit.__version__,
+                "python": python_version(),
+                **{name: version(name) for name in _LIBRARIES},
+            },
+            "command": _command(),
+            "num_processes": world_size(),
+            "units": _describe_units(units),
+            **about_rows(),
+        }
         with written_beside(run_folder / RECORD_FILE) as beside:
             save_json(beside, record)
-    except OSError as error:
-        logger.warning(f"{run_folder / RECORD_FILE} could not be written ({error.strerror}): the report lacks what it holds")
+    except Exception as error:
+        logger.warning(f"{run_folder / RECORD_FILE} could not be written ({error}): the report lacks what it holds")
+
+
+def describe_rows(config: RecipeConfig, rows: TokenizedRows, evaluation: EvaluationRows) -> dict[str, Any]:
+    """What `preview` says of all rows, but examples of duplicates, and the sources of the rows that texts are generated for."""
+    num_tokens = rows.train.with_format("numpy")["num_tokens"][:].sum()
+    about: dict[str, Any] = {"data": {}, "sources": {}}
+    if 0 < num_tokens <= MOST_TOKENS_SUMMARIZED:
+        summary = summarize(rows, evaluation.rows, config.data, config.model.name_or_path, finds_duplicates=False)
+        about["data"] = summary.as_dict()
+    if config.eval.generate and evaluation.prompted:
+        about["sources"] = _sources(evaluation)
+    return about
 
 
 def chosen_places(num_rows: int) -> list[int]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UserError
+from toolkit.evaluation.generate import BASELINE
 from toolkit.files.durable import written_beside
 from toolkit.tracking.metrics_log import speed_unit
 
@@ -39,7 +40,8 @@ def draw_curves(lines: list[dict[str, Any]], picture_path: Path) -> None:
     figure = Figure(figsize=(5.2 * num_columns, 2.9 * num_rows + 0.4), layout=ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.12))
     figure.suptitle(picture_path.resolve().parent.name, fontsize=12, fontweight="bold")
     for position, draw in enumerate(panels, start=1):
-        axes = figure.add_subplot(num_rows, num_columns, position)
+        is_alone = num_columns == 2 and position == len(panels) and position % 2 == 1
+        axes = figure.add_subplot(num_rows, num_columns, (position, position + 1) if is_alone else position)
         draw(axes, lines)
         _tidy(axes)
     # A canvas instead of pyplot needs no display and no global state.
@@ -67,6 +69,10 @@ def _draw_rouge(axes: Any, lines: list[dict[str, Any]]) -> None:
         steps, values = _series(lines, "eval", name)
         if steps:
             axes.plot(steps, values, color=color, linestyle=style, marker="o", markersize=4, label=label)
+    measured_on = [line.get("measured_on") for line in lines if line["kind"] == "eval"][-1]
+    baselines = [line for line in lines if line["kind"] == BASELINE and line.get("measured_on") == measured_on]
+    for line, style in zip(baselines, ("--", ":", "-."), strict=False):
+        axes.axhline(line["rougeL"], color="#80868f", linewidth=1, linestyle=style, label=f"ROUGE-L, {line['name'][:24]}")
     axes.set(title="ROUGE on held-out rows", ylabel="F-measure, %")
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=8, ncols=2)

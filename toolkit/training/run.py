@@ -32,7 +32,7 @@ from toolkit.launch.accelerator import compute_dtype, forget_accelerator
 from toolkit.launch.run_folder import restore_run_folder, save_run_config, unlock_run_folders
 from toolkit.parallel.wrap import ShardedModel
 from toolkit.report.page import save_run_page
-from toolkit.report.record import save_record
+from toolkit.report.record import describe_rows, save_record
 from toolkit.tracking.metrics_log import MetricsLog
 from toolkit.tracking.progress import Progress
 from toolkit.tracking.step_log import StepLog
@@ -101,7 +101,8 @@ def start_run(
     resume(run, context.resume_from)
     save_run_config(config, folder)
     on_rank_0(lambda: save_run_data(folder, data, rows.tokenizer))
-    save_record(folder, sharded.units, evaluation if config.eval.generate else None)
+    working("recording what the report shows")
+    save_record(folder, sharded.units, lambda: describe_rows(config, rows, evaluation))
     start_trackers(context.accelerator, config.tracking, config.run.name, dotted_keys(config))
     return run
 

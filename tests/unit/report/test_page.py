@@ -18,7 +18,13 @@ from toolkit.report.charts import NUM_BUCKETS, thinned
 from toolkit.report.page import save_page, save_run_page
 
 HOSTILE = "</script><script>alert(1)</script><!-- <script> \u202egnp.exe\u2066 \ud800 & <img src=x onerror=alert(1)>"
-SECTIONS = ["Summary", "Curves", "Predictions", "Checkpoints", "Memory", "Shard units", "Config", "Versions and commands"]
+SECTIONS = ["Summary", "Curves", "Predictions", "Data", "Checkpoints", "Memory", "Shard units", "Config", "Versions and commands"]
+
+DATA = {
+    "readings": ["a.csv: column text"], "remarks": [], "duplicates": [], "sources": [], "fingerprint": "f", "tokenizer": "T5",
+    "splits": [{"name": "training", "num_rows": 1234, "num_tokens": 9, "num_label_tokens": 4}], "chat_template": False,
+    "lengths": [{"name": "row", "setting": None, "percentiles": {"0": 1, "50": 7}, "bins": [[0, 9, 3]]}],
+}  # fmt: skip
 
 
 class Page(HTMLParser):
@@ -87,9 +93,10 @@ def test_a_run_is_shown_whole_and_without_a_request(tmp_path: Path) -> None:
     baseline = {"kind": "baseline", "step": 2, "name": "lead sentence", "rougeL": 17.0, "measured_on": {"rows": "a"}}
     lines = [evaluation(0, loss=3.0, rougeL=1.0), train(1), train(2), evaluation(2, loss=2.0, rougeL=9.0), *marks, baseline]
     run = save_run(tmp_path / "run", *lines, predictions={0: ["a", "b"], 2: ["c", HOSTILE]})
-    record = {"versions": {"torch": "2.13"}, "command": "accelerate launch recipes/t5.py", "num_processes": 2}
+    record: dict[str, Any] = {"versions": {"torch": "2.13"}, "command": "accelerate launch recipes/t5.py", "num_processes": 2}
     unit = {"unit": "T5Block", "count": 2, "num_parameters": 10, "num_trainable": 5, "dtypes": ["float32"], "bytes_on_rank_0": 9}
-    (run / "record.json").write_text(json.dumps({**record, "units": [unit], "sources": {"0": "source 0", "1": HOSTILE}}))
+    record |= {"units": [unit], "sources": {"0": "source 0", "1": HOSTILE}, "data": DATA}
+    (run / "record.json").write_text(json.dumps(record))
     memory = {"device": "cuda", "peak_gib": [1.0, 2.0], "before_model_gib": [0.5, 0.5], "num_processes": 2}
     shape = {"num_processes": 2, "micro_batch_size_rows": 1, "row_tokens": {"row": 1}}
     (run / "memory.json").write_text(json.dumps({**memory, **shape}))
@@ -104,7 +111,20 @@ def test_a_run_is_shown_whole_and_without_a_request(tmp_path: Path) -> None:
     names = [attributes["aria-label"] or "" for tag, attributes in page.tags if attributes.get("role") == "img"]
     assert "training: from 2 at step 1 to 2 at step 2" in names[0] and len(names) == len(titles) == len(page.data("charts"))
     # Baselines, marks, memory beside its plan, units, versions and commands.
-    for words in ("lead sentence", "17.00", "skipped update", "resume", "rank 1", "planned", "3.00", "T5Block", "50.0%", "2.13"):
+    for words in (
+        "lead sentence",
+        "17.00",
+        "skipped update",
+        "resume",
+        "rank 1",
+        "planned",
+        "3.00",
+        "T5Block",
+        "50.0%",
+        "2.13",
+        "median 7",
+        "1,234",
+    ):
         assert words in page.words, words
     assert "accelerate launch recipes/t5.py" in page.texts["pre"] and "lr" in page.words
     # Texts are those of the files; half a surrogate pair too.

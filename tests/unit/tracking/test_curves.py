@@ -19,6 +19,18 @@ def drawn_titles(monkeypatch):
     return titles
 
 
+def test_baselines_are_lines_and_no_cell_is_empty(tmp_path, monkeypatch):
+    drawn = []
+    tidy = curves._tidy
+    monkeypatch.setattr(curves, "_tidy", lambda axes: (drawn.append(axes), tidy(axes)))
+    train = [{"kind": "train", "step": step, "loss": 2.0, "learning_rate": 1e-3} for step in (1, 2)]
+    measured = [{"step": 2, "loss": 3.0, "rougeL": 8.0, "measured_on": {"rows": rows}} for rows in "ba"]
+    named = [{"kind": "baseline", "name": f"lead of {line['measured_on']['rows']}", **line} for line in measured]
+    draw_curves([*train, *({"kind": "eval", **line} for line in measured), *named], tmp_path / "curves.png")
+    assert [text.get_text() for text in drawn[1].get_legend().get_texts()] == ["ROUGE-L", "ROUGE-L, lead of a"]
+    assert [axes.get_subplotspec().colspan for axes in drawn] == [range(1), range(1, 2), range(2)]
+
+
 def test_all_panels(tmp_path, drawn_titles):
     train = [
         {"kind": "train", "step": s, "loss": 9 / s, "learning_rate": 1e-3, "grad_norm": 1.0, "tokens_per_s": 5e3}

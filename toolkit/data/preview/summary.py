@@ -100,12 +100,15 @@ class Summary:
         return asdict(self)
 
 
-def summarize(rows: TokenizedRows, evaluation: Dataset, config: DataConfig | LLMDataConfig, model: str) -> Summary:
+def summarize(
+    rows: TokenizedRows, evaluation: Dataset, config: DataConfig | LLMDataConfig, model: str, *, finds_duplicates: bool = True
+) -> Summary:
     """The summary of a run's rows, for the process that has read them.
 
     Args:
         evaluation: the rows to evaluate, of `rows.evaluation`.
         model: its name.
+        finds_duplicates: also give examples of duplicates, for which all texts are read.
     """
     assert rows.texts is not None, "each node's first process has them"
     tokenizer = rows.tokenizer
@@ -124,7 +127,7 @@ def summarize(rows: TokenizedRows, evaluation: Dataset, config: DataConfig | LLM
         splits=[_describe("training", rows.train), _describe("evaluation", evaluation)],
         sources=_list_sources(rows.train, config),
         lengths=_measure(rows.train, config),
-        duplicates=[*rows.texts.repeats, *(_find_duplicates(rows.texts) if rows.texts.repeats else [])],
+        duplicates=[*rows.texts.repeats, *(_find_duplicates(rows.texts) if finds_duplicates and rows.texts.repeats else [])],
         special_tokens=[
             SpecialToken(roles=", ".join(names), text=text, token_id=ids[text], num_in_training=int(used[ids[text]]))
             for text, names in roles.items()
