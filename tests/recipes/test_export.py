@@ -143,6 +143,7 @@ def test_two_processes_export_what_one_does(run: Path, tmp_path: Path) -> None:
     with start(REPOSITORY / "toolkit" / "__main__.py", command, preset="fsdp2_cpu", overrides=FP32) as running:
         result = running.wait()
     assert result.returncodes == [0, 0], result.stderr[-3000:]
+    assert "it/s" not in result.stderr, "a progress bar without a terminal"
     [(code, out, err)] = export([run, "--checkpoint", "4", "--to", tmp_path / "one"])
     assert code == 0 and contents(tmp_path / "one") == contents(tmp_path / "two"), err
     # One of them that cannot: one sentence, on both.
@@ -244,9 +245,20 @@ def test_adapters_and_merged_models_are_those_of_the_run(llm_bench: Workbench, t
     assert "library_name: peft\n" in (places[2] / "README.md").read_text()
 
 
-def test_a_checkpoint_that_is_removed_meanwhile_is_named(tmp_path: Path) -> None:
-    from toolkit.cli.export.choose import read_whole
+def test_what_happens_meanwhile_is_named(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from toolkit.cli.export import export as command
+    from toolkit.cli.export.choose import Options, read_whole
     from toolkit.errors import UserError
+
+    def fill(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
 
     with pytest.raises(UserError, match=f"^{tmp_path}/gone was removed meanwhile, as by a run that keeps its newest ones: give"):
         read_whole(tmp_path / "gone")
+    monkeypatch.setattr(command, "_export", fill)
+    with pytest.raises(
+        UserError, match=r"^the model does not fit this device \(CUDA out .* 2.00 GiB.\): set ACCELERATE_USE_CPU="
+    ):
+        command.export(Options(run_folder=run, checkpoint=None, merge=False, dtype=None, to=None, flags=[]))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.load import RecipeConfig
 from toolkit.config.schema import LLMConfig
+from toolkit.export.card import is_hub_id
 from toolkit.export.write import Places
 
 if TYPE_CHECKING:
@@ -32,7 +33,10 @@ def list_commands(config: RecipeConfig, skeleton: PreTrainedModel, places: Place
     pretrained = f"{base},peft={place},tokenizer={place}" if is_adapter else place
     at = f",revision={revision}" if is_adapter and revision else ""
     lines.append(f"score it: lm_eval --model hf --model_args pretrained={pretrained}{at} --tasks TASK")
-    lines.append(f"share it: hf upload USER/NAME {place}")
+    if is_adapter and not is_hub_id(config.model.name_or_path):
+        lines.append(f"share it: export it with --merge first, as its base {base} is a folder here")
+    else:
+        lines.append(f"share it: hf upload USER/NAME {place}")
     return lines
 
 

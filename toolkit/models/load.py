@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import sys
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from toolkit.config.schema import ModelConfig
-from toolkit.distributed.comm import rank
 from toolkit.distributed.rng import seed_all
 from toolkit.errors import UserError
 from toolkit.models.config import AutoClass
@@ -79,10 +77,7 @@ def load_model(
         UserError: safetensors weights are missing, incomplete or of another shape.
     """
     import transformers
-    from transformers.utils import logging
 
-    if rank() != 0 or not sys.stderr.isatty():  # progress bars are for terminals
-        logging.disable_progress_bar()
     if config.from_scratch:
         seed_all("weights", seed)
         model = getattr(transformers, auto_class).from_config(

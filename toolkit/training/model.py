@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ from toolkit.config.schema import LLMConfig
 from toolkit.data.collate import SummarizationCollator
 from toolkit.data.tokens.languages import start_generation
 from toolkit.data.tokens.prepare import TokenizedRows
-from toolkit.distributed.comm import on_all_ranks
+from toolkit.distributed.comm import on_all_ranks, rank
 from toolkit.distributed.device import describe_device
 from toolkit.distributed.watchdog import working
 from toolkit.evaluation.rows import EvaluationRows
@@ -104,8 +105,12 @@ def load_model(
     Raises:
         UserError: the weights do not load, or are not the model's; on every rank.
     """
+    from transformers.utils.logging import disable_progress_bar
+
     # Try to leave the weights in their files until each rank reads its shards.
     working("loading the model")
+    if rank() != 0 or not sys.stderr.isatty():  # bars are for terminals, here and in the export
+        disable_progress_bar()
     auto_class = _auto_class(config)
     note_before_model(context.accelerator.device)
     loaded_dtype = context.frozen_dtype if is_enabled(config.adapter) else torch.float32  # with an adapter the base is frozen

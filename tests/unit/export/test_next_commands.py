@@ -41,6 +41,9 @@ def test_an_adapter_is_given_on_its_base() -> None:
         "score it: lm_eval --model hf --model_args "
         "pretrained=org/base,peft=runs/a/export,tokenizer=runs/a/export,revision=v1 --tasks TASK",
     ]
+    assert lora[3] == "share it: hf upload USER/NAME runs/a/export"
+    [*_, share] = commands("llm", places, LoraConfig(r=16), name_or_path="./base")
+    assert share == "share it: export it with --merge first, as its base ./base is a folder here"
     assert commands("llm", places, LoraConfig(r=8, rank_pattern={"q_proj": 33}))[1].endswith(" --max-lora-rank 64")
 
 
