@@ -140,8 +140,10 @@ def read_run(folder: Path) -> RunFacts:
 
     facts.lines = read("curves", "metrics.jsonl", _load_lines, [], "there are no curves and no evaluations")
     facts.config = read("config", "config.yaml", _load_config, {}, "the settings are not known")
-    facts.checkpoints = read("checkpoints", "checkpoints", lambda path: _read_checkpoints(path.parent), [], "none is saved yet")
-    facts.memory = read("memory", MEMORY_FILE, _load_memory, {}, "it is written at the end of training")
+    facts.checkpoints = read(
+        "checkpoints", "checkpoints", lambda path: _read_checkpoints(path.parent), [], "there is none to resume from"
+    )
+    facts.memory = read("memory", MEMORY_FILE, _load_memory, {}, "the memory of the ranks is not known, or not yet")
     facts.record = read("record", RECORD_FILE, _load_mapping, {}, "versions, command, sources and shard units are not known")
     facts.planned_bytes = load_plan(folder, facts.memory)
     return facts

@@ -218,7 +218,7 @@ def _data(runs: Sequence[RunFacts]) -> str:
             _element("p", f"{data['tokenizer']}, {'with' if data['chat_template'] else 'without'} a chat template", "quiet")
         )
     if not shown and not parts:
-        parts.append(_element("p", "The run kept no summary of its rows; `python -m toolkit preview` makes one."))
+        parts.append(_element("p", "The run kept no summary of its rows."))
     return _card(*parts)
 
 
@@ -227,7 +227,10 @@ def _lengths(lengths: dict[str, Any]) -> str:
     names = {"0": "shortest", "50": "median", "100": "longest"}
     percentiles = ", ".join(f"{names.get(str(key), f'p{key}')} {value:,}" for key, value in lengths["percentiles"].items())
     most = max(count for _, _, count in lengths["bins"])
-    bars = [_bar(f"{low:,}–{high:,}", count / most, f"{count:,}") for low, high, count in lengths["bins"]]
+    bars = [
+        _bar(f"{low:,}–{high:,}" if high > low else f"{low:,}", count / most, f"{count:,}")
+        for low, high, count in lengths["bins"]
+    ]
     what = {"counted": "that count in the loss"}.get(lengths["name"], f"of a {lengths['name']}")
     limit = f" ({lengths['setting']})" if lengths["setting"] else ""
     return f"{_element('p', f'Tokens {what}{limit}: {percentiles}')}<div class=rank>{''.join(bars)}</div>"
