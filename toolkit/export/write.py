@@ -114,25 +114,38 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
         on_rank_0(lambda: check_logits(folder, skeleton, load, check, device, coarsest(skeleton, computed, places.dtype), why))
         _explain_cast(cast, places)
 
-    # The model, or the merged one: gather, write and read back one weight after another, then the same.
+    # The model, or the merged one.
     if target := places.model:
         merge = Merge(skeleton, adapter) if has_adapter else None
-        model = merge.model if merge else skeleton
-        model = cast_on_meta(model, places.dtype) if places.dtype else model
-        cast = Cast({name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)})
-        kind: Kind = "merged" if merge else "model"
-        with _replaced(target) as unfinished:
-            files = ModelFiles(unfinished, model, config.export.max_shard_size)
-            _on_rank_0(target, files.begin)
-            _write_weights(sharded, files, merge, cast, target)
-            _on_rank_0(target, files.finish)
-            _on_rank_0(target, lambda: write_rest(unfinished, kind, model.dtype))
-        dtype, why = coarsest(model, computed), f"its weights are bit for bit the trained ones, which computed in {computed}"
-        if merge or places.dtype:
-            why = f"its weights were rounded to {model.dtype}, and the trained model computed in {computed}"
-        load = functools.partial(reload, model, target)
-        on_rank_0(lambda: check_logits(target, model, load, check, device, dtype, why))
-        _explain_cast(cast, places)
+        _export_weights(config, sharded, merge, places, target, write_rest, check)
+
+
+def _export_weights(
+    config: RecipeConfig,
+    sharded: ShardedModel,
+    merge: Merge | None,
+    places: Places,
+    target: Path,
+    write_rest: Callable[[Path, Kind, torch.dtype], None],
+    check: Tensors,
+) -> None:
+    """Gather, write and read back one weight after another, put the folder in place, then compare logits. Collective."""
+    model = merge.model if merge else sharded.skeleton
+    model = cast_on_meta(model, places.dtype) if places.dtype else model
+    cast = Cast({name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)})
+    with _replaced(target) as unfinished:
+        files = ModelFiles(unfinished, model, config.export.max_shard_size)
+        _on_rank_0(target, files.begin)
+        _write_weights(sharded, files, merge, cast, target)
+        _on_rank_0(target, files.finish)
+        _on_rank_0(target, lambda: write_rest(unfinished, "merged" if merge else "model", model.dtype))
+    device, computed = sharded.accelerator.device, compute_dtype(sharded.accelerator)
+    why = f"its weights are bit for bit the trained ones, which computed in {computed}"
+    if merge or places.dtype:
+        why = f"its weights were rounded to {model.dtype}, and the trained model computed in {computed}"
+    load = functools.partial(reload, model, target)
+    on_rank_0(lambda: check_logits(target, model, load, check, device, coarsest(model, computed), why))
+    _explain_cast(cast, places)
 
 
 def check_place(place: Path, way_out: str) -> None:
