@@ -231,11 +231,22 @@ def test_whole_logits_are_kept_as_bf16_and_as_fp32() -> None:
     assert highest(trace(T5, FSDP2, lengths, rows=3), LOGITS) == 3 * 128 * VOCAB * (4 + 4 + 4)
 
 
-def test_chunked_logits_do_not_grow_beyond_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("model", "rows"),
+    [
+        (LLAMA, ("--data.max_length_tokens={n}", "--data.packing=false")),
+        (T5, ("--data.max_source_length_tokens=64", "--data.max_target_length_tokens={n}")),
+        (BART | {"max_position_embeddings": 1024}, ("--data.max_source_length_tokens=64", "--data.max_target_length_tokens={n}")),
+    ],
+    ids=["llama", "t5", "bart"],
+)
+def test_chunked_logits_do_not_grow_beyond_a_chunk(
+    model: dict[str, Any], rows: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     vocab_size = 16384
     monkeypatch.setattr(chunked_loss, "MAX_LOGITS_AT_ONCE", 128 * vocab_size)
-    model = LLAMA | {"vocab_size": vocab_size}
-    short, long = (trace(model, FSDP2, (f"--data.max_length_tokens={n}", "--data.packing=false")) for n in (256, 1024))
+    lengths = [tuple(flag.format(n=n) for flag in rows) for n in (256, 1024)]
+    short, long = (trace(model | {"vocab_size": vocab_size}, FSDP2, length) for length in lengths)
     assert 0 < highest(long, LOGITS) <= 128 * vocab_size * 12
     assert highest(long, LOGITS) == pytest.approx(highest(short, LOGITS), rel=0.02)
 
