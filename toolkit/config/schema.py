@@ -57,8 +57,9 @@ class ModelConfig:
     from_scratch: bool = False
     """Initialize weights randomly from the model's config and `train.seed` instead of loading pretrained ones."""
     attn_implementation: str | None = None
-    """Attention kernel: `sdpa`, `eager`, `flash_attention_2`, … If unset, transformers chooses, and packed rows are attended to
-    document by document where model and device allow it; the first lines of a run say so."""
+    """Attention kernel: `sdpa`, `eager`, `flash_attention_2`, … If unset, transformers chooses; on a CPU a model with a position
+    bias, such as T5, takes `eager`. Packed rows are attended to document by document where model and device allow it. The first
+    lines of a run say so."""
     dropout: ClosedUnitInterval | None = None  # type: ignore[valid-type]
     """Set every dropout rate in the model's config. If unset, the model keeps its own."""
     freeze: list[str] = field(default_factory=list)

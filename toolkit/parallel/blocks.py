@@ -15,6 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from toolkit.parallel.units import repeated_blocks
 
+RECOMPILE_LIMIT = 64
+"""Graphs of one class of blocks. T5's are of four kinds, each with a graph for the first shapes, for changing lengths and for
+changing numbers of rows: beyond torch's limit of 8, blocks would run uncompiled, without an error."""
+
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedModel
@@ -23,13 +27,15 @@ if TYPE_CHECKING:
 def compile_blocks(accelerator: Accelerator, model: PreTrainedModel) -> None:
     """Compile each repeated block's forward, as the YAML's dynamo section says; FSDP's hooks stay outside.
 
-    Shapes change from batch to batch. Without `dynamo_use_dynamic`, torch learns which dimensions do from the first batches.
+    Equal blocks share their graphs. Shapes change from batch to batch. Without `dynamo_use_dynamic`, torch learns which
+    dimensions do from the first batches.
     """
     from accelerate.utils import DynamoBackend
 
     plugin = accelerator.state.dynamo_plugin
     if plugin.backend == DynamoBackend.NO:
         return
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
     options = {"backend": plugin.backend.value.lower(), "mode": None if plugin.mode == "default" else plugin.mode}
     for block in repeated_blocks(model).values():
         compiled = torch.compile(block.forward, **options, fullgraph=plugin.fullgraph, dynamic=plugin.dynamic or None)

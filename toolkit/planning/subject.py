@@ -23,7 +23,7 @@ from toolkit.models.config import (
     special_tokens,
 )
 from toolkit.models.freeze import cast_frozen, freeze
-from toolkit.models.load import build_skeleton
+from toolkit.models.load import build_skeleton, fastest_attention
 from toolkit.models.lora import add_adapter, check_adapter_config, is_enabled
 from toolkit.parallel.units import repeated_blocks
 from toolkit.planning.strategy import Strategy, planned_frozen_dtype
@@ -67,6 +67,7 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
     if is_flash:
         weightless = dataclasses.replace(weightless, attn_implementation="sdpa")
     model_config = load_model_config(weightless, auto_class)
+    model_config._attn_implementation = fastest_attention(model_config, "cpu" if strategy.is_cpu else "cuda")
     lengths = row_tokens(config)
     no_generation = dataclasses.replace(config.eval, generate=False)
     if is_t5:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from toolkit.checkpoint.init_from import load_into
+from toolkit.checkpoint.manifest import read_manifest
 from toolkit.checkpoint.state import Identity
 from toolkit.config.load import RecipeConfig
 from toolkit.config.schema import LLMConfig
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("toolkit")
 
 
-def build_skeleton(config: RecipeConfig, accelerator: Accelerator) -> tuple[PretrainedConfig, PreTrainedModel]:
+def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[PretrainedConfig, PreTrainedModel]:
     """Build the model on the meta device, to check its config, wrap classes, freezing and adapter early. Collective.
 
     Raises:
@@ -53,10 +54,11 @@ def build_skeleton(config: RecipeConfig, accelerator: Accelerator) -> tuple[Pret
     working("building the model")
     auto_class = _auto_class(config)
     model_config = on_all_ranks(lambda: load_model_config(config.model, auto_class))
+    why = on_all_ranks(lambda: _take_fastest_attention(config, context, model_config))
     skeleton = on_all_ranks(lambda: load.build_skeleton(config.model, model_config, auto_class))
     on_all_ranks(lambda: _adapt(skeleton, config))
-    on_all_ranks(lambda: check_wrap(accelerator, skeleton))
-    _choose_attention(config, accelerator, skeleton)
+    on_all_ranks(lambda: check_wrap(context.accelerator, skeleton))
+    _choose_packed_attention(config, context.accelerator, skeleton, why)
     return model_config, skeleton
 
 
@@ -147,8 +149,25 @@ def identity_of(
     return Identity(context.settings, hash_model_config(model_config.to_diff_dict()), data_fingerprint, frozen_hashes)
 
 
-def _choose_attention(config: RecipeConfig, accelerator: Accelerator, skeleton: PreTrainedModel) -> None:
-    """Choose the attention of packed rows, and log a line on it and on the processes' devices. Collective."""
+def _take_fastest_attention(config: RecipeConfig, context: RunContext, model_config: PretrainedConfig) -> str:
+    """Set the attention that is fastest on the device, unless one is named, and note it for a resume; returns why, in words.
+
+    A run goes on with what it began with: results differ in the last bits. Runs of before the rule noted nothing.
+    """
+    own = model_config._attn_implementation
+    chosen = fastest = (
+        own if config.model.attn_implementation else load.fastest_attention(model_config, context.accelerator.device.type)
+    )
+    if fastest != own and context.resume_from is not None:
+        chosen = read_manifest(context.resume_from)["identity"]["config"].get("attention")
+    model_config._attn_implementation = context.settings["attention"] = chosen
+    if fastest == own:
+        return ""
+    return ", faster on a CPU than sdpa where positions are a bias" if chosen == fastest else ", with which this run began"
+
+
+def _choose_packed_attention(config: RecipeConfig, accelerator: Accelerator, skeleton: PreTrainedModel, why: str) -> None:
+    """Choose the attention of packed rows, and log a line on it, and on the processes' devices; `why` is its end. Collective."""
     device, dtype = accelerator.device, compute_dtype(accelerator)
     packing = isinstance(config, LLMConfig) and config.data.packing
     why_dense = ""
@@ -157,7 +176,7 @@ def _choose_attention(config: RecipeConfig, accelerator: Accelerator, skeleton: 
         named = config.model.attn_implementation
         why_dense = choose_packed_attention(skeleton, named, device.type, dtype, is_one_graph=is_one_graph)
     attention = describe_attention(skeleton, device, dtype, packing=packing)
-    logger.info(f"{describe_device(device)}; attention: {attention}")
+    logger.info(f"{describe_device(device)}; attention: {attention}{why}")
     if holds_all_logits(skeleton):
         logger.info(
             f"the loss takes all logits of a micro-batch at once: {skeleton.config.model_type} does not compute them by chunks"

@@ -20,6 +20,7 @@ from toolkit.errors import UserError
 from toolkit.export.usage import Usage, load_usage
 from toolkit.launch.environment import asked_for_cpu
 from toolkit.models.config import is_encoder_decoder, special_tokens
+from toolkit.models.load import fastest_attention
 from toolkit.models.lora_files import CONFIG_FILE
 
 if TYPE_CHECKING:
@@ -110,7 +111,8 @@ def load_generator(name: str, dtype: str | None, settings: dict[str, Any]) -> Ge
     try:
         config = transformers.AutoConfig.from_pretrained(base)
         _check_room(auto_class, config, loaded_as, device)
-        model = auto_class.from_pretrained(base, dtype=loaded_as, use_safetensors=True)
+        config._attn_implementation = fastest_attention(config, device.type)
+        model = auto_class.from_pretrained(base, config=config, dtype=loaded_as, use_safetensors=True)
         if is_adapter:
             from peft import PeftModel
 

@@ -21,6 +21,7 @@ from toolkit.config.load import RecipeConfig
 from toolkit.config.schema import AdapterConfig
 from toolkit.export.compare import LOGIT_TOLERANCE
 from toolkit.models.config import AutoClass
+from toolkit.models.load import fastest_attention
 
 Tensors = dict[str, torch.Tensor]
 SCALE_TOLERANCE = 1e-2
@@ -58,15 +59,17 @@ def _load(config: RecipeConfig, auto_class: AutoClass, name_or_path: str | Path)
     import transformers
 
     options: dict[str, Any] = {}
-    if config.model.attn_implementation in ("eager", "sdpa"):  # others may not run on a CPU
-        options["attn_implementation"] = config.model.attn_implementation
     if str(name_or_path) == config.model.name_or_path:
         options["revision"] = config.model.revision or "main"
+    options["trust_remote_code"] = config.model.trust_remote_code
+    if config.model.attn_implementation in ("eager", "sdpa"):  # others may not run on a CPU
+        options["attn_implementation"] = config.model.attn_implementation
+    elif config.model.attn_implementation is None:
+        model_config = transformers.AutoConfig.from_pretrained(name_or_path, **options)
+        options["attn_implementation"] = fastest_attention(model_config, "cpu")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    model = getattr(transformers, auto_class).from_pretrained(
-        name_or_path, dtype=torch.float32, use_safetensors=True, trust_remote_code=config.model.trust_remote_code, **options
-    )
+    model = getattr(transformers, auto_class).from_pretrained(name_or_path, dtype=torch.float32, use_safetensors=True, **options)
     return model.eval()
 
 

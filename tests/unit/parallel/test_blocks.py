@@ -1,0 +1,66 @@
+"""Graphs of compiled blocks: equal blocks share them, and an epoch of lengths soon needs no further one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate.utils import DynamoBackend
+
+from tests.support import seq2seq_families
+from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES
+from tests.unit.parallel.test_chunked_loss import build_rows, one_process
+from toolkit.data.collate import CausalCollator
+from toolkit.loss import summed_loss
+from toolkit.parallel import wrap
+
+NUM_STEPS = 10
+NUM_LAYERS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    limit = torch._dynamo.config.recompile_limit
+    yield
+    torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = limit
+
+
+@pytest.mark.parametrize(
+    ("family", "num_layers", "num_graphs"), [("llama", 2, 3), ("llama", 4, 3), ("bart", 3, 6), ("t5", 3, 12)]
+)
+def test_equal_blocks_share_graphs_and_an_epoch_of_lengths_soon_has_them_all(
+    family: str, num_layers: int, num_graphs: int
+) -> None:
+    """One kind of block, two, and four; each has the first shapes, changing lengths, and a changing number of rows."""
+    graphs = graphs_by_step(family, num_layers)
+    assert graphs[4:] == [num_graphs] * (NUM_STEPS - 4)
+    assert torch._dynamo.utils.counters["frames"]["total"] == num_graphs, "none was left uncompiled"
+
+
+def graphs_by_step(family: str, num_layers: int) -> list[int]:
+    """Graphs compiled so far after each step of rows of random lengths, by a backend that only runs them."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    class_name, settings = (CAUSAL_FAMILIES | FAMILIES)[family]
+    layers = {key: num_layers for key in NUM_LAYERS if key in settings}
+    auto_class = transformers.AutoModelForCausalLM if family in CAUSAL_FAMILIES else transformers.AutoModelForSeq2SeqLM
+    config = getattr(transformers, class_name)(vocab_size=256, **settings | layers)
+    accelerator = one_process()
+    plugin = SimpleNamespace(backend=DynamoBackend.EAGER, mode="default", fullgraph=False, dynamic=False)
+    accelerator.state = SimpleNamespace(dynamo_plugin=plugin)
+    model: Any = wrap.shard_model(accelerator, auto_class.from_config(config, dtype=torch.float32)).model.train()
+    collator: Any = CausalCollator(0) if family in CAUSAL_FAMILIES else seq2seq_families.build_collator(model)
+    generator, seen = torch.Generator().manual_seed(0), []
+    for step in range(NUM_STEPS):
+        lengths = torch.randint(5, 60, (3 if step < 3 else 2 + step % 2,), generator=generator).tolist()
+        rows = build_rows(tuple(lengths), seed=step)
+        if family in FAMILIES:
+            rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"][: 2 + len(row["input_ids"]) // 3]} for row in rows]
+        summed_loss(model, collator.collate([[row] for row in rows]))[0].backward()
+        seen.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return seen
