@@ -125,6 +125,8 @@ def draw(chart: Chart) -> dict[str, Any]:
     plot.xaxis.formatter = NumeralTickFormatter(format="0,0")
     plot.xaxis.axis_label = "step"
     plot.xgrid.visible = False
+    if not any(value for curve in chart.curves for value in curve.values):
+        plot.y_range.update(start=0)  # bokeh would put a line of zeros into the middle
     hovered: list[Any] = []
     for curve in chart.curves:
         points = _as_data(*thinned(curve.steps, curve.values))

@@ -181,8 +181,8 @@ def _predictions(runs: Sequence[RunFacts], predictions: dict[str, Any] | None) -
         notes.append(f"{len(predictions['rows']):,} rows of {num_rows:,} are here, at even distances.")
     if predictions["num_cut"]:
         notes.append(
-            f"Texts of {predictions['num_cut']:,} rows end after {predictions['limit']:,} characters; "
-            "predictions-STEP.jsonl has all."
+            f"Texts longer than {predictions['limit']:,} characters are cut (in {predictions['num_cut']:,} of "
+            f"{len(predictions['rows']):,} rows)."
         )
     if not any(run.record.get("sources") for run in runs):
         notes.append("The sources are not known.")

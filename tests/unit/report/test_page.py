@@ -181,7 +181,7 @@ def test_10_000_steps_and_1_000_rows_are_5_mb_and_no_spike_is_lost(tmp_path: Pat
     assert "1000" in json.dumps(page.data("charts")["chart-0"]) and f"each of {NUM_BUCKETS} ranges of steps" in page.words
     predictions = page.data("predictions")
     assert len(predictions["rows"]) == 1000 and predictions["num_cut"] == 1000
-    assert f"end after {predictions['limit']:,} characters" in page.words
+    assert f"Texts longer than {predictions['limit']:,} characters are cut (in 1,000 of 1,000 rows)" in page.words
     assert all(row["texts"][1] == text[: predictions["limit"]] for row, text in zip(predictions["rows"], long, strict=True))
 
 
@@ -202,6 +202,17 @@ def test_what_is_missing_or_broken_is_a_sentence(tmp_path: Path, name: str) -> N
     assert page.texts["h2"] == SECTIONS and f"{name} is not in the folder: " in page.words
     (run / name).write_text('{"a": [\n{')
     assert f"{name} cannot be read (" in write(tmp_path, run).words
+
+
+def test_a_run_that_is_still_training_is_shown(tmp_path: Path) -> None:
+    run = save_run(tmp_path / "run", evaluation(0, loss=3.0), train(1), train(2))
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')
+    (run / "checkpoints" / "step-00000002").mkdir(parents=True)
+    (run / "checkpoints" / "step-00000003.tmp").mkdir()
+    page = write(tmp_path, run)
+    assert "2 steps." in page.words and "training: from 2 at step 1 to 2 at step 2" in str(page.tags)
+    assert "not valid: step-00000002 has no manifest.json: it was never finished" in page.texts["td"]
 
 
 def test_no_run_folder_is_refused(tmp_path: Path) -> None:
