@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,6 +44,8 @@ class RunFacts:
     """What there is to know about a run. What could not be read is empty, with a sentence in `missing`."""
 
     folder: Path
+    name: str
+    """The folder's name; its path, where several runs have one name."""
     lines: list[dict[str, Any]] = field(default_factory=list)
     """Of metrics.jsonl."""
     config: dict[str, Any] = field(default_factory=dict)
@@ -57,11 +59,6 @@ class RunFacts:
     """Of record.json."""
     missing: dict[str, str] = field(default_factory=dict)
     """A sentence by section."""
-
-    @property
-    def name(self) -> str:
-        """The folder's name."""
-        return self.folder.resolve().name
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
@@ -114,7 +111,18 @@ class RunFacts:
         return (metric, best, steps[0]) if best is not None and steps else None
 
 
-def read_run(folder: Path) -> RunFacts:
+def read_runs(folders: Sequence[Path]) -> list[RunFacts]:
+    """Read run folders, each once.
+
+    Raises:
+        UserError: a folder is none of a run.
+    """
+    unique = {folder.resolve(): folder for folder in folders}
+    names = [folder.name for folder in unique]
+    return [_read_run(folder, path.name if names.count(path.name) == 1 else str(folder)) for path, folder in unique.items()]
+
+
+def _read_run(folder: Path, name: str) -> RunFacts:
     """Read a run folder.
 
     Raises:
@@ -125,7 +133,7 @@ def read_run(folder: Path) -> RunFacts:
         raise UserError(
             f"{folder} is no run folder (it has no {', '.join(names[:-1])} or {names[-1]}): give one, as in runs/NAME"
         )
-    facts = RunFacts(folder)
+    facts = RunFacts(folder, name)
 
     def read(section: str, name: str, reader: Callable[[Path], T], default: T, consequence: str) -> T:
         path = folder / name

@@ -34,7 +34,7 @@ def compare_with_plan(run_folder: Path) -> str:
         return describe_memory(memory, predicted)
     except UserError as error:
         return f"not planned: {error}"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         return f"not compared: {path} cannot be read ({error})"
 
 

@@ -17,7 +17,7 @@ from toolkit.distributed.comm import rank
 from toolkit.errors import UserError, escape_controls
 from toolkit.files.durable import written_beside
 from toolkit.report.charts import MARKS, NUM_BUCKETS, Chart, draw, list_charts, table_rows
-from toolkit.report.facts import RunFacts, read_run
+from toolkit.report.facts import RunFacts, read_runs
 from toolkit.report.memory_plan import GIB, above_start, how_measured
 from toolkit.report.predictions import as_json, collect_predictions
 
@@ -34,7 +34,7 @@ def save_page(run_folders: Sequence[Path], path: Path) -> None:
     Raises:
         UserError: a folder is none of a run, or the page cannot be written.
     """
-    page = render_page([read_run(folder) for folder in run_folders])
+    page = render_page(read_runs(run_folders))
     try:
         with written_beside(path) as beside:
             beside.write_bytes(page)

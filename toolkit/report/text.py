@@ -8,7 +8,7 @@ from pathlib import Path
 from toolkit.errors import UserError
 from toolkit.evaluation.text import ROUGE_SCORE_WORDS
 from toolkit.files.json_lines import load_json_lines
-from toolkit.report.facts import RunFacts, read_run
+from toolkit.report.facts import RunFacts, read_runs
 from toolkit.report.memory_plan import compare_with_plan
 from toolkit.tracking.memory import MEMORY_FILE
 from toolkit.tracking.summary import format_table
@@ -25,7 +25,7 @@ def show_runs(run_folders: Sequence[Path]) -> None:
     Raises:
         UserError: a folder holds no evaluation.
     """
-    runs = [read_run(folder) for folder in run_folders]
+    runs = read_runs(run_folders)
     table = {}
     for facts in runs:
         evaluations = _evaluations(facts)
@@ -33,13 +33,13 @@ def show_runs(run_folders: Sequence[Path]) -> None:
             when = f"after step {line['step']:,}" if line["step"] else "as loaded"
             words = "" if line.get("rouge_tokenizer") in (None, ROUGE_SCORE_WORDS.name) else f", {line['rouge_tokenizer']} words"
             are_other = line.get("measured_on", {}).get("rows") != evaluations[-1].get("measured_on", {}).get("rows")
-            name = f"{facts.folder.name}, {when} ({line['num_rows']}{' other' * are_other} rows{words})"
+            name = f"{facts.name}, {when} ({line['num_rows']}{' other' * are_other} rows{words})"
             table[name] = line | _score_first_lines(facts.folder / f"predictions-{line['step']}.jsonl")
     print(format_table(table, _COLUMNS))
     if any((folder / MEMORY_FILE).is_file() for folder in run_folders):
         print("\nmemory of a rank in training steps, predicted by `plan` against measured")
         for facts in runs:
-            print(f"{facts.folder.name}: {compare_with_plan(facts.folder)}", flush=True)
+            print(f"{facts.name}: {compare_with_plan(facts.folder)}", flush=True)
 
 
 def _evaluations(facts: RunFacts) -> list[dict]:

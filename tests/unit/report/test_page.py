@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -215,10 +213,17 @@ def test_a_run_that_is_still_training_is_shown(tmp_path: Path) -> None:
     assert "not valid: step-00000002 has no manifest.json: it was never finished" in page.texts["td"]
 
 
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    one, other = (
+        save_run(tmp_path / place / "run", train(1), evaluation(1, loss=loss)) for place, loss in (("a", 2.0), ("b", 3.0))
+    )
+    page = write(tmp_path, one, other, one)
+    assert page.texts["h1"] == [f"{one} · {other}"] and {"2.00", "3.00"} <= set(page.texts["td"])
+
+
 def test_no_run_folder_is_refused(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "toolkit", "report", str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3])
-    assert ended.returncode == 2 and ended.stderr.count("\n") == 1 and "is no run folder" in ended.stderr
+    with pytest.raises(UserError, match="is no run folder"):
+        save_page([tmp_path], tmp_path / "page.html")
     with pytest.raises(UserError, match="could not be written"):
         save_page([save_run(tmp_path / "run", train(1))], tmp_path / "gone" / "page.html")
 
