@@ -151,14 +151,11 @@ class _WithHiddenStates:
         self._replaced = ("encoder", "decoder") if _backbone(model) is None else (model.base_model_prefix,)
 
     def __getattr__(self, name: str) -> Any:
-        return self._return_outputs if name in self._replaced else getattr(self._model, name)
-
-    def _return_outputs(self, *args: Any, **inputs: Any) -> _Outputs:
-        return self._outputs
+        return self._outputs if name in self._replaced else getattr(self._model, name)
 
 
 class _Outputs:
-    """Stands in for the outputs of a stack, of whatever class: hidden states, and nothing else that a forward passes on."""
+    """Stands in for a stack and for its outputs, of whatever class: hidden states, and nothing else that a forward passes on."""
 
     def __init__(self, hidden_BTD: torch.Tensor) -> None:
         self.last_hidden_state = hidden_BTD
@@ -166,5 +163,8 @@ class _Outputs:
     def __getitem__(self, place: int) -> torch.Tensor:
         return (self.last_hidden_state,)[place]
 
-    def __getattr__(self, name: str) -> None:
-        return None
+    def __call__(self, *args: Any, **inputs: Any) -> _Outputs:
+        return self
+
+    def __getattr__(self, name: str) -> _Outputs | None:
+        return self if name == "decoder" else None  # OPT's forward calls the stack inside its backbone

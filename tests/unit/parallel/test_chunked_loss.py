@@ -57,6 +57,22 @@ def test_loss_and_gradients_are_those_of_whole_logits(family: str, smoothing: fl
             assert difference < 1e-4, name
 
 
+def test_a_forward_may_call_the_stack_inside_its_backbone() -> None:
+    """As those of OPT and of decoders of BART's kin do."""
+    import transformers
+
+    config = transformers.OPTConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, word_embed_proj_dim=32, ffn_dim=64, num_hidden_layers=1, num_attention_heads=4
+    )
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    rows = build_rows()
+    all_ids = [torch.tensor([row["input_ids"]]) for row in rows]
+    expected = sum(summed_cross_entropy(model(input_ids=ids_BT).logits[:, :-1], ids_BT[:, 1:]) for ids_BT in all_ids)
+    chunked_loss.install(model)
+    loss, _ = summed_loss(model, CausalCollator(0).collate([[row] for row in rows]))
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+
+
 SOURCES_AND_TARGETS = [
     {"input_ids": [5, 6, 7, 8, 9, 10, 11], "labels": [9, 20, 21, 2]},
     {"input_ids": [9, 12], "labels": [9, 30, 31, 2, 4, 5]},
