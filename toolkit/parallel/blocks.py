@@ -6,6 +6,7 @@ Both replace the block's forward in place, inside FSDP's hooks, in the same way 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from toolkit.parallel.units import repeated_blocks
+
+logger = logging.getLogger("toolkit")
 
 RECOMPILE_LIMIT = 64
 """Graphs of one class of blocks. T5's are of four kinds, each with a graph for the first shapes, for changing lengths and for
@@ -35,6 +38,11 @@ def compile_blocks(accelerator: Accelerator, model: PreTrainedModel) -> None:
     plugin = accelerator.state.dynamo_plugin
     if plugin.backend == DynamoBackend.NO:
         return
+    if accelerator.device.type == "cpu" and plugin.backend == DynamoBackend.INDUCTOR:
+        logger.warning(
+            "blocks are compiled (dynamo_backend INDUCTOR), which on a CPU takes minutes and slows steps with dropout: leave "
+            "dynamo_config out of the accelerate YAML, unless the run is long and without dropout"
+        )
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
     options = {"backend": plugin.backend.value.lower(), "mode": None if plugin.mode == "default" else plugin.mode}
     for block in repeated_blocks(model).values():

@@ -17,6 +17,7 @@ from tests.unit.parallel.test_chunked_loss import build_rows, one_process
 from toolkit.data.collate import CausalCollator
 from toolkit.loss import summed_loss
 from toolkit.parallel import wrap
+from toolkit.parallel.blocks import compile_blocks
 
 NUM_STEPS = 10
 NUM_LAYERS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers")
@@ -40,6 +41,17 @@ def test_equal_blocks_share_graphs_and_an_epoch_of_lengths_soon_has_them_all(
     graphs = graphs_by_step(family, num_layers)
     assert graphs[4:] == [num_graphs] * (NUM_STEPS - 4)
     assert torch._dynamo.utils.counters["frames"]["total"] == num_graphs, "none was left uncompiled"
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "warns"), [("cpu", "INDUCTOR", True), ("cpu", "EAGER", False), ("cuda", "INDUCTOR", False)]
+)
+def test_compilation_on_a_cpu_is_warned_about(device: str, backend: str, warns: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    plugin = SimpleNamespace(backend=DynamoBackend[backend], mode="default", fullgraph=False, dynamic=False)
+    accelerator: Any = SimpleNamespace(device=torch.device(device), state=SimpleNamespace(dynamo_plugin=plugin))
+    compile_blocks(accelerator, seq2seq_families.build_model("t5"))
+    printed = "".join(capsys.readouterr())
+    assert ("blocks are compiled (dynamo_backend INDUCTOR), which on a CPU" in printed) == warns
 
 
 def graphs_by_step(family: str, num_layers: int) -> list[int]:
