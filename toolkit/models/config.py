@@ -169,6 +169,27 @@ def check_causal_positions(model_config: PretrainedConfig, name: str, longest: d
     _check_fits(name, what, longest["prompt"] + new, limit, "data.max_length_tokens plus eval.max_new_tokens")
 
 
+def warn_of_shared_rope(model_config: PretrainedConfig, longest_row_tokens: int) -> str | None:
+    """The warning that a row's rotary positions depend on the rows beside it; None if they do not.
+
+    transformers chooses the frequencies of `longrope` and `dynamic` by the longest row of a forward: `dynamic_rope_update` in its
+    modeling_rope_utils.py.
+    """
+    config = model_config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    for of_layers in rope.values() if rope and all(isinstance(value, dict) for value in rope.values()) else [rope]:
+        if of_layers.get("rope_type") not in ("longrope", "dynamic"):
+            continue
+        limit: int = of_layers.get("original_max_position_embeddings") or config.max_position_embeddings
+        if longest_row_tokens > limit:
+            return (
+                f"the longest row has {longest_row_tokens} tokens: beyond {limit} the model's {of_layers['rope_type']} rope has "
+                "other frequencies for all rows of a micro-batch or pack, so losses depend on which rows lie together; "
+                f"data.max_length_tokens {limit} avoids that"
+            )
+    return None
+
+
 def special_tokens(model_config: PretrainedConfig, name: str) -> tuple[int, int]:
     """`(pad_token_id, decoder_start_token_id)` of the model.
 

@@ -17,7 +17,7 @@ from toolkit.evaluation.metrics import TextMetric
 from toolkit.evaluation.rows import EvaluationRows, choose_rows, name_sources
 from toolkit.launch.accelerator import bound_primitive_cache
 from toolkit.models.attention import attends_by_document
-from toolkit.models.config import check_causal_positions, check_positions, special_tokens
+from toolkit.models.config import check_causal_positions, check_positions, special_tokens, warn_of_shared_rope
 from toolkit.models.load import num_token_embeddings
 from toolkit.training.goal import check_metric_on_rows
 
@@ -91,10 +91,12 @@ def _plan_batches(config: RecipeConfig, rows: TokenizedRows, num_processes: int)
 
 
 def _check_lengths(config: RecipeConfig, model_config: PretrainedConfig, rows: TokenizedRows, evaluation: EvaluationRows) -> None:
-    """Refuse rows that exceed the model's positions."""
+    """Refuse rows that exceed the model's positions; warn of rows that change the positions of others."""
     if isinstance(config, LLMConfig):
         longest = {"row": _longest(rows, evaluation, "num_tokens"), "prompt": _longest(rows, evaluation, "prompt_length")}
         check_causal_positions(model_config, config.model.name_or_path, longest, config.eval)
+        if warning := warn_of_shared_rope(model_config, longest["row"]):
+            logger.warning(warning)
     else:
         source = _longest(rows, evaluation, "num_tokens", minus="num_label_tokens")
         longest = {"source": source, "target": _longest(rows, evaluation, "num_label_tokens")}

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import UserError
-from toolkit.models.config import AutoClass, _has_experts, load_model_config
+from toolkit.models.config import AutoClass, _has_experts, load_model_config, warn_of_shared_rope
 
 DROPOUT_RATES: dict[str, tuple[AutoClass, list[str]]] = {
     "T5Config": ("AutoModelForSeq2SeqLM", ["dropout_rate"]),
@@ -71,3 +72,22 @@ def test_a_model_with_an_encoder_is_no_causal_one(tmp_path: Path, name: str) -> 
 )
 def test_experts_are_found_in_nested_configs_too(settings: dict[str, Any], has_experts: bool) -> None:
     assert _has_experts(settings) is has_experts
+
+
+@pytest.mark.parametrize("longest", [10, 11])
+def test_a_rope_that_the_longest_row_chooses_for_all_is_warned_of(longest: int) -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    config = transformers.Phi3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, pad_token_id=0,
+        max_position_embeddings=64, original_max_position_embeddings=10, initializer_range=0.2,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 1e4} | factors,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config).eval()
+    rows_BT = torch.randint(1, 64, (2, longest))
+    together, alone = model(rows_BT).logits[0, :6], model(rows_BT[:1, :6]).logits[0]
+    warning = warn_of_shared_rope(config, longest)
+    assert torch.allclose(together, alone, atol=1e-4) == (warning is None)
+    if longest > 10:
+        assert warning is not None and "the longest row has 11 tokens: beyond 10 the model's longrope rope has" in warning
+    assert warn_of_shared_rope(transformers.LlamaConfig(), 100_000) is None
