@@ -145,7 +145,7 @@ def build_run(name: str, accelerator: Any, folder: Path) -> Any:
     evaluation: Any = EvaluationRows(rows=dataset, tokenizer=None, collator=collator)  # type: ignore[arg-type]
     return Run(
         config, folder, sharded, build_optimizer(optim, sharded.model), plan, dataset, evaluation, identity=None,  # type: ignore[arg-type]
-        metrics=MetricsLog(folder / "metrics.jsonl", False), num_steps=2, goal=None, own=Own(),  # type: ignore[arg-type]
+        metrics=MetricsLog(folder / "metrics.jsonl", False), num_steps=2, goal=None, own=Own(), data=None,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
