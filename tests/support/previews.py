@@ -29,6 +29,21 @@ CASES = {
 }
 """The golden texts, and the flags that make them. Each is printed from a warm cache."""
 
+HOSTILE = [
+    "</script><script>alert(1)</script><img src=x onerror=alert(1)> &amp; &lt;b&gt; ]]> -->",
+    "\x1b[2J\x1b]0;title\x07 \x9b31m a\rb \x08",
+    "abc \u202e reversed \u2066 isolated \u200f mark \u061c \ufeff zero\u200bwidth \u2028 line",
+    "[red]markup[/red] :smile: [[counts]] {braces} %s",
+    "שלום & مرحبا 日本語 🎉 👩‍👩‍👧",
+]
+HOSTILE_ROWS = (
+    "--config chats.yaml --data.files hostile.jsonl --data.eval_fraction 0 --data.max_length_tokens 256 "
+    "--train.global_batch_size_rows 8 --rows 9"
+)
+LONG = "hello there " * 90_000 + "end"
+"""More than a megabyte."""
+LONG_ROW = "--config chats.yaml --data.files long.jsonl --data.eval_fraction 0 --data.loss_on all"
+
 SENTENCES = ["what is two and two", "it is four", "be brief", "hello there", "thanks", "welcome"]
 
 
@@ -68,6 +83,12 @@ def save_inputs(folder: Path) -> None:
     )
     mix = [{"source": "jsonl", "files": "chats.jsonl", "weight": 3}, {"source": "txt", "files": "book.txt"}]
     save_yaml(folder / "mix.yaml", data={"mix": mix, "source": None, "files": None})
+
+
+def save_hostile_rows(folder: Path) -> None:
+    """Texts that a page or a terminal could take for more than text, and a row of a megabyte."""
+    save_lines(folder / "hostile.jsonl", [{"messages": say(text, f"answer {text}")} for text in HOSTILE])
+    save_lines(folder / "long.jsonl", [{"messages": say("so", LONG)}])
 
 
 def _draw(first: int, num: int) -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,9 @@ HEAD = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 """
+
+TOKENS_OF_A_BLOCK = 2000
+"""A browser's time to lay out a block grows with the square of its elements: a megabyte in one block did not open in 30 s."""
 
 
 def render_page(preview: Preview) -> str:
@@ -119,7 +123,7 @@ def _render_row(row: RowView, step: StepView | None, *, is_whole: bool) -> str:
 
 def _tokens(side: Side, padding: int, row_id: int, is_whole: bool) -> str:
     parts = [
-        _element("div", piece, "quiet") if isinstance(piece, str) else _block("tokens", "".join(map(_span, piece)))
+        _element("div", piece, "quiet") if isinstance(piece, str) else _block("tokens", "".join(map(_part, _in_parts(piece))))
         for piece in shorten_spans(side.spans, row_id, is_whole=is_whole)
     ]
     behind = f"<span class=padding>{plural(padding, 'token')} of padding</span>\n" if padding else ""
@@ -129,6 +133,18 @@ def _tokens(side: Side, padding: int, row_id: int, is_whole: bool) -> str:
 def _block(kind: str, content: str) -> str:
     """A text; its own letters decide its direction."""
     return f"<div class={kind} dir=auto>{content}</div>\n"
+
+
+def _in_parts(spans: list[Span]) -> Iterator[list[Span]]:
+    """The same tokens, `TOKENS_OF_A_BLOCK` at most at a time."""
+    pairs = [(span.kind, token) for span in spans for token in span.tokens]
+    for first in range(0, len(pairs), TOKENS_OF_A_BLOCK):
+        groups = itertools.groupby(pairs[first : first + TOKENS_OF_A_BLOCK], key=lambda pair: pair[0])
+        yield [Span(kind, [token for _, token in group]) for kind, group in groups]
+
+
+def _part(spans: list[Span]) -> str:
+    return f"<span class=part>{''.join(map(_span, spans))}</span>"
 
 
 def _span(span: Span) -> str:

@@ -15,25 +15,22 @@ import torch
 from rich.cells import cell_len
 from rich.console import Console
 
-from tests.support.chats import say
-from tests.support.previews import CASES, GOLDEN, call_preview, save_inputs, save_lines
+from tests.support.previews import (
+    CASES,
+    GOLDEN,
+    HOSTILE,
+    HOSTILE_ROWS,
+    LONG,
+    LONG_ROW,
+    call_preview,
+    save_hostile_rows,
+    save_inputs,
+)
 from toolkit.cli.preview.facts import collect
+from toolkit.cli.preview.page import TOKENS_OF_A_BLOCK
 from toolkit.cli.preview.terminal import print_preview
 from toolkit.cli.preview.wording import visible
 
-HOSTILE = [
-    "</script><script>alert(1)</script><img src=x onerror=alert(1)> &amp; &lt;b&gt; ]]> -->",
-    "\x1b[2J\x1b]0;title\x07 \x9b31m a\rb \x08",
-    "abc \u202e reversed \u2066 isolated \u200f mark \u061c \ufeff zero\u200bwidth \u2028 line",
-    "[red]markup[/red] :smile: [[counts]] {braces} %s",
-    "שלום & مرحبا 日本語 🎉 👩‍👩‍👧",
-]
-HOSTILE_ROWS = (
-    "--config chats.yaml --data.files hostile.jsonl --data.eval_fraction 0 --data.max_length_tokens 256 "
-    "--train.global_batch_size_rows 8 --rows 9"
-)
-LONG = "hello there " * 90_000 + "end"
-"""More than a megabyte."""
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u061c\u2028\u202a-\u202e\u2066-\u2069\ufeff]")
 
 
@@ -41,8 +38,7 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u061c\u20
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("preview")
     save_inputs(folder)
-    save_lines(folder / "hostile.jsonl", [{"messages": say(text, f"answer {text}")} for text in HOSTILE])
-    save_lines(folder / "long.jsonl", [{"messages": say("so", LONG)}])
+    save_hostile_rows(folder)
     return folder
 
 
@@ -144,17 +140,17 @@ def test_hostile_texts_stay_text_in_the_page(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_long_row_is_shortened_and_row_shows_it_in_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "--config chats.yaml --data.files long.jsonl --data.eval_fraction 0 --data.loss_on all"
-    assert call_preview(flags) == 0
+    assert call_preview(LONG_ROW) == 0
     shown = capsys.readouterr().out
     assert len(shown) < 20_000
     assert re.search(r"… 1,[0-9,]{7} characters are not shown: --row 0 shows all …", shown)
     assert re.search(r"48 of [0-9]{3},[0-9]{3} tokens, [0-9]{3},[0-9]{3} lost", shown)
     assert len(re.findall(r"… [0-9,]+ tokens are not shown: --row 0 shows all …", shown)) == 1
-    assert call_preview(f"{flags} --row 0 --html {tmp_path / 'row.html'}") == 0
+    assert call_preview(f"{LONG_ROW} --row 0 --html {tmp_path / 'row.html'}") == 0
     page = Page((tmp_path / "row.html").read_text(encoding="utf-8"))
     assert all(LONG in shown.replace("⏎", "") for shown in (*page.texts["text"], *page.texts["tokens"]))
-    print_preview(collect([*shlex.split(flags)], None, None, 0, 0), Console())
+    assert page.attributes.count(("class", "part")) == -(-page.tags.count("i") // TOKENS_OF_A_BLOCK) > 100
+    print_preview(collect([*shlex.split(LONG_ROW)], None, None, 0, 0), Console())
     assert LONG in capsys.readouterr().out
 
 
