@@ -125,8 +125,11 @@ def draw(chart: Chart) -> dict[str, Any]:
     plot.xaxis.formatter = NumeralTickFormatter(format="0,0")
     plot.xaxis.axis_label = "step"
     plot.xgrid.visible = False
-    if not any(value for curve in chart.curves for value in curve.values):
+    values = {value for curve in chart.curves for value in curve.values}
+    if values == {0}:
         plot.y_range.update(start=0)  # bokeh would put a line of zeros into the middle
+    elif len(values) == 1 and not chart.is_log:
+        plot.y_range.update(default_span=abs(*values))  # bokeh would show 2 units, and 0.001 in them as 0
     hovered: list[Any] = []
     for curve in chart.curves:
         points = _as_data(*thinned(curve.steps, curve.values))

@@ -10,19 +10,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.report_runs import HOSTILE, evaluation, long_texts, save_long_run, save_run, save_whole_run, train
 from toolkit.errors import UserError, escape_controls
 from toolkit.report import page as page_module
 from toolkit.report.charts import NUM_BUCKETS, thinned
 from toolkit.report.page import save_page, save_run_page
 
-HOSTILE = "</script><script>alert(1)</script><!-- <script> \u202egnp.exe\u2066 \ud800 & <img src=x onerror=alert(1)>"
 SECTIONS = ["Summary", "Curves", "Predictions", "Data", "Checkpoints", "Memory", "Shard units", "Config", "Versions and commands"]
-
-DATA = {
-    "readings": ["a.csv: column text"], "remarks": [], "duplicates": [], "sources": [], "fingerprint": "f", "tokenizer": "T5",
-    "splits": [{"name": "training", "num_rows": 1234, "num_tokens": 9, "num_label_tokens": 4}], "chat_template": False,
-    "lengths": [{"name": "row", "setting": None, "percentiles": {"0": 1, "50": 7}, "bins": [[0, 9, 3]]}],
-}  # fmt: skip
 
 
 class Page(HTMLParser):
@@ -60,46 +54,13 @@ class Page(HTMLParser):
         return " ".join(part for tag, parts in self.texts.items() if tag != "style" for part in parts)
 
 
-def evaluation(step: int, **figures: float) -> dict[str, Any]:
-    return {"kind": "eval", "step": step, "num_rows": 2, "measured_on": {"rows": "a"}, **figures}
-
-
-def save_run(folder: Path, *lines: dict[str, Any], lr: float = 0.1, predictions: dict[int, list[str]] | None = None) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "config.yaml").write_text(f"optim:\n  lr: {lr}\n  beta1: 0.9\neval:\n  best_metric: rougeL\n")
-    for step, texts in (predictions or {}).items():
-        rows = [
-            {"row_id": i, "reference": f"reference {i}", "prediction": text, "rougeL": 10.0 * i} for i, text in enumerate(texts)
-        ]
-        (folder / f"predictions-{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
-
-
-def train(step: int, loss: float | None = 2.0) -> dict[str, Any]:
-    figures = {"learning_rate": 1e-3, "grad_norm": 1.0, "tokens_per_s": 5e3, "step_time_s": 0.1, "peak_memory_gib": 1.0}
-    return {"kind": "train", "step": step, "loss": loss, **figures}
-
-
 def write(tmp_path: Path, *folders: Path) -> Page:
     save_page(folders, tmp_path / "page.html")
     return Page(tmp_path / "page.html")
 
 
 def test_a_run_is_shown_whole_and_without_a_request(tmp_path: Path) -> None:
-    marks = [{"kind": "checkpoint", "step": 2}, {"kind": "skip", "step": 1}, {"kind": "resume", "step": 1}]
-    baseline = {"kind": "baseline", "step": 2, "name": "lead sentence", "rougeL": 17.0, "measured_on": {"rows": "a"}}
-    lines = [evaluation(0, loss=3.0, rougeL=1.0), train(1), train(2), evaluation(2, loss=2.0, rougeL=9.0), *marks, baseline]
-    run = save_run(tmp_path / "run", *lines, predictions={0: ["a", "b"], 2: ["c", HOSTILE]})
-    record: dict[str, Any] = {"versions": {"torch": "2.13"}, "command": "accelerate launch recipes/t5.py", "num_processes": 2}
-    unit = {"unit": "T5Block", "count": 2, "num_parameters": 10, "num_trainable": 5, "dtypes": ["float32"], "bytes_on_rank_0": 9}
-    record |= {"units": [unit], "sources": {"0": "source 0", "1": HOSTILE}, "data": DATA}
-    (run / "record.json").write_text(json.dumps(record))
-    memory = {"device": "cuda", "peak_gib": [1.0, 2.0], "before_model_gib": [0.5, 0.5], "num_processes": 2}
-    shape = {"num_processes": 2, "micro_batch_size_rows": 1, "row_tokens": {"row": 1}}
-    (run / "memory.json").write_text(json.dumps({**memory, **shape}))
-    (run / "memory_plan.json").write_text(json.dumps({**shape, "device_bytes_total": 3 * 2**30}))
-    page = write(tmp_path, run)
+    page = write(tmp_path, save_whole_run(tmp_path / "run"))
 
     # All sections, with a table and a name for each chart.
     assert page.texts["h2"] == SECTIONS
@@ -107,7 +68,8 @@ def test_a_run_is_shown_whole_and_without_a_request(tmp_path: Path) -> None:
     assert page.texts["h3"] == titles
     assert [text for text in page.texts["summary"] if text.endswith("as a table")] == [f"{title} as a table" for title in titles]
     names = [attributes["aria-label"] or "" for tag, attributes in page.tags if attributes.get("role") == "img"]
-    assert "training: from 2 at step 1 to 2 at step 2" in names[0] and len(names) == len(titles) == len(page.data("charts"))
+    assert re.search(r"training: from [\d.]+ at step 1 to [\d.]+ at step 2", names[0])
+    assert len(names) == len(titles) == len(page.data("charts"))
     # Baselines, marks, memory beside its plan, units, versions and commands.
     for words in (
         "lead sentence",
@@ -167,14 +129,8 @@ def test_several_runs_with_the_keys_that_differ(tmp_path: Path) -> None:
 
 
 def test_10_000_steps_and_1_000_rows_are_5_mb_and_no_spike_is_lost(tmp_path: Path) -> None:
-    figures = {"bits_per_byte": 1.0, "token_accuracy": 9.0, "rouge1": 1.0, "rouge2": 1.0, "rougeL": 1.0, "exact_match": 0.0}
-    lines = [train(step, 2.0 + step % 7 / 10) for step in range(1, 10_001)]
-    lines[6122]["loss"] = 1000.0
-    lines += [evaluation(step, loss=2.0, **figures) for step in range(0, 10_001, 500)]
-    long = [f"{i} " + "<ابجد" * 200_000 if i == 7 else f"{i} " + "<語ß " * 500 for i in range(1000)]
-    run = save_run(tmp_path / "run", *lines, predictions={0: long, 10_000: long})
-    (run / "record.json").write_text(json.dumps({"sources": {str(i): text[:4001] for i, text in enumerate(long)}}))
-    page = write(tmp_path, run)
+    long = long_texts()
+    page = write(tmp_path, save_long_run(tmp_path / "run"))
     assert (tmp_path / "page.html").stat().st_size <= 5_000_000
     assert "1000" in json.dumps(page.data("charts")["chart-0"]) and f"each of {NUM_BUCKETS} ranges of steps" in page.words
     predictions = page.data("predictions")
