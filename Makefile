@@ -4,8 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs/fsdp2_cpu.yaml
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+AS_ROOT := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: t5 llm test test-faults soak refusals bench bench-growth bench-gpu gpu check clean
+.PHONY: t5 llm test test-faults test-browser soak refusals bench bench-growth bench-gpu gpu check clean
 
 t5: $(VENV)/.installed
 	$(LAUNCH) recipes/t5.py --config recipes/configs/t5_docstrings.yaml
@@ -19,11 +20,17 @@ llm: $(VENV)/.installed
 	$(BIN)/python -m toolkit report --text runs/llm_stdlib runs/llm_docstrings runs/llm_docstrings_merged
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest --ignore=tests/faults
+	$(BIN)/python -m pytest --ignore=tests/faults --ignore=tests/browser
 
 # Kills, damaged files, full disks, signals, bad numbers, hangs, other process counts: 2 real processes each.
 test-faults: $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests/faults
+
+# The pages of `report` and `preview` in Chromium, which is installed from the system's packages if it is not there.
+test-browser: $(VENV)/.installed-browser
+	@command -v chromium || { $(AS_ROOT) apt-get update && $(AS_ROOT) apt-get install --yes --no-install-recommends chromium; } || \
+	  { echo "Chromium could not be installed: install it so that the command chromium starts it, then repeat make test-browser" >&2; exit 1; }
+	$(BIN)/python -m pytest tests/browser
 
 # 100 kills at random moments of one run, which must come out as if there had been none. Not in CI.
 soak: $(VENV)/.installed-test
@@ -68,6 +75,10 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(INSTALL) -e '.[test]'
+	touch $@
+
+$(VENV)/.installed-browser: $(VENV)/.installed-test
+	$(INSTALL) -e '.[browser]'
 	touch $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed
