@@ -5,6 +5,7 @@ from __future__ import annotations
 import html.parser
 import io
 import json
+import os
 import re
 import shlex
 from pathlib import Path
@@ -26,6 +27,7 @@ from tests.support.previews import (
     save_hostile_rows,
     save_inputs,
 )
+from toolkit.cli.preview import preview
 from toolkit.cli.preview.facts import collect
 from toolkit.cli.preview.page import TOKENS_OF_A_BLOCK
 from toolkit.cli.preview.terminal import print_preview
@@ -179,6 +181,16 @@ def test_bad_input_is_one_sentence(flags: str, sentence: str, capsys: pytest.Cap
     assert call_preview(shlex.split(flags)) == 2
     printed = capsys.readouterr().err
     assert re.search(sentence, printed) and printed.count("error: ") == 1 and "Traceback" not in printed
+
+
+def test_a_reader_that_stops_early_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as closed_pipe:
+        monkeypatch.setattr(preview, "collect", lambda *_: None)
+        monkeypatch.setattr(preview, "print_preview", lambda _, console: console.print("a line"))
+        monkeypatch.setattr("sys.stdout", closed_pipe)
+        preview.preview([], config=[], accelerate_config=None, recipe=None, num_rows=1, row_id=None, html=None)
 
 
 def test_it_is_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
