@@ -17,6 +17,7 @@ import torch
 from benchmarks.turns import Turns
 from toolkit import load_config
 from toolkit.data.collate import load_micro_batches
+from toolkit.distributed.comm import world_size
 from toolkit.loss import summed_loss
 from toolkit.parallel.wrap import shard_model
 from toolkit.training.data import prepare_data
@@ -33,7 +34,7 @@ def main() -> None:
     turns.begin()
     context = begin(config, Own())
     model_config, skeleton = build_skeleton(config, context)
-    rows, plan, evaluation = prepare_data(config, context, model_config, skeleton)
+    rows, plan, evaluation = prepare_data(config, context.metrics, model_config, skeleton, world_size())
     model = shard_model(context.accelerator, load_model(config, context, model_config, skeleton)[0]).model
     optimizer = build_optimizer(config.optim, model)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
