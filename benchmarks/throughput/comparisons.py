@@ -84,16 +84,7 @@ def t5_training(folder: Path, num_threads: int, *, num_rows: int, default_steps:
     """Training steps of a T5 from random weights."""
     write_t5_data(folder, num_rows, 1)
     start, num_steps = _Start(folder, num_threads), num_rows // BATCH_SIZE_ROWS
-    flags = _T5_LENGTHS | {
-        "model.from_scratch": True,
-        "train.global_batch_size_rows": BATCH_SIZE_ROWS,
-        "train.micro_batch_size_rows": BATCH_SIZE_ROWS,
-        "train.max_steps": 10**4,
-        "eval.at_start": False,
-        "eval.generate": False,
-        "optim.lr": LEARNING_RATE,
-        "log_every_steps": num_steps,
-    }
+    flags = _T5_LENGTHS | _TRAINING | {"log_every_steps": num_steps}
 
     def peer(mode: str, attention: str = "sdpa", steps_per_turn: int = num_steps) -> Callable[[], Side]:
         config = {"task": "train", "mode": mode, "model_folder": folder / "model", "dataset_folder": folder / "train_tokens"}
@@ -186,18 +177,7 @@ def llm_training(folder: Path, num_threads: int, *, num_rows: int, default_steps
     sides, against = {TRL_DEFAULTS: defaults}, []
     for length, goal in zip(PACK_LENGTHS, (4.5, 6.0), strict=True):
         num_packs = max(1, round(BATCH_SIZE_ROWS * num_tokens / num_rows / length))
-        flags = {
-            "model.from_scratch": True,
-            "data.max_length_tokens": length,
-            "data.packing": True,
-            "train.global_batch_size_rows": BATCH_SIZE_ROWS,
-            "train.micro_batch_size_rows": BATCH_SIZE_ROWS,
-            "train.max_steps": 10**4,
-            "eval.at_start": False,
-            "eval.generate": False,
-            "optim.lr": LEARNING_RATE,
-            "log_every_steps": num_steps,
-        }
+        flags = _TRAINING | {"data.max_length_tokens": length, "data.packing": True, "log_every_steps": num_steps}
         packing = {"gradient_checkpointing": False, "packing": True, "packing_strategy": "bfd"}
         names = [f"{side}, {length:,}-token packs" for side in (OURS, "SFTTrainer, packed", BARE)]
         sides[names[1]] = peer(options=packing, batch_size_rows=num_packs, max_length_tokens=length)
@@ -222,4 +202,13 @@ computes entropy and token accuracy in every step, which cannot be turned off.""
     )
 
 
+_TRAINING = {
+    "model.from_scratch": True,
+    "train.global_batch_size_rows": BATCH_SIZE_ROWS,
+    "train.micro_batch_size_rows": BATCH_SIZE_ROWS,
+    "train.max_steps": 10**4,  # the driver ends it
+    "eval.at_start": False,
+    "eval.generate": False,
+    "optim.lr": LEARNING_RATE,
+}
 _T5_LENGTHS = {"data.max_source_length_tokens": MAX_SOURCE_TOKENS, "data.max_target_length_tokens": MAX_TARGET_TOKENS}
