@@ -26,6 +26,8 @@ from toolkit.training.optim import build_optimizer
 from toolkit.training.own import Own
 from toolkit.training.setup import begin
 
+NOTHING = torch.empty(0)
+
 
 def main() -> None:
     side = json.loads(Path(sys.argv[1]).read_text())
@@ -53,9 +55,12 @@ def main() -> None:
                 torch.nn.utils.clip_grad_norm_(parameters, config.optim.max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
+        tokens = sum(step.num_tokens for step in steps)
+        positions = sum(batch["input_ids"].numel() + batch.get("decoder_input_ids", NOTHING).numel() for _, batch in batches)
         turns.end(
             rows=sum(len(step.rows) for step in steps),
-            tokens=sum(step.num_tokens for step in steps),
+            tokens=tokens,
+            padding_share=1 - tokens / positions,
             loss=torch.stack(losses).sum().item() / sum(step.num_label_tokens for step in steps),
         )
         turns.begin()
