@@ -76,6 +76,7 @@ def plan_rows(most: int | None) -> str:
                 [f"{num_rows:,}, {'packed' if packing else 'bucketed'}", f"{built_s:.2f}", f"{step_s * 1e3:.2f}", f"{grown:.2f}"]
             )
             print(" | ".join(rows[-1]), flush=True)
+            del plan  # or the next one's memory would be counted above this one's
     return f"""## Rows
 
 The batch plan of an epoch on 8 ranks, rows of 8 to 512 tokens; then a rank's micro-batches of a step.
