@@ -102,16 +102,12 @@ def summarize_steps(lines: list[dict[str, Any]]) -> Figures:
 
 
 def read_training(lines: list[dict[str, Any]], num_warmup_steps: int) -> Figures:
-    """Figures of the `train` lines of a recipe's `metrics.jsonl`, one a step, after the warm-up."""
+    """Speed and peak memory of the `train` lines of a recipe's `metrics.jsonl`, one a step, after the warm-up."""
     timed = [line for line in lines if line["kind"] == "train" and line["step"] > num_warmup_steps]
     seconds = sum(line["step_time_s"] for line in timed)
     return {
         "samples_per_s": sum(line["num_rows"] for line in timed) / seconds,
         "tokens_per_s": sum(line["num_tokens"] for line in timed) / seconds,
-        "label_tokens_per_s": sum(line["num_label_tokens"] for line in timed) / seconds,
-        "seconds": seconds,
-        # A peer's last loss is a mean over 10 steps, too.
-        "loss": statistics.fmean(line["loss"] for line in timed[-10:]),
         "training_memory_gib": max(line["peak_memory_gib"] for line in timed),
     }
 

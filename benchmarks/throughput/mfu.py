@@ -26,7 +26,8 @@ from benchmarks.measuring import as_arguments, build_parser, format_table, read_
 from benchmarks.plan.plan_error import LLAMA_8B, llama, t5
 
 PACKAGES = ["torch", "transformers", "accelerate", "peft"]
-NUM_WARMUP_STEPS, NUM_STEPS = 3, 10
+NUM_WARMUP_STEPS, NUM_STEPS = 5, 10
+"""A line of the log has the mean time of the steps since the last one, so both are multiples of the steps between two."""
 PEAK_TFLOPS = {
     "B200": 2250, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "GH200": 989, "A100": 312,
     "L40S": 362, "L4": 121, "A10": 125, "RTX 4090": 165,
@@ -121,7 +122,7 @@ def measure(case: Case, num_ranks: int, on_gpus: bool, peak_tflops: int | None, 
         "eval.at_start": False,
         "run.output_dir": folder,
         "run.name": "run",
-        "log_every_steps": NUM_WARMUP_STEPS + NUM_STEPS,
+        "log_every_steps": NUM_WARMUP_STEPS,
         **case.flags,
     }
     run_script(f"recipes/{case.recipe}.py", as_arguments(flags), preset=preset, num_processes=num_ranks)
