@@ -90,6 +90,9 @@ def load_model_config(config: ModelConfig, auto_class: AutoClass) -> PretrainedC
             # If one rank drops a layer, the others hang in its collectives (M2M100 has a rate of 0.05).
             setattr(model_config, rate, 0.0)
             logger.warning(f"{rate} of {name} is set to 0: every rank must run every layer")
+    if not model_config.return_dict:
+        model_config.return_dict = True
+        logger.warning(f"return_dict of {name} is set to true: outputs are read by their names")
     return model_config
 
 

@@ -40,6 +40,13 @@ def test_layers_are_never_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert f"layerdrop of {tmp_path} is set to 0: every rank must run every layer\n" in capsys.readouterr().err
 
 
+def test_outputs_have_names_whatever_the_config_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Losses, checks and the export read `logits` by its name."""
+    transformers.T5Config(return_dict=False).save_pretrained(tmp_path)
+    assert load_model_config(ModelConfig(name_or_path=str(tmp_path)), "AutoModelForSeq2SeqLM").return_dict
+    assert f"return_dict of {tmp_path} is set to true: outputs are read by their names\n" in capsys.readouterr().err
+
+
 ENCODERS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "bert": ("BertConfig", {}, True),
     "bert that decodes": ("BertConfig", {"is_decoder": True}, False),
