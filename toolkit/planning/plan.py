@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from toolkit.errors import UserError
+from toolkit.models.attention import warn_of_full_rows
 from toolkit.models.freeze import aliases
 from toolkit.models.shard_reader import PIECE_BYTES
 from toolkit.parallel.units import ShardUnit, local_tensor
@@ -235,6 +236,8 @@ def _notes(subject: Subject, strategy: Strategy, largest: int | None) -> list[st
         notes.append(f"traced under autocast{whose}; casts of weights count as activations")
     if subject.is_flash:
         notes.append("flash or flex attention: planned as sdpa without a mask, whose kernels keep the same")
+    if warning := warn_of_full_rows(subject.skeleton, subject.why_dense):
+        notes.append(warning)
     if strategy.is_float8:
         notes.append("float8: planned as bf16; the weights of converted Linears are gathered in half the bytes")
     if strategy.is_compiled:

@@ -35,6 +35,8 @@ class Strategy:
     activation_checkpointing: bool = False
     offload: bool = False
     is_compiled: bool = False
+    is_one_graph: bool = False
+    """Compiled blocks may hold nothing that runs uncompiled."""
     is_float8: bool = False
     is_cpu: bool = False
     """CPU processes: memory is the host's."""
@@ -74,6 +76,7 @@ def load_strategy(path: Path, num_processes: int, gpu_memory_gib: float | None =
         "compute_dtype": torch.bfloat16 if mapping.get("mixed_precision") in ("bf16", "fp8") else torch.float32,
         "is_float8": mapping.get("mixed_precision") == "fp8",
         "is_compiled": str(dynamo.get("backend", "NO")).upper() != "NO",
+        "is_one_graph": bool(dynamo.get("use_fullgraph")),
         "is_cpu": bool(mapping.get("use_cpu")),
         "gpu_bytes": None if mapping.get("use_cpu") or gpu_memory_gib is None else int(gpu_memory_gib * 2**30),
     }

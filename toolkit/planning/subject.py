@@ -41,6 +41,8 @@ class Subject:
     skeleton: PreTrainedModel
     """The model on the meta device, adapted, frozen and in the dtypes of a run."""
     is_flash: bool
+    why_dense: str
+    """Why packed rows get a dense mask; empty if they get none."""
 
 
 def build_subject(model: str, strategy: Strategy, run_arguments: list[str], recipe: str | None) -> Subject:
@@ -80,12 +82,14 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
         add_adapter(skeleton, config.adapter, config.model, config.train.seed)
     else:
         freeze(skeleton, config.model.freeze)
+    why_dense = ""
     if isinstance(config, LLMConfig) and config.data.packing and not is_flash:
-        device_type = "cpu" if strategy.is_cpu else "cuda"
-        choose_packed_attention(skeleton, config.model.attn_implementation, device_type, strategy.compute_dtype)
+        named, device_type = config.model.attn_implementation, "cpu" if strategy.is_cpu else "cuda"
+        one_graph = strategy.is_one_graph
+        why_dense = choose_packed_attention(skeleton, named, device_type, strategy.compute_dtype, is_one_graph=one_graph)
     dtype = planned_frozen_dtype(strategy, config.model.frozen_dtype, has_adapter=is_enabled(config.adapter))
     cast_frozen(skeleton, dtype)
-    return Subject(config=config, model_config=model_config, skeleton=skeleton.train(), is_flash=is_flash)
+    return Subject(config=config, model_config=model_config, skeleton=skeleton.train(), is_flash=is_flash, why_dense=why_dense)
 
 
 def build_batch(subject: Subject, rows: int) -> Batch:

@@ -27,6 +27,9 @@ def measure_baselines(
 ) -> dict[str, dict[str, Any]]:
     """Figures of texts that need no model, by name: as an earlier end of the run has written them to `metrics`, else measured and
     written there. Empty on other ranks than 0, and without evaluations of texts.
+
+    Raises:
+        UserError: `metrics` cannot be written.
     """
     lines = [line for line in metrics.load() if line.get("measured_on") == measured_on] if rank() == 0 else []
     if not any("rougeL" in line for line in lines if line["kind"] == "eval"):
@@ -35,6 +38,8 @@ def measure_baselines(
         named = _baselines(train_rows, evaluation.rows.select(evaluation.prompted))
         for name, figures in named.items():
             metrics.write(BASELINE, step, name=name, **figures, measured_on=measured_on)
+        if metrics.error is not None:
+            raise metrics.error
     return named
 
 

@@ -196,6 +196,15 @@ def test_packed_rows_keep_a_mask_in_every_block_where_they_are_not_attended_to_b
         assert trace(LLAMA, FSDP2, (*UNPACKED[:1], f"--model.attn_implementation={attention}")).peak == unpacked.peak
 
 
+def test_why_packed_rows_keep_their_mask_is_a_note(edited: Any) -> None:
+    one_graph = edited("fsdp2_compile", "dynamo_config:", "dynamo_config:\n  dynamo_use_fullgraph: true")
+    named = plan(LLAMA, "fsdp2_full_shard", 4, UNPACKED[0], "--model.attn_implementation=sdpa")
+    for planned, reason in ((named, "model.attn_implementation is sdpa"), (plan(LLAMA, one_graph, 4, UNPACKED[0]), "dynamo_use")):
+        assert f"keeps packed rows apart by a dense mask, because {reason}" in plan_as_text(planned)
+    by_document = plan(LLAMA, "fsdp2_full_shard", 4, UNPACKED[0])
+    assert "dense mask" not in plan_as_text(by_document) and by_document.total < named.total
+
+
 def test_checkpointing_keeps_a_block_s_input_alone() -> None:
     whole, checkpointed = (trace(LLAMA, with_(activation_checkpointing=on), UNPACKED) for on in (False, True))
     # Forward's end, before the loss: the inputs of all blocks, and what one block and the last norm need.
@@ -318,16 +327,17 @@ def test_few_blocks_tell_of_many(settings: dict, kind: str) -> None:
         (LLAMA, "sdpa", torch.bfloat16, False, 0.0),  # fused kernels of the CPU keep what CUDA's do
         (LLAMA, "sdpa", torch.bfloat16, True, 0.1),  # which is planned as if there was none
         (LLAMA, "documents", torch.bfloat16, True, 0.0),
+        (LLAMA, "eager", torch.bfloat16, True, 0.0),  # packed, with a dense mask
         (T5, "sdpa", torch.bfloat16, True, 0.0),
     ],
-    ids=["sdpa-cpu", "sdpa-cuda", "smoothed", "packed", "t5"],
+    ids=["sdpa-cpu", "sdpa-cuda", "smoothed", "packed", "dense", "t5"],
 )
 def test_the_trace_is_what_a_real_micro_batch_allocates(
     settings: dict, attention: str, dtype: torch.dtype, is_cpu: bool, smoothing: float, request: pytest.FixtureRequest
 ) -> None:
     strategy = dataclasses.replace(CPU, compute_dtype=dtype, is_cpu=is_cpu)
-    is_packed = attention == "documents"
-    own = () if is_packed else (f"--model.attn_implementation={attention}",)
+    is_packed, by_document = attention in ("documents", "eager"), attention == "documents"
+    own = () if by_document else (f"--model.attn_implementation={attention}",)
     lengths = ("--data.max_source_length_tokens=96", "--data.max_target_length_tokens=32")
     rows = UNPACKED[: 1 if is_packed else 2] if settings is LLAMA else lengths
     arguments = ("--model.from_scratch=true", *own, *rows)
@@ -342,7 +352,7 @@ def test_the_trace_is_what_a_real_micro_batch_allocates(
     chunked_loss.install(model)
     masks.install(model)
     batch = build_batch(subject, rows=2)
-    assert ("document_lengths" in batch) == is_packed
+    assert (batch.get("position_ids") is not None, "document_lengths" in batch) == (is_packed, by_document)
     tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
     at_start = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *tensors))
     expected = at_start + _allocated_peak(model, batch, dtype, smoothing)

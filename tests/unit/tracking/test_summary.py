@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from toolkit.errors import UserError
 from toolkit.tracking.metrics_log import MetricsLog, load_metrics
 from toolkit.tracking.summary import _print_samples, format_table, measure_baselines
 
@@ -55,3 +58,9 @@ def test_baselines_are_measured_once_and_are_lines_of_the_metrics(tmp_path: Path
     monkeypatch.setattr(summary, "_baselines", lambda *_: pytest.fail("measured again"))
     again = measure_baselines(log, 4, rows, data, on)
     assert {name: line["rougeL"] for name, line in again.items()} == {name: line["rougeL"] for name, line in first.items()}
+    # On other rows, and a line that cannot be written, as on a full disk.
+    monkeypatch.undo()
+    log.write("eval", 5, rougeL=1.0, measured_on=(other := {"rows": "b"}))
+    log.note_failure(log.path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    with pytest.raises(UserError, match="metrics.jsonl cannot be written .No space left on device.: fix that"):
+        measure_baselines(log, 5, rows, data, other)

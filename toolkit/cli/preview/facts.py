@@ -102,5 +102,6 @@ def _build_skeleton(config: RecipeConfig, launch: Strategy) -> tuple[Any, Any]:
     if is_flash:
         skeleton.config._attn_implementation = attention  # by which the collator is chosen
     elif isinstance(config, LLMConfig) and config.data.packing:
-        choose_packed_attention(skeleton, attention or None, "cpu" if launch.is_cpu else "cuda", launch.compute_dtype)
+        device_type, one_graph = "cpu" if launch.is_cpu else "cuda", launch.is_one_graph
+        choose_packed_attention(skeleton, attention or None, device_type, launch.compute_dtype, is_one_graph=one_graph)
     return model_config, skeleton

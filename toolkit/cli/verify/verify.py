@@ -118,7 +118,7 @@ def build_box(
     if "flash" in (attention := parsed.model.attn_implementation or ""):
         raise UserError(
             f"model.attn_implementation is {attention}, which cannot compute in fp32, but verify does, to separate rounding from "
-            "mistakes: add --model.attn_implementation sdpa"
+            "mistakes: add --model.attn_implementation null"
         )
     on_cpu, chosen = _processes(num_processes, use_cpu)
     return Box(

@@ -264,7 +264,7 @@ def test_command_exits_1_where_a_check_fails(monkeypatch: pytest.MonkeyPatch, pa
         ({"presets": ["fsdp2_fp8"]}, [], "names fsdp2_fp8, whose float8"),
         ({}, ["--optim.lrr", "1"], "optim.lrr"),
         ({}, ["--model.name_or_path=llama"], "give the model as --model"),
-        ({}, ["--model.attn_implementation", "flash_attention_2"], "cannot compute in fp32"),
+        ({}, ["--model.attn_implementation", "flash_attention_2"], "fp32.*: add --model.attn_implementation null"),
         ({"config": "nosuch.yaml"}, [], "nosuch.yaml"),
         ({"output": "taken"}, [], "not from an earlier verify"),
         ({"output": "taken/thesis.tex/below"}, [], "cannot be written .Not a directory"),
