@@ -102,14 +102,13 @@ def train(
     import torch
 
     from toolkit.checkpoint.state import SkipHistory
-    from toolkit.distributed.comm import rank
     from toolkit.distributed.watchdog import at
     from toolkit.evaluation.accuracy import evaluate_accuracy
     from toolkit.tracking.progress import Progress
     from toolkit.tracking.step_log import StepLog
 
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=config.optim.gamma)
-    bar = Progress(num_steps, 0, enabled=rank() == 0)
+    bar = Progress(num_steps, 0, config.log_every_steps)
     log = StepLog(metrics, sharded, bar, [], SkipHistory(), max_skipped_steps=1)
     for number in range(num_steps + 1):
         at("step", number)

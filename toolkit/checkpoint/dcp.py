@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
 from toolkit.distributed.comm import control_group, gather_objects, rank
+from toolkit.distributed.progress import Phase
 
 # DCP warns whenever one process saves without a process group, as with the `single` preset.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -57,7 +58,8 @@ def save_tensors(tensors: Tensors, folder: Path, group: dist.ProcessGroup | None
     is_staged = all(_is_on_host(tensor) for tensor in tensors.values())
     writer = dcp.FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0 if is_staged else _COPY_AHEAD_BYTES)
     try:
-        dcp.save(tensors, storage_writer=writer, process_group=group)
+        with Phase(f"writing {folder.parent.stem}", None, "B") as writing:
+            dcp.save(tensors, storage_writer=writer, planner=_ShownPlanner(writing), process_group=group)
     except CheckpointException as error:  # a BaseException, whose text holds the tracebacks of all ranks
         raise next(failure for failure, _ in error.failures.values()) from None
     names = [path.name for path in folder.glob(f"__{rank()}_*.distcp")]
@@ -123,6 +125,27 @@ def _raise_together(check: Callable[[], None]) -> None:
         raise ValueError(first)
 
 
+class _ShownPlanner(dcp.DefaultSavePlanner):
+    """torch's default, with the progress of this rank's part."""
+
+    def __init__(self, writing: Phase) -> None:
+        super().__init__()
+        self.writing = writing
+
+    def finish_plan(self, new_plan: dcp.SavePlan) -> dcp.SavePlan:
+        """Ranks share what each of them has: only now it is known who writes it."""
+        about = [item.tensor_data for item in new_plan.items if item.tensor_data is not None]
+        self.writing.total = sum(math.prod(data.chunk.sizes) * data.properties.dtype.itemsize for data in about)
+        return super().finish_plan(new_plan)
+
+    def resolve_data(self, write_item: Any) -> Any:
+        """The tensor, which is written next."""
+        tensor = super().resolve_data(write_item)
+        assert isinstance(tensor, torch.Tensor)  # `state_tensors` has nothing else
+        self.writing.add(tensor.nbytes)
+        return tensor
+
+
 class _SafeReader(dcp.FileSystemReader):
     """DCP's reader, but it unpickles metadata with an allowlist, once, and reads only tensors from files inside the folder."""
 
@@ -151,6 +174,7 @@ class _SafeReader(dcp.FileSystemReader):
         by_file: dict[str, list[Any]] = {}
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        loading = Phase(f"loading {self.folder.parent.name}", len(plan.items), "tensors")
         for name, items in by_file.items():
             with _inside(self.folder, name).open("rb") as file:
                 for item in items:
@@ -161,6 +185,7 @@ class _SafeReader(dcp.FileSystemReader):
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(stored[part])
                     planner.commit_tensor(item, target)
+                    loading.add(1)
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
         return done

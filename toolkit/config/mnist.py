@@ -74,7 +74,8 @@ class MnistConfig:
     eval_every_epochs: NumEpochs = 1.0  # type: ignore[valid-type]
     """Epochs between evaluations, as in 0.5. A part of an epoch is rounded up to whole steps."""
     log_every_steps: PositiveInt = 10  # type: ignore[valid-type]
-    """Steps between two log lines. Each reads the loss and so waits for the device."""
+    """Steps between two lines with loss, learning rate, tokens/s and time left, which a terminal shows in its bar. Each reads the
+    loss and so waits for the device."""
 
 
 def check_mnist_config(config: Any) -> None:

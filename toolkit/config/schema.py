@@ -254,7 +254,8 @@ class _RecipeSections:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     run: RunConfig = field(default_factory=RunConfig)
     log_every_steps: PositiveInt = 10  # type: ignore[valid-type]
-    """Steps between two log lines. Each reads the loss and so waits for the device."""
+    """Steps between two lines with loss, learning rate, tokens/s and time left, which a terminal shows in its bar. Each reads the
+    loss and so waits for the device."""
     log_row_ids: bool = False
     """Write the row ids of every micro-batch to `rows-<rank>.jsonl` in the run folder."""
 

@@ -19,6 +19,7 @@ from toolkit.checkpoint.folders import put_in_place
 from toolkit.config.load import RecipeConfig
 from toolkit.data.collate import move_to
 from toolkit.distributed.comm import on_rank_0, rank
+from toolkit.distributed.progress import Phase
 from toolkit.distributed.watchdog import at, working
 from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows
@@ -222,10 +223,13 @@ def _gather(sharded: ShardedModel, take: Callable[[str, torch.Tensor], None], fo
         UserError: rank 0 cannot write; on every rank.
     """
     at("export")
-    for name, whole in whole_parameters(sharded):
-        working("export")
-        _on_rank_0(folder, functools.partial(take, name, whole))
-        at("export")
+    num_bytes = sum(parameter.nbytes for parameter in sharded.skeleton.parameters())
+    with Phase(f"exporting to {folder.name}", num_bytes, "B") as exporting:
+        for name, whole in whole_parameters(sharded):
+            working("export")
+            _on_rank_0(folder, functools.partial(take, name, whole))
+            exporting.add(whole.nbytes)
+            at("export")
     working("export")
 
 

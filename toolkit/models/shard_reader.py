@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.distributed.comm import gather_objects, on_all_ranks, rank, world_size
+from toolkit.distributed.progress import Phase
 
 PIECE_BYTES = 2**24
 """Most bytes of a tensor in host memory at once, counted in fp32."""
@@ -50,10 +51,12 @@ def fill_shards(model: nn.Module, sources: Sources) -> None:
     Raises:
         UserError: a file cannot be read; on every rank.
     """
-    on_all_ranks(lambda: _fill_shards(model, sources))
+    num_bytes = sum(parameter.to_local().nbytes for parameter in model.parameters() if isinstance(parameter, DTensor))
+    with Phase("loading the weights", num_bytes, "B") as loading:
+        on_all_ranks(lambda: _fill_shards(model, sources, loading))
 
 
-def _fill_shards(model: nn.Module, sources: Sources) -> None:
+def _fill_shards(model: nn.Module, sources: Sources, loading: Phase) -> None:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     for name, parameter in model.named_parameters():
@@ -66,6 +69,7 @@ def _fill_shards(model: nn.Module, sources: Sources) -> None:
         for piece in pieces(tuple(local.shape)):
             box = tuple(slice(begin + p.start, begin + p.stop) for begin, p in zip(offset, piece, strict=True))
             local[piece].copy_(source.read(box))
+            loading.add(local[piece].nbytes)
 
 
 def hash_sources(sources: Sources, headers: dict[str, str], dtypes: dict[str, torch.dtype]) -> dict[str, str]:
@@ -94,8 +98,18 @@ def hash_sources(sources: Sources, headers: dict[str, str], dtypes: dict[str, to
         loads[least] += math.prod(sources[name].shape)
         if least == rank():
             mine.append(name)
+    num_bytes = {name: math.prod(sources[name].shape) * dtypes[name].itemsize for name in mine}
+
+    def digest_mine(threads: ThreadPoolExecutor, hashing: Phase) -> dict[str, str]:
+        digests = {}
+        for name, found in zip(mine, threads.map(digest, mine), strict=True):
+            digests[name] = found
+            hashing.add(num_bytes[name])
+        return digests
+
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # hashing releases the GIL
-        hashes = on_all_ranks(lambda: dict(zip(mine, threads.map(digest, mine), strict=True)))
+        with Phase("hashing the frozen weights", sum(num_bytes.values()), "B") as hashing:
+            hashes = on_all_ranks(lambda: digest_mine(threads, hashing))
     gathered = {name: value for of_rank in gather_objects(hashes) for name, value in of_rank.items()}
     return {name: gathered[name] for name in sorted(gathered)}
 

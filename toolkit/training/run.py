@@ -153,7 +153,7 @@ def resume(run: Run, folder: Path | None) -> None:
 
 def build_log(run: Run) -> StepLog:
     """The log of the steps that follow `run.state`. Collective."""
-    bar = Progress(run.num_steps, run.state.step, enabled=rank() == 0)
+    bar = Progress(run.num_steps, run.state.step, run.config.log_every_steps)
     return StepLog(run.metrics, run.sharded, bar, run.train_rows, run.state.skips, run.config.optim.max_skipped_steps)
 
 

@@ -30,7 +30,7 @@ def new_log(folder: Path, skips: SkipHistory, max_skipped_steps: int = 3) -> Ste
     accelerator = SimpleNamespace(device=torch.device("cpu"), log=lambda figures, step: None)
     metrics = MetricsLog(folder / "metrics.jsonl", is_writer=True)
     sharded: Any = SimpleNamespace(accelerator=accelerator)
-    return StepLog(metrics, sharded, Progress(100, 0, enabled=True), ROWS, skips, max_skipped_steps)
+    return StepLog(metrics, sharded, Progress(100, 0, every_steps=1), ROWS, skips, max_skipped_steps)
 
 
 def figures(step: int, *losses: float, norm: float = 1.0, skipped: bool | None = None) -> StepFigures:

@@ -19,11 +19,11 @@ from toolkit.cli.generate.model import Generator, find_folder, load_generator
 from toolkit.data.sources.text_files import build_form
 from toolkit.data.tokens.chat_template import TEMPLATE_ERRORS
 from toolkit.distributed.comm import close_groups, control_group, gather_objects, on_all_ranks, on_rank_0, rank, world_size
+from toolkit.distributed.progress import Phase
 from toolkit.errors import UserError, escape_controls
 from toolkit.export.usage import Usage, load_usage
 from toolkit.files.json_lines import encode_json_line, load_json_lines
 from toolkit.launch.environment import asked_for_cpu, is_launched, read_launch
-from toolkit.tracking.progress import Progress
 
 logger = logging.getLogger("toolkit")
 
@@ -75,11 +75,10 @@ def generate(options: Options) -> None:
         _check_lengths(generator, rows, items)
         if num_cut := sum(row["num_lost_tokens"] > 0 for row in rows):
             _say(options, f"cut {num_cut:,} of {len(rows):,} texts to {generator.usage.max_source_length_tokens} tokens")
-        progress = Progress(len(items), num_done, enabled=rank() == 0 and options.output is not None, unit="row")
-        for first, texts in _generate_chunks(generator, rows, options, num_done):
-            on_rank_0(partial(_write, options.output, first, texts))
-            progress.update(first + len(texts))
-        progress.close()
+        with Phase("generating", len(items), "texts", done=num_done, enabled=options.output is not None) as generating:
+            for first, texts in _generate_chunks(generator, rows, options, num_done):
+                on_rank_0(partial(_write, options.output, first, texts))
+                generating.add(len(texts))
         if options.output and rank() == 0:
             _about_file(options.output).unlink(missing_ok=True)
             logger.info(f"{len(items):,} texts are in {options.output}")

@@ -23,6 +23,7 @@ from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.data.cache_folders import cache_folder, find_or_build, name_folder
 from toolkit.data.rows.example import Example, build_schema, list_cells
 from toolkit.data.rows.inputs import RowInput, check_columns_used, describe_readings, list_inputs, read_rows
+from toolkit.distributed.progress import Phase
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -118,12 +119,17 @@ def write_rows(
     repeats = Repeats()
     num_read: Counter[int] = Counter()
     row_id = 0
-    with closing(_RowFile(folder / "train.arrow")) as train, closing(_RowFile(folder / "evaluation.arrow")) as evaluation:
+    with (
+        closing(_RowFile(folder / "train.arrow")) as train,
+        closing(_RowFile(folder / "evaluation.arrow")) as evaluation,
+        Phase("reading the data", None, "rows") as reading,
+    ):
         for item, report in zip(inputs, reports, strict=True):
             limit = None if item.is_eval_file or num_rows is None else num_rows - num_read[item.mix_entry]
             if limit == 0:
                 continue
             for row in islice(read_rows(item), limit):
+                reading.add(1)
                 report.num_rows += 1
                 reason = row if isinstance(row, str) else splitter.find_copy(row, item)
                 if isinstance(row, str) or reason is not None:

@@ -9,9 +9,8 @@ import hashlib
 import json
 import logging
 import os
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +24,7 @@ from toolkit.data.rows.load import TextRows, load_rows
 from toolkit.data.tokens import causal, seq2seq
 from toolkit.data.tokens.tokenizer import has_tokenizer, hash_tokenizer, keep_trained_tokenizer, load_tokenizer
 from toolkit.distributed.comm import gather_objects, local_rank, local_world_size, raise_together
+from toolkit.distributed.progress import Phase
 from toolkit.distributed.watchdog import working
 from toolkit.errors import UserError
 
@@ -202,9 +202,7 @@ def tokenize_rows(
     """
     import datasets
 
-    if not sys.stderr.isatty():  # progress bars are for terminals
-        datasets.disable_progress_bars()
-        logger.info(f"tokenizing {len(dataset):,} {name} rows")
+    datasets.disable_progress_bars()  # ours is on rank 0 only, and becomes lines where there is no terminal
     if is_empty := len(dataset) == 0:
         # `map` over no rows would not add the new columns: tokenize a placeholder row and drop it at the end.
         cells = [0, 0, *list_cells(Example(prompt="", completion=""))]
@@ -213,10 +211,12 @@ def tokenize_rows(
         )
     num_workers = num_workers or min(8, (os.cpu_count() or 1) // local_world_size())
     has_workers = num_workers > 1 and len(dataset) > _ROWS_WORTH_SEVERAL_PROCESSES
+    shown = _Shown(tokenize, Phase(f"tokenizing {name} rows", len(dataset), "rows"), num_workers if has_workers else 1)
     try:
         tokenized = dataset.map(
-            tokenize,
+            shown,
             batched=True,
+            with_rank=True,
             # A batch is in memory as text and as tokens at once, so long rows need smaller batches.
             batch_size=max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE * len(dataset) // dataset.data.nbytes)),
             num_proc=num_workers if has_workers else None,
@@ -227,7 +227,6 @@ def tokenize_rows(
             new_fingerprint=hashlib.sha256(f"{dataset._fingerprint} {folder} {name}".encode()).hexdigest()[:16],
             load_from_cache_file=False,
             cache_file_name=str(folder / f"{name}.arrow"),
-            desc=f"tokenizing {name} rows",
         )
     except RuntimeError as error:
         if "abruptly died" not in str(error):  # the wording of `datasets`
@@ -237,6 +236,27 @@ def tokenize_rows(
             "out: set data.num_tokenizer_workers to fewer, and run the same command again"
         ) from None
     return tokenized.select([]) if is_empty else tokenized
+
+
+@dataclass
+class _Shown:
+    """A function that tokenizes, with its progress. Of several processes the first shows its own, which stands for all."""
+
+    tokenize: Callable[..., dict[str, list]]
+    phase: Phase
+    num_processes: int
+    num_left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_left = self.phase.total or 0
+
+    def __call__(self, rows: Mapping[str, list], process: int | None, **arguments: Any) -> dict[str, list]:
+        tokenized = self.tokenize(rows, **arguments)
+        if not process:
+            number = min(self.num_left, len(next(iter(rows.values()))) * self.num_processes)
+            self.num_left -= number
+            self.phase.add(number)
+        return tokenized
 
 
 def save_tokens(tokenized: Dataset, name: str, folder: Path) -> None:

@@ -1,0 +1,125 @@
+"""Phases: their bar on a terminal, also below that of the steps, and their lines elsewhere."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from toolkit.data.tokens import prepare
+from toolkit.distributed import progress as module
+from toolkit.distributed.progress import Phase
+from toolkit.tracking.progress import Progress
+
+
+@pytest.mark.parametrize(
+    ("total", "unit", "lines"),
+    [
+        (None, "rows", ["reading: 3,000,000 rows", "reading: 6,000,000 rows"]),
+        (10**7, "rows", ["reading: 3,000,000 of 10,000,000 rows, 28 s left", "reading: 6,000,000 of 10,000,000 rows, 16 s left"]),
+        (10**7, "B", ["reading: 0.00 of 0.01 GB, 28 s left", "reading: 0.01 of 0.01 GB, 16 s left"]),
+        (6_000_000, "rows", ["reading: 3,000,000 of 6,000,000 rows, 12 s left", "reading: 6,000,000 of 6,000,000 rows"]),
+    ],
+)  # fmt: skip
+def test_a_long_phase_has_a_line_every_ten_seconds_and_at_its_end(
+    total: int | None, unit: str, lines: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now_s)
+    with Phase("reading", total, unit) as phase:
+        for _ in range(6):
+            now_s += 4
+            phase.add(1_000_000)
+    assert capsys.readouterr() == ("".join(f"{line}\n" for line in lines), "")
+
+
+def test_a_short_phase_and_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now_s)
+    for rank, duration_s in ((0, 9), (1, 900)):
+        monkeypatch.setattr(module, "rank", lambda rank=rank: rank)
+        with Phase("loading the weights", 2, "B") as phase:
+            phase.add(1)
+            now_s += duration_s
+            phase.add(1)
+    assert capsys.readouterr() == ("", "")
+
+
+class Terminal(io.StringIO):
+    """What a terminal shows of what is written to it: carriage returns, line feeds, and the cursor's way up."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def screen(self) -> list[str]:
+        rows, row, column = [""], 0, 0
+        for part in re.findall(r"\x1b\[A|\r|\n|[^\r\n\x1b]+", self.getvalue()):
+            if part == "\x1b[A":
+                row -= 1
+            elif part == "\r":
+                column = 0
+            elif part == "\n":
+                row, column = row + 1, 0
+                rows += [""] * (row == len(rows))
+            else:
+                rows[row] = rows[row][:column].ljust(column) + part + rows[row][column + len(part) :]
+                column += len(part)
+        return [shown.rstrip() for shown in rows]
+
+
+def test_a_save_in_its_thread_does_not_tear_the_bar_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(module, "BAR_DELAY_S", 0)
+    steps = Progress(num_steps=400, start_step=0, every_steps=1)
+    half, go_on = threading.Event(), threading.Event()
+
+    def save() -> None:
+        with Phase("writing step-00000200", 4_000_000_000, "B") as phase:
+            phase.add(2_000_000_000)
+            phase._bar.refresh()
+            half.set()
+            go_on.wait()
+            phase.add(2_000_000_000)
+
+    thread = threading.Thread(target=save)
+    figures: dict[str, Any] = {"loss": 2.5, "learning_rate": 1e-3, "tokens_per_s": 1e5}
+    steps.update(200, **figures)
+    thread.start()
+    half.wait()
+    steps.update(300, **figures)
+    steps._bar.refresh()
+    above, below, *rest = terminal.screen()
+    assert "300/400" in above and below.startswith("writing step-00000200:  50%") and "2.00G/4.00G" in below and not any(rest)
+    go_on.set()
+    thread.join()
+    steps.update(400, **figures)
+    steps.close()
+    above, *rest = terminal.screen()
+    assert "400/400" in above and not any(rest)
+
+
+def count(rows: dict[str, list]) -> dict[str, list]:
+    return {"length": [len(text) for text in rows["text"]]}
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_tokenizing_reports_rows_from_the_first_process(
+    num_workers: int, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LINE_INTERVAL_S", 0)
+    monkeypatch.setattr(prepare, "_ROWS_WORTH_SEVERAL_PROCESSES", 1)
+    monkeypatch.setattr(prepare, "_ROWS_AT_ONCE", 1000)
+    rows = Dataset.from_dict({"text": ["a"] * 4001})
+    tokenized = prepare.tokenize_rows(rows, count, {}, "train", tmp_path, num_workers=num_workers)
+    assert len(tokenized) == 4001
+    out, err = capfd.readouterr()
+    numbers = [int(found.replace(",", "")) for found in re.findall(r"^tokenizing train rows: ([\d,]+) of 4,001 rows", out, re.M)]
+    assert numbers == ([1000, 2000, 3000, 4000, 4001] if num_workers == 1 else [2000, 4000, 4001])
+    assert err == ""
