@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from tests.support.checkpoint_files import change_manifest, make_checkpoint
+
 HOSTILE = "</script><script>alert(1)</script><!-- <script> \u202egnp.exe\u2066 \ud800 & <img src=x onerror=alert(1)>"
 
 DATA = {
@@ -17,8 +19,8 @@ DATA = {
 UNIT = {"unit": "T5Block", "count": 2, "num_parameters": 10, "num_trainable": 5, "dtypes": ["float32"], "bytes_on_rank_0": 9}
 
 
-def evaluation(step: int, **figures: float) -> dict[str, Any]:
-    """A line of metrics.jsonl; all are of the same rows."""
+def evaluation(step: int, **figures: Any) -> dict[str, Any]:
+    """A line of metrics.jsonl; all are of the same rows, unless `measured_on` says otherwise."""
     return {"kind": "eval", "step": step, "num_rows": 2, "measured_on": {"rows": "a"}, **figures}
 
 
@@ -66,6 +68,27 @@ def save_whole_run(folder: Path, num_steps: int = 2) -> Path:
     shape = {"num_processes": 2, "micro_batch_size_rows": 1, "row_tokens": {"row": 1}}
     (run / "memory.json").write_text(json.dumps({**memory, **shape}))
     (run / "memory_plan.json").write_text(json.dumps({**shape, "device_bytes_total": 3 * 2**30}))
+    return run
+
+
+def save_distinct_run(folder: Path) -> Path:
+    """A run in which no figure is another one's, but that its best ROUGE-L came twice, and that evaluated other rows at first."""
+    lines = [evaluation(0, loss=9.0, rougeL=90.0, measured_on={"rows": "b"})]
+    for step, loss, rouge1, rougeL in ((2, 3.0, 41.0, 20.0), (4, 2.5, 42.0, 30.0), (6, 2.75, 43.0, 30.0)):
+        lines += [evaluation(step, loss=loss, rouge1=rouge1, rougeL=rougeL), {"kind": "checkpoint", "step": step}]
+    names = ("loss", "learning_rate", "grad_norm", "tokens_per_s", "step_time_s", "peak_memory_gib")
+    for step in range(1, 7):
+        lines.append(train(step, **{name: 10.0 * place + step for place, name in enumerate(names, start=1)}))
+    lines += [{"kind": "skip", "step": 3}, {"kind": "resume", "step": 5}]
+    for rows, figures in (("a", {"rouge1": 44.0, "rougeL": 17.0}), ("b", {"rougeL": 99.0})):
+        lines.append({"kind": "baseline", "step": 6, "name": f"of rows {rows}", "measured_on": {"rows": rows}, **figures})
+    run = save_run(folder, *lines)
+    with (run / "config.yaml").open("a") as config:
+        config.write("train:\n  max_steps: 8\n")
+    (run / "record.json").write_text(json.dumps({"num_processes": 2}))
+    for step, rougeL, best in ((2, 20.0, 20.0), (4, 30.0, 30.0), (6, 29.0, 30.0)):
+        measured = {"metrics": {"rougeL": rougeL}, "state": {"best_value": best}}
+        change_manifest(make_checkpoint(run, step), lambda manifest, measured=measured: manifest.update(measured))
     return run
 
 

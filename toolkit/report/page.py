@@ -122,7 +122,7 @@ def _standing(run: RunFacts) -> str:
     max_steps = run.config.get("train.max_steps")
     words = f"{run.last_step:,} steps" + (f" of {max_steps:,}" if isinstance(max_steps, int) and max_steps else "")
     if num_processes := run.record.get("num_processes"):
-        words += f" on {num_processes} processes"
+        words += f" on {num_processes} process{'es' * (num_processes > 1)}"
     if best := run.best_evaluation():
         metric, value, step = best
         kept = any(c.step == step and c.problem is None for c in run.checkpoints)
@@ -130,7 +130,8 @@ def _standing(run: RunFacts) -> str:
             ", whose checkpoint is kept" if kept else ", whose checkpoint is not kept"
         )
     num_others = len(run.evaluations) - len(run.comparable)
-    other = f"; {num_others} evaluations are not shown, which were measured on other rows or with other settings"
+    not_shown = "evaluation is not shown" if num_others == 1 else "evaluations are not shown"
+    other = f"; {num_others} {not_shown}: measured on other rows or with other settings"
     return words + other * bool(num_others) + "."
 
 

@@ -57,6 +57,16 @@ def test_other_packed_rows_get_a_dense_mask_and_the_reason_is_said(
     assert why in str(warn_of_full_rows(model, why))
 
 
+@pytest.mark.parametrize(("capability", "head_dim", "reason"), [((8, 0), 256, ""), ((7, 5), 64, "Ampere generation or later")])
+def test_the_kernel_takes_its_oldest_gpu_and_its_largest_head(
+    capability: tuple[int, int], head_dim: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    why = choose_packed_attention(build("llama", head_dim=head_dim), None, "cuda", torch.float16)
+    assert reason in why if reason else why == ""
+
+
 @pytest.mark.parametrize(("config_class", "sizes"), [("FalconConfig", {}), ("BloomConfig", {}), ("DeepseekV3Config", {})])
 def test_attention_of_its_own_and_heads_of_two_sizes_keep_the_mask(config_class: str, sizes: dict[str, int]) -> None:
     import transformers

@@ -103,6 +103,28 @@ def test_a_mask_of_another_kind_stays_dense() -> None:
         assert isinstance(mask, torch.Tensor) and mask.shape == (1, 1, 5, 5)
 
 
+def test_dropout_and_the_scale_reach_the_attention() -> None:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    module, options = torch.nn.Module(), {"dropout": 0.5, "scaling": 2.0}
+    query, key, value = torch.randn(3, 1, 2, 6, 8).unbind()
+    located = documents.Documents((6,), torch.tensor([0, 6], dtype=torch.int32))
+    torch.manual_seed(1)
+    output, _ = documents.attend(module, query, key, value, located, **options)
+    torch.manual_seed(1)
+    expected, _ = sdpa_attention_forward(module, query, key, value, None, is_causal=True, **options)
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_on_a_gpu_dropout_is_not_left_to_the_kernel_that_has_none(dropout: float) -> None:
+    with FakeTensorMode(), patch.object(documents, "_varlen") as kernel, patch.object(documents, "_sdpa_a_document") as sdpa:
+        query, key, value = torch.empty(3, 1, 2, 6, 8, device="cuda").unbind()
+        located = documents.Documents((6,), torch.empty(2, dtype=torch.int32))
+        documents.attend(torch.nn.Module(), query, key, value, located, dropout=dropout)
+    assert (kernel.called, sdpa.called) == (not dropout, bool(dropout))
+
+
 @pytest.mark.parametrize("window", [None, 4])
 def test_the_installed_varlen_kernel_takes_our_call(window: int | None) -> None:
     """On fake tensors torch's own operators check arguments and shapes, forward and backward."""
@@ -113,6 +135,9 @@ def test_the_installed_varlen_kernel_takes_our_call(window: int | None) -> None:
         assert output.shape == (1, 20, 4, 8)
         output.sum().backward()
         assert all(tensor.grad is not None and tensor.grad.shape == tensor.shape for tensor in (query, key, value))
+        # As fp32 norms of queries leave them under autocast.
+        with torch.autocast("cpu", torch.bfloat16):
+            assert documents._varlen(query.float(), key.float(), value, located, 0.5).dtype == torch.bfloat16
     assert inspect.signature(plain_varlen_attn, eval_str=True) == inspect.signature(varlen.varlen_attn, eval_str=True)
 
 

@@ -92,6 +92,7 @@ def test_a_run_is_shown_whole_and_without_a_request(tmp_path: Path) -> None:
     assert predictions["columns"] == ["before training", "after step 2"] and predictions["metrics"] == ["rougeL"]
     assert [row["texts"] for row in predictions["rows"]] == [["a", "c"], ["b", HOSTILE]]
     assert [row["source"] for row in predictions["rows"]] == ["source 0", HOSTILE]
+    assert [[scores["rougeL"] for scores in row["scores"]] for row in predictions["rows"]] == [[0, 20], [10, 10]]
     # Two scripts run, which the policy names; nothing is requested.
     run_scripts = [text for attributes, text in page.scripts if attributes.get("type") != "application/json"]
     assert len(run_scripts) == 2 and not any(attributes.get("src") for attributes, _ in page.scripts)
