@@ -23,13 +23,9 @@ def collect_predictions(runs: Sequence[RunFacts]) -> dict[str, Any] | None:
     for run in runs:
         found = [(step, rows) for step in _ends(run) if (rows := read_predictions(run, step)) is not None]
         chosen = found[-1:] if len(runs) > 1 else found
-        columns += [(f"{run.name}: " * (len(runs) > 1) + _when(step), rows) for step, rows in chosen]
-    if not columns:
-        return None
-    sources: dict[str, str] = {}
-    for run in reversed(runs):
-        sources |= {key: text for key, text in run.record.get("sources", {}).items() if isinstance(text, str)}
-    return _shortened(_rows(columns, sources), [label for label, _ in columns])
+        sources = {row_id: text for row_id, text in run.record.get("sources", {}).items() if isinstance(text, str)}
+        columns += [(f"{run.name}: " * (len(runs) > 1) + _when(step), rows, sources) for step, rows in chosen]
+    return _shortened(_rows(columns), [label for label, *_ in columns]) if columns else None
 
 
 def _ends(run: RunFacts) -> list[int]:
@@ -38,16 +34,15 @@ def _ends(run: RunFacts) -> list[int]:
     return list(dict.fromkeys([*steps[:1], *steps[-1:]]))
 
 
-def _rows(columns: list[tuple[str, list[dict[str, Any]]]], sources: dict[str, str]) -> list[dict[str, Any]]:
-    """A row is known by its id and its reference: other runs may number other rows."""
+def _rows(columns: list[tuple[str, list[dict[str, Any]], dict[str, str]]]) -> list[dict[str, Any]]:
+    """A row is known by its id and its reference: other runs may number other rows. Its source is of a run that has this row."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for place, (_, predictions) in enumerate(columns):
+    for place, (_, predictions, sources) in enumerate(columns):
         for number, prediction in enumerate(predictions):
             row_id, reference = str(prediction.get("row_id", number)), str(prediction.get("reference", ""))
             empty = {"texts": [None] * len(columns), "scores": [{} for _ in columns]}
-            row = rows.setdefault(
-                (row_id, reference), {"id": row_id, "reference": reference, "source": sources.get(row_id), **empty}
-            )
+            row = rows.setdefault((row_id, reference), {"id": row_id, "reference": reference, "source": None, **empty})
+            row["source"] = row["source"] or sources.get(row_id)
             row["texts"][place] = prediction["prediction"]
             row["scores"][place] = {name: round(v, 2) for name, v in prediction.items() if name != "row_id" and is_number(v)}
     return list(rows.values())

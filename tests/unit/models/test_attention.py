@@ -101,3 +101,9 @@ def test_a_run_says_which_attention_kernel_runs(
     assert describe_attention(model, GPU, dtype, packing=packing) == on_gpu
     assert describe_attention(model, CPU, dtype, packing=packing) == on_cpu
     assert warn_of_full_rows(model, "") is None
+    assert attends_by_document(model) == (name in ("documents", "flash_attention_2"))
+
+
+def test_flex_attention_skips_what_its_mask_hides_and_is_not_warned_of() -> None:
+    model: Any = SimpleNamespace(config=SimpleNamespace(_attn_implementation="flex_attention"))
+    assert warn_of_full_rows(model, "a reason") is None

@@ -59,14 +59,23 @@ def test_the_plan_of_a_run_stands_beside_its_memory(run_folder: Path) -> None:
     assert "measured 0.01, 0.01 GiB by rank (allocated on the GPU)" in compare_with_plan(run_folder)
 
 
-def test_a_run_is_planned_for_its_own_gpu(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_planned_for_its_own_gpu_and_launch(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = MagicMock(return_value=MagicMock(total=2**30))
     monkeypatch.setattr(plan, "build_plan", planned)
     for gpu_gib in (23.6, None):
         (run_folder / "memory_plan.json").unlink(missing_ok=True)
-        change(run_folder, device="cuda", num_processes=1, gpu_gib=gpu_gib)
+        change(run_folder, device="cuda", num_processes=2, gpu_gib=gpu_gib, micro_batch_size_rows=3)
         compare_with_plan(run_folder)
     assert [call.args[-1] for call in planned.call_args_list] == [23.6, 80.0]
+    # For its processes and its largest micro-batch; again if these change.
+    _, _, num_processes, arguments, *_ = planned.call_args.args
+    assert num_processes == 2 and arguments[1:] == ["--data.max_length_tokens=96", "--train.micro_batch_size_rows=3"]
+    for name, value in (("num_processes", 1), ("micro_batch_size_rows", 2), ("row_tokens", {"row": 64})):
+        planned.reset_mock()
+        change(run_folder, **{name: value})
+        compare_with_plan(run_folder)
+        compare_with_plan(run_folder)
+        assert planned.call_count == 1, name
 
 
 def test_why_there_is_no_plan_is_reported(run_folder: Path) -> None:

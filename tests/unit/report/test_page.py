@@ -110,8 +110,11 @@ def test_names_and_settings_stay_text(tmp_path: Path) -> None:
     run = save_run(tmp_path / "<script>alert(2)<", *lines)
     (run / "config.yaml").write_text(json.dumps({"data": {"files": HOSTILE}}))
     page = write(tmp_path, run)
-    assert len(page.scripts) == 4 and not any(tag == "img" for tag, _ in page.tags)
+    assert len(page.scripts) == 4 and not any(tag in ("img", "b") for tag, _ in page.tags)
     assert page.texts["h1"] == ["<script>alert(2)<"] and escape_controls(HOSTILE).replace("\ud800", "?") in page.texts["td"]
+    # Beside another one, names are in each legend and in the description of each chart.
+    page = write(tmp_path, run, save_run(tmp_path / '" onload="<b>', *lines))
+    assert len(page.scripts) == 4 and not any(tag in ("img", "b") or "onload" in attributes for tag, attributes in page.tags)
 
 
 def test_several_runs_with_the_keys_that_differ(tmp_path: Path) -> None:
