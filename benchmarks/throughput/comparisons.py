@@ -30,7 +30,7 @@ class Against:
     goal: float | None = None
     """Least ratio of speed."""
     max_overhead: float | None = None
-    """Most of the other side's speed that ours may lack, as a fraction."""
+    """Most that our time may exceed the other side's, as a fraction of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
