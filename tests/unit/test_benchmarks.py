@@ -43,7 +43,8 @@ def test_ratios_are_of_speeds_within_a_turn_after_the_first(monkeypatch: pytest.
         def close(self) -> float:
             return 1.5
 
-    sides: dict[str, Any] = {"ours": lambda: Side(8, 99, 1, 2), "peer": lambda: Side(4, 1, 1, 4), "bare": lambda: Side(16, 1, 1, 2)}
+    turns = {"ours": (8, 99, 1, 2), "peer": (4, 1, 1, 4), "bare": (16, 1, 1, 2)}
+    sides: dict[str, Any] = {name: lambda figures=figures: Side(*figures) for name, figures in turns.items()}
     against = [Against(ours="ours", beside="peer", goal=1.5), Against(ours="ours", beside="bare", max_overhead=0.03)]
     comparison = Comparison(title="T", about="", unit="rows", sides=sides, against=against)
     monkeypatch.setitem(bench.COMPARISONS, "t5-training", lambda *_, **__: comparison)

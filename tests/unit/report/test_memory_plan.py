@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from toolkit.planning import plan
-from toolkit.report.memory_plan import compare_with_plan
+from toolkit.report.memory_plan import compare_with_plan, describe_memory
 from toolkit.tracking import memory as step_memory
 from toolkit.tracking.memory import StepMemory, save_memory
 from toolkit.tracking.metrics_log import MetricsLog
@@ -57,6 +57,7 @@ def test_the_plan_of_a_run_stands_beside_its_memory(run_folder: Path) -> None:
     assert json.loads((run_folder / "memory_plan.json").read_text())["device_bytes_total"] > 0
     change(run_folder, device="cuda", num_processes=2, peak_gib=[0.0075, 0.0075])
     assert "measured 0.01, 0.01 GiB by rank (allocated on the GPU)" in compare_with_plan(run_folder)
+    assert describe_memory({"device": "cuda", "peak_gib": [1.0, 2.0]}, 3 * 2**30).endswith("; +50 %")  # than the rank with most
 
 
 def test_a_run_is_planned_for_its_own_gpu_and_launch(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,14 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
+import pytest
 
 from tests.support.report_runs import evaluation, save_run
-from toolkit.data.collate import CausalCollator
-from toolkit.evaluation.rows import EvaluationRows
+from toolkit.report import record
 from toolkit.report.facts import read_runs
 from toolkit.report.predictions import collect_predictions
-from toolkit.report.record import _sources
 
 
 def save_texts(folder: Path, first_reference: str, sources: dict[str, str], **texts: list[str]) -> Path:
@@ -37,7 +35,7 @@ def collected(*runs: Path) -> tuple[list[str], list[tuple[Any, ...]]]:
     return found["columns"], [tuple(row[name] for name in names) for row in found["rows"]]
 
 
-def test_first_and_last_texts_of_the_same_rows(tmp_path: Path) -> None:
+def test_first_and_last_texts_of_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = save_texts(tmp_path / "one", "ref", {"7": "source 7", "8": "source 8"}, first=["a", "b"], last=["c", "d"])
     assert collected(one) == (
         ["after step 2", "after step 6"],
@@ -46,6 +44,8 @@ def test_first_and_last_texts_of_the_same_rows(tmp_path: Path) -> None:
             ("8", "both", "source 8", ["b", "d"], [{"rougeL": 21}, {"rougeL": 61}]),
         ],
     )
+    monkeypatch.setattr(record, "MOST_PREDICTIONS", 1)
+    assert [row[0] for row in collected(one)[1]] == ["7"]
 
 
 def test_a_row_of_another_run_has_the_source_of_its_own_run(tmp_path: Path) -> None:
@@ -60,9 +60,3 @@ def test_a_row_of_another_run_has_the_source_of_its_own_run(tmp_path: Path) -> N
             ("7", "other", "their 7", [None, "g"], [{}, {"rougeL": 60}]),
         ],
     )
-
-
-def test_sources_are_kept_of_the_rows_with_a_prompt() -> None:
-    columns = {"row_id": [5, 6, 7, 8], "prompt_length": [0, 3, 0, 5], "lead_text": ["a", "b", "c", "d"]}
-    tokenizer: Any = None
-    assert _sources(EvaluationRows(Dataset.from_dict(columns), tokenizer, CausalCollator(0))) == {"6": "b", "8": "d"}

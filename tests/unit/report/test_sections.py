@@ -34,6 +34,13 @@ def test_the_best_is_the_first_evaluation_with_the_last_checkpoints_best_value(r
     ]
 
 
+def test_a_checkpoint_that_lacks_a_file_is_not_complete(run: RunFacts) -> None:
+    (run.folder / "checkpoints" / "step-00000004" / "rng-00000.safetensors").unlink()
+    [run] = read_runs([run.folder])
+    assert [cell.partition(":")[0] for cell in cells(show_checkpoints([run]))[4::5]] == ["complete", "not valid", "complete"]
+    assert f"export {run.folder} --checkpoint 6" in show_commands([run])
+
+
 def test_where_a_run_stands(run: RunFacts) -> None:
     page = _summary([run])
     assert (
