@@ -153,7 +153,8 @@ def report(tokenized: Dataset, config: LLMDataConfig, name: str) -> tuple[Datase
     if num_endless := int(numbers["is_endless"].sum()):
         sentences.append(
             f"the chat template ends the turns of {num_endless} of {num_rows} {side} rows with no special token, so generation "
-            "has nothing to stop at: end assistant turns with eos_token in data.chat_template"
+            "has nothing to stop at: take a data.chat_template that ends assistant turns with eos_token, as "
+            "recipes/chat_templates/plain.jinja does"
         )
     kept = tokenized.select(np.flatnonzero(is_kept)) if num_lost or num_bare else tokenized
     if name == "train":

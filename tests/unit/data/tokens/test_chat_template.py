@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from jinja2 import TemplateError
 
 from tests.support.chats import CHATML, CLOSING, LLAMA2, MARKED, PROMPTING, STRIPPING, build_chat_tokenizer, say
 from toolkit.data.rows.example import Example
@@ -166,6 +167,21 @@ def test_the_marked_chatml_template_prints_as_qwen_does_and_marks_every_turn(tok
         "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
     )
     assert render_chat(tokenizer, say("a"), TOOLS).startswith("<|im_start|>system\n# Tools\n\nYou may call")
+
+
+def test_the_plain_template_ends_answers_with_the_end_token_and_takes_no_tools():
+    tokenizer = build_chat_tokenizer()
+    template = (Path(__file__).parents[4] / "recipes/chat_templates/plain.jinja").read_text()
+    messages = say("hello", " one\n", "two", "three", system="be brief")
+    end = tokenizer.eos_token
+    assert find(tokenizer, template, messages) == [(" one\n", end), ("three", end)]
+    prompt = render_chat(tokenizer, messages[:-1], None, for_generation=True)
+    assert prompt == f"<s>System:\nbe brief\nUser:\nhello\nAssistant:\n one\n{end}\nUser:\ntwo\nAssistant:\n"
+    assert render_chat(tokenizer, messages, None) == f"{prompt}three{end}\n"
+    thinking = [*say("a"), {"role": "assistant", "content": "b", "reasoning_content": "c"}]
+    for refused, tools in ((messages, TOOLS), ([*say("a"), CALL], None), ([*say("a"), ANSWER], None), (thinking, None)):
+        with pytest.raises(TemplateError, match="no form for tools and thinking"):
+            render_chat(tokenizer, refused, tools)
 
 
 def test_the_date_that_llamas_templates_print_does_not_depend_on_the_day(tokenizer):
