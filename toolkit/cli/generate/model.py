@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,6 +100,7 @@ def load_generator(name: str, dtype: str | None, settings: dict[str, Any]) -> Ge
         UserError: no model can be read there, or it does not fit the device.
     """
     import transformers
+    from transformers.utils.logging import disable_progress_bar
 
     folder = Path(find_folder(name))
     usage = load_usage(folder) or Usage()
@@ -106,9 +108,11 @@ def load_generator(name: str, dtype: str | None, settings: dict[str, Any]) -> Ge
     loaded_as = getattr(torch, dtype or usage.dtype)
     is_adapter = (folder / CONFIG_FILE).is_file()
     base = _base_of(folder) if is_adapter else str(folder)
-    is_seq2seq = is_encoder_decoder(base)
-    auto_class: Any = transformers.AutoModelForSeq2SeqLM if is_seq2seq else transformers.AutoModelForCausalLM
+    if not sys.stderr.isatty():  # bars are for terminals
+        disable_progress_bar()
     try:
+        is_seq2seq = is_encoder_decoder(base)
+        auto_class: Any = transformers.AutoModelForSeq2SeqLM if is_seq2seq else transformers.AutoModelForCausalLM
         config = transformers.AutoConfig.from_pretrained(base)
         _check_room(auto_class, config, loaded_as, device)
         config._attn_implementation = fastest_attention(config, device.type)
@@ -121,6 +125,13 @@ def load_generator(name: str, dtype: str | None, settings: dict[str, Any]) -> Ge
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
+        if is_adapter and not Path(base).is_dir():
+            raise UserError(
+                f"the adapter {folder} needs its base {base}, which is not found from here ({reason}): start where that path leads "
+                "to it, or give a merged model, as `python -m toolkit export RUN_FOLDER --merge` writes it"
+            ) from None
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"no model can be read from {name} ({reason}): give a run folder, an export or a model folder") from None
     if model.generation_config.max_new_tokens is None:  # no export of ours; `generate` would stop after 20 tokens
         settings = {"max_new_tokens": EvalConfig().max_new_tokens, **settings}

@@ -1,18 +1,22 @@
-"""How `generate` takes the launch: its devices are those that the accelerate YAML names."""
+"""How `generate` takes the launch: its devices are those that the accelerate YAML names. And what it says of models that it
+cannot load."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import accelerate
 import pytest
 import torch
+import transformers
+from peft import LoraConfig
 
 from tests.support.launch import REPOSITORY
 from toolkit.cli.generate import generate as command
-from toolkit.cli.generate.model import _choose_device
+from toolkit.cli.generate.model import _choose_device, load_generator
 from toolkit.errors import UserError
 
 
@@ -34,6 +38,23 @@ def test_several_processes_of_a_cpu_preset_leave_gpus_alone(monkeypatch: pytest.
     with pytest.raises(ConnectionAbortedError):
         command.generate(SimpleNamespace())  # type: ignore[arg-type]
     assert asked == [{"cpu": expected == "cpu"}] and str(_choose_device()) == expected
+
+
+@pytest.mark.parametrize("base", ["runs/base/export", "../base/export"])
+def test_an_adapter_whose_base_is_elsewhere_is_named(tmp_path: Path, base: str) -> None:
+    """Its path counts from the directory of the run."""
+    LoraConfig(base_model_name_or_path=base, task_type="CAUSAL_LM").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"the adapter {tmp_path} needs its base {base}, which is not found from here .*export"):
+        load_generator(str(tmp_path), None, {})
+
+
+def test_a_model_beyond_the_device_is_not_called_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers.LlamaConfig(vocab_size=8, hidden_size=32, num_hidden_layers=1).save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
+    with pytest.raises(UserError, match="^the model's weights take 0.0 GiB in float32, and cuda:0 has 0.0 GiB free"):
+        load_generator(str(tmp_path), "float32", {})
 
 
 def test_processes_of_torchrun_are_connected_too(monkeypatch: pytest.MonkeyPatch) -> None:
