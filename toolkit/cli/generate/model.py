@@ -127,7 +127,7 @@ def load_generator(name: str, dtype: str | None, settings: dict[str, Any]) -> Ge
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         if is_adapter and not Path(base).is_dir():
             raise UserError(
-                f"the adapter {folder} needs its base {base}, which is not found from here ({reason}): start where that path leads "
+                f"the adapter {folder} needs its base {base}, not found from here ({reason}): start where that path leads "
                 "to it, or give a merged model, as `python -m toolkit export RUN_FOLDER --merge` writes it"
             ) from None
         if isinstance(error, UserError):

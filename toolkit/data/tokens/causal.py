@@ -65,7 +65,7 @@ def list_settings(config: LLMDataConfig, tokenizer: PreTrainedTokenizerBase | No
     }
 
 
-def train(rows: Dataset, vocab_size: int) -> PreTrainedTokenizerBase:
+def train(rows: Dataset, vocab_size: int, config: LLMDataConfig) -> PreTrainedTokenizerBase:
     """A byte-level tokenizer, from the training rows."""
     texts = (text for batch in rows.iter(batch_size=1000) for example in read_examples(batch) for text in example.texts)
     return train_byte_level_tokenizer(texts, vocab_size)

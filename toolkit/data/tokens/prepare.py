@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -157,8 +158,10 @@ def _write_tokens(
     """Write `train/`, `evaluation/` and `tokenizer/` into `folder`. Returns what is stored beside them."""
     kind = causal if isinstance(config, LLMDataConfig) else seq2seq
     if tokenizer is None:
-        trained_on = f"{rows.fingerprint} {identity['tokenizer']}"
-        tokenizer = keep_trained_tokenizer(cache_folder(config.cache_dir), trained_on, kind.train, rows.train, vocab_size)
+        prefix = config.prefix if isinstance(config, DataConfig) else ""
+        trained_on = f"{rows.fingerprint} {identity['tokenizer']}" + (f", prefix {prefix!r}" if prefix else "")
+        train = partial(kind.train, rows.train, vocab_size, config)
+        tokenizer = keep_trained_tokenizer(cache_folder(config.cache_dir), trained_on, train)
         kind.set_up(tokenizer, config, model)
     remarks = rows.remarks + kind.describe(tokenizer, rows.train)
     stop_token_ids: set[int] = set()

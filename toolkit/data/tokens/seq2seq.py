@@ -36,9 +36,9 @@ def list_settings(config: DataConfig, tokenizer: PreTrainedTokenizerBase | None)
     return settings
 
 
-def train(rows: Dataset, vocab_size: int) -> PreTrainedTokenizerBase:
+def train(rows: Dataset, vocab_size: int, config: DataConfig) -> PreTrainedTokenizerBase:
     """A tokenizer like T5's, from the training rows."""
-    return train_tokenizer(rows, vocab_size)
+    return train_tokenizer(rows, vocab_size, config.prefix)
 
 
 def describe(tokenizer: PreTrainedTokenizerBase, rows: Dataset) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -70,10 +71,8 @@ def load_tokenizer(config: ModelConfig, vocab_size: int) -> PreTrainedTokenizerB
     return tokenizer
 
 
-def keep_trained_tokenizer(
-    cache: Path, trained_on: str, train: Callable[[Dataset, int], PreTrainedTokenizerBase], rows: Dataset, vocab_size: int
-) -> PreTrainedTokenizerBase:
-    """The tokenizer that `train` makes of the rows, or made for an earlier run: trained again on them, it would differ.
+def keep_trained_tokenizer(cache: Path, trained_on: str, train: Callable[[], PreTrainedTokenizerBase]) -> PreTrainedTokenizerBase:
+    """The tokenizer that `train` makes, or made for an earlier run: trained again on the same rows, it would differ.
 
     It has a folder of its own in `cache`, so that tokens that are damaged are built again as they were.
 
@@ -88,18 +87,18 @@ def keep_trained_tokenizer(
     folder = cache / f"tokenizer-{hashlib.sha256(trained_on.encode()).hexdigest()}"
 
     def build(unfinished: Path) -> dict[str, Any]:
-        train(rows, vocab_size).save_pretrained(unfinished / "tokenizer")
+        train().save_pretrained(unfinished / "tokenizer")
         return {"trained_on": trained_on}
 
     find_or_build("the trained tokenizer", folder, build)
     return AutoTokenizer.from_pretrained(folder / "tokenizer")
 
 
-def train_tokenizer(rows: Dataset, vocab_size: int) -> PreTrainedTokenizerBase:
+def train_tokenizer(rows: Dataset, vocab_size: int, prefix: str = "") -> PreTrainedTokenizerBase:
     """Train a unigram tokenizer like T5's (`<pad>` 0, `</s>` 1, `<unk>` 2) with the tokenizers library.
 
-    It is trained on the columns `prompt` and `completion` of at most `MAX_TRAINING_ROWS` evenly spaced rows, each cut to
-    `MAX_TRAINING_CHARACTERS`: more text makes training slower, but a small vocabulary no better.
+    It is trained on `prefix` and the columns `prompt` and `completion` of at most `MAX_TRAINING_ROWS` evenly spaced rows, each
+    cut to `MAX_TRAINING_CHARACTERS`: more text makes training slower, but a small vocabulary no better.
 
     Raises:
         UserError: the rows have more different characters than `vocab_size` allows.
@@ -109,7 +108,8 @@ def train_tokenizer(rows: Dataset, vocab_size: int) -> PreTrainedTokenizerBase:
 
     every = -(-len(rows) // MAX_TRAINING_ROWS)
     chosen = rows.select(range(0, len(rows), every))
-    texts = (text[:MAX_TRAINING_CHARACTERS] for row in chosen for text in (row["prompt"], row["completion"]))
+    of_rows = (text[:MAX_TRAINING_CHARACTERS] for row in chosen for text in (row["prompt"], row["completion"]))
+    texts = itertools.chain([prefix] if prefix else [], of_rows)  # once is enough for its characters
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace("\n", " ")])
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()

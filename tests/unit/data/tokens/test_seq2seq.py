@@ -42,9 +42,17 @@ def test_the_fingerprint_follows_the_tokenizer_that_came_out_of_training(tmp_pat
     trained_apart = train_tokenizer(
         first.train.select(range(20)).rename_columns({"target": "completion", "lead_text": "prompt"}), 80
     )
-    monkeypatch.setattr(seq2seq, "train_tokenizer", lambda rows, vocab_size: trained_apart)
+    monkeypatch.setattr(seq2seq, "train_tokenizer", lambda rows, vocab_size, prefix: trained_apart)
     elsewhere = prepare_rows(replace(data, cache_dir=str(tmp_path / "elsewhere")), model, 80)
     assert elsewhere.fingerprint != first.fingerprint
+
+
+def test_a_tokenizer_that_is_trained_on_the_rows_knows_their_prefix(tmp_path: Path) -> None:
+    data, model = rows_without_a_tokenizer(tmp_path)
+    plain, prefixed = prepare_rows(data, model, 80), prepare_rows(replace(data, prefix="Zürich: "), model, 80)
+    assert "Zürich" not in plain.tokenizer.decode(plain.tokenizer("Zürich")["input_ids"])
+    text = prefixed.tokenizer.decode(prefixed.train[0]["input_ids"], skip_special_tokens=True)
+    assert text == f"Zürich: {prefixed.train[0]['lead_text']}" and not [line for line in prefixed.remarks if "token" in line]
 
 
 def test_a_language_that_the_trained_tokenizer_cannot_mark_is_refused(tmp_path: Path) -> None:
@@ -147,7 +155,7 @@ def test_damaged_tokens_are_built_again_with_the_tokenizer_that_was_trained(
     trained_apart = train_tokenizer(
         before.train.select(range(20)).rename_columns({"target": "completion", "lead_text": "prompt"}), 80
     )
-    monkeypatch.setattr(seq2seq, "train_tokenizer", lambda rows, vocab_size: trained_apart)
+    monkeypatch.setattr(seq2seq, "train_tokenizer", lambda rows, vocab_size, prefix: trained_apart)
     (folder,) = (path.parent for path in (tmp_path / "cache").glob("*/evaluation"))
     path = folder / "about.json" if damage == "about.json" else next((folder / "train").glob("*.arrow"))
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
