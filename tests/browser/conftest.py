@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+if find_spec("playwright") is None:
+    collect_ignore_glob = ["test_*.py"]
+    warnings.warn("tests/browser is left out, as playwright is not installed: make test-browser runs it", stacklevel=1)
 
 SCREENSHOTS = Path(__file__).parent / "screenshots"
 
-OpenPage = Callable[..., Page]
+OpenPage = Callable[..., "Page"]
 
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
+    from playwright.sync_api import sync_playwright
+
     program = shutil.which("chromium")
     assert program, "there is no program chromium here: `make test-browser` installs it from Debian's packages"
     with sync_playwright() as playwright:
