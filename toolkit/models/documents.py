@@ -16,6 +16,9 @@ import torch
 
 BY_DOCUMENT = "documents"
 """Name of the attention in a model's config."""
+LONGEST_EAGER = 1024
+"""In bf16 on a CPU, documents up to this many tokens have their scores in memory: sdpa's kernel for CPUs without AMX multiplies
+blocks of 32 to 64 queries, at a sixth of the speed of one product a document. Longer ones would take too much memory."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +82,46 @@ def attend_by_document(
     dropout: float,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Causal attention within each document, (1, T, H, D): torch's varlen kernel on CUDA, else one causal sdpa a document."""
+    """Causal attention within each document, (1, T, H, D): torch's varlen kernel on CUDA, else document after document."""
     assert query_1HTD.shape[0] == 1 and query_1HTD.shape[2] == sum(documents.lengths)
     if query_1HTD.is_cuda and not dropout:
         return _varlen(query_1HTD, key_1KTD, value_1KTD, documents, scaling)
+    device = query_1HTD.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query_1HTD.dtype
+    if is_eager(device, dtype) and max(documents.lengths) <= LONGEST_EAGER:
+        return _eager_a_document(module, query_1HTD, key_1KTD, value_1KTD, documents, dropout, scaling)
     return _sdpa_a_document(module, query_1HTD, key_1KTD, value_1KTD, documents, dropout, scaling)
+
+
+def is_eager(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether documents up to `LONGEST_EAGER` tokens are attended to by plain products and a softmax."""
+    return device_type == "cpu" and dtype == torch.bfloat16
+
+
+def _eager_a_document(
+    module: torch.nn.Module,
+    query_1HTD: torch.Tensor,
+    key_1KTD: torch.Tensor,
+    value_1KTD: torch.Tensor,
+    documents: Documents,
+    dropout: float,
+    scaling: float | None,
+) -> torch.Tensor:
+    """As transformers' eager attention: scores and probabilities in bf16, the softmax's sums in fp32."""
+    from transformers.integrations.sdpa_attention import repeat_kv
+
+    groups, longest = query_1HTD.shape[1] // key_1KTD.shape[1], max(documents.lengths)
+    query_1HTD = (query_1HTD * (query_1HTD.shape[-1] ** -0.5 if scaling is None else scaling)).bfloat16()
+    key_1HTD, value_1HTD = (repeat_kv(tensor.bfloat16(), groups) for tensor in (key_1KTD, value_1KTD))
+    is_seen_LL = torch.ones(longest, longest, dtype=torch.bool).tril().triu(1 - (documents.window or longest))
+    mask_LL = torch.zeros(longest, longest, dtype=torch.bfloat16).masked_fill_(~is_seen_LL, -torch.inf)
+    parts = zip(*(tensor.split(documents.lengths, dim=2) for tensor in (query_1HTD, key_1HTD, value_1HTD)), strict=True)
+    outputs = []
+    for length, (query, key, value) in zip(documents.lengths, parts, strict=True):
+        scores_1HLL = (query @ key.transpose(2, 3)).add_(mask_LL[:length, :length])
+        weights_1HLL = torch.nn.functional.dropout(scores_1HLL.softmax(dim=-1), dropout)
+        outputs.append((weights_1HLL @ value).transpose(1, 2))
+    return torch.cat(outputs, dim=1)
 
 
 def _sdpa_a_document(

@@ -90,7 +90,7 @@ def test_attention_of_its_own_and_heads_of_two_sizes_keep_the_mask(config_class:
         ("flash_attention_2", False, True, torch.bfloat16, "flash_attention_2", "flash_attention_2"),
         (
             "documents", False, True, torch.bfloat16, BY_DOCUMENT.format("torch's varlen kernel"),
-            BY_DOCUMENT.format("one causal sdpa each"),
+            BY_DOCUMENT.format("eager up to 1,024 tokens, else one causal sdpa each"),
         ),
     ],
 )  # fmt: skip

@@ -72,14 +72,41 @@ def test_loss_and_gradients_are_those_of_a_dense_mask(family: str, kernel: str, 
 
 
 @pytest.mark.parametrize("family", BY_DOCUMENT)
-def test_a_changed_document_changes_no_bit_of_the_others(family: str) -> None:
+def test_in_bf16_on_a_cpu_documents_are_eager_and_as_near_to_fp32_as_dense_ones(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = build_rows(LENGTHS)
+    packs = [rows[:3], rows[3:]]
+    exact_loss, exact = take_loss_and_gradients(build(family, "sdpa"), packs)
+
+    def error(gradients: dict[str, torch.Tensor]) -> float:
+        squares = [((gradient - exact[name]).square().sum(), exact[name].square().sum()) for name, gradient in gradients.items()]
+        return (sum(wrong for wrong, _ in squares) / sum(whole for _, whole in squares)) ** 0.5
+
+    with torch.autocast("cpu", torch.bfloat16):
+        _, dense = take_loss_and_gradients(build(family, "sdpa"), packs)
+        with patch.object(documents, "_sdpa_a_document", wraps=documents._sdpa_a_document) as sdpa:
+            loss, gradients = take_loss_and_gradients(build(family), packs)
+            sdpa.assert_not_called()
+            monkeypatch.setattr(documents, "LONGEST_EAGER", max(LENGTHS) - 1)
+            take_loss_and_gradients(build(family), packs)
+            sdpa.assert_called()
+    torch.testing.assert_close(loss, exact_loss, rtol=1e-3, atol=0)
+    assert gradients.keys() == exact.keys()
+    assert error(gradients) <= 1.5 * error(dense)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", BY_DOCUMENT)
+def test_a_changed_document_changes_no_bit_of_the_others(family: str, dtype: torch.dtype) -> None:
     rows, others = build_rows(LENGTHS), build_rows(LENGTHS, seed=1)
     changed = [rows[0], others[1], *rows[2:]]
     for row in (rows[1], others[1]):
         row["labels"] = [-100] * len(row["labels"])
     model = build(family)
     # A gradient sums over tokens: those of the changed document, which has no label, add zeros.
-    (loss, gradients), (loss_beside, gradients_beside) = (take_loss_and_gradients(model, [pack]) for pack in (rows, changed))
+    with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+        (loss, gradients), (loss_beside, gradients_beside) = (take_loss_and_gradients(model, [pack]) for pack in (rows, changed))
     assert rows[1]["input_ids"] != changed[1]["input_ids"]
     assert torch.equal(loss, loss_beside)
     assert all(torch.equal(gradient, gradients_beside[name]) for name, gradient in gradients.items())
