@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ from toolkit.config.schema import EvalConfig
 from toolkit.data.collate import SummarizationCollator
 from toolkit.errors import UserError
 from toolkit.evaluation import loop
-from toolkit.evaluation.generate import Score, gather_scores
+from toolkit.evaluation.generate import Score, _stop_token_ids, gather_scores
 from toolkit.evaluation.rows import EvaluationRows
+from toolkit.files.json_lines import load_json_lines
 from toolkit.parallel import wrap
 from toolkit.training.goal import build_goal
 
@@ -53,17 +55,20 @@ def test_figures_are_equals_where_rows_are_the_same_and_texts_are_generated_alik
 CHANGED_CELLS: list[dict[str, Any]] = [{"input_ids": [1]}, {"labels": [4]}, {"labels": [4, 1]}, {"target": "text"}]
 
 
-def test_predictions_that_cannot_be_written_are_reported_in_one_sentence(tmp_path: Path) -> None:
+def test_predictions_stand_beside_their_own_rows_and_are_reported_if_they_cannot_be_written(tmp_path: Path) -> None:
     import datasets
 
-    rows = datasets.Dataset.from_list([{"row_id": 7, "target": "a b"}, {"row_id": 8, "target": "c"}])
+    targets = [("without a prompt", 0), ("a b", 3), ("c", 3)]
+    rows = datasets.Dataset.from_list([{"row_id": 6 + i, "target": t, "prompt_length": n} for i, (t, n) in enumerate(targets)])
     tokenizer: Any = None
     data = EvaluationRows(rows=rows, tokenizer=tokenizer, collator=SummarizationCollator(0, 0))
-    scores = [Score(1, " c\n", (100.0, 0.0, 100.0, 100.0)), Score(0, "a", (50.0, 0.0, 50.0, 50.0))]
+    scores = [Score(2, " c\n", (100.0, 0.0, 100.0, 100.0)), Score(1, "a", (50.0, 0.0, 50.0, 50.0))]
     figures = gather_scores(scores, data, tmp_path / "predictions.jsonl")
     assert figures["rouge1"] == 75.0 and figures["exact_match"] == 50.0 and figures["percent_distinct"] == 100.0
-    assert (tmp_path / "predictions.jsonl").read_text().count("\n") == 2
-    scores = [Score(0, "b", (0.0, 0.0, 0.0, 0.0)), Score(1, "b", (0.0, 0.0, 0.0, 0.0))]
+    lines = load_json_lines(tmp_path / "predictions.jsonl")
+    names = ("row_id", "reference", "prediction", "rouge1")
+    assert [tuple(line[name] for name in names) for line in lines] == [(7, "a b", "a", 50.0), (8, "c", " c\n", 100.0)]
+    scores = [Score(1, "b", (0.0, 0.0, 0.0, 0.0)), Score(2, "b", (0.0, 0.0, 0.0, 0.0))]
     assert gather_scores(scores, data, tmp_path / "predictions.jsonl")["percent_distinct"] == 50.0  # one text of two
     with pytest.raises(UserError, match="predictions .* could not be written: Is a directory$"):
         gather_scores(scores, data, tmp_path)
@@ -89,11 +94,18 @@ def test_an_encoder_runs_once_a_batch_and_texts_are_those_of_two_runs(
         }
 
     figures = run(tmp_path / "once.jsonl")
-    assert len(seen) == 2
+    assert len(seen) == 2 and len(encoder._forward_hooks) == 1, "the next training steps would keep what their encoder returns"
     monkeypatch.setattr(loop, "encoder_output_kept", nothing_kept)
     assert run(tmp_path / "twice.jsonl") == figures
     assert len(seen) == 4 and torch.equal(seen[0], seen[1]) and torch.equal(seen[2], seen[3])
     assert (tmp_path / "once.jsonl").read_bytes() == (tmp_path / "twice.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(("own", "ends"), [(2, [2, 5]), ([2, 3], [2, 3, 5]), (None, [5])])
+def test_a_text_ends_at_tokens_of_the_model_and_of_the_rows(own: int | list[int] | None, ends: list[int]) -> None:
+    model: Any = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=own))
+    data: Any = SimpleNamespace(stop_token_ids=(5,))
+    assert _stop_token_ids(model, data) == ends
 
 
 @contextlib.contextmanager

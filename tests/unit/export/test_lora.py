@@ -8,17 +8,25 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSeq2SeqLM, PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from tests.support.adapter_models import adapted, forward_inputs, load_base, logits, randomize, save_base
+from tests.support.model_folders import _build_tokenizer
+from tests.unit.parallel.test_chunked_loss import one_process
+from toolkit.config.python import load_config
+from toolkit.data.collate import CausalCollator
+from toolkit.evaluation.rows import EvaluationRows
+from toolkit.export.card import Origin
 from toolkit.export.compare import compare_logits, reload
 from toolkit.export.lora import Merge, coarsest, compare_adapter, load_adapter, write_adapter
 from toolkit.export.model_files import ModelFiles
+from toolkit.export.write import Places, export_model
 from toolkit.models.lora_files import hash_base
-from toolkit.parallel.wrap import copy_on_meta
+from toolkit.parallel.wrap import copy_on_meta, shard_model
 
 Tensors = dict[str, torch.Tensor]
 CPU = torch.device("cpu")
@@ -112,6 +120,22 @@ def test_the_merged_model_has_the_dtype_of_the_base(bases: Path, tmp_path: Path)
     compare_logits(check, reload(merged, tmp_path, CPU), tmp_path, torch.bfloat16, "")
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
+
+
+def test_an_adapter_in_another_dtype_is_compared_as_coarsely(
+    bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a run in fp32: by its tolerance, weights that were rounded would count as wrong."""
+    model, _, weights = trained(bases, "llama", {})
+    overrides = {"model.name_or_path": str(bases / "llama"), "data.source": "x", "train.max_steps": 1, "adapter.method": "lora"}
+    rows = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}])
+    data = EvaluationRows(rows, _build_tokenizer(("<pad>", "</s>")), CausalCollator(0))
+    places = Places(adapter=tmp_path / "export", dtype=torch.bfloat16)
+    export_model(load_config("llm", overrides=overrides), shard_model(one_process(), model), data, Origin(), places)
+    stored = load_file(tmp_path / "export" / "adapter_model.safetensors")
+    assert {weight.dtype for weight in stored.values()} == {torch.bfloat16} and len(stored) == len(own(model, weights))
+    captured = capsys.readouterr()
+    assert "rounded " in captured.out and "differ" not in captured.out + captured.err
 
 
 def test_what_was_not_written_right_is_found(bases: Path, tmp_path: Path) -> None:
