@@ -52,7 +52,8 @@ class Phase:
             return
         self._done += number
         if self._is_on_terminal:
-            self._bar = self._bar or self._build_bar()
+            if self._bar is None:  # a bar without a total has no truth value
+                self._bar = self._build_bar()
             self._bar.update(self._done - self._bar.n)
         elif time.monotonic() - self._line_s >= LINE_INTERVAL_S:
             self._log()

@@ -73,6 +73,18 @@ class Terminal(io.StringIO):
         return [shown.rstrip() for shown in rows]
 
 
+def test_a_phase_of_unknown_length_counts_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(module, "BAR_DELAY_S", 0)
+    with Phase("reading the data", None, "rows") as phase:
+        phase.add(1000)
+        phase.add(234)
+        phase._bar.refresh()
+        assert terminal.screen()[0].startswith("reading the data: 1234 rows [")
+    assert not any(terminal.screen())
+
+
 def test_a_save_in_its_thread_does_not_tear_the_bar_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
