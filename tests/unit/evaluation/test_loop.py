@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +20,11 @@ from toolkit.checkpoint.find import Goal
 from toolkit.config.schema import EvalConfig
 from toolkit.data.collate import SummarizationCollator
 from toolkit.errors import UserError
-from toolkit.evaluation import loop
+from toolkit.evaluation import loop, rouge
 from toolkit.evaluation.generate import Score, _stop_token_ids, gather_scores
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.files.json_lines import load_json_lines
+from toolkit.loss import summed_loss
 from toolkit.parallel import wrap
 from toolkit.training.goal import build_goal
 
@@ -101,6 +104,39 @@ def test_an_encoder_runs_once_a_batch_and_texts_are_those_of_two_runs(
     assert (tmp_path / "once.jsonl").read_bytes() == (tmp_path / "twice.jsonl").read_bytes()
 
 
+def test_figures_are_sums_over_rows_by_the_names_that_they_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = seq2seq_families.build_model("t5")
+    sharded = wrap.shard_model(one_process(), model.train())
+    data = replace(rows_for(model), source_names=("a", "b"))
+
+    def scores(predictions: list[str], references: list[str], tokenizer: Any) -> dict[str, list[float]]:
+        assert tokenizer is data.rouge_tokenizer, "words are split as in all references, not as in a batch's"
+        return {name: [float(place)] * len(references) for place, name in enumerate(rouge.ROUGE_KEYS)}
+
+    monkeypatch.setattr(rouge, "rouge_scores", scores)
+    found = loop.evaluate(EvalConfig(max_new_tokens=2, batch_size_rows=2), sharded, data, tmp_path / "p.jsonl", lambda: None)
+    model.eval()
+    with torch.no_grad():
+        of_rows = [summed_loss(model, data.collator.collate([[row]])) for row in data.rows]
+    losses, num_correct = [float(loss) for loss, _ in of_rows], sum(int(correct) for _, correct in of_rows)
+    # 9 label tokens, of which 3 are of source b, and 8 bytes of text.
+    expected = {
+        "loss": sum(losses) / 9,
+        "loss/a": (losses[0] + losses[1] + losses[3]) / 6,
+        "loss/b": losses[2] / 3,
+        "perplexity": math.exp(sum(losses) / 9),
+        "bits_per_byte": sum(losses) / math.log(2) / 8,
+        "token_accuracy": 100 * num_correct / 9,
+        **{name: place for place, name in enumerate(("rouge1", "rouge2", "rougeL", "rougeLsum"))},
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    # A rank without rows in a batch computes one that does not count.
+    sums = loop._LossSums(data, torch.device("cpu"))
+    with torch.no_grad():
+        sums.add(model, [])
+    assert not sums.losses.any() and not sums.num_correct and not sums.num_tokens.any() and not sums.num_bytes
+
+
 @pytest.mark.parametrize(("own", "ends"), [(2, [2, 5]), ([2, 3], [2, 3, 5]), (None, [5])])
 def test_a_text_ends_at_tokens_of_the_model_and_of_the_rows(own: int | list[int] | None, ends: list[int]) -> None:
     model: Any = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=own))
@@ -119,6 +155,7 @@ def rows_for(model: Any) -> EvaluationRows:
 
     columns = {
         "row_id": [0, 1, 2, 3],
+        "source_index": [0, 0, 1, 0],
         "input_ids": [[5, 6, 7, 8, 9, 10, 11], [9, 12, 13, 14, 15], [4, 5, 7], [8, 9, 10]],
         "labels": [[9, 20, 2], [5, 2], [7, 8, 2], [2]],
         "target": ["a b", "c", "d e", ""],

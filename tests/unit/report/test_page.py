@@ -114,6 +114,7 @@ def test_names_and_settings_stay_text(tmp_path: Path) -> None:
     assert page.texts["h1"] == ["<script>alert(2)<"] and escape_controls(HOSTILE).replace("\ud800", "?") in page.texts["td"]
     # Beside another one, names are in each legend and in the description of each chart.
     page = write(tmp_path, run, save_run(tmp_path / '" onload="<b>', *lines))
+    assert page.data("charts"), "a name that opens a script hides the data behind it"
     assert len(page.scripts) == 4 and not any(tag in ("img", "b") or "onload" in attributes for tag, attributes in page.tags)
 
 

@@ -60,3 +60,9 @@ def test_a_row_of_another_run_has_the_source_of_its_own_run(tmp_path: Path) -> N
             ("7", "other", "their 7", [None, "g"], [{}, {"rougeL": 60}]),
         ],
     )
+
+
+def test_a_text_that_is_cut_is_counted(tmp_path: Path) -> None:
+    run = save_texts(tmp_path / "run", "ref", {}, first=["a", "b"], last=["c", "d" * (record.LONGEST_TEXT + 1)])
+    found = collect_predictions(read_runs([run]))
+    assert found is not None and found["num_cut"] == 1 and len(found["rows"][1]["texts"][1]) == record.LONGEST_TEXT
