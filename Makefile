@@ -6,7 +6,9 @@ LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs/fsdp2_cpu.ya
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 AS_ROOT := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: t5 llm test test-faults test-browser soak refusals bench bench-growth bench-gpu gpu check clean
+TRACKERS := tensorboard wandb trackio mlflow
+
+.PHONY: t5 llm test test-faults test-browser $(TRACKERS:%=test-%) soak refusals bench bench-growth bench-gpu gpu check clean
 
 t5: $(VENV)/.installed
 	$(LAUNCH) recipes/t5.py --config recipes/configs/t5_docstrings.yaml
@@ -20,7 +22,8 @@ llm: $(VENV)/.installed
 	$(BIN)/python -m toolkit report --text runs/llm_stdlib runs/llm_docstrings runs/llm_docstrings_merged
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest --ignore=tests/faults --ignore=tests/browser
+	$(BIN)/python -m pytest --ignore=tests/faults --ignore=tests/browser \
+	  $(foreach tracker,wandb trackio mlflow,--ignore=tests/trackers/test_$(tracker).py)
 
 # Kills, damaged files, full disks, signals, bad numbers, hangs, other process counts: 2 real processes each.
 test-faults: $(VENV)/.installed-test
@@ -31,6 +34,10 @@ test-browser: $(VENV)/.installed-browser
 	@command -v chromium || { $(AS_ROOT) apt-get update && $(AS_ROOT) apt-get install --yes --no-install-recommends chromium; } || \
 	  { echo "Chromium could not be installed: install it so that the command chromium starts it, then repeat make test-browser" >&2; exit 1; }
 	$(BIN)/python -m pytest tests/browser
+
+# A tracker's real package, offline: its own store is read back. `make test` has TensorBoard's already.
+test-tensorboard test-wandb test-trackio test-mlflow: test-%: $(VENV)/.installed-%
+	$(BIN)/python -m pytest tests/trackers/test_$*.py
 
 # 100 kills at random moments of one run, which must come out as if there had been none. Not in CI.
 soak: $(VENV)/.installed-test
@@ -80,6 +87,14 @@ $(VENV)/.installed-test: $(VENV)/.installed
 $(VENV)/.installed-browser: $(VENV)/.installed-test
 	$(INSTALL) -e '.[browser]'
 	touch $@
+
+$(TRACKERS:%=$(VENV)/.installed-%): $(VENV)/.installed-%: $(VENV)/.installed-test
+	$(INSTALL) -e '.[$*]'
+	touch $@
+
+# trackio takes no pillow 13 yet, which nothing else here minds.
+$(VENV)/.installed-trackio: private INSTALL := grep -v '^pillow==' constraints.txt >$(VENV)/trackio.txt && \
+  $(subst constraints.txt,$(VENV)/trackio.txt,$(INSTALL))
 
 $(VENV)/.installed-bench: $(VENV)/.installed
 	$(INSTALL) -e '.[bench]'

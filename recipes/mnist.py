@@ -86,7 +86,7 @@ def main() -> None:
     working("drawing the curves")
     on_rank_0(lambda: draw_curves(metrics.load(), run_folder / "curves.png"))
     save_run_page(run_folder)
-    leave(accelerator)
+    leave()
 
 
 def train(

@@ -174,7 +174,8 @@ def check_command(command: list[str]) -> None:
     """Raise whatever the command itself would say before it does anything."""
     words = [fill(word) for word in command]
     if words[0] == "make":
-        unknown = set(words[1:]) - set(re.findall(r"^([a-z0-9-]+):", Path("Makefile").read_text(), re.MULTILINE))
+        targets = re.findall(r"^([a-z0-9 -]+):", Path("Makefile").read_text(), re.MULTILINE)
+        unknown = set(words[1:]) - set(" ".join(targets).split())
         assert not unknown, f"no target {unknown}"
     elif words[0] == "accelerate":
         check_launch(words[2:])

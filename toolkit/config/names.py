@@ -159,7 +159,7 @@ _ELSEWHERE = {
         "texts are generated greedily or by beams; penalties are those of the model's generation_config.json"
     ),
     "save_safetensors": "weights are always safetensors",
-    "logging_dir": "trackers write into the run folder",
+    "logging_dir": "TensorBoard and wandb write into the run folder",
     "do_train do_eval do_predict": "a run trains and evaluates; with train.max_steps 0 it only evaluates",
     "overwrite_output_dir": "nothing is overwritten; take another run.name",
     "push_to_hub hub_model_id hub_token hub_private_repo hub_strategy hub_always_push hub_revision": (

@@ -222,12 +222,12 @@ class ExportConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingConfig:
-    """Experiment trackers that get the metrics, in addition to `metrics.jsonl`."""
+    """Experiment trackers that get the metrics, in addition to `metrics.jsonl`; see docs/tracking.md."""
 
     log_with: list[str] = field(default_factory=list)
-    """Accelerate's trackers to use: `tensorboard`, `wandb`, …"""
+    """Trackers by name: `tensorboard` (into the run folder), `wandb`, `trackio`, `mlflow`, or another that accelerate knows."""
     project_name: str = "toolkit"
-    """Project name for the trackers."""
+    """Project of the trackers; in it the run is `run.name`. TensorBoard has none."""
 
 
 @dataclass(frozen=True, kw_only=True)

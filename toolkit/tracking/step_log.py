@@ -100,7 +100,7 @@ class StepLog:
                 "num_label_tokens": f.step.num_label_tokens,
             }
             self.metrics.write("train", f.step.step, **figures)
-            log_to_trackers(self.sharded.accelerator, {f"train/{name}": value for name, value in figures.items()}, f.step.step)
+            log_to_trackers("train", figures, f.step.step)
             if self._count(f, loss, grad_norm, bool(skipped)) and too_many is None:
                 too_many = self._too_many()  # now, because a later successful step resets the count
         self.last_loss = loss

@@ -1,23 +1,43 @@
-"""Starts accelerate's trackers by name, and sends figures to them."""
+"""Starts accelerate's trackers by name, sends figures to them, and drops one that fails: a tracker stops no run.
+
+Trackers live on rank 0. Each has one run for a run of ours; `trackers.json` in the run folder says which, so that a resumed run
+goes on in it. accelerate would give all of them one project name and one folder, and let the first error end the run.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
+import posixpath
+import re
+from pathlib import Path
 from typing import Any
 
+from toolkit.checkpoint.manifest import read_manifest
+from toolkit.config.load import RecipeConfig, dotted_keys
 from toolkit.config.schema import TrackingConfig
-from toolkit.distributed.comm import barrier
+from toolkit.distributed.comm import barrier, on_rank_0
 from toolkit.distributed.watchdog import working
 from toolkit.errors import UserError
+from toolkit.files.durable import written_beside
+from toolkit.tracking.metrics_log import load_metrics
 
-# The option for a run's name in each of accelerate's trackers; the others have only a project name.
-_RUN_NAME_OPTION = {
-    "wandb": "name",
-    "trackio": "name",
-    "swanlab": "experiment_name",
-    "clearml": "task_name",
-    "mlflow": "run_name",
+logger = logging.getLogger("toolkit")
+
+TRACKERS_FILE = "trackers.json"
+EXTRAS = ("tensorboard", "wandb", "trackio", "mlflow")
+"""Trackers that an extra of this package installs, and whose stores are read back by tests."""
+_FIX = {
+    "wandb": "run `wandb login`, or set WANDB_MODE=offline",
+    "mlflow": "see that the store of MLFLOW_TRACKING_URI answers",
 }
+_REFUSED_BY_MLFLOW = re.compile(r"[^/\w.\- :]")
+
+_running: list[Any] = []
+"""This process's trackers."""
+_sent: dict[tuple[str, str], int] = {}
+"""By tracker and kind of figures, the last step that its run had before this start."""
+_renamed: dict[str, str] = {}
 
 
 def check_trackers(config: TrackingConfig) -> None:
@@ -36,35 +56,157 @@ def check_trackers(config: TrackingConfig) -> None:
     for name in config.log_with:
         if name in usable:
             continue
-        trouble = "is not installed" if name in LOGGER_TYPE_TO_CLASS else "is not a tracker that accelerate knows"
+        is_known = name in LOGGER_TYPE_TO_CLASS
+        trouble = "is not installed" if is_known else "is not a tracker that accelerate knows"
+        install = f": pip install 'toolkit[{name}]'" if name in EXTRAS else f": pip install {name}" if is_known else ""
         choice = f"installed are {', '.join(sorted(usable))}" if usable else "none is installed"
-        raise UserError(f"tracking.log_with: {name!r} {trouble}; {choice} (metrics.jsonl is written in any case)")
+        raise UserError(f"tracking.log_with: {name!r} {trouble}{install}; {choice} (metrics.jsonl is written in any case)")
 
 
-def start_trackers(accelerator: Any, config: TrackingConfig, run_name: str, flat_config: dict[str, Any]) -> None:
-    """Start the trackers that the `Accelerator` was built with (`log_with`), with the run's dotted config."""
-    if not config.log_with:
-        return
-    working("starting the trackers")
-    # Trackers accept only numbers, strings and booleans (accelerate's tensorboard fails on None and on lists).
-    plain = {key: value if isinstance(value, int | float | str) else json.dumps(value) for key, value in flat_config.items()}
-    names = {tracker: {_RUN_NAME_OPTION[tracker]: run_name} for tracker in config.log_with if tracker in _RUN_NAME_OPTION}
-    accelerator.init_trackers(config.project_name, config=plain, init_kwargs=names)
+def start_trackers(accelerator: Any, config: RecipeConfig, run_folder: Path, resume_from: Path | None) -> None:
+    """Start the trackers of `tracking.log_with` on rank 0, or continue their runs; `accelerator.trackers` has them. Collective.
+
+    Raises:
+        UserError: one of them cannot start; on every rank.
+    """
+    if config.tracking.log_with:
+        working("starting the trackers")
+        on_rank_0(lambda: _start(accelerator, config, run_folder, resume_from))
 
 
-def log_to_trackers(accelerator: Any, figures: dict[str, Any], step: int) -> None:
-    """Send the numbers among `figures` to every tracker; does nothing without trackers."""
-    numbers = {key: value for key, value in figures.items() if isinstance(value, int | float) and not isinstance(value, bool)}
-    if numbers:
-        accelerator.log(numbers, step=step)
+def log_to_trackers(kind: str, figures: dict[str, Any], step: int) -> None:
+    """Send the numbers among `figures` to every tracker, as `kind/name`; one that fails is reported and dropped."""
+    numbers = {f"{kind}/{key}": value for key, value in figures.items() if type(value) in (int, float)}
+    for tracker in list(_running):
+        if not numbers or step <= _sent.get((tracker.name, kind), -1):
+            continue
+        named = {_name_for_mlflow(key): value for key, value in numbers.items()} if tracker.name == "mlflow" else numbers
+        try:
+            tracker.log(named, step=step)
+        except Exception as error:
+            _running.remove(tracker)
+            logger.warning(
+                f"{tracker.name} failed at step {step} ({_in_one_line(error)}): it gets no more figures of this run; "
+                "metrics.jsonl has all of them"
+            )
 
 
-def close_trackers(accelerator: Any) -> None:
+def close_trackers() -> None:
     """Finish every tracker; no rank leaves before. Collective.
 
     A tracker may upload for minutes, on rank 0 alone, and the launcher kills rank 0 soon after another rank has left.
     """
     working("closing the trackers")
-    for tracker in accelerator.trackers:
-        tracker.finish()
+    while _running:
+        tracker = _running.pop(0)
+        try:
+            tracker.finish()
+        except Exception as error:
+            logger.warning(f"{tracker.name} could not be closed ({_in_one_line(error)}): it may lack the last figures")
     barrier()
+
+
+def _start(accelerator: Any, config: RecipeConfig, run_folder: Path, resume_from: Path | None) -> None:
+    step = -1 if resume_from is None else read_manifest(resume_from)["step"]
+    path = run_folder / TRACKERS_FILE
+    known = json.loads(path.read_text(encoding="utf-8")) if resume_from and path.exists() else {"runs": {}, "sent": {}}
+    sent = _last_steps(run_folder / "metrics.jsonl", known["sent"]) if resume_from else {}
+    _running.clear()
+    _sent.clear()
+    _renamed.clear()
+    runs: dict[str, str] = {}
+    for name in dict.fromkeys(config.tracking.log_with):
+        run_id = known["runs"].get(name)
+        try:
+            tracker = _build(name, config, run_folder, run_id, step + 1)
+            tracker.start()
+            _store_config(tracker, dotted_keys(config), is_continued=run_id is not None)
+        except Exception as error:
+            fix = _FIX.get(name, "fix that")
+            raise UserError(
+                f"tracking.log_with: {name} could not start ({_in_one_line(error)}): {fix}, or leave it out of "
+                "tracking.log_with; metrics.jsonl is written in any case"
+            ) from None
+        _running.append(tracker)
+        if run_id is not None:
+            _sent.update({(name, kind): last for kind, last in sent.items()})
+        if name in ("wandb", "trackio", "mlflow"):
+            runs[name] = tracker.tracker.info.run_id if name == "mlflow" else tracker.tracker.id
+    accelerator.trackers = _running
+    try:
+        with written_beside(path) as beside:
+            beside.write_text(json.dumps({"runs": known["runs"] | runs, "sent": sent}) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}): fix that first") from None
+
+
+def _build(name: str, config: RecipeConfig, run_folder: Path, run_id: str | None, next_step: int) -> Any:
+    """accelerate's tracker, or the user's own, not started; `run_id` is that of its run to continue."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    build: Any = LOGGER_TYPE_TO_CLASS[name]
+    options: dict[str, Any] = {}
+    if name == "tensorboard":  # a folder is a run; events from `purge_step` on, of before a resume, are not shown
+        return build(name, str(run_folder), purge_step=next_step)
+    if name == "wandb":
+        import wandb
+
+        # Without a key it would ask for one in a terminal, where the other ranks wait.
+        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
+            raise RuntimeError("no API key is configured")
+        settings = wandb.Settings(silent=True, console="off")
+        options = {"name": config.run.name, "id": run_id, "resume": "allow", "dir": str(run_folder), "settings": settings}
+    elif name == "trackio":
+        options = {"name": config.run.name, "resume": "allow" if run_id else "never"}
+    elif name == "mlflow":
+        options = {"run_name": config.run.name, "run_id": run_id}
+    elif name in ("swanlab", "clearml"):
+        options = {"experiment_name" if name == "swanlab" else "task_name": config.run.name}
+    folder = [config.run.output_dir] if build.requires_logging_directory else []
+    return build(config.tracking.project_name, *folder, **options)
+
+
+def _store_config(tracker: Any, flat_config: dict[str, Any], *, is_continued: bool) -> None:
+    """Give the tracker the run's dotted config: numbers, strings and booleans as they are, anything else as JSON."""
+    plain = {key: value if isinstance(value, int | float | str) else json.dumps(value) for key, value in flat_config.items()}
+    if tracker.name == "tensorboard":
+        # accelerate's own way makes a second run, named by the time.
+        from torch.utils.tensorboard.summary import hparams
+
+        for summary in hparams(plain, {"train/loss": 0, "eval/loss": 0}):
+            tracker.writer.file_writer.add_summary(summary)
+        tracker.writer.add_text("config", "\n".join(f"    {key}: {value}" for key, value in plain.items()))
+        tracker.writer.flush()
+    elif tracker.name != "mlflow":
+        tracker.store_init_configuration(plain)
+    elif not is_continued:  # it lets nothing that it has be changed
+        from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
+
+        too_long = [key for key, value in plain.items() if len(str(value)) > MAX_PARAM_VAL_LENGTH]
+        tracker.store_init_configuration(plain | {key: f"{plain[key]:.{MAX_PARAM_VAL_LENGTH - 2}} …" for key in too_long})
+        if too_long:
+            limit = f"{MAX_PARAM_VAL_LENGTH:,} characters, which is mlflow's limit"
+            logger.info(f"mlflow gets {', '.join(too_long)} cut to {limit}; config.yaml in the run folder has all")
+
+
+def _last_steps(metrics: Path, sent: dict[str, int]) -> dict[str, int]:
+    """By kind of figures, the last step that was sent by any earlier start of the run, also after its last checkpoint."""
+    steps = dict(sent)
+    for line in load_metrics(metrics) if metrics.exists() else []:
+        if line["kind"] in ("train", "eval"):
+            steps[line["kind"]] = max(line["step"], steps.get(line["kind"], -1))
+    return steps
+
+
+def _name_for_mlflow(name: str) -> str:
+    """`name` with the characters that MLflow refuses as their code points; the first time, a line says so."""
+    accepted = posixpath.normpath(_REFUSED_BY_MLFLOW.sub(lambda found: f"_{ord(found[0]):x}_", name))
+    if accepted != name and _renamed.setdefault(name, "") != accepted:
+        _renamed[name] = accepted
+        logger.info(f"mlflow gets {name!r} as {accepted!r}: it refuses other characters in names")
+    return accepted
+
+
+def _in_one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:300]} …"

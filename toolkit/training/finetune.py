@@ -23,6 +23,7 @@ from toolkit.distributed.comm import world_size
 from toolkit.distributed.signals import SIGNALS
 from toolkit.errors import UserError
 from toolkit.evaluation.metrics import TextFunction
+from toolkit.tracking.trackers import close_trackers, start_trackers
 from toolkit.training import loop
 from toolkit.training.data import prepare_data
 from toolkit.training.model import build_model, build_skeleton
@@ -104,6 +105,9 @@ def finetune(
         config = config if train is None else save_datasets(config, train, evaluation)
         rows, plan, evaluated = prepare_data(config, context.metrics, model_config, skeleton, world_size())
 
+        # Trackers, before the weights: one that cannot start is reported now.
+        start_trackers(context.accelerator, config, context.run_folder, context.resume_from)
+
         # Model → frozen or adapted → shards → optimizer → checks of the model.
         sharded, optimizer, identity = build_model(config, context, model_config, skeleton, rows, evaluated)
         if loss is not None:
@@ -138,6 +142,7 @@ def _released_on_error() -> Iterator[None]:
         if isinstance(error, torch.OutOfMemoryError):
             error.add_note(FULL_MEMORY)
         if world_size() == 1:
+            close_trackers()
             release()
             for number, handler in handlers.items():
                 if handler is not None:  # one that Python has not set

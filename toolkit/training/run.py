@@ -15,7 +15,7 @@ from toolkit.checkpoint.folders import step_of_name
 from toolkit.checkpoint.load import best_of_run, best_saved_value, forget_unequal, load_checkpoint, load_manifest, load_weights
 from toolkit.checkpoint.save import CheckpointWriter
 from toolkit.checkpoint.state import Identity, TrainState
-from toolkit.config.load import RecipeConfig, dotted_keys
+from toolkit.config.load import RecipeConfig
 from toolkit.data.batch_plan import BatchPlan
 from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.distributed.comm import close_groups, on_all_ranks, on_rank_0, rank, world_size
@@ -37,7 +37,7 @@ from toolkit.tracking.metrics_log import MetricsLog
 from toolkit.tracking.progress import Progress
 from toolkit.tracking.step_log import StepLog
 from toolkit.tracking.summary import measure_baselines, show_results
-from toolkit.tracking.trackers import close_trackers, start_trackers
+from toolkit.tracking.trackers import close_trackers
 from toolkit.training.data import num_steps
 from toolkit.training.goal import build_goal
 from toolkit.training.optim import describe_rate_change
@@ -46,7 +46,6 @@ from toolkit.training.setup import RunContext
 from toolkit.training.skip_guard import SkipGuard
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
     from datasets import Dataset
 
 logger = logging.getLogger("toolkit")
@@ -103,7 +102,6 @@ def start_run(
     on_rank_0(lambda: save_run_data(folder, data, rows.tokenizer))
     working("recording what the report shows")
     save_record(folder, sharded.units, lambda: describe_rows(config, rows, evaluation))
-    start_trackers(context.accelerator, config.tracking, config.run.name, dotted_keys(config))
     return run
 
 
@@ -200,13 +198,13 @@ def finish(run: Run) -> Path | None:
     working("showing the results")
     on_all_ranks(lambda: show_results(run.metrics, baselines, run.evaluation, run.goal.measured_on))
     save_run_page(run.folder)
-    leave(run.sharded.accelerator)
+    leave()
     return run.folder / "export" if exports else None
 
 
-def leave(accelerator: Accelerator) -> None:
+def leave() -> None:
     """Close the trackers, the watchdog and the process groups at the end of a run. Collective."""
-    close_trackers(accelerator)
+    close_trackers()
     release()
 
 

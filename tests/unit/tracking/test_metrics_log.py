@@ -1,4 +1,4 @@
-"""The record of a run, its progress lines and trackers."""
+"""The record of a run, and its progress lines."""
 
 from __future__ import annotations
 
@@ -6,17 +6,12 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from toolkit.config.schema import TrackingConfig
 from toolkit.errors import UserError
 from toolkit.tracking import metrics_log as tracking
 from toolkit.tracking.metrics_log import MetricsLog, load_metrics
-from toolkit.tracking.trackers import check_trackers, log_to_trackers, start_trackers
 
 
 def test_a_line_is_whole_json_as_soon_as_it_is_written(tmp_path):
@@ -110,73 +105,6 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
     path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: not JSON"):
         load_metrics(path)
-
-
-def test_unknown_and_absent_trackers_are_refused_in_one_sentence():
-    check_trackers(TrackingConfig())
-    with pytest.raises(UserError, match="log_with: 'tensorbord' is not a tracker that accelerate knows; (installed|none)"):
-        check_trackers(TrackingConfig(log_with=["tensorbord"]))
-
-
-def test_absent_and_installed_trackers(monkeypatch):
-    import accelerate.tracking
-
-    monkeypatch.setattr(accelerate.tracking, "get_available_trackers", lambda: ["wandb", "aim"])
-    check_trackers(TrackingConfig(log_with=["wandb"]))
-    with pytest.raises(UserError) as refused:
-        check_trackers(TrackingConfig(log_with=["wandb", "mlflow"]))
-    assert "'mlflow' is not installed; installed are aim, wandb" in str(refused.value)
-
-
-REAL_ACCELERATOR = """
-import json
-from accelerate import Accelerator
-from accelerate.tracking import GeneralTracker, register_tracker_class
-from toolkit.config.schema import TrackingConfig
-from toolkit.tracking.trackers import check_trackers, log_to_trackers, start_trackers
-
-class Recorder(GeneralTracker):
-    name, requires_logging_directory, tracker, seen = "recorder", False, None, []
-    def __init__(self, project): self.seen.append(project)
-    def store_init_configuration(self, values): self.seen.append(values)
-    def log(self, values, step=None): self.seen.append([step, values])
-
-register_tracker_class(Recorder)
-config = TrackingConfig(log_with=["recorder"], project_name="project")
-check_trackers(config)
-accelerator = Accelerator(cpu=True, log_with=config.log_with)
-start_trackers(accelerator, config, "run", {"optim.lr": 1e-3, "data.files": ["a"], "model.revision": None, "run.name": "run"})
-log_to_trackers(accelerator, {"loss": 1.5, "loss_is": "fine", "kind": "train", "rouge": None, "num_rows": 3}, step=7)
-print(json.dumps(Recorder.seen))
-"""
-
-
-def test_a_tracker_gets_the_config_and_the_numbers():
-    root = Path(__file__).parents[3]
-    done = subprocess.run([sys.executable, "-c", REAL_ACCELERATOR], capture_output=True, text=True, timeout=120, cwd=root)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [
-        "project",
-        {"optim.lr": 1e-3, "data.files": '["a"]', "model.revision": "null", "run.name": "run"},
-        [7, {"loss": 1.5, "num_rows": 3}],
-    ]
-
-
-def test_a_run_is_named_where_the_tracker_has_a_name_for_it():
-    calls = []
-
-    class RecordingAccelerator:
-        def init_trackers(self, project_name, config, init_kwargs):
-            calls.append((project_name, config, init_kwargs))
-
-        def log(self, values, step):
-            calls.append((values, step))
-
-    start_trackers(RecordingAccelerator(), TrackingConfig(), "run", {})
-    log_to_trackers(RecordingAccelerator(), {"kind": "train"}, step=1)
-    assert calls == []
-    start_trackers(RecordingAccelerator(), TrackingConfig(log_with=["wandb", "tensorboard"]), "run", {})
-    assert calls == [("toolkit", {}, {"wandb": {"name": "run"}})]
 
 
 def test_an_evaluation_that_is_still_due_has_one_line(tmp_path):

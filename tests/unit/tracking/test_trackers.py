@@ -1,19 +1,166 @@
-"""The end of trackers: ranks leave together. What they are started with is in `test_metrics_log.py`."""
+"""Trackers: what they are started with and get, how one fails, and the end. `tests/trackers` has the real packages."""
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
 
 from tests.support.launch import run_on_ranks
+from toolkit.config.data import DataConfig
+from toolkit.config.schema import ModelConfig, RunConfig, SummarizationConfig, TrackingConfig
+from toolkit.errors import UserError
+from toolkit.tracking import trackers
+from toolkit.tracking.metrics_log import MetricsLog
+from toolkit.tracking.trackers import check_trackers, close_trackers, log_to_trackers, start_trackers
+
+Seen = list[Any]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """Two trackers of the user, `first` and `second`, and what they get."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+
+    seen: Seen = []
+
+    def recorder(own_name: str) -> type[GeneralTracker]:
+        class Recorder(GeneralTracker):
+            name, requires_logging_directory, tracker = own_name, False, SimpleNamespace(id=f"id of {own_name}")
+
+            def __init__(self, project: str, **options: Any) -> None:
+                seen.append((own_name, project, options))
+
+            def store_init_configuration(self, values: dict[str, Any]) -> None:
+                seen.append((own_name, values))
+
+            def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+                if values.get("train/loss") == 13:
+                    raise OSError("the disk\nis full")
+                seen.append((own_name, step, values))
+
+            def finish(self) -> None:
+                raise ConnectionError
+
+        return Recorder
+
+    for name in ("first", "second", "trackio"):
+        monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, recorder(name))
+    monkeypatch.setattr(trackers, "_running", [])
+    return seen
+
+
+def config_with(folder: Path, *log_with: str) -> SummarizationConfig:
+    return SummarizationConfig(
+        model=ModelConfig(name_or_path="a"),
+        data=DataConfig(files=["b"]),
+        tracking=TrackingConfig(log_with=list(log_with), project_name="shelf"),
+        run=RunConfig(name="run", output_dir=str(folder)),
+    )
+
+
+def test_unknown_and_absent_trackers_are_refused_in_one_sentence():
+    check_trackers(TrackingConfig())
+    with pytest.raises(UserError, match="log_with: 'tensorbord' is not a tracker that accelerate knows; (installed|none)"):
+        check_trackers(TrackingConfig(log_with=["tensorbord"]))
+
+
+def test_absent_and_installed_trackers(monkeypatch):
+    import accelerate.tracking
+
+    monkeypatch.setattr(accelerate.tracking, "get_available_trackers", lambda: ["wandb", "aim"])
+    check_trackers(TrackingConfig(log_with=["wandb"]))
+    for name, package in (("mlflow", "'toolkit[mlflow]'"), ("swanlab", "swanlab")):
+        with pytest.raises(UserError) as refused:
+            check_trackers(TrackingConfig(log_with=["wandb", name]))
+        assert f"{name!r} is not installed: pip install {package}; installed are aim, wandb" in str(refused.value)
+
+
+def test_a_tracker_gets_the_config_and_the_numbers(seen, tmp_path):
+    config, accelerator = config_with(tmp_path, "first", "second", "first"), SimpleNamespace()
+    check_trackers(config.tracking)
+    start_trackers(accelerator, config, tmp_path, None)
+    assert [tracker.name for tracker in accelerator.trackers] == ["first", "second"]
+    log_to_trackers("train", {"loss": 1.5, "loss_is": "fine", "rouge": None, "num_rows": 3, "flag": True}, step=7)
+    started, stored = seen[:2]
+    assert started == ("first", "shelf", {})
+    assert (
+        stored[1]["data.files"] == '["b"]' and stored[1]["model.revision"] == "null" and stored[1]["optim.lr"] == config.optim.lr
+    )
+    assert seen[4:] == [(name, 7, {"train/loss": 1.5, "train/num_rows": 3}) for name in ("first", "second")]
+
+
+def test_one_that_fails_is_reported_once_and_the_others_go_on(seen, tmp_path, capsys):
+    start_trackers(SimpleNamespace(), config_with(tmp_path, "first", "second"), tmp_path, None)
+    with patch.object(trackers._running[1], "log", lambda values, step: seen.append(("second", step, values))):
+        for step, loss in ((1, 13), (2, 1.0)):
+            log_to_trackers("train", {"loss": loss}, step)
+    assert [entry[:2] for entry in seen[4:]] == [("second", 1), ("second", 2)]
+    close_trackers()
+    assert capsys.readouterr().err.splitlines() == [
+        "WARNING: first failed at step 1 (the disk is full): it gets no more figures of this run; metrics.jsonl has all of them",
+        "WARNING: second could not be closed (ConnectionError): it may lack the last figures",
+    ]
+
+
+def test_one_that_cannot_start_is_one_sentence(seen, tmp_path, monkeypatch):
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    def start(self: Any) -> None:
+        raise RuntimeError("nobody\n  answers" + "!" * 400)
+
+    monkeypatch.setattr(LOGGER_TYPE_TO_CLASS["second"], "start", start)
+    sentence = r"^tracking.log_with: second could not start \(nobody answers!{286} …\): fix that, or leave it out"
+    with pytest.raises(UserError, match=sentence):
+        start_trackers(SimpleNamespace(), config_with(tmp_path, "first", "second"), tmp_path, None)
+    assert not (tmp_path / "trackers.json").exists()
+
+
+def test_a_resume_sends_nothing_twice(seen, tmp_path, monkeypatch):
+    """The run was killed after step 5, and goes on from its checkpoint of step 2; then again, killed after step 3."""
+    monkeypatch.setattr(trackers, "read_manifest", lambda folder: {"step": 2})
+    config = config_with(tmp_path, "first", "trackio")
+    start_trackers(SimpleNamespace(), config, tmp_path, None)
+    for last in (5, 3):
+        (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
+        log = MetricsLog(tmp_path / "metrics.jsonl", is_writer=True)
+        for step in range(last + 1):
+            log.write("train", step, loss=1.0)
+        log.write("eval", 2, loss=1.0)
+        start_trackers(SimpleNamespace(), config, tmp_path, tmp_path / "step-00000002")
+        assert json.loads((tmp_path / "trackers.json").read_text()) == {
+            "runs": {"trackio": "id of trackio"},
+            "sent": {"train": 5, "eval": 2},
+        }
+        assert seen[-2] == ("trackio", "shelf", {"name": "run", "resume": "allow"})
+    seen.clear()
+    for step in (4, 6):
+        log_to_trackers("train", {"loss": 1.0}, step)
+        log_to_trackers("eval", {"loss": 1.0}, step)
+    sent = [(name, step, *values) for name, step, values in seen]
+    assert [entry[1:] for entry in sent if entry[0] == "trackio"] == [(4, "eval/loss"), (6, "train/loss"), (6, "eval/loss")]
+    assert len([entry for entry in sent if entry[0] == "first"]) == 4, "one whose run is not continued gets all"
+
+
+def test_names_that_mlflow_refuses_are_rewritten_and_said_once(capsys, monkeypatch):
+    monkeypatch.setattr(trackers, "_renamed", {})
+    names = ["eval/loss/a b.c:d-é", "eval/loss/a@b", "eval/loss/a@b", "eval/loss/a#b", "eval/loss//x/../y"]
+    rewritten = [trackers._name_for_mlflow(name) for name in names]
+    assert rewritten == [names[0], "eval/loss/a_40_b", "eval/loss/a_40_b", "eval/loss/a_23_b", "eval/loss/y"]
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 3
+    assert printed[0] == "mlflow gets 'eval/loss/a@b' as 'eval/loss/a_40_b': it refuses other characters in names"
 
 
 def close_slowly(uploaded: str) -> bool:
     """Close a tracker that uploads on rank 0 alone; whether the upload was over when this rank went on."""
     from toolkit.distributed.comm import rank
     from toolkit.launch.accelerator import build_accelerator
-    from toolkit.tracking.trackers import close_trackers
 
     build_accelerator([], "")
 
@@ -21,7 +168,8 @@ def close_slowly(uploaded: str) -> bool:
         time.sleep(1)
         Path(uploaded).touch()
 
-    close_trackers(SimpleNamespace(trackers=[SimpleNamespace(finish=upload)] if rank() == 0 else []))
+    trackers._running[:] = [SimpleNamespace(finish=upload)] if rank() == 0 else []
+    close_trackers()
     return Path(uploaded).exists()
 
 

@@ -1,0 +1,79 @@
+"""TensorBoard: a run folder is one run, with the figures of `metrics.jsonl`; a resume goes on in the same curve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.workbench import Workbench
+from tests.trackers.checks import Points, check_failure_in_mid_run, check_points, run_two
+
+EventAccumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator").EventAccumulator
+
+
+@pytest.fixture(scope="module")
+def logged(bench: Workbench) -> Workbench:
+    run_two(bench, "tensorboard")
+    return bench
+
+
+def load(folder: Path) -> tuple[Points, EventAccumulator]:
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}, events
+
+
+def test_each_run_is_one_run(logged: Workbench) -> None:
+    from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+
+    found = EventMultiplexer().AddRunsFromDirectory(str(logged.runs)).Runs()
+    assert sorted(found) == ["killed/tensorboard", "one/tensorboard"]
+
+
+@pytest.mark.parametrize("name", ["one", "killed"])
+def test_every_loss_is_there_once(logged: Workbench, name: str) -> None:
+    points, _ = load(logged.runs / name / "tensorboard")
+    assert len(points["train/loss"]) == {"one": 4, "killed": 5}[name]
+    check_points(logged, name, points)
+
+
+def test_the_config_is_in_the_same_events(logged: Workbench) -> None:
+    from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    _, events = load(logged.runs / "killed" / "tensorboard")
+    (text,) = events.Tensors("config/text_summary")[-1].tensor_proto.string_val
+    assert b"\n    train.max_steps: 5\n" in text and b'    tracking.log_with: ["tensorboard"]' in text
+    content = events.SummaryMetadata(SESSION_START_INFO_TAG).plugin_data.content
+    start = HParamsPluginData.FromString(content).session_start_info
+    assert start.hparams["optim.schedule"].string_value == "constant"
+    assert start.hparams["train.max_steps"].number_value == 4, "TensorBoard takes those of the first start"
+
+
+def break_the_writer() -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    def add_scalar(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    SummaryWriter.add_scalar = add_scalar  # type: ignore[method-assign, assignment]
+
+
+def test_a_failure_in_mid_run_is_one_warning(bench: Workbench) -> None:
+    assert check_failure_in_mid_run(bench, "tensorboard", break_the_writer) == (
+        "tensorboard failed at step 2 ([Errno 28] No space left on device): it gets no more figures of this run; metrics.jsonl "
+        "has all of them"
+    )
+    points, _ = load(bench.runs / "broken" / "tensorboard")
+    assert [step for step, _ in points["train/loss"]] == [1, 2] and "eval/loss" not in points
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence_on_all_ranks(bench: Workbench) -> None:
+    (bench.runs / "taken").mkdir()
+    (bench.runs / "taken" / "tensorboard").touch()
+    refused = bench.attempt("taken", tracking__log_with=["tensorboard"])
+    assert refused.returncodes == [2, 2] and "Traceback" not in refused.stderr
+    (error,) = [line for line in refused.stderr.splitlines() if line.startswith("error:")]
+    assert error.startswith("error: tracking.log_with: tensorboard could not start (")
+    assert error.endswith("): fix that, or leave it out of tracking.log_with; metrics.jsonl is written in any case")
+    assert "T5Block" not in refused.stdout, "the model was built"

@@ -1,0 +1,50 @@
+"""trackio, in its local store: its database has each figure of `metrics.jsonl` once, in one run; failures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.workbench import Workbench
+from tests.trackers.checks import Points, check_points, run_two
+
+
+@pytest.fixture(scope="module")
+def logged(bench: Workbench) -> Workbench:
+    run_two(bench, "trackio")
+    return bench
+
+
+def load(bench: Workbench, name: str) -> tuple[Points, int]:
+    """The figures of the runs with a name, and how many runs these are."""
+    script = (
+        "import json, sys\nfrom trackio.sqlite_storage import SQLiteStorage\n"
+        "names = [run['name'] for run in SQLiteStorage.get_run_records('shelf')]\n"
+        "print(json.dumps([SQLiteStorage.get_logs('shelf', sys.argv[1]), names]))"
+    )
+    done = subprocess.run([sys.executable, "-c", script, name], capture_output=True, text=True, check=True)
+    logs, names = json.loads(done.stdout.splitlines()[-1])
+    points: Points = {}
+    for log in logs:
+        for key, value in log.items():
+            if "/" in key:
+                points.setdefault(key, []).append((log["step"], value))
+    return points, names.count(name)
+
+
+@pytest.mark.parametrize("name", ["one", "killed"])
+def test_every_loss_is_there_once_in_one_run(logged: Workbench, name: str) -> None:
+    points, num_runs = load(logged, name)
+    check_points(logged, name, points)
+    assert num_runs == 1
+
+
+def test_a_project_name_that_it_refuses_is_one_sentence_on_all_ranks(bench: Workbench) -> None:
+    refused = bench.attempt("refused", tracking__log_with=["trackio"], tracking__project_name="registry-x")
+    assert refused.returncodes == [2, 2] and "Traceback" not in refused.stderr
+    (error,) = [line for line in refused.stderr.splitlines() if line.startswith("error:")]
+    assert error.startswith("error: tracking.log_with: trackio could not start (Project name 'registry-x' is not allowed: ")
+    assert "T5Block" not in refused.stdout, "the model was built"
