@@ -81,8 +81,9 @@ def test_lost_and_cut_chats_are_counted_and_reported_and_the_run_goes_on(finishe
         f"WARNING: cut 3 of {num_used} training rows to data.max_length_tokens = 100: ",
         f"2 of {num_used} conversations lost their whole completion to data.max_length_tokens = 100 and were left out "
         "(training rows)",
-        f"{NUM_CHATS + 1} training rows, 0 held-out rows; 5 steps an epoch, 2 in all; 1 micro-batches a step on each of 2 "
-        "processes",
+        f"data        rows.jsonl: {NUM_CHATS + 1} training rows of ",
+        "evaluation  no held-out rows",
+        "steps       2, 5 an epoch, each of ",
     ]
     lines = [*result.stdout.splitlines(), *result.stderr.splitlines()]
     assert [sum(line.startswith(sentence) for line in lines) for sentence in said] == [1] * len(said), result.stdout

@@ -106,7 +106,8 @@ def test_a_mix_takes_each_file_by_its_weight(llm_workbench: Workbench, tmp_path:
     mix = [{"source": "jsonl", "files": str(file), "weight": weight} for file, weight in zip(files, (1, 3), strict=True)]
     of_mix = {"data__source": None, "data__files": None, "data__mix": mix, "data__eval_fraction": 0}
     printed = llm_workbench.run("mix", train__max_steps=None, train__num_epochs=1, log_row_ids=True, **of_mix)
-    assert "40 training rows, 0 held-out rows; 5 steps an epoch, 5 in all" in printed
+    assert ": 40 training rows of " in printed and "\nevaluation  no held-out rows\npreset " in printed
+    assert "\nsteps       5, 5 an epoch, each of 8 rows: " in printed
     taken = [row for rows in rows_by_step(llm_workbench.runs / "mix").values() for row in rows]
     from_pairs = [row for row in taken if row < len(pairs)]
     assert len(from_pairs) == len(set(from_pairs)) == 10

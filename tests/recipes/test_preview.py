@@ -26,7 +26,7 @@ def test_the_run_reads_what_preview_has_tokenized(tmp_path_factory: pytest.TempP
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as started:
         assert started.stdout is not None and started.stderr is not None
         lines = [next(started.stdout)]
-        while " steps an epoch" not in lines[-1]:
+        while "an encoder-decoder" not in lines[-1]:
             lines.append(next(started.stdout))
         started.stdout.close()
         printed = started.stderr.read()

@@ -91,7 +91,7 @@ def test_resume_on_another_number_of_processes_takes_the_same_rows(bench: Workbe
     bench.run("two", **exact)
     shutil.copytree(bench.runs / "two", bench.runs / "one", ignore=shutil.ignore_patterns("step-00000004", "rows-*", "export"))
     printed = bench.run("one", preset="single", **exact)
-    assert "step-00000002, after step 2\n" in printed and "on each of 1 processes" in printed
+    assert "step-00000002, after step 2\n" in printed and "each of 8 rows: 1 process x 4 micro-batches x 2 rows\n" in printed
     one, two = bench.lines("one", "train"), bench.lines("two", "train")
     assert [line["step"] for line in one] == [1, 2, 3, 4]
     resumes = [

@@ -39,7 +39,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory, model_folders: dict[str, Pat
 
 def test_a_run_has_the_steps_of_its_epochs(bench: Workbench) -> None:
     printed, train = (bench.runs / "two.txt").read_text(), bench.lines("two", "train")
-    assert f"7 steps an epoch, {NUM_STEPS} in all" in printed
+    assert f"\nsteps       {NUM_STEPS}, 7 an epoch, " in printed
     assert "the training loss has label smoothing 0.1, the evaluation's has none\n" in printed
     assert [line["step"] for line in bench.lines("two", "eval")] == EVALUATED
     assert [line["step"] for line in bench.lines("two", "checkpoint")] == SAVED

@@ -7,6 +7,7 @@ the root, so T5's four tied modules do, whatever their names.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -197,22 +198,12 @@ def check_ties(model: nn.Module, units: list[ShardUnit]) -> None:
 
 
 def describe(units: list[ShardUnit]) -> str:
-    """The shard units as a table: parameters, dtype, trainable share, MiB on this rank. Equal units share a line."""
-    lines = [f"{'unit':<38}{'count':>6}{'parameters':>14}  {'dtype':<10}{'trainable':>10}{'MiB a rank':>12}"]
-    kinds: dict[tuple, list[ShardUnit]] = {}
-    for unit in units:
-        kinds.setdefault((unit.class_name, unit.num_parameters, unit.num_trainable, unit.dtypes), []).append(unit)
-    for (class_name, num, num_trainable, dtypes), equal in kinds.items():
-        share = num_trainable / max(1, num)
-        local_mib = sum(unit.local_bytes() for unit in equal) / 2**20
-        name = class_name if len(equal) > 1 else f"{class_name} {equal[0].name or '(the rest)'}"
-        dtype = "+".join(dtypes)
-        lines.append(f"{name:<38}{len(equal):>6}{num * len(equal):>14,}  {dtype:<10}{share:>10.0%}{local_mib:>12.1f}")
-    total = sum(unit.num_parameters for unit in units)
-    trainable = sum(unit.num_trainable for unit in units) / max(1, total)
-    local = sum(unit.local_bytes() for unit in units) / 2**20
-    lines.append(f"{'total':<38}{len(units):>6}{total:>14,}  {'':<10}{trainable:>10.0%}{local:>12.1f}")
-    return "\n".join(lines)
+    """The shard units in a line, with what of them is on this rank."""
+    kinds = Counter(unit.class_name for unit in units)
+    named = ", ".join(f"{number} {name}" for name, number in kinds.items())
+    dtypes = " and ".join(sorted({dtype for unit in units for dtype in unit.dtypes}))
+    num_parameters, mib = sum(unit.num_parameters for unit in units), sum(unit.local_bytes() for unit in units) / 2**20
+    return f"{named}: {num_parameters:,} parameters in {dtypes}, {mib:,.1f} MiB of them on rank 0"
 
 
 def clean(name: str) -> str:

@@ -104,7 +104,7 @@ def _check_lengths(config: RecipeConfig, model_config: PretrainedConfig, rows: T
 
 
 def _check_rows(config: RecipeConfig, rows: TokenizedRows, plan: BatchPlan, evaluation: EvaluationRows) -> None:
-    """Check settings against the rows, and print how many rows and steps there are.
+    """Check settings against the rows, and print what there is to say about them.
 
     Raises:
         UserError: naming the setting.
@@ -117,17 +117,9 @@ def _check_rows(config: RecipeConfig, rows: TokenizedRows, plan: BatchPlan, eval
     check_metric_on_rows(config.eval, evaluation)
     one_row = isinstance(evaluation.collator, CausalCollator) and evaluation.collator.one_row
     bound_primitive_cache(plan.num_shapes(min(steps, NUM_STEPS_LOOKED_AT), rank(), one_row=one_row))
-    # Print the counts, per source if there are several.
-    counted = [f"{(evaluation.sources == place).sum():,} of {name}" for place, name in enumerate(evaluation.source_names)]
-    of_sources = f" ({', '.join(counted)})" if counted and len(evaluation.rows) else ""
     for remark in rows.remarks:
         level = logging.WARNING if remark.startswith("WARNING: ") else logging.INFO
         logger.log(level, remark.removeprefix("WARNING: "))
-    logger.info(
-        f"{len(rows.train):,} training rows, {len(evaluation.rows):,} held-out rows{of_sources}; {plan.steps_per_epoch:,} steps "
-        f"an epoch, {steps:,} in all; {len(plan.micro_batches(plan.step(1), 0))} micro-batches a step on each of "
-        f"{plan.world_size} processes"
-    )
     if smoothing := config.optim.label_smoothing:
         logger.info(f"the training loss has label smoothing {smoothing}, the evaluation's has none")
     if config.eval.generate and evaluation.prompted:

@@ -30,7 +30,6 @@ from toolkit.models.lora import add_adapter, is_enabled
 from toolkit.models.safetensors_index import WholeOnly
 from toolkit.models.shard_reader import Sources
 from toolkit.parallel.chunked_loss import holds_all_logits
-from toolkit.parallel.units import describe
 from toolkit.parallel.wrap import ShardedModel, check_wrap, shard_model
 from toolkit.tracking.memory import note_before_model
 from toolkit.training.model_checks import check_causal_model, check_seq2seq_model
@@ -83,7 +82,6 @@ def build_model(
     identity = identity_of(context, model_config, rows.fingerprint, model, sources)
     sharded = shard_model(context.accelerator, model, sources)
     optimizer = build_optimizer(config.optim, sharded.model)
-    logger.info(describe(sharded.units))
     if isinstance(collator, SummarizationCollator):
         check_seq2seq_model(sharded, collator, config.eval)
     else:

@@ -1,0 +1,138 @@
+"""The first lines of a run, before its training: model, data, preset, steps, and where things go."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import textwrap
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
+
+from toolkit.config.schema import CheckpointConfig, EvalConfig
+from toolkit.data.tokens.prepare import TokenizedRows
+from toolkit.distributed.comm import world_size
+from toolkit.distributed.device import GIB
+from toolkit.launch.accelerate_yaml import find_accelerate_yaml
+from toolkit.launch.accelerator import fsdp_mesh, fsdp_version
+from toolkit.models.lora import is_enabled
+from toolkit.parallel.units import describe
+from toolkit.report.memory_plan import load_plan
+from toolkit.tracking.memory import MEMORY_FILE
+from toolkit.training.run import Run
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+LABEL_WIDTH = 12
+
+
+def describe_run(run: Run, rows: TokenizedRows) -> str:
+    """An aligned line for each thing; on a terminal they are wrapped to its width. For rank 0, which has `rows.texts`."""
+    described = {
+        "model": _describe_model(run),
+        "shards": describe(run.sharded.units),
+        "data": _describe_data(run, rows),
+        "evaluation": _describe_evaluation(run),
+        "preset": _describe_preset(run.sharded.accelerator),
+        "steps": _describe_steps(run),
+        "memory": _describe_memory(run),
+        "folder": _describe_places(run),
+    }
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    indent = " " * LABEL_WIDTH
+    return "\n".join(
+        textwrap.fill(
+            f"{label:<{LABEL_WIDTH}}{text}", width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+        for label, text in described.items()
+        if text
+    )
+
+
+def _describe_model(run: Run) -> str:
+    config, units = run.config, run.sharded.units
+    num_parameters, num_trainable = (sum(getattr(unit, name) for unit in units) for name in ("num_parameters", "num_trainable"))
+    share = f"{num_trainable:,} ({num_trainable / num_parameters:.2%})" if num_trainable < num_parameters else "all"
+    name = type(run.sharded.skeleton).__name__ + ", from scratch" * config.model.from_scratch
+    name += f", weights of {config.model.init_from}" if config.model.init_from else ""
+    adapter = config.adapter
+    how = f" ({adapter.method} {adapter.name_or_path or f'of rank {adapter.rank}'})" if is_enabled(adapter) else ""
+    return f"{config.model.name_or_path} ({name}): {num_parameters:,} parameters, {share} trainable{how}"
+
+
+def _describe_data(run: Run, rows: TokenizedRows) -> str:
+    labels = [label for label, _ in rows.texts.origins] if rows.texts else []
+    more = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
+    source = f"{Path(labels[0]).name}{more}: " if labels else ""
+    packs = f", packed to {run.plan.pack_length_tokens}" if run.plan.pack_length_tokens else ""
+    return f"{source}{len(run.train_rows):,} training rows of {int(run.plan.num_tokens.sum()):,} tokens{packs}"
+
+
+def _describe_evaluation(run: Run) -> str:
+    config, evaluation = run.config.eval, run.evaluation
+    if not len(evaluation.rows):
+        return "no held-out rows"
+    counted = [f"{(evaluation.sources == place).sum():,} of {name}" for place, name in enumerate(evaluation.source_names)]
+    of_sources = f" ({', '.join(counted)})" if counted else ""
+    when = "before step 1, " * config.at_start + _when(config)
+    return f"{len(evaluation.rows):,} held-out rows{of_sources}, {when}; best by {config.best_metric}"
+
+
+def _describe_preset(accelerator: Accelerator) -> str:
+    path, version, parts = find_accelerate_yaml(), fsdp_version(accelerator), []
+    if version is None:
+        parts.append("DDP" if world_size() > 1 else "not sharded")
+    else:
+        plugin, mesh = accelerator.state.fsdp_plugin, fsdp_mesh(accelerator)
+        strategy = plugin.sharding_strategy or plugin.reshard_after_forward  # the older key of FSDP1, and its name now
+        parts.append(f"FSDP1 {strategy.name}" if version == 1 else "FSDP2")
+        if mesh is not None and mesh.ndim > 1:
+            parts.append(f"{mesh.size(0)} replicas x {mesh.size(1)} shards")
+        parts += ["gathered until the backward"] * (plugin.reshard_after_forward is False)
+        parts += ["activation checkpointing"] * bool(plugin.activation_checkpointing)
+        offload = plugin.cpu_offload
+        parts += ["CPU offload"] * (isinstance(offload, CPUOffloadPolicy) or offload == CPUOffload(offload_params=True))
+    parts.append(_count(world_size(), "process"))
+    parts.append("fp32" if accelerator.mixed_precision == "no" else accelerator.mixed_precision)
+    return f"{path.name if path else 'no accelerate YAML'}: {', '.join(parts)}"
+
+
+def _describe_steps(run: Run) -> str:
+    train, plan, done = run.config.train, run.plan, run.state.step
+    steps = f"{done + 1:,} to {run.num_steps:,}" if 0 < done < run.num_steps else f"{run.num_steps:,}"
+    tokens, num_micro_batches = train.global_batch_size_tokens, len(plan.micro_batches(plan.step(1), 0))
+    batch = f"{tokens:,} tokens" if tokens else f"{train.global_batch_size_rows:,} rows"
+    on_each = f"{_count(num_micro_batches, 'micro-batch')} x {train.micro_batch_size_rows} rows"
+    return f"{steps}, {plan.steps_per_epoch:,} an epoch, each of {batch}: {_count(world_size(), 'process')} x {on_each}"
+
+
+def _describe_memory(run: Run) -> str:
+    """What an earlier part of this run was planned to take; nothing is planned for it."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        memory = json.loads((run.folder / MEMORY_FILE).read_text(encoding="utf-8"))
+        now = (world_size(), run.config.train.micro_batch_size_rows)
+        planned = load_plan(run.folder, memory) if (memory["num_processes"], memory["micro_batch_size_rows"]) == now else None
+        if planned is not None:
+            return f"{planned / GIB:.2f} GiB a rank, as planned"
+    return ""
+
+
+def _describe_places(run: Run) -> str:
+    places = ["metrics.jsonl", f"checkpoints ({_when(run.config.checkpoint)})"] * (run.num_steps > 0) or ["metrics.jsonl"]
+    places += ["export"] * (run.num_steps > 0) + ["merged"] * run.config.export.merge + ["report.html"]
+    trackers = f"; figures also to {', '.join(run.config.tracking.log_with)}" if run.config.tracking.log_with else ""
+    return f"{run.folder}: {', '.join(places)}{trackers}"
+
+
+def _when(section: EvalConfig | CheckpointConfig) -> str:
+    if section.every_epochs is not None:
+        return f"every {section.every_epochs:g} epochs and at the end"
+    return f"every {section.every_steps:,} steps and at the end" if section.every_steps else "at the end"
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number:,} {name}{'' if number == 1 else 'es'}"
