@@ -27,7 +27,9 @@ class Progress:
         if rank() == 0 and sys.stderr.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=num_steps, initial=start_step, unit="step", dynamic_ncols=True, smoothing=0.1)
+            # Without steps/s, so that 80 columns hold the figures.
+            form = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+            self._bar = tqdm(total=num_steps, initial=start_step, bar_format=form, dynamic_ncols=True, smoothing=0.1)
 
     def update(self, step: int, *, loss: float, learning_rate: float, tokens_per_s: float) -> None:
         """Report `step` as done. Loss in nats per label token; `tokens_per_s` without padding, over all ranks."""

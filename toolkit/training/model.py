@@ -109,7 +109,7 @@ def load_model(
 
     # Try to leave the weights in their files until each rank reads its shards.
     working("loading the model")
-    if rank() != 0 or not sys.stderr.isatty():  # bars are for terminals, here and in the export
+    if rank() != 0 or not sys.stderr.isatty():  # bars are for terminals
         disable_progress_bar()
     auto_class = _auto_class(config)
     note_before_model(context.accelerator.device)
@@ -127,6 +127,7 @@ def load_model(
         model = on_all_ranks(lambda: load.load_model(config.model, model_config, auto_class, config.train.seed, loaded_dtype))
         if context.init_from is not None:
             load_into(model, context.init_from)
+    disable_progress_bar()  # an export has one of its own
     # Adapter, freezing and dtypes.
     on_all_ranks(lambda: _adapt(model, config))
     if attends_by_document(skeleton):
