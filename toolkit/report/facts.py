@@ -21,6 +21,8 @@ from toolkit.tracking.metrics_log import load_metrics
 
 T = TypeVar("T")
 
+NOT_AS_WRITTEN = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+"""What reading values of a file raises that is no longer, or not yet, what a run writes."""
 _NOT_METRICS = ("step", "num_rows", "rows_per_s")
 
 

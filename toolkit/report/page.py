@@ -6,7 +6,7 @@ import base64
 import hashlib
 import logging
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from toolkit.errors import UserError
 from toolkit.files.durable import written_beside
 from toolkit.report.charts import MARKS, NUM_BUCKETS, Chart, draw, list_charts, table_rows
 from toolkit.report.elements import card, element, escaped, format_number, key, missing, text_table
-from toolkit.report.facts import RunFacts, read_runs
+from toolkit.report.facts import NOT_AS_WRITTEN, RunFacts, is_number, read_runs
 from toolkit.report.predictions import as_json, collect_predictions
 from toolkit.report.sections import show_checkpoints, show_commands, show_config, show_data, show_memory, show_units
 
@@ -61,15 +61,15 @@ def render_page(runs: Sequence[RunFacts]) -> bytes:
     charts = list_charts(runs)
     predictions = collect_predictions(runs)
     sections = {
-        "Summary": _summary(runs),
+        "Summary": _shown(_summary, runs),
         "Curves": _curves(runs, charts),
         "Predictions": _predictions(runs, predictions),
-        "Data": show_data(runs),
-        "Checkpoints": show_checkpoints(runs),
-        "Memory": show_memory(runs),
-        "Shard units": show_units(runs),
-        "Config": show_config(runs),
-        "Versions and commands": show_commands(runs),
+        "Data": _shown(show_data, runs),
+        "Checkpoints": _shown(show_checkpoints, runs),
+        "Memory": _shown(show_memory, runs),
+        "Shard units": _shown(show_units, runs),
+        "Config": _shown(show_config, runs),
+        "Versions and commands": _shown(show_commands, runs),
     }
     scripts = ["\n".join(Resources(mode="inline", components=["bokeh"]).js_raw), _own_file("page.js")]
     # Nothing runs but these two scripts, and nothing is requested.
@@ -93,6 +93,17 @@ def render_page(runs: Sequence[RunFacts]) -> bytes:
     ]
     ends += [f"<script>{text}</script>\n".encode() for text in scripts]
     return b"".join(["".join(parts).encode("utf-8", errors="replace"), *ends, b"</body>\n</html>\n"])
+
+
+def _shown(show: Callable[[Sequence[RunFacts]], str], runs: Sequence[RunFacts]) -> str:
+    """A section; of a run with a file that lacks something, as of another version or changed by hand, a sentence."""
+    try:
+        return show(runs)
+    except NOT_AS_WRITTEN as error:
+        if len(runs) > 1:
+            return "".join(_shown(show, [run]) for run in runs)
+        why = f"one of its files is not what a run writes ({type(error).__name__}: {error})"
+        return card(element("p", f"This cannot be shown of {runs[0].name}, as {why}."))
 
 
 def _summary(runs: Sequence[RunFacts]) -> str:
@@ -168,7 +179,8 @@ def _chart_tables(chart: Chart) -> str:
 def _predictions(runs: Sequence[RunFacts], predictions: dict[str, Any] | None) -> str:
     if predictions is None:
         return card(element("p", "There are no predictions: no evaluation has generated texts, or their files are gone."))
-    num_rows = max((line.get("num_rows", 0) for run in runs for line in run.comparable), default=0)
+    nums = [line["num_rows"] for run in runs for line in run.comparable if is_number(line.get("num_rows"))]
+    num_rows = max(nums, default=0)
     notes = []
     if num_rows > len(predictions["rows"]):
         notes.append(f"{len(predictions['rows']):,} rows of {num_rows:,} are here, at even distances.")

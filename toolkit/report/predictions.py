@@ -23,7 +23,8 @@ def collect_predictions(runs: Sequence[RunFacts]) -> dict[str, Any] | None:
     for run in runs:
         found = [(step, rows) for step in _ends(run) if (rows := read_predictions(run, step)) is not None]
         chosen = found[-1:] if len(runs) > 1 else found
-        sources = {row_id: text for row_id, text in run.record.get("sources", {}).items() if isinstance(text, str)}
+        kept = run.record.get("sources")
+        sources = {row_id: text for row_id, text in kept.items() if isinstance(text, str)} if isinstance(kept, dict) else {}
         columns += [(f"{run.name}: " * (len(runs) > 1) + _when(step), rows, sources) for step, rows in chosen]
     return _shortened(_rows(columns), [label for label, *_ in columns]) if columns else None
 

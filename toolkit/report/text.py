@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from toolkit.errors import UserError
 from toolkit.evaluation.text import ROUGE_SCORE_WORDS
 from toolkit.files.json_lines import load_json_lines
-from toolkit.report.facts import RunFacts, read_runs
+from toolkit.report.facts import NOT_AS_WRITTEN, RunFacts, read_runs
 from toolkit.report.memory_plan import compare_with_plan
 from toolkit.tracking.memory import MEMORY_FILE
 from toolkit.tracking.summary import format_table
@@ -23,23 +24,35 @@ def show_runs(run_folders: Sequence[Path]) -> None:
     learned to stop there, from one that writes a wrong one.
 
     Raises:
-        UserError: a folder holds no evaluation.
+        UserError: a folder holds no evaluation, or one that no run writes so.
     """
     runs = read_runs(run_folders)
-    table = {}
+    table: dict[str, dict[str, Any]] = {}
     for facts in runs:
-        evaluations = _evaluations(facts)
-        for line in {line["step"]: line for line in (evaluations[0], evaluations[-1])}.values():
-            when = f"after step {line['step']:,}" if line["step"] else "as loaded"
-            words = "" if line.get("rouge_tokenizer") in (None, ROUGE_SCORE_WORDS.name) else f", {line['rouge_tokenizer']} words"
-            are_other = line.get("measured_on", {}).get("rows") != evaluations[-1].get("measured_on", {}).get("rows")
-            name = f"{facts.name}, {when} ({line['num_rows']}{' other' * are_other} rows{words})"
-            table[name] = line | _score_first_lines(facts.folder / f"predictions-{line['step']}.jsonl")
+        try:
+            table |= _rows(facts)
+        except UserError:
+            raise
+        except NOT_AS_WRITTEN as error:
+            why = f"{type(error).__name__}: {error}"
+            raise UserError(f"{facts.folder} has evaluations or predictions that no run writes ({why}): leave it out") from None
     print(format_table(table, _COLUMNS))
     if any((folder / MEMORY_FILE).is_file() for folder in run_folders):
         print("\nmemory of a rank in training steps, predicted by `plan` against measured")
         for facts in runs:
             print(f"{facts.name}: {compare_with_plan(facts.folder)}", flush=True)
+
+
+def _rows(facts: RunFacts) -> dict[str, dict[str, Any]]:
+    """The lines of a run's first and last evaluation, by what the table calls them."""
+    rows, evaluations = {}, _evaluations(facts)
+    for line in {line["step"]: line for line in (evaluations[0], evaluations[-1])}.values():
+        when = f"after step {line['step']:,}" if line["step"] else "as loaded"
+        words = "" if line.get("rouge_tokenizer") in (None, ROUGE_SCORE_WORDS.name) else f", {line['rouge_tokenizer']} words"
+        are_other = line.get("measured_on", {}).get("rows") != evaluations[-1].get("measured_on", {}).get("rows")
+        name = f"{facts.name}, {when} ({line['num_rows']}{' other' * are_other} rows{words})"
+        rows[name] = line | _score_first_lines(facts.folder / f"predictions-{line['step']}.jsonl")
+    return rows
 
 
 def _evaluations(facts: RunFacts) -> list[dict]:
@@ -52,7 +65,7 @@ def _evaluations(facts: RunFacts) -> list[dict]:
         )
     if "curves" in facts.missing:
         raise UserError(f"{facts.folder}: {facts.missing['curves']}")
-    raise UserError(f"{path} holds no evaluation yet: let the run evaluate first")
+    raise UserError(f"{path} holds no evaluation: let the run evaluate first; without held-out rows it never does")
 
 
 def _score_first_lines(predictions_path: Path) -> dict[str, float]:

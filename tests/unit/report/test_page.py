@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,30 @@ def test_what_is_missing_or_broken_is_a_sentence(tmp_path: Path, name: str) -> N
     assert page.texts["h2"] == SECTIONS and f"{name} is not in the folder: " in page.words
     (run / name).write_text('{"a": [\n{')
     assert f"{name} cannot be read (" in write(tmp_path, run).words
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("record.json", lambda record: record["data"].pop("fingerprint")),
+        ("record.json", lambda record: record["units"][0].pop("count")),
+        ("record.json", lambda record: record.update(versions=["2.13"])),
+        ("record.json", lambda record: record.update(num_processes="two", sources=None)),
+        ("memory.json", lambda memory: memory.pop("device")),
+    ],
+    ids=["data", "units", "versions", "processes", "memory"],
+)
+def test_a_file_that_lacks_something_costs_one_section_of_its_run(
+    tmp_path: Path, file: str, change: Callable[[dict[str, Any]], Any]
+) -> None:
+    run, other = save_whole_run(tmp_path / "run"), save_whole_run(tmp_path / "other")
+    content = json.loads((run / file).read_text())
+    change(content)
+    (run / file).write_text(json.dumps(content))
+    sentence = "This cannot be shown of run, as one of its files is not what a run writes ("
+    assert write(tmp_path, run).words.count(sentence) == 1
+    both = write(tmp_path, other, run)
+    assert both.words.count(sentence) == 1 and both.texts["h2"] == SECTIONS
 
 
 def test_a_run_that_is_still_training_is_shown(tmp_path: Path) -> None:

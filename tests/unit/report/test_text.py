@@ -41,6 +41,13 @@ def test_first_and_last_evaluation_of_each_run_in_one_table(tmp_path: Path, caps
     ]
 
 
+@pytest.mark.parametrize("line", [{"num_rows": "2", "measured_on": "a"}, {"measured_on": {}}], ids=["measured_on", "num_rows"])
+def test_an_evaluation_that_no_run_writes_is_one_sentence(tmp_path: Path, line: dict[str, Any]) -> None:
+    run = save_run(tmp_path / "run", {"kind": "eval", "step": 0, "loss": 1.0, **line})
+    with pytest.raises(UserError, match=f"^{run} has evaluations or predictions that no run writes .*: leave it out"):
+        show_runs([run])
+
+
 def test_other_words_than_rouge_scores_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     run = save_run(tmp_path / "run", evaluation(0, rougeL=50.0, rouge_tokenizer="unicode"))
     lines = [{"reference": "还桨。", "prediction": "还桨\n不"}, {"reference": "Return the oar.", "prediction": ""}]
@@ -72,7 +79,7 @@ def test_predictions_with_any_line_separator_are_read(tmp_path: Path, capsys: py
 def test_a_folder_without_an_evaluation_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nothing is no run folder"):
         show_runs([tmp_path / "nothing"])
-    with pytest.raises(UserError, match="holds no evaluation yet"):
+    with pytest.raises(UserError, match="holds no evaluation: let the run evaluate first; without held-out rows it never does"):
         show_runs([save_run(tmp_path / "young", {"kind": "train", "step": 1})])
 
 
