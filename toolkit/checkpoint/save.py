@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
 
 from toolkit import __version__
 from toolkit.checkpoint.dcp import Tensors, save_tensors
@@ -31,6 +32,7 @@ from toolkit.checkpoint.manifest import commit
 from toolkit.checkpoint.state import Identity, TrainState, state_tensors
 from toolkit.config.schema import CheckpointConfig
 from toolkit.distributed.comm import gather_objects, raise_together, rank, save_group, world_size
+from toolkit.distributed.device import synchronize
 from toolkit.distributed.rng import capture_random_state, save_random_state
 from toolkit.distributed.watchdog import at, working
 from toolkit.errors import Stopped, UserError
@@ -268,7 +270,8 @@ class HostCopier:
     """
 
     def __init__(self, device: torch.device) -> None:
-        on_cuda = device.type == "cuda"
+        self.device, on_cuda = device, device.type == "cuda"
+        self.staged: Tensors = {}
         options = StagingOptions(
             use_pinned_memory=on_cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_cuda
         )
@@ -279,8 +282,17 @@ class HostCopier:
         # torch's stager does not support FSDP1's ShardedTensors; its older one does, but allocates each time.
         fsdp1 = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, ShardedTensor)}
         others = {name: tensor for name, tensor in tensors.items() if name not in fsdp1}
-        return {**self.stager.stage(others), **BlockingAsyncStager().stage(fsdp1)}  # type: ignore[dict-item]
+        if self.staged.keys() != others.keys():
+            self.staged = self.stager.stage(others)  # type: ignore[assignment]
+        else:  # the stager would build every DTensor again, which takes half as long as the copy on a CPU
+            with torch.no_grad():
+                for name, tensor in others.items():
+                    mine, copy = (t.to_local() if isinstance(t, DTensor) else t for t in (tensor, self.staged[name]))
+                    copy.copy_(mine, non_blocking=True)
+            synchronize(self.device)
+        return {**self.staged, **BlockingAsyncStager().stage(fsdp1)}  # type: ignore[dict-item]
 
     def close(self) -> None:
         """Free the host memory."""
+        self.staged = {}
         self.stager.close()

@@ -1,6 +1,8 @@
-"""Which host copies of a checkpoint are pinned, where torch thinks that it has a GPU."""
+"""Which host copies of a checkpoint are pinned, where torch thinks that it has a GPU, and that later ones only copy."""
 
 from __future__ import annotations
+
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,4 +26,21 @@ def test_all_copies_are_pinned_but_those_of_less_than_5_bytes(monkeypatch: pytes
         "step": False,
     }
     assert sorted(pinned.values()) == [8, 4000]
+    copier.close()
+
+
+def test_later_copies_build_no_tensors_again() -> None:
+    copier, whole = HostCopier(torch.device("cpu")), torch.arange(8.0)
+    tensors = {"whole": whole, "a part": whole[2:6:2], "step": torch.ones(())}
+    first = copier.copy(tensors)
+    places = {name: tensor.data_ptr() for name, tensor in first.items()}
+    for tensor in (whole, tensors["step"]):
+        tensor += 1
+    with patch.object(copier.stager, "stage") as build:
+        later = copier.copy(tensors)
+        build.assert_not_called()
+    assert all(torch.equal(later[name], tensor) and later[name].data_ptr() == places[name] for name, tensor in tensors.items())
+    whole += 1
+    assert not torch.equal(later["whole"], whole)
+    assert copier.copy({"step": tensors["step"]}).keys() == {"step"}
     copier.close()
