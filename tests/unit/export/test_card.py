@@ -27,10 +27,12 @@ DATA = RunData(
 )
 
 
-def card(folder: Path, recipe: Any, model_config: Any = None, step: int = 2, kind: Any = "model", **settings: Any) -> ModelCard:
+def card(
+    folder: Path, recipe: Any, model_config: Any = None, step: int = 2, kind: Any = "model", lines: Any = LINES, **settings: Any
+) -> ModelCard:
     required = {"data.source": "csv", "data.files": ["/home/me/rows.csv"], "train.max_steps": 4, "run.name": "my_run"}
     config = load_config(recipe, overrides=required | {key.replace("__", "."): value for key, value in settings.items()})
-    save_card(folder, config, model_config or SimpleNamespace(), Origin(step, "bfloat16", 2, DATA, LINES), kind, "float32")
+    save_card(folder, config, model_config or SimpleNamespace(), Origin(step, "bfloat16", 2, DATA, lines), kind, "float32")
     return ModelCard.load(folder / CARD_FILE)
 
 
@@ -76,7 +78,12 @@ On 8 held-out rows.
 """
     )
     assert "| computed in | bfloat16 |\n| processes | 2 |\n" in written.text and "/home/me" not in written.text
-    # A step that was not evaluated, and nothing at all.
+    # Other rows before training, a step that was not evaluated, and nothing at all.
+    others = [LINES[0] | {"measured_on": {"rows": "b"}}, *LINES[1:]]
+    files = {"data__eval_files": ["/home/me/eval.csv"]}
+    other = card(tmp_path, "t5", lines=others, model__name_or_path="google/flan-t5-base", **files).text
+    assert "before training" not in other and "| lead sentence | – | 17.5 | – |\n" in other
+    assert "| held-out rows | 60 (files of their own), of which 8 are evaluated |" in other
     later = card(tmp_path, "t5", step=3, model__name_or_path="google/flan-t5-base")
     assert "| step 2; these weights were not evaluated | 4.25 | 31.26 | 2 |\n" in later.text
     save_card(tmp_path, load_config("t5", overrides=PLAIN), SimpleNamespace(), Origin(), "model", "float32")  # type: ignore[arg-type]
@@ -128,5 +135,10 @@ def test_adapters_and_hub_datasets_are_named_as_the_hub_names_them(tmp_path: Pat
 
 
 def test_hostile_texts_stay_in_their_cells(tmp_path: Path) -> None:
-    written = card(tmp_path, "t5", model__name_or_path="x/y", data__prefix="a | b\n\n## `<script>` \x1b[31m")
+    hostile = {"data__prefix": "a | b\n\n## `<script>` \x1b[31m", "run__name": "<b>`n`", "model__revision": "<b>`v`"}
+    written = card(tmp_path, "t5", model__name_or_path="x/y", **hostile)
+    assert "# &lt;b>\\`n\\`\n" in written.text and " at revision &lt;b>\\`v\\`, fine-tuned" in written.text
     assert "\n| data.prefix | a \\| b ## \\`&lt;script>\\` \\\\x1b\\[31m |\n" in written.text
+    base = save_base(tmp_path / "<b>base", "")
+    named = card(tmp_path, "t5", model__name_or_path=str(base)).text
+    assert "of the base model &lt;b>base that" in named and "<b>" not in named

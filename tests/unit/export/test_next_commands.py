@@ -14,8 +14,8 @@ from toolkit.export.next_commands import list_commands
 from toolkit.export.write import Places
 
 
-def commands(recipe: Any, places: Places, lora: LoraConfig | None = None, **model: Any) -> list[str]:
-    required = {"model.name_or_path": "org/base", "data.source": "x", "train.max_steps": 1, "run.name": "my_run"}
+def commands(recipe: Any, places: Places, lora: LoraConfig | None = None, run_name: str = "my_run", **model: Any) -> list[str]:
+    required = {"model.name_or_path": "org/base", "data.source": "x", "train.max_steps": 1, "run.name": run_name}
     config = load_config(recipe, overrides=required | {f"model.{name}": value for name, value in model.items()})
     return list_commands(config, SimpleNamespace(peft_config={"default": lora}), places)  # type: ignore[arg-type]
 
@@ -42,6 +42,7 @@ def test_an_adapter_is_given_on_its_base() -> None:
         "pretrained=org/base,peft=runs/a/export,tokenizer=runs/a/export,revision=v1 --tasks TASK",
     ]
     assert lora[3] == "share it: hf upload USER/NAME runs/a/export"
+    assert " --lora-modules 'a run'=runs/a/export" in commands("llm", places, LoraConfig(r=16), "a run")[1]
     [*_, share] = commands("llm", places, LoraConfig(r=16), name_or_path="./base")
     assert share == "share it: export it with --merge first, as its base ./base is a folder here"
     assert commands("llm", places, LoraConfig(r=8, rank_pattern={"q_proj": 33}))[1].endswith(" --max-lora-rank 64")
