@@ -24,7 +24,7 @@ from typing import Any
 from toolkit.cli.checkpoints import show_checkpoints
 from toolkit.cli.presets.page import update_page
 from toolkit.cli.run_flags import add_plan, add_preview, add_verify
-from toolkit.errors import UserError, exit_on_user_error
+from toolkit.errors import UserError, escape_controls, exit_on_user_error
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.launch.log import start_logging
 
@@ -238,5 +238,5 @@ def _report(arguments: Namespace, _: list[str]) -> bool:
 
     path = output or (folders[0] / REPORT_FILE if len(folders) == 1 else Path(REPORT_FILE))
     save_page(folders, path)
-    print(f"{path} shows {', '.join(map(str, folders))}: open it in a browser")
+    print(escape_controls(f"{path} shows {', '.join(map(str, folders))}: open it in a browser"))
     return True

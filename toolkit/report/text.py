@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, escape_controls
 from toolkit.evaluation.text import ROUGE_SCORE_WORDS
 from toolkit.files.json_lines import load_json_lines
 from toolkit.report.facts import NOT_AS_WRITTEN, RunFacts, read_runs
@@ -40,7 +40,7 @@ def show_runs(run_folders: Sequence[Path]) -> None:
     if any((folder / MEMORY_FILE).is_file() for folder in run_folders):
         print("\nmemory of a rank in training steps, predicted by `plan` against measured")
         for facts in runs:
-            print(f"{facts.name}: {compare_with_plan(facts.folder)}", flush=True)
+            print(escape_controls(f"{facts.name}: {compare_with_plan(facts.folder)}"), flush=True)
 
 
 def _rows(facts: RunFacts) -> dict[str, dict[str, Any]]:

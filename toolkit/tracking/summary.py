@@ -97,6 +97,7 @@ def _print_results(
 
 def format_table(rows: dict[str, dict[str, float]], choice: Sequence[str] = SHOWN_FIGURES) -> str:
     """Format figures, by row name, as aligned text. A column that no row has is left out."""
+    rows = {escape_controls(name): row for name, row in rows.items()}
     columns = [c for c in choice if any(c in row for row in rows.values())]
     width = max(len(name) for name in rows)
     lines = [" " * width + "".join(f"{column.replace('percent_', '% '):>{max(15, len(column) + 2)}}" for column in columns)]

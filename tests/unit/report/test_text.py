@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from toolkit.cli.main import main
 from toolkit.errors import UserError
 from toolkit.report.text import show_runs
 
@@ -46,6 +47,20 @@ def test_an_evaluation_that_no_run_writes_is_one_sentence(tmp_path: Path, line: 
     run = save_run(tmp_path / "run", {"kind": "eval", "step": 0, "loss": 1.0, **line})
     with pytest.raises(UserError, match=f"^{run} has evaluations or predictions that no run writes .*: leave it out"):
         show_runs([run])
+
+
+def test_a_name_that_would_turn_the_line_around_is_escaped_and_keeps_the_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = save_run(tmp_path / "a\u202eb", evaluation(0, loss=9.0))
+    (run / "memory.json").write_text("{}")
+    for flags in (["--text"], []):
+        monkeypatch.setattr("sys.argv", ["toolkit", "report", str(run), *flags])
+        main()
+    printed = capsys.readouterr().out
+    header, row, *rest = printed.splitlines()
+    assert len(header) == len(row) and row.startswith("a\\u202eb, as loaded") and "\u202e" not in printed
+    assert len(rest) == 4 and rest[-1].endswith("a\\u202eb: open it in a browser")
 
 
 def test_other_words_than_rouge_scores_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
