@@ -95,7 +95,7 @@ def test_resume_elsewhere(benches: dict[str, Workbench], kind: str, source: str,
     printed = run_with(bench, name, check, exports=exports, **changes_of(kind), **WHERE[target])
 
     num_ranks = int(target[-1]) if target[-1].isdigit() else 1
-    assert f"after step {SAVED_STEP}\n" in printed and f"on each of {num_ranks} processes" in printed
+    assert f"after step {SAVED_STEP}\n" in printed and f" rows: {num_ranks} process" in printed
     for rank in range(num_ranks):
         loaded = json.loads((bench.runs / f"{name}-loaded-{rank}.json").read_text())
         assert loaded["unequal"] == loaded["missing"] == []

@@ -145,7 +145,7 @@ def test_adapter_goes_on_with_the_same_rows_on_another_number_of_processes(bench
     bench.run("two", **settings)
     shutil.copytree(bench.runs / "two", bench.runs / "one", ignore=shutil.ignore_patterns("step-00000004", "rows-*", "export"))
     printed = bench.run("one", preset="single", **settings)
-    assert "step-00000002, after step 2\n" in printed and "on each of 1 processes" in printed
+    assert "step-00000002, after step 2\n" in printed and ": 1 process x " in printed
     one, two = bench.lines("one", "train"), bench.lines("two", "train")
     for figure in ("loss", "grad_norm"):
         assert [line[figure] for line in one] == pytest.approx([line[figure] for line in two], rel=1e-5)

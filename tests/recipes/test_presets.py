@@ -21,24 +21,24 @@ from toolkit.files.json_lines import load_json_lines
 
 RUN_CONFIG_FOLDER = REPOSITORY / "recipes" / "configs"
 
-PRESETS: dict[str, int] = {
-    "single": 1,
-    "ddp_cpu": 2,
-    "fsdp2_cpu": 2,
-    "ddp": 2,
-    "fsdp2_full_shard": 2,
-    "fsdp2_shard_grad_op": 2,
-    "fsdp2_activation_checkpointing": 2,
-    "fsdp2_compile": 2,
-    "fsdp2_offload": 2,
-    "fsdp2_size_wrap": 2,
-    "fsdp2_hsdp": 4,
-    "fsdp2_multi_node": 2,
-    "fsdp2_100b": 4,
-    "fsdp1_full_shard": 2,
-    "fsdp1_shard_grad_op": 2,
+PRESETS = {
+    "single": "not sharded, 1 process, bf16",
+    "ddp_cpu": "DDP, 2 processes, bf16",
+    "fsdp2_cpu": "FSDP2, 2 processes, bf16",
+    "ddp": "DDP, 2 processes, bf16",
+    "fsdp2_full_shard": "FSDP2, 2 processes, bf16",
+    "fsdp2_shard_grad_op": "FSDP2, gathered until the backward, 2 processes, bf16",
+    "fsdp2_activation_checkpointing": "FSDP2, activation checkpointing, 2 processes, bf16",
+    "fsdp2_compile": "FSDP2, 2 processes, bf16",
+    "fsdp2_offload": "FSDP2, CPU offload, 2 processes, bf16",
+    "fsdp2_size_wrap": "FSDP2, 2 processes, bf16",
+    "fsdp2_hsdp": "FSDP2, 2 replicas x 2 shards, 4 processes, bf16",
+    "fsdp2_multi_node": "FSDP2, 2 processes, bf16",
+    "fsdp2_100b": "FSDP2, 2 replicas x 2 shards, activation checkpointing, 4 processes, bf16",
+    "fsdp1_full_shard": "FSDP1 FULL_SHARD, 2 processes, bf16",
+    "fsdp1_shard_grad_op": "FSDP1 SHARD_GRAD_OP, 2 processes, bf16",
 }
-"""Processes on CPU, by preset; each runs in its own precision."""
+"""Each runs on CPU in its own precision, as this line of the run says."""
 
 RESUMED = ("ddp_cpu", "fsdp2_offload", "fsdp2_hsdp", "fsdp1_full_shard")
 """Presets whose checkpoints are read back: each has a way of its own to hold parameters and moments."""
@@ -72,7 +72,7 @@ def test_every_run_config_is_here() -> None:
 def test_preset_trains_evaluates_saves_and_exports(workbench: Workbench, preset: str) -> None:
     on_cpu = GPU_PRESET_OVERRIDES_ON_CPU.get(preset, {})
     printed = workbench.run("run", preset=preset, overrides=on_cpu, checkpoint__every_steps=1, checkpoint__keep_last=9)
-    assert f"on each of {PRESETS[preset]} processes" in printed
+    assert f"\npreset      {preset}.yaml: {PRESETS[preset]}\n" in printed
     check_whole_run(workbench)
     assert workbench.checkpoints("run") == [f"step-0000000{step}" for step in (1, 2, 3)]
     if preset in RESUMED:
@@ -143,7 +143,7 @@ def test_config_for_100b_trains_under_its_preset(llm_workbench: Workbench, tmp_p
     preset = {"preset": "fsdp2_100b", "overrides": GPU_PRESET_OVERRIDES_ON_CPU["fsdp2_100b"]}
     by_rows = {"train__global_batch_size_tokens": None, "train__num_epochs": None}
     printed = run_on_chats(llm_workbench, tmp_path, "llm_100b", **by_rows, **preset)
-    assert "every rank loads all of" not in printed and "on each of 4 processes" in printed
+    assert "every rank loads all of" not in printed and ": 4 processes x " in printed
     check_whole_run(llm_workbench, generates=False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import textwrap
@@ -93,7 +94,8 @@ def _describe_preset(accelerator: Accelerator) -> str:
         if mesh is not None and mesh.ndim > 1:
             parts.append(f"{mesh.size(0)} replicas x {mesh.size(1)} shards")
         parts += ["gathered until the backward"] * (plugin.reshard_after_forward is False)
-        parts += ["activation checkpointing"] * bool(plugin.activation_checkpointing)
+        # The launcher's word: the plugin's is taken back once blocks checkpoint theirs.
+        parts += ["activation checkpointing"] * (os.environ.get("FSDP_ACTIVATION_CHECKPOINTING") == "true")
         offload = plugin.cpu_offload
         parts += ["CPU offload"] * (isinstance(offload, CPUOffloadPolicy) or offload == CPUOffload(offload_params=True))
     parts.append(_count(world_size(), "process"))
