@@ -91,7 +91,7 @@ EARLY = {
     ),
     "tracker not installed": Case(
         flags="--tracking.log_with ['{tracker}']",
-        sentence="tracking.log_with: '{tracker}' is not installed; … (metrics.jsonl is written in any case)",
+        sentence="tracking.log_with: '{tracker}' is not installed: pip install …; … (metrics.jsonl is written in any case)",
     ),
     # The accelerate YAML.
     "unknown nested key": Case(

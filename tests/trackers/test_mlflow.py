@@ -8,7 +8,9 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.support.workbench import Workbench
+from tests.support.launch import run_on_ranks
+from tests.support.small_run import run_in_this_process
+from tests.support.workbench import FP32, Workbench
 from tests.trackers.checks import Points, check_failure_in_mid_run, check_points, run_two
 
 
@@ -54,6 +56,40 @@ def test_long_values_are_cut_and_a_line_says_so(bench: Workbench) -> None:
     assert "mlflow gets data.prefix cut to 6,000 characters, which is mlflow's limit" in printed
     (run,) = list_runs(bench, "limits")
     assert run.data.params["data.prefix"] == "y" * 5998 + " …"
+
+
+@pytest.mark.parametrize(
+    "name", ["eval/loss/rows@1.jsonl", "eval/loss//data/../rows (1).jsonl", "eval/own/F1 (%)", f"eval/loss/{300 * 'x'}"]
+)
+def test_what_is_sent_for_a_refused_name_is_accepted(name: str) -> None:
+    from mlflow.exceptions import MlflowException
+    from mlflow.utils.validation import _validate_metric
+
+    from toolkit.tracking.trackers import _name_for_mlflow
+
+    with pytest.raises(MlflowException):
+        _validate_metric(name, 1.0, 0, 0)
+    _validate_metric(_name_for_mlflow(name), 1.0, 0, 0)
+
+
+def fail_and_begin_again(argv: list[str]) -> None:
+    """In one process, as in a notebook."""
+    from toolkit.training import loop
+
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    with patch.object(loop, "call_after_step", fail), pytest.raises(ZeroDivisionError):
+        run_in_this_process("t5", argv)
+    run_in_this_process("t5", argv)
+
+
+def test_a_run_after_one_that_failed_in_the_same_process_has_its_own(bench: Workbench) -> None:
+    flags = bench.flags("again", tracking__log_with=["mlflow"], tracking__project_name="again", eval__generate=False)
+    run_on_ranks(fail_and_begin_again, preset="single", overrides=FP32, args=(flags,))
+    second, first = list_runs(bench, "again")
+    assert [step for step, _ in load(first.info.run_id)["train/loss"]] == [1]
+    check_points(bench, "again", load(second.info.run_id))
 
 
 def drop_the_table() -> None:

@@ -199,11 +199,12 @@ def _last_steps(metrics: Path, sent: dict[str, int]) -> dict[str, int]:
 
 
 def _name_for_mlflow(name: str) -> str:
-    """`name` with the characters that MLflow refuses as their code points; the first time, a line says so."""
+    """`name` as MLflow takes it: refused characters as their code points, at most 250; the first time, a line says so."""
     accepted = posixpath.normpath(_REFUSED_BY_MLFLOW.sub(lambda found: f"_{ord(found[0]):x}_", name))
+    accepted = accepted if len(accepted) <= 250 else f"{accepted[:100]}_{accepted[-149:]}"
     if accepted != name and _renamed.setdefault(name, "") != accepted:
         _renamed[name] = accepted
-        logger.info(f"mlflow gets {name!r} as {accepted!r}: it refuses other characters in names")
+        logger.info(f"mlflow gets {name!r} as {accepted!r}: it refuses other names")
     return accepted
 
 

@@ -154,7 +154,7 @@ def test_names_that_mlflow_refuses_are_rewritten_and_said_once(capsys, monkeypat
     assert rewritten == [names[0], "eval/loss/a_40_b", "eval/loss/a_40_b", "eval/loss/a_23_b", "eval/loss/y"]
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 3
-    assert printed[0] == "mlflow gets 'eval/loss/a@b' as 'eval/loss/a_40_b': it refuses other characters in names"
+    assert printed[0] == "mlflow gets 'eval/loss/a@b' as 'eval/loss/a_40_b': it refuses other names"
 
 
 def close_slowly(uploaded: str) -> bool:
