@@ -106,8 +106,13 @@ def test_an_encoder_runs_once_a_batch_and_texts_are_those_of_two_runs(
 
 def test_figures_are_sums_over_rows_by_the_names_that_they_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = seq2seq_families.build_model("t5")
-    sharded = wrap.shard_model(one_process(), model.train())
-    data = replace(rows_for(model), source_names=("a", "b"))
+    sharded = wrap.shard_model(one_process(), model)
+    data = rows_for(model)
+    with torch.no_grad():  # one label is what the model predicts
+        first = model(input_ids=torch.tensor([data.rows[3]["input_ids"]]), decoder_input_ids=torch.tensor([[0]])).logits.argmax()
+    rows = data.rows.remove_columns("labels").add_column("labels", [*data.rows["labels"][:3], [int(first)]])
+    data = replace(data, rows=rows, source_names=("a", "b"))
+    model.train()
 
     def scores(predictions: list[str], references: list[str], tokenizer: Any) -> dict[str, list[float]]:
         assert tokenizer is data.rouge_tokenizer, "words are split as in all references, not as in a batch's"
@@ -119,6 +124,7 @@ def test_figures_are_sums_over_rows_by_the_names_that_they_have(tmp_path: Path, 
     with torch.no_grad():
         of_rows = [summed_loss(model, data.collator.collate([[row]])) for row in data.rows]
     losses, num_correct = [float(loss) for loss, _ in of_rows], sum(int(correct) for _, correct in of_rows)
+    assert num_correct > 0
     # 9 label tokens, of which 3 are of source b, and 8 bytes of text.
     expected = {
         "loss": sum(losses) / 9,

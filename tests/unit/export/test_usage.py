@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import GenerationConfig
 
+from tests.support.model_folders import _build_tokenizer
 from toolkit.config.python import load_config
 from toolkit.config.schema import EvalConfig
 from toolkit.errors import UserError
+from toolkit.export.run_data import RunData, load_run_data, save_run_data
 from toolkit.export.usage import load_usage, save_usage, set_generation
 
 
@@ -43,3 +46,11 @@ def test_what_makes_tokens_of_texts_comes_back(tmp_path: Path) -> None:
     (tmp_path / "toolkit.json").write_text('{"prefixes": 1}')
     with pytest.raises(UserError, match="toolkit.json is not what an export writes"):
         load_usage(tmp_path)
+
+
+def test_what_a_run_kept_of_its_rows_is_not_taken_for_other_rows(tmp_path: Path) -> None:
+    facts: dict[str, Any] = {"num_training_rows": 1, "num_held_out_rows": 1, "num_evaluated_rows": 1}
+    data = RunData(fingerprint="f", stop_token_ids=[], check_rows=[], **facts)
+    save_run_data(tmp_path, data, _build_tokenizer(("<pad>", "</s>")))
+    found = load_run_data(tmp_path, "f")
+    assert found is not None and found[0] == data and load_run_data(tmp_path, "other") is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import html.parser
 import io
 import json
@@ -29,9 +30,9 @@ from tests.support.previews import (
 )
 from toolkit.cli.preview import preview
 from toolkit.cli.preview.facts import collect
-from toolkit.cli.preview.page import TOKENS_OF_A_BLOCK
+from toolkit.cli.preview.page import TOKENS_OF_A_BLOCK, render_page
 from toolkit.cli.preview.terminal import print_preview
-from toolkit.cli.preview.wording import visible
+from toolkit.cli.preview.wording import NAMES, padding_behind, visible
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u061c\u2028\u202a-\u202e\u2066-\u2069\ufeff]")
 
@@ -138,6 +139,25 @@ def test_hostile_texts_stay_text_in_the_page(tmp_path: Path, capsys: pytest.Capt
     # The tokens spell the same text.
     assert {text.replace("⏎\n", "\n") for text in page.texts["tokens"]} == expected
     assert not [*tmp_path.glob("*.tmp")]
+
+
+@pytest.mark.parametrize("config", ["t5.yaml", "chats.yaml"])
+def test_the_page_has_the_tokens_kinds_and_places_of_the_view(config: str) -> None:
+    """Tokens that look like tags, as T5's `</s>`, too."""
+    found = collect([f"--config={config}", "--run.name=<i>name"], None, None, 4, None)
+    content = render_page(found)
+    assert found.step is not None and content.count("&lt;i&gt;name") == 2
+    sides = [(row, side) for row in found.rows for side in row.sides]
+    shown = ["".join(token for span in side.spans for token in span.tokens) for _, side in sides]
+    assert [text.replace("⏎\n", "\n") for text in Page(content).texts["tokens"]] == [visible(text) for text in shown]
+    kinds = []
+    for row, side in sides:
+        kinds += [span.kind for span in side.spans] + ["padding"] * (padding_behind(row, found.step, side) > 0)
+    assert re.findall(rf"<span class=({'|'.join(NAMES)})>", content) == kinds
+    places = dict.fromkeys((str(pack.rank), str(pack.micro_batch + 1)) for pack in found.step.first_packs)
+    assert re.findall(r"Process (\d+), micro-batch (\d+)", content) == [*places]
+    assert content.count(' begins"') == sum(len(pack.begins) - 1 for pack in found.step.first_packs)
+    assert f"<td>{html.escape('</s>' if config == 't5.yaml' else '<|im_end|>')}</td>" in content
 
 
 def test_a_long_row_is_shortened_and_row_shows_it_in_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
