@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 BY_DOCUMENT = "documents"
 """Name of the attention in a model's config."""
@@ -88,8 +89,8 @@ def attend_by_document(
         return _varlen(query_1HTD, key_1KTD, value_1KTD, documents, scaling)
     device = query_1HTD.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query_1HTD.dtype
-    if is_eager(device, dtype) and max(documents.lengths) <= LONGEST_EAGER:
-        return _eager_a_document(module, query_1HTD, key_1KTD, value_1KTD, documents, dropout, scaling)
+    if is_eager(device, dtype) and max(documents.lengths) <= LONGEST_EAGER and not dropout:
+        return _eager_a_document(query_1HTD, key_1KTD, value_1KTD, documents, scaling)
     return _sdpa_a_document(module, query_1HTD, key_1KTD, value_1KTD, documents, dropout, scaling)
 
 
@@ -98,14 +99,28 @@ def is_eager(device_type: str, dtype: torch.dtype) -> bool:
     return device_type == "cpu" and dtype == torch.bfloat16
 
 
+class _Eager(torch.autograd.Function):
+    """Attention of one document. Autograd's own backward copies transposed operands and gradients, for a third of its time."""
+
+    @staticmethod
+    def forward(ctx: Any, query_HLD: torch.Tensor, key_HLD: torch.Tensor, value_HLD: torch.Tensor, mask_LL: torch.Tensor) -> Any:
+        weights_HLL = torch.bmm(query_HLD, key_HLD.transpose(1, 2)).add_(mask_LL).softmax(dim=-1)
+        ctx.save_for_backward(query_HLD, key_HLD, value_HLD, weights_HLL)
+        return torch.bmm(weights_HLL, value_HLD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_HLD: torch.Tensor) -> Any:
+        query_HLD, key_HLD, value_HLD, weights_HLL = ctx.saved_tensors
+        grad_HLD = grad_HLD.contiguous()
+        of_weights_HLL = torch.bmm(grad_HLD, value_HLD.transpose(1, 2))
+        of_scores_HLL = torch._softmax_backward_data(of_weights_HLL, weights_HLL, -1, weights_HLL.dtype)
+        of_key_HLD = torch.bmm(of_scores_HLL.transpose(1, 2), query_HLD)
+        return torch.bmm(of_scores_HLL, key_HLD), of_key_HLD, torch.bmm(weights_HLL.transpose(1, 2), grad_HLD), None
+
+
 def _eager_a_document(
-    module: torch.nn.Module,
-    query_1HTD: torch.Tensor,
-    key_1KTD: torch.Tensor,
-    value_1KTD: torch.Tensor,
-    documents: Documents,
-    dropout: float,
-    scaling: float | None,
+    query_1HTD: torch.Tensor, key_1KTD: torch.Tensor, value_1KTD: torch.Tensor, documents: Documents, scaling: float | None
 ) -> torch.Tensor:
     """As transformers' eager attention: scores and probabilities in bf16, the softmax's sums in fp32."""
     from transformers.integrations.sdpa_attention import repeat_kv
@@ -115,13 +130,13 @@ def _eager_a_document(
     key_1HTD, value_1HTD = (repeat_kv(tensor.bfloat16(), groups) for tensor in (key_1KTD, value_1KTD))
     is_seen_LL = torch.ones(longest, longest, dtype=torch.bool).tril().triu(1 - (documents.window or longest))
     mask_LL = torch.zeros(longest, longest, dtype=torch.bfloat16).masked_fill_(~is_seen_LL, -torch.inf)
-    parts = zip(*(tensor.split(documents.lengths, dim=2) for tensor in (query_1HTD, key_1HTD, value_1HTD)), strict=True)
-    outputs = []
-    for length, (query, key, value) in zip(documents.lengths, parts, strict=True):
-        scores_1HLL = (query @ key.transpose(2, 3)).add_(mask_LL[:length, :length])
-        weights_1HLL = torch.nn.functional.dropout(scores_1HLL.softmax(dim=-1), dropout)
-        outputs.append((weights_1HLL @ value).transpose(1, 2))
-    return torch.cat(outputs, dim=1)
+    parts = zip(*(tensor[0].split(documents.lengths, dim=1) for tensor in (query_1HTD, key_1HTD, value_1HTD)), strict=True)
+    outputs_LHD = []
+    for length, part in zip(documents.lengths, parts, strict=True):
+        # Contiguous, or every product would copy its operands (aten/src/ATen/native/mkldnn/Matmul.cpp).
+        output_HLD = _Eager.apply(*(tensor.contiguous() for tensor in part), mask_LL[:length, :length])
+        outputs_LHD.append(output_HLD.transpose(0, 1))
+    return torch.cat(outputs_LHD)[None]
 
 
 def _sdpa_a_document(
