@@ -130,11 +130,12 @@ def test_a_mask_of_another_kind_stays_dense() -> None:
         assert isinstance(mask, torch.Tensor) and mask.shape == (1, 1, 5, 5)
 
 
-def test_dropout_and_the_scale_reach_the_attention() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_and_the_scale_reach_the_attention(dtype: torch.dtype) -> None:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     module, options = torch.nn.Module(), {"dropout": 0.5, "scaling": 2.0}
-    query, key, value = torch.randn(3, 1, 2, 6, 8).unbind()
+    query, key, value = torch.randn(3, 1, 2, 6, 8, dtype=dtype).unbind()
     located = documents.Documents((6,), torch.tensor([0, 6], dtype=torch.int32))
     torch.manual_seed(1)
     output, _ = documents.attend(module, query, key, value, located, **options)
