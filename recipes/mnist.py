@@ -53,7 +53,7 @@ def main() -> None:
     from toolkit.training.run import leave, open_metrics
     from toolkit.training.setup import open_run
 
-    accelerator = build_accelerator([], config.run.output_dir, config.run.timeout_s, config.run.num_threads)
+    accelerator = build_accelerator(config.run.timeout_s, config.run.num_threads)
     start(config.run.timeout_s)
     connect_devices(accelerator)
     run_folder = open_run(config)

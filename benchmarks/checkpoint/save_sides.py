@@ -61,7 +61,7 @@ class Trained:
     """A sharded model with its optimizer, and one writer each for both ways to save."""
 
     def __init__(self, config: SidesConfig) -> None:
-        self.accelerator = build_accelerator([], config.work_folder)
+        self.accelerator = build_accelerator()
         torch.manual_seed(0)
         self.sharded: ShardedModel = shard_model(self.accelerator, build_model(config))
         self.optimizer = build_optimizer(OptimConfig(lr=1e-4), self.sharded.model)

@@ -48,7 +48,7 @@ def main() -> None:
     # A model of random weights, sharded; rows of random tokens.
     folder, settings = Path(folder_name), json.loads(sizes)
     num_row_tokens = settings.pop("num_row_tokens")
-    accelerator = build_accelerator([], str(folder))
+    accelerator = build_accelerator()
     with init_empty_weights(include_buffers=False):
         model = LlamaForCausalLM(LlamaConfig(**settings, tie_word_embeddings=False)).eval()
     sources = {name: Source(tuple(p.shape), random_weights) for name, p in model.named_parameters()}

@@ -34,7 +34,7 @@ SAMPLED_EVERY_S = 0.005
 def main() -> None:
     way, *flags = sys.argv[1:]
     config = load_config(LLMConfig, flags)
-    accelerator = build_accelerator([], config.run.output_dir)
+    accelerator = build_accelerator()
     dtype = frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=is_enabled(config.adapter))
     context = RunContext(accelerator, dtype, Path(config.run.output_dir), {}, None, None, ())
     model_config, skeleton = build_skeleton(config, context)

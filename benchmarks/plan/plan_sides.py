@@ -40,7 +40,7 @@ NUM_WARMUP_STEPS = 2
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
-    accelerator = build_accelerator([], "")
+    accelerator = build_accelerator()
     auto_class = "AutoModelForSeq2SeqLM" if settings["is_t5"] else "AutoModelForCausalLM"
     config_class: Any = SummarizationConfig if settings["is_t5"] else LLMConfig
     config = load_config(config_class, [*settings["arguments"], f"--model.name_or_path={settings['model']}"])

@@ -29,7 +29,7 @@ def count_collectives(wraps: bool) -> dict[str, Any]:
     from toolkit.training.optim import clip_gradients
 
     torch.manual_seed(0)
-    sharded = shard_model(build_accelerator([], "."), T5ForConditionalGeneration(T5Config(**{**T5_CONFIG, "dropout_rate": 0.0})))
+    sharded = shard_model(build_accelerator(), T5ForConditionalGeneration(T5Config(**{**T5_CONFIG, "dropout_rate": 0.0})))
     counts: Counter[str] = Counter()
 
     def counting(name: str) -> Any:
@@ -85,7 +85,7 @@ def reduce_over_groups() -> tuple[float, list[int], bool]:
     from toolkit.launch.accelerator import build_accelerator, connect_devices
     from toolkit.parallel.wrap import reduction_groups, shard_model
 
-    accelerator = build_accelerator([], ".")
+    accelerator = build_accelerator()
     with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
         connect_devices(accelerator)
     connected = [call.kwargs["group"] for call in all_reduce.call_args_list]

@@ -62,7 +62,7 @@ def forward_and_backward(family: str, seed: int) -> dict[str, Any]:
     from toolkit.parallel.wrap import shard_model
 
     torch._dynamo.utils.counters.clear()
-    accelerator = build_accelerator([], ".")
+    accelerator = build_accelerator()
     torch.manual_seed(0)
     if family == "t5":
         model: Any = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5_CONFIG | {"dropout_rate": 0.5}))
@@ -121,7 +121,7 @@ def report_prefetch(decoder_first: bool) -> list[dict[str, list[str]]]:
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5_CONFIG))
     if decoder_first:
         model._modules["encoder"] = model._modules.pop("encoder")
-    shard_model(build_accelerator([], "."), model)
+    shard_model(build_accelerator(), model)
     units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     names = {id(module._get_fsdp_state()): name for name, module in units.items()}
     ahead = ("_states_to_forward_prefetch", "_states_to_backward_prefetch")

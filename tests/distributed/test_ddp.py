@@ -33,7 +33,7 @@ def look_at_ddp(base: Path) -> dict[str, Any]:
             self.count += is_cast and args[0].dtype == torch.bfloat16 and args[0].shape[-1] in (16, 32) and args[0].dim() == 3
             return function(*args, **(kwargs or {}))
 
-    accelerator = build_accelerator([], ".")
+    accelerator = build_accelerator()
     # Take the branch of accelerate that GPUs take. The model's device stays the CPU.
     for state in (PartialState, AcceleratorState):
         state._shared_state["distributed_type"] = DistributedType.MULTI_GPU

@@ -73,7 +73,7 @@ def take_step(family: str) -> dict[str, Any]:
     from toolkit.parallel.wrap import shard_model
     from toolkit.training.optim import build_optimizer
 
-    accelerator = build_accelerator([], ".")
+    accelerator = build_accelerator()
     torch.manual_seed(0)
     if family == "t5":
         model: Any = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5_CONFIG | {"dropout_rate": 0.0}))

@@ -24,7 +24,7 @@ def list_timeouts() -> dict[str, float]:
     from toolkit.launch.accelerator import build_accelerator
     from toolkit.parallel.wrap import shard_model
 
-    accelerator = build_accelerator([], ".", TIMEOUT_S)
+    accelerator = build_accelerator(TIMEOUT_S)
     sharded = shard_model(accelerator, T5ForConditionalGeneration(T5Config(**T5_CONFIG)))
     save_group()
     ids = torch.arange(8).reshape(2, 4)

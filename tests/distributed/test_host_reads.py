@@ -60,7 +60,7 @@ def reads_of_all_models(folder: Path) -> dict[str, tuple[dict[str, int], ...]]:
     from toolkit.launch.accelerator import build_accelerator
     from toolkit.parallel import masks
 
-    accelerator = build_accelerator([], ".")
+    accelerator = build_accelerator()
     found = {}
     for model in READS_OF_TRANSFORMERS:
         with patch.object(masks, "install", lambda model: None):

@@ -159,7 +159,7 @@ def report_shards() -> dict[str, Any]:
     from toolkit.parallel.wrap import shard_model
     from toolkit.training.optim import build_optimizer
 
-    accelerator = build_accelerator([], ".")
+    accelerator = build_accelerator()
     model = T5ForConditionalGeneration(T5Config(**T5_CONFIG))
     whole_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     sharded = shard_model(accelerator, model)

@@ -47,7 +47,7 @@ with exit_on_user_error():
             init(*args, **options)
             os.environ["GLOO_SOCKET_IFNAME"] = "no-such-device"
         dist.init_process_group = init_and_lose_the_network
-    build_accelerator([], ".", timeout_s=float(os.environ["TIMEOUT_S"]))
+    build_accelerator(timeout_s=float(os.environ["TIMEOUT_S"]))
 import torch, torch.distributed as dist
 total = torch.ones(())
 dist.all_reduce(total)
@@ -197,7 +197,7 @@ def test_wrong_variables_are_reported_before_anybody_waits(
     os.environ.update({"RANK": "1", "WORLD_SIZE": "2", "TOOLKIT_ACCELERATE_YAML": str(preset), **variables})
     begin = time.monotonic()
     with pytest.raises(UserError) as raised:
-        build_accelerator([], ".", timeout_s=60)
+        build_accelerator(timeout_s=60)
     assert sentence in str(raised.value) and "\n" not in str(raised.value)
     assert time.monotonic() - begin < 30
 
@@ -216,7 +216,7 @@ def test_ranks_that_machines_cannot_share_are_refused(monkeypatch: pytest.Monkey
     preset.write_text(yaml.safe_dump(mapping | {"num_machines": 2, "main_process_ip": "127.0.0.1", "main_process_port": 29500}))
     os.environ.update({"RANK": "0", "WORLD_SIZE": world_size, "TOOLKIT_ACCELERATE_YAML": str(preset)})
     with pytest.raises(UserError, match=f"WORLD_SIZE is {world_size}, but the num_machines of .*yaml is 2: start equally many"):
-        build_accelerator([], ".", timeout_s=60)
+        build_accelerator(timeout_s=60)
 
 
 def test_gloo_beside_another_backend_is_connected_with_it(script: Path) -> None:

@@ -36,7 +36,7 @@ LORA = ["--adapter.method=lora", "--adapter.target_modules=all-linear", "--adapt
 
 def allocated(model_folder: str, arguments: list[str]) -> tuple[int, int]:
     """Most bytes of this rank in a training step with moments, and how much of it gloo's threads may have freed unseen."""
-    accelerator = build_accelerator([], "")
+    accelerator = build_accelerator()
     strategy = Strategy(kind="fsdp2", num_shards=2, num_replicas=1, num_machines=1, compute_dtype=torch.bfloat16, is_cpu=True)
     subject = build_subject(model_folder, strategy, arguments, None)
     batch = build_batch(subject, rows=2)

@@ -94,7 +94,7 @@ def train_every_family(folder: Path) -> dict[str, tuple[float, float, int]]:
     """Loss before and after a few updates, and the texts of an evaluation with generation, by family; each is exported."""
     from toolkit.launch.accelerator import build_accelerator
 
-    accelerator = build_accelerator([], ".")
+    accelerator = build_accelerator()
     return {family: train_family(family, accelerator, folder / family) for family in IN_PROCESS}
 
 
@@ -196,7 +196,7 @@ def check_m2m_100() -> str:
     from toolkit.training.model_checks import check_seq2seq_model
 
     model = build_model("m2m_100")
-    sharded = shard_model(build_accelerator([], "."), model)
+    sharded = shard_model(build_accelerator(), model)
     try:
         check_seq2seq_model(sharded, build_collator(model), EvalConfig())
     except UserError as error:

@@ -121,17 +121,16 @@ def build_folders(parent: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def found(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+def found(folders: dict[str, Path]) -> list[dict[str, dict[str, Any]]]:
     """What each rank finds in each case."""
-    runs = tmp_path_factory.mktemp("runs")
-    return run_on_ranks(load_all, preset="fsdp2_cpu", num_processes=3, args=(folders, runs), timeout_s=240)
+    return run_on_ranks(load_all, preset="fsdp2_cpu", num_processes=3, args=(folders,), timeout_s=240)
 
 
-def load_all(folders: dict[str, Path], run: Path) -> dict[str, dict[str, Any]]:
+def load_all(folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
     """Every case; what can be loaded sharded also whole."""
     from accelerate import Accelerator
 
-    found = load_both_ways(folders, run, tuple(CASES))
+    found = load_both_ways(folders, tuple(CASES))
     accelerator = Accelerator()
     for case, (name, flags, _) in LEFT_WHOLE.items():
         found[case] = load(accelerator, folders, name, flags)
@@ -143,14 +142,14 @@ def load_all(folders: dict[str, Path], run: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def load_both_ways(folders: dict[str, Path], run: Path, cases: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+def load_both_ways(folders: dict[str, Path], cases: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     """What was read by the sharded way, and what differs from the whole one."""
     from toolkit.launch.accelerator import build_accelerator
     from toolkit.models import load_sharded as sharded_loading
     from toolkit.models import shard_reader as weight_sources
     from toolkit.models.safetensors_index import WholeOnly
 
-    accelerator = build_accelerator([], str(run))
+    accelerator = build_accelerator()
     whole_only = patch.object(sharded_loading, "open_weights", side_effect=WholeOnly("a test asks for it"))
     found: dict[str, dict[str, Any]] = {}
     for case in cases:
@@ -255,22 +254,22 @@ def test_no_rank_reads_more_than_its_shards_in_small_pieces(found: list[dict[str
     assert max(map(max, reads)) <= SMALL_PIECE_BYTES // 4
 
 
-def test_replicas_read_the_same_shards(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_replicas_read_the_same_shards(folders: dict[str, Path]) -> None:
     overrides = GPU_PRESET_OVERRIDES_ON_CPU["fsdp2_hsdp"]
-    found = run_on_ranks(load_both_ways, preset="fsdp2_hsdp", overrides=overrides, args=(folders, tmp_path, HYBRID_CASES))
+    found = run_on_ranks(load_both_ways, preset="fsdp2_hsdp", overrides=overrides, args=(folders, HYBRID_CASES))
     for case in HYBRID_CASES:
         num_read = [sum(of_rank[case]["reads"]) for of_rank in found]
         assert num_read[:2] == num_read[2:] and sum(num_read[:2]) == found[0][case]["num_parameters"]
         assert all(of_rank[case]["differing"] == dict.fromkeys(COMPARED, []) for of_rank in found)
 
 
-def test_a_file_that_one_rank_cannot_read_to_its_end_stops_all(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_file_that_one_rank_cannot_read_to_its_end_stops_all(folders: dict[str, Path]) -> None:
     for case in ("t5", "t5-lora"):  # while shards are read; while the frozen base is hashed
-        said = run_on_ranks(lose_a_file, preset="fsdp2_cpu", num_processes=2, args=(folders, tmp_path, case))
+        said = run_on_ranks(lose_a_file, preset="fsdp2_cpu", num_processes=2, args=(folders, case))
         assert len(set(said)) == 1 and "model.safetensors changed or went away while it was read (Stale file handle)" in said[0]
 
 
-def lose_a_file(folders: dict[str, Path], run: Path, case: str) -> str:
+def lose_a_file(folders: dict[str, Path], case: str) -> str:
     """On every rank: what is said when rank 1 loses the file behind its header."""
     import errno
     import os
@@ -278,7 +277,7 @@ def lose_a_file(folders: dict[str, Path], run: Path, case: str) -> str:
     from toolkit.distributed.comm import rank
     from toolkit.launch.accelerator import build_accelerator
 
-    accelerator = build_accelerator([], str(run))
+    accelerator = build_accelerator()
     stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
     with patch("os.preadv", side_effect=stale if rank() == 1 else os.preadv), pytest.raises(UserError) as raised:
         load(accelerator, folders, *CASES[case])
@@ -304,15 +303,15 @@ def test_weights_of_another_model_are_refused_on_every_rank(
     assert len(said) == 1 and sentence.format(folder=folders[name], **folders) in said.pop()
 
 
-def test_one_process_reports_the_same_of_another_shape(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_one_process_reports_the_same_of_another_shape(folders: dict[str, Path]) -> None:
     name, _, sentence = REFUSED["shape"]
     with pytest.raises(UserError) as raised:
-        run_on_ranks(load_alone, preset="single", overrides={"mixed_precision": "no"}, args=(folders, tmp_path, name))
+        run_on_ranks(load_alone, preset="single", overrides={"mixed_precision": "no"}, args=(folders, name))
     assert sentence.format(folder=folders[name]) in str(raised.value)
 
 
-def load_alone(folders: dict[str, Path], run: Path, name: str) -> None:
+def load_alone(folders: dict[str, Path], name: str) -> None:
     """Whole, as without FSDP2."""
     from toolkit.launch.accelerator import build_accelerator
 
-    load(build_accelerator([], str(run)), folders, name, {})
+    load(build_accelerator(), folders, name, {})

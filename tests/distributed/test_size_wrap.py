@@ -96,7 +96,7 @@ def report_units() -> tuple[dict[str, int], bool]:
     from toolkit.parallel.units import clean
     from toolkit.parallel.wrap import shard_model
 
-    sharded = shard_model(build_accelerator([], "."), T5ForConditionalGeneration(T5Config(**T5_CONFIG)))
+    sharded = shard_model(build_accelerator(), T5ForConditionalGeneration(T5Config(**T5_CONFIG)))
     held: dict[str, list[int]] = {}
     for name, module in sharded.model.named_modules():
         path = clean(f"{name}.").rstrip(".")

@@ -18,7 +18,7 @@ def logits_after_a_change() -> list[list[float]]:
     from toolkit.parallel.wrap import shard_model
 
     torch.manual_seed(0)
-    sharded = shard_model(build_accelerator([], "."), T5ForConditionalGeneration(T5Config(**T5_CONFIG)))
+    sharded = shard_model(build_accelerator(), T5ForConditionalGeneration(T5Config(**T5_CONFIG)))
     ids = torch.arange(3, 11).reshape(2, 4)
     with torch.no_grad():
         with evaluation_model(sharded, "never") as (model, in_step), generation_ready(sharded, model):

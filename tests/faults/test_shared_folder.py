@@ -89,7 +89,7 @@ def open_late() -> str:
     from toolkit.launch.run_folder import open_run_folder
 
     os.chdir(f"node{os.environ['RANK']}")
-    build_accelerator([], "runs")
+    build_accelerator()
     barrier()
     if rank() == 1:
         threading.Timer(1.0, lambda: Path("runs").symlink_to("../node0/runs")).start()
@@ -101,7 +101,7 @@ def open_as_nobody(output_dir: str) -> str:
     from toolkit.launch.accelerator import build_accelerator
     from toolkit.launch.run_folder import open_run_folder
 
-    build_accelerator([], output_dir)
+    build_accelerator()
     user = os.geteuid()
     if user == 0:  # who may write everywhere
         os.seteuid(NOBODY)

@@ -90,7 +90,7 @@ def report_backends() -> dict[str, Any]:
     from toolkit.parallel.units import local_tensor
     from toolkit.parallel.wrap import shard_model
 
-    accelerator = build_accelerator([], ".")
+    accelerator = build_accelerator()
     total = torch.full((), rank() + 1.0, device=accelerator.device)
     dist.all_reduce(total)
     sharded = shard_model(accelerator, T5ForConditionalGeneration(T5Config(**T5_CONFIG)))
@@ -137,7 +137,7 @@ def take_steps_without_waiting(folder: Path) -> None:
     from tests.distributed.test_host_reads import READS_OF_TRANSFORMERS, build_run, take_two_steps
     from toolkit.launch.accelerator import build_accelerator
 
-    accelerator = build_accelerator([], ".")
+    accelerator = build_accelerator()
     for model in READS_OF_TRANSFORMERS:
         take_two_steps(build_run(model, accelerator, folder), (contextlib.nullcontext(), no_waiting()))
 

@@ -270,7 +270,7 @@ def build_adapted(base: Path) -> tuple[Any, Any]:
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     add_adapter(model, AdapterConfig(method="lora", rank=3), ModelConfig(name_or_path=str(base)), seed=0)
-    sharded = shard_model(build_accelerator([], "unused"), model)
+    sharded = shard_model(build_accelerator(), model)
     optimizer = build_optimizer(OptimConfig(), sharded.model)
     for parameter in sharded.model.parameters():
         if parameter.requires_grad:

@@ -102,9 +102,9 @@ def test_gpu_preset_on_a_machine_without_gpu(tmp_path: Path) -> None:
     check(tmp_path, case, WORKING_RUN.launch(tmp_path, case, num_processes=2))
 
 
-def test_accumulation_as_a_flag_of_the_launcher(tmp_path: Path) -> None:
+def test_accumulation_as_a_flag_of_the_launcher() -> None:
     with pytest.raises(UserError, match="gradient_accumulation_steps is 4 in the launch: .*, so leave it out"):
-        run_on_ranks(build_with_accumulation, preset="single", args=(str(tmp_path),), timeout_s=TIMEOUT_S)
+        run_on_ranks(build_with_accumulation, preset="single", timeout_s=TIMEOUT_S)
 
 
 def test_an_error_of_one_rank_is_raised_on_all() -> None:
@@ -124,12 +124,12 @@ def test_an_error_of_one_rank_stops_all_with_one_sentence(tmp_path: Path) -> Non
     check(tmp_path, case, launch(script, [], preset="fsdp2_cpu", timeout_s=TIMEOUT_S))
 
 
-def build_with_accumulation(folder: str) -> None:
+def build_with_accumulation() -> None:
     """On a rank, as `accelerate launch --gradient_accumulation_steps 4` would start it."""
     from toolkit.launch.accelerator import build_accelerator
 
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "4"
-    build_accelerator([], folder)
+    build_accelerator()
 
 
 def fail_on_rank_1() -> None:
@@ -141,7 +141,7 @@ def fail_on_rank_1() -> None:
         if rank() == 1:
             raise UserError("the file is missing on rank 1's node")
 
-    build_accelerator([], "unused")
+    build_accelerator()
     on_all_ranks(work)
 
 

@@ -36,13 +36,7 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH
 """Settings of the user for torch's allocator, which win over ours (c10/cuda/CUDAAllocatorConfig.h)."""
 
 
-def build_accelerator(
-    log_with: list[str],
-    project_dir: str,
-    timeout_s: float = 1800,
-    num_threads: int | None = None,
-    mixed_precision: str | None = None,
-) -> Accelerator:
+def build_accelerator(timeout_s: float = 1800, num_threads: int | None = None, mixed_precision: str | None = None) -> Accelerator:
     """Check the accelerate YAML that launched this process, and build the `Accelerator` it asks for. Collective.
 
     Args:
@@ -81,8 +75,6 @@ def build_accelerator(
     accelerator = Accelerator(
         cpu=on_cpu,
         mixed_precision=mixed_precision,
-        log_with=log_with or None,
-        project_dir=project_dir,
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=False),
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],  # one copy of the gradients, not two
     )

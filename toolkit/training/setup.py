@@ -62,7 +62,7 @@ def begin(config: RecipeConfig, own: Own) -> RunContext:
     check_metric(config.eval, own=[*map(metric_name, config.eval.metrics), *own.metrics])
     check_adapter_config(config)
     # Of the accelerate YAML and the processes.
-    accelerator = build_accelerator(config.tracking.log_with, config.run.output_dir, config.run.timeout_s, config.run.num_threads)
+    accelerator = build_accelerator(config.run.timeout_s, config.run.num_threads)
     start(config.run.timeout_s)
     connect_devices(accelerator)
     working("opening the run")

@@ -84,7 +84,7 @@ def agree_often(sent: dict[int, dict[int, Any]], failed: dict[int, set[int]]) ->
     from toolkit.distributed.comm import rank
     from toolkit.launch.accelerator import build_accelerator
 
-    build_accelerator([], ".")
+    build_accelerator()
     agreements = []
     with StopRequests() as stops:
         for boundary in range(9):

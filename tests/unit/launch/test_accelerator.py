@@ -39,7 +39,7 @@ def test_what_flags_of_the_launcher_ask_for_is_refused(monkeypatch: pytest.Monke
     for name, value in {**launched_environment(command), "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=sentence) as raised:
-        build_accelerator([], ".")
+        build_accelerator()
     assert "\n" not in str(raised.value)
 
 
@@ -64,7 +64,7 @@ def test_segments_grow_on_a_gpu_unless_the_user_has_set_the_allocator(
     try:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
         with pytest.raises(ConnectionAbortedError):
-            build_accelerator([], ".")
+            build_accelerator()
         assert torch._C._accelerator_getAllocatorSettings() == (expected or ["expandable_segments:False"])[0]
     finally:
         torch._C._accelerator_setAllocatorSettings(before)
@@ -97,7 +97,7 @@ def test_hybrid_shards_of_fsdp1_need_all_gpus_of_a_machine_in_sight(
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda settings: None)
     monkeypatch.setattr(accelerator, "rendezvous_arguments", MagicMock(side_effect=ConnectionAbortedError))
     with pytest.raises(UserError if is_refused else ConnectionAbortedError) as raised:
-        build_accelerator([], ".")
+        build_accelerator()
     assert not is_refused or "but it sees 1, and 8 run here" in str(raised.value)
 
 
@@ -118,7 +118,7 @@ def test_a_gpu_preset_without_a_gpu_says_what_is_missing(monkeypatch: pytest.Mon
     num_processes = yaml.safe_load(path.read_text())["num_processes"]
     os.environ.update({"TOOLKIT_ACCELERATE_YAML": str(path), "RANK": "0", "WORLD_SIZE": str(num_processes)})
     with pytest.raises(UserError) as raised:
-        build_accelerator([], ".")
+        build_accelerator()
     fp8 = "needs a CUDA GPU of compute capability 8.9 (Ada, Hopper) or newer; torch sees none: write bf16"
     others = "this accelerate config wants GPUs, but torch sees none here: take a CPU one"
     assert (fp8 if path.stem == "fsdp2_fp8" else others) in str(raised.value)

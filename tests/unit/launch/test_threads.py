@@ -62,5 +62,5 @@ def test_the_setting_overrides_the_launcher(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("toolkit.launch.environment.find_accelerate_yaml", lambda: None)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    accelerator.build_accelerator([], ".", num_threads=3)
+    accelerator.build_accelerator(num_threads=3)
     assert torch.get_num_threads() == 3

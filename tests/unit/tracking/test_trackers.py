@@ -162,7 +162,7 @@ def close_slowly(uploaded: str) -> bool:
     from toolkit.distributed.comm import rank
     from toolkit.launch.accelerator import build_accelerator
 
-    build_accelerator([], "")
+    build_accelerator()
 
     def upload() -> None:
         time.sleep(1)

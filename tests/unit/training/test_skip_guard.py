@@ -156,7 +156,7 @@ def judge_on_ranks(steps: list[tuple[float, float]]) -> list[tuple[float | str, 
     from toolkit.distributed.comm import rank
     from toolkit.launch.accelerator import build_accelerator
 
-    build_accelerator([], ".")
+    build_accelerator()
     guard = SkipGuard(OptimConfig(), SkipHistory(), [torch.distributed.group.WORLD])  # type: ignore[list-item]
     verdicts: list[tuple[float | str, float]] = []
     for figures in steps:

@@ -77,7 +77,7 @@ def _export(options: Options, config: RecipeConfig) -> None:
     precision = None
     if not is_launched() and find_accelerate_yaml() is None:  # one process; weights that were frozen in bf16 compute in it
         precision = "bf16" if any_settings.get("model.frozen_dtype") == "bfloat16" else "no"
-    accelerator = build_accelerator([], str(options.run_folder), config.run.timeout_s, config.run.num_threads, precision)
+    accelerator = build_accelerator(config.run.timeout_s, config.run.num_threads, precision)
     start(config.run.timeout_s)
     connect_devices(accelerator)
     working("choosing the checkpoint")
