@@ -1,4 +1,4 @@
-"""Reads a model's `config.json`, refuses what cannot be trained here, and checks rows against its position limits."""
+"""Reads a model's `config.json`, and refuses what cannot be trained here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import logging
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
-from toolkit.config.schema import EvalConfig, ModelConfig
+from toolkit.config.schema import ModelConfig
 from toolkit.errors import UserError
 from toolkit.files.modes import check_readable
 
@@ -82,6 +82,12 @@ def load_model_config(config: ModelConfig, auto_class: AutoClass) -> PretrainedC
     if not is_known or (auto_class == "AutoModelForCausalLM" and _has_encoder(model_config)):
         raise UserError(f"model.name_or_path {name} is a {model_config.model_type} model, not {KINDS[auto_class]}")
     _check_trainable(model_config, name, auto_class)
+    _set_for_training(model_config, config)
+    return model_config
+
+
+def _set_for_training(model_config: PretrainedConfig, config: ModelConfig) -> None:
+    """Set `model.dropout`, and what no run can train with; in place."""
     if config.dropout is not None:
         for name_of_rate in _dropout_rates(model_config):
             setattr(model_config, name_of_rate, config.dropout)
@@ -89,11 +95,10 @@ def load_model_config(config: ModelConfig, auto_class: AutoClass) -> PretrainedC
         if getattr(model_config, rate, None):
             # If one rank drops a layer, the others hang in its collectives (M2M100 has a rate of 0.05).
             setattr(model_config, rate, 0.0)
-            logger.warning(f"{rate} of {name} is set to 0: every rank must run every layer")
+            logger.warning(f"{rate} of {config.name_or_path} is set to 0: every rank must run every layer")
     if not model_config.return_dict:
         model_config.return_dict = True
-        logger.warning(f"return_dict of {name} is set to true: outputs are read by their names")
-    return model_config
+        logger.warning(f"return_dict of {config.name_or_path} is set to true: outputs are read by their names")
 
 
 def is_encoder_decoder(name_or_path: str) -> bool:
@@ -136,61 +141,6 @@ def check_weight_files(folder: Path, what: str) -> None:
         )
     if (folder / WEIGHTS_INDEX).is_file():
         _check_index(folder / WEIGHTS_INDEX, what)
-
-
-def check_positions(model_config: PretrainedConfig, name: str, longest: dict[str, int], evaluation: EvalConfig) -> None:
-    """Refuse rows or generated texts that exceed an encoder-decoder's positions; T5 and its relatives have no limit.
-
-    Args:
-        longest: number of tokens of the longest `source` and `target`.
-
-    Raises:
-        UserError: naming both lengths and the setting to lower.
-    """
-    both = getattr(model_config, "max_position_embeddings", None)
-    encoder = getattr(model_config, "max_encoder_position_embeddings", both)
-    decoder = getattr(model_config, "max_decoder_position_embeddings", both)
-    new = evaluation.max_new_tokens if evaluation.generate else 0
-    _check_fits(name, "the longest source has", longest["source"], encoder, "data.max_source_length_tokens")
-    _check_fits(name, "the longest target has", longest["target"], decoder, "data.max_target_length_tokens")
-    _check_fits(name, "a generated text may have", new, decoder, "eval.max_new_tokens")
-
-
-def check_causal_positions(model_config: PretrainedConfig, name: str, longest: dict[str, int], evaluation: EvalConfig) -> None:
-    """Refuse rows, or prompts with their generated texts, that exceed a causal model's positions.
-
-    Args:
-        longest: number of tokens of the longest `row` and `prompt`.
-
-    Raises:
-        UserError: naming both lengths and the setting to lower.
-    """
-    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    new = evaluation.max_new_tokens if evaluation.generate and longest["prompt"] else 0
-    _check_fits(name, "the longest row has", longest["row"], limit, "data.max_length_tokens")
-    what = f"a prompt has up to {longest['prompt']} tokens and eval.max_new_tokens is {new}, together"
-    _check_fits(name, what, longest["prompt"] + new, limit, "data.max_length_tokens plus eval.max_new_tokens")
-
-
-def warn_of_shared_rope(model_config: PretrainedConfig, longest_row_tokens: int) -> str | None:
-    """The warning that a row's rotary positions depend on the rows beside it; None if they do not.
-
-    transformers chooses the frequencies of `longrope` and `dynamic` by the longest row of a forward: `dynamic_rope_update` in its
-    modeling_rope_utils.py.
-    """
-    config = model_config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    for of_layers in rope.values() if rope and all(isinstance(value, dict) for value in rope.values()) else [rope]:
-        if of_layers.get("rope_type") not in ("longrope", "dynamic"):
-            continue
-        limit: int = of_layers.get("original_max_position_embeddings") or config.max_position_embeddings
-        if longest_row_tokens > limit:
-            return (
-                f"the longest row has {longest_row_tokens} tokens: beyond {limit} the model's {of_layers['rope_type']} rope has "
-                "other frequencies for all rows of a micro-batch or pack, so losses depend on which rows lie together; "
-                f"data.max_length_tokens {limit} avoids that"
-            )
-    return None
 
 
 def special_tokens(model_config: PretrainedConfig, name: str) -> tuple[int, int]:
@@ -238,11 +188,6 @@ def _download_index(name: str, model_config: PretrainedConfig) -> Path | None:
     with contextlib.suppress(EntryNotFoundError):
         return Path(hf_hub_download(name, WEIGHTS_INDEX, revision=getattr(model_config, "_commit_hash", None)))
     return None
-
-
-def _check_fits(name: str, what: str, length: int, limit: int | None, setting: str) -> None:
-    if limit is not None and length > limit:
-        raise UserError(f"{what} {length} tokens, but {name} has only {limit} positions: set {setting} to at most {limit}")
 
 
 def _check_trainable(model_config: PretrainedConfig, name: str, auto_class: AutoClass) -> None:

@@ -14,17 +14,11 @@ from toolkit.config.schema import LLMConfig, SummarizationConfig
 from toolkit.data.batch_plan import check_global_batch_size
 from toolkit.data.collate import Batch, CausalCollator, SummarizationCollator
 from toolkit.models.attention import attends_by_document, choose_packed_attention
-from toolkit.models.config import (
-    AutoClass,
-    check_causal_positions,
-    check_positions,
-    is_encoder_decoder,
-    load_model_config,
-    special_tokens,
-)
+from toolkit.models.config import AutoClass, is_encoder_decoder, load_model_config, special_tokens
 from toolkit.models.freeze import cast_frozen, freeze
 from toolkit.models.load import build_skeleton, fastest_attention
 from toolkit.models.lora import add_adapter, check_adapter_config, is_enabled
+from toolkit.models.positions import check_causal_positions, check_positions
 from toolkit.parallel.units import repeated_blocks
 from toolkit.planning.strategy import Strategy, planned_frozen_dtype
 

@@ -17,8 +17,9 @@ from toolkit.evaluation.metrics import TextMetric
 from toolkit.evaluation.rows import EvaluationRows, choose_rows, name_sources
 from toolkit.launch.accelerator import bound_primitive_cache
 from toolkit.models.attention import attends_by_document
-from toolkit.models.config import check_causal_positions, check_positions, special_tokens, warn_of_shared_rope
+from toolkit.models.config import special_tokens
 from toolkit.models.load import num_token_embeddings
+from toolkit.models.positions import check_causal_positions, check_positions, warn_of_shared_rope
 from toolkit.training.goal import check_metric_on_rows
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ import transformers
 
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import UserError
-from toolkit.models.config import AutoClass, _has_experts, load_model_config, warn_of_shared_rope
+from toolkit.models.config import AutoClass, _has_experts, load_model_config
+from toolkit.models.positions import warn_of_shared_rope
 
 DROPOUT_RATES: dict[str, tuple[AutoClass, list[str]]] = {
     "T5Config": ("AutoModelForSeq2SeqLM", ["dropout_rate"]),

@@ -9,13 +9,11 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
 
 from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.config.schema import ModelConfig
@@ -23,6 +21,7 @@ from toolkit.data.cache_folders import ABOUT, cache_folder, find_or_build, name_
 from toolkit.data.rows.example import Example, list_cells
 from toolkit.data.rows.load import TextRows, load_rows
 from toolkit.data.tokens import causal, seq2seq
+from toolkit.data.tokens.contents import hash_contents
 from toolkit.data.tokens.tokenizer import has_tokenizer, hash_tokenizer, keep_trained_tokenizer, load_tokenizer
 from toolkit.distributed.comm import gather_objects, local_rank, local_world_size, raise_together
 from toolkit.distributed.progress import Phase
@@ -30,7 +29,6 @@ from toolkit.distributed.watchdog import working
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
@@ -268,42 +266,3 @@ def save_tokens(tokenized: Dataset, name: str, folder: Path) -> None:
     tokenized.save_to_disk(str(folder / name), num_shards=None if len(tokenized) else 1)
     for scratch_file in folder.glob(f"{name}*.arrow"):
         scratch_file.unlink()
-
-
-def hash_contents(folder: Path) -> str:
-    """sha256 of the columns of tokenized rows and of their tokenizer, independent of the files' block sizes.
-
-    It is computed once, when the rows are written, with one block in memory at a time (1.5 s per GB here). Later runs compare
-    the files, see `cache_folders`.
-    """
-    from datasets import load_from_disk
-    from transformers import AutoTokenizer
-
-    digest = hashlib.sha256(hash_tokenizer(AutoTokenizer.from_pretrained(folder / "tokenizer")).encode())
-    for part in ("train", "evaluation"):
-        table = load_from_disk(str(folder / part)).data.table
-        for name in sorted(table.column_names):
-            column = table.column(name)
-            digest.update(f"{part} {name} {column.type} {len(column)}".encode())
-            for chunks in _list_values(column.chunks):
-                values = hashlib.sha256()
-                for chunk in chunks:
-                    values.update(np.ascontiguousarray(chunk).data)
-                digest.update(values.digest())
-    return digest.hexdigest()
-
-
-def _list_values(chunks: list[pa.Array]) -> Iterator[Iterator[np.ndarray]]:
-    """The values of a column, block by block; for texts and lists the lengths first."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    kind = chunks[0].type if chunks else pa.null()
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        yield (pc.list_value_length(chunk).to_numpy(zero_copy_only=False) for chunk in chunks)
-        yield (chunk.flatten().to_numpy(zero_copy_only=False) for chunk in chunks)
-    elif pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        yield (pc.binary_length(chunk).to_numpy(zero_copy_only=False) for chunk in chunks)
-        yield (np.frombuffer("".join(chunk.to_pylist()).encode(), dtype=np.uint8) for chunk in chunks)
-    else:
-        yield (chunk.to_numpy(zero_copy_only=False) for chunk in chunks)

@@ -1,0 +1,71 @@
+"""Checks rows against a model's position limits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from toolkit.config.schema import EvalConfig
+from toolkit.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def check_positions(model_config: PretrainedConfig, name: str, longest: dict[str, int], evaluation: EvalConfig) -> None:
+    """Refuse rows or generated texts that exceed an encoder-decoder's positions; T5 and its relatives have no limit.
+
+    Args:
+        longest: number of tokens of the longest `source` and `target`.
+
+    Raises:
+        UserError: naming both lengths and the setting to lower.
+    """
+    both = getattr(model_config, "max_position_embeddings", None)
+    encoder = getattr(model_config, "max_encoder_position_embeddings", both)
+    decoder = getattr(model_config, "max_decoder_position_embeddings", both)
+    new = evaluation.max_new_tokens if evaluation.generate else 0
+    _check_fits(name, "the longest source has", longest["source"], encoder, "data.max_source_length_tokens")
+    _check_fits(name, "the longest target has", longest["target"], decoder, "data.max_target_length_tokens")
+    _check_fits(name, "a generated text may have", new, decoder, "eval.max_new_tokens")
+
+
+def check_causal_positions(model_config: PretrainedConfig, name: str, longest: dict[str, int], evaluation: EvalConfig) -> None:
+    """Refuse rows, or prompts with their generated texts, that exceed a causal model's positions.
+
+    Args:
+        longest: number of tokens of the longest `row` and `prompt`.
+
+    Raises:
+        UserError: naming both lengths and the setting to lower.
+    """
+    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    new = evaluation.max_new_tokens if evaluation.generate and longest["prompt"] else 0
+    _check_fits(name, "the longest row has", longest["row"], limit, "data.max_length_tokens")
+    what = f"a prompt has up to {longest['prompt']} tokens and eval.max_new_tokens is {new}, together"
+    _check_fits(name, what, longest["prompt"] + new, limit, "data.max_length_tokens plus eval.max_new_tokens")
+
+
+def warn_of_shared_rope(model_config: PretrainedConfig, longest_row_tokens: int) -> str | None:
+    """The warning that a row's rotary positions depend on the rows beside it; None if they do not.
+
+    transformers chooses the frequencies of `longrope` and `dynamic` by the longest row of a forward: `dynamic_rope_update` in its
+    modeling_rope_utils.py.
+    """
+    config = model_config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    for of_layers in rope.values() if rope and all(isinstance(value, dict) for value in rope.values()) else [rope]:
+        if of_layers.get("rope_type") not in ("longrope", "dynamic"):
+            continue
+        limit: int = of_layers.get("original_max_position_embeddings") or config.max_position_embeddings
+        if longest_row_tokens > limit:
+            return (
+                f"the longest row has {longest_row_tokens} tokens: beyond {limit} the model's {of_layers['rope_type']} rope has "
+                "other frequencies for all rows of a micro-batch or pack, so losses depend on which rows lie together; "
+                f"data.max_length_tokens {limit} avoids that"
+            )
+    return None
+
+
+def _check_fits(name: str, what: str, length: int, limit: int | None, setting: str) -> None:
+    if limit is not None and length > limit:
+        raise UserError(f"{what} {length} tokens, but {name} has only {limit} positions: set {setting} to at most {limit}")
