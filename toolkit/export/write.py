@@ -223,8 +223,7 @@ def _gather(sharded: ShardedModel, take: Callable[[str, torch.Tensor], None], fo
         UserError: rank 0 cannot write; on every rank.
     """
     at("export")
-    num_bytes = sum(parameter.nbytes for parameter in sharded.skeleton.parameters())
-    with Phase(f"exporting to {folder.name}", num_bytes, "B") as exporting:
+    with Phase(f"exporting to {folder.name}", sum(p.nbytes for p in sharded.skeleton.parameters()), "B") as exporting:
         for name, whole in whole_parameters(sharded):
             working("export")
             _on_rank_0(folder, functools.partial(take, name, whole))

@@ -19,17 +19,17 @@ import torch
 
 from toolkit.config.load import RecipeConfig
 from toolkit.data.own_datasets import check_datasets, name_source, save_datasets
-from toolkit.distributed.comm import rank, world_size
+from toolkit.distributed.comm import world_size
 from toolkit.distributed.signals import SIGNALS
 from toolkit.errors import UserError
 from toolkit.evaluation.metrics import TextFunction
 from toolkit.tracking.trackers import close_trackers, start_trackers
 from toolkit.training import loop
 from toolkit.training.data import prepare_data
-from toolkit.training.first_lines import describe_run
+from toolkit.training.first_lines import log_first_lines
 from toolkit.training.model import build_model, build_skeleton
 from toolkit.training.own import Own, StepInfo, take_metrics
-from toolkit.training.own_loss import OwnLoss, describe_memory
+from toolkit.training.own_loss import OwnLoss
 from toolkit.training.run import finish, release, start_run
 from toolkit.training.setup import begin
 
@@ -111,13 +111,10 @@ def finetune(
 
         # Model → frozen or adapted → shards → optimizer → checks of the model.
         sharded, optimizer, identity = build_model(config, context, model_config, skeleton, rows, evaluated)
-        if loss is not None:
-            logger.info(describe_memory(sharded, plan))
 
         # Resume from this run's last checkpoint, if there is one; print what begins. Train: step, evaluate, save.
         run = start_run(config, context, rows, plan, evaluated, sharded, optimizer, identity)
-        if rank() == 0:
-            logger.info(describe_run(run, rows))
+        log_first_lines(run, rows)
         loop.train(run)
 
         # Export, reload, compare, and print the results.

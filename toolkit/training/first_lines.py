@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import sys
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
 
 from toolkit.config.schema import CheckpointConfig, EvalConfig
 from toolkit.data.tokens.prepare import TokenizedRows
-from toolkit.distributed.comm import world_size
+from toolkit.distributed.comm import rank, world_size
 from toolkit.distributed.device import GIB
 from toolkit.launch.accelerate_yaml import find_accelerate_yaml
 from toolkit.launch.accelerator import fsdp_mesh, fsdp_version
@@ -23,16 +24,21 @@ from toolkit.models.lora import is_enabled
 from toolkit.parallel.units import describe
 from toolkit.report.memory_plan import load_plan
 from toolkit.tracking.memory import MEMORY_FILE
+from toolkit.training.own_loss import describe_memory
 from toolkit.training.run import Run
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+logger = logging.getLogger("toolkit")
+
 LABEL_WIDTH = 12
 
 
-def describe_run(run: Run, rows: TokenizedRows) -> str:
-    """An aligned line for each thing; on a terminal they are wrapped to its width. For rank 0, which has `rows.texts`."""
+def log_first_lines(run: Run, rows: TokenizedRows) -> None:
+    """An aligned line for each thing, on rank 0, which has `rows.texts`; on a terminal they are wrapped to its width."""
+    if rank() != 0:
+        return
     described = {
         "model": _describe_model(run),
         "shards": describe(run.sharded.units),
@@ -40,18 +46,20 @@ def describe_run(run: Run, rows: TokenizedRows) -> str:
         "evaluation": _describe_evaluation(run),
         "preset": _describe_preset(run.sharded.accelerator),
         "steps": _describe_steps(run),
+        "loss": describe_memory(run.sharded, run.plan) if run.own.loss else "",
         "memory": _describe_memory(run),
         "folder": _describe_places(run),
     }
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
     indent = " " * LABEL_WIDTH
-    return "\n".join(
+    lines = (
         textwrap.fill(
             f"{label:<{LABEL_WIDTH}}{text}", width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
         )
         for label, text in described.items()
         if text
     )
+    logger.info("\n".join(lines))
 
 
 def _describe_model(run: Run) -> str:
