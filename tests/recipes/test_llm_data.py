@@ -130,7 +130,7 @@ def test_a_mix_reports_the_loss_of_each_source_beside_the_whole(llm_workbench: W
     (line,) = llm_workbench.lines("mix", "eval")
     assert line["num_rows"] == sum(figures["num_rows"] for figures in alone) > 15
     assert [line["loss/mix[0]"], line["loss/mix[1]"]] == pytest.approx([figures["loss"] for figures in alone], rel=1e-6)
-    assert f"({alone[0]['num_rows']} of mix[0], {alone[1]['num_rows']} of mix[1]); " in printed
+    assert f"({alone[0]['num_rows']} of mix[0], {alone[1]['num_rows']} of mix[1]), " in printed
     assert f"loss/mix[1] {alone[1]['loss']:.4g}" in printed
     assert line["loss"] != pytest.approx(sum(figures["loss"] for figures in alone) / 2, rel=1e-5), "it is weighted by tokens"
 

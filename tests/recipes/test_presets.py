@@ -172,7 +172,7 @@ def test_digits_config_trains_the_convnet_and_saves_it_whole(tmp_path: Path) -> 
     flags = [f"--config={config}", f"--run.output_dir={tmp_path}", "--train.num_epochs=1"]
     done = launch(RECIPES / "mnist.py", flags, preset=size_wrap, overrides=GPU_PRESET_OVERRIDES_ON_CPU[size_wrap])
     assert done.returncodes == [0, 0], done.stderr[-3000:]
-    assert "Linear fc1 " in done.stdout, "the large layer is a shard unit of its own"
+    assert "1 Linear, " in done.stdout, "the large layer is a shard unit of its own"
     folder = tmp_path / "mnist_digits"
     lines = load_json_lines(folder / "metrics.jsonl")
     before, after = (line for line in lines if line["kind"] == "eval")
