@@ -70,6 +70,11 @@ class Row:
 
 def main() -> None:
     options = parse_options()
+    folder = Path(tempfile.gettempdir()) if options.small else RESULTS
+    about = f"""; bf16.
+
+Median [quartiles] of {options.repetitions} turns after a first one that warms up; ratios are taken within a turn.
+Times are of training steps and evaluations, not of starts."""
     rows: list[Row] = []
     sections: list[str] = []
     raw: dict[str, Any] = {}
@@ -78,15 +83,11 @@ def main() -> None:
         rows += found
         sections.append(section)
         print(format_rows(found), flush=True)
-    folder = Path(tempfile.gettempdir()) if options.small else RESULTS
-    about = f"""; bf16.
-
-Median [quartiles] of {options.repetitions} turns after a first one that warms up; ratios are taken within a turn.
-Times are of training steps and evaluations, not of starts."""
-    result = {"versions": describe_versions(PACKAGES), "rows": [asdict(row) for row in rows], "turns": raw}
-    report_path("bench", folder, "json").write_text(json.dumps(result, indent=1) + "\n")
-    table = f"## The table\n\nHow many times as fast as the other side, unless it says otherwise.\n\n{format_rows(rows)}"
-    write_report("bench", "Ours beside the peers", about, [table, *sections], packages=PACKAGES, folder=folder)
+        # After each part, because a later one may fail.
+        result = {"versions": describe_versions(PACKAGES), "rows": [asdict(row) for row in rows], "turns": raw}
+        report_path("bench", folder, "json").write_text(json.dumps(result, indent=1) + "\n")
+        table = f"## The table\n\nHow many times as fast as the other side, unless it says otherwise.\n\n{format_rows(rows)}"
+        write_report("bench", "Ours beside the peers", about, [table, *sections], packages=PACKAGES, folder=folder)
 
 
 def measure(part: str, options: argparse.Namespace) -> tuple[list[Row], str, Any]:

@@ -28,7 +28,7 @@ from toolkit.checkpoint.load import choose_checkpoint, load_checkpoint
 from toolkit.checkpoint.save import CheckpointWriter, Save
 from toolkit.checkpoint.state import Identity, TrainState
 from toolkit.config.schema import CheckpointConfig, OptimConfig
-from toolkit.distributed.comm import barrier, gather_objects, rank, world_size
+from toolkit.distributed.comm import barrier, close_groups, gather_objects, rank, world_size
 from toolkit.launch.accelerator import build_accelerator
 from toolkit.loss import share_of_global_mean, summed_loss
 from toolkit.parallel.wrap import ShardedModel, shard_model
@@ -215,7 +215,7 @@ def main() -> None:
     figures = {"blocking": measure_blocking, "overhead": measure_overhead}[config.part](config)
     if rank() == 0:
         print(json.dumps(figures), flush=True)
-    torch.distributed.destroy_process_group()
+    close_groups()
 
 
 if __name__ == "__main__":
