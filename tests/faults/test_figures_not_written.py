@@ -83,7 +83,6 @@ def test_a_broken_line_is_named_on_all_ranks(faulty_bench: Workbench) -> None:
 
 
 def test_another_run_in_the_folder_is_kept_out(faulty_bench: Workbench) -> None:
-    """Not the same process: a record lock knows no threads."""
     run = stopped_after(faulty_bench, "in use", step=2)
     outcome = attempt_with(faulty_bench, run.name, partial(hold, str(run / ".lock")))
     check_one_sentence(outcome, rf"another run is writing into {run}: wait for its end, or take another run\.name")
@@ -101,6 +100,6 @@ def hold(path: str) -> None:
     run_folder.LOCK_TIMEOUT_S = 0.5
     if this_rank() != 0:
         return
-    code = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, 2); print('held', flush=True); sys.stdin.read()"
+    code = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.flock(f, 2); print('held', flush=True); sys.stdin.read()"
     holder = subprocess.Popen([sys.executable, "-c", code, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout is not None and holder.stdout.readline() == b"held\n"

@@ -89,7 +89,7 @@ def run(bench: Workbench) -> Path:
 def held(run: Path) -> Iterator[None]:
     """The run's folder is locked, as by a run that trains in it."""
     with (run / ".lock").open("ab") as lock:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
 
 

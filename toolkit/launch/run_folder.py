@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
-import fcntl
 import os
 import re
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from toolkit.config.load import dotted_keys, save_config
 from toolkit.distributed.comm import broadcast_object, on_all_ranks, on_rank_0, rank
 from toolkit.errors import UserError
+from toolkit.files.lock import HOLDER, holds_lock, release_lock, take_lock
 
+T = TypeVar("T")
 PROBE_TIMEOUT_S = 5.0
 """How long a rank waits to see what rank 0 wrote: a network file system answers from a cache for a while."""
 LOCK_TIMEOUT_S = 10.0
 """How long the ranks of an earlier run get to end."""
 _PROBE_RETRY_S = 0.1
 _NUM_TRIES = 10
-_EMPTY_UNTIL_BEGUN = {".lock", "metrics.jsonl"}
-_held_locks: dict[Path, IO[bytes]] = {}
+_LOCK = ".lock"
+_EMPTY_UNTIL_BEGUN = {_LOCK, _LOCK + HOLDER, "metrics.jsonl"}
 _locked_here: set[Path] = set()
 """Folders that were locked at some time."""
 _saved_configs: dict[Path, Any] = {}
@@ -60,35 +61,23 @@ def open_run_folder(config: Any) -> Path:
 def lock_run_folder(folder: Path) -> None:
     """Keep other runs out of the folder as long as this process lives. For rank 0 only.
 
-    It is a record lock: children do not inherit it, and a kill releases it. The ranks of a run that was just killed may need some
-    seconds to end, so this waits for the lock.
+    The ranks of a run that was just killed may need some seconds to end, so this waits for the lock.
 
     Raises:
-        UserError: another run is writing into the folder.
+        UserError: another run is writing into the folder, or its lock file may not be opened.
     """
-    deadline = time.monotonic() + LOCK_TIMEOUT_S
-    file = _open_lock(folder)
-    while True:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(file, folder / ".lock"):
-                break
-            file.close()  # meanwhile another run, which was refused, has removed the folder
-            file = _open_lock(folder)
-        except (BlockingIOError, PermissionError):
-            if time.monotonic() >= deadline:
-                raise UserError(f"another run is writing into {folder}: wait for its end, or take another run.name") from None
-            time.sleep(_PROBE_RETRY_S)
-        except OSError:  # the file system has no locks
-            break
-    _held_locks[folder] = file
+    refusal = f"another run is writing into {folder}: wait for its end, or take another run.name"
+    try:
+        _in_folder(folder, lambda: take_lock(folder / _LOCK, refusal, LOCK_TIMEOUT_S))
+    except OSError as error:
+        raise UserError(f"{folder / _LOCK} cannot be opened ({error.strerror}): fix that, or take another run.name") from None
     _locked_here.add(folder)
 
 
 def unlock_run_folders() -> None:
     """Let other runs, and later ones of this process, into the folders of this process's runs."""
-    while _held_locks:
-        _held_locks.popitem()[1].close()
+    for folder in _locked_here:
+        release_lock(folder / _LOCK)
 
 
 def save_run_config(config: Any, folder: Path) -> None:
@@ -118,7 +107,7 @@ def restore_run_folder(folder: Path) -> str:
     """
     _make_folder(folder)
     restored = []
-    if folder in _held_locks and not _is_at(_held_locks[folder], folder / ".lock"):
+    if folder in _locked_here and not holds_lock(folder / _LOCK):
         lock_run_folder(folder)
         restored.append("its lock")
     if folder in _saved_configs and not (folder / "config.yaml").exists():
@@ -134,11 +123,16 @@ def open_inside(folder: Path, name: str, mode: str) -> IO[Any]:
     Raises:
         OSError: the file cannot be created.
     """
+    return _in_folder(folder, lambda: (folder / name).open(mode))
+
+
+def _in_folder(folder: Path, work: Callable[[], T]) -> T:
+    """Call `work`, again if the folder is removed meanwhile."""
     for _ in range(_NUM_TRIES):
         _make_folder(folder)
         with contextlib.suppress(FileNotFoundError):
-            return (folder / name).open(mode)
-    return (folder / name).open(mode)
+            return work()
+    return work()
 
 
 def _check_secrets(config: Any) -> None:
@@ -181,19 +175,6 @@ def _write_probe(folder: Path, probe: str, content: str, output_dir: str) -> Non
         ) from None
 
 
-def _open_lock(folder: Path) -> IO[bytes]:
-    return open_inside(folder, ".lock", "ab")  # it stays empty: a refused run changes nothing of an earlier run
-
-
-def _is_at(file: IO[bytes], path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ESTALE):  # removed here, or on another node of a network file system
-            raise
-        return False
-
-
 def _make_folder(folder: Path) -> None:
     for place in reversed([place for place in (folder, *folder.parents) if not place.exists()]):
         with contextlib.suppress(FileExistsError):  # another run has created it meanwhile
@@ -208,7 +189,8 @@ def _remove_unused(folder: Path, process_id: int) -> None:
         return
     with contextlib.suppress(OSError):  # another run has written into it meanwhile
         names = os.listdir(folder)
-        if folder in _locked_here and set(names) <= _EMPTY_UNTIL_BEGUN and not any((folder / n).stat().st_size for n in names):
+        written = [name for name in names if name != _LOCK + HOLDER and (folder / name).stat().st_size]
+        if folder in _locked_here and set(names) <= _EMPTY_UNTIL_BEGUN and not written:
             for name in sorted(names, reverse=True):  # the lock last
                 (folder / name).unlink()
         folder.rmdir()

@@ -11,15 +11,16 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 import pytest
 
+from tests.support.locks import lock_held
 from toolkit.config.data import DataConfig
 from toolkit.config.schema import ModelConfig, RunConfig, SummarizationConfig
 from toolkit.errors import UserError
+from toolkit.files.lock import holds_lock
 from toolkit.launch import run_folder
-from toolkit.launch.run_folder import lock_run_folder, open_run_folder, restore_run_folder, save_run_config
+from toolkit.launch.run_folder import lock_run_folder, open_run_folder, restore_run_folder, save_run_config, unlock_run_folders
 
 
 def config(output_dir: Path | str, name: str = "run", files: str | list[str] | None = None) -> SummarizationConfig:
@@ -50,7 +51,6 @@ def at_exit(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """What the end of the process does to folders."""
     registered: list[Callable[[], None]] = []
     monkeypatch.setattr("atexit.register", lambda work, *arguments: registered.append(partial(work, *arguments)))
-    monkeypatch.setattr(run_folder, "_held_locks", {})
 
     def end() -> None:
         while registered:
@@ -89,16 +89,16 @@ def test_a_run_that_waits_for_the_lock_of_one_that_is_refused_gets_a_folder(
 ) -> None:
     """What the other has locked and removed is another file than the one that a third run would lock."""
     folder = open_run_folder(config(tmp_path))
-    lock = fcntl.lockf
+    lock = fcntl.flock
 
-    def remove_and_lock(file: IO[bytes], operation: int) -> None:
-        monkeypatch.setattr("fcntl.lockf", lock)
+    def remove_and_lock(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr("fcntl.flock", lock)
         shutil.rmtree(folder)
-        lock(file, operation)
+        lock(descriptor, operation)
 
-    monkeypatch.setattr("fcntl.lockf", remove_and_lock)
+    monkeypatch.setattr("fcntl.flock", remove_and_lock)
     lock_run_folder(folder)
-    assert (folder / ".lock").stat().st_ino == os.fstat(run_folder._held_locks[folder].fileno()).st_ino
+    assert holds_lock(folder / ".lock")
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/../../b", "/x", "linked", "linked/x"])
@@ -146,23 +146,29 @@ def test_a_secret_in_a_url_is_refused_without_telling_it(tmp_path: Path, files: 
 
 def test_a_second_run_is_kept_out_until_the_first_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_folder, "LOCK_TIMEOUT_S", 0.3)
-    code = "import pathlib, sys, toolkit.launch.run_folder as f; f.lock_run_folder(pathlib.Path(sys.argv[1]))"
-    holder = subprocess.Popen(
-        [sys.executable, "-c", f"{code}; print('held', flush=True); sys.stdin.read()", str(tmp_path)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    try:
-        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        with pytest.raises(UserError, match=f"^another run is writing into {tmp_path}: wait for its end"):
+    with lock_held(tmp_path / ".lock"):
+        with pytest.raises(
+            UserError, match=f"^another run is writing into {tmp_path}: wait for its end, or take another run.name$"
+        ):
             lock_run_folder(tmp_path)
-    finally:
-        holder.kill()
-        holder.wait()
     lock_run_folder(tmp_path)
+    unlock_run_folders()
+    with lock_held(tmp_path / ".lock"):
+        pass
+
+
+def test_a_lock_file_of_another_user_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(run_folder, "take_lock", refuse)  # root may open every file
+    with pytest.raises(
+        UserError, match=f"^{tmp_path}/.lock cannot be opened \\(Permission denied\\): fix that, or take another run"
+    ):
+        lock_run_folder(tmp_path)
 
 
 def test_a_folder_that_was_removed_is_made_again_with_lock_and_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_folder, "_held_locks", {})
     monkeypatch.setattr(run_folder, "_saved_configs", {})
     folder = open_run_folder(config(tmp_path))
     lock_run_folder(folder)
@@ -173,7 +179,7 @@ def test_a_folder_that_was_removed_is_made_again_with_lock_and_config(tmp_path: 
     said = restore_run_folder(folder)
     assert said.startswith("; so are its lock and config.yaml, and what else was in the folder is gone; there is no checkpoint")
     assert (folder / "config.yaml").read_text() == written
-    code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    code = "import fcntl, sys; fcntl.flock(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
     another = subprocess.run([sys.executable, "-c", code, folder / ".lock"], capture_output=True, text=True)
     assert "BlockingIOError" in another.stderr
 
@@ -183,11 +189,11 @@ def test_a_lock_whose_file_another_node_removed_is_taken_again(tmp_path: Path, m
     folder = tmp_path / "run"
     folder.mkdir()
     lock_run_folder(folder)
-    fstat, stale = os.fstat, [run_folder._held_locks[folder].fileno()]
+    fstat, stale = os.fstat, [True, True]  # as it is looked up, and as it is taken again
 
     def refuse_once(descriptor: int) -> os.stat_result:
-        if descriptor in stale:
-            stale.clear()
+        if stale and os.readlink(f"/proc/self/fd/{descriptor}") == str(folder / ".lock"):
+            stale.pop()
             raise OSError(errno.ESTALE, "Stale file handle")
         return fstat(descriptor)
 
