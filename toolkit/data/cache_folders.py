@@ -1,21 +1,20 @@
 """Cache folders. Like checkpoints they are written beside, hashed, fsynced and renamed; they are verified before they are read.
 
-    <name>/                complete, with hashes in `about.json`; or damaged
-    unfinished-<random>/   being written by the process that holds its `lock`, or left behind by a killed one
+    <name>/                          complete, with hashes in `about.json`; or damaged
+    unfinished-<machine>-<random>/   being written by the process that holds the lock beside it, or left behind by a killed one
 
 Processes on several machines may share a cache. They may read, build or rebuild the same folder at the same time.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
 import os
+import secrets
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +23,7 @@ from typing import Any
 
 from toolkit.errors import UserError
 from toolkit.files.durable import describe_files, fsync_names, fsync_path, hash_file, list_files, refused_write, save_json, seal
+from toolkit.files.lock import holds_lock, release_lock, take_lock
 from toolkit.files.modes import denials_named
 
 logger = logging.getLogger("toolkit")
@@ -31,11 +31,8 @@ logger = logging.getLogger("toolkit")
 ABOUT = "about.json"
 UNFINISHED = "unfinished-"
 IDLE_S = 24 * 3600
-"""An unfinished folder without writes for this long counts as left behind where locks cannot say so: some file systems have
-no locks, and some show them only to processes of the same machine."""
-_LOCK = "lock"
-_ours: set[Path] = set()
-"""Unfinished folders of this process, which its own locks do not protect from it."""
+"""An unfinished folder of another machine without writes for this long counts as left behind: some file systems show locks
+only to processes of the same machine."""
 
 
 def cache_folder(cache_dir: str | None) -> Path:
@@ -58,21 +55,19 @@ def find_or_build(what: str, folder: Path, build: Callable[..., dict[str, Any]],
         UserError: the cache cannot be written or read, or a damaged folder belongs to another user; those of `build`.
     """
     _remove_left_overs(folder.parent)
-    seen = _identify(folder)
-    if seen and (about := _load_about(what, folder)) is not None:
+    if (about := _load_about(what, folder)) is not None:
         return about
     try:
         with _unfinished_folder(folder.parent) as beside:
-            if seen:
+            if os.path.lexists(folder):
                 logger.warning(f"{what} {folder} is damaged: it is built again", extra={"concerns_this_rank": True})
-                _move_away(what, folder, seen, beside)
             unfinished = beside / "content"
             unfinished.mkdir()
             about = build(*arguments, unfinished)
             about = seal({**about, "files": describe_files(unfinished, list_files(unfinished))})
             save_json(unfinished / ABOUT, about)
             fsync_names(unfinished)
-            return _put_in_place(what, unfinished, folder, beside) or about
+            return _put_in_place(what, unfinished, folder) or about
     except UserError:
         raise
     except Exception as error:
@@ -88,20 +83,29 @@ def name_folder(identity: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
-def _put_in_place(what: str, unfinished: Path, folder: Path, beside: Path) -> dict[str, Any] | None:
+def _put_in_place(what: str, unfinished: Path, folder: Path) -> dict[str, Any] | None:
     """Rename the finished folder to its name. If another run was faster and its folder is valid, return its description."""
     while True:
         try:
             unfinished.rename(folder)
-        except OSError:
-            if not (seen := _identify(folder)):
-                raise
-            if (about := _load_about(what, folder)) is not None:
-                return about
-            _move_away(what, folder, seen, beside)
-        else:
             fsync_path(folder.parent)
             return None
+        except OSError:
+            if not os.path.lexists(folder):
+                raise
+        seen = os.lstat(folder)
+        if (about := _load_about(what, folder)) is not None:
+            return about
+        try:
+            if os.path.samestat(seen, os.lstat(folder)):  # no other run has replaced it
+                folder.rename(unfinished.with_name(f"damaged-{secrets.token_hex(8)}"))
+        except FileNotFoundError:  # another run has moved it away
+            continue
+        except OSError as error:
+            raise UserError(
+                f"{what} {folder} is damaged and cannot be replaced ({error.strerror}): ask its owner, or set data.cache_dir to "
+                "a folder of your own"
+            ) from None
 
 
 def _load_about(what: str, folder: Path) -> dict[str, Any] | None:
@@ -134,101 +138,50 @@ def _load_about(what: str, folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def _identify(folder: Path) -> tuple[int, int] | None:
-    """(device, inode) of the folder, to notice a replacement; None if there is no folder.
-
-    Raises:
-        UserError: the file system does not say.
-    """
-    try:
-        with denials_named("data.cache_dir"):
-            status = os.lstat(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise UserError(f"{folder} cannot be read ({error.strerror}): fix that, or set data.cache_dir") from None
-    return status.st_dev, status.st_ino
-
-
-def _move_away(what: str, folder: Path, seen: tuple[int, int], beside: Path) -> None:
-    """Move a damaged folder away, unless another run has replaced it since it was `seen`."""
-    damaged = Path(tempfile.mkdtemp(dir=beside)) / "damaged"
-    try:
-        if _identify(folder) == seen:
-            folder.rename(damaged)
-    except FileNotFoundError:  # another run was faster
-        return
-    except OSError as error:
-        raise UserError(
-            f"{what} {folder} is damaged and cannot be replaced ({error.strerror}): ask its owner, or set data.cache_dir to a "
-            "folder of your own"
-        ) from None
-    if _identify(damaged) not in (seen, None):  # another run replaced it just before the rename: put that back
-        with suppress(OSError):  # a third run has put one there already
-            damaged.rename(folder)
-
-
 @contextmanager
 def _unfinished_folder(cache: Path) -> Iterator[Path]:
-    """A locked temporary folder in the cache; the lock distinguishes it from one that a killed run has left behind."""
+    """A temporary folder in the cache; its lock distinguishes it from one that a killed run has left behind."""
+    beside = cache / f"{UNFINISHED}{_this_machine()}-{secrets.token_hex(8)}"
+    lock = beside.with_suffix(".lock")
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        # Processes of other machines may have the same pid.
-        beside = Path(tempfile.mkdtemp(dir=cache, prefix=UNFINISHED))
-    except OSError as error:
-        raise UserError(f"the cache folder {cache} cannot be written ({error.strerror}): set data.cache_dir") from None
-    _ours.add(beside)
-    try:
-        with _locked(beside):
-            yield beside
-            for path in [path for path in beside.iterdir() if path.is_dir()]:
-                shutil.rmtree(path, ignore_errors=True)
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            take_lock(lock, f"{beside} is being written")
+            beside.mkdir()  # only now, so that it is never there without its lock
+        except OSError as error:
+            raise UserError(f"the cache folder {cache} cannot be written ({error.strerror}): set data.cache_dir") from None
+        yield beside
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-        _ours.discard(beside)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold a record lock, as for the run folder: child processes do not inherit it, and a kill releases it."""
-    new = folder / f"{_LOCK}.new"
-    with new.open("w") as file:
-        file.write(_this_machine())
-        file.flush()
-        with suppress(OSError):  # a file system without locks
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        new.rename(folder / _LOCK)  # only now, so that the file is never there without its lock
-        yield
+        with suppress(OSError):
+            lock.unlink()  # while it is held, so that whoever has opened it notices
+        release_lock(lock)
 
 
 def _remove_left_overs(cache: Path) -> None:
     """Remove the unfinished folders of dead processes, and print which."""
-    found: set[Path] = set()
+    found: list[Path] = []
     with suppress(OSError):  # what may not be read is reported by whoever reads the cache
-        found = set(cache.glob(f"{UNFINISHED}*"))
-    for path in sorted(found - _ours):
-        with suppress(OSError):  # already gone, or another user's
-            if _is_left_over(path):
-                shutil.rmtree(path, ignore_errors=True)  # another run may be removing it too
-                if not path.exists():
-                    logger.info(f"removed {path}, left behind by a killed run", extra={"concerns_this_rank": True})
-
-
-def _is_left_over(folder: Path) -> bool:
-    is_idle = time.time() - max(os.lstat(path).st_mtime for path in [folder, *folder.rglob("*")]) > IDLE_S
-    if not (folder / _LOCK).exists():  # written by an earlier version, or just being created
-        return is_idle
-    with (folder / _LOCK).open("r+") as file:  # NFS locks only files that are open for writing
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            return False
-        except OSError:  # a file system without locks
-            return is_idle
-        return is_idle or file.read() == _this_machine()
+        found = sorted(path for path in cache.glob(f"{UNFINISHED}*") if path.is_dir())
+    for folder in found:
+        lock = folder.with_suffix(".lock")
+        if holds_lock(lock):
+            continue
+        with suppress(OSError, UserError):  # already gone, another user's, or being written
+            is_free = take_lock(lock, f"{folder} is being written") and _this_machine() in folder.name
+            try:
+                if is_free or time.time() - max(os.lstat(path).st_mtime for path in [folder, *folder.rglob("*")]) > IDLE_S:
+                    shutil.rmtree(folder, ignore_errors=True)  # another run may be removing it too
+                    if not folder.exists():
+                        logger.info(f"removed {folder}, left behind by a killed run", extra={"concerns_this_rank": True})
+            finally:
+                if not folder.exists():
+                    lock.unlink(missing_ok=True)
+                release_lock(lock)
 
 
 def _this_machine() -> str:
-    """Host name and boot: nodes may share a name, and a lock may be seen on its own machine only."""
+    """A hash of host name and boot: nodes may share a name, and a lock may be seen on its own machine only."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+    about = f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}"
+    return hashlib.sha256(about.encode()).hexdigest()[:16]

@@ -56,7 +56,8 @@ def take_lock(path: Path, refusal: str, timeout_s: float = 0.0) -> bool:
         except Timeout as held:
             raise UserError(f"{refusal}; or, if it was killed, remove {held.lock_file}: this file system has no locks") from None
         except OSError:
-            logger.warning(f"{path} cannot be locked ({error.strerror}): make sure that no other process writes there")
+            sentence = f"{path} cannot be locked ({error.strerror}): make sure that no other process writes there"
+            logger.warning(sentence, extra={"concerns_this_rank": True})
             return False
         atexit.register(lock.release)
     _held[path] = lock, opened[0] if opened else None

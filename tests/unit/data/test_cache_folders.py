@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import SoftFileLock
 
+from tests.support.locks import refuse_locks, without_locks
 from toolkit.data import cache_folders
 from toolkit.data.cache_folders import IDLE_S, find_or_build
 from toolkit.errors import UserError
@@ -26,7 +28,11 @@ import logging, sys
 from pathlib import Path
 from toolkit.data.cache_folders import find_or_build
 
-cache, name, pause = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+cache, name, pause, locks = Path(sys.argv[1]), *sys.argv[2:]
+if locks == "no locks":
+    import fcntl
+    from tests.support.locks import refuse_locks
+    fcntl.flock = fcntl.lockf = refuse_locks
 
 def wait():
     print("waits", flush=True)
@@ -49,10 +55,10 @@ print("has that of", find_or_build("the cache", cache / "a", build)["by"], flush
 
 
 @contextmanager
-def another_process(cache: Path, name: str, pause: str) -> Iterator[subprocess.Popen[str]]:
+def another_process(cache: Path, name: str, pause: str, locks: str = "locks") -> Iterator[subprocess.Popen[str]]:
     """A real one that builds `cache / "a"` and has come to the place where it waits for a line."""
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", ANOTHER, str(cache), name, pause], **pipes) as process:
+    with subprocess.Popen([sys.executable, "-c", ANOTHER, str(cache), name, pause, locks], **pipes) as process:
         assert process.stdout is not None
         try:
             while process.stdout.readline() != "waits\n":
@@ -60,6 +66,10 @@ def another_process(cache: Path, name: str, pause: str) -> Iterator[subprocess.P
             yield process
         finally:
             process.kill()
+
+
+def unfinished(cache: Path) -> list[Path]:
+    return [path for path in cache.glob("unfinished-*") if path.is_dir()]
 
 
 def fill(text: str) -> Callable[[Path], dict[str, Any]]:
@@ -131,36 +141,40 @@ def test_two_processes_that_rebuild_one_damaged_folder_both_end_well(tmp_path: P
 def test_a_run_that_is_overtaken_in_its_build_takes_what_is_there(tmp_path: Path) -> None:
     with another_process(tmp_path, "slower", "in build") as slower:
         assert find_or_build("the cache", tmp_path / "a", fill("faster"))["by"] == "faster"
-        assert len(list(tmp_path.glob("unfinished-*"))) == 1, "that of a run that is alive"
+        assert len(unfinished(tmp_path)) == 1, "that of a run that is alive"
         out, _ = slower.communicate("\n", timeout=PATIENCE_S)
         assert slower.returncode == 0 and out == "has that of faster\n"
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_what_a_killed_run_has_left_is_removed_by_the_next_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with another_process(tmp_path, "killed", "in build") as killed:
-        (left,) = tmp_path.glob("unfinished-*")
+@pytest.mark.parametrize("locks", ["locks", "no locks"])
+def test_what_a_killed_run_has_left_is_removed_by_the_next_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, locks: str
+) -> None:
+    if locks == "no locks":
+        without_locks(monkeypatch)
+    with another_process(tmp_path, "killed", "in build", locks) as killed:
+        (left,) = unfinished(tmp_path)
         assert (left / "content" / "rows.arrow").exists()
+        find_or_build("the cache", tmp_path / "b", fill("text"))
+        assert left.exists(), "that of a run that is alive"
         killed.send_signal(signal.SIGKILL)
         killed.wait(PATIENCE_S)
     find_or_build("the cache", tmp_path / "a", fill("text"))
     assert capsys.readouterr().out == f"removed {left}, left behind by a killed run\n"
-    assert os.listdir(tmp_path) == ["a"]
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
 
 
 @pytest.mark.parametrize("kind", ["no lock", "no locks", "another machine"])
 def test_where_locks_show_nothing_age_decides(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = tmp_path / "unfinished-abc"
+    left = tmp_path / f"unfinished-{cache_folders._this_machine() if kind == 'no locks' else 'another'}-abc"
     (left / "tokens").mkdir(parents=True)
     (left / "tokens" / "train.arrow").touch()
     if kind != "no lock":
-        (left / "lock").write_text(os.uname().nodename if kind == "no locks" else "another-machine")
+        left.with_suffix(".lock").touch()
     if kind == "no locks":
-
-        def refuse(*_: object) -> None:
-            raise OSError("No locks available")
-
-        monkeypatch.setattr(cache_folders.fcntl, "lockf", refuse)
+        without_locks(monkeypatch)
+        monkeypatch.setattr(SoftFileLock, "_acquire", refuse_locks)
     find_or_build("the cache", tmp_path / "a", fill("text"))
     assert left.exists()
     for path in (left, *left.rglob("*")):
@@ -171,6 +185,17 @@ def test_where_locks_show_nothing_age_decides(tmp_path: Path, kind: str, monkeyp
     os.utime(left / "tokens" / "train.arrow", (0, time.time() - IDLE_S - 60))
     find_or_build("the cache", tmp_path / "a", fill("text"))
     assert os.listdir(tmp_path) == ["a"]
+
+
+def test_the_folder_that_this_process_builds_is_not_left_over(tmp_path: Path) -> None:
+    """Rows are built while tokens are."""
+
+    def build(folder: Path) -> dict[str, Any]:
+        find_or_build("the rows", tmp_path / "rows", fill("rows"))
+        return fill("tokens")(folder)
+
+    assert find_or_build("the tokens", tmp_path / "tokens", build)["by"] == "tokens"
+    assert sorted(os.listdir(tmp_path)) == ["rows", "tokens"]
 
 
 def test_a_full_disk_is_known_by_whatever_a_library_makes_of_it() -> None:
