@@ -68,7 +68,7 @@ def test_summaries_are_those_of_the_evaluation(workbench: Workbench, tmp_path: P
 
     # Stopped after two chunks: the rest is written, and the same lines come out.
     monkeypatch.setattr(command, "BATCHES_AT_ONCE", 1)
-    written = command._write
+    written = command.append_texts
 
     def stop_at_third(path: Path | None, first: int, chunk: list[str]) -> None:
         if first == 4:
@@ -76,13 +76,13 @@ def test_summaries_are_those_of_the_evaluation(workbench: Workbench, tmp_path: P
         written(path, first, chunk)
 
     arguments = (run, "--file", held_out, "--output", tmp_path / "stopped.jsonl", "--batch-size-rows", 2)
-    monkeypatch.setattr(command, "_write", stop_at_third)
+    monkeypatch.setattr(command, "append_texts", stop_at_third)
     with pytest.raises(KeyboardInterrupt):
         call(monkeypatch, *arguments)
     with (tmp_path / "stopped.jsonl").open("ab") as file:
         file.write(b'{"row": 5, "predic')  # torn
     assert len(load_json_lines(tmp_path / "stopped.jsonl", skip_torn_end=True)) == 4
-    monkeypatch.setattr(command, "_write", written)
+    monkeypatch.setattr(command, "append_texts", written)
     assert call(monkeypatch, *arguments) == 0
     assert texts(tmp_path / "stopped.jsonl") == expected
     assert not (tmp_path / "stopped.jsonl.unfinished").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import logging
@@ -16,13 +15,13 @@ from typing import Any
 
 from toolkit.cli.generate.inputs import Item, read_items
 from toolkit.cli.generate.model import Generator, find_folder, load_generator
+from toolkit.cli.generate.output import append_texts, begin_output, end_output
 from toolkit.data.sources.text_files import build_form
 from toolkit.data.tokens.chat_template import TEMPLATE_ERRORS
 from toolkit.distributed.comm import close_groups, control_group, gather_objects, on_all_ranks, on_rank_0, rank, world_size
 from toolkit.distributed.progress import Phase
-from toolkit.errors import UserError, escape_controls
+from toolkit.errors import UserError
 from toolkit.export.usage import Usage, load_usage
-from toolkit.files.json_lines import encode_json_line, load_json_lines
 from toolkit.launch.environment import asked_for_cpu, is_launched, read_launch
 
 logger = logging.getLogger("toolkit")
@@ -67,7 +66,7 @@ def generate(options: Options) -> None:
         control_group()
     try:
         items, how = _read(options)
-        num_done = on_rank_0(lambda: _begin_output(options, items)) if options.output else 0
+        num_done = on_rank_0(lambda: begin_output(options, _digest(items))) if options.output else 0
         # One GPU may lack room.
         generator = on_all_ranks(lambda: load_generator(options.model, options.dtype, options.settings))
         _describe(generator, options, how, len(items), num_done)
@@ -77,10 +76,10 @@ def generate(options: Options) -> None:
             _say(options, f"cut {num_cut:,} of {len(rows):,} texts to {generator.usage.max_source_length_tokens} tokens")
         with Phase("generating", len(items), "texts", done=num_done, enabled=options.output is not None) as generating:
             for first, texts in _generate_chunks(generator, rows, options, num_done):
-                on_rank_0(partial(_write, options.output, first, texts))
+                on_rank_0(partial(append_texts, options.output, first, texts))
                 generating.add(len(texts))
         if options.output and rank() == 0:
-            _about_file(options.output).unlink(missing_ok=True)
+            end_output(options.output)
             logger.info(f"{len(items):,} texts are in {options.output}")
     finally:
         if is_one_of_several:
@@ -98,6 +97,11 @@ def _read(options: Options) -> tuple[list[Item], str]:
     except UserError as error:
         error.args = (str(error).replace("data.csv_delimiter", "--csv-delimiter").replace("data.encoding", "--encoding"),)
         raise
+
+
+def _digest(items: list[Item]) -> str:
+    parts = [(item.text, item.messages, item.tools) for item in items]
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
 
 def _describe(generator: Generator, options: Options, how: str, num_items: int, num_done: int) -> None:
@@ -177,55 +181,3 @@ def _generate_chunks(
             own.update(zip(batch, generator.generate([rows[i] for i in batch]), strict=True))
         gathered = {index: text for part in gather_objects(own) for index, text in part.items()}
         yield first, [gathered[index] for index in sorted(gathered)]
-
-
-def _about_file(output: Path) -> Path:
-    """What an unfinished output belongs to; removed at the end."""
-    return output.with_name(f"{output.name}.unfinished")
-
-
-def _begin_output(options: Options, items: list[Item]) -> int:
-    """The number of texts that an earlier, unfinished call has written; a torn line is removed.
-
-    Raises:
-        UserError: the output exists and is not an unfinished one of this call, or cannot be written.
-    """
-    output = options.output
-    assert output is not None
-    digest = hashlib.sha256()
-    weights = sorted(Path(find_folder(options.model)).glob("*.safetensors"))
-    state = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weights]
-    settings = {**dataclasses.asdict(options), "output": None, "batch_size_rows": None, "file": None}
-    for part in (state, settings, *((item.text, item.messages) for item in items)):
-        digest.update(json.dumps(part, default=str).encode() + b"\n")
-    about, mine = _about_file(output), digest.hexdigest()
-    try:
-        if output.exists():
-            if not about.exists() or about.read_text(encoding="utf-8") != mine:
-                raise UserError(f"--output {output} exists, and is not what this command left unfinished: name another file")
-            lines = load_json_lines(output, skip_torn_end=True)
-            output.write_bytes(b"".join(map(encode_json_line, lines)))
-            return len(lines)
-        about.write_text(mine, encoding="utf-8")
-        output.touch()
-    except OSError as error:
-        raise UserError(f"--output {output} cannot be written ({error.strerror}): name a file that you can write") from None
-    return 0
-
-
-def _write(output: Path | None, first: int, texts: list[str]) -> None:
-    """Append lines of `row` (from 1) and `prediction`, or print the texts."""
-    if output is None:
-        for text in texts:
-            print(escape_controls(text), flush=True)
-        return
-    lines = [{"row": number, "prediction": text} for number, text in enumerate(texts, start=first + 1)]
-    try:
-        with output.open("ab") as file:
-            file.write(b"".join(map(encode_json_line, lines)))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise UserError(
-            f"--output {output} cannot be written ({error.strerror}): make room, and give the same command again"
-        ) from None
