@@ -153,9 +153,7 @@ def _unfinished_folder(cache: Path) -> Iterator[Path]:
         yield beside
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-        with suppress(OSError):
-            lock.unlink()  # while it is held, so that whoever has opened it notices
-        release_lock(lock)
+        release_lock(lock, remove=True)
 
 
 def _remove_left_overs(cache: Path) -> None:
@@ -175,9 +173,7 @@ def _remove_left_overs(cache: Path) -> None:
                     if not folder.exists():
                         logger.info(f"removed {folder}, left behind by a killed run", extra={"concerns_this_rank": True})
             finally:
-                if not folder.exists():
-                    lock.unlink(missing_ok=True)
-                release_lock(lock)
+                release_lock(lock, remove=not folder.exists())
 
 
 def _this_machine() -> str:

@@ -7,10 +7,10 @@ it names the process that holds it; after a kill, the next one on the same machi
 from __future__ import annotations
 
 import atexit
-import contextlib
 import errno
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import BaseFileLock, SoftFileLock, Timeout, UnixFileLock
@@ -22,7 +22,7 @@ logger = logging.getLogger("toolkit")
 HOLDER = ".holder"
 """Ends the name of the file that stands for a lock."""
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)
-_held: dict[Path, tuple[BaseFileLock, int | None]] = {}
+_held: dict[Path, tuple[BaseFileLock, os.stat_result]] = {}
 
 
 def take_lock(path: Path, refusal: str, timeout_s: float = 0.0) -> bool:
@@ -38,49 +38,42 @@ def take_lock(path: Path, refusal: str, timeout_s: float = 0.0) -> bool:
     if holds_lock(path):
         return True
     release_lock(path)  # of a file that was removed
-    opened: list[int] = []
-    try:
-        # filelock's own fallback takes an empty file, as a lock leaves it, for one that is held for ever.
-        lock: BaseFileLock = UnixFileLock(path, thread_local=False, fallback_to_soft=False, on_acquired=opened.append)
-        lock.acquire(timeout_s)
-    except Timeout:
-        raise UserError(refusal) from None
-    except OSError as error:
-        if error.errno == errno.ESTALE:  # removed on another node of a network file system
-            return take_lock(path, refusal, timeout_s)
-        if error.errno not in _NO_LOCKS:
-            raise
-        lock = SoftFileLock(f"{path}{HOLDER}", thread_local=False)
+    # Not filelock's own fallback: it takes an empty file, as a lock leaves it, for one that is held for ever.
+    soft = SoftFileLock(f"{path}{HOLDER}", thread_local=False)
+    for lock in (UnixFileLock(path, thread_local=False, fallback_to_soft=False), soft):
         try:
-            lock.acquire(timeout_s + 0.1)  # one more try: the first may remove that of a dead process
-        except Timeout as held:
-            raise UserError(f"{refusal}; or, if it was killed, remove {held.lock_file}: this file system has no locks") from None
-        except OSError:
-            sentence = f"{path} cannot be locked ({error.strerror}): make sure that no other process writes there"
-            logger.warning(sentence, extra={"concerns_this_rank": True})
-            return False
-        atexit.register(lock.release)
-    _held[path] = lock, opened[0] if opened else None
-    return True
+            lock.acquire(timeout_s + 0.1)  # so that it is tried again after the file of a dead process was removed
+        except Timeout:
+            hint = f"; or, if it was killed, remove {lock.lock_file}: this file system has no locks" if lock is soft else ""
+            raise UserError(refusal + hint) from None
+        except OSError as error:
+            if error.errno == errno.ESTALE:  # removed on another node of a network file system
+                return take_lock(path, refusal, timeout_s)
+            if error.errno not in _NO_LOCKS:
+                raise
+        else:
+            _held[path] = lock, os.stat(lock.lock_file)
+            atexit.register(soft.release)
+            return True
+    sentence = f"{path} cannot be locked, so make sure that no other process writes there: this file system has no locks"
+    logger.warning(sentence, extra={"concerns_this_rank": True})
+    return False
 
 
 def holds_lock(path: Path) -> bool:
     """Whether this process holds the lock, and its file was not removed or replaced."""
-    lock, descriptor = _held.get(path, (None, None))
-    if lock is None or not lock.is_locked:  # a forked child holds none
-        return False
-    if descriptor is None:
-        return isinstance(lock, SoftFileLock) and lock.is_lock_held_by_us
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ESTALE):  # removed here, or on another node
-            raise
-        return False
+    with suppress(KeyError, OSError):
+        lock, locked = _held[path]
+        return lock.is_locked and os.path.samestat(locked, os.stat(lock.lock_file))  # a forked child holds none
+    return False
 
 
-def release_lock(path: Path) -> None:
-    """Let other processes, and later work of this one, lock `path`. The file stays."""
-    if path in _held:
-        with contextlib.suppress(OSError):  # the file is gone
-            _held.pop(path)[0].release()
+def release_lock(path: Path, *, remove: bool = False) -> None:
+    """Let other processes, and later work of this one, lock `path`, if this one holds it."""
+    if path not in _held:
+        return
+    with suppress(OSError):  # the file is gone
+        if remove:
+            path.unlink()  # while it is held, so that whoever has opened it notices
+        _held[path][0].release()
+    del _held[path]

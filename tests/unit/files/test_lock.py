@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import multiprocessing
 import os
 import shutil
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 from filelock import SoftFileLock
 
-from tests.support.locks import lock_held, without_locks
+from tests.support.locks import lock_held, refuse_locks, without_locks
 from toolkit.errors import UserError
 from toolkit.files.lock import holds_lock, release_lock, take_lock
 
@@ -47,14 +46,11 @@ def test_without_locks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_where_no_lock_works_a_warning_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
     without_locks(monkeypatch)
-    monkeypatch.setattr(SoftFileLock, "_acquire", refuse)
+    monkeypatch.setattr(SoftFileLock, "_acquire", refuse_locks)
     path = tmp_path / "lock"
     assert not take_lock(path, "in use") and not holds_lock(path)
-    said = f"WARNING: {path} cannot be locked (Function not implemented): make sure that no other process writes there\n"
+    said = f"WARNING: {path} cannot be locked, so make sure that no other process writes there: this file system has no locks\n"
     assert capsys.readouterr().err == said
 
 

@@ -189,7 +189,8 @@ def test_a_lock_whose_file_another_node_removed_is_taken_again(tmp_path: Path, m
     folder = tmp_path / "run"
     folder.mkdir()
     lock_run_folder(folder)
-    fstat, stale = os.fstat, [True, True]  # as it is looked up, and as it is taken again
+    (folder / ".lock").unlink()
+    fstat, stale = os.fstat, [True]
 
     def refuse_once(descriptor: int) -> os.stat_result:
         if stale and os.readlink(f"/proc/self/fd/{descriptor}") == str(folder / ".lock"):
@@ -199,3 +200,4 @@ def test_a_lock_whose_file_another_node_removed_is_taken_again(tmp_path: Path, m
 
     monkeypatch.setattr(os, "fstat", refuse_once)
     assert restore_run_folder(folder).startswith("; so are its lock")
+    assert not stale and holds_lock(folder / ".lock")

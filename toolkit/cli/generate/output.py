@@ -19,8 +19,12 @@ from toolkit.cli.generate.model import find_folder
 from toolkit.errors import UserError, escape_controls
 from toolkit.files.durable import fsync_path, hash_file, written_beside
 from toolkit.files.json_lines import encode_json_line, read_json_lines
-from toolkit.files.lock import holds_lock, release_lock, take_lock
+from toolkit.files.lock import release_lock, take_lock
 from toolkit.models.lora_files import CONFIG_FILE
+
+UNFINISHED = ".unfinished"
+"""Beside an output until all texts are there: a hash of what they are generated from."""
+LOCK = ".lock"
 
 
 def begin_output(options: Any, input_digest: str) -> int:
@@ -33,12 +37,12 @@ def begin_output(options: Any, input_digest: str) -> int:
     Raises:
         UserError: another process writes the output, it is not an unfinished one of this call, or it cannot be written.
     """
-    output, about = options.output, _about_file(options.output)
+    output, about, lock = options.output, _beside(options.output, UNFINISHED), _beside(options.output, LOCK)
     exists = UserError(f"--output {output} exists, and is not what this command left unfinished: name another file")
     try:
         if output.exists() and not about.exists():
             raise exists
-        take_lock(_lock_file(output), f"another process is writing --output {output}: wait for its end, or name another file")
+        take_lock(lock, f"another process is writing --output {output}: wait for its end, or name another file")
         mine = _digest(options, input_digest)
         if output.exists():
             if not about.exists() or about.read_text(encoding="utf-8") != mine:
@@ -51,7 +55,7 @@ def begin_output(options: Any, input_digest: str) -> int:
     except OSError as error:
         raise UserError(f"--output {output} cannot be written ({error.strerror}): name a file that you can write") from None
     except UserError:
-        _unlock(output)
+        release_lock(lock, remove=True)
         raise
     return 0
 
@@ -77,8 +81,8 @@ def append_texts(output: Path | None, first: int, texts: list[str]) -> None:
 
 def end_output(output: Path) -> None:
     """All texts are written: nothing continues the output any more."""
-    _about_file(output).unlink(missing_ok=True)
-    _unlock(output)
+    _beside(output, UNFINISHED).unlink(missing_ok=True)
+    release_lock(_beside(output, LOCK), remove=True)
 
 
 def _num_written(output: Path) -> int:
@@ -108,15 +112,5 @@ def _digest(options: Any, input_digest: str) -> str:
     return hashlib.sha256(json.dumps([input_digest, settings, files], default=str).encode()).hexdigest()
 
 
-def _about_file(output: Path) -> Path:
-    return output.with_name(f"{output.name}.unfinished")
-
-
-def _lock_file(output: Path) -> Path:
-    return output.with_name(f"{output.name}.lock")
-
-
-def _unlock(output: Path) -> None:
-    if holds_lock(_lock_file(output)):
-        _lock_file(output).unlink()  # while it is held, so that whoever has opened it notices
-        release_lock(_lock_file(output))
+def _beside(output: Path, ending: str) -> Path:
+    return output.with_name(output.name + ending)
