@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from tests.support.launch import REPOSITORY
+from tests.support.locks import lock_held
 from tests.support.real_launch import accelerate_launch, finish
 from tests.support.workbench import FP32, Workbench
 from toolkit.cli.generate import generate as command
 from toolkit.cli.main import main
 from toolkit.files.json_lines import load_json_lines
+from toolkit.files.lock import release_lock
 
 CHATML = REPOSITORY / "recipes" / "chat_templates" / "chatml_generation.jinja"
 GENERATES: dict[str, Any] = {"eval__max_new_tokens": 6, "eval__num_beams": 2, "eval__no_repeat_ngram_size": 2}
@@ -83,6 +85,9 @@ def test_summaries_are_those_of_the_evaluation(workbench: Workbench, tmp_path: P
         file.write(b'{"row": 5, "predic')  # torn
     assert len(load_json_lines(tmp_path / "stopped.jsonl", skip_torn_end=True)) == 4
     monkeypatch.setattr(command, "append_texts", written)
+    release_lock(tmp_path / "stopped.jsonl.lock")  # as the end of the process does
+    with lock_held(tmp_path / "stopped.jsonl.lock"):
+        assert call(monkeypatch, *arguments) == 2
     assert call(monkeypatch, *arguments) == 0
     assert texts(tmp_path / "stopped.jsonl") == expected
     assert not (tmp_path / "stopped.jsonl.unfinished").exists()
