@@ -93,10 +93,10 @@ def _put_in_place(what: str, unfinished: Path, folder: Path) -> dict[str, Any] |
         except OSError:
             if not os.path.lexists(folder):
                 raise
-        seen = os.lstat(folder)
-        if (about := _load_about(what, folder)) is not None:
-            return about
         try:
+            seen = os.lstat(folder)
+            if (about := _load_about(what, folder)) is not None:
+                return about
             if os.path.samestat(seen, os.lstat(folder)):  # no other run has replaced it
                 folder.rename(unfinished.with_name(f"damaged-{secrets.token_hex(8)}"))
         except FileNotFoundError:  # another run has moved it away
