@@ -219,18 +219,17 @@ def _open_file(
     is_text = kind not in ("parquet", "arrow")
     digest = hash_file(path, is_text=is_text, encoding=form.encoding)  # first, because it reports unreadable files best
     form = find_quotes(path, form) if kind == "tsv" else form
+    about = f"; double quotes are text, as in line {form.text_quote}" if form.text_quote else ""
     existing = list_columns(path, kind, form)
     if not existing:
         raise UserError(f"{path} holds no rows: give a source with at least one")
     try:
         columns = choose(path, existing)
     except UserError as error:
-        raise UserError(f"{error}{suggest_delimiter(existing, form) if kind == 'csv' else ''}") from None
+        raise UserError(f"{error}{suggest_delimiter(existing, form) if kind == 'csv' else about}") from None
     if kind in ("json", "jsonl"):
         columns = add_optional(columns)
     details = f" {form.encoding} {form.delimiter}" if is_text else ""
-    what_else = "; a row is a paragraph between blank lines" if kind == "txt" else ""
-    what_else += f"; double quotes are text, as in line {form.text_quote}" if form.text_quote else ""
     return RowInput(
         label=str(path),
         source=kind,
@@ -239,7 +238,7 @@ def _open_file(
         digest=f"{digest} {kind} {columns}{details}",
         is_eval_file=is_eval_file,
         mix_entry=mix_entry,
-        reading=describe_columns(columns, existing) + what_else,
+        reading=describe_columns(columns, existing) + "; a row is a paragraph between blank lines" * (kind == "txt") + about,
         form=form,
         keys=frozenset((*existing, *columns.names)),
     )

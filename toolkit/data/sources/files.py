@@ -117,7 +117,7 @@ def hash_file(path: Path, *, is_text: bool, encoding: str = "utf-8") -> str:
 
 def _encoding_error(path: Path, error: UnicodeError, encoding: str, num_lines: int, begin: bytes) -> UserError:
     is_utf16 = begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    others = "utf-16" if is_utf16 else "cp1252 for files of Western Windows" if encoding == "utf-8" else "none for UTF-8"
+    others = "utf-16" if is_utf16 else "cp1252 for files of Western Windows" if encoding == "utf-8" else "another, none for UTF-8"
     way_out = f"set data.encoding ({others}), or convert the file"
     if not isinstance(error, UnicodeDecodeError):
         return UserError(f"{path} is not valid {encoding.upper()} ({error}): {way_out}")

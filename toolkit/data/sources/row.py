@@ -9,8 +9,8 @@ from toolkit.errors import UserError
 
 
 def show_names(names: Iterable[str]) -> str:
-    """Names of columns in a row, for messages; those with line breaks, controls or half surrogate pairs as Python literals."""
-    return ", ".join(name if name.isprintable() else repr(name) for name in names)
+    """Names of columns in a row, for messages; those that are blank or cannot be printed as they are as Python literals."""
+    return ", ".join(name if name.isprintable() and name.strip() else repr(name) for name in names)
 
 
 def check_text(value: Any, where: str) -> None:

@@ -220,7 +220,7 @@ def test_settings_that_would_be_ignored_are_refused(config, settings, sentence):
 
 
 def test_fingerprints_of_rows_change_only_with_the_reader_version(tmp_path, monkeypatch):
-    """A tokenizer that is trained on the rows is kept under them, so a run that was started before could not go on with others."""
+    """A tokenizer that is trained on the rows is kept under them, so a run started before could not go on with others."""
     monkeypatch.chdir(tmp_path)
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "one"}]
     Path("a.csv").write_text("source,target,id\n" + "".join(f"text {i},t {i},{i}\n" for i in range(20)))

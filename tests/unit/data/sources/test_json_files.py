@@ -60,8 +60,8 @@ def test_keys_that_come_late_are_reported() -> None:
 
 
 def test_names_of_columns_can_be_printed_whatever_they_hold() -> None:
-    names = ["half \ud83d", "two\nlines", "\x1b[31m", "right\u202eleft", "Straße 3"]
-    shown = r"'half \ud83d', 'two\nlines', '\x1b[31m', 'right\u202eleft', Straße 3"
+    names = ["half \ud83d", "", "\u3000", "two\nlines", "\x1b[31m", "right\u202eleft", "Straße 3"]
+    shown = r"'half \ud83d', '', '\u3000', 'two\nlines', '\x1b[31m', 'right\u202eleft', Straße 3"
     write_objects("rows.jsonl", [dict.fromkeys(names, 1) | {"text": "a"}])
     assert load_llm("rows.jsonl").readings == [f"rows.jsonl: read as text, from text; not read: {shown}"]
     write_objects("none.jsonl", [dict.fromkeys(names, 1)])
