@@ -170,8 +170,7 @@ class InputReport:
             first.append(self.num_rows)
 
     def sentences(self, label: str) -> list[str]:
-        """One sentence per reason: "skipped 3 of 120 rows of rows.csv with an empty target (first: rows 17, 40, 77)"; and
-        one about late keys."""
+        """For each reason, "skipped 3 of 120 rows of rows.csv with an empty target (first: rows 17, 40, 77)"; then late keys."""
         sentences = []
         for reason, count in self.num_skipped.items():
             numbers = ", ".join(str(number) for number in self.first_skipped[reason])

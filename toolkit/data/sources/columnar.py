@@ -44,11 +44,8 @@ def read_batches(where: object, batches: Iterable[Any], columns: Sequence[str]) 
 
 
 def _find_change(kind: Any) -> Callable[[Any], Any] | None:
-    """What turns Python values of an Arrow type into a row's; None if they are so already.
-
-    Structs lose their null keys, because Arrow gives each of them the keys of all. JSON text, as which `datasets` stores objects
-    of mixed types, keeps its nulls.
-    """
+    """What turns Python values of an Arrow type into a row's, None if nothing need be done: structs lose their null keys, because
+    Arrow gives each the keys of all; JSON text, as which `datasets` stores objects of mixed types, keeps them."""
     import pyarrow as pa
 
     if getattr(kind, "extension_name", "") == "arrow.json":

@@ -95,9 +95,8 @@ def hash_file(path: Path, *, is_text: bool, encoding: str = "utf-8") -> str:
                         raise UserError(f"{path}, line {line}: a NUL byte: is this a text file, saved as UTF-8?")
                     num_lines += text.count("\n")
                 if is_mistaken:
-                    is_ascii &= block.isascii()
                     try:
-                        utf_8.decode(block, final=not block)
+                        is_ascii &= utf_8.decode(block, final=not block).isascii()
                     except UnicodeDecodeError:
                         is_mistaken = False
                 if not block:
@@ -181,12 +180,9 @@ def check_columns(
         UserError: names the column at fault and those that exist.
     """
     for column in wanted:
-        if existing.count(column) != 1:
-            is_there = column in existing
-            trouble, fix = (
-                (f"more than one column {column!r}", "keep one of them") if is_there else (f"no column {column!r}", way_out)
-            )
-            raise UserError(f"{where} has {trouble} (its columns: {show_names(existing) or 'none'}): {fix}")
+        if (count := existing.count(column)) != 1:
+            found, fix = ("more than one", "keep one of them") if count else ("no", way_out)
+            raise UserError(f"{where} has {found} column {column!r} (its columns: {show_names(existing) or 'none'}): {fix}")
 
 
 def _nearest_name(path: Path) -> str:
