@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,6 +19,18 @@ from toolkit.files.durable import written_beside
 
 # JSON allows half a surrogate pair only as an escape: UTF-8 cannot encode it.
 _ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
+
+
+def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    built = dict(pairs)
+    if len(built) < len(pairs):
+        key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {key!r:.60} stands twice in one object: keep one of them")
+    return built
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_build_object)
+"""Python's own would take the last value of a repeated key without a word. This one raises a `ValueError`."""
 
 
 def read_json_lines(
@@ -48,7 +61,7 @@ def read_json_lines(
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
                 if not text.strip():
                     continue
-                value = json.loads(text)
+                value = DECODER.decode(text)
             except (ValueError, RecursionError) as error:
                 if skip_torn_end and next(parts, None) is None:
                     return

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.data.rows.messages import TOOLS_COLUMN
 from toolkit.data.sources.files import check_columns
+from toolkit.data.sources.row import show_names
 from toolkit.errors import UserError
 
 
@@ -74,12 +75,12 @@ def choose_columns(
     if not chosen:
         wanted = ", ".join(" and ".join(map(repr, names)) for names in readings.values())
         raise UserError(
-            f"{where} has none of the columns {wanted} (its columns: {', '.join(existing) or 'none'}): set {_SETTINGS}"
+            f"{where} has none of the columns {wanted} (its columns: {show_names(existing) or 'none'}): set {_SETTINGS}"
         )
     if len(chosen) > 1:
         found = " and ".join(f"{reading} ({' with '.join(map(repr, readings[reading]))})" for reading in chosen)
         raise UserError(
-            f"{where} can be read in more than one way, as {found} (its columns: {', '.join(existing)}): choose by data.format "
+            f"{where} can be read in more than one way, as {found} (its columns: {show_names(existing)}): choose by data.format "
             f"{' or '.join(chosen)}, or by {_SETTINGS}"
         )
     (reading,) = chosen
@@ -108,10 +109,8 @@ def _with_optional(reading: str, names: tuple[str, ...], existing: Sequence[str]
 
 
 def add_optional(columns: Columns) -> Columns:
-    """With all optional columns of ShareGPT or Alpaca, for JSON: they may come in later rows than were looked at."""
-    if columns.kind not in ("sharegpt", "alpaca", "alpaca_text"):
-        return columns
-    return Columns(columns.kind, tuple(dict.fromkeys(columns.names + _OPTIONAL[columns.kind])))
+    """With all optional columns of the kind, for JSON: they may come in later rows than were looked at."""
+    return Columns(columns.kind, tuple(dict.fromkeys(columns.names + _OPTIONAL.get(columns.kind, ()))))
 
 
 def describe_columns(columns: Columns, existing: Sequence[str]) -> str:
@@ -123,8 +122,8 @@ def describe_columns(columns: Columns, existing: Sequence[str]) -> str:
         "alpaca_text": "alpaca, as prompts in Alpaca's own words with completions, because the tokenizer has no chat template",
     }.get(columns.kind, reading)
     *first, last = [name for name in columns.names if name in existing]
-    used = f"{', '.join(first)} and {last}" if first else last
-    left_out = ", ".join(name for name in existing if name not in columns.names)
+    used = f"{show_names(first)} and {show_names([last])}" if first else show_names([last])
+    left_out = show_names(name for name in existing if name not in columns.names)
     return f"{how}, from {used}; {f'not read: {left_out}' if left_out else 'no other columns'}"
 
 

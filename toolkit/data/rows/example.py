@@ -94,7 +94,7 @@ def build_example(row: Mapping[str, Any], columns: Columns, where: str, **known:
         if value is None or is_blank:
             return f"with an empty {what}"
         if is_nan(value):
-            return f"with a missing {what} (NaN, N/A, None)"
+            return f"with a missing {what} (NA, NaN, None)"
     fields: dict[str, Any] | str | None = None
     if kind in ("alpaca", "alpaca_text"):
         fields = read_alpaca({name: row[name] for name in columns.names}, where, is_chat=kind == "alpaca")

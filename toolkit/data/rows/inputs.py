@@ -17,8 +17,11 @@ from toolkit.data.rows.example import Example, build_example
 from toolkit.data.sources.files import READERS, find_files, find_kind, hash_file, list_columns
 from toolkit.data.sources.hub import check_hub_name, load_hub_dataset, read_hub_rows
 from toolkit.data.sources.own import OwnSource, load_own_source, read_options, read_own_rows
-from toolkit.data.sources.text_files import Form, build_form, has_missing_cells, suggest_delimiter
+from toolkit.data.sources.row import show_names
+from toolkit.data.sources.text_files import Form, build_form, find_quotes, suggest_delimiter
 from toolkit.errors import UserError
+
+_MAX_LATE_KEYS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,10 @@ class RowInput:
     """How a text file is written."""
     used: set[str] = field(default_factory=set)
     """The columns that were used of rows that have their own."""
+    keys: frozenset[str] = frozenset()
+    """The columns of a file, and of JSON those that are read wherever they come."""
+    late_keys: dict[str, int] = field(default_factory=dict)
+    """Other keys of JSON that were met, for messages, and the first row with each."""
 
 
 def list_inputs(config: DataConfig | LLMDataConfig, *, has_chat_template: bool = False) -> list[RowInput]:
@@ -159,6 +166,10 @@ def _read_examples(item: RowInput) -> Iterator[Example | str]:
         rows = read_hub_rows(item.place, names)
     for number, row in enumerate(rows, start=1):
         where = f"{item.label}, row {number}"
+        if item.keys and not row.keys() <= item.keys:
+            for key in sorted(row.keys() - item.keys):
+                key = show_names([key]) if len(item.late_keys) < _MAX_LATE_KEYS else "and others"
+                item.late_keys.setdefault(key, number)
         # In files and datasets, a column `group` or `split` is the user's and means nothing here.
         options = read_options(row, where) if isinstance(item.place, OwnSource) else {}
         if "skip" in options:
@@ -207,17 +218,18 @@ def _open_file(
 ) -> RowInput:
     is_text = kind not in ("parquet", "arrow")
     digest = hash_file(path, is_text=is_text, encoding=form.encoding)  # first, because it reports unreadable files best
+    form = find_quotes(path, form) if kind == "tsv" else form
+    about = f"; double quotes are text, as in line {form.text_quote}" if form.text_quote else ""
     existing = list_columns(path, kind, form)
     if not existing:
         raise UserError(f"{path} holds no rows: give a source with at least one")
     try:
         columns = choose(path, existing)
     except UserError as error:
-        raise UserError(f"{error}{suggest_delimiter(existing, form) if kind == 'csv' else ''}") from None
+        raise UserError(f"{error}{suggest_delimiter(existing, form) if kind == 'csv' else about}") from None
     if kind in ("json", "jsonl"):
         columns = add_optional(columns)
-    # The digest of files that the versions before could read is the same.
-    details = (form.identify(kind) if is_text else "") + " missing" * (kind in ("csv", "tsv") and has_missing_cells(path))
+    details = f" {form.encoding} {form.delimiter}" if is_text else ""
     return RowInput(
         label=str(path),
         source=kind,
@@ -226,8 +238,9 @@ def _open_file(
         digest=f"{digest} {kind} {columns}{details}",
         is_eval_file=is_eval_file,
         mix_entry=mix_entry,
-        reading=describe_columns(columns, existing) + "; a row is a paragraph between blank lines" * (kind == "txt"),
+        reading=describe_columns(columns, existing) + "; a row is a paragraph between blank lines" * (kind == "txt") + about,
         form=form,
+        keys=frozenset((*existing, *columns.names)),
     )
 
 

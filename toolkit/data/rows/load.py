@@ -23,13 +23,14 @@ from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.data.cache_folders import cache_folder, find_or_build, name_folder
 from toolkit.data.rows.example import Example, build_schema, list_cells
 from toolkit.data.rows.inputs import RowInput, check_columns_used, describe_readings, list_inputs, read_rows
+from toolkit.data.sources.json_files import ROWS_TO_FIND_KEYS_IN
 from toolkit.distributed.progress import Phase
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-READER_VERSION = 4
+READER_VERSION = 5
 """Part of the fingerprint. Raise it when the same source would give different rows, a different report or a different file
 layout."""
 _ROWS_PER_BLOCK = 1000
@@ -141,6 +142,7 @@ def write_rows(
                 row_id += 1
             if report.num_rows == 0:
                 raise UserError(f"{item.label} holds no rows: give a source with at least one")
+            report.late_keys = item.late_keys
             num_read[item.mix_entry] += 0 if item.is_eval_file else report.num_rows
         num_training_rows = train.num_rows
     _check_something_is_left(inputs, reports, num_training_rows)
@@ -157,6 +159,8 @@ class InputReport:
     """Rows left out, by reason."""
     first_skipped: dict[str, list[int]] = field(default_factory=dict)
     """The first few row numbers (1-based), by reason."""
+    late_keys: dict[str, int] = field(default_factory=dict)
+    """Of `RowInput`."""
 
     def skip(self, reason: str) -> None:
         """Count the most recent row as left out."""
@@ -166,12 +170,15 @@ class InputReport:
             first.append(self.num_rows)
 
     def sentences(self, label: str) -> list[str]:
-        """One sentence per reason: "skipped 3 of 120 rows of rows.csv with an empty target (first: rows 17, 40, 77)"."""
+        """For each reason, "skipped 3 of 120 rows of rows.csv with an empty target (first: rows 17, 40, 77)"; then late keys."""
         sentences = []
         for reason, count in self.num_skipped.items():
             numbers = ", ".join(str(number) for number in self.first_skipped[reason])
             where = f"row {numbers}" if count == 1 else f"first: rows {numbers}"
             sentences.append(f"skipped {count} of {self.num_rows} rows of {label} {reason} ({where})")
+        if self.late_keys:
+            keys = ", ".join(f"{key} (row {row:,})" for key, row in self.late_keys.items())
+            sentences.append(f"{label} has keys after its first {ROWS_TO_FIND_KEYS_IN:,} rows that are not read: {keys}")
         return sentences
 
 

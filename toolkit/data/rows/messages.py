@@ -6,12 +6,12 @@ counted, as rows with empty cells are.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from toolkit.data.sources.row import check_text
 from toolkit.errors import UserError
+from toolkit.files.json_lines import DECODER
 
 ROLES = ("system", "user", "assistant", "tool")
 TOOLS_COLUMN = "tools"
@@ -60,7 +60,8 @@ def read_chat(cells: Mapping[str, Any], tools: Any, where: str, *, calls_may_be_
 
 
 def read_messages(items: list[Any], where: str) -> list[dict[str, Any]]:
-    """The messages of a chat in one form: without nulls, content and calls as templates expect them.
+    """The messages of a chat in one form: content and calls as templates expect them. Keys of a message, or of a call, that
+    are null are left out; nulls in arguments and in the schemas of tools are the user's own.
 
     Raises:
         UserError: a malformed message.
@@ -71,7 +72,6 @@ def read_messages(items: list[Any], where: str) -> list[dict[str, Any]]:
 def _read_message(item: Any, where: str) -> dict[str, Any]:
     if not isinstance(item, dict):
         raise UserError(f"{where}: {item!r:.60} is no message: {_MESSAGE_FORM}")
-    # Parquet and hub datasets give every message the keys of all messages, with null for missing values.
     message = _without_nulls(item)
     if {"from", "value"} <= message.keys() and "role" not in message:
         raise UserError(f"{where} has from and value, as ShareGPT's turns do: set data.format sharegpt")
@@ -116,7 +116,8 @@ def _read_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         raise UserError(f"{where}: tool_calls {calls!r:.60} is no list of calls: write a list of objects")
     read = []
     for call in calls:
-        function = call.get("function", call)
+        call = _without_nulls(call)
+        function = _without_nulls(call.get("function", call))
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise UserError(f'{where}: a tool call without a name: write {{"function": {{"name": ..., "arguments": {{...}}}}}}')
         if isinstance(function.get("arguments"), str):  # OpenAI's format; templates expect the object
@@ -154,7 +155,7 @@ def read_tools(tools: Any, where: str) -> list[Any] | None:
         raise UserError(f"{where}, column {TOOLS_COLUMN}: {tools!r:.60} is no list of tools: write their JSON schemas in a list")
     read = []
     for number, tool in enumerate(tools, start=1):
-        tool = read_json(tool, f"{where}, tool {number}") if isinstance(tool, str) else _without_nulls(tool)
+        tool = read_json(tool, f"{where}, tool {number}") if isinstance(tool, str) else tool
         if not isinstance(tool, dict):
             raise UserError(f"{where}, tool {number}: {tool!r:.60} is no tool: write its JSON schema as an object")
         _check_values(tool, f"{where}, tool {number}")
@@ -169,16 +170,14 @@ def read_json(text: str, where: str) -> Any:
         UserError: it is not JSON.
     """
     try:
-        return json.loads(text)
+        return DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         reason = str(error).replace("line 1 column", "column")
         raise UserError(f"{where}: not JSON ({reason}): {text!r:.60}") from None
 
 
 def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+    return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
 def _check_values(value: Any, where: str) -> None:

@@ -3,84 +3,82 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from toolkit.data.sources.text_files import GZIP_MAGIC, Cells, Form
 from toolkit.errors import UserError
+from toolkit.files.json_lines import DECODER
 
 
-def read_parquet(path: Path, columns: Sequence[str], form: Form) -> Iterator[Cells]:
-    """Yield the cells of some columns of a parquet file, row by row.
-
-    Raises:
-        UserError: not parquet, truncated or damaged; text that is not UTF-8, with the row.
-    """
-    import pyarrow.parquet as pq
-
-    with _errors_of(path, "parquet"), pq.ParquetFile(path) as file:
-        yield from _read_cells(path, file.iter_batches(batch_size=1000, columns=list(columns)), columns)
-
-
-def read_arrow(path: Path, columns: Sequence[str], form: Form) -> Iterator[Cells]:
-    """Yield the cells of some columns of an Arrow file or stream (Feather, the caches of `datasets`), row by row.
+def read_columnar(path: Path, columns: Sequence[str], form: Form, *, kind: str) -> Iterator[Cells]:
+    """Yield the cells of some columns of a `parquet` or `arrow` file (Feather, the caches of `datasets`), row by row.
 
     Raises:
-        UserError: as `read_parquet`.
+        UserError: another kind of file, truncated or damaged; text that is not UTF-8, with the row.
     """
-    with _errors_of(path, "Arrow"), _open_arrow(path) as (_, batches):
-        yield from _read_cells(path, batches, columns)
+    with _open(path, kind) as (_, read):
+        yield from read_batches(path, read(list(columns)), columns)
 
 
 def list_names(path: Path, kind: str) -> list[str]:
-    """The column names of a `parquet` or `arrow` file.
-
-    Raises:
-        UserError: the file cannot be read as this kind.
-    """
-    import pyarrow.parquet as pq
-
-    if kind == "arrow":
-        with _errors_of(path, "Arrow"), _open_arrow(path) as (names, _):
-            return names
-    with _errors_of(path, kind), pq.ParquetFile(path) as file:
-        return list(file.schema_arrow.names)
+    """The column names of such a file; raises as `read_columnar`."""
+    with _open(path, kind) as (names, _):
+        return names
 
 
-@contextlib.contextmanager
-def _open_arrow(path: Path) -> Iterator[tuple[list[str], Iterable[Any]]]:
-    """The column names and the batches, memory-mapped."""
-    import pyarrow as pa
-
-    with pa.memory_map(str(path)) as source:
-        is_file = source.read(6) == b"ARROW1"
-        source.seek(0)
-        with pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source) as reader:
-            batches = (reader.get_batch(place) for place in range(reader.num_record_batches)) if is_file else reader
-            yield list(reader.schema.names), batches
-
-
-def _read_cells(path: Path, batches: Iterable[Any], columns: Sequence[str]) -> Iterator[Cells]:
+def read_batches(where: object, batches: Iterable[Any], columns: Sequence[str]) -> Iterator[Cells]:
+    """Yield the cells of some columns of Arrow tables or record batches, row by row; see `read_columnar`."""
     number = 0
     try:
         for batch in batches:
-            for cells in zip(*(batch[column] for column in columns), strict=True):
+            arrays = [batch[column] for column in columns]
+            changes = [(column, _find_change(array.type)) for column, array in zip(columns, arrays, strict=True)]
+            for cells in zip(*arrays, strict=True):
                 number += 1
-                yield {column: cell.as_py() for column, cell in zip(columns, cells, strict=True)}
+                values = ((key, change, cell.as_py()) for (key, change), cell in zip(changes, cells, strict=True))
+                yield {key: change(value) if change else value for key, change, value in values}
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}, row {number}: text that is not valid UTF-8 ({error.reason}): write it as UTF-8") from None
+        raise UserError(f"{where}, row {number}: text that is not valid UTF-8 ({error.reason}): write it as UTF-8") from None
+
+
+def _find_change(kind: Any) -> Callable[[Any], Any] | None:
+    """What turns Python values of an Arrow type into a row's, None if nothing need be done: structs lose their null keys, because
+    Arrow gives each the keys of all; JSON text, as which `datasets` stores objects of mixed types, keeps them."""
+    import pyarrow as pa
+
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return lambda text: None if text is None else DECODER.decode(text)
+    if pa.types.is_struct(kind):
+        changes = [(field.name, _find_change(field.type) or (lambda value: value)) for field in kind]
+        return lambda value: value and {key: change(value[key]) for key, change in changes if value[key] is not None}
+    if pa.types.is_nested(kind) and hasattr(kind, "value_type") and (change := _find_change(kind.value_type)):
+        return lambda items: items and [change(item) for item in items]
+    return None
 
 
 @contextlib.contextmanager
-def _errors_of(path: Path, kind: str) -> Iterator[None]:
+def _open(path: Path, kind: str) -> Iterator[tuple[list[str], Callable[[list[str]], Iterable[Any]]]]:
+    """The column names, and a function that reads batches with some columns at least; Arrow files are memory-mapped."""
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
     with path.open("rb") as file:
-        if file.read(2) == GZIP_MAGIC:
-            raise UserError(f"{path} is gzipped, and {kind} is not read so, because it compresses its columns itself: unpack it")
+        begin = file.read(6)
+    name = "Arrow" if kind == "arrow" else kind
+    if begin.startswith(GZIP_MAGIC):
+        raise UserError(f"{path} is gzipped, and {name} is not read so, because it compresses its columns itself: unpack it")
     try:
-        yield
+        if kind == "parquet":
+            with pq.ParquetFile(path) as parquet:
+                yield parquet.schema_arrow.names, lambda columns: parquet.iter_batches(batch_size=1000, columns=columns)
+        elif begin == b"ARROW1":
+            with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as arrow:
+                yield arrow.schema.names, lambda _: map(arrow.get_batch, range(arrow.num_record_batches))
+        else:
+            with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
+                yield stream.schema.names, lambda _: stream
     except (pa.ArrowException, OSError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"{path} is not a complete {kind} file ({reason.rstrip('.')}): copy or write it again") from None
+        raise UserError(f"{path} is not a complete {name} file ({reason.rstrip('.')}): copy or write it again") from None

@@ -11,14 +11,19 @@ import difflib
 import glob
 import gzip
 import hashlib
+import logging
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
-from toolkit.data.sources.columnar import list_names, read_arrow, read_parquet
+from toolkit.data.sources.columnar import list_names, read_columnar
 from toolkit.data.sources.json_files import list_keys, read_json
-from toolkit.data.sources.text_files import Cells, Form, open_bytes, read_csv, read_header, read_tsv, read_txt
+from toolkit.data.sources.row import show_names
+from toolkit.data.sources.text_files import Cells, Form, find_quotes, open_bytes, read_csv, read_header, read_tsv, read_txt
 from toolkit.errors import UserError
+
+logger = logging.getLogger("toolkit")
 
 _BYTES_PER_READ = 1 << 20
 _BY_ENDING = "leave data.source out, so that its ending says how it is read"
@@ -65,15 +70,16 @@ def find_files(patterns: list[str] | str, setting: str) -> list[Path]:
 
 
 def hash_file(path: Path, *, is_text: bool, encoding: str = "utf-8") -> str:
-    """Hex sha256 of a file's contents, of text uncompressed. The same pass checks that a text file is readable.
+    """Hex sha256 of a file's contents, of text uncompressed. The same pass checks that a text file is readable, and
+    warns of UTF-8 that would be read as something else.
 
     Raises:
         UserError: the file cannot be opened or is empty, or (for text) is compressed otherwise than by gzip, has another encoding
             or a NUL character; names the line.
     """
     digest = hashlib.sha256()
-    decoder = codecs.getincrementaldecoder(encoding)()
-    num_lines, begin = 0, b""
+    decoder, utf_8 = codecs.getincrementaldecoder(encoding)(), codecs.getincrementaldecoder("utf-8")()
+    num_lines, begin, is_ascii, is_mistaken = 0, b"", True, is_text and encoding != "utf-8"
     try:
         with open_bytes(path) if is_text else path.open("rb") as file:
             while True:
@@ -88,6 +94,11 @@ def hash_file(path: Path, *, is_text: bool, encoding: str = "utf-8") -> str:
                         line = num_lines + text[: text.index("\0")].count("\n") + 1
                         raise UserError(f"{path}, line {line}: a NUL byte: is this a text file, saved as UTF-8?")
                     num_lines += text.count("\n")
+                if is_mistaken:
+                    try:
+                        is_ascii &= utf_8.decode(block, final=not block).isascii()
+                    except UnicodeDecodeError:
+                        is_mistaken = False
                 if not block:
                     break
             if file.tell() == 0:
@@ -98,12 +109,15 @@ def hash_file(path: Path, *, is_text: bool, encoding: str = "utf-8") -> str:
         raise UserError(f"{path} is not a complete gzip file ({str(error).rstrip('.')}): copy or write it again") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): check the path and its permissions") from None
+    if is_mistaken and not is_ascii:
+        logger.warning(f"{path} is valid UTF-8, but is read as {encoding}, with other letters: leave data.encoding out for UTF-8")
     return digest.hexdigest()
 
 
 def _encoding_error(path: Path, error: UnicodeError, encoding: str, num_lines: int, begin: bytes) -> UserError:
     is_utf16 = begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    way_out = f"set data.encoding ({'utf-16' if is_utf16 else 'cp1252 for files of Western Windows'}), or convert the file"
+    others = "utf-16" if is_utf16 else "cp1252 for files of Western Windows" if encoding == "utf-8" else "another, none for UTF-8"
+    way_out = f"set data.encoding ({others}), or convert the file"
     if not isinstance(error, UnicodeDecodeError):
         return UserError(f"{path} is not valid {encoding.upper()} ({error}): {way_out}")
     # The decoder may have kept the first bytes of a character from the previous block; they hold no line break.
@@ -117,8 +131,8 @@ READERS: dict[str, Callable[[Path, Sequence[str], Form], Iterator[Cells]]] = {
     "tsv": read_tsv,
     "json": read_json,
     "jsonl": read_json,
-    "parquet": read_parquet,
-    "arrow": read_arrow,
+    "parquet": partial(read_columnar, kind="parquet"),
+    "arrow": partial(read_columnar, kind="arrow"),
     "txt": read_txt,
 }
 """By the kind of file, which is a value of `data.source`."""
@@ -148,7 +162,7 @@ def list_columns(path: Path, kind: str, form: Form) -> list[str]:
         UserError: the file cannot be read as this kind.
     """
     if kind in ("csv", "tsv"):
-        return read_header(path, form if kind == "csv" else form._replace(delimiter="\t"))
+        return read_header(path, form if kind == "csv" else find_quotes(path, form))
     if kind in ("json", "jsonl"):
         return list_keys(path, form)
     return ["text"] if kind == "txt" else list_names(path, kind)
@@ -166,12 +180,9 @@ def check_columns(
         UserError: names the column at fault and those that exist.
     """
     for column in wanted:
-        if existing.count(column) != 1:
-            is_there = column in existing
-            trouble, fix = (
-                (f"more than one column {column!r}", "keep one of them") if is_there else (f"no column {column!r}", way_out)
-            )
-            raise UserError(f"{where} has {trouble} (its columns: {', '.join(existing) or 'none'}): {fix}")
+        if (count := existing.count(column)) != 1:
+            found, fix = ("more than one", "keep one of them") if count else ("no", way_out)
+            raise UserError(f"{where} has {found} column {column!r} (its columns: {show_names(existing) or 'none'}): {fix}")
 
 
 def _nearest_name(path: Path) -> str:

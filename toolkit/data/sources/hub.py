@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from toolkit.data.sources.columnar import read_batches
 from toolkit.data.sources.text_files import Cells
 from toolkit.errors import UserError
 
@@ -96,10 +97,9 @@ def load_hub_dataset(name: str, subset: str | None, split: str, *, other_sources
 
 
 def read_hub_rows(dataset: Dataset, columns: Sequence[str]) -> Iterator[Cells]:
-    """Yield the cells of some columns, row by row."""
-    for batch in dataset.select_columns(list(columns)).iter(batch_size=1000):
-        for cells in zip(*(batch[column] for column in columns), strict=True):
-            yield dict(zip(columns, cells, strict=True))
+    """Yield the cells of some columns, row by row, as those of a parquet file."""
+    batches = dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=1000)
+    yield from read_batches(f"the dataset {dataset.info.dataset_name}", batches, columns)
 
 
 def _check_files(builder: DatasetBuilder, name: str, folder: Path | None) -> None:

@@ -11,27 +11,27 @@ from typing import Any, TextIO
 
 from toolkit.data.sources.text_files import Cells, Form, open_bytes, open_text
 from toolkit.errors import UserError
-from toolkit.files.json_lines import read_json_lines
+from toolkit.files.json_lines import DECODER, read_json_lines
 
-_LINES_TO_FIND_KEYS_IN = 1000
+ROWS_TO_FIND_KEYS_IN = 1000
 _CHARS_PER_READ = 1 << 20
 _BLANKS = re.compile(r"[ \t\r\n]*")
 _WAY_OUT = "write one object a line, or one array of objects"
 
 
 def read_json(path: Path, columns: Sequence[str], form: Form) -> Iterator[Cells]:
-    """Yield the values of some keys of each object; None for a missing key.
+    """Yield each object, with None for those of some keys that it lacks.
 
     Raises:
         UserError: what is not JSON or not an object; names the line.
     """
     for row in _read_objects(path, form, example_key=columns[0]):
-        yield {column: row.get(column) for column in columns}
+        yield {**dict.fromkeys(columns), **row}
 
 
 def list_keys(path: Path, form: Form) -> list[str]:
     """The keys of the first thousand objects."""
-    objects = islice(_read_objects(path, form, example_key="text"), _LINES_TO_FIND_KEYS_IN)
+    objects = islice(_read_objects(path, form, example_key="text"), ROWS_TO_FIND_KEYS_IN)
     return list({key: None for row in objects for key in row})
 
 
@@ -89,13 +89,14 @@ class _Array:
         self.peek()
         while True:
             try:
-                value, end = json.JSONDecoder().raw_decode(self._text, self._place)
-            except RecursionError as error:
+                value, end = DECODER.raw_decode(self._text, self._place)
+            except json.JSONDecodeError as error:
+                # A value that the end of the block cuts is an error just before it, as `-Infinit` is: others need no more text.
+                is_cut = error.msg.startswith("Unterminated") or error.pos > len(self._text) - 16
+                if not is_cut or not self._read_on():
+                    raise self._error(error.msg, error.pos) from None
+            except (RecursionError, ValueError) as error:
                 raise self._error(str(error), self._place) from None
-            except ValueError as error:
-                if not self._read_on():  # it is not the end of what was read that cuts the value
-                    place = error.pos if isinstance(error, json.JSONDecodeError) else self._place
-                    raise self._error(error.msg if isinstance(error, json.JSONDecodeError) else str(error), place) from None
             else:
                 if not isinstance(value, dict):  # counting lines for every object would take most of the time
                     _check_object(value, f"{self._path}, line {self._count_lines(self._place)}", example_key)

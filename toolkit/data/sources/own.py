@@ -24,6 +24,7 @@ from typing import Any
 from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.config.paths import split_own_source
 from toolkit.data.sources.files import find_files, hash_file
+from toolkit.data.sources.hub import read_hub_rows
 from toolkit.data.sources.row import check_text
 from toolkit.errors import UserError
 
@@ -108,6 +109,9 @@ def read_own_rows(own: OwnSource) -> Iterator[dict[str, Any]]:
             f"{own.label} returns a {type(rows).__name__} with the keys {', '.join(map(str, rows))}: return the rows of one of "
             "them, or of all, with a column split (train or eval)"
         )
+    datasets: Any = sys.modules.get("datasets")
+    if datasets and isinstance(rows, datasets.Dataset) and rows.format["type"] is None:
+        rows = read_hub_rows(rows, rows.column_names)  # without the null keys that it gives to structs
     with _errors_of(own.path, own.label):
         iterator = iter(rows) if hasattr(rows, "__iter__") else None
     if iterator is None:

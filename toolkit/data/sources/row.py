@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from toolkit.errors import UserError
+
+
+def show_names(names: Iterable[str]) -> str:
+    """Names of columns in a row, for messages; those that are blank or cannot be printed as they are as Python literals."""
+    return ", ".join(name if name.isprintable() and name.strip() else repr(name) for name in names)
 
 
 def check_text(value: Any, where: str) -> None:
@@ -26,5 +32,5 @@ def check_text(value: Any, where: str) -> None:
 
 
 def is_nan(value: Any) -> bool:
-    """Whether a cell is NaN, as pandas makes of an empty one, and our reader of CSV of `NaN`, `N/A`, `None` and the like."""
+    """Whether a cell is NaN, as pandas makes of an empty one, and our reader of CSV of `NA`, `NaN`, `None` and the like."""
     return isinstance(value, float) and value != value

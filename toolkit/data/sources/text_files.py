@@ -9,9 +9,11 @@ import io
 import math
 import re
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
+from toolkit.data.sources.row import show_names
 from toolkit.errors import UserError
 
 Cells = dict[str, Any]
@@ -20,12 +22,14 @@ Cells = dict[str, Any]
 GZIP_MAGIC = b"\x1f\x8b"
 # The csv module's default limit of 131,072 characters per cell is too low for real articles. This one fits a 32-bit C long.
 _LARGEST_CELL_CHARS = 2**31 - 1
-_BYTES_PER_READ = 1 << 20
-MISSING = frozenset(("NaN", "nan", "N/A", "n/a", "None", "NULL", "null"))
-"""Cells of CSV and TSV files that are read as NaN, as pandas and R write empty ones."""
-_EDGES = rb"[,;|\t\n\r\"]"
-_MISSING_ENDS = {name.encode(): re.compile(name.encode() + rb"[ \t]*" + _EDGES) for name in sorted(MISSING)}
-_MISSING_BEGIN = re.compile(_EDGES + rb"[ \t]*\Z")
+MISSING = frozenset(
+    "NaN,nan,-NaN,-nan,N/A,n/a,NA,<NA>,#N/A,#NA,#N/A N/A,None,NULL,null,1.#IND,-1.#IND,1.#QNAN,-1.#QNAN".split(",")  # noqa: SIM905
+)
+"""Cells of CSV and TSV files that are read as NaN, as pandas reads them, and so `datasets` in folders; R writes `NA`."""
+_QUOTED = r'"[^"]*+(?:""[^"]*+)*+'
+_CELL = rf'(?:{_QUOTED}"|[^"\t]*+)'
+_QUOTED_LINE = re.compile(rf"(?:{_CELL}\t)*(?:{_CELL}|({_QUOTED}))")
+"""A line of a TSV file whose quotes stand around cells; its group is the start of a cell that goes on in the next line."""
 
 
 class Form(NamedTuple):
@@ -34,11 +38,8 @@ class Form(NamedTuple):
     encoding: str = "utf-8"
     delimiter: str = ","
     """Between the cells of CSV files."""
-
-    def identify(self, kind: str) -> str:
-        """What a fingerprint has of it: nothing for UTF-8 and commas."""
-        delimiter = self.delimiter if kind == "csv" else ","
-        return "" if (self.encoding, delimiter) == Form() else f" {self.encoding} {delimiter}"
+    text_quote: int | None = None
+    """Of a TSV file, once looked at: the line that shows that double quotes are text in it; 0 where they stand around cells."""
 
 
 def build_form(delimiter: str | None, encoding: str | None) -> Form:
@@ -74,8 +75,10 @@ def open_bytes(path: Path) -> BinaryIO:
 
 def open_text(path: Path, form: Form, newline: str | None = None) -> TextIO:
     """Open a text file, without its byte order mark."""
-    encoding = "utf-8-sig" if form.encoding == "utf-8" else form.encoding
-    return io.TextIOWrapper(open_bytes(path), encoding=encoding, newline=newline)
+    file = io.TextIOWrapper(open_bytes(path), encoding=form.encoding, newline=newline)
+    if file.read(1) != "\ufeff":
+        file.seek(0)
+    return file
 
 
 def read_csv(path: Path, columns: Sequence[str], form: Form) -> Iterator[Cells]:
@@ -87,22 +90,49 @@ def read_csv(path: Path, columns: Sequence[str], form: Form) -> Iterator[Cells]:
     records = _read_records(path, form)
     _, header = next(records, (1, []))
     places = {column: header.index(column) for column in columns}
+    way_out = f"put double quotes around cells that hold {_name(form.delimiter)}"
+    if form.text_quote:
+        way_out = f"no cell may hold tabs or line breaks, because double quotes are text here, as in line {form.text_quote}"
     for line, cells in records:
         if len(cells) != len(header):
             raise UserError(
-                f"{path}, line {line}: {len(cells)} cells where the header has {len(header)} ({', '.join(header)}): "
-                f"put double quotes around cells that hold {_name(form.delimiter)}"
+                f"{path}, line {line}: {len(cells)} cells where the header has {len(header)} ({show_names(header)}): {way_out}"
             )
         yield {column: math.nan if cells[place].strip() in MISSING else cells[place] for column, place in places.items()}
 
 
 def read_tsv(path: Path, columns: Sequence[str], form: Form) -> Iterator[Cells]:
-    """As `read_csv`, with tabs between cells."""
-    return read_csv(path, columns, form._replace(delimiter="\t"))
+    """As `read_csv`, with tabs between cells; see `find_quotes`."""
+    return read_csv(path, columns, find_quotes(path, form))
+
+
+def find_quotes(path: Path, form: Form) -> Form:
+    """The form of a TSV file. Excel and pandas put double quotes around some cells, others write them as text: never both.
+
+    They are text if one does not stand around a cell, is not doubled inside one or never closes, or if a quoted cell would join
+    lines, while every line has as many cells as the header.
+    """
+    if form.text_quote is not None:
+        return form
+    num_tabs, starts, first_start, is_torn = -1, 0, 0, False
+    with open_text(path, form, newline="") as file:
+        for number, line in enumerate(file, start=1):
+            line = line.rstrip("\r\n")
+            if line.strip():
+                num_tabs = line.count("\t") if num_tabs < 0 else num_tabs
+                is_torn |= line.count("\t") != num_tabs
+            if starts or '"' in line:
+                # A cell that goes on from the line before is matched as if it started here.
+                found = _QUOTED_LINE.fullmatch('"' * bool(starts) + line)
+                starts = number if not found else 0 if found[1] is None else starts or number
+                if not found:
+                    break
+                first_start = first_start or starts
+    return form._replace(delimiter="\t", text_quote=starts or (0 if is_torn else first_start))
 
 
 def read_header(path: Path, form: Form) -> list[str]:
-    """The column names of a delimited file."""
+    """The column names of a delimited file, for TSV in the form of `find_quotes`."""
     return next(_read_records(path, form), (1, []))[1]
 
 
@@ -115,38 +145,23 @@ def suggest_delimiter(header: list[str], form: Form) -> str:
     return f"; its header has {_name(others[0])} between names: set data.csv_delimiter '{shown}'"
 
 
-def has_missing_cells(path: Path) -> bool:
-    """Whether a delimited file may have `MISSING` cells: part of its fingerprint, because such cells were text once."""
-    end = b"\n"
-    with open_bytes(path) as file:
-        while True:
-            block = file.read(_BYTES_PER_READ)
-            text = end + (block or b"\n")
-            found = (found.start() for name, end_of in _MISSING_ENDS.items() if name in text for found in end_of.finditer(text))
-            if any(_MISSING_BEGIN.search(text[max(0, place - 8) : place]) for place in found):
-                return True
-            if not block:
-                return False
-            end = text[-16:]
-
-
 def _read_records(path: Path, form: Form) -> Iterator[tuple[int, list[str]]]:
     """Yield (first line, cells) of each record. The header comes first, its names stripped; blank lines are left out.
-
+    In a file with one column, only a line without any character is blank: `""` is a record.
     Text after a closing quote is refused, and so is a quote that never closes and would swallow the rest of the file.
 
     Raises:
         UserError: broken quoting; names the line where the record starts.
     """
     csv.field_size_limit(_LARGEST_CELL_CHARS)
-    first_line, is_header = 1, True
+    first_line, width = 1, 0
     with open_text(path, form, newline="") as file:  # leaves line breaks in quotes to csv
-        reader = csv.reader(file, strict=True, delimiter=form.delimiter)
+        reader = csv.reader(file, strict=True, delimiter=form.delimiter, quoting=csv.QUOTE_NONE if form.text_quote else 0)
         try:
             for cells in reader:
-                if len(cells) > 1 or any(map(str.strip, cells)):
-                    yield first_line, [cell.strip() for cell in cells] if is_header else cells
-                    is_header = False
+                if len(cells) > 1 or (cells and (width == 1 or cells[0].strip())):
+                    yield first_line, cells if width else [cell.strip() for cell in cells]
+                    width = width or len(cells)
                 first_line = reader.line_num + 1
         except csv.Error as error:
             raise UserError(
@@ -161,13 +176,7 @@ def _name(delimiter: str) -> str:
 
 def read_txt(path: Path, columns: Sequence[str], form: Form) -> Iterator[Cells]:
     """Yield the paragraphs of a plain text, which blank lines separate. Line breaks inside become `\\n`."""
-    paragraph: list[str] = []
     with open_text(path, form) as file:
-        for line in file:
-            if line.strip():
-                paragraph.append(line)
-            elif paragraph:
-                yield dict.fromkeys(columns, "".join(paragraph).removesuffix("\n"))
-                paragraph = []
-    if paragraph:
-        yield dict.fromkeys(columns, "".join(paragraph).removesuffix("\n"))
+        for is_blank, lines in groupby(file, key=str.isspace):
+            if not is_blank:
+                yield dict.fromkeys(columns, "".join(lines).removesuffix("\n"))

@@ -114,7 +114,7 @@ def test_alpaca_without_a_template_is_a_prompt_in_its_own_words() -> None:
     [
         ({"instruction": " "}, "with an empty instruction"),
         ({"output": None}, "with an empty output"),
-        ({"output": float("nan")}, "with a missing output (NaN, N/A, None)"),
+        ({"output": float("nan")}, "with a missing output (NA, NaN, None)"),
         ({"history": [["a", " "]]}, "with an empty text in their history"),
     ],
 )

@@ -219,8 +219,8 @@ def test_settings_that_would_be_ignored_are_refused(config, settings, sentence):
         load_rows(replace(config, **settings))
 
 
-def test_fingerprints_of_rows_are_those_of_the_versions_before(tmp_path, monkeypatch):
-    """A tokenizer that is trained on the rows is kept under them, so a run begun before could not go on with others."""
+def test_fingerprints_of_rows_change_only_with_the_reader_version(tmp_path, monkeypatch):
+    """A tokenizer that is trained on the rows is kept under them, so a run started before could not go on with others."""
     monkeypatch.chdir(tmp_path)
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "one"}]
     Path("a.csv").write_text("source,target,id\n" + "".join(f"text {i},t {i},{i}\n" for i in range(20)))
@@ -233,4 +233,4 @@ def test_fingerprints_of_rows_are_those_of_the_versions_before(tmp_path, monkeyp
     prints = [load_rows(DataConfig(source="csv", files="a.csv", **settings)).fingerprint]
     prints += [load_rows(LLMDataConfig(source="jsonl", files="a.jsonl", **settings)).fingerprint]
     prints += [load_rows(LLMDataConfig(source="own.py:load", **settings)).fingerprint]
-    assert [fingerprint[:12] for fingerprint in prints] == ["0fdfe3eb8006", "f916b3711478", "baeecf75be1c"]
+    assert [fingerprint[:12] for fingerprint in prints] == ["19bff885c732", "f74aeb918daa", "4904c2fc410c"]

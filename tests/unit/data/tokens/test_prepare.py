@@ -42,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     files = {
         "rows": [{"source": words(i % 30, 3 + i % 25), "target": words(i, i % 9)} for i in range(90)],
         "held_out": [{"source": words(3, 6), "target": "other"}, {"source": "new", "target": "rows"}],
-        "chats": [{"messages": chat(i), "tools": [{"name": "add", "z": None}] if i % 5 == 0 else None} for i in range(40)],
+        "chats": [{"messages": chat(i), "tools": [{"name": "add"}] if i % 5 == 0 else None} for i in range(40)],
         "talks": [{"prompt": say(words(i, 4), "it is", words(i, 2)), "completion": say("", words(i, 5))[1:]} for i in range(9)],
         "texts": [{"text": words(i, 1 + i * 37 % 200)} for i in range(20)],
     }

@@ -1,0 +1,43 @@
+"""Small files of rows, and the rows that a run reads from them. Call these in a folder of the test's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.data import DataConfig, LLMDataConfig
+from toolkit.data.rows.load import TextRows, load_rows
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "one"}]
+TURNS = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "one"}]
+
+
+def load_llm(*files: str, **settings: Any) -> TextRows:
+    """As recipes/llm.py does with a chat model."""
+    given = {"files": list(files) or None, "eval_fraction": 0.0, "cache_dir": "cache", **settings}
+    return load_rows(LLMDataConfig(**given), has_chat_template=True)
+
+
+def load_t5(*files: str, **settings: Any) -> TextRows:
+    return load_rows(DataConfig(**{"files": list(files), "eval_fraction": 0.0, "cache_dir": "cache", **settings}))
+
+
+def list_pairs(rows: TextRows) -> list[tuple[str, str]]:
+    return list(zip(rows.train["prompt"], rows.train["completion"], strict=True))
+
+
+def write_objects(name: str, rows: list[Any], *, is_array: bool = False) -> None:
+    lines = [json.dumps(row) for row in rows]
+    Path(name).write_text("[" + ",\n".join(lines) + "]" if is_array else "\n".join(lines))
+
+
+def with_call(arguments: Any) -> list[dict[str, Any]]:
+    """The messages of a chat in which the assistant calls a tool."""
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+def stored_call(rows: TextRows, place: int = 0) -> Any:
+    """The arguments of `with_call`, as a run has read them."""
+    return json.loads(rows.train["messages"][place])[1]["tool_calls"][0]["function"]["arguments"]
