@@ -95,8 +95,8 @@ def list_folder(name: str, subset: str | None, split: str, *, other_sources: tup
     of_split = {file: f" (split {other})" for other, paths in splits.items() for file in paths}
     read = set(files)
     left_out = [file for file in _list_files(home) if file not in read]
-    is_ours = settings.keys() <= _NO_READER_SETTINGS and all(map(name_kind, files))
     sentence = f"{name}: split {split} is {_name_files(files)}; left out: {_name_files(left_out, of_split)}"
+    is_ours = settings.keys() <= _NO_READER_SETTINGS and all(map(name_kind, files))
     return [folder / file for file in files] if is_ours else [], sentence
 
 
@@ -132,17 +132,14 @@ def _open_builder(name: str, subset: str | None, split: str, other_sources: tupl
             yield builder
     except UserError:
         raise
-    except ConnectionError:
+    except (ConnectionError, datasets.exceptions.DatasetNotFoundError) as error:
+        is_away = isinstance(error, ConnectionError)
+        where = "not in the local cache, and the hub cannot be reached" if is_away else "no dataset that the hub shows you"
+        known = ", ".join(other_sources)
         raise UserError(
-            f"data.source {name} is none of {', '.join(other_sources)}, no local folder and not in the local cache, "
-            f"and the hub cannot be reached{_suggestion(name, other_sources)}"
+            f"data.source {name} is none of {known}, no local folder and {where}{_suggestion(name, other_sources)}"
         ) from None
-    except datasets.exceptions.DatasetNotFoundError:
-        raise UserError(
-            f"data.source {name} is none of {', '.join(other_sources)}, no local folder and no dataset that the hub "
-            f"shows you{_suggestion(name, other_sources)}"
-        ) from None
-    except (OSError, ValueError, RuntimeError, TypeError, LookupError, AttributeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RuntimeError, TypeError, KeyError, datasets.exceptions.DatasetsError, yaml.YAMLError) as error:
         cause = error.__cause__ or error
         reason = " ".join(str(cause).split()).partition(" with any supported extension")[0].rstrip(".") or type(cause).__name__
         raise UserError(f"data.source {name} (subset {subset}, split {split}) could not be loaded: {reason}") from None
@@ -150,24 +147,22 @@ def _open_builder(name: str, subset: str | None, split: str, other_sources: tupl
 
 def _list_saved(folder: Path, name: str) -> dict[str, list[str]]:
     """The Arrow files that `save_to_disk` wrote, by split; empty for another folder. Caches of `map` may lie beside them."""
-    import datasets
 
     def read(path: Path) -> Any:
-        _check_inside(name, folder, path)
+        check_inside(name, folder, path)
         value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         return value if isinstance(value, dict) else {}
 
-    splits = read(folder / datasets.config.DATASETDICT_JSON_FILENAME).get("splits")
-    files: dict[str, list[str]] = {}
-    for split, place in {key: folder / key for key in splits}.items() if splits else [("train", folder)]:
-        state = read(place / datasets.config.DATASET_STATE_JSON_FILENAME)
+    splits = read(folder / "dataset_dict.json").get("splits")
+    states = {split: folder / split / "state.json" for split in splits or ()} or {"train": folder / "state.json"}
+    saved: dict[str, list[str]] = {}
+    for split, path in states.items():
+        state = read(path)
         if state.get("_indices_data_files"):
-            raise UserError(f"{place} was saved by an old `datasets` with an index of its rows: load it there and save it again")
+            raise UserError(f"{path} has an index of rows, of an old `datasets`: load the dataset there and save it again")
         if splits or "_data_files" in state:
-            files[split] = [glob.escape(str(place / file["filename"])) for file in state["_data_files"]]
-            for file in state["_data_files"]:
-                _check_inside(name, folder, place / file["filename"])
-    return files
+            saved[split] = [glob.escape(str(path.parent / file["filename"])) for file in state["_data_files"]]
+    return saved
 
 
 def read_hub_rows(dataset: Dataset, columns: Sequence[str]) -> Iterator[Cells]:
@@ -177,18 +172,22 @@ def read_hub_rows(dataset: Dataset, columns: Sequence[str]) -> Iterator[Cells]:
             yield dict(zip(columns, cells, strict=True))
 
 
-def _read_subsets(folder: Path, name: str) -> dict[str, dict[str, Any]]:
-    """What a folder's README.md or .huggingface.yaml says of each subset, as `datasets` reads it (load.py, line 416).
+def check_inside(name: str, folder: Path, place: Path | str) -> None:
+    """Raise a `UserError` for a file outside of a folder, by name or by a link; the hub's cache links `snapshots` to `blobs`."""
+    real, home = Path(place).resolve(), folder.expanduser().resolve()
+    blobs = [parent.parents[1] / "blobs" for parent in (home, *home.parents) if parent.parent.name == "snapshots"]
+    if "://" in str(place) or not any(real.is_relative_to(root) for root in (home, *blobs)):
+        shown = place if "://" in str(place) else real
+        raise UserError(f"data.source {name} holds a link out of it or names a file there, {shown}: give that in data.files")
 
-    Raises:
-        UserError: a file that it names is not in the folder.
-    """
-    import datasets
+
+def _read_subsets(folder: Path, name: str) -> dict[str, dict[str, Any]]:
+    """What a folder's README says of each subset, read as by `datasets` (load.py, line 416). Refuses names that lead out."""
     from datasets.data_files import sanitize_patterns
     from datasets.utils.metadata import MetadataConfigs
     from huggingface_hub import DatasetCard, DatasetCardData
 
-    readme, more = folder / datasets.config.REPOCARD_FILENAME, folder / datasets.config.REPOYAML_FILENAME
+    readme, more = folder / "README.md", folder / ".huggingface.yaml"
     card = DatasetCard.load(readme).data.to_dict() if readme.is_file() else {}
     card |= (yaml.safe_load(more.read_text(encoding="utf-8")) or {}) if more.is_file() else {}
     subsets = MetadataConfigs.from_dataset_card_data(DatasetCardData(**card))
@@ -210,17 +209,9 @@ def _check_files(builder: DatasetBuilder, name: str, folder: Path | None) -> Non
     for file in (file for files in (builder.config.data_files or {}).values() for file in files):
         place = file.rpartition("::")[2]  # for a member of an archive, the archive
         if folder is not None:
-            _check_inside(name, folder, Path(place))
+            check_inside(name, folder, place)
         elif not place.casefold().startswith(repository + (at or "/")):
             raise UserError(f"data.source {name} names a file outside of it in its README, {place}: give that in data.files")
-
-
-def _check_inside(name: str, folder: Path, path: Path) -> None:
-    """Refuse a file that is outside of a folder by its name or by a link, as the hub's cache has from `snapshots` to `blobs`."""
-    real, home = path.resolve(), folder.resolve()
-    blobs = [place.parents[1] / "blobs" for place in (home, *home.parents) if place.parent.name == "snapshots"]
-    if not any(real.is_relative_to(place) for place in (home, *blobs)):
-        raise UserError(f"data.source {name} holds a link out of it or names a file there, {real}: give that in data.files")
 
 
 def _list_files(folder: Path) -> list[Path]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import PIL.Image
 import pytest
 
 from toolkit.config.data import LLMDataConfig
@@ -103,7 +104,7 @@ def test_a_saved_list_of_files_that_cannot_be_followed_is_refused() -> None:
             "names a file there, {here}/other/data-00000-of-0",
         ),
         ({"_data_files": [{"filename": "{here}/secret.csv"}]}, "names a file there, {here}/secret.csv: give that in data.files"),
-        ({"_indices_data_files": [{"filename": "i.arrow"}]}, "data was saved by an old `datasets` with an index of its rows"),
+        ({"_indices_data_files": [{"filename": "i.arrow"}]}, "data/state.json has an index of rows, of an old `datasets`: load"),
         ({"_data_files": [{}]}, "could not be loaded: "),
         ({"_data_files": 1}, "could not be loaded: "),
     ):
@@ -236,6 +237,30 @@ def test_a_readme_reaches_nothing_outside_its_folder(key: str, name: str) -> Non
     write("data/rows.csv")
     write_readme("- config_name: default", f'  {key}: "{name.format(here=Path.cwd())}"')
     assert "names a file outside of it in its README" in refusal()
+
+
+@pytest.mark.parametrize("place", ["{here}/secret.png", "secret.png", "{server}/secret.png"])
+def test_rows_name_no_images_outside_their_folder(place: str, requests: list[str]) -> None:
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    PIL.Image.new("L", (2, 2)).save("secret.png")
+    PIL.Image.new("L", (2, 2)).save("data/own.png")
+    schema = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")}).arrow_schema
+    named = place.format(here=Path.cwd(), server=requests[0])
+    for path in (f"{Path.cwd()}/data/own.png", named):
+        for split in ("train", "test"):
+            cells = {"image": [{"bytes": None, "path": path}] * 2, "label": [0, 1]}
+            pq.write_table(pa.table(cells, schema=schema), f"data/{split}.parquet")
+        if path != named:
+            assert len(load_images(ImageDataConfig(source="data"), 1).train) == 2
+            continue
+        with pytest.raises(UserError) as caught:
+            load_images(ImageDataConfig(source="data"), 1)
+        shown = named if "://" in named else f"{Path.cwd()}/secret.png"
+        sentence = f"data.source data holds a link out of it or names a file there, {shown}: give that in data.files"
+        assert str(caught.value) == sentence and requests[1:] == []
 
 
 def test_links_that_lead_out_are_refused_except_in_the_cache_of_the_hub() -> None:
