@@ -95,6 +95,9 @@ def list_folder(name: str, subset: str | None, split: str, *, other_sources: tup
     of_split = {file: f" (split {other})" for other, paths in splits.items() for file in paths}
     read = set(files)
     left_out = [file for file in _list_files(home) if file not in read]
+    tables = [file for file in left_out if file not in of_split and name_kind(file) not in (None, "txt")]
+    if tables and all(name_kind(file) == "txt" for file in files):  # more licences and notes than data: `datasets` reads those
+        raise UserError(f"data.source {name} holds {_name_files(files)} and {_name_files(tables)}: name files in data.files")
     sentence = f"{name}: split {split} is {_name_files(files)}; left out: {_name_files(left_out, of_split)}"
     is_ours = settings.keys() <= _NO_READER_SETTINGS and all(map(name_kind, files))
     return [folder / file for file in files] if is_ours else [], sentence
@@ -104,6 +107,7 @@ def list_folder(name: str, subset: str | None, split: str, *, other_sources: tup
 def _open_builder(name: str, subset: str | None, split: str, other_sources: tuple[str, ...]) -> Iterator[DatasetBuilder]:
     """Yield the builder of a dataset whose files are all its own, and turn what is raised with it into a `UserError`."""
     import datasets
+    from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
     check_hub_name(name, "data.source", other_sources)
 
@@ -132,14 +136,15 @@ def _open_builder(name: str, subset: str | None, split: str, other_sources: tupl
             yield builder
     except UserError:
         raise
-    except (ConnectionError, datasets.exceptions.DatasetNotFoundError) as error:
+    except (ConnectionError, DatasetNotFoundError) as error:
         is_away = isinstance(error, ConnectionError)
         where = "not in the local cache, and the hub cannot be reached" if is_away else "no dataset that the hub shows you"
         known = ", ".join(other_sources)
         raise UserError(
             f"data.source {name} is none of {known}, no local folder and {where}{_suggestion(name, other_sources)}"
         ) from None
-    except (OSError, ValueError, RuntimeError, TypeError, KeyError, datasets.exceptions.DatasetsError, yaml.YAMLError) as error:
+    # AttributeError and TypeError: `datasets` does not check the types of what a README or JSON file says.
+    except (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError, DatasetsError, yaml.YAMLError) as error:
         cause = error.__cause__ or error
         reason = " ".join(str(cause).split()).partition(" with any supported extension")[0].rstrip(".") or type(cause).__name__
         raise UserError(f"data.source {name} (subset {subset}, split {split}) could not be loaded: {reason}") from None

@@ -129,6 +129,21 @@ def test_the_files_of_a_split_and_those_left_out_are_named() -> None:
     )
 
 
+def test_notes_are_not_taken_for_rows_beside_tables() -> None:
+    for name in ("rows.jsonl", "LICENSE.txt", "NOTES.txt"):
+        write(f"data/{name}", '{"text": "a"}\n')
+    assert refusal() == "data.source data holds LICENSE.txt, NOTES.txt and rows.jsonl: name files in data.files"
+    Path("data/NOTES.txt").unlink()
+    assert split_line() == "data: split train is rows.jsonl; left out: LICENSE.txt"
+
+
+@pytest.mark.parametrize("said", ["dataset_info: [1]", "configs: [1]", "configs: [{config_name: a, data_dir: 5}]", "x: ["])
+def test_a_readme_of_another_form_is_one_sentence(said: str) -> None:
+    write("data/rows.csv")
+    write("data/README.md", f"---\n{said}\n---\n")
+    assert refusal().startswith("data.source data (subset None, split train) could not be loaded: ")
+
+
 def test_names_with_controls_are_escaped() -> None:
     for name in ("a\x1b]0;.csv", ".b\nc"):
         write(f"data/{name}")
