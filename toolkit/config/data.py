@@ -24,9 +24,9 @@ class DataConfig:
     encoding: str | None = None
     """Encoding of text files, as Python names it (`cp1252`, `utf-16`). If unset, UTF-8."""
     hub_subset: str | None = None
-    """Configuration name of a hub dataset."""
+    """Configuration name of a hub dataset or folder."""
     hub_split: str = "train"
-    """Split of a hub dataset."""
+    """Split of a hub dataset or folder."""
     source_column: str | None = None
     """Column with the text to summarize. If unset, the source's own column, else `source`."""
     target_column: str | None = None
@@ -67,9 +67,9 @@ class MixEntry:
     files: list[str] | str | None = None
     """File or list of files of a file source, text also gzipped, or for the function of a Python file."""
     hub_subset: str | None = None
-    """Configuration name of a hub dataset."""
+    """Configuration name of a hub dataset or folder."""
     hub_split: str = "train"
-    """Split of a hub dataset."""
+    """Split of a hub dataset or folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +90,9 @@ class LLMDataConfig:
     encoding: str | None = None
     """Encoding of text files, as Python names it (`cp1252`, `utf-16`). If unset, UTF-8."""
     hub_subset: str | None = None
-    """Configuration name of a hub dataset."""
+    """Configuration name of a hub dataset or folder."""
     hub_split: str = "train"
-    """Split of a hub dataset."""
+    """Split of a hub dataset or folder."""
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = "auto"
     """How rows are read: `messages` (a chat), `sharegpt` (`conversations` of `from` and `value`), `alpaca` (`instruction`,
     `input`, `output`, `system`, `history`), `prompt_completion` or `text`. `auto` goes by the names of the columns; if two

@@ -15,7 +15,7 @@ from toolkit.config.paths import split_own_source
 from toolkit.data.rows.columns import Columns, add_optional, choose_columns, configured_columns, describe_columns
 from toolkit.data.rows.example import Example, build_example
 from toolkit.data.sources.files import READERS, find_files, find_kind, hash_file, list_columns
-from toolkit.data.sources.hub import check_hub_name, load_hub_dataset, read_hub_rows
+from toolkit.data.sources.hub import check_hub_name, list_folder, load_hub_dataset, read_hub_rows
 from toolkit.data.sources.own import OwnSource, load_own_source, read_options, read_own_rows
 from toolkit.data.sources.row import show_names
 from toolkit.data.sources.text_files import Form, build_form, find_quotes, suggest_delimiter
@@ -46,6 +46,8 @@ class RowInput:
     """Inputs of one entry of a mix share `num_rows`."""
     reading: str = ""
     """How its columns are read, see `describe_columns`; empty where each row has its own."""
+    split: str = ""
+    """Which files of a folder are its split, and which are left out."""
     has_chat_template: bool = False
     """Whether Alpaca's rows become chats."""
     form: Form = Form()
@@ -80,14 +82,17 @@ def list_inputs(config: DataConfig | LLMDataConfig, *, has_chat_template: bool =
         _open_file(path, source or find_kind(path, "data.eval_files"), choose, form, is_eval_file=True) for path in eval_files
     ]
     for number, (setting, entry) in enumerate(entries.items()):
-        if entry.source in READERS or not entry.source:
-            paths = find_files(entry.files or [], f"{setting}.files")
-            kinds = [entry.source or find_kind(path, f"{setting}.files") for path in paths]
-            inputs += [_open_file(path, kind, choose, form, mix_entry=number) for path, kind in zip(paths, kinds, strict=True)]
-        elif split_own_source(entry.source):
+        if split_own_source(entry.source):
             inputs.append(_open_own(entry, config, setting, number, has_chat_template=has_chat_template))
+            continue
+        kind, split = entry.source if entry.source in READERS else "", ""
+        if kind or not entry.source:
+            paths = find_files(entry.files or [], f"{setting}.files")
         else:
-            inputs.append(_open_hub(entry, config, choose, number))
+            paths, split = list_folder(entry.source, entry.hub_subset, entry.hub_split, other_sources=tuple(READERS))
+        kinds = [kind or find_kind(path, f"{setting}.files") for path in paths]
+        opened = [_open_file(path, kind, choose, form, mix_entry=number) for path, kind in zip(paths, kinds, strict=True)]
+        inputs += [replace(item, split=split) for item in opened or [_open_hub(entry, config, choose, number)]]
     if not is_own:  # a function may read the settings of files, and its columns are known once it has been called
         _check_form_used(config, inputs)
         check_columns_used(config, inputs)
@@ -119,12 +124,15 @@ def check_columns_used(config: DataConfig | LLMDataConfig, inputs: list[RowInput
 
 
 def describe_readings(inputs: list[RowInput]) -> list[str]:
-    """A line for each way in which inputs are read, as in "a.json and 3 more: read as alpaca, …"."""
+    """The splits of folders, and a line for each way in which inputs are read, as in "a.json and 3 more: read as alpaca, …"."""
     labels: dict[str, list[str]] = {}
     for item in inputs:
         if item.reading:
             labels.setdefault(item.reading, []).append(item.label)
-    return [f"{first}{f' and {len(more)} more' if more else ''}: read as {reading}" for reading, (first, *more) in labels.items()]
+    lines = [
+        f"{first}{f' and {len(more)} more' if more else ''}: read as {reading}" for reading, (first, *more) in labels.items()
+    ]
+    return [*dict.fromkeys(item.split for item in inputs if item.split), *lines]
 
 
 def list_entries(config: DataConfig | LLMDataConfig) -> dict[str, MixEntry]:
@@ -269,6 +277,7 @@ def _open_own(
 
 
 def _open_hub(entry: MixEntry, config: DataConfig | LLMDataConfig, choose: Callable[..., Columns], mix_entry: int) -> RowInput:
+    """A hub dataset, or a folder that only `datasets` can read."""
     dataset = load_hub_dataset(entry.source, entry.hub_subset, entry.hub_split, other_sources=tuple(READERS))
     columns = choose(entry.source, dataset.column_names)
     # The fingerprint of `datasets` depends on paths and times; only the rows themselves are the same on every machine.

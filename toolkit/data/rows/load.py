@@ -55,6 +55,8 @@ class TextRows:
     """How the inputs are read, and from which columns, as sentences to print."""
     repeats: list[str]
     """Those of `remarks` about duplicate rows."""
+    num_eval_files: int
+    """How many of `origins` are evaluation files: the first ones."""
 
 
 def load_rows(config: DataConfig | LLMDataConfig, *, has_chat_template: bool = False) -> TextRows:
@@ -94,7 +96,8 @@ def load_rows(config: DataConfig | LLMDataConfig, *, has_chat_template: bool = F
         share = f"data.eval_fraction {eval_fraction}"
         remarks.append(f"{share} holds out none of the {len(train)} rows: there is nothing to evaluate on")
     origins = [(item.label, report.num_rows) for item, report in zip(inputs, reports, strict=True)]
-    return TextRows(train, evaluation, folder.name, remarks, origins, describe_readings(inputs), about["repeats"])
+    readings, num_eval_files = describe_readings(inputs), sum(item.is_eval_file for item in inputs)
+    return TextRows(train, evaluation, folder.name, remarks, origins, readings, about["repeats"], num_eval_files)
 
 
 def write_rows(

@@ -145,11 +145,18 @@ def find_kind(path: Path, setting: str) -> str:
     Raises:
         UserError: another ending.
     """
-    ending = Path(path.name.lower().removesuffix(".gz")).suffix.lstrip(".")
-    if _ENDINGS.get(ending, ending) not in READERS:
+    kind = name_kind(path)
+    if kind is None:
         known = ", ".join(f".{ending}" for ending in READERS)
         raise UserError(f"{setting}: {path} has an unknown file ending: let its name end in one of {known}, or in one with .gz")
-    return _ENDINGS.get(ending, ending)
+    return kind
+
+
+def name_kind(path: Path) -> str | None:
+    """As `find_kind`; None for another ending."""
+    ending = Path(path.name.lower().removesuffix(".gz")).suffix.lstrip(".")
+    kind = _ENDINGS.get(ending, ending)
+    return kind if kind in READERS else None
 
 
 def list_columns(path: Path, kind: str, form: Form) -> list[str]:

@@ -1,30 +1,38 @@
-"""Rows of a hub dataset, or of a local folder that `datasets` can load.
+"""Rows of a hub dataset, and the files of a local folder that `datasets` can load.
 
 `datasets` also accepts the names of its readers (`text`, `json`, `imagefolder`, …) as datasets; without files, such a reader
-reads every file of the working directory. And a dataset's README may name files anywhere on this machine. Therefore the name is
-checked before it is passed to `datasets`, and the list of files before they are read.
+reads every file of the working directory. And a dataset's README may name files anywhere on this machine or the network.
+Therefore the name and a folder's README are checked before `datasets` sees them, and the list of files before they are read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import difflib
-import os
+import glob
+import json
+import posixpath
 import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from toolkit.data.sources.columnar import read_batches
+from toolkit.data.sources.files import name_kind
 from toolkit.data.sources.text_files import Cells
-from toolkit.errors import UserError
+from toolkit.errors import UserError, escape_controls
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder
 
 _PROBE_TIMEOUT_S = 5
+_NUM_NAMES = 4
+_NO_READER_SETTINGS = {"data_files", "data_dir", "default", "description", "version", "features", "drop_labels"}
+"""What a README may say of a subset that does not change how its files are read."""
 
 
 def check_hub_name(name: str, setting: str, other_sources: tuple[str, ...]) -> None:
@@ -61,7 +69,46 @@ def load_hub_dataset(name: str, subset: str | None, split: str, *, other_sources
     Raises:
         UserError: unknown or unreachable dataset, unknown subset or split, damaged files, files outside of the dataset.
     """
+    with _open_builder(name, subset, split, other_sources) as builder:
+        builder.download_and_prepare()
+        return builder.as_dataset(split=split)
+
+
+def list_folder(name: str, subset: str | None, split: str, *, other_sources: tuple[str, ...]) -> tuple[list[Path], str]:
+    """The files of a local folder's split, for the readers of `data.files`, and a sentence on what they are and what is left out.
+
+    No files if only `datasets` can read them: of other kinds, or with a README that says how. Nothing if `name` is not a folder.
+    Arguments and errors are as in `load_hub_dataset`.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        return [], ""
+    with _open_builder(name, subset, split, other_sources) as builder:
+        home = folder.resolve()
+        splits = {str(key): [Path(file).relative_to(home) for file in files] for key, files in builder.config.data_files.items()}
+        settings = _read_subsets(folder, name).get(builder.config.name, {})
+    files = splits.get(split)
+    if not files:
+        found = " and ".join(f"{other} ({_name_files(paths)})" for other, paths in splits.items())
+        origin = "by its README or save_to_disk, else by the names of files and folders"
+        way_out = "set data.hub_split, or name files in data.files"
+        raise UserError(f"data.source {name} has no split {split}, but {found}, {origin}: {way_out}")
+    of_split = {file: f" (split {other})" for other, paths in splits.items() for file in paths}
+    read = set(files)
+    left_out = [file for file in _list_files(home) if file not in read]
+    tables = [file for file in left_out if file not in of_split and name_kind(file) not in (None, "txt")]
+    if tables and all(name_kind(file) == "txt" for file in files):  # more licences and notes than data: `datasets` reads those
+        raise UserError(f"data.source {name} holds {_name_files(files)} and {_name_files(tables)}: name files in data.files")
+    sentence = f"{name}: split {split} is {_name_files(files)}; left out: {_name_files(left_out, of_split)}"
+    is_ours = settings.keys() <= _NO_READER_SETTINGS and all(map(name_kind, files))
+    return [folder / file for file in files] if is_ours else [], sentence
+
+
+@contextlib.contextmanager
+def _open_builder(name: str, subset: str | None, split: str, other_sources: tuple[str, ...]) -> Iterator[DatasetBuilder]:
+    """Yield the builder of a dataset whose files are all its own, and turn what is raised with it into a `UserError`."""
     import datasets
+    from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
     check_hub_name(name, "data.source", other_sources)
 
@@ -72,28 +119,56 @@ def load_hub_dataset(name: str, subset: str | None, split: str, *, other_sources
     if not is_folder and (path.is_absolute() or name.startswith(".")):
         raise UserError(f"data.source {name}: there is no such folder: check the path")
     try:
-        with contextlib.nullcontext() if is_folder or _can_reach_hub() else _without_network():
-            # The path is absolute, because `datasets` would turn `./text` into `text`.
-            builder = datasets.load_dataset_builder(str(path.absolute()) if is_folder else name, name=subset)
-            _check_files(builder, name, path.absolute() if is_folder else None)
-            builder.download_and_prepare()
-            return builder.as_dataset(split=split)
+        with contextlib.nullcontext() if not is_folder and _can_reach_hub() else _without_network():
+            if is_folder:
+                _read_subsets(path, name)  # before `datasets` looks for the files that it names
+            if is_folder and (saved := _list_saved(path.resolve(), name)):
+                if subset is not None:
+                    raise UserError(
+                        f"data.source {name} was written by save_to_disk and has no subsets: leave data.hub_subset out"
+                    )
+                builder = datasets.load_dataset_builder("arrow", data_files=saved)
+            else:
+                # The path is absolute, because `datasets` would turn `./text` into `text`.
+                builder = datasets.load_dataset_builder(str(path.resolve()) if is_folder else name, name=subset)
+            for files in (builder.config.data_files or {}).values():
+                files[:] = dict.fromkeys(files)  # `datasets` lists a file twice whose name and folder both name the split
+            _check_files(builder, name, path if is_folder else None)
+            yield builder
     except UserError:
         raise
-    except ConnectionError:
+    except (ConnectionError, DatasetNotFoundError) as error:
+        is_away = isinstance(error, ConnectionError)
+        where = "not in the local cache, and the hub cannot be reached" if is_away else "no dataset that the hub shows you"
+        known = ", ".join(other_sources)
         raise UserError(
-            f"data.source {name} is none of {', '.join(other_sources)}, no local folder and not in the local cache, "
-            f"and the hub cannot be reached{_suggestion(name, other_sources)}"
+            f"data.source {name} is none of {known}, no local folder and {where}{_suggestion(name, other_sources)}"
         ) from None
-    except datasets.exceptions.DatasetNotFoundError:
-        raise UserError(
-            f"data.source {name} is none of {', '.join(other_sources)}, no local folder and no dataset that the hub "
-            f"shows you{_suggestion(name, other_sources)}"
-        ) from None
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+    # AttributeError and TypeError: `datasets` does not check the types of what a README or JSON file says.
+    except (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError, DatasetsError, yaml.YAMLError) as error:
         cause = error.__cause__ or error
-        reason = " ".join(str(cause).split()).rstrip(".") or type(cause).__name__
+        reason = " ".join(str(cause).split()).partition(" with any supported extension")[0].rstrip(".") or type(cause).__name__
         raise UserError(f"data.source {name} (subset {subset}, split {split}) could not be loaded: {reason}") from None
+
+
+def _list_saved(folder: Path, name: str) -> dict[str, list[str]]:
+    """The Arrow files that `save_to_disk` wrote, by split; empty for another folder. Caches of `map` may lie beside them."""
+
+    def read(path: Path) -> Any:
+        check_inside(name, folder, path)
+        value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return value if isinstance(value, dict) else {}
+
+    splits = read(folder / "dataset_dict.json").get("splits")
+    states = {split: folder / split / "state.json" for split in splits or ()} or {"train": folder / "state.json"}
+    saved: dict[str, list[str]] = {}
+    for split, path in states.items():
+        state = read(path)
+        if state.get("_indices_data_files"):
+            raise UserError(f"{path} has an index of rows, of an old `datasets`: load the dataset there and save it again")
+        if splits or "_data_files" in state:
+            saved[split] = [glob.escape(str(path.parent / file["filename"])) for file in state["_data_files"]]
+    return saved
 
 
 def read_hub_rows(dataset: Dataset, columns: Sequence[str]) -> Iterator[Cells]:
@@ -102,19 +177,61 @@ def read_hub_rows(dataset: Dataset, columns: Sequence[str]) -> Iterator[Cells]:
     yield from read_batches(f"the dataset {dataset.info.dataset_name}", batches, columns)
 
 
+def check_inside(name: str, folder: Path, place: Path | str) -> None:
+    """Raise a `UserError` for a file outside of a folder, by name or by a link; the hub's cache links `snapshots` to `blobs`."""
+    real, home = Path(place).resolve(), folder.expanduser().resolve()
+    blobs = [parent.parents[1] / "blobs" for parent in (home, *home.parents) if parent.parent.name == "snapshots"]
+    if "://" in str(place) or not any(real.is_relative_to(root) for root in (home, *blobs)):
+        shown = place if "://" in str(place) else real
+        raise UserError(f"data.source {name} holds a link out of it or names a file there, {shown}: give that in data.files")
+
+
+def _read_subsets(folder: Path, name: str) -> dict[str, dict[str, Any]]:
+    """What a folder's README says of each subset, read as by `datasets` (load.py, line 416). Refuses names that lead out."""
+    from datasets.data_files import sanitize_patterns
+    from datasets.utils.metadata import MetadataConfigs
+    from huggingface_hub import DatasetCard, DatasetCardData
+
+    readme, more = folder / "README.md", folder / ".huggingface.yaml"
+    card = DatasetCard.load(readme).data.to_dict() if readme.is_file() else {}
+    card |= (yaml.safe_load(more.read_text(encoding="utf-8")) or {}) if more.is_file() else {}
+    subsets = MetadataConfigs.from_dataset_card_data(DatasetCardData(**card))
+    for settings in subsets.values():
+        patterns = sanitize_patterns(settings.get("data_files") or [])
+        for given in (settings.get("data_dir") or ".", *(pattern for some in patterns.values() for pattern in some)):
+            if ":" in given or f"{posixpath.normpath(given)}/".startswith(("/", "../")):  # a colon follows fsspec's protocols
+                raise UserError(f"data.source {name} names a file outside of it in its README, {given}: give that in data.files")
+    return subsets
+
+
 def _check_files(builder: DatasetBuilder, name: str, folder: Path | None) -> None:
-    """Refuse local files outside of the dataset's own folder, which its README can name. Links inside it may lead out.
+    """Refuse files outside of the dataset's own folder, or of its repository on the hub.
 
     Raises:
         UserError: names the first such file.
     """
+    repository, at, _ = str(builder.base_path).casefold().partition("@")  # a bucket has no revision
     for file in (file for files in (builder.config.data_files or {}).values() for file in files):
         place = file.rpartition("::")[2]  # for a member of an archive, the archive
-        if place.startswith(("hf://", "https://", "http://")):
-            continue
-        place = os.path.normpath(place)
-        if folder is None or not Path(place).is_relative_to(os.path.normpath(folder)):
+        if folder is not None:
+            check_inside(name, folder, place)
+        elif not place.casefold().startswith(repository + (at or "/")):
             raise UserError(f"data.source {name} names a file outside of it in its README, {place}: give that in data.files")
+
+
+def _list_files(folder: Path) -> list[Path]:
+    """All files except the dataset's own remarks, hidden ones last. A linked folder is not entered and stands for its files."""
+    from datasets.data_files import FILES_TO_IGNORE
+
+    files = (file.relative_to(folder) for file in folder.rglob("*") if file.is_symlink() or not file.is_dir())
+    kept = (file for file in files if file.name not in (*FILES_TO_IGNORE, "state.json"))
+    return sorted(kept, key=lambda file: (any(part.startswith(".") for part in file.parts), file))
+
+
+def _name_files(files: Sequence[Path], remarks: dict[Path, str] | None = None) -> str:
+    named = ", ".join(file.as_posix() + (remarks or {}).get(file, "") for file in files[:_NUM_NAMES]) or "nothing"
+    more = f" and {len(files) - _NUM_NAMES} more" * (len(files) > _NUM_NAMES)
+    return escape_controls(named).replace("\n", r"\n") + more
 
 
 def _can_reach_hub() -> bool:

@@ -21,7 +21,7 @@ import torch
 
 from toolkit.config.mnist import ImageDataConfig
 from toolkit.data.sources.files import check_columns
-from toolkit.data.sources.hub import load_hub_dataset
+from toolkit.data.sources.hub import check_inside, load_hub_dataset
 from toolkit.distributed.rng import derive_seed
 from toolkit.errors import UserError
 from toolkit.loss import IGNORED_LABEL
@@ -166,6 +166,7 @@ def _load_split(config: ImageDataConfig, split: str) -> Images:
     where = f"data.source {config.source}, split {split}"
     columns = (config.image_column, config.label_column)
     check_columns(where, dataset.column_names, columns, "set data.image_column and data.label_column to columns that exist")
+    _check_paths(dataset, config)
     pixels: list[np.ndarray] = []
     labels: list[int] = []
     try:
@@ -177,6 +178,18 @@ def _load_split(config: ImageDataConfig, split: str) -> Images:
     except OSError as error:  # raised by PIL for a damaged image
         raise UserError(f"{where}, image {len(pixels)} cannot be read ({error})") from None
     return _images(np.stack(pixels) if pixels else np.zeros((0, 0, 0), np.uint8), np.array(labels, np.int64))
+
+
+def _check_paths(dataset: Any, config: ImageDataConfig) -> None:
+    """Refuse images outside of a folder that its rows name in place of their bytes: `datasets` would open or fetch them."""
+    import pyarrow.compute as pc
+    from datasets import Image
+
+    if Path(config.source).expanduser().is_dir() and isinstance(dataset.features[config.image_column], Image):
+        cells = dataset.data.column(config.image_column)
+        paths = pc.struct_field(cells, "path").filter(pc.is_null(pc.struct_field(cells, "bytes"))).drop_null()
+        for path in paths.to_pylist():
+            check_inside(config.source, Path(config.source), path)
 
 
 def _grayscale(where: str, image: Any, size: tuple[int, ...] | None) -> np.ndarray:

@@ -98,6 +98,6 @@ def test_a_readme_that_names_files_outside_its_folder(tmp_path: Path, opened: li
     Path("fold", "rows.csv").write_text("text\nnamed by the user\n")
     Path("fold", "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {given}\n---\n")
     assert refusal(lambda: llm(tmp_path, source="fold")) == (
-        f"data.source fold names a file outside of it in its README, {Path.cwd()}/secrets.csv: give that in data.files"
+        f"data.source fold names a file outside of it in its README, {given}: give that in data.files"
     )
     assert not [path for path in opened if "secrets" in path]

@@ -1,0 +1,317 @@
+"""Local folders as `data.source`: which files a split is made of, how they are read, and what is not reached from them."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import PIL.Image
+import pytest
+
+from toolkit.config.data import LLMDataConfig
+from toolkit.config.mnist import ImageDataConfig
+from toolkit.data.rows.load import TextRows, load_rows
+from toolkit.data.sources.hub import _check_files
+from toolkit.data.sources.images import load_images
+from toolkit.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a folder `data`, and a secret beside it."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    here = tmp_path / "here"
+    (here / "data").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    write("secret.csv", "text\nswordfish\n")
+    return here
+
+
+def write(place: str, content: str = "text\na row\n") -> None:
+    Path(place).parent.mkdir(parents=True, exist_ok=True)
+    Path(place).write_text(content, encoding="utf-8")
+
+
+def write_readme(*lines: str, folder: str = "data") -> None:
+    write(f"{folder}/README.md", "\n".join(["---", "configs:", *lines, "---", ""]))
+
+
+def load(source: str = "data", **settings: Any) -> TextRows:
+    return load_rows(LLMDataConfig(source=source, eval_fraction=0.0, cache_dir="cache", **settings))
+
+
+def texts(source: str = "data", **settings: Any) -> list[str]:
+    return load(source, **settings).train["text"][:]
+
+
+def split_line(source: str = "data", **settings: Any) -> str:
+    return load(source, **settings).readings[0]
+
+
+def refusal(source: str = "data", **settings: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        load(source, **settings)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def save(place: str, *rows: str, split: str = "train") -> Any:
+    import datasets
+
+    dataset = datasets.Dataset.from_dict({"text": rows}, split=split)
+    dataset.save_to_disk(place)
+    return datasets.load_from_disk(place)
+
+
+def test_a_saved_dataset_is_read_without_the_caches_beside_it() -> None:
+    save("data", "one", "two", "three").map(lambda row: {"text": row["text"].upper()})
+    assert list(Path("data").glob("cache-*.arrow"))
+    assert texts() == ["one", "two", "three"]
+    assert split_line().startswith("data: split train is data-00000-of-00001.arrow; left out: cache-")
+
+
+def test_a_saved_selection_has_its_rows() -> None:
+    save("all", "one", "two", "three", split="test").select([2, 0]).with_format("numpy", columns=["text"]).save_to_disk("data")
+    assert texts() == ["three", "one"]
+
+
+def test_a_saved_dict_of_datasets_has_its_splits() -> None:
+    import datasets
+
+    parts = {"train": ["one"], "held_out": ["two", "three"]}
+    datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": rows}) for name, rows in parts.items()}).save_to_disk("data")
+    assert texts() == ["one"] and texts(hub_split="held_out") == ["two", "three"]
+    assert split_line() == (
+        "data: split train is train/data-00000-of-00001.arrow; left out: held_out/data-00000-of-00001.arrow (split held_out)"
+    )
+    assert refusal(hub_subset="x") == "data.source data was written by save_to_disk and has no subsets: leave data.hub_subset out"
+
+
+def test_a_saved_list_of_files_that_cannot_be_followed_is_refused() -> None:
+    save("data", "one")
+    save("other", "swordfish")
+    state = json.loads(Path("data/state.json").read_text())
+    for changed, sentence in (
+        (
+            {"_data_files": [{"filename": "../other/data-00000-of-00001.arrow"}]},
+            "names a file there, {here}/other/data-00000-of-0",
+        ),
+        ({"_data_files": [{"filename": "{here}/secret.csv"}]}, "names a file there, {here}/secret.csv: give that in data.files"),
+        ({"_indices_data_files": [{"filename": "i.arrow"}]}, "data/state.json has an index of rows, of an old `datasets`: load"),
+        ({"_data_files": [{}]}, "could not be loaded: "),
+        ({"_data_files": 1}, "could not be loaded: "),
+    ):
+        write("data/state.json", json.dumps({**state, **changed}).replace("{here}", str(Path.cwd())))
+        assert sentence.format(here=Path.cwd()) in refusal()
+    write("data/state.json", "{")
+    assert "could not be loaded: " in refusal()
+    write("data/dataset_dict.json", '{"splits": ["../other"]}')
+    assert f"names a file there, {Path.cwd()}/other/state.json" in refusal(hub_split="../other")
+
+
+def test_the_files_of_a_split_and_those_left_out_are_named() -> None:
+    for name in ("train-1.jsonl", "train-0.json", "test-0.jsonl", "more.jsonl", ".hidden.jsonl", "notes.txt"):
+        write(f"data/{name}", json.dumps({"text": name}))
+    assert texts() == ["train-0.json", "train-1.jsonl"]
+    assert split_line() == (
+        "data: split train is train-0.json, train-1.jsonl; left out: more.jsonl, notes.txt, test-0.jsonl (split test), "
+        ".hidden.jsonl"
+    )
+    assert split_line(hub_split="test").startswith(
+        "data: split test is test-0.jsonl; left out: more.jsonl, notes.txt, train-0.json"
+    )
+
+
+def test_notes_are_not_taken_for_rows_beside_tables() -> None:
+    for name in ("rows.jsonl", "LICENSE.txt", "NOTES.txt"):
+        write(f"data/{name}", '{"text": "a"}\n')
+    assert refusal() == "data.source data holds LICENSE.txt, NOTES.txt and rows.jsonl: name files in data.files"
+    Path("data/NOTES.txt").unlink()
+    assert split_line() == "data: split train is rows.jsonl; left out: LICENSE.txt"
+
+
+@pytest.mark.parametrize("said", ["dataset_info: [1]", "configs: [1]", "configs: [{config_name: a, data_dir: 5}]", "x: ["])
+def test_a_readme_of_another_form_is_one_sentence(said: str) -> None:
+    write("data/rows.csv")
+    write("data/README.md", f"---\n{said}\n---\n")
+    assert refusal().startswith("data.source data (subset None, split train) could not be loaded: ")
+
+
+def test_names_with_controls_are_escaped() -> None:
+    for name in ("a\x1b]0;.csv", ".b\nc"):
+        write(f"data/{name}")
+    assert split_line() == r"data: split train is a\x1b]0;.csv; left out: .b\nc"
+
+
+def test_a_file_that_name_and_folder_put_into_a_split_is_read_once() -> None:
+    write("data/train/train-1/rows.csv")
+    assert texts() == ["a row"]
+
+
+def test_an_unknown_split_is_refused_with_the_files_of_the_others() -> None:
+    write("data/test-notes.jsonl", '{"text": "a"}\n')
+    sentence = (
+        "data.source data has no split {}, but test (test-notes.jsonl), by its README or save_to_disk, else by the names of "
+        "files and folders: set data.hub_split, or name files in data.files"
+    )
+    assert refusal() == sentence.format("train")
+    assert refusal(hub_split="test[:1]") == sentence.format("test[:1]")
+
+
+def test_rows_are_read_as_those_of_files() -> None:
+    write("data/a.csv", 'text;n\n"NA";1\nnull;2\n007;3\n')
+    assert texts(csv_delimiter=";") == ["NA", "007"]
+    write("lines/a.jsonl", '{"text": "a", "n": 1}\n{"text": "b", "n": "x"}\n')
+    assert texts("lines") == ["a", "b"]
+    first = load("lines").fingerprint
+    Path("lines").rename("moved")
+    assert load("moved").fingerprint == first == load("", files="moved/a.jsonl").fingerprint
+
+
+def test_a_readme_chooses_subsets_and_splits() -> None:
+    for name in ("a", "b", "c"):
+        write(f"data/parts/{name}.csv", f"text\n{name}\n")
+    write_readme(
+        "- config_name: small",
+        "  data_files: [{split: train, path: parts/a.csv}, {split: test, path: parts/b.*}]",
+        "- config_name: all",
+        "  default: true",
+        "  data_files: ./parts/*.csv",
+    )
+    assert texts() == ["a", "b", "c"]
+    assert texts(hub_subset="small") == ["a"] and texts(hub_subset="small", hub_split="test") == ["b"]
+    assert "BuilderConfig 'none' not found" in refusal(hub_subset="none")
+    write_readme("- config_name: default", "  data_files: none.csv")
+    assert (
+        refusal()
+        == f"data.source data (subset None, split train) could not be loaded: Unable to find '{Path.cwd()}/data/none.csv'"
+    )
+
+
+def test_what_only_datasets_can_read_is_read_by_it() -> None:
+    write("data/a.csv", "text;n\na;1\n")
+    write_readme("- config_name: default", "  data_files: a.csv", '  sep: ";"')
+    assert texts() == ["a"]
+    assert load().readings == ["data: split train is a.csv; left out: nothing", "data: read as text, from text; not read: n"]
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The paths that were asked of a server at http://127.0.0.1:PORT; the first is its address."""
+    seen: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(self.path)
+            self.send_response(200)
+            self.send_header("Content-Length", "15")
+            self.end_headers()
+            self.wfile.write(b"text\nswordfish\n" * (self.command == "GET"))
+
+        do_HEAD = do_GET
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        seen.append(f"http://127.0.0.1:{server.server_address[1]}")
+        yield seen
+        server.shutdown()
+
+
+@pytest.mark.parametrize("file", ["README.md", ".huggingface.yaml"])
+@pytest.mark.parametrize(
+    "name", ["{server}/a.csv", "zip://a.csv::{server}/a.zip", "hf://datasets/x/y/a.csv", "data:text/csv,text"]
+)
+def test_a_folder_reaches_no_network(file: str, name: str, requests: list[str]) -> None:
+    write("data/rows.csv")
+    given = name.format(server=requests[0])
+    for key in ("data_files", "data_dir"):
+        write_readme("- config_name: default", "  data_files: rows.csv", "- config_name: more", f'  {key}: "{given}"')
+        if file != "README.md":
+            write(f"data/{file}", Path("data/README.md").read_text().replace("---\n", ""))
+            Path("data/README.md").unlink()
+        sentence = f"data.source data names a file outside of it in its README, {given}: give that in data.files"
+        assert refusal() == sentence
+        with pytest.raises(UserError, match="names a file outside of it in its README"):
+            load_images(ImageDataConfig(source="data"), 1)
+    assert requests[1:] == []
+
+
+@pytest.mark.parametrize("key", ["data_files", "data_dir"])
+@pytest.mark.parametrize("name", ["..", "../*", "{here}", "x/../../secret.csv", "{here}/secret.csv", "*/../../secret.csv"])
+def test_a_readme_reaches_nothing_outside_its_folder(key: str, name: str) -> None:
+    write("data/rows.csv")
+    write_readme("- config_name: default", f'  {key}: "{name.format(here=Path.cwd())}"')
+    assert "names a file outside of it in its README" in refusal()
+
+
+@pytest.mark.parametrize("place", ["{here}/secret.png", "secret.png", "{server}/secret.png"])
+def test_rows_name_no_images_outside_their_folder(place: str, requests: list[str]) -> None:
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    PIL.Image.new("L", (2, 2)).save("secret.png")
+    PIL.Image.new("L", (2, 2)).save("data/own.png")
+    schema = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")}).arrow_schema
+    named = place.format(here=Path.cwd(), server=requests[0])
+    for path in (f"{Path.cwd()}/data/own.png", named):
+        for split in ("train", "test"):
+            cells = {"image": [{"bytes": None, "path": path}] * 2, "label": [0, 1]}
+            pq.write_table(pa.table(cells, schema=schema), f"data/{split}.parquet")
+        if path != named:
+            assert len(load_images(ImageDataConfig(source="data"), 1).train) == 2
+            continue
+        with pytest.raises(UserError) as caught:
+            load_images(ImageDataConfig(source="data"), 1)
+        shown = named if "://" in named else f"{Path.cwd()}/secret.png"
+        sentence = f"data.source data holds a link out of it or names a file there, {shown}: give that in data.files"
+        assert str(caught.value) == sentence and requests[1:] == []
+
+
+def test_links_that_lead_out_are_refused_except_in_the_cache_of_the_hub() -> None:
+    Path("data/rows.csv").symlink_to("../secret.csv")
+    assert refusal() == (
+        f"data.source data holds a link out of it or names a file there, {Path.cwd()}/secret.csv: give that in data.files"
+    )
+    write("datasets--x/blobs/0123")
+    write("datasets--x/snapshots/0a/README.md", "")
+    Path("datasets--x/snapshots/0a/rows.csv").symlink_to("../../blobs/0123")
+    assert texts("datasets--x/snapshots/0a") == ["a row"]
+    Path("linked").symlink_to("datasets--x/snapshots/0a")
+    assert texts("linked") == ["a row"]
+    (Path("more") / "in").mkdir(parents=True)
+    write("more/rows.csv")
+    Path("more/in/again").symlink_to(Path.cwd())
+    assert split_line("more") == "more: split train is rows.csv; left out: in/again"
+
+
+def test_code_beside_the_files_is_not_run() -> None:
+    write("data/rows.csv")
+    write("data/rows.py", "raise SystemExit('run')\n")
+    assert texts() == ["a row"]
+    Path("data/rows.py").rename("data/data.py")
+    assert "Dataset scripts are no longer supported, but found data.py" in refusal()
+
+
+@pytest.mark.parametrize(
+    "file", ["https://x.org/a.csv", "hf://datasets/other/set@0/a.csv", "zip://a::https://x.org/a.zip", "/a.csv"]
+)
+def test_a_hub_dataset_reads_its_own_repository_only(file: str) -> None:
+    def check(*files: str, base: str = "hf://datasets/me/set@0a/") -> None:
+        builder: Any = SimpleNamespace(base_path=base, config=SimpleNamespace(data_files={"train": files}))
+        _check_files(builder, "me/set", None)
+
+    check("hf://datasets/me/set@0a/a.csv", "zip://*.csv::hf://datasets/Me/set@refs%2Fconvert/a.zip")
+    check("hf://buckets/me/set/a.csv", base="hf://buckets/me/set")
+    with pytest.raises(UserError, match="data.source me/set names a file outside of it in its README, "):
+        check("hf://datasets/me/set@0a/a.csv", file)
