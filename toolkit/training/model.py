@@ -21,6 +21,7 @@ from toolkit.distributed.device import describe_device
 from toolkit.distributed.watchdog import working
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.launch.accelerator import compute_dtype, fsdp_version
+from toolkit.launch.same_run import compare_ranks
 from toolkit.models import load, load_sharded
 from toolkit.models.attention import attends_by_document, choose_packed_attention, describe_attention, warn_of_full_rows
 from toolkit.models.config import AutoClass, hash_model_config, load_model_config
@@ -53,6 +54,9 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[Pretraine
     working("building the model")
     auto_class = _auto_class(config)
     model_config = on_all_ranks(lambda: load_model_config(config.model, auto_class))
+    of_hub = {"the commit of model.name_or_path": getattr(model_config, "_commit_hash", None)}
+    settings = {f"{key} of the model's config": value for key, value in model_config.to_diff_dict().items() if key[0] != "_"}
+    compare_ranks(settings | of_hub)
     why = on_all_ranks(lambda: _take_fastest_attention(config, context, model_config))
     skeleton = on_all_ranks(lambda: load.build_skeleton(config.model, model_config, auto_class))
     on_all_ranks(lambda: _adapt(skeleton, config))
@@ -145,6 +149,7 @@ def identity_of(
     """What a resume must find unchanged; `model` and `sources` are those of `load_model`, before sharding. Collective."""
     working("hashing frozen weights")
     frozen_hashes = hash_frozen(model) if sources is None else load_sharded.hash_frozen(model, sources)
+    compare_ranks({f"the frozen {name}": digest for name, digest in frozen_hashes.items()})  # each rank may have read its own
     return Identity(context.settings, hash_model_config(model_config.to_diff_dict()), data_fingerprint, frozen_hashes)
 
 
