@@ -100,7 +100,7 @@ def finetune(
         context = begin(config, own)
 
         # The model on the meta device: what is wrong with it is reported before data and weights load.
-        model_config, skeleton = build_skeleton(config, context)
+        config, model_config, skeleton = build_skeleton(config, context)
 
         # Rows: text → tokens on disk → the batch plan (which rows each step takes) and the evaluation split.
         config = config if train is None else save_datasets(config, train, evaluation)

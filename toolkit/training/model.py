@@ -31,6 +31,7 @@ from toolkit.models.lora import add_adapter, is_enabled
 from toolkit.models.safetensors_index import WholeOnly
 from toolkit.models.shard_reader import Sources
 from toolkit.parallel.chunked_loss import holds_all_logits
+from toolkit.parallel.masks import choose_packing
 from toolkit.parallel.wrap import ShardedModel, check_wrap, shard_model
 from toolkit.tracking.memory import note_before_model
 from toolkit.training.model_checks import check_causal_model, check_seq2seq_model
@@ -45,8 +46,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("toolkit")
 
 
-def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[PretrainedConfig, PreTrainedModel]:
-    """Build the model on the meta device, to check its config, wrap classes, freezing and adapter early. Collective.
+def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeConfig, PretrainedConfig, PreTrainedModel]:
+    """Build the model on the meta device, to check its config, wrap classes, freezing and adapter early; returns the config with
+    `data.packing` chosen, the model's config and the model. Collective.
 
     Raises:
         UserError: one of them is wrong; on every rank.
@@ -61,8 +63,11 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[Pretraine
     skeleton = on_all_ranks(lambda: load.build_skeleton(config.model, model_config, auto_class))
     on_all_ranks(lambda: _adapt(skeleton, config))
     on_all_ranks(lambda: check_wrap(context.accelerator, skeleton))
+    config = on_all_ranks(lambda: choose_packing(config, skeleton))
+    if isinstance(config, LLMConfig):
+        context.settings["data.packing"] = config.data.packing
     _choose_packed_attention(config, context.accelerator, skeleton, why)
-    return model_config, skeleton
+    return config, model_config, skeleton
 
 
 def build_model(
@@ -89,7 +94,7 @@ def build_model(
     if isinstance(collator, SummarizationCollator):
         check_seq2seq_model(sharded, collator, config.eval)
     else:
-        check_causal_model(sharded, collator, packing=isinstance(config, LLMConfig) and config.data.packing)
+        check_causal_model(sharded, collator, packing=_packs(config))
     if context.own.loss is not None:
         check_own_loss(context.own.loss, sharded.plain.config.get_text_config().vocab_size, context.accelerator.device)
     return sharded, optimizer, identity
@@ -173,7 +178,7 @@ def _take_fastest_attention(config: RecipeConfig, context: RunContext, model_con
 def _choose_packed_attention(config: RecipeConfig, accelerator: Accelerator, skeleton: PreTrainedModel, why: str) -> None:
     """Choose the attention of packed rows, and log a line on it, and on the processes' devices; `why` is its end. Collective."""
     device, dtype = accelerator.device, compute_dtype(accelerator)
-    packing = isinstance(config, LLMConfig) and config.data.packing
+    packing = _packs(config)
     why_dense = ""
     if packing:
         is_one_graph = bool(accelerator.state.dynamo_plugin.fullgraph)
@@ -187,6 +192,10 @@ def _choose_packed_attention(config: RecipeConfig, accelerator: Accelerator, ske
         )
     if packing and (warning := warn_of_full_rows(skeleton, why_dense)):
         logger.warning(warning)
+
+
+def _packs(config: RecipeConfig) -> bool:
+    return isinstance(config, LLMConfig) and bool(config.data.packing)
 
 
 def _auto_class(config: RecipeConfig) -> AutoClass:

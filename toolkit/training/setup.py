@@ -77,6 +77,8 @@ def begin(config: RecipeConfig, own: Own) -> RunContext:
     resolved = {"model.frozen_dtype": str(dtype).removeprefix("torch."), "mixed_precision": accelerator.mixed_precision}
     resolved["loss"] = describe_code(own.loss) if own.loss else None
     settings = {**dotted_keys(write_paths(config, run_folder)), **resolved}
+    if settings.get("data.packing") == "auto":  # known and compared with the model
+        del settings["data.packing"]
     working("choosing the checkpoint")
     resume_from = choose_checkpoint(run_folder, config.checkpoint.resume, settings)
     # A checkpoint lacks frozen weights: with `model.freeze`, they come from `init_from` on a resume too.

@@ -94,7 +94,7 @@ def _export(options: Options, config: RecipeConfig) -> None:
     dtype = on_all_ranks(lambda: frozen_dtype(accelerator, stored, has_adapter=has_adapter))
     init_from = find_weights(config.model.init_from) if config.model.init_from and config.model.freeze else None
     context = RunContext(accelerator, dtype, options.run_folder, settings, checkpoint, init_from, metrics=())
-    model_config, skeleton = build_skeleton(config, context)
+    config, model_config, skeleton = build_skeleton(config, context)
     data, evaluation = _load_data(options.run_folder, config, model_config, skeleton, manifest["identity"]["data_fingerprint"])
     model, sources = load_model(config, context, model_config, skeleton)
     if isinstance(evaluation.collator, SummarizationCollator):
