@@ -20,8 +20,7 @@ import torch
 from toolkit.config.load import RecipeConfig
 from toolkit.data.own_datasets import check_datasets, name_source, save_datasets
 from toolkit.distributed.comm import world_size
-from toolkit.distributed.signals import SIGNALS
-from toolkit.errors import UserError
+from toolkit.errors import SIGNALS, UserError
 from toolkit.evaluation.metrics import TextFunction
 from toolkit.tracking.trackers import close_trackers, start_trackers
 from toolkit.training import loop
