@@ -42,9 +42,10 @@ def main() -> None:
     from toolkit.distributed.comm import on_all_ranks, on_rank_0, world_size
     from toolkit.distributed.device import describe_device
     from toolkit.distributed.rng import seed_all
-    from toolkit.distributed.watchdog import at, start, working
+    from toolkit.distributed.watchdog import at, working
     from toolkit.launch.accelerator import build_accelerator, connect_devices
     from toolkit.launch.run_folder import save_run_config
+    from toolkit.launch.same_run import describe_config
     from toolkit.parallel.units import describe
     from toolkit.parallel.wrap import check_wrap, shard_model
     from toolkit.report.page import save_run_page
@@ -53,8 +54,7 @@ def main() -> None:
     from toolkit.training.run import leave, open_metrics
     from toolkit.training.setup import open_run
 
-    accelerator = build_accelerator(config.run.timeout_s, config.run.num_threads)
-    start(config.run.timeout_s)
+    accelerator = build_accelerator(config.run.timeout_s, config.run.num_threads, started_with=describe_config(config))
     connect_devices(accelerator)
     run_folder = open_run(config)
     logger.info(describe_device(accelerator.device))

@@ -31,6 +31,9 @@ EXIT_STOPPED = 75
 EXIT_HANG = 124
 """No progress for `run.timeout_s` (the exit code of coreutils' `timeout`)."""
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+"""They stop a run, with a checkpoint of the last step."""
+
 REFUSED = "user_error_printed"
 """A file in the launch's folder. It exists once a rank has printed why all ranks end."""
 LEAVE_TOGETHER_S = 5.0
@@ -74,7 +77,7 @@ def exit_on_user_error() -> Iterator[None]:
         _leave(EXIT_USER_ERROR)
         raise SystemExit(EXIT_USER_ERROR) from None
     except Stopped:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # one more would only change the exit code
+        for number in SIGNALS:  # one more would only change the exit code
             signal.signal(number, signal.SIG_IGN)
         _leave(EXIT_STOPPED)
         raise

@@ -37,7 +37,7 @@ def main() -> None:
     accelerator = build_accelerator()
     dtype = frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=is_enabled(config.adapter))
     context = RunContext(accelerator, dtype, Path(config.run.output_dir), {}, None, None, ())
-    model_config, skeleton = build_skeleton(config, context)
+    config, model_config, skeleton = build_skeleton(config, context)
     whole = patch.object(sharded_loading, "open_weights", side_effect=WholeOnly("the benchmark asks for it"))
     gc.collect()
     barrier()

@@ -35,7 +35,7 @@ def main() -> None:
     turns = Turns()
     turns.begin()
     context = begin(config, Own())
-    model_config, skeleton = build_skeleton(config, context)
+    config, model_config, skeleton = build_skeleton(config, context)
     rows, plan, evaluation = prepare_data(config, context.metrics, model_config, skeleton, world_size())
     model = shard_model(context.accelerator, load_model(config, context, model_config, skeleton)[0]).model
     optimizer = build_optimizer(config.optim, model)

@@ -185,7 +185,7 @@ def load(accelerator: Any, folders: dict[str, Path], name: str, flags: dict[str,
     dtype = frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=config.adapter.method != "none")
     init_from = find_weights(config.model.init_from) if config.model.init_from else None
     context = RunContext(accelerator, dtype, Path(), {}, None, init_from, ())
-    model_config, skeleton = stages.build_skeleton(config, context)
+    config, model_config, skeleton = stages.build_skeleton(config, context)
     printed: list[str] = []
     with patch.object(stages.logger, "info", printed.append):
         model, sources = stages.load_model(config, context, model_config, skeleton)

@@ -187,30 +187,49 @@ def test_rank_that_is_ended_as_its_peer_died_saves_nothing(bench: Workbench, whe
     assert bench.checkpoints(name) == before == ["step-00000002"]
 
 
-def test_signal_to_the_launcher_comes_to_every_rank(bench: Workbench, tmp_path: Path) -> None:
-    """`accelerate launch` passes SIGTERM on and would kill after 30 s; the same command goes on."""
-    launcher = launch(bench, partial(wait_for_signal, 4, str(tmp_path / "waits")))
-    give_up_at = time.monotonic() + 90
-    while len(list(tmp_path.glob("waits-*"))) < 2:
-        assert launcher.poll() is None and time.monotonic() < give_up_at, finish(launcher)
-        time.sleep(0.05)
-    start_s = time.monotonic()
-    launcher.send_signal(signal.SIGTERM)
-    printed = finish(launcher)
+ENDS: dict[str, tuple[str, int, str]] = {
+    "terminated": ("fsdp2_cpu", signal.SIGTERM, "SIGTERM"),
+    "its terminal closed": ("fsdp2_cpu", signal.SIGHUP, "SIGHUP"),
+    "killed": ("fsdp2_cpu", signal.SIGKILL, "the end of its launcher"),
+    "of one process, terminated": ("single", signal.SIGTERM, "the end of its launcher"),
+    "what started it, killed": ("single", 0, "the end of its launcher"),
+}
+"""Preset, signal to `accelerate launch`, and what the run says of it. 0: the process dies that `TOOLKIT_STARTED_BY` names, as
+`compare` does."""
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_what_ends_the_launcher_stops_every_rank_with_a_checkpoint(bench: Workbench, tmp_path: Path, end: str) -> None:
+    """torch elastic passes signals on and would kill after 30 s; accelerate's launcher of one process passes on none."""
+    (preset, number, said), name = ENDS[end], f"launched-{len(end)}"
+    with subprocess.Popen(["sleep", "1000"]) as caller:
+        fault = partial(wait_for_signal, 4, str(tmp_path / "waits"))
+        launcher = launch(bench, name, preset, fault, env={"TOOLKIT_STARTED_BY": str(caller.pid)})
+        give_up_at, num_ranks = time.monotonic() + 90, 1 if preset == "single" else 2
+        while len(list(tmp_path.glob("waits-*"))) < num_ranks:
+            assert launcher.poll() is None and time.monotonic() < give_up_at, finish(launcher)
+            time.sleep(0.05)
+        start_s = time.monotonic()
+        launcher.send_signal(number)
+        if not number:
+            caller.kill()
+        printed = finish(launcher)  # until the last rank has closed its output
+        caller.kill()
     assert launcher.returncode != 0
     assert time.monotonic() - start_s < GRACE_S and "terminate called" not in printed, "killed, not ended"
-    assert printed.count("stopped by SIGTERM after step 5, with a checkpoint: the same command goes on from there\n") == 1, (
-        printed
-    )
-    newest, refused = newest_valid(bench.runs / "launched")
-    assert (newest, refused) == (bench.runs / "launched" / "checkpoints" / "step-00000005", [])
-
-    launcher = launch(bench)
+    sentence = f"stopped by {said} after step 5, with a checkpoint: the same command goes on from there\n"
+    assert printed.count(sentence) == 1, printed
+    newest, refused = newest_valid(bench.runs / name)
+    assert (newest, refused) == (bench.runs / name / "checkpoints" / "step-00000005", [])
+    if end != "terminated":
+        return
+    launcher = launch(bench, name, preset)
     printed = finish(launcher)
     assert launcher.returncode == 0 and "after step 5\n" in printed, printed
-    check_same(bench, "launched", "whole", NUM_STEPS)
+    check_same(bench, name, "whole", NUM_STEPS)
 
 
-def launch(bench: Workbench, *faults: Fault) -> subprocess.Popen[str]:
-    """Run `launched` by `accelerate launch` in fp32."""
-    return accelerate_launch(SCRIPT, arguments(bench, "launched", *faults, **CHANGES), folder=bench.runs, overrides=FP32)
+def launch(bench: Workbench, name: str, preset: str, *faults: Fault, **more: Any) -> subprocess.Popen[str]:
+    """Run `name` by `accelerate launch` in fp32."""
+    argv = arguments(bench, name, *faults, **CHANGES)
+    return accelerate_launch(SCRIPT, argv, folder=bench.runs, preset=preset, overrides=FP32, **more)

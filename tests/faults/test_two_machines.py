@@ -64,6 +64,18 @@ def test_a_run_on_two_machines_is_that_of_one(tmp_path_factory: pytest.TempPathF
     assert len(exported[0]) == len(exported[1])
 
 
+def test_machines_with_different_commands_refuse_the_run(tmp_path_factory: pytest.TempPathFactory, machines: list[str]) -> None:
+    bench = new_bench(tmp_path_factory, "other-commands")
+    launchers = [
+        _launch(bench, machine, number, "run", optim__lr=lr)
+        for number, (machine, lr) in enumerate(zip(machines, (1e-3, 0.05), strict=True))
+    ]
+    printed = [launcher.communicate(timeout=TIMEOUT_S)[0] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [1, 1]  # the launcher's, whose ranks ended with 2
+    assert "error: optim.lr is 0.05 on rank 1 (" in printed[0] and "exitcode  : 2" in printed[0]
+    assert not (bench.runs / "run" / "config.yaml").exists()
+
+
 def run_on_machines(bench: Workbench, machines: list[str], name: str) -> list[str]:
     """Start a run on both machines and wait for its good end; returns what each machine printed."""
     launchers = [_launch(bench, machine, number, name) for number, machine in enumerate(machines)]
@@ -87,12 +99,12 @@ def check_curve(bench: Workbench) -> None:
     assert evaluations[1][-1] == pytest.approx(evaluations[0][-1], rel=1e-6)
 
 
-def _launch(bench: Workbench, machine: str, number: int, name: str) -> subprocess.Popen[str]:
+def _launch(bench: Workbench, machine: str, number: int, name: str, **changes: Any) -> subprocess.Popen[str]:
     """The preset for several machines with one CPU process on each."""
     where = {"use_cpu": True, "num_processes": 2, "main_process_ip": ADDRESSES[0], "main_process_port": PORT}
     return accelerate_launch(
         RECIPE,
-        bench.flags(name, **CHANGES),
+        bench.flags(name, **CHANGES, **changes),
         folder=bench.runs,
         preset="fsdp2_multi_node",
         overrides=FP32 | where | {"machine_rank": number},

@@ -9,12 +9,6 @@ from tests.recipes.bad_input import OTHER_DATA, WAYS_OUT, Case, Files, model_fil
 from tests.recipes.llm_bad_input_cases import FROM_SCRATCH, LLAMA, LORA, MIX, OTHER_MODEL, OWN_ADAPTER, adapter
 from tests.support.chats import LLAMA2, STRIPPING, say
 
-BLOOM = {"model_type": "bloom", "hidden_size": 16, "n_layer": 2, "n_head": 2, "vocab_size": 400}
-FALCON = {
-    "model_type": "falcon", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 400, "alibi": True,
-}  # fmt: skip
-
-
 NUM_CHATS = 16
 CHATS = [say(f"hello there {i:b}", "it is four", "thanks", "welcome " * (1 + i % 4), system="be brief") for i in range(NUM_CHATS)]
 NEXT = NUM_CHATS + 1
@@ -175,16 +169,6 @@ MODEL = {
         flags=f"{OTHER_MODEL} {FROM_SCRATCH}",
         files=TEXT | model_files({**LLAMA, "is_causal": False}),
         sentence="LlamaForCausalLM cannot be trained here: its tokens see later ones, so it is no causal language model",
-    ),
-    "packed rows that see each other (Bloom)": Case(
-        flags=f"{OTHER_MODEL} {FROM_SCRATCH}",
-        files=TEXT | model_files(BLOOM),
-        sentence="BloomForCausalLM lets packed rows see each other: set data.packing to false",
-    ),
-    "packed rows that see each other (Falcon)": Case(
-        flags=f"{OTHER_MODEL} {FROM_SCRATCH}",
-        files=TEXT | model_files(FALCON),
-        sentence="FalconForCausalLM lets packed rows see each other: set data.packing to false",
     ),
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -42,6 +44,8 @@ for run in runs:
         assert model.generate(input_ids=inputs, max_new_tokens=3, pad_token_id=0).shape[1] > inputs.shape[1]
         about[folder.name] = difference.item()
 """
+
+FALCON = {"model_type": "falcon", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 256}
 
 TrainFamily = Callable[[str, str], dict[str, Any]]
 
@@ -90,3 +94,12 @@ def test_plain_transformers_and_peft_read_every_export(bench: Workbench, train_f
         name: ["export", "merged"] if name.endswith("lora") else ["export"] for name in names
     }
     assert all(difference <= LOGIT_TOLERANCE for about in found.values() for difference in about.values()), found
+
+
+def test_a_model_that_cannot_tell_packed_rows_apart_trains_on_them_unpacked(bench: Workbench, tmp_path: Path) -> None:
+    shutil.copytree(bench.models["llama"], tmp_path / "falcon", ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / "falcon" / "config.json").write_text(json.dumps(FALCON))
+    change = {"model": tmp_path / "falcon", "model__from_scratch": True, "preset": "single"}
+    printed = bench.run("falcon", **change)
+    assert printed.index("rows are not packed (data.packing auto): Falcon") < printed.index(": read as ")
+    assert "nothing left to train" in bench.run("falcon", **change)  # as the checkpoint says, too

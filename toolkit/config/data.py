@@ -114,9 +114,9 @@ class LLMDataConfig:
     max_length_tokens: PositiveInt = 1024  # type: ignore[valid-type]
     """Maximum tokens per row, and length of packed rows. Longer plain text is split into several rows and loses no token; longer
     chats and completions are truncated at their end, and the share of tokens lost is printed."""
-    packing: bool = True
+    packing: bool | Literal["auto"] = "auto"
     """Pack several rows of a step into one row of the tensors. They do not attend to each other, so the result is the same
-    as without packing."""
+    as without packing. `auto` packs unless the model's masks cannot keep packed rows apart (Falcon, Bloom, OPT)."""
     bucket_by_length: bool | None = None
     """Group rows of similar length into steps instead of drawing them at random. If unset, true without packing."""
     num_rows: PositiveInt | None = None  # type: ignore[valid-type]

@@ -119,6 +119,12 @@ class BatchPlan:
         first_step = self._first_step(epoch)
         return first_step - 1 + (math.ceil(part * (self._first_step(epoch + 1) - first_step)) if part else 0)
 
+    def epoch(self, step: int) -> int:
+        """The 0-based epoch of a step."""
+        while self._first_steps[-1] <= step:
+            self._first_step(len(self._first_steps))
+        return bisect_right(self._first_steps, step) - 1
+
     def is_due(self, step: int, every_epochs: float) -> bool:
         """Whether `step` is the last of the first k * `every_epochs` epochs, for a whole number k above 0."""
         every = as_written(every_epochs)
@@ -126,7 +132,7 @@ class BatchPlan:
 
     def step(self, step: int) -> Step:
         """Return the global batch of the 1-based `step`."""
-        epoch = self._epoch(step)
+        epoch = self.epoch(step)
         rows = self._batches(epoch)[step - self._first_steps[epoch]]
         return Step(step, epoch, tuple(rows.tolist()), int(self.num_label_tokens[rows].sum()), int(self.num_tokens[rows].sum()))
 
@@ -166,17 +172,11 @@ class BatchPlan:
             self._first_steps.append(self._first_steps[-1] + self._num_batches(epoch=len(self._first_steps) - 1))
         return self._first_steps[epoch]
 
-    def _epoch(self, step: int) -> int:
-        """The 0-based epoch of a step."""
-        while self._first_steps[-1] <= step:
-            self._first_step(len(self._first_steps))
-        return bisect_right(self._first_steps, step) - 1
-
     def _num_epochs(self, step: int) -> Fraction:
         """Epochs done after `step`."""
         if step < 1:
             return Fraction(0)
-        epoch = self._epoch(step)
+        epoch = self.epoch(step)
         first_step = self._first_step(epoch)
         return epoch + Fraction(step + 1 - first_step, self._first_step(epoch + 1) - first_step)
 

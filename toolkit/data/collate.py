@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from toolkit.data.batch_plan import MicroBatch
+from toolkit.errors import SIGNALS
 from toolkit.loss import IGNORED_LABEL
 
 if TYPE_CHECKING:
@@ -209,7 +210,7 @@ class _CollatedRows(torch.utils.data.Dataset):
 
 def _leave_signals_to_the_rank(worker: int) -> None:
     """A terminal signals the whole process group, but workers must live until their rank has reached a step boundary."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -1,15 +1,19 @@
 """Stops all ranks at the same step, with one checkpoint, when any of them gets a signal.
 
 SIGTERM and SIGINT come from a scheduler or a terminal, through torch elastic, to every rank at slightly different times.
-SLURM can send SIGUSR1 to a worker ahead of the time limit. A handler only records the signal. At each step boundary the ranks
+A closed terminal sends SIGHUP. SLURM can send SIGUSR1 to a worker ahead of the time limit. A handler only records the signal;
+the end of the launcher is recorded like one. At each step boundary the ranks
 exchange what they have recorded, by an all-reduce on the CPU that is read one boundary later, so that no step waits for it.
 A rank whose peer has died gets a SIGTERM too. Nothing is saved then, because the ranks can no longer agree.
 """
 
 from __future__ import annotations
 
+import os
+import select
 import signal
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
@@ -18,9 +22,25 @@ import torch
 import torch.distributed as dist
 
 from toolkit.distributed.comm import control_group
-from toolkit.errors import Stopped, UserError
+from toolkit.errors import SIGNALS, Stopped, UserError
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+LAUNCHER_GONE = "the end of its launcher"
+_GONE = 1000
+"""Stands for `LAUNCHER_GONE` among the numbers of signals."""
+_watched: list[select.poll] = []
+
+
+def watch_process(pid: int) -> None:
+    """Stop the runs of this process, as a signal does, once another process has ended. A system without pidfds watches none."""
+    with suppress(OSError, AttributeError):
+        poll = select.poll()
+        poll.register(os.pidfd_open(pid), select.POLLIN)
+        _watched.append(poll)
+
+
+def process_is_gone() -> bool:
+    """Whether a process that is watched has ended."""
+    return any(poll.poll(0) for poll in _watched)
 
 
 @dataclass(frozen=True)
@@ -28,7 +48,7 @@ class Agreement:
     """What all ranks have agreed on."""
 
     signal_name: str | None
-    """The signal that asked a rank to stop."""
+    """The signal that asked a rank to stop, or `LAUNCHER_GONE`."""
     write_failed: bool
     """A rank could not write its checkpoint or its metrics."""
 
@@ -43,7 +63,10 @@ class StopRequests:
 
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():  # only there can handlers be set
-            self.handlers = {number: signal.signal(number, self._note) for number in SIGNALS}
+            # `nohup` without a launcher: a rank that was started to survive its terminal does.
+            is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            noted = [number for number in SIGNALS if not (is_nohup and number == signal.SIGHUP)]
+            self.handlers = {number: signal.signal(number, self._note) for number in noted}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -59,6 +82,8 @@ class StopRequests:
     def agree(self, *, write_failed: bool = False) -> Agreement:
         """What the ranks had recorded at the previous boundary, and start the exchange that the next one reads. Collective."""
         before = self._read()
+        if process_is_gone():
+            self.noted = _GONE
         values = torch.tensor([self.noted, int(write_failed)], dtype=torch.int64)
         group = control_group()
         work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group, async_op=True) if group else None
@@ -78,4 +103,5 @@ class StopRequests:
         if work is not None:
             work.wait()
         number, failed = values.tolist()
-        return Agreement(signal.Signals(number).name if number else None, bool(failed))
+        name = LAUNCHER_GONE if number == _GONE else signal.Signals(number).name if number else None
+        return Agreement(name, bool(failed))

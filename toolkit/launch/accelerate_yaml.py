@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import difflib
 import os
-from pathlib import Path, PurePath
+from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_rules import check_accumulation, check_rules
+from toolkit.launch.launchers import launch_arguments
 
 PATH_VARIABLE = "TOOLKIT_ACCELERATE_YAML"
 """Names the file if no launching command line can be read, as under another launcher or in another PID namespace."""
@@ -56,7 +57,7 @@ def find_accelerate_yaml() -> Path | None:
 
     for parent in psutil.Process().parents():
         try:
-            arguments, folder = _launch_arguments(parent.cmdline()), parent.cwd()
+            arguments, folder = launch_arguments(parent.cmdline()), parent.cwd()
         except psutil.Error:  # the parent has ended, or belongs to another user
             continue
         if arguments is not None:
@@ -79,17 +80,6 @@ def check_accelerate_yaml(path: Path) -> dict[str, Any]:
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     return mapping
-
-
-def _launch_arguments(command: list[str]) -> list[str] | None:
-    """The arguments after `accelerate launch` in a command line, in any of the ways to call it; None if it is another command."""
-    for index, word in enumerate(command):
-        name, rest = PurePath(word).name, command[index + 1 :]
-        if name == "accelerate-launch" or word == "accelerate.commands.launch" or word.endswith("accelerate/commands/launch.py"):
-            return rest
-        if name in ("accelerate", "accelerate.commands.accelerate_cli") and rest[:1] == ["launch"]:
-            return rest[1:]
-    return None
 
 
 def _config_file(arguments: list[str], folder: Path) -> Path | None:

@@ -9,18 +9,29 @@ from __future__ import annotations
 
 import datetime
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from toolkit.distributed.comm import control_group, gather_objects, limit_groups, local_world_size, rank, world_size
+from toolkit.distributed.comm import (
+    control_group,
+    gather_objects,
+    limit_groups,
+    local_world_size,
+    on_all_ranks,
+    rank,
+    world_size,
+)
 from toolkit.distributed.device import available_cores, check_own_gpu, synchronize
 from toolkit.distributed.rendezvous import connecting, rendezvous_arguments
-from toolkit.distributed.watchdog import at
+from toolkit.distributed.watchdog import at, start
 from toolkit.errors import UserError
 from toolkit.launch.environment import asked_for_cpu, read_launch
 from toolkit.launch.environment_checks import check_environment, check_hardware
+from toolkit.launch.launchers import watch_launchers
+from toolkit.launch.same_run import compare_ranks, describe_launch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -36,20 +47,30 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH
 """Settings of the user for torch's allocator, which win over ours (c10/cuda/CUDAAllocatorConfig.h)."""
 
 
-def build_accelerator(timeout_s: float = 1800, num_threads: int | None = None, mixed_precision: str | None = None) -> Accelerator:
+def build_accelerator(
+    timeout_s: float = 1800,
+    num_threads: int | None = None,
+    mixed_precision: str | None = None,
+    *,
+    started_with: Mapping[str, Any] | None = None,
+) -> Accelerator:
     """Check the accelerate YAML that launched this process, and build the `Accelerator` it asks for. Collective.
+
+    From the meeting of the ranks on, the watchdog watches them.
 
     Args:
         timeout_s: time for all ranks to meet, and time without progress after which `watchdog.Watchdog` names a hung rank.
             Torch's own timeout is longer, as it names none.
         num_threads: of torch in this process; None as `_num_threads` says.
         mixed_precision: for a process that no YAML launched.
+        started_with: what else all ranks must have been started with, for `same_run.compare_ranks`.
 
     Raises:
         UserError: an unknown or useless key in the YAML, bf16 or fp8 on hardware without it, a GPU preset without a GPU or
-            with too few, ranks that do not find each other.
+            with too few, ranks that do not find each other, or that were started differently.
     """
     # Check the YAML, the launch environment and the hardware.
+    watch_launchers()
     read_launch()
     check_environment()
     check_hardware()
@@ -68,6 +89,9 @@ def build_accelerator(timeout_s: float = 1800, num_threads: int | None = None, m
     with connecting():
         PartialState(cpu=on_cpu, timeout=timeout, **meeting)
         control_group()  # always gloo; nccl does not connect yet
+    start(timeout_s)
+    at("comparing what the ranks were started with")
+    compare_ranks({**(started_with or {}), **on_all_ranks(describe_launch)})
     check_own_gpu(PartialState().device)
 
     # Build the `Accelerator`, with FSDP on a CPU too.

@@ -12,6 +12,7 @@ from typing import Any
 
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
+from toolkit.launch.launchers import STARTED_BY
 
 PRESET_FOLDER = Path(__file__).resolve().parents[2] / "accelerate_configs"
 """This checkout's presets, where a preset given by its name is looked up."""
@@ -90,7 +91,7 @@ def launch(preset: Path, command: list[str], log_path: Path) -> int:
             [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(preset), *command],
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": python_path},
+            env={**os.environ, "PYTHONPATH": python_path, STARTED_BY: str(os.getpid())},
         )
         try:
             return launcher.wait()
@@ -100,7 +101,7 @@ def launch(preset: Path, command: list[str], log_path: Path) -> int:
 
 
 def _stop(launcher: subprocess.Popen[bytes]) -> None:
-    """End a launcher and its ranks. They outlive a launcher that is killed or has started a single process."""
+    """End a launcher and its ranks now; they would end with this process, or after their next step."""
     import psutil
 
     ranks: list[psutil.Process] = []

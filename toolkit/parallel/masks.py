@@ -14,15 +14,22 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from toolkit.config.schema import LLMConfig
+from toolkit.errors import UserError
 from toolkit.models.documents import Documents
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger("toolkit")
+
+ConfigT = TypeVar("ConfigT")
 
 
 def install(model: PreTrainedModel) -> None:
@@ -50,19 +57,43 @@ def install(model: PreTrainedModel) -> None:
         if document_lengths is not None and document_starts is not None:
             documents = Documents(tuple(document_lengths), document_starts)
             inputs |= _flash_arguments(documents) if is_flash else {}
-        with _known_masks(is_packed=inputs.get("position_ids") is not None, documents=documents):
+        with known_masks(is_packed=inputs.get("position_ids") is not None, documents=documents):
             return forward(*args, **inputs)
 
     model.forward = forward_with_known_masks
-    # GPT-2 and BERT look for padding ids where they get no mask, to warn. Here padding comes last.
-    for module in model.modules():
-        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
-            setattr(module, "warn_if_padding_and_no_attention_mask", _no_warning)  # noqa: B010  # no field that mypy knows
+    _silence_padding(model)
+
+
+def choose_packing(config: ConfigT, model: PreTrainedModel) -> ConfigT:
+    """`config` with `data.packing` true or false, and a line where `auto` is false.
+
+    Args:
+        model: on the meta device. transformers tells packed rows apart by their positions (`masking_utils.py`); some models hand
+            their masks none. Where a forward on the meta device fails, the check of the real model decides.
+
+    Raises:
+        UserError: packing is asked for, and the model's masks cannot keep packed rows apart.
+    """
+    if not isinstance(config, LLMConfig) or not config.data.packing:
+        return config
+    packing, name = True, type(model).__name__
+    if "flash" not in (model.config._attn_implementation or ""):  # flash attention gets the documents' lengths
+        _silence_padding(model)
+        tokens_BT = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+        with contextlib.suppress(RuntimeError), known_masks(is_packed=True, documents=None) as packed_positions:
+            model.base_model(input_ids=tokens_BT, position_ids=tokens_BT, use_cache=False)
+            packing = bool(packed_positions)
+    if not packing and config.data.packing is True:
+        raise UserError(f"data.packing is true, but {name} lets packed rows see each other: set data.packing to auto or false")
+    if not packing:
+        logger.info(f"rows are not packed (data.packing auto): {name} would let packed rows see each other")
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, packing=packing))
 
 
 @contextlib.contextmanager
-def _known_masks(*, is_packed: bool, documents: Documents | None) -> Iterator[None]:
-    """Replace the functions of transformers' masks that read; a version that lacks one keeps its reads.
+def known_masks(*, is_packed: bool, documents: Documents | None) -> Iterator[list[torch.Tensor]]:
+    """Replace the functions of transformers' masks that read; a version that lacks one keeps its reads. Yields the positions by
+    which masks were asked to keep packed rows apart.
 
     The masks are those that transformers itself makes for padded or packed rows. A mask function that keeps `documents` apart
     and is otherwise causal, within a window or not, has them as its attribute; `documents.build_mask` looks for it.
@@ -73,8 +104,11 @@ def _known_masks(*, is_packed: bool, documents: Documents | None) -> Iterator[No
     slide = getattr(masking_utils, "sliding_window_causal_mask_function", None)
     keep_apart = getattr(masking_utils, "packed_sequence_compatibility_function", None)
 
+    asked: list[torch.Tensor] = []
+
     def find_packed(position_ids_BT: torch.Tensor) -> torch.Tensor | None:
         """Number of each token's packed row, BT; None where no row is packed."""
+        asked.append(position_ids_BT)
         before_B1 = position_ids_BT[:, :1] - 1
         return (torch.diff(position_ids_BT, prepend=before_B1) != 1).cumsum(-1) if is_packed else None
 
@@ -108,7 +142,7 @@ def _known_masks(*, is_packed: bool, documents: Documents | None) -> Iterator[No
     for name in kept:
         setattr(masking_utils, name, known[name])
     try:
-        yield
+        yield asked
     finally:
         for name, function in kept.items():
             setattr(masking_utils, name, function)
@@ -118,6 +152,13 @@ def _flash_arguments(documents: Documents) -> dict[str, Any]:
     """transformers' `FlashAttentionKwargs`, which models hand down to flash attention."""
     starts_N1, longest = documents.starts_N1, max(documents.lengths)
     return {"cu_seq_lens_q": starts_N1, "cu_seq_lens_k": starts_N1, "max_length_q": longest, "max_length_k": longest}
+
+
+def _silence_padding(model: PreTrainedModel) -> None:
+    """GPT-2 and BERT look for padding ids where they get no mask, to warn. Here padding comes last."""
+    for module in model.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            setattr(module, "warn_if_padding_and_no_attention_mask", _no_warning)  # noqa: B010  # no field that mypy knows
 
 
 def _no_warning(*_: Any) -> None:

@@ -19,6 +19,7 @@ from toolkit.models.freeze import cast_frozen, freeze
 from toolkit.models.load import build_skeleton, fastest_attention
 from toolkit.models.lora import add_adapter, check_adapter_config, is_enabled
 from toolkit.models.positions import check_causal_positions, check_positions
+from toolkit.parallel.masks import choose_packing
 from toolkit.parallel.units import repeated_blocks
 from toolkit.planning.strategy import Strategy, planned_frozen_dtype
 
@@ -76,7 +77,7 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
         add_adapter(skeleton, config.adapter, config.model, config.train.seed)
     else:
         freeze(skeleton, config.model.freeze)
-    why_dense = ""
+    why_dense, config = "", choose_packing(config, skeleton)
     if isinstance(config, LLMConfig) and config.data.packing and not is_flash:
         named, device_type = config.model.attn_implementation, "cpu" if strategy.is_cpu else "cuda"
         one_graph = strategy.is_one_graph

@@ -20,8 +20,7 @@ import torch
 from toolkit.config.load import RecipeConfig
 from toolkit.data.own_datasets import check_datasets, name_source, save_datasets
 from toolkit.distributed.comm import world_size
-from toolkit.distributed.signals import SIGNALS
-from toolkit.errors import UserError
+from toolkit.errors import SIGNALS, UserError
 from toolkit.evaluation.metrics import TextFunction
 from toolkit.tracking.trackers import close_trackers, start_trackers
 from toolkit.training import loop
@@ -100,7 +99,7 @@ def finetune(
         context = begin(config, own)
 
         # The model on the meta device: what is wrong with it is reported before data and weights load.
-        model_config, skeleton = build_skeleton(config, context)
+        config, model_config, skeleton = build_skeleton(config, context)
 
         # Rows: text → tokens on disk → the batch plan (which rows each step takes) and the evaluation split.
         config = config if train is None else save_datasets(config, train, evaluation)

@@ -77,7 +77,7 @@ def train(run: Run) -> None:
             if number >= next_step:
                 at("loading rows", number)
                 step = plan.step(number)
-                lr = learning_rate(config.optim, number, run.num_steps, plan.steps_per_epoch)
+                lr = learning_rate(config.optim, number, run.num_steps, plan)
                 with _profiled(config.profile.steps, number, run.folder):
                     run.log.add(train_step(run, step, micro_batches, lr, watch if number == next_step else None))
                 state.step, state.metrics = number, {}

@@ -21,6 +21,7 @@ from toolkit.distributed.device import describe_device
 from toolkit.distributed.watchdog import working
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.launch.accelerator import compute_dtype, fsdp_version
+from toolkit.launch.same_run import compare_ranks
 from toolkit.models import load, load_sharded
 from toolkit.models.attention import attends_by_document, choose_packed_attention, describe_attention, warn_of_full_rows
 from toolkit.models.config import AutoClass, hash_model_config, load_model_config
@@ -30,6 +31,7 @@ from toolkit.models.lora import add_adapter, is_enabled
 from toolkit.models.safetensors_index import WholeOnly
 from toolkit.models.shard_reader import Sources
 from toolkit.parallel.chunked_loss import holds_all_logits
+from toolkit.parallel.masks import choose_packing
 from toolkit.parallel.wrap import ShardedModel, check_wrap, shard_model
 from toolkit.tracking.memory import note_before_model
 from toolkit.training.model_checks import check_causal_model, check_seq2seq_model
@@ -44,8 +46,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("toolkit")
 
 
-def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[PretrainedConfig, PreTrainedModel]:
-    """Build the model on the meta device, to check its config, wrap classes, freezing and adapter early. Collective.
+def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeConfig, PretrainedConfig, PreTrainedModel]:
+    """Build the model on the meta device, to check its config, wrap classes, freezing and adapter early; returns the config with
+    `data.packing` chosen, the model's config and the model. Collective.
 
     Raises:
         UserError: one of them is wrong; on every rank.
@@ -53,12 +56,18 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[Pretraine
     working("building the model")
     auto_class = _auto_class(config)
     model_config = on_all_ranks(lambda: load_model_config(config.model, auto_class))
+    of_hub = {"the commit of model.name_or_path": getattr(model_config, "_commit_hash", None)}
+    settings = {f"{key} of the model's config": value for key, value in model_config.to_diff_dict().items() if key[0] != "_"}
+    compare_ranks(settings | of_hub)
     why = on_all_ranks(lambda: _take_fastest_attention(config, context, model_config))
     skeleton = on_all_ranks(lambda: load.build_skeleton(config.model, model_config, auto_class))
     on_all_ranks(lambda: _adapt(skeleton, config))
     on_all_ranks(lambda: check_wrap(context.accelerator, skeleton))
+    config = on_all_ranks(lambda: choose_packing(config, skeleton))
+    if isinstance(config, LLMConfig):
+        context.settings["data.packing"] = config.data.packing
     _choose_packed_attention(config, context.accelerator, skeleton, why)
-    return model_config, skeleton
+    return config, model_config, skeleton
 
 
 def build_model(
@@ -85,7 +94,7 @@ def build_model(
     if isinstance(collator, SummarizationCollator):
         check_seq2seq_model(sharded, collator, config.eval)
     else:
-        check_causal_model(sharded, collator, packing=isinstance(config, LLMConfig) and config.data.packing)
+        check_causal_model(sharded, collator, packing=_packs(config))
     if context.own.loss is not None:
         check_own_loss(context.own.loss, sharded.plain.config.get_text_config().vocab_size, context.accelerator.device)
     return sharded, optimizer, identity
@@ -145,6 +154,7 @@ def identity_of(
     """What a resume must find unchanged; `model` and `sources` are those of `load_model`, before sharding. Collective."""
     working("hashing frozen weights")
     frozen_hashes = hash_frozen(model) if sources is None else load_sharded.hash_frozen(model, sources)
+    compare_ranks({f"the frozen {name}": digest for name, digest in frozen_hashes.items()})  # each rank may have read its own
     return Identity(context.settings, hash_model_config(model_config.to_diff_dict()), data_fingerprint, frozen_hashes)
 
 
@@ -168,7 +178,7 @@ def _take_fastest_attention(config: RecipeConfig, context: RunContext, model_con
 def _choose_packed_attention(config: RecipeConfig, accelerator: Accelerator, skeleton: PreTrainedModel, why: str) -> None:
     """Choose the attention of packed rows, and log a line on it, and on the processes' devices; `why` is its end. Collective."""
     device, dtype = accelerator.device, compute_dtype(accelerator)
-    packing = isinstance(config, LLMConfig) and config.data.packing
+    packing = _packs(config)
     why_dense = ""
     if packing:
         is_one_graph = bool(accelerator.state.dynamo_plugin.fullgraph)
@@ -182,6 +192,10 @@ def _choose_packed_attention(config: RecipeConfig, accelerator: Accelerator, ske
         )
     if packing and (warning := warn_of_full_rows(skeleton, why_dense)):
         logger.warning(warning)
+
+
+def _packs(config: RecipeConfig) -> bool:
+    return isinstance(config, LLMConfig) and bool(config.data.packing)
 
 
 def _auto_class(config: RecipeConfig) -> AutoClass:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.config.schema import OptimConfig, as_written
+from toolkit.data.batch_plan import BatchPlan
 from toolkit.parallel.float8 import is_sharded_with_cast, refresh_scales
 
 
@@ -52,12 +53,13 @@ def _decayed_parameters(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
                 yield path, parameter
 
 
-def learning_rate(config: OptimConfig, step: int, num_steps: int, steps_per_epoch: int) -> float:
+def learning_rate(config: OptimConfig, step: int, num_steps: int, plan: BatchPlan) -> float:
     """Learning rate of the 1-based `step`. It is a pure function, so that a resume needs no scheduler state.
 
     Linear warm-up reaches `lr` at step `warmup_steps`, or at `warmup_ratio` of the steps, rounded up. The linear and cosine
     schedules then decay so that step `num_steps + 1` would be the first at `min_lr_ratio * lr`: the last step still updates, as
-    in transformers. The `step` schedule multiplies by `gamma` every `decay_every_steps` (default: an epoch).
+    in transformers. The `step` schedule multiplies by `gamma` every `decay_every_steps`, by default after each epoch of `plan`,
+    whose epochs differ in steps under a budget of tokens.
     """
     warmup_steps = config.warmup_steps or math.ceil(as_written(config.warmup_ratio) * num_steps)
     if step <= warmup_steps:
@@ -67,20 +69,19 @@ def learning_rate(config: OptimConfig, step: int, num_steps: int, steps_per_epoc
     if config.schedule == "constant":
         return config.lr
     if config.schedule == "step":
-        return config.lr * config.gamma ** ((step - 1) // (config.decay_every_steps or steps_per_epoch))
+        every = config.decay_every_steps
+        return config.lr * config.gamma ** ((step - 1) // every if every else plan.epoch(step))
     falling = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * falling)
 
 
-def describe_rate_change(
-    config: OptimConfig, step: int, num_steps_before: int, num_steps: int, steps_per_epoch: int
-) -> str | None:
+def describe_rate_change(config: OptimConfig, step: int, num_steps_before: int, num_steps: int, plan: BatchPlan) -> str | None:
     """A sentence if a run resumed at `step` has another learning rate there because its `num_steps` changed; else None."""
-    expected = learning_rate(config, step, num_steps_before, steps_per_epoch)
-    rate = learning_rate(config, step, num_steps, steps_per_epoch)
+    expected = learning_rate(config, step, num_steps_before, plan)
+    rate = learning_rate(config, step, num_steps, plan)
     if step > num_steps or math.isclose(rate, expected, rel_tol=0.01):
         return None
-    last = learning_rate(config, step - 1, num_steps_before, steps_per_epoch)
+    last = learning_rate(config, step - 1, num_steps_before, plan)
     verb = "jumps up to" if rate > last else "drops to" if rate < expected else "is"
     return (
         f"the learning rate {verb} {rate:.3g} in step {step}, after {last:.3g} in step {step - 1}: the {config.schedule} "

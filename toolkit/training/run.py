@@ -131,7 +131,7 @@ def resume(run: Run, folder: Path | None) -> None:
     num_steps_before = theirs["train.max_steps"] or run.plan.num_steps(theirs["train.num_epochs"])
     remarks = [
         forget_unequal(state, manifest, run.goal),
-        describe_rate_change(run.config.optim, state.step + 1, num_steps_before, run.num_steps, run.plan.steps_per_epoch),
+        describe_rate_change(run.config.optim, state.step + 1, num_steps_before, run.num_steps, run.plan),
     ]
     logger.info(f"resuming from {folder}, after step {state.step}")
     for remark in filter(None, remarks):

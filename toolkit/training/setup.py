@@ -15,12 +15,13 @@ from toolkit.config.mnist import MnistConfig
 from toolkit.config.paths import write_paths
 from toolkit.data.batch_plan import check_global_batch_size
 from toolkit.distributed.comm import on_all_ranks, on_rank_0, world_size
-from toolkit.distributed.watchdog import keep_stacks_in, start, working
+from toolkit.distributed.watchdog import keep_stacks_in, working
 from toolkit.evaluation.metrics import TextMetric, describe_code, load_text_metrics, metric_name
 from toolkit.export.write import check_export_places
 from toolkit.launch.accelerator import build_accelerator, connect_devices, frozen_dtype
 from toolkit.launch.log import start_logging
 from toolkit.launch.run_folder import lock_run_folder, open_run_folder
+from toolkit.launch.same_run import describe_config
 from toolkit.models.lora import check_adapter_config, is_enabled
 from toolkit.tracking.trackers import check_trackers
 from toolkit.training.goal import check_metric
@@ -62,8 +63,9 @@ def begin(config: RecipeConfig, own: Own) -> RunContext:
     check_metric(config.eval, own=[*map(metric_name, config.eval.metrics), *own.metrics])
     check_adapter_config(config)
     # Of the accelerate YAML and the processes.
-    accelerator = build_accelerator(config.run.timeout_s, config.run.num_threads)
-    start(config.run.timeout_s)
+    code = {name: describe_code(function) for name, function in (("loss", own.loss), *own.metrics.items()) if function}
+    started_with = {**describe_config(config), **code}
+    accelerator = build_accelerator(config.run.timeout_s, config.run.num_threads, started_with=started_with)
     connect_devices(accelerator)
     working("opening the run")
     has_adapter = is_enabled(config.adapter)
@@ -75,6 +77,8 @@ def begin(config: RecipeConfig, own: Own) -> RunContext:
     resolved = {"model.frozen_dtype": str(dtype).removeprefix("torch."), "mixed_precision": accelerator.mixed_precision}
     resolved["loss"] = describe_code(own.loss) if own.loss else None
     settings = {**dotted_keys(write_paths(config, run_folder)), **resolved}
+    if settings.get("data.packing") == "auto":  # known and compared with the model
+        del settings["data.packing"]
     working("choosing the checkpoint")
     resume_from = choose_checkpoint(run_folder, config.checkpoint.resume, settings)
     # A checkpoint lacks frozen weights: with `model.freeze`, they come from `init_from` on a resume too.

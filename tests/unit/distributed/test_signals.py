@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.support.launch import run_on_ranks
-from toolkit.distributed.signals import SIGNALS, Agreement, StopRequests
+from toolkit.distributed.signals import Agreement, StopRequests
+from toolkit.errors import SIGNALS
 
 NOTHING = Agreement(None, False)
 

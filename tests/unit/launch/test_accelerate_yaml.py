@@ -13,10 +13,10 @@ from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import (
     PATH_VARIABLE,
     _config_file,
-    _launch_arguments,
     check_accelerate_yaml,
     find_accelerate_yaml,
 )
+from toolkit.launch.launchers import launch_arguments
 
 PRESETS = sorted((Path(__file__).resolve().parents[3] / "accelerate_configs").glob("*.yaml"))
 
@@ -291,7 +291,7 @@ def test_every_preset_passes_and_has_its_header(path: Path) -> None:
     ],
 )
 def test_the_launchers_arguments_are_read_from_its_command_line(command: list[str], arguments: list[str] | None) -> None:
-    assert _launch_arguments(command) == arguments
+    assert launch_arguments(command) == arguments
 
 
 @pytest.mark.parametrize(

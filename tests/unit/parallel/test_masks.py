@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from tests.support.host_reads import recorded
 from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES
@@ -14,7 +15,10 @@ from tests.support.seq2seq_families import IN_PROCESS, build_collator
 from tests.support.seq2seq_families import build_model as build_seq2seq
 from tests.unit.parallel.test_chunked_loss import build_model as build_causal
 from tests.unit.parallel.test_chunked_loss import build_rows
+from toolkit.config.data import LLMDataConfig
+from toolkit.config.schema import LLMConfig, ModelConfig
 from toolkit.data.collate import CausalCollator
+from toolkit.errors import UserError
 from toolkit.loss import summed_loss
 from toolkit.parallel import chunked_loss, masks
 
@@ -29,6 +33,43 @@ LEFT: dict[str, dict[str, int]] = {
 }  # fmt: skip
 """What a forward and backward still reads, by family; each is a `_local_scalar_dense`."""
 ONLY_EAGER = {"gemma2", "longt5", "bigbird_pegasus", "pegasus_x", "t5gemma"}
+
+
+WITHOUT_POSITIONS: dict[str, dict[str, Any]] = {
+    "falcon": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "bloom": {"hidden_size": 16, "n_layer": 2, "n_head": 2},
+    "opt": {"hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "mpt": {"d_model": 16, "n_layers": 2, "n_heads": 2},
+    "biogpt": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+}
+"""Families whose masks get no positions, in transformers 5.23."""
+
+
+@pytest.mark.parametrize("family", [*CAUSAL_FAMILIES, *WITHOUT_POSITIONS])
+def test_rows_are_packed_where_masks_can_tell_them_apart(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    packs = family in CAUSAL_FAMILIES
+    with torch.device("meta"):
+        if packs:
+            config_class, sizes = CAUSAL_FAMILIES[family]
+            model_config = getattr(transformers, config_class)(vocab_size=256, **sizes)
+        else:
+            model_config = transformers.AutoConfig.for_model(family, vocab_size=256, **WITHOUT_POSITIONS[family])
+        model = transformers.AutoModelForCausalLM.from_config(model_config)
+
+    def chosen(packing: Any) -> bool | str:
+        with caplog.at_level("INFO", "toolkit"):
+            config = LLMConfig(model=ModelConfig(name_or_path=family), data=LLMDataConfig(packing=packing))
+            return masks.choose_packing(config, model).data.packing
+
+    assert chosen("auto") is packs and chosen(False) is False
+    name = type(model).__name__
+    lines = [] if packs else [f"rows are not packed (data.packing auto): {name} would let packed rows see each other"]
+    assert [record.message for record in caplog.records if record.name == "toolkit"] == lines
+    if packs:
+        assert chosen(True) is True
+        return
+    with pytest.raises(UserError, match=f"^data.packing is true, but {name} lets .* set data.packing to auto or false$"):
+        chosen(True)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -46,7 +46,7 @@ def train(state: TrainState, num_steps: int, monkeypatch: pytest.MonkeyPatch, si
     sections: Any = {"eval": EvalConfig(every_steps=None), "checkpoint": CheckpointConfig(every_steps=None, keep_best=0)}
     config = SimpleNamespace(**sections, optim=OptimConfig(), profile=ProfileConfig(), log_every_steps=1)
     run: Any = MagicMock(config=config, state=state, num_steps=num_steps, own=Own())
-    run.plan.steps_per_epoch, run.sharded.model = 9, nn.Linear(2, 2)
+    run.sharded.model = nn.Linear(2, 2)
     try:
         loop.train(run)
     except Stopped:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from toolkit.config.schema import OptimConfig
+from toolkit.config.schema import OptimConfig, TrainConfig
+from toolkit.data.batch_plan import BatchPlan
 from toolkit.training.optim import build_optimizer, clip_gradients, describe_rate_change, learning_rate
 
 
@@ -21,9 +23,15 @@ class Model(nn.Module):
         self.head.weight = self.embed.weight
 
 
+def plan_of(steps_per_epoch: int) -> BatchPlan:
+    """Epochs of equally many steps, of one row each."""
+    ones = np.ones(steps_per_epoch, dtype=np.int64)
+    return BatchPlan(ones, ones, TrainConfig(global_batch_size_rows=1), world_size=1)
+
+
 def rates(num_steps: int, steps_per_epoch: int = 5, **settings: object) -> list[float]:
-    config = OptimConfig(lr=1.0, **settings)  # type: ignore[arg-type]
-    return [round(learning_rate(config, step, num_steps, steps_per_epoch), 6) for step in range(1, num_steps + 1)]
+    config, plan = OptimConfig(lr=1.0, **settings), plan_of(steps_per_epoch)  # type: ignore[arg-type]
+    return [round(learning_rate(config, step, num_steps, plan), 6) for step in range(1, num_steps + 1)]
 
 
 def test_norms_and_biases_are_not_decayed_and_tied_weights_come_once() -> None:
@@ -54,6 +62,17 @@ def test_schedules() -> None:
     assert rates(4, schedule="cosine") == [1, 0.853553, 0.5, 0.146447]
     assert rates(6, schedule="step", gamma=0.5, decay_every_steps=2) == [1, 1, 0.5, 0.5, 0.25, 0.25]
     assert rates(6, schedule="step", gamma=0.5, steps_per_epoch=3) == [1, 1, 1, 0.5, 0.5, 0.5]
+
+
+def test_the_step_schedule_decays_where_epochs_of_a_token_budget_end() -> None:
+    lengths = np.random.default_rng(0).integers(1, 60, 300)
+    plan = BatchPlan(lengths, lengths, TrainConfig(global_batch_size_tokens=100), world_size=1)
+    ends = [plan.num_steps(epoch) for epoch in range(1, 6)]
+    assert ends != [plan.steps_per_epoch * epoch for epoch in range(1, 6)], "epochs differ in steps"
+    config = OptimConfig(lr=1.0, schedule="step", gamma=0.5)
+    assert [learning_rate(config, end + later, ends[-1] + 1, plan) for end in ends for later in (0, 1)] == [
+        0.5**decays for epoch in range(5) for decays in (epoch, epoch + 1)
+    ]
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.5, 1e6])
@@ -109,7 +128,7 @@ def test_a_learning_rate_that_another_length_changes_is_said(
     settings: dict[str, object], step: int, before: int, now: int, begins: str | None
 ) -> None:
     config = OptimConfig(lr=1.0, **{"schedule": "linear", "warmup_steps": 0} | settings)  # type: ignore[arg-type]
-    sentence = describe_rate_change(config, step, before, now, steps_per_epoch=5)
+    sentence = describe_rate_change(config, step, before, now, plan_of(5))
     if begins is None:
         assert sentence is None
     else:

@@ -23,7 +23,7 @@ from toolkit.data.collate import CausalCollator, Collator, SummarizationCollator
 from toolkit.data.tokens.languages import start_generation
 from toolkit.data.tokens.prepare import prepare_rows
 from toolkit.distributed.comm import on_all_ranks, on_rank_0, rank, world_size
-from toolkit.distributed.watchdog import start, working
+from toolkit.distributed.watchdog import working
 from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows, choose_rows
 from toolkit.export.card import Origin
@@ -33,6 +33,7 @@ from toolkit.export.write import export_model
 from toolkit.launch.accelerate_yaml import find_accelerate_yaml
 from toolkit.launch.accelerator import build_accelerator, connect_devices, frozen_dtype
 from toolkit.launch.environment import is_launched
+from toolkit.launch.same_run import describe_config
 from toolkit.models.config import special_tokens
 from toolkit.models.load import num_token_embeddings
 from toolkit.models.lora import is_enabled
@@ -77,8 +78,9 @@ def _export(options: Options, config: RecipeConfig) -> None:
     precision = None
     if not is_launched() and find_accelerate_yaml() is None:  # one process; weights that were frozen in bf16 compute in it
         precision = "bf16" if any_settings.get("model.frozen_dtype") == "bfloat16" else "no"
-    accelerator = build_accelerator(config.run.timeout_s, config.run.num_threads, precision)
-    start(config.run.timeout_s)
+    chosen = {f"--{name}": value for name, value in vars(options).items() if not isinstance(value, Path)}
+    started_with = describe_config(config) | chosen
+    accelerator = build_accelerator(config.run.timeout_s, config.run.num_threads, precision, started_with=started_with)
     connect_devices(accelerator)
     working("choosing the checkpoint")
     checkpoint = choose_checkpoint(options, config)
@@ -92,7 +94,7 @@ def _export(options: Options, config: RecipeConfig) -> None:
     dtype = on_all_ranks(lambda: frozen_dtype(accelerator, stored, has_adapter=has_adapter))
     init_from = find_weights(config.model.init_from) if config.model.init_from and config.model.freeze else None
     context = RunContext(accelerator, dtype, options.run_folder, settings, checkpoint, init_from, metrics=())
-    model_config, skeleton = build_skeleton(config, context)
+    config, model_config, skeleton = build_skeleton(config, context)
     data, evaluation = _load_data(options.run_folder, config, model_config, skeleton, manifest["identity"]["data_fingerprint"])
     model, sources = load_model(config, context, model_config, skeleton)
     if isinstance(evaluation.collator, SummarizationCollator):

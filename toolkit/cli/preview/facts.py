@@ -21,6 +21,7 @@ from toolkit.launch.environment import asked_for_cpu
 from toolkit.models.attention import choose_packed_attention
 from toolkit.models.config import AutoClass, is_encoder_decoder, load_model_config
 from toolkit.models.load import build_skeleton
+from toolkit.parallel.masks import choose_packing
 from toolkit.planning.strategy import Strategy, load_strategy
 from toolkit.training.data import num_steps, prepare_data
 
@@ -52,6 +53,7 @@ def collect(
     check_global_batch_size(config.train, launch.num_processes)
     # The run's own phases, without its accelerator: the model on the meta device, then its rows and its batch plan.
     model_config, skeleton = _build_skeleton(config, launch)
+    config = choose_packing(config, skeleton)
     metrics = load_text_metrics(config.eval.metrics, {})
     rows, plan, evaluation = prepare_data(config, metrics, model_config, skeleton, launch.num_processes)
     name = config.model.name_or_path

@@ -1,0 +1,161 @@
+"""Ranks that were started differently end with one sentence, before weights load."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from tests.support.launch import LaunchResult, run_on_ranks, start
+from tests.support.workbench import FP32, RECIPE, Workbench, new_bench
+from toolkit.errors import EXIT_USER_ERROR
+
+DIFFERENTLY = """
+import json, os, runpy, sys
+
+changes = json.loads(sys.argv[1]).get(os.environ["RANK"], {})
+os.environ.update(changes.get("env", {}))
+sys.argv = [*sys.argv[2:], *changes.get("flags", [])]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""First argument: flags and environment variables of single ranks. Then: a recipe and its flags."""
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
+    return new_bench(tmp_path_factory, "same-run")
+
+
+def run_with(bench: Workbench, *, preset: str = "fsdp2_cpu", **of_rank_1: Any) -> LaunchResult:
+    script = bench.runs / "differently.py"
+    script.write_text(DIFFERENTLY)
+    arguments = [json.dumps({"1": of_rank_1}), str(RECIPE), *bench.flags("run", train__max_steps=1)]
+    with start(script, arguments, preset=preset, overrides=FP32) as running:
+        return running.wait()
+
+
+def refused_for(result: LaunchResult, bench: Workbench) -> str:
+    """The one sentence of a run that both ranks refuse before it writes anything."""
+    assert result.returncodes == [EXIT_USER_ERROR, EXIT_USER_ERROR], result.stderr
+    assert "Traceback" not in result.stderr
+    [sentence] = [line.removeprefix("error: ") for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert not (bench.runs / "run" / "config.yaml").exists()
+    return sentence
+
+
+@pytest.mark.parametrize("preset", ["fsdp2_cpu", "ddp_cpu"])
+def test_another_learning_rate_is_refused(bench: Workbench, preset: str) -> None:
+    sentence = refused_for(run_with(bench, preset=preset, flags=["--optim.lr=0.05"]), bench)
+    host = os.uname().nodename
+    assert sentence == (
+        f"optim.lr is 0.05 on rank 1 ({host}), but 0.001 on rank 0 ({host}): start all ranks with the same command, configs, "
+        "files and versions"
+    )
+
+
+def test_what_ended_in_a_hang_is_refused_too(bench: Workbench) -> None:
+    flags = ["--train.global_batch_size_rows=6", "--eval.every_steps=1", "--checkpoint.every_steps=1"]
+    sentence = refused_for(run_with(bench, flags=flags), bench)
+    assert "train.global_batch_size_rows is 6 on rank 1" in sentence
+    assert "; eval.every_steps, checkpoint.every_steps differ too: " in sentence
+
+
+def test_a_flag_of_the_launcher_is_compared_too(bench: Workbench) -> None:
+    sentence = refused_for(run_with(bench, env={"FSDP_RESHARD_AFTER_FORWARD": "false"}), bench)
+    assert sentence.startswith("FSDP_RESHARD_AFTER_FORWARD is 'false' on rank 1 ")
+
+
+def test_other_weights_of_the_same_shape_are_refused(bench: Workbench) -> None:
+    other = bench.runs / "elsewhere" / "t5"
+    shutil.copytree(bench.models["t5"], other)
+    flags = [f"--model.name_or_path={other}", "--run.num_threads=1"]
+    assert run_with(bench, flags=flags).returncodes == [0, 0]  # a copy in another place is the same model
+    shutil.rmtree(bench.runs / "run")
+    weights = other / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    sentence = refused_for(run_with(bench, flags=flags), bench)
+    assert sentence.startswith(f"model.safetensors of model.name_or_path is '{len(content):,} bytes with the hash ")
+
+
+def test_each_kind_of_difference_has_its_name(bench: Workbench, tmp_path: Path) -> None:
+    places = []
+    for rank in range(2):
+        folder = tmp_path / str(rank)
+        shutil.copytree(bench.models["t5"], folder / "model")
+        (folder / "metric").mkdir()
+        for name in ("source.py", "template.jinja", "metric/metric.py", "model/tokenizer_config.json"):
+            (folder / name).write_text(f'"{rank}"')
+        places.append(folder)
+    names = run_on_ranks(_names_of_differences, preset="ddp_cpu", args=(places,))
+    assert names[0] == names[1] == [
+        "train.seed is 1", "model.dropout is 0.5", "optim.weight_decay is 0.1", "optim.max_grad_norm is None",
+        "optim.label_smoothing is 0.1", "the file of data.source", "metric.py of eval.metrics",
+        "tokenizer_config.json of model.name_or_path", "tokenizer_config.json of model.init_from", "the version of torch is '2'",
+        "the code of the toolkit", "", "",
+    ]  # fmt: skip
+
+
+def _names_of_differences(places: list[Path]) -> list[str]:
+    """What each case's sentence begins with; empty where ranks may differ so. Collective."""
+    from toolkit.config.schema import DataConfig, ModelConfig, RunConfig, SummarizationConfig
+    from toolkit.distributed.comm import rank
+    from toolkit.errors import UserError
+    from toolkit.launch import same_run
+    from toolkit.launch.accelerator import build_accelerator
+
+    build_accelerator()
+    here = places[rank()]
+    plain = SummarizationConfig(model=ModelConfig(name_or_path="t5-small"), data=DataConfig())
+
+    def changed(section: str, **fields: Any) -> SummarizationConfig:
+        return dataclasses.replace(plain, **{section: dataclasses.replace(getattr(plain, section), **fields)})
+
+    of_rank_1: list[dict[str, Any]] = [
+        {"section": "train", "seed": 1},
+        {"section": "model", "dropout": 0.5},
+        {"section": "optim", "weight_decay": 0.1},
+        {"section": "optim", "max_grad_norm": None},
+        {"section": "optim", "label_smoothing": 0.1},
+    ]
+    cases: list[Callable[[], dict[str, Any]]] = [
+        lambda case=case: same_run.describe_config(changed(**case) if rank() else plain) for case in of_rank_1
+    ]
+    of_both = [
+        {"section": "data", "source": f"{here}/source.py:rows"},
+        {"section": "eval", "metrics": [f"{here}/metric"]},
+        {"section": "model", "name_or_path": f"{here}/model"},
+        {"section": "model", "init_from": f"{here}/model"},
+    ]
+    cases += [lambda case=case: same_run.describe_config(changed(**case)) for case in of_both]
+    version, code = ({"torch": str(2 + 1 - rank())}, here)
+
+    def versions() -> dict[str, Any]:
+        with patch("importlib.metadata.version", version.get):
+            return same_run.describe_launch()
+
+    def toolkit_code() -> dict[str, Any]:
+        with patch.object(same_run, "__file__", str(code / "launch" / "same_run.py")):
+            return same_run.describe_launch()
+
+    cases += [versions, toolkit_code]
+    cases.append(lambda: same_run.describe_config(dataclasses.replace(plain, run=RunConfig(num_threads=1 + rank()))))
+    cases.append(lambda: same_run.describe_config(changed("run", output_dir=str(here))))
+    names = []
+    for describe in cases:
+        try:
+            same_run.compare_ranks(describe())
+            names.append("")
+        except UserError as error:
+            name, _, value = str(error).partition(" is ")
+            value = value.partition(" on rank ")[0]
+            names.append(f"{name} is {value}" if "hash" not in value and "code" not in name else name)
+    return names

@@ -1,0 +1,46 @@
+"""The processes that started this rank and wait for its end: a run whose launcher is gone saves and ends.
+
+accelerate's launcher of one process passes no signal on (accelerate/commands/launch.py:992), and one that is killed can pass none
+on: without this its ranks would train to the end, on devices that somebody else may have been given. A program that was started
+by hand, under `nohup` or in a notebook, has no launcher.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import PurePath
+
+from toolkit.distributed.signals import watch_process
+
+STARTED_BY = "TOOLKIT_STARTED_BY"
+"""The process id of `compare` or `verify`, in the environment of the runs that they start."""
+_TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+
+
+def watch_launchers() -> None:
+    """Watch the launcher among this process's parents, and what started it, as long as this process lives."""
+    import psutil
+
+    pids = [int(os.environ[STARTED_BY])] if os.environ.get(STARTED_BY, "").isdecimal() else []
+    for parent in psutil.Process().parents():
+        with suppress(psutil.Error):  # it has ended, or belongs to another user
+            pids += [parent.pid] if _is_launcher(parent.cmdline()) else []
+    for pid in pids:
+        watch_process(pid)
+
+
+def launch_arguments(command: list[str]) -> list[str] | None:
+    """The arguments after `accelerate launch` in a command line, in any of the ways to call it; None if it is another command."""
+    for index, word in enumerate(command):
+        name, rest = PurePath(word).name, command[index + 1 :]
+        if name == "accelerate-launch" or word == "accelerate.commands.launch" or word.endswith("accelerate/commands/launch.py"):
+            return rest
+        if name in ("accelerate", "accelerate.commands.accelerate_cli") and rest[:1] == ["launch"]:
+            return rest[1:]
+    return None
+
+
+def _is_launcher(command: list[str]) -> bool:
+    is_torchrun = any(PurePath(word).name in _TORCHRUN or word.endswith("torch/distributed/run.py") for word in command[:4])
+    return is_torchrun or launch_arguments(command) is not None

@@ -1,0 +1,117 @@
+"""All ranks are one run: they compare what they were started with, and a difference ends the run by its name.
+
+Ranks of one launcher share a command line, but each machine has its own, and its own files and packages. What may differ is what
+says where: addresses, ports, local paths, threads, workers.
+
+What is compared, when, and what may differ, is a table in docs/process_groups.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.load import dotted_keys
+from toolkit.config.paths import hide_paths
+from toolkit.distributed.comm import gather_objects
+from toolkit.errors import UserError
+from toolkit.launch.accelerate_yaml import check_accelerate_yaml, find_accelerate_yaml
+
+MAY_DIFFER = frozenset(
+    ("run.output_dir", "run.num_threads", "data.cache_dir", "data.num_tokenizer_workers", "data.num_loader_workers")
+)
+"""Fields of the run YAML that may differ between ranks. Of `run.output_dir`, all ranks must see the same files."""
+_BY_CONTENTS = frozenset(
+    ("model.name_or_path", "model.init_from", "adapter.name_or_path", "data.chat_template", "data.source", "eval.metrics")
+)
+"""Fields whose local files are compared here; rows are compared as tokens (`data.tokens.prepare`)."""
+_PLACES_IN_YAML = frozenset(
+    ("machine_rank", "main_process_ip", "main_process_port", "same_network", "rdzv_backend", "gpu_ids", "enable_cpu_affinity",
+     "num_cpu_threads_per_process", "debug")
+)  # fmt: skip
+_OF_THE_LAUNCHER = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "FP8_")
+_PLACES_IN_ENVIRONMENT = frozenset(("ACCELERATE_CPU_AFFINITY", "ACCELERATE_DEBUG_MODE", "ACCELERATE_BYPASS_DEVICE_MAP"))
+_PACKAGES = ("torch", "accelerate", "transformers", "peft")
+_ENDINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py", ".safetensors")
+"""Files of a folder that may decide a model, its tokenizer or its code."""
+_START_BYTES, _NUM_BLOCKS, _BLOCK_BYTES = 1 << 20, 64, 1 << 14
+"""Of a large file, its start, which holds the header of safetensors, and blocks at equal distances are hashed."""
+
+
+def compare_ranks(facts: Mapping[str, Any]) -> None:
+    """Check that every rank has the same facts. Collective.
+
+    Args:
+        facts: values by their names, in the order in which a difference is named; what `repr` prints is compared.
+
+    Raises:
+        UserError: the first difference from rank 0, with both values; on every rank.
+    """
+    mine = {name: repr(value) for name, value in facts.items()}
+    digests = gather_objects((hashlib.sha256(json.dumps(mine).encode()).hexdigest(), socket.gethostname()))
+    others = [number for number, (digest, _) in enumerate(digests) if digest != digests[0][0]]
+    if not others:
+        return
+    all_facts = gather_objects(mine)
+    first, theirs = all_facts[0], all_facts[others[0]]
+    differing = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
+    (at_0, at_other), name = (facts.get(differing[0], "not set") for facts in (first, theirs)), differing[0]
+    more = f"; {', '.join(differing[1:6])}{', …' if len(differing) > 6 else ''} differ too" if differing[1:] else ""
+    error = UserError(
+        f"{name} is {at_other:.200} on rank {others[0]} ({digests[others[0]][1]}), but {at_0:.200} on rank 0 ({digests[0][1]})"
+        f"{more}: start all ranks with the same command, configs, files and versions"
+    )
+    error.agreed_by_all_ranks = True  # type: ignore[attr-defined]
+    raise error
+
+
+def describe_launch() -> dict[str, Any]:
+    """What the accelerate YAML and the launcher's flags say, and the versions; by name, for `compare_ranks`."""
+    path = find_accelerate_yaml()
+    of_yaml = check_accelerate_yaml(path) if path else {}
+    facts = {f"{key} of the accelerate YAML": value for key, value in of_yaml.items() if key not in _PLACES_IN_YAML}
+    names = [name for name in sorted(os.environ) if name.startswith(_OF_THE_LAUNCHER) and name not in _PLACES_IN_ENVIRONMENT]
+    facts |= {name: os.environ[name] for name in names}
+    facts |= {f"the version of {package}": importlib.metadata.version(package) for package in _PACKAGES}
+    root = Path(__file__).resolve().parents[1]
+    code = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(root.rglob("*.py")))).hexdigest()[:16]
+    return {**facts, "the code of the toolkit": code}
+
+
+def describe_config(config: Any) -> dict[str, Any]:
+    """The fields of a run's config, and the contents of the local files that they name; by name, for `compare_ranks`."""
+    local: dict[str, str] = {}
+    hidden = hide_paths(config, local)
+    facts = {name: value for name, value in dotted_keys(hidden).items() if name not in MAY_DIFFER}
+    for path, key in local.items():
+        if key in _BY_CONTENTS:
+            facts |= {f"{file} of {key}": contents for file, contents in _describe_files(Path(path)).items()}
+    return facts
+
+
+def _describe_files(path: Path) -> dict[str, str]:
+    """Size and hash of a file, or of those of a folder that may decide a model."""
+    if path.is_file():
+        return {"the file": _describe_file(path)}
+    found = [*path.glob("*"), *path.glob("checkpoints/*/manifest.json")]  # a checkpoint's manifest has hashes of all its files
+    files = sorted(file for file in found if file.suffix in _ENDINGS and file.is_file())
+    return {str(file.relative_to(path)): _describe_file(file) for file in files}
+
+
+def _describe_file(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            digest = hashlib.sha256(file.read(_START_BYTES))
+            for block in range(_NUM_BLOCKS if num_bytes > _START_BYTES else 0):
+                file.seek((num_bytes - _BLOCK_BYTES) * block // (_NUM_BLOCKS - 1))
+                digest.update(file.read(_BLOCK_BYTES))
+    except OSError as error:  # whoever loads it reports it better
+        return f"unreadable ({error.strerror})"
+    return f"{num_bytes:,} bytes with the hash {digest.hexdigest()[:16]}"
