@@ -16,6 +16,7 @@ from toolkit.data.rows.example import read_examples
 from toolkit.data.tokens.chat_template import check_chat_template, list_special_tokens, read_chat_template
 from toolkit.data.tokens.cuts import ROW_IDS_OF_A_PIECE, SIDES, describe_cut, describe_split, split_text
 from toolkit.data.tokens.offsets import TokenizedText, tokenize_texts
+from toolkit.data.tokens.omissions import KINDS
 from toolkit.data.tokens.prompts import Prepared, prepare_chat, prepare_text
 from toolkit.data.tokens.tokenizer import describe_lost_text, train_byte_level_tokenizer
 from toolkit.errors import UserError
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
 TRAINED = "byte-level trained"
 """The tokenizer of a model that brings none."""
 
-_OF_TOKENIZING = ("num_given_tokens", "num_lost_tokens", "piece", "is_chat", "is_endless")
-"""Temporary columns: tokens before and lost to the cut; a row's 0-based number in its text; a chat, one with an endless turn."""
+_OF_TOKENIZING = ("num_given_tokens", "num_lost_tokens", "piece", "is_chat", "is_endless", "omitted")
+"""Temporary columns: tokens before and lost to the cut; a row's 0-based number in its text; a chat, one with an endless turn;
+`Prepared.omitted`."""
 _NUM_ROWS_TRIED = 100  # to see whether the tokenizer preserves their text
 
 
@@ -110,7 +112,7 @@ def tokenize(
             columns = _split(item, tokens, len(prefix), config.max_length_tokens)
         else:
             columns = [_mask(item, tokens, config.max_length_tokens, special_tokens)]
-        of_row = {**_find_stops(item, tokenizer, special_tokens), "source_index": mix_entry}
+        of_row = {**_find_stops(item, tokenizer, special_tokens), "source_index": mix_entry, "omitted": item.omitted}
         all_columns += [
             {**part, **of_row, "row_id": row_id + piece * ROW_IDS_OF_A_PIECE, "piece": piece}
             for piece, part in enumerate(columns)
@@ -124,10 +126,12 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, *, is_chat: boo
     return [*([] if is_chat else _get_prefix(tokenizer)), *tokens.input_ids.tolist()]
 
 
-def report(tokenized: Dataset, config: LLMDataConfig, name: str) -> tuple[Dataset, list[str], set[int]]:
-    """The rows with a label, as they are stored; sentences about rows that were split, cut, dropped or have no end of turn; and
-    the tokens that end turns."""
-    numbers = tokenized.select_columns(["num_label_tokens", *_OF_TOKENIZING]).with_format("numpy")[:]
+def report(
+    tokenized: Dataset, config: LLMDataConfig, name: str, origins: list[tuple[str, int]]
+) -> tuple[Dataset, list[str], set[int]]:
+    """The rows with a label, as they are stored; sentences about rows that were split, cut, dropped, have no end of turn or are
+    not printed in full by the chat template; and the tokens that end turns."""
+    numbers = tokenized.select_columns(["row_id", "num_label_tokens", *_OF_TOKENIZING]).with_format("numpy")[:]
     is_kept = numbers["num_label_tokens"] > 0
     is_bare = ~is_kept & (numbers["num_lost_tokens"] == 0)  # no label before any cut, as with zero-width characters for BERT's
     limit, side = f"data.max_length_tokens = {config.max_length_tokens}", SIDES[name]
@@ -156,6 +160,12 @@ def report(tokenized: Dataset, config: LLMDataConfig, name: str) -> tuple[Datase
             "has nothing to stop at: take a data.chat_template that ends assistant turns with eos_token, as "
             "recipes/chat_templates/plain.jinja does"
         )
+    for kind in KINDS:
+        if len(found := np.flatnonzero(np.char.count(numbers["omitted"].astype(str), kind))):
+            sentences.append(
+                f"WARNING: the chat template leaves out context in {len(found)} of {num_rows} {side} rows: {kind} (first: "
+                f"{locate(numbers['row_id'][found[0]], origins)}); set data.chat_template to a template that prints it"
+            )
     kept = tokenized.select(np.flatnonzero(is_kept)) if num_lost or num_bare else tokenized
     if name == "train":
         _check_mix(kept, config)

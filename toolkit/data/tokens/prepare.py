@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("toolkit")
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 """Part of the cache's name. Raise it when the columns or their meaning change."""
 
 _ROWS_WORTH_SEVERAL_PROCESSES = 10_000
@@ -173,7 +173,7 @@ def _write_tokens(
             folder,
             num_workers=config.num_tokenizer_workers,
         )
-        kept, sentences, stops = kind.report(tokenized, config, name)
+        kept, sentences, stops = kind.report(tokenized, config, name, rows.origins)
         remarks += sentences
         stop_token_ids |= stops
         save_tokens(kept, name, folder)

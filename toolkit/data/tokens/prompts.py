@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit.data.rows.example import Example
 from toolkit.data.tokens.chat_template import TEMPLATE_ERRORS, NoMaskError, Turn, find_turns, render_chat
+from toolkit.data.tokens.omissions import find_omissions
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ class Prepared(NamedTuple):
     counts_whole: bool
     """Whether all tokens of the text count in the loss."""
     is_chat: bool
+    omitted: str = ""
+    """Which of `omissions.KINDS` the chat template leaves out of what is not to be trained on."""
 
 
 def prepare_text(example: Example, loss_on: str) -> Prepared:
@@ -38,8 +41,8 @@ def prepare_chat(tokenizer: PreTrainedTokenizerBase, example: Example, loss_on: 
     """Prepare a chat as its template renders it.
 
     Raises:
-        UserError: the template refuses the chat, prints nothing of a turn, or does not show which text is the assistant's; a
-            turn has weight 0 although all tokens count.
+        UserError: the template refuses the chat, leaves out what is to be trained on, or does not show which text is the
+            assistant's; a turn has weight 0 although all tokens count.
     """
     messages, tools, weight_0 = example.messages or [], example.tools, example.weight_0
     if weight_0 and loss_on == "all":
@@ -48,6 +51,7 @@ def prepare_chat(tokenizer: PreTrainedTokenizerBase, example: Example, loss_on: 
             "or leave the weight out"
         )
     # Render, and locate the assistant's turns; without them, only data.loss_on all is possible.
+    turns: list[Turn] = []
     try:
         text = render_chat(tokenizer, messages, tools)
         turns = find_turns(tokenizer, text, messages, tools)
@@ -58,7 +62,6 @@ def prepare_chat(tokenizer: PreTrainedTokenizerBase, example: Example, loss_on: 
                 "data.chat_template with {% generation %} ... {% endgeneration %} around the assistant's text "
                 "(recipes/chat_templates/chatml_generation.jinja is one for ChatML), or set data.loss_on all"
             ) from None
-        return Prepared(text, [], [], counts_whole=True, is_chat=True)
     except UserError:
         raise
     except TEMPLATE_ERRORS as error:
@@ -66,13 +69,20 @@ def prepare_chat(tokenizer: PreTrainedTokenizerBase, example: Example, loss_on: 
             f"{where}: the chat template refuses this conversation ({str(error) or type(error).__name__}): change the row, or "
             "set data.chat_template to a template that takes it"
         ) from None
-    # Check that every turn was printed, then keep those to train on.
+    # Check that the template has printed everything, then keep the turns to train on.
+    trained_turns = set(example.trained_turns)
+    omitted = set()
+    for what, i, excerpt in find_omissions(text, messages, tools, turns):
+        # Many templates leave out earlier thinking. Where all tokens count, that is the form that was asked for.
+        is_asked_for = what == "thinking" and loss_on == "all" and any(m["role"] == "user" for m in messages[i or 0 :])
+        if i in trained_turns and not is_asked_for:
+            raise UserError(
+                f"{where}: the chat template leaves out the {what} of message {i + 1}, {excerpt!r:.60}, which is to be trained "
+                "on: set data.chat_template to a template that prints it, or take it out of the row"
+            )
+        omitted.add(what)
     spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    for i, turn in zip(spoken, turns, strict=True):
-        if not text[turn.start : turn.content_end].strip():
-            has_calls = " (it has tool_calls, which the template may not know)" if messages[i].get("tool_calls") else ""
-            raise UserError(f"{where}: the chat template prints nothing of message {i + 1}{has_calls}: set data.chat_template")
-    trained_turns = example.trained_turns
-    trained = [(i, turn) for i, turn in zip(spoken, turns, strict=True) if i in trained_turns]
+    trained = [(i, turn) for i, turn in zip(spoken, turns, strict=False) if i in trained_turns]
     lead_texts = [next(m["content"] for m in reversed(messages[:i]) if m["role"] == "user") for i, _ in trained]
-    return Prepared(text, [turn for _, turn in trained], lead_texts, counts_whole=loss_on == "all", is_chat=True)
+    turns = [turn for _, turn in trained]
+    return Prepared(text, turns, lead_texts, counts_whole=loss_on == "all", is_chat=True, omitted=", ".join(sorted(omitted)))

@@ -86,7 +86,9 @@ def _find_unknown(
     return {f"num_unknown_{side}_tokens": numbers, f"unknown_{side}": ["".join(islice(found, 3))] * len(texts)}
 
 
-def report(tokenized: Dataset, config: DataConfig, name: str) -> tuple[Dataset, list[str], set[int]]:
+def report(
+    tokenized: Dataset, config: DataConfig, name: str, origins: list[tuple[str, int]]
+) -> tuple[Dataset, list[str], set[int]]:
     """The rows as they are stored, and sentences about cuts and unknown tokens. Which tokens end a text is for the generation
     config to say."""
     numbers = tokenized.select_columns(["num_tokens", "num_label_tokens", *_OF_TOKENIZING]).with_format("numpy")[:]

@@ -18,6 +18,7 @@ from tests.support.chats import (
     build_space_adding_tokenizer,
     say,
 )
+from tests.support.template_shapes import MISTRAL
 from toolkit.config.data import LLMDataConfig, MixEntry
 from toolkit.config.schema import ModelConfig
 from toolkit.data.tokens import prepare as preparing
@@ -156,7 +157,7 @@ def test_all_tokens_count_if_asked_for(prepare):
 
 
 def test_a_template_that_gives_no_masks_is_refused_with_the_way_out(prepare, tmp_path):
-    thinking = say("hello", "<think>a</think>it is", "thanks", "<think>b</think>four")
+    thinking = say("hello", "<think>so two</think>it is", "thanks", "<think>b</think>four")
     with pytest.raises(UserError) as caught:
         prepare(chats(CHATS[1], thinking), chat_template=STRIPPING)
     sentence = str(caught.value)
@@ -168,7 +169,10 @@ def test_a_template_that_gives_no_masks_is_refused_with_the_way_out(prepare, tmp
     rows = prepare(chats(CHATS[1], thinking), chat_template=STRIPPING, loss_on="all")
     assert rows.train["prompt_length"][1] == 0 and rows.train["target"][1] == ""
     assert rows.train[1]["labels"][1:] == rows.train[1]["input_ids"][1:]
-    assert counted(prepare(chats(thinking), chat_template=MARKED)) == ["it is<|im_end|>", "four<|im_end|>"]
+    [remark] = rows.remarks
+    assert remark.endswith(
+        f"training rows: thinking (first: {tmp_path / 'rows.jsonl'}, row 2); set data.chat_template to a template that prints it"
+    )
 
 
 def test_a_template_that_refuses_a_chat_is_reported_with_the_row(prepare, tmp_path):
@@ -185,8 +189,26 @@ def test_a_template_that_refuses_a_chat_is_reported_with_the_row(prepare, tmp_pa
 
 def test_a_template_that_leaves_out_a_turn_is_refused(prepare):
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
-    with pytest.raises(UserError, match=r"row 1: the chat template prints nothing of message 2 \(it has tool_calls, which"):
+    with pytest.raises(UserError, match=r"row 1: the chat template leaves out the tool call of message 2, 'add', which"):
         prepare(chats([*say("a"), call]), chat_template=MARKED)
+
+
+def test_context_that_the_template_leaves_out_is_counted_by_split_and_kind(prepare, tmp_path):
+    (tmp_path / "held_out.jsonl").write_text(json.dumps(chats(say("other", "welcome", system="be brief"))[0]) + "\n")
+    rows = prepare(
+        [*chats(CHATS[1]), *chats(CHATS[0], CHATS[1], tools=[{"name": "add"}])],
+        chat_template=MISTRAL,
+        eval_files=str(tmp_path / "held_out.jsonl"),
+    )
+    path = tmp_path / "rows.jsonl"
+    assert [remark for remark in rows.remarks if "leaves out" in remark] == [
+        f"WARNING: the chat template leaves out context in 2 of 3 training rows: tools (first: {path}, row 2); set "
+        "data.chat_template to a template that prints it",
+        f"WARNING: the chat template leaves out context in 1 of 3 training rows: system turn (first: {path}, row 2); set "
+        "data.chat_template to a template that prints it",
+        f"WARNING: the chat template leaves out context in 1 of 1 evaluation rows: system turn (first: "
+        f"{tmp_path / 'held_out.jsonl'}, row 1); set data.chat_template to a template that prints it",
+    ]
 
 
 def test_broken_and_missing_templates_are_refused(prepare, tmp_path):

@@ -1,0 +1,118 @@
+"""What a chat template leaves out of a chat, whatever form it prints the rest in."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.support.chats import build_chat_tokenizer, say
+from tests.support.template_shapes import CALL_FORMS, CONTENT_ONLY, CUTTING, MISTRAL, NASTY, PARSING, print_calls, random_value
+from toolkit.data.rows.example import Example
+from toolkit.data.tokens.chat_template import find_turns, render_chat
+from toolkit.data.tokens.omissions import find_omissions
+from toolkit.data.tokens.prompts import prepare_chat
+from toolkit.errors import UserError
+
+TOOLS = [{"type": "function", "function": {"name": "get_time", "description": "tells the time"}}]
+THINKING = [*say("what is two"), {"role": "assistant", "content": "<think>\nwell, so\n</think>\n\nit is 2"}]
+KEYED = [*say("what is two"), {"role": "assistant", "content": "it is 2", "reasoning_content": "well, so"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_chat_tokenizer("<|im_start|>", "<|im_end|>", "<|eot_id|>")
+
+
+def call(name="get_time", content="", **arguments):
+    return {"role": "assistant", "content": content, "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}
+
+
+def find(tokenizer, template, messages, tools=None):
+    """(what, number of the message, excerpt) of each omission."""
+    tokenizer.chat_template = template
+    text = render_chat(tokenizer, messages, tools)
+    return [tuple(omission) for omission in find_omissions(text, messages, tools, find_turns(tokenizer, text, messages, tools))]
+
+
+@pytest.mark.parametrize("template", CONTENT_ONLY.values(), ids=CONTENT_ONLY)
+def test_templates_that_print_the_content_only(tokenizer, template):
+    called = [*say("x", system=" be  brief\n"), call(content="Let me check.", zone="CET")]
+    assert find(tokenizer, template, called, TOOLS) == [("tool call", 2, "get_time"), ("tools", None, "get_time")]
+    assert find(tokenizer, template, THINKING) == []
+    assert find(tokenizer, template, KEYED) == [("thinking", 1, "well, so")]
+
+
+def test_a_template_without_a_form_for_the_system_turn_and_for_tools(tokenizer):
+    messages = [*say("hello", system="be brief"), call(content="wait"), {"role": "tool", "content": "4 pm"}, *say("", "4 pm")[1:]]
+    assert find(tokenizer, MISTRAL, messages) == [("system turn", 0, "be brief"), ("tool call", 2, "get_time")]
+    messages[3]["content"] = "noon"
+    assert find(tokenizer, MISTRAL, messages)[2:] == [("text", 3, "noon")]
+
+
+def test_thinking_that_is_cut_and_thinking_in_another_form(tokenizer):
+    assert find(tokenizer, CUTTING, THINKING) == find(tokenizer, CUTTING, KEYED) == [("thinking", 1, "well, so")]
+    assert find(tokenizer, PARSING, THINKING) == find(tokenizer, PARSING, KEYED) == []
+    other = [*say("what is two"), {"role": "assistant", "content": "it is 2", "thinking": "well, so"}]
+    assert find(tokenizer, PARSING, other) == []
+
+
+@pytest.mark.parametrize("form", CALL_FORMS.values(), ids=CALL_FORMS)
+def test_whatever_form_a_call_has_it_is_found_and_a_lost_argument_is_missed(tokenizer, form):
+    rng = random.Random(form)
+    template = print_calls(form)
+    losing = print_calls(form.replace("call.arguments", "less")).replace("[CALL]", "{% set less = call.smaller %}")
+    for _ in range(60):
+        names = rng.sample(["get_time", "search", "a"], 2)
+        arguments = {rng.choice(["a", "search", "x y", "é"]) + str(i): random_value(rng) for i in range(rng.randrange(3))}
+        content = "".join(rng.choices([*NASTY, "I search, then get_time"], k=2))
+        messages = [*say("search a", system="".join(rng.choices(NASTY, k=3))), call(names[0], content, **arguments)]
+        messages[-1]["tool_calls"] *= 2
+        tools = [{"name": name, "description": rng.choice(NASTY)} for name in names]
+        assert find(tokenizer, template, messages, tools) == []
+        if "call |" not in form:  # else it prints all that is there
+            for item in messages[-1]["tool_calls"]:
+                item["function"] |= {"arguments": arguments | {"lost": "what was given"}, "smaller": arguments}
+            assert find(tokenizer, losing, messages, tools) == [("tool call", 2, names[0])]
+
+
+def test_a_name_that_the_chat_mentions_is_not_its_call_or_its_tool(tokenizer):
+    template = CONTENT_ONLY["ChatML"]
+    messages = [*say("use get_time"), call(content="I use get_time.")]
+    assert find(tokenizer, template, messages, TOOLS) == [("tool call", 1, "get_time"), ("tools", None, "get_time")]
+    only_first = print_calls(CALL_FORMS["JSON"]).replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+    messages[1]["tool_calls"] *= 2
+    assert find(tokenizer, only_first, messages, TOOLS) == [("tool call", 1, "get_time")]
+    no_tools = print_calls(CALL_FORMS["JSON"]).replace("tools or []", "[]")
+    assert find(tokenizer, no_tools, messages, TOOLS) == [("tools", None, "get_time")]
+
+
+def test_what_is_to_be_trained_on_is_refused_and_the_rest_is_noted(tokenizer):
+    def prepare(template, messages, loss_on="completions", **fields):
+        tokenizer.chat_template = template
+        return prepare_chat(tokenizer, Example(messages=messages, **fields), loss_on, "chats.jsonl, row 3").omitted
+
+    with pytest.raises(UserError) as caught:
+        prepare(CONTENT_ONLY["Llama 3"], [*say("x"), call(content="Let me check.")])
+    assert str(caught.value) == (
+        "chats.jsonl, row 3: the chat template leaves out the tool call of message 2, 'get_time', which is to be trained on: set "
+        "data.chat_template to a template that prints it, or take it out of the row"
+    )
+    for loss_on in ("completions", "all"):
+        with pytest.raises(UserError, match="leaves out the thinking of message 2, 'well, so', which is to be trained on"):
+            prepare(CUTTING, THINKING, loss_on)
+    later = [*THINKING, *say("thanks", "welcome")]
+    with pytest.raises(UserError, match="leaves out the thinking of message 2"):
+        prepare(CUTTING, later)
+    assert prepare(CUTTING, later, loss_on="all") == prepare(CUTTING, later, weight_0=[1]) == "thinking"
+    assert prepare(CUTTING, later, first_trained=2) == "thinking"
+    assert prepare(MISTRAL, [*say("a", system="b c"), call(content="d"), *say("e", "f")], weight_0=[2], tools=TOOLS) == (
+        "system turn, tool call, tools"
+    )
+
+
+def test_a_prompt_to_generate_from_is_searched_as_a_whole(tokenizer):
+    tokenizer.chat_template = CUTTING
+    messages = [*THINKING, *say("thanks")]
+    prompt = render_chat(tokenizer, messages, TOOLS, for_generation=True)
+    assert [item.what for item in find_omissions(prompt, messages, TOOLS)] == ["thinking", "tools"]
