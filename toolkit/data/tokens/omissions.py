@@ -11,6 +11,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Omission(NamedTuple):
     message: int | None
     """The 0-based number of its message; None for tools."""
     excerpt: str
-    """The text that is left out, or the name of the call or tool."""
+    """The text that is left out, or the first lost text of calls or tools, mostly a name."""
 
 
 def find_omissions(
@@ -54,50 +55,45 @@ def find_omissions(
         for part in thinking:
             if not _occurs(part, text):
                 yield Omission("thinking", i, part.strip())
-        wanted: Counter[frozenset[str]] = Counter()
-        for call in message.get("tool_calls") or []:
-            function = call.get("function", call)
-            wanted.update(_list_texts([function[key] for key in ("name", "arguments", "parameters") if key in function]))
-            # Whatever the content mentions must stand there once more.
-            if not _all_occur(wanted, place, {part.strip() for part in (*thinking, said) if _occurs(part, place)}):
-                yield Omission("tool call", i, function["name"])
-                break
+        if calls := [call.get("function", call) for call in message.get("tool_calls") or []]:
+            wanted = [call[key] for call in calls for key in ("name", "arguments", "parameters") if key in call]
+            printed = {part.strip() for part in (*thinking, said) if _occurs(part, place)}
+            yield from (Omission("tool call", i, lost) for lost in _list_lost(wanted, place, printed)[:1])
     if tools:
         begins, ends = [turn.start for turn in turns], [turn.end for turn in turns]
         rest = "\n".join(text[begin:end] for begin, end in zip([0, *ends], [*begins, len(text)], strict=True))
-        mentions = [m["content"] for m in messages if m["role"] != "assistant" and _occurs(m["content"], rest)]
-        for tool in tools:
-            name = (tool["function"] if isinstance(tool.get("function"), dict) else tool).get("name")
-            if isinstance(name, str) and not _all_occur(Counter(_list_texts(name)), rest, mentions):
-                yield Omission("tools", None, name)
-                break
+        functions = [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in tools]
+        names = [function["name"] for function in functions if isinstance(function.get("name"), str)]
+        printed = {m["content"].strip() for m in messages if m["role"] != "assistant" and _occurs(m["content"], rest)}
+        yield from (Omission("tools", None, lost) for lost in _list_lost(names, rest, printed)[:1])
 
 
 def _occurs(part: str, place: str) -> bool:
     return part.strip() in place or _strip(part) in _strip(place)
 
 
-def _all_occur(wanted: Counter[frozenset[str]], place: str, beside: Iterable[str]) -> bool:
-    """Whether each text, in one of its spellings, stands in `place` as often as wanted, beside the texts `beside`."""
+def _list_lost(values: list[Any], place: str, beside: Iterable[str]) -> list[str]:
+    """The texts in JSON values that do not stand in `place` as often as there, beside the texts in `beside`, which it has too."""
     stripped, others = _strip(place), [_strip(text) for text in beside]
-    return all(
-        sum(stripped.count(spelling) for spelling in spellings)
-        >= number + sum(other.count(spelling) for other in others for spelling in spellings)
-        for spellings, number in wanted.items()
-    )
+    return [
+        text
+        for (text, *spellings), number in Counter(_list_texts(values)).items()
+        if sum(stripped.count(spelling) - sum(other.count(spelling) for other in others) for spelling in spellings) < number
+    ]
 
 
-def _list_texts(value: Any) -> Iterator[frozenset[str]]:
-    """The spellings of each text, number and constant in a JSON value, and of its keys."""
+def _list_texts(value: Any) -> Iterator[tuple[str, ...]]:
+    """Each text, number and constant in a JSON value, and its keys: as it is, and as it may stand in a stripped text."""
     if isinstance(value, dict):
         value = [text for pair in value.items() for text in pair]
     if isinstance(value, list):
         for item in value:
             yield from _list_texts(item)
     else:
-        yield frozenset({_strip(value)} if isinstance(value, str) else {json.dumps(value), str(value)})
+        yield str(value), *({_strip(value)} if isinstance(value, str) else sorted({json.dumps(value), str(value)}))
 
 
+@lru_cache(maxsize=16)
 def _strip(text: str) -> str:
     """The text without what escaping changes; a text has the same form however often it was escaped."""
     if "\\" in text:
