@@ -25,6 +25,7 @@ class Columns(NamedTuple):
 
 
 CELLS = {
+    "prompt": ("prompt",),
     "seq2seq": ("source", "target"),
     "pair": ("prompt", "completion"),
     "chat": ("chat",),
@@ -37,12 +38,17 @@ CELLS = {
 _KINDS = {"messages": "chat", "sharegpt": "sharegpt", "alpaca": "alpaca", "prompt_completion": "pair", "text": "text"}
 """The kind of each value of `data.format`."""
 _OPTIONAL: dict[str, tuple[str, ...]] = {
+    "prompt": (TOOLS_COLUMN,),
     "chat": (TOOLS_COLUMN,),
     "pair": (TOOLS_COLUMN,),
     "sharegpt": ("system", TOOLS_COLUMN),
     "alpaca": ("input", "system", "history"),
     "alpaca_text": ("input", "system", "history"),
 }
+_OF_PROMPTS = {"messages": "messages", "conversations": "sharegpt", "instruction": "alpaca"}
+"""The reading of a row without its answer by the name of its column; other columns have a text or a chat."""
+PROMPT_COLUMNS = (*_OF_PROMPTS, "source", "article", "document", "prompt", "text")
+"""Columns to generate for, unless one is named."""
 _SETTINGS = "data.messages_column, data.text_column, or data.prompt_column and data.completion_column"
 
 
@@ -87,6 +93,30 @@ def choose_columns(
     return _with_optional(reading, readings[reading], existing, has_chat_template=has_chat_template)
 
 
+def choose_prompt_column(
+    where: object, existing: Sequence[str], wanted: str | None, saved: str | None, *, has_chat_template: bool
+) -> Columns:
+    """Choose the columns of an input to generate for: those of a row to train on, without its answer.
+
+    Args:
+        wanted: the user's choice.
+        saved: the column that the run read.
+        has_chat_template: as in `choose_columns`.
+
+    Raises:
+        UserError: no such column; not exactly one that could be meant.
+    """
+    usual = [name for name in PROMPT_COLUMNS if name in existing]
+    if not usual and len(existing) == 1 and not set(",;\t|").intersection(existing[0]):  # else several names in one cell
+        usual = list(existing)
+    named = wanted or (saved if saved in existing else None)
+    names = [named] if named else usual
+    if len(names) != 1:
+        raise UserError(f"{where} has the columns {', '.join(names or existing)}: name the one to generate for as --column")
+    check_columns(where, existing, names, way_out="correct --column")
+    return _with_optional(_OF_PROMPTS.get(names[0], "prompt"), (names[0],), existing, has_chat_template=has_chat_template)
+
+
 def _list_readings(config: LLMDataConfig) -> dict[str, tuple[str, ...]]:
     """The columns that each reading needs."""
     of_sharegpt = config.messages_column if config.format == "sharegpt" and config.messages_column else "conversations"
@@ -103,21 +133,20 @@ def _list_readings(config: LLMDataConfig) -> dict[str, tuple[str, ...]]:
 
 
 def _with_optional(reading: str, names: tuple[str, ...], existing: Sequence[str], *, has_chat_template: bool) -> Columns:
-    kind = "alpaca_text" if reading == "alpaca" and not has_chat_template else _KINDS[reading]
+    kind = "alpaca_text" if reading == "alpaca" and not has_chat_template else _KINDS.get(reading, reading)
     return Columns(kind, names + tuple(name for name in _OPTIONAL.get(kind, ()) if name in existing))
 
 
 def add_optional(columns: Columns) -> Columns:
-    """With all optional columns of ShareGPT or Alpaca, for JSON: they may come in later rows than were looked at."""
-    if columns.kind not in ("sharegpt", "alpaca", "alpaca_text"):
-        return columns
-    return Columns(columns.kind, tuple(dict.fromkeys(columns.names + _OPTIONAL[columns.kind])))
+    """With all optional columns of a kind, for JSON: they may come in later rows than were looked at."""
+    return Columns(columns.kind, tuple(dict.fromkeys(columns.names + _OPTIONAL.get(columns.kind, ()))))
 
 
 def describe_columns(columns: Columns, existing: Sequence[str]) -> str:
     """The reading, the columns used and those left out, as in "messages, from messages and tools; not read: id"."""
     reading = {kind: reading for reading, kind in _KINDS.items()}.get(columns.kind, "")
     how = {
+        "prompt": "prompts",
         "seq2seq": "a source with its target",
         "alpaca": "alpaca, as chats for the chat template",
         "alpaca_text": "alpaca, as prompts in Alpaca's own words with completions, because the tokenizer has no chat template",

@@ -45,6 +45,8 @@ class RowInput:
     """How its columns are read, see `describe_columns`; empty where each row has its own."""
     has_chat_template: bool = False
     """Whether Alpaca's rows become chats."""
+    for_generation: bool = False
+    """Whether its rows need no answer, see `build_example`."""
     form: Form = Form()
     """How a text file is written."""
     used: set[str] = field(default_factory=set)
@@ -70,13 +72,13 @@ def list_inputs(config: DataConfig | LLMDataConfig, *, has_chat_template: bool =
     form = build_form(config.csv_delimiter, config.encoding)
     source = config.source if config.source in READERS else ""
     inputs = [
-        _open_file(path, source or find_kind(path, "data.eval_files"), choose, form, is_eval_file=True) for path in eval_files
+        open_file(path, source or find_kind(path, "data.eval_files"), choose, form, is_eval_file=True) for path in eval_files
     ]
     for number, (setting, entry) in enumerate(entries.items()):
         if entry.source in READERS or not entry.source:
             paths = find_files(entry.files or [], f"{setting}.files")
             kinds = [entry.source or find_kind(path, f"{setting}.files") for path in paths]
-            inputs += [_open_file(path, kind, choose, form, mix_entry=number) for path, kind in zip(paths, kinds, strict=True)]
+            inputs += [open_file(path, kind, choose, form, mix_entry=number) for path, kind in zip(paths, kinds, strict=True)]
         elif split_own_source(entry.source):
             inputs.append(_open_own(entry, config, setting, number, has_chat_template=has_chat_template))
         else:
@@ -164,7 +166,8 @@ def _read_examples(item: RowInput) -> Iterator[Example | str]:
         if "skip" in options:
             yield options["skip"]
         else:
-            yield build_example(row, item.columns or _choose_own_columns(item, row, where), where, **options)
+            columns = item.columns or _choose_own_columns(item, row, where)
+            yield build_example(row, columns, where, for_generation=item.for_generation, **options)
 
 
 def _choose_own_columns(item: RowInput, row: dict[str, Any], where: str) -> Columns:
@@ -202,9 +205,16 @@ def _check_entry(entry: MixEntry, config: DataConfig | LLMDataConfig, setting: s
         raise UserError(f"{setting}.{name} is given, but {setting}.source {entry.source} reads no files: leave one of them out")
 
 
-def _open_file(
-    path: Path, kind: str, choose: Callable[..., Columns], form: Form, *, mix_entry: int = 0, is_eval_file: bool = False
-) -> RowInput:
+def open_file(path: Path, kind: str, choose: Callable[..., Columns], form: Form, **known: Any) -> RowInput:
+    """A file as an input, after it was read once for its digest.
+
+    Args:
+        choose: from the path and the columns that there are to those to read.
+        known: other fields of `RowInput`.
+
+    Raises:
+        UserError: a file that is missing, broken, or without usable columns.
+    """
     is_text = kind not in ("parquet", "arrow")
     digest = hash_file(path, is_text=is_text, encoding=form.encoding)  # first, because it reports unreadable files best
     existing = list_columns(path, kind, form)
@@ -224,10 +234,9 @@ def _open_file(
         place=path,
         columns=columns,
         digest=f"{digest} {kind} {columns}{details}",
-        is_eval_file=is_eval_file,
-        mix_entry=mix_entry,
         reading=describe_columns(columns, existing) + "; a row is a paragraph between blank lines" * (kind == "txt"),
         form=form,
+        **known,
     )
 
 
