@@ -231,7 +231,7 @@ def test_a_folder_reaches_no_code(
         (copies / "llama" / f"{name}.py").write_text(code)
     (copies / "llama" / "custom_generate").mkdir()
     (copies / "llama" / "custom_generate" / "generate.py").write_text(code)
-    arguments = (copies / "llama", "--file", "-")
+    arguments = (copies / "llama", "--text", "hello")
     yes = b"y\ny\ny\ny\n"
     assert call(monkeypatch, *arguments, stdin=yes) == 0
     for model in ("llama", "adapter"):
@@ -245,7 +245,7 @@ def test_a_folder_reaches_no_code(
         f"the model {copies / 'llama'} could not be read (The repository {copies / 'llama'} contains custom"
     )
     change_json(copies / "adapter" / "adapter_config.json", base_model_name_or_path=str(copies / "llama"))
-    assert refused(monkeypatch, capsys, copies / "adapter", "--file", "-", stdin=yes) == sentence
+    assert refused(monkeypatch, capsys, copies / "adapter", "--text", "hello", stdin=yes) == sentence
     assert not ran.exists()
 
 
