@@ -160,12 +160,14 @@ def _add_generate(jobs: Any) -> None:
     )
     generate.add_argument("model", metavar="MODEL_OR_RUN", help="a run's folder, an export, or a folder or id of transformers")
     given = generate.add_mutually_exclusive_group(required=True)
-    given.add_argument("--file", metavar="FILE", help="a file of a format that a run reads; - for standard input, a text a line")
+    given.add_argument(
+        "--file", metavar="FILE", help="a file of a format that a run reads; - for standard input, a text per line"
+    )
     given.add_argument("--text", action="append", default=[], metavar="TEXT", help="a text; may be given several times")
     given.add_argument("--chat", action="store_true", help="talk to a causal model in the terminal")
     generate.add_argument("--column", metavar="NAME", help="column of --file (default: the run's, else a usual name)")
     generate.add_argument("--csv-delimiter", metavar="C", help="between the cells of a .csv (default: the run's, else a comma)")
-    generate.add_argument("--encoding", metavar="NAME", help="of text files (default: UTF-8 if the file is that, else the run's)")
+    generate.add_argument("--encoding", metavar="NAME", help="of --file (default: UTF-8 if the file is that, else the run's)")
     generate.add_argument("--plain", action="store_true", help="a text is the prompt itself, not a user's turn of a chat")
     generate.add_argument("--output", type=Path, metavar="OUT.jsonl", help="file of the texts (default: print them)")
     generate.add_argument("--batch-size-rows", type=int, metavar="N", help="rows at once (default: the run's evaluations')")

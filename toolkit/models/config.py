@@ -32,10 +32,7 @@ KINDS: dict[AutoClass, str] = {
 
 
 def load_model_config(config: ModelConfig, auto_class: AutoClass, *, is_trained: bool = True) -> PretrainedConfig:
-    """Read the model's `config.json` from a folder or the hub, and set `model.dropout` in it.
-
-    Args:
-        is_trained: also check that it can be trained.
+    """Read the model's `config.json` from a folder or the hub; if it `is_trained`, check that it can be, and set `model.dropout`.
 
     Raises:
         UserError: no such model, no config, a model of another kind, or weights that are not safetensors files of its own.

@@ -71,7 +71,7 @@ def find_adapter(name_or_path: str) -> Path:
 
 
 def read_base_name(folder: Path) -> str:
-    """The base that peft's config of an adapter names: a path, from the directory of its run, or a hub id.
+    """The base that an adapter names: a path, from the directory of its run, or a hub id.
 
     Raises:
         UserError: it names none.

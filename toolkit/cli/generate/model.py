@@ -78,7 +78,9 @@ class Generator:
         """
         new, all_lost = self.model.generation_config.max_new_tokens, [0] * len(rows)
         if self.config.is_encoder_decoder:
-            texts = [self.usage.prefix + _get_source(*row) for row in rows]
+            for where in (where for where, row in rows if row.prompt is None):
+                raise UserError(f"{where} is a chat, and the model is an encoder-decoder: give a text")
+            texts = [f"{self.usage.prefix}{row.prompt}" for _, row in rows]
             all_ids, all_lost = encode_texts(self.tokenizer, texts, self.usage.max_source_length_tokens, "text")
             new = 0
         else:
@@ -88,10 +90,8 @@ class Generator:
         limit, _ = num_positions(self.config)
         for (where, _), ids in zip(rows, all_ids, strict=True):
             if limit is not None and len(ids) + new > limit:
-                trouble, way_out = (f" with --max-new-tokens {new}", ", or lower --max-new-tokens") if new else ("", "")
-                raise UserError(
-                    f"{where} has {len(ids)} tokens,{trouble} more than the model's {limit} positions: shorten the text{way_out}"
-                )
+                trouble = f"has {len(ids)} tokens,{f' with --max-new-tokens {new}' if new else ''} more than the model's {limit}"
+                raise UserError(f"{where} {trouble} positions: shorten the text{', or lower --max-new-tokens' if new else ''}")
         return [
             {"input_ids": ids, "prompt_length": len(ids), "num_lost_tokens": num_lost}
             for ids, num_lost in zip(all_ids, all_lost, strict=True)
@@ -112,12 +112,6 @@ class Generator:
         prompts = self.collator.prompts(rows)
         tokens_BT = self.model.generate(**move_to(self.model.device, prompts))
         return self.tokenizer.batch_decode(self.collator.new_tokens(tokens_BT, prompts), skip_special_tokens=True)
-
-
-def _get_source(where: str, row: Example) -> str:
-    if row.prompt is None:
-        raise UserError(f"{where} is a chat, and the model is an encoder-decoder: give a text")
-    return row.prompt
 
 
 @contextmanager

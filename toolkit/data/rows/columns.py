@@ -96,23 +96,16 @@ def choose_columns(
 def choose_prompt_column(
     where: object, existing: Sequence[str], wanted: str | None, saved: str | None, *, has_chat_template: bool
 ) -> Columns:
-    """Choose the columns of an input to generate for: those of a row to train on, without its answer.
-
-    Args:
-        wanted: the user's choice.
-        saved: the column that the run read.
-        has_chat_template: as in `choose_columns`.
+    """As `choose_columns`, to generate for rows without their answers: from the column `wanted` by the user, else that `saved` by
+    the run, else one of `PROMPT_COLUMNS`, else the only one.
 
     Raises:
-        UserError: no such column; not exactly one that could be meant.
+        UserError: no such column; more than one that could be meant.
     """
-    usual = [name for name in PROMPT_COLUMNS if name in existing]
-    if not usual and len(existing) == 1 and not set(",;\t|").intersection(existing[0]):  # else several names in one cell
-        usual = list(existing)
     named = wanted or (saved if saved in existing else None)
-    names = [named] if named else usual
-    if len(names) != 1:
-        raise UserError(f"{where} has the columns {', '.join(names or existing)}: name the one to generate for as --column")
+    names = [named] if named else [name for name in PROMPT_COLUMNS if name in existing] or list(existing)
+    if len(names) != 1 or (not named and set(",;\t|").intersection(names[0])):  # several names in one cell
+        raise UserError(f"{where} has the columns {', '.join(names)}: name the one to generate for as --column")
     check_columns(where, existing, names, way_out="correct --column")
     return _with_optional(_OF_PROMPTS.get(names[0], "prompt"), (names[0],), existing, has_chat_template=has_chat_template)
 

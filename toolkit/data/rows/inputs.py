@@ -206,14 +206,10 @@ def _check_entry(entry: MixEntry, config: DataConfig | LLMDataConfig, setting: s
 
 
 def open_file(path: Path, kind: str, choose: Callable[..., Columns], form: Form, **known: Any) -> RowInput:
-    """A file as an input, after it was read once for its digest.
-
-    Args:
-        choose: from the path and the columns that there are to those to read.
-        known: other fields of `RowInput`.
+    """A file as an input with other `known` fields; it is read once for its digest, and `choose` gets its path and columns.
 
     Raises:
-        UserError: a file that is missing, broken, or without usable columns.
+        UserError: a file that is broken, or without usable columns.
     """
     is_text = kind not in ("parquet", "arrow")
     digest = hash_file(path, is_text=is_text, encoding=form.encoding)  # first, because it reports unreadable files best

@@ -27,9 +27,7 @@ def read_sharegpt(
     """The fields of a chat's `Example`, or the reason to skip it. A column `system` becomes the first turn.
 
     Dumps of ShareGPT are known for conversations that begin in the middle, so these are left out and counted.
-
-    Args:
-        for_generation: as in `read_chat`.
+    `for_generation` is that of `read_chat`.
 
     Raises:
         UserError: an unknown role; a malformed conversation.
