@@ -28,7 +28,7 @@ from toolkit.launch.environment import asked_for_cpu, is_launched, read_launch
 
 logger = logging.getLogger("toolkit")
 
-BATCHES_AT_ONCE = 256
+BATCHES_AT_ONCE = 64
 """Batches of each process that are a window: read, sorted by length and written together."""
 
 
