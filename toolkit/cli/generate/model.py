@@ -197,26 +197,25 @@ def load_generator(generator: Generator, dtype: str | None, settings: dict[str, 
     if not sys.stderr.isatty():  # bars are for terminals
         disable_progress_bar()
     config._attn_implementation = fastest_attention(config, device.type)
+    try:
+        own = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"the generation_config.json of {folder} cannot be read ({error}): correct or remove it") from None
     auto_class: AutoClass = "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
     model: Any = load_model(generator.base, config, auto_class, seed=0, dtype=loaded_as)
     if (folder / CONFIG_FILE).is_file():
         add_adapter(model, AdapterConfig(name_or_path=str(folder)), generator.base, seed=0)
-    try:
-        if (folder / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(folder)
-        if model.generation_config.max_new_tokens is None:  # no export of ours; `generate` would stop after 20 tokens
-            settings = {"max_new_tokens": EvalConfig().max_new_tokens, **settings}
-        model.generation_config.update(use_cache=True, **settings)
-        code = GENERATION_MODES_MAPPING[model.generation_config.get_generation_mode()]
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"the generation_config.json of {folder} cannot be read ({error}): correct or remove it") from None
-    if "/" in code:
+    model.generation_config = generation = own or model.generation_config
+    if generation.max_new_tokens is None:  # no export of ours; `generate` would stop after 20 tokens
+        settings = {"max_new_tokens": EvalConfig().max_new_tokens, **settings}
+    generation.update(use_cache=True, **settings)
+    if "/" in (code := GENERATION_MODES_MAPPING[generation.get_generation_mode()]):
         raise UserError(
             f"the generation_config.json of {folder} asks for {code}, which is code of the hub: take that setting out"
         )
-    positions, new = num_positions(config)[1], model.generation_config.max_new_tokens
-    if positions is not None and new > positions:
-        raise UserError(f"--max-new-tokens is {new}, and the model has {positions} positions: lower it")
+    _, limit = num_positions(config)
+    if limit is not None and generation.max_new_tokens > limit:
+        raise UserError(f"--max-new-tokens is {generation.max_new_tokens}, and the model has {limit} positions: lower it")
     return replace(generator, model=model.to(device).eval())
 
 

@@ -258,6 +258,9 @@ def test_a_folder_reaches_no_kernel_and_no_mode_of_the_hub(
         f"the generation_config.json of {folder} asks for transformers-community/contrastive-search, which is code of the hub: "
         "take that setting out"
     )
+    change_json(folder / "generation_config.json", max_new_tokens="x")
+    sentence = refused(monkeypatch, capsys, folder, "--text", "hello")
+    assert sentence.startswith(f"the generation_config.json of {folder} cannot be read (")
     (folder / "generation_config.json").unlink()
     for given in ("user/kernel", "user/kernel@v1:name"):
         change_json(folder / "config.json", attn_implementation=given)
