@@ -160,9 +160,7 @@ def _add_generate(jobs: Any) -> None:
     )
     generate.add_argument("model", metavar="MODEL_OR_RUN", help="a run's folder, an export, or a folder or id of transformers")
     given = generate.add_mutually_exclusive_group(required=True)
-    given.add_argument(
-        "--file", metavar="FILE", help="a file of a format that a run reads; - for standard input, a text per line"
-    )
+    given.add_argument("--file", metavar="FILE", help="a file of a kind that runs read; - for standard input, one text per line")
     given.add_argument("--text", action="append", default=[], metavar="TEXT", help="a text; may be given several times")
     given.add_argument("--chat", action="store_true", help="talk to a causal model in the terminal")
     generate.add_argument("--column", metavar="NAME", help="column of --file (default: the run's, else a usual name)")
