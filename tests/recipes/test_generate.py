@@ -72,10 +72,10 @@ def test_summaries_are_those_of_the_evaluation(workbench: Workbench, tmp_path: P
     monkeypatch.setattr(command, "BATCHES_AT_ONCE", 1)
     written = command.append_texts
 
-    def stop_at_third(path: Path | None, first: int, chunk: list[str]) -> None:
+    def stop_at_third(path: Path | None, first: int, chunk: list[str], digest: str) -> None:
         if first == 4:
             raise KeyboardInterrupt
-        written(path, first, chunk)
+        written(path, first, chunk, digest)
 
     arguments = (run, "--file", held_out, "--output", tmp_path / "stopped.jsonl", "--batch-size-rows", 2)
     monkeypatch.setattr(command, "append_texts", stop_at_third)

@@ -31,8 +31,8 @@ KINDS: dict[AutoClass, str] = {
 """The transformers auto class of each recipe, and what it loads, as the end of an error."""
 
 
-def load_model_config(config: ModelConfig, auto_class: AutoClass) -> PretrainedConfig:
-    """Read the model's `config.json` from a folder or the hub, and set `model.dropout` in it.
+def load_model_config(config: ModelConfig, auto_class: AutoClass, *, is_trained: bool = True) -> PretrainedConfig:
+    """Read the model's `config.json` from a folder or the hub; if it `is_trained`, check that it can be, and set `model.dropout`.
 
     Raises:
         UserError: no such model, no config, a model of another kind, or weights that are not safetensors files of its own.
@@ -72,17 +72,20 @@ def load_model_config(config: ModelConfig, auto_class: AutoClass) -> PretrainedC
             f"the config.json of {name} names {file!r} as its weights (transformers_weights), and only "
             f"{' or '.join(WEIGHTS_FILES)} is read: take that line out"
         )
-    attention = model_config._attn_implementation or ""
-    if "/" in attention and not (config.attn_implementation or config.trust_remote_code):
+    # A config nested in it, as of a model of text and images, may name its own.
+    parts = [model_config, *(getattr(model_config, key, None) for key in model_config.sub_configs)]
+    kernels = [own for part in parts if "/" in (own := getattr(part, "_attn_implementation", None) or "")]
+    if kernels and not (config.attn_implementation or config.trust_remote_code):
         raise UserError(
-            f"the config.json of {name} names the attention {attention}, which is code of the hub: set model.attn_implementation "
-            "sdpa or eager, or model.trust_remote_code true"
+            f"the config.json of {name} names the attention {kernels[0]}, which is code of the hub: set "
+            "model.attn_implementation sdpa or eager, or model.trust_remote_code true"
         )
     is_known = config.trust_remote_code or type(model_config) in getattr(transformers, auto_class)._model_mapping
     if not is_known or (auto_class == "AutoModelForCausalLM" and _has_encoder(model_config)):
         raise UserError(f"model.name_or_path {name} is a {model_config.model_type} model, not {KINDS[auto_class]}")
-    _check_trainable(model_config, name, auto_class)
-    _set_for_training(model_config, config)
+    if is_trained:
+        _check_trainable(model_config, name, auto_class)
+        _set_for_training(model_config, config)
     return model_config
 
 

@@ -70,11 +70,23 @@ def find_adapter(name_or_path: str) -> Path:
     return folder
 
 
-def read_lora_config(folder: Path, config: AdapterConfig) -> LoraConfig:
-    """peft's config of the adapter in `folder`, to continue training it.
+def read_base_name(folder: Path) -> str:
+    """The base that an adapter names: a path, from the directory of its run, or a hub id.
 
     Raises:
-        UserError: it is not a LoRA, its method is not `adapter.method`, or it has settings that are not supported.
+        UserError: it names none.
+    """
+    base = _read_json(folder / CONFIG_FILE, f"adapter.name_or_path {folder}").get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise UserError(f"the {CONFIG_FILE} of {folder} names no base (base_model_name_or_path): write its folder there")
+    return base
+
+
+def read_lora_config(folder: Path, config: AdapterConfig) -> LoraConfig:
+    """peft's config of the adapter in `folder`, to continue training it, or to use it if `adapter.method` is none.
+
+    Raises:
+        UserError: it is not a LoRA, its method is not that of `adapter.method`, or it has settings that are not supported.
     """
     from peft import LoraConfig
 
@@ -85,7 +97,7 @@ def read_lora_config(folder: Path, config: AdapterConfig) -> LoraConfig:
             f"{what} is an adapter of type {settings.get('peft_type')}, and only LORA (LoRA, rsLoRA, DoRA) is supported"
         )
     method = "dora" if settings.get("use_dora") else "rslora" if settings.get("use_rslora") else "lora"
-    if method != config.method:
+    if config.method not in ("none", method):
         raise UserError(f"{what} is a {method} adapter, but adapter.method is {config.method}: set adapter.method {method}")
     if (began := settings.get("init_lora_weights", True)) not in _KEEPING_THE_BASE:
         raise UserError(

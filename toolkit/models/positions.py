@@ -11,6 +11,15 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
+def num_positions(model_config: PretrainedConfig) -> tuple[int | None, int | None]:
+    """Tokens that fit an encoder-decoder's encoder and decoder, or a causal model (twice); None: no limit."""
+    if not model_config.is_encoder_decoder:
+        model_config = model_config.get_text_config()
+    both = getattr(model_config, "max_position_embeddings", None)
+    sides = ("max_encoder_position_embeddings", "max_decoder_position_embeddings")
+    return tuple(getattr(model_config, name, both) for name in sides)  # type: ignore[return-value]
+
+
 def check_positions(model_config: PretrainedConfig, name: str, longest: dict[str, int], evaluation: EvalConfig) -> None:
     """Refuse rows or generated texts that exceed an encoder-decoder's positions; T5 and its relatives have no limit.
 
@@ -20,9 +29,7 @@ def check_positions(model_config: PretrainedConfig, name: str, longest: dict[str
     Raises:
         UserError: naming both lengths and the setting to lower.
     """
-    both = getattr(model_config, "max_position_embeddings", None)
-    encoder = getattr(model_config, "max_encoder_position_embeddings", both)
-    decoder = getattr(model_config, "max_decoder_position_embeddings", both)
+    encoder, decoder = num_positions(model_config)
     new = evaluation.max_new_tokens if evaluation.generate else 0
     _check_fits(name, "the longest source has", longest["source"], encoder, "data.max_source_length_tokens")
     _check_fits(name, "the longest target has", longest["target"], decoder, "data.max_target_length_tokens")
@@ -38,7 +45,7 @@ def check_causal_positions(model_config: PretrainedConfig, name: str, longest: d
     Raises:
         UserError: naming both lengths and the setting to lower.
     """
-    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    limit, _ = num_positions(model_config)
     new = evaluation.max_new_tokens if evaluation.generate and longest["prompt"] else 0
     _check_fits(name, "the longest row has", longest["row"], limit, "data.max_length_tokens")
     what = f"a prompt has up to {longest['prompt']} tokens and eval.max_new_tokens is {new}, together"

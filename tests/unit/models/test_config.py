@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,10 @@ def test_a_rope_that_the_longest_row_chooses_for_all_is_warned_of(longest: int) 
     if longest > 10:
         assert warning is not None and "the longest row has 11 tokens: beyond 10 the model's longrope rope has" in warning
     assert warn_of_shared_rope(transformers.LlamaConfig(), 100_000) is None
+
+
+@pytest.mark.parametrize("named", ["user/kernel", {"text_config": "user/kernel"}])
+def test_an_attention_that_is_code_of_the_hub_is_refused_where_it_is_nested_too(tmp_path: Path, named: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(transformers.Gemma3Config().to_dict() | {"attn_implementation": named}))
+    with pytest.raises(UserError, match=r"names the attention user/kernel, which is code of the hub"):
+        load_model_config(ModelConfig(name_or_path=str(tmp_path)), "AutoModelForCausalLM")

@@ -1,52 +1,31 @@
-"""`python -m toolkit generate`: reads texts, generates in batches as an evaluation does, and writes the texts in input order."""
+"""`python -m toolkit generate`: reads rows, generates in batches as an evaluation does, and writes the texts in input order.
+
+Rows are read, made into tokens, generated for and written window by window, so memory does not grow with their number.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from toolkit.cli.generate.inputs import Item, read_items
-from toolkit.cli.generate.model import Generator, find_folder, load_generator
-from toolkit.cli.generate.output import append_texts, begin_output, end_output
-from toolkit.data.sources.text_files import build_form
-from toolkit.data.tokens.chat_template import TEMPLATE_ERRORS
+from toolkit.cli.generate.inputs import Options, Row, Rows, open_rows
+from toolkit.cli.generate.model import Generator, in_own_words, load_generator, open_model
+from toolkit.cli.generate.output import append_texts, begin_output, end_output, read_notes
 from toolkit.distributed.comm import close_groups, control_group, gather_objects, on_all_ranks, on_rank_0, rank, world_size
 from toolkit.distributed.progress import Phase
 from toolkit.errors import UserError
-from toolkit.export.usage import Usage, load_usage
 from toolkit.launch.environment import asked_for_cpu, is_launched, read_launch
 
 logger = logging.getLogger("toolkit")
 
-BATCHES_AT_ONCE = 256
-"""Batches of each process that are sorted by length together, and written together."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The command line."""
-
-    model: str
-    file: str | None
-    texts: list[str]
-    column: str | None
-    csv_delimiter: str | None = None
-    encoding: str | None = None
-    plain: bool
-    """Whether a text is the prompt itself, not a user's turn of a chat."""
-    output: Path | None
-    batch_size_rows: int | None
-    dtype: str | None
-    settings: dict[str, Any]
-    """Of generation, that replace the model's own: `max_new_tokens`, `num_beams`."""
+BATCHES_AT_ONCE = 64
+"""Batches of each process that are a window: read, sorted by length and written together."""
 
 
 def generate(options: Options) -> None:
@@ -65,59 +44,105 @@ def generate(options: Options) -> None:
         PartialState(cpu=asked_for_cpu())
         control_group()
     try:
-        items, how = _read(options)
-        num_done = on_rank_0(lambda: begin_output(options, _digest(items))) if options.output else 0
-        # One GPU may lack room.
-        generator = on_all_ranks(lambda: load_generator(options.model, options.dtype, options.settings))
-        _describe(generator, options, how, len(items), num_done)
-        rows = [_encode(generator, item, options.plain) for item in items]
-        _check_lengths(generator, rows, items)
-        if num_cut := sum(row["num_lost_tokens"] > 0 for row in rows):
-            _say(options, f"cut {num_cut:,} of {len(rows):,} texts to {generator.usage.max_source_length_tokens} tokens")
-        with Phase("generating", len(items), "texts", done=num_done, enabled=options.output is not None) as generating:
-            for first, texts in _generate_chunks(generator, rows, options, num_done):
-                on_rank_0(partial(append_texts, options.output, first, texts))
-                generating.add(len(texts))
-        if options.output and rank() == 0:
-            end_output(options.output)
-            logger.info(f"{len(items):,} texts are in {options.output}")
+        with in_own_words():
+            _generate(options)
     finally:
         if is_one_of_several:
             close_groups()
 
 
-def _read(options: Options) -> tuple[list[Item], str]:
-    """The items, and how they were read. Collective: standard input is rank 0's."""
-    usage = load_usage(Path(find_folder(options.model))) or Usage()
-    try:
-        form = build_form(options.csv_delimiter or usage.csv_delimiter, options.encoding or usage.encoding)
-        given = (options.file, options.texts, options.column, usage.source_column, form)
-        read = partial(read_items, *given, may_be_utf8=options.encoding is None)
-        return on_rank_0(read) if options.file == "-" else read()
-    except UserError as error:
-        error.args = (str(error).replace("data.csv_delimiter", "--csv-delimiter").replace("data.encoding", "--encoding"),)
-        raise
+def _generate(options: Options) -> None:
+    # What can be known before the weights are read. Rank 0 alone reads rows, and gives each window of them to all.
+    opened = on_all_ranks(lambda: open_model(options.model))
+    open_input = partial(open_rows, options, opened.usage, has_chat_template=opened.takes_chats(plain=options.plain))
+    rows = on_all_ranks(lambda: open_input() if rank() == 0 else None)
+    num_done = on_rank_0(lambda: begin_output(options)) if options.output else 0
+    batch_size = options.batch_size_rows or opened.usage.batch_size_rows
+    windows = _read_windows(rows, options.output, num_done, batch_size * BATCHES_AT_ONCE * world_size()) if rows else iter(())
+    read_window = partial(on_rank_0, partial(next, windows, ([], "")))
+    window, digest = read_window()
+    # One GPU may lack room.
+    generator = on_all_ranks(lambda: load_generator(opened, options.dtype, options.settings))
+    if rows:
+        _describe(generator, options, rows, num_done)
+    num_cut, num_rows = 0, rows.num_rows if rows else None
+    with Phase("generating", num_rows, "texts", done=num_done, enabled=options.output is not None) as generating:
+        while window:
+            try:
+                encoded = on_all_ranks(partial(generator.encode, window, plain=options.plain))
+                num_cut += sum(row["num_lost_tokens"] > 0 for row in encoded)
+                texts = _generate_window(generator, encoded, batch_size)
+                on_rank_0(partial(append_texts, options.output, num_done, texts, digest))
+                num_done += len(window)
+                generating.add(len(window))
+                window, digest = read_window()
+            except UserError as error:
+                if options.output and num_done:
+                    kept = f"{options.output} keeps its {num_done:,} texts, and the same command goes on after them"
+                    error.args = (f"{error}; {kept}",)
+                raise
+    if num_cut:
+        _say(options, f"cut {num_cut:,} of {num_done:,} texts to {opened.usage.max_source_length_tokens} tokens")
+    if options.output and rank() == 0:
+        end_output(options.output)
+        logger.info(f"{num_done:,} texts are in {options.output}")
 
 
-def _digest(items: list[Item]) -> str:
-    parts = [(item.text, item.messages, item.tools) for item in items]
-    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
+def _read_windows(rows: Rows, output: Path | None, num_done: int, size: int) -> Iterator[tuple[list[Row], str]]:
+    """The rows without a text, window by window, each with a digest of all rows up to its end.
+
+    An unfinished output notes these digests. So it is continued after a row has been corrected or added, but not with other rows
+    than those that its texts were generated for.
+
+    Raises:
+        UserError: they are others; a row that cannot be read.
+    """
+    notes = read_notes(output) if output and num_done else {}
+    digest, window, number = hashlib.sha256(), [], 0
+    for number, row in enumerate(rows.read(), start=1):
+        digest.update(repr(row[1]).encode())
+        if number <= num_done and notes.get(number, digest.hexdigest()) != digest.hexdigest():
+            number = 0
+            break
+        if number > num_done:
+            window.append(row)
+        if len(window) == size:
+            yield window, digest.hexdigest()
+            window = []
+    if number < num_done:
+        raise UserError(f"--output {output} has texts of other rows than the first {num_done:,} now: name another file")
+    if window:
+        yield window, digest.hexdigest()
 
 
-def _describe(generator: Generator, options: Options, how: str, num_items: int, num_done: int) -> None:
+def _generate_window(generator: Generator, rows: list[dict[str, Any]], batch_size: int) -> list[str]:
+    """The texts of a window, in its order. Collective.
+
+    Rows are sorted by length, longest first, and batches are dealt out to the ranks, as in an evaluation.
+    """
+    order = sorted(range(len(rows)), key=lambda i: -len(rows[i]["input_ids"]))
+    batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+    own: dict[int, str] = {}
+    for batch in batches[rank() :: world_size()]:
+        own.update(zip(batch, generator.generate([rows[i] for i in batch]), strict=True))
+    gathered = {index: text for part in gather_objects(own) for index, text in part.items()}
+    return [gathered[index] for index in sorted(gathered)]
+
+
+def _describe(generator: Generator, options: Options, rows: Rows, num_done: int) -> None:
     """Print what will be done, with which settings."""
-    if how:
-        _say(options, how)
-    config = generator.model.generation_config
+    if rows.how:
+        _say(options, rows.how)
+    config, usage = generator.model.generation_config, generator.usage
     settings = f"max_new_tokens {config.max_new_tokens}, num_beams {config.num_beams or 1}"
-    if generator.is_seq2seq:
-        form = f"prefix {generator.usage.prefix!r}"
-    else:
-        form = "a text is a user's turn of its chat template" if _is_chat(generator, options.plain) else "a text is the prompt"
+    form = "a text is a user's turn of its chat template"
+    if not generator.takes_chats(plain=options.plain):
+        form = f"prefix {usage.prefix!r}" if generator.config.is_encoder_decoder else "a text is the prompt"
     dtype = str(next(generator.model.parameters()).dtype).removeprefix("torch.")
-    _say(options, f"{find_folder(options.model)} on {generator.device} in {dtype}: {settings}; {form}")
+    _say(options, f"{generator.folder} on {generator.model.device} in {dtype}: {settings}; {form}")
     if num_done:
-        _say(options, f"{options.output} has {num_done:,} of {num_items:,} texts already")
+        of = "" if rows.num_rows is None else f" of {rows.num_rows:,}"
+        _say(options, f"{options.output} has {num_done:,}{of} texts already")
 
 
 def _say(options: Options, sentence: str) -> None:
@@ -126,58 +151,3 @@ def _say(options: Options, sentence: str) -> None:
         logger.info(sentence)
     elif rank() == 0:
         print(sentence, file=sys.stderr, flush=True)
-
-
-def _encode(generator: Generator, item: Item, plain: bool) -> dict[str, Any]:
-    """The tokens of an item, as a row of `Generator.generate`."""
-    if generator.is_seq2seq and item.text is None:
-        raise UserError(f"{item.where} is a chat, and the model is an encoder-decoder: give a text")
-    messages = item.messages
-    if item.text is not None and not _is_chat(generator, plain):
-        return generator.encode_text(item.text)
-    if messages is None:
-        messages = [{"role": "user", "content": item.text}]
-    try:
-        return generator.encode_chat(messages, item.tools)
-    except UserError:
-        raise
-    except TEMPLATE_ERRORS as error:
-        raise UserError(f"{item.where}: the chat template refuses this chat ({error}): change the row") from None
-
-
-def _is_chat(generator: Generator, plain: bool) -> bool:
-    """Whether a text is given as a user's turn."""
-    return not generator.is_seq2seq and not plain and generator.tokenizer.chat_template is not None
-
-
-def _check_lengths(generator: Generator, rows: list[dict[str, Any]], items: list[Item]) -> None:
-    """Refuse prompts that leave a causal model no position for the generated tokens."""
-    limit = getattr(generator.model.config.get_text_config(), "max_position_embeddings", None)
-    if generator.is_seq2seq or limit is None:
-        return
-    new = generator.model.generation_config.max_new_tokens
-    for row, item in zip(rows, items, strict=True):
-        if len(row["input_ids"]) + new > limit:
-            raise UserError(
-                f"{item.where} has {len(row['input_ids'])} tokens, with --max-new-tokens {new} more than the model's {limit} "
-                "positions: shorten the text, or lower --max-new-tokens"
-            )
-
-
-def _generate_chunks(
-    generator: Generator, rows: list[dict[str, Any]], options: Options, num_done: int
-) -> Iterator[tuple[int, list[str]]]:
-    """(first row, texts) of each chunk, in input order, on rank 0; no texts on others. Collective.
-
-    In a chunk, rows are sorted by length, longest first, and batches are dealt out to the ranks, as in an evaluation.
-    """
-    size = options.batch_size_rows or generator.usage.batch_size_rows
-    chunk = size * BATCHES_AT_ONCE * world_size()
-    for first in range(num_done, len(rows), chunk):
-        order = sorted(range(first, min(first + chunk, len(rows))), key=lambda i: -len(rows[i]["input_ids"]))
-        batches = [order[i : i + size] for i in range(0, len(order), size)]
-        own: dict[int, str] = {}
-        for batch in batches[rank() :: world_size()]:
-            own.update(zip(batch, generator.generate([rows[i] for i in batch]), strict=True))
-        gathered = {index: text for part in gather_objects(own) for index, text in part.items()}
-        yield first, [gathered[index] for index in sorted(gathered)]

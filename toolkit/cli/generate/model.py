@@ -1,74 +1,130 @@
-"""Loads a model to generate with: a run's export, or any folder or id that transformers reads."""
+"""Loads a model to generate with: a run's export, or any folder or id that transformers reads, by the recipes' own checks.
+
+What loads is data: no code of the folder or the hub, no pickle, no file outside the folder but the base that an adapter names.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toolkit.config.schema import EvalConfig, ModelConfig
-from toolkit.data.collate import CausalCollator, Collator, SummarizationCollator, move_to, own_label_shift
-from toolkit.data.tokens.causal import encode_prompt
-from toolkit.data.tokens.chat_template import render_chat
+from toolkit.config.schema import AdapterConfig, EvalConfig, ModelConfig
+from toolkit.data.collate import CausalCollator, Collator, SummarizationCollator, move_to
+from toolkit.data.rows.example import Example
+from toolkit.data.tokens.causal import encode_prompts
+from toolkit.data.tokens.chat_template import TEMPLATE_ERRORS, render_chat
 from toolkit.data.tokens.languages import set_languages
 from toolkit.data.tokens.seq2seq import encode_texts
 from toolkit.data.tokens.tokenizer import load_tokenizer
 from toolkit.errors import UserError
 from toolkit.export.usage import Usage, load_usage
 from toolkit.launch.environment import asked_for_cpu
-from toolkit.models.config import is_encoder_decoder, special_tokens
-from toolkit.models.load import fastest_attention
-from toolkit.models.lora_files import CONFIG_FILE
+from toolkit.models.config import AutoClass, is_encoder_decoder, load_model_config, special_tokens
+from toolkit.models.load import build_skeleton, fastest_attention, load_model, num_token_embeddings
+from toolkit.models.lora import add_adapter
+from toolkit.models.lora_files import CONFIG_FILE, find_adapter, read_base_name
+from toolkit.models.positions import num_positions
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 HEADROOM = 1.2
 """A device must have this multiple of the weights' bytes free: activations and the key-value cache need the rest."""
 
+_OWN_WORDS = {
+    "set model.attn_implementation sdpa or eager, or model.trust_remote_code true": "take that line out",
+    ", or model.from_scratch true for random ones": "",
+    ", or model.from_scratch true": "",
+    "set data.chat_template to one, or to a file with one": "save the tokenizer with one",
+    "set data.format sharegpt": "let the column be named conversations",
+    "adapter.name_or_path ": "the adapter ",
+    "model.name_or_path ": "the model ",
+    "data.csv_delimiter": "--csv-delimiter",
+    "data.encoding": "--encoding",
+}
+"""What the errors of runs say, in words of this command, which has no such settings."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Generator:
-    """A model on its device, with what makes tokens of texts."""
+    """A model with what makes tokens of texts; on the meta device until its weights are loaded."""
 
+    folder: Path
+    """Of the model, or of its adapter."""
+    base: ModelConfig
+    config: PretrainedConfig
+    """That of the base."""
     model: Any
     tokenizer: PreTrainedTokenizerBase
-    collator: Collator
     usage: Usage
-    is_seq2seq: bool
-    device: torch.device
+    collator: Collator
 
-    def encode_chat(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> dict[str, Any]:
-        """A chat and the start of the answer as a row of `generate`.
+    def takes_chats(self, *, plain: bool = False) -> bool:
+        """Whether a text is given as a user's turn of a chat, unless it is `plain`: the prompt itself."""
+        return not self.config.is_encoder_decoder and not plain and self.tokenizer.chat_template is not None
+
+    def encode(self, rows: Sequence[tuple[str, Example]], *, plain: bool) -> list[dict[str, Any]]:
+        """Prompts, each with its place for messages, as rows of `generate`. An encoder-decoder's sources are cut as in the run.
 
         Raises:
-            UserError: there is no chat template.
-            One of `TEMPLATE_ERRORS`: the template cannot render these messages.
+            UserError: a chat for an encoder-decoder, or that the template refuses; more tokens than the model has positions.
         """
-        return self._prompt(render_chat(self.tokenizer, messages, tools, for_generation=True), is_chat=True)
+        new, all_lost = self.model.generation_config.max_new_tokens, [0] * len(rows)
+        if self.config.is_encoder_decoder:
+            for where in (where for where, row in rows if row.prompt is None):
+                raise UserError(f"{where} is a chat, and the model is an encoder-decoder: give a text")
+            texts = [f"{self.usage.prefix}{row.prompt}" for _, row in rows]
+            all_ids, all_lost = encode_texts(self.tokenizer, texts, self.usage.max_source_length_tokens, "text")
+            new = 0
+        else:
+            are_chats = [row.messages is not None or self.takes_chats(plain=plain) for _, row in rows]
+            texts = [self._render(*row) if is_chat else str(row[1].prompt) for row, is_chat in zip(rows, are_chats, strict=True)]
+            all_ids = encode_prompts(self.tokenizer, texts, are_chats)
+        limit, _ = num_positions(self.config)
+        for (where, _), ids in zip(rows, all_ids, strict=True):
+            if limit is not None and len(ids) + new > limit:
+                trouble = f"has {len(ids)} tokens,{f' with --max-new-tokens {new}' if new else ''} more than the model's {limit}"
+                raise UserError(f"{where} {trouble} positions: shorten the text{', or lower --max-new-tokens' if new else ''}")
+        return [
+            {"input_ids": ids, "prompt_length": len(ids), "num_lost_tokens": num_lost}
+            for ids, num_lost in zip(all_ids, all_lost, strict=True)
+        ]
 
-    def encode_text(self, text: str) -> dict[str, Any]:
-        """A text as a row of `generate`: an encoder-decoder's source, cut as in the run, or a causal model's prompt."""
-        if not self.is_seq2seq:
-            return self._prompt(text, is_chat=False)
-        limit = self.usage.max_source_length_tokens
-        [ids], [num_lost] = encode_texts(self.tokenizer, [self.usage.prefix + text], limit, "text")
-        return {"input_ids": ids, "num_lost_tokens": num_lost}
-
-    def _prompt(self, text: str, *, is_chat: bool) -> dict[str, Any]:
-        ids = encode_prompt(self.tokenizer, text, is_chat=is_chat)
-        return {"input_ids": ids, "prompt_length": len(ids), "num_lost_tokens": 0}
+    def _render(self, where: str, row: Example) -> str:
+        messages = row.messages or [{"role": "user", "content": row.prompt}]
+        try:
+            return render_chat(self.tokenizer, messages, row.tools, for_generation=True)
+        except UserError:
+            raise
+        except TEMPLATE_ERRORS as error:
+            raise UserError(f"{where}: the chat template refuses this chat ({error}): change the row") from None
 
     @torch.no_grad()
     def generate(self, rows: list[dict[str, Any]]) -> list[str]:
         """A text for each row, by the model's generation config."""
         prompts = self.collator.prompts(rows)
-        tokens_BT = self.model.generate(**move_to(self.device, prompts))
+        tokens_BT = self.model.generate(**move_to(self.model.device, prompts))
         return self.tokenizer.batch_decode(self.collator.new_tokens(tokens_BT, prompts), skip_special_tokens=True)
+
+
+@contextmanager
+def in_own_words() -> Iterator[None]:
+    """Errors name the flags of this command, not the settings of a run."""
+    try:
+        yield
+    except UserError as error:
+        sentence = str(error)
+        for theirs, own in _OWN_WORDS.items():
+            sentence = sentence.replace(theirs, own)
+        error.args = (sentence,)
+        raise
 
 
 def find_folder(name: str) -> str:
@@ -89,60 +145,78 @@ def find_folder(name: str) -> str:
     return name
 
 
-def load_generator(name: str, dtype: str | None, settings: dict[str, Any]) -> Generator:
-    """Load model and tokenizer.
+def open_model(name: str) -> Generator:
+    """Read and check everything but the weights.
+
+    Raises:
+        UserError: no model can be read there; it names code, or weights elsewhere.
+    """
+    folder = Path(find_folder(name))
+    usage = load_usage(folder) or Usage()
+    is_adapter = (folder / CONFIG_FILE).is_file()
+    base = ModelConfig(name_or_path=read_base_name(folder) if is_adapter else str(folder))
+    try:
+        auto_class: AutoClass = "AutoModelForSeq2SeqLM" if is_encoder_decoder(base.name_or_path) else "AutoModelForCausalLM"
+        config = load_model_config(base, auto_class, is_trained=False)
+        skeleton = build_skeleton(base, config, auto_class)
+    except UserError as error:
+        if is_adapter and not Path(base.name_or_path).is_dir():
+            raise UserError(
+                f"the adapter {folder} needs its base {base.name_or_path}, not found from here ({error}): start where that path "
+                "leads to it, or give a merged model, as `python -m toolkit export RUN_FOLDER --merge` writes it"
+            ) from None
+        raise
+    if is_adapter:
+        find_adapter(str(folder))
+    tokenizer = load_tokenizer(ModelConfig(name_or_path=str(folder)), num_token_embeddings(skeleton))
+    if config.is_encoder_decoder:
+        set_languages(tokenizer, name, usage.source_language, usage.target_language)
+        collator: Collator = SummarizationCollator(*special_tokens(config, name))
+    else:
+        collator = CausalCollator(tokenizer.pad_token_id)
+    return Generator(folder=folder, base=base, config=config, model=skeleton, tokenizer=tokenizer, usage=usage, collator=collator)
+
+
+def load_generator(generator: Generator, dtype: str | None, settings: dict[str, Any]) -> Generator:
+    """Load the weights.
 
     Args:
         dtype: `float32` or `bfloat16`; None: that of the run's forward passes.
         settings: of generation, that replace the model's own.
 
     Raises:
-        UserError: no model can be read there, or it does not fit the device.
+        UserError: the weights cannot be read or do not fit the device; they generate in a way that is code of the hub.
     """
-    import transformers
+    from transformers import GenerationConfig
+    from transformers.generation.utils import GENERATION_MODES_MAPPING
     from transformers.utils.logging import disable_progress_bar
 
-    folder = Path(find_folder(name))
-    usage = load_usage(folder) or Usage()
-    device = _choose_device()
-    loaded_as = getattr(torch, dtype or usage.dtype)
-    is_adapter = (folder / CONFIG_FILE).is_file()
-    base = _base_of(folder) if is_adapter else str(folder)
+    folder, config, device = generator.folder, generator.config, _choose_device()
+    loaded_as = getattr(torch, dtype or generator.usage.dtype)
+    _check_room(generator.model, loaded_as, device)
     if not sys.stderr.isatty():  # bars are for terminals
         disable_progress_bar()
+    config._attn_implementation = fastest_attention(config, device.type)
     try:
-        is_seq2seq = is_encoder_decoder(base)
-        auto_class: Any = transformers.AutoModelForSeq2SeqLM if is_seq2seq else transformers.AutoModelForCausalLM
-        config = transformers.AutoConfig.from_pretrained(base)
-        _check_room(auto_class, config, loaded_as, device)
-        config._attn_implementation = fastest_attention(config, device.type)
-        model = auto_class.from_pretrained(base, config=config, dtype=loaded_as, use_safetensors=True)
-        if is_adapter:
-            from peft import PeftModel
-
-            model = PeftModel.from_pretrained(model, str(folder)).get_base_model()
-        if (folder / "generation_config.json").is_file():
-            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        if is_adapter and not Path(base).is_dir():
-            raise UserError(
-                f"the adapter {folder} needs its base {base}, not found from here ({reason}): start where that path leads "
-                "to it, or give a merged model, as `python -m toolkit export RUN_FOLDER --merge` writes it"
-            ) from None
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"no model can be read from {name} ({reason}): give a run folder, an export or a model folder") from None
-    if model.generation_config.max_new_tokens is None:  # no export of ours; `generate` would stop after 20 tokens
+        own = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"the generation_config.json of {folder} cannot be read ({error}): correct or remove it") from None
+    auto_class: AutoClass = "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
+    model: Any = load_model(generator.base, config, auto_class, seed=0, dtype=loaded_as)
+    if (folder / CONFIG_FILE).is_file():
+        add_adapter(model, AdapterConfig(name_or_path=str(folder)), generator.base, seed=0)
+    model.generation_config = generation = own or model.generation_config
+    if generation.max_new_tokens is None:  # no export of ours; `generate` would stop after 20 tokens
         settings = {"max_new_tokens": EvalConfig().max_new_tokens, **settings}
-    model.generation_config.update(use_cache=True, **settings)
-    tokenizer = load_tokenizer(ModelConfig(name_or_path=str(folder)), model.get_input_embeddings().num_embeddings)
-    if is_seq2seq:
-        set_languages(tokenizer, name, usage.source_language, usage.target_language)
-        collator: Collator = SummarizationCollator(*special_tokens(model.config, name), own_label_shift(model))
-    else:
-        collator = CausalCollator(tokenizer.pad_token_id)
-    return Generator(model.to(device).eval(), tokenizer, collator, usage, is_seq2seq, device)
+    generation.update(use_cache=True, **settings)
+    if "/" in (code := GENERATION_MODES_MAPPING[generation.get_generation_mode()]):
+        raise UserError(
+            f"the generation_config.json of {folder} asks for {code}, which is code of the hub: take that setting out"
+        )
+    _, limit = num_positions(config)
+    if limit is not None and generation.max_new_tokens > limit:
+        raise UserError(f"--max-new-tokens is {generation.max_new_tokens}, and the model has {limit} positions: lower it")
+    return replace(generator, model=model.to(device).eval())
 
 
 def _choose_device() -> torch.device:
@@ -151,17 +225,10 @@ def _choose_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
-def _base_of(folder: Path) -> str:
-    from peft import PeftConfig
-
-    return str(PeftConfig.from_pretrained(str(folder)).base_model_name_or_path)
-
-
-def _check_room(auto_class: Any, config: Any, dtype: torch.dtype, device: torch.device) -> None:
+def _check_room(skeleton: Any, dtype: torch.dtype, device: torch.device) -> None:
     if device.type != "cuda":
         return
-    with torch.device("meta"):
-        num_bytes = sum(p.numel() for p in auto_class.from_config(config).parameters()) * dtype.itemsize
+    num_bytes = sum(parameter.numel() for parameter in skeleton.parameters()) * dtype.itemsize
     free, _ = torch.cuda.mem_get_info(device)
     if HEADROOM * num_bytes > free:
         raise UserError(

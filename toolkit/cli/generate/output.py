@@ -1,7 +1,7 @@
 """The file that `generate` writes: lines of `row` (from 1) and `prediction`. It only grows, and the same command continues it.
 
 out.jsonl              the texts
-out.jsonl.unfinished   until all are there: what they are generated from
+out.jsonl.unfinished   until all are there: a hash of what they are generated with, then of the rows up to each write
 out.jsonl.lock         held by the process that writes them
 """
 
@@ -11,10 +11,12 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from toolkit.cli.generate.inputs import Options
 from toolkit.cli.generate.model import find_folder
 from toolkit.errors import UserError, escape_controls
 from toolkit.files.durable import fsync_path, hash_file, written_beside
@@ -23,33 +25,33 @@ from toolkit.files.lock import release_lock, take_lock
 from toolkit.models.lora_files import CONFIG_FILE
 
 UNFINISHED = ".unfinished"
-"""Beside an output until all texts are there: a hash of what they are generated from."""
 LOCK = ".lock"
 
 
-def begin_output(options: Any, input_digest: str) -> int:
+def begin_output(options: Options) -> int:
     """Lock the output; returns the number of texts that an earlier, unfinished call has written. A torn last line is removed.
 
     Args:
         options: the command line, with an output.
-        input_digest: a hash of what texts are generated for.
 
     Raises:
         UserError: another process writes the output, it is not an unfinished one of this call, or it cannot be written.
     """
-    output, about, lock = options.output, _beside(options.output, UNFINISHED), _beside(options.output, LOCK)
+    output = options.output
+    assert output is not None
+    about, lock = _beside(output, UNFINISHED), _beside(output, LOCK)
     exists = UserError(f"--output {output} exists, and is not what this command left unfinished: name another file")
     try:
         if output.exists() and not about.exists():
             raise exists
         take_lock(lock, f"another process is writing --output {output}: wait for its end, or name another file")
-        mine = _digest(options, input_digest)
+        mine = _digest(options)
         if output.exists():
-            if not about.exists() or about.read_text(encoding="utf-8") != mine:
+            if not about.exists() or about.read_text(encoding="utf-8").partition("\n")[0] != mine:
                 raise exists
             return _num_written(output)
         with written_beside(about) as beside:
-            beside.write_text(mine, encoding="utf-8")
+            beside.write_text(f"{mine}\n", encoding="utf-8")
         output.touch()
         fsync_path(output.absolute().parent)
     except OSError as error:
@@ -60,8 +62,12 @@ def begin_output(options: Any, input_digest: str) -> int:
     return 0
 
 
-def append_texts(output: Path | None, first: int, texts: list[str]) -> None:
-    """Write the texts of rows `first` (from 0) and on; they are on the disk when this returns. Without an output, print them."""
+def append_texts(output: Path | None, first: int, texts: list[str], digest: str) -> None:
+    """Write the texts of rows `first` (from 0) and on; they are on the disk when this returns. Without an output, print them.
+
+    Args:
+        digest: a hash of the rows up to the last of these texts.
+    """
     if output is None:
         for text in texts:
             print(escape_controls(text), flush=True)
@@ -73,10 +79,18 @@ def append_texts(output: Path | None, first: int, texts: list[str]) -> None:
             file.write(b"".join(map(encode_json_line, lines)))
             file.flush()
             os.fsync(file.fileno())
+        with _beside(output, UNFINISHED).open("a", encoding="utf-8") as about:
+            about.write(f"{first + len(texts)} {digest}\n")
     except OSError as error:
         raise UserError(
             f"--output {output} cannot be written ({error.strerror}): make room, and give the same command again"
         ) from None
+
+
+def read_notes(output: Path) -> dict[int, str]:
+    """The digests of rows that texts were written for, by their number; a torn line is left out."""
+    notes = re.findall(r"^(\d+) ([0-9a-f]{64})$", _beside(output, UNFINISHED).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {int(num_rows): digest for num_rows, digest in notes}
 
 
 def end_output(output: Path) -> None:
@@ -96,8 +110,8 @@ def _num_written(output: Path) -> int:
     return num
 
 
-def _digest(options: Any, input_digest: str) -> str:
-    """A hash of what decides the texts: input, settings, and the files of the model and, for an adapter, of its base."""
+def _digest(options: Options) -> str:
+    """A hash of what decides the texts beside the rows: settings, and the files of the model and, for an adapter, of its base."""
     folder = Path(find_folder(options.model))
     folders = [folder]
     with suppress(OSError, ValueError, LookupError, TypeError):  # not an adapter, or one that cannot be loaded
@@ -109,7 +123,7 @@ def _digest(options: Any, input_digest: str) -> str:
         elif path.suffix in (".json", ".jinja", ".model", ".txt"):  # configs, tokenizer, chat template
             files.append((path.name, hash_file(path)))
     settings = {**dataclasses.asdict(options), "output": None, "batch_size_rows": None, "file": None}
-    return hashlib.sha256(json.dumps([input_digest, settings, files], default=str).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([settings, files], default=str).encode()).hexdigest()
 
 
 def _beside(output: Path, ending: str) -> Path:

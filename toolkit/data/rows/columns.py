@@ -26,6 +26,7 @@ class Columns(NamedTuple):
 
 
 CELLS = {
+    "prompt": ("prompt",),
     "seq2seq": ("source", "target"),
     "pair": ("prompt", "completion"),
     "chat": ("chat",),
@@ -38,12 +39,17 @@ CELLS = {
 _KINDS = {"messages": "chat", "sharegpt": "sharegpt", "alpaca": "alpaca", "prompt_completion": "pair", "text": "text"}
 """The kind of each value of `data.format`."""
 _OPTIONAL: dict[str, tuple[str, ...]] = {
+    "prompt": (TOOLS_COLUMN,),
     "chat": (TOOLS_COLUMN,),
     "pair": (TOOLS_COLUMN,),
     "sharegpt": ("system", TOOLS_COLUMN),
     "alpaca": ("input", "system", "history"),
     "alpaca_text": ("input", "system", "history"),
 }
+_OF_PROMPTS = {"messages": "messages", "conversations": "sharegpt", "instruction": "alpaca"}
+"""The reading of a row without its answer by the name of its column; other columns have a text or a chat."""
+PROMPT_COLUMNS = (*_OF_PROMPTS, "source", "article", "document", "prompt", "text")
+"""Columns to generate for, unless one is named."""
 _SETTINGS = "data.messages_column, data.text_column, or data.prompt_column and data.completion_column"
 
 
@@ -88,6 +94,23 @@ def choose_columns(
     return _with_optional(reading, readings[reading], existing, has_chat_template=has_chat_template)
 
 
+def choose_prompt_column(
+    where: object, existing: Sequence[str], wanted: str | None, saved: str | None, *, has_chat_template: bool
+) -> Columns:
+    """As `choose_columns`, to generate for rows without their answers: from the column `wanted` by the user, else that `saved` by
+    the run, else one of `PROMPT_COLUMNS`, else the only one.
+
+    Raises:
+        UserError: no such column; more than one that could be meant.
+    """
+    named = wanted or (saved if saved in existing else None)
+    names = [named] if named else [name for name in PROMPT_COLUMNS if name in existing] or list(existing)
+    if len(names) != 1 or (not named and set(",;\t|").intersection(names[0])):  # several names in one cell
+        raise UserError(f"{where} has the columns {', '.join(names)}: name the one to generate for as --column")
+    check_columns(where, existing, names, way_out="correct --column")
+    return _with_optional(_OF_PROMPTS.get(names[0], "prompt"), (names[0],), existing, has_chat_template=has_chat_template)
+
+
 def _list_readings(config: LLMDataConfig) -> dict[str, tuple[str, ...]]:
     """The columns that each reading needs."""
     of_sharegpt = config.messages_column if config.format == "sharegpt" and config.messages_column else "conversations"
@@ -104,7 +127,7 @@ def _list_readings(config: LLMDataConfig) -> dict[str, tuple[str, ...]]:
 
 
 def _with_optional(reading: str, names: tuple[str, ...], existing: Sequence[str], *, has_chat_template: bool) -> Columns:
-    kind = "alpaca_text" if reading == "alpaca" and not has_chat_template else _KINDS[reading]
+    kind = "alpaca_text" if reading == "alpaca" and not has_chat_template else _KINDS.get(reading, reading)
     return Columns(kind, names + tuple(name for name in _OPTIONAL.get(kind, ()) if name in existing))
 
 
@@ -117,6 +140,7 @@ def describe_columns(columns: Columns, existing: Sequence[str]) -> str:
     """The reading, the columns used and those left out, as in "messages, from messages and tools; not read: id"."""
     reading = {kind: reading for reading, kind in _KINDS.items()}.get(columns.kind, "")
     how = {
+        "prompt": "prompts",
         "seq2seq": "a source with its target",
         "alpaca": "alpaca, as chats for the chat template",
         "alpaca_text": "alpaca, as prompts in Alpaca's own words with completions, because the tokenizer has no chat template",

@@ -75,21 +75,25 @@ _STORED = ("prompt", "completion", "text", "messages", "tools", "first_trained",
 """The fields of `Example` in the row files. `messages` and `tools` are JSON there, as their keys differ from row to row."""
 
 
-def build_example(row: Mapping[str, Any], columns: Columns, where: str, **known: Any) -> Example | str:
+def build_example(
+    row: Mapping[str, Any], columns: Columns, where: str, *, for_generation: bool = False, **known: Any
+) -> Example | str:
     """The example in a row of a source, or the reason to skip it, as in "with an empty target".
 
     Args:
         row: its cells by column, those of `columns` at least.
         where: file and row, for messages.
+        for_generation: `columns` are those of `choose_prompt_column`; the example has no answer at its end.
         known: `group`, `held_out` and `lead_text`, where the source knows them.
 
     Raises:
         UserError: a cell of the wrong type; a malformed conversation.
     """
     kind = columns.kind
-    cells = {name: row[name] for name in columns.names[: len(CELLS[kind])]}
+    wanted = CELLS[kind][:1] if for_generation else CELLS[kind]
+    cells = {name: row[name] for name in columns.names[: len(wanted)]}
     tools = row[TOOLS_COLUMN] if TOOLS_COLUMN in columns.names[len(cells) :] else None
-    for what, value in zip(CELLS[kind], cells.values(), strict=True):
+    for what, value in zip(wanted, cells.values(), strict=True):
         is_blank = (isinstance(value, str) and not value.strip()) or (isinstance(value, list) and not value and kind != "seq2seq")
         if value is None or is_blank:
             return f"with an empty {what}"
@@ -97,18 +101,22 @@ def build_example(row: Mapping[str, Any], columns: Columns, where: str, **known:
             return f"with a missing {what} (NA, NaN, None)"
     fields: dict[str, Any] | str | None = None
     if kind in ("alpaca", "alpaca_text"):
-        fields = read_alpaca({name: row[name] for name in columns.names}, where, is_chat=kind == "alpaca")
+        given = {"output": ""} if for_generation else {}
+        fields = read_alpaca({name: row[name] for name in columns.names} | given, where, is_chat=kind == "alpaca")
+        if for_generation and not isinstance(fields, str):
+            fields.get("messages", [None]).pop()
     elif kind == "sharegpt":
-        fields = read_sharegpt({name: row[name] for name in columns.names}, columns.names[0], tools, where)
-    elif kind == "chat" or (kind == "pair" and any(isinstance(value, list) for value in cells.values())):
-        fields = read_chat(cells, tools, where)
+        row = {name: row[name] for name in columns.names}
+        fields = read_sharegpt(row, columns.names[0], tools, where, for_generation=for_generation)
+    elif kind == "chat" or (kind in ("pair", "prompt") and any(isinstance(value, list) for value in cells.values())):
+        fields = read_chat(cells, tools, where, for_generation=for_generation)
     if fields is not None:
         return fields if isinstance(fields, str) else Example(**{**fields, **known})
     for name, value in cells.items():
         check_text(value, f"{where}, column {name}")
     if kind == "text":
         return Example(text=row[columns.names[0]], **known)
-    prompt, completion = cells.values()
+    prompt, completion = (*cells.values(), None)[:2]
     return Example(prompt=prompt, completion=completion, **{"lead_text": prompt, **known})
 
 

@@ -50,6 +50,8 @@ class RowInput:
     """Which files of a folder are its split, and which are left out."""
     has_chat_template: bool = False
     """Whether Alpaca's rows become chats."""
+    for_generation: bool = False
+    """Whether its rows need no answer, see `build_example`."""
     form: Form = Form()
     """How a text file is written."""
     used: set[str] = field(default_factory=set)
@@ -79,7 +81,7 @@ def list_inputs(config: DataConfig | LLMDataConfig, *, has_chat_template: bool =
     form = build_form(config.csv_delimiter, config.encoding)
     source = config.source if config.source in READERS else ""
     inputs = [
-        _open_file(path, source or find_kind(path, "data.eval_files"), choose, form, is_eval_file=True) for path in eval_files
+        open_file(path, source or find_kind(path, "data.eval_files"), choose, form, is_eval_file=True) for path in eval_files
     ]
     for number, (setting, entry) in enumerate(entries.items()):
         if split_own_source(entry.source):
@@ -91,7 +93,7 @@ def list_inputs(config: DataConfig | LLMDataConfig, *, has_chat_template: bool =
         else:
             paths, split = list_folder(entry.source, entry.hub_subset, entry.hub_split, other_sources=tuple(READERS))
         kinds = [kind or find_kind(path, f"{setting}.files") for path in paths]
-        opened = [_open_file(path, kind, choose, form, mix_entry=number) for path, kind in zip(paths, kinds, strict=True)]
+        opened = [open_file(path, kind, choose, form, mix_entry=number) for path, kind in zip(paths, kinds, strict=True)]
         inputs += [replace(item, split=split) for item in opened or [_open_hub(entry, config, choose, number)]]
     if not is_own:  # a function may read the settings of files, and its columns are known once it has been called
         _check_form_used(config, inputs)
@@ -183,7 +185,8 @@ def _read_examples(item: RowInput) -> Iterator[Example | str]:
         if "skip" in options:
             yield options["skip"]
         else:
-            yield build_example(row, item.columns or _choose_own_columns(item, row, where), where, **options)
+            columns = item.columns or _choose_own_columns(item, row, where)
+            yield build_example(row, columns, where, for_generation=item.for_generation, **options)
 
 
 def _choose_own_columns(item: RowInput, row: dict[str, Any], where: str) -> Columns:
@@ -221,9 +224,12 @@ def _check_entry(entry: MixEntry, config: DataConfig | LLMDataConfig, setting: s
         raise UserError(f"{setting}.{name} is given, but {setting}.source {entry.source} reads no files: leave one of them out")
 
 
-def _open_file(
-    path: Path, kind: str, choose: Callable[..., Columns], form: Form, *, mix_entry: int = 0, is_eval_file: bool = False
-) -> RowInput:
+def open_file(path: Path, kind: str, choose: Callable[..., Columns], form: Form, **known: Any) -> RowInput:
+    """A file as an input with other `known` fields; it is read once for its digest, and `choose` gets its path and columns.
+
+    Raises:
+        UserError: a file that is broken, or without usable columns.
+    """
     is_text = kind not in ("parquet", "arrow")
     digest = hash_file(path, is_text=is_text, encoding=form.encoding)  # first, because it reports unreadable files best
     form = find_quotes(path, form) if kind == "tsv" else form
@@ -244,11 +250,10 @@ def _open_file(
         place=path,
         columns=columns,
         digest=f"{digest} {kind} {columns}{details}",
-        is_eval_file=is_eval_file,
-        mix_entry=mix_entry,
         reading=describe_columns(columns, existing) + "; a row is a paragraph between blank lines" * (kind == "txt") + about,
         form=form,
         keys=frozenset((*existing, *columns.names)),
+        **known,
     )
 
 

@@ -21,10 +21,13 @@ _ALPACA = "Below is an instruction that describes a task{paired}. Write a respon
 _PAIRED = ", paired with an input that provides further context"
 
 
-def read_sharegpt(row: Mapping[str, Any], column: str, tools: Any, where: str) -> dict[str, Any] | str:
+def read_sharegpt(
+    row: Mapping[str, Any], column: str, tools: Any, where: str, *, for_generation: bool = False
+) -> dict[str, Any] | str:
     """The fields of a chat's `Example`, or the reason to skip it. A column `system` becomes the first turn.
 
     Dumps of ShareGPT are known for conversations that begin in the middle, so these are left out and counted.
+    `for_generation` is that of `read_chat`.
 
     Raises:
         UserError: an unknown role; a malformed conversation.
@@ -40,11 +43,11 @@ def read_sharegpt(row: Mapping[str, Any], column: str, tools: Any, where: str) -
     roles = [message["role"] for message in messages if message["role"] != "system"]
     if roles[:1] == ["assistant"]:
         return "in which the assistant speaks first"
-    if "assistant" not in roles:
+    if "assistant" not in roles and not (for_generation and messages):
         return "without an assistant turn"
     if (system := _optional_text(row, "system", where)) and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
-    return read_chat({column: messages}, tools, where, calls_may_be_text=True)
+    return read_chat({column: messages}, tools, where, calls_may_be_text=True, for_generation=for_generation)
 
 
 def read_turn(turn: Any, where: str) -> dict[str, Any]:

@@ -18,7 +18,9 @@ TOOLS_COLUMN = "tools"
 _MESSAGE_FORM = 'write {"role": ..., "content": ...}'
 
 
-def read_chat(cells: Mapping[str, Any], tools: Any, where: str, *, calls_may_be_text: bool = False) -> dict[str, Any] | str:
+def read_chat(
+    cells: Mapping[str, Any], tools: Any, where: str, *, calls_may_be_text: bool = False, for_generation: bool = False
+) -> dict[str, Any] | str:
     """The fields of a chat's `Example`, or the reason to skip it.
 
     Args:
@@ -26,6 +28,7 @@ def read_chat(cells: Mapping[str, Any], tools: Any, where: str, *, calls_may_be_
         tools: the cell of the tools.
         where: file and row, for messages.
         calls_may_be_text: a tool may answer any assistant turn, not only one with `tool_calls`.
+        for_generation: the answer may be missing; assistant turns at the end are left out.
 
     Raises:
         UserError: a malformed conversation.
@@ -47,14 +50,19 @@ def read_chat(cells: Mapping[str, Any], tools: Any, where: str, *, calls_may_be_
     # Broken conversations are errors.
     messages = read_messages([*prompt, *completion], where)
     _check_order(messages, where, calls_may_be_text=calls_may_be_text)
-    if all(message["role"] != "assistant" for message in messages[len(prompt) :]):
+    while for_generation and messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if for_generation and all(message["role"] == "system" for message in messages):
+        return "without a turn to answer"
+    if not for_generation and all(message["role"] != "assistant" for message in messages[len(prompt) :]):
         raise UserError(f"{where}, column {column}: no assistant turn, so there is nothing to train on: leave the row out")
     # Conversations with nothing to train on are skipped and counted.
     for message in messages:
         if message["role"] in ("user", "assistant") and not (message["content"].strip() or message.get("tool_calls")):
             return f"with an empty {message['role']} turn"
     weight_0 = [i for i, message in enumerate(messages) if _take_weight(message, f"{where}, message {i + 1}") == 0]
-    if all(message["role"] != "assistant" or i in weight_0 for i, message in enumerate(messages) if i >= len(prompt)):
+    roles = [message["role"] for message in messages]
+    if not for_generation and all(role != "assistant" or i in weight_0 for i, role in enumerate(roles) if i >= len(prompt)):
         return "with weight 0 on every assistant turn"
     return {"messages": messages, "tools": read_tools(tools, where), "first_trained": len(prompt), "weight_0": weight_0}
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -120,10 +121,12 @@ def tokenize(
     return {name: [columns[name] for columns in all_columns] for name in all_columns[0]}
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, *, is_chat: bool) -> list[int]:
-    """The tokens of a prompt, as `tokenize` makes them of the text before a completion or an assistant's turn."""
-    [tokens] = tokenize_texts(tokenizer, [text], [[]])
-    return [*([] if is_chat else _get_prefix(tokenizer)), *tokens.input_ids.tolist()]
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], are_chats: Sequence[bool]) -> list[list[int]]:
+    """The tokens of prompts, as `tokenize` makes them of the text before a completion or (`are_chats`) an assistant's turn."""
+    prefix, tokenized = _get_prefix(tokenizer), tokenize_texts(tokenizer, texts, [[]] * len(texts))
+    return [
+        [*([] if is_chat else prefix), *tokens.input_ids.tolist()] for tokens, is_chat in zip(tokenized, are_chats, strict=True)
+    ]
 
 
 def report(

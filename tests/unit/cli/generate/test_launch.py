@@ -16,7 +16,8 @@ from peft import LoraConfig
 
 from tests.support.launch import REPOSITORY
 from toolkit.cli.generate import generate as command
-from toolkit.cli.generate.model import _choose_device, load_generator
+from toolkit.cli.generate.model import _choose_device, load_generator, open_model
+from toolkit.data.tokens.tokenizer import train_byte_level_tokenizer
 from toolkit.errors import UserError
 
 
@@ -34,7 +35,7 @@ def test_several_processes_of_a_cpu_preset_leave_gpus_alone(monkeypatch: pytest.
     def end(options: Any) -> None:
         raise ConnectionAbortedError
 
-    monkeypatch.setattr(command, "_read", end)
+    monkeypatch.setattr(command, "_generate", end)
     with pytest.raises(ConnectionAbortedError):
         command.generate(SimpleNamespace())  # type: ignore[arg-type]
     assert asked == [{"cpu": expected == "cpu"}] and str(_choose_device()) == expected
@@ -45,16 +46,17 @@ def test_an_adapter_whose_base_is_elsewhere_is_named(tmp_path: Path, base: str) 
     """Its path counts from the directory of the run."""
     LoraConfig(base_model_name_or_path=base, task_type="CAUSAL_LM").save_pretrained(tmp_path)
     with pytest.raises(UserError, match=f"the adapter {tmp_path} needs its base {base}, not found from here .*export"):
-        load_generator(str(tmp_path), None, {})
+        open_model(str(tmp_path))
 
 
 def test_a_model_beyond_the_device_is_not_called_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    transformers.LlamaConfig(vocab_size=8, hidden_size=32, num_hidden_layers=1).save_pretrained(tmp_path)
+    transformers.LlamaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=1).save_pretrained(tmp_path)
+    train_byte_level_tokenizer(["hello"], 300).save_pretrained(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
     with pytest.raises(UserError, match="^the model's weights take 0.0 GiB in float32, and cuda:0 has 0.0 GiB free"):
-        load_generator(str(tmp_path), "float32", {})
+        load_generator(open_model(str(tmp_path)), "float32", {})
 
 
 def test_processes_of_torchrun_are_connected_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,12 +73,18 @@ def test_processes_of_torchrun_are_connected_too(monkeypatch: pytest.MonkeyPatch
 
 def test_a_rank_whose_gpu_lacks_room_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"]})
-    monkeypatch.setattr(command, "_read", lambda options: ([], ""))
+    opened = SimpleNamespace(usage=SimpleNamespace(batch_size_rows=1), takes_chats=lambda plain: False)
+    monkeypatch.setattr(command, "open_model", lambda name: opened)
 
     def lack(*_: Any) -> None:
         raise UserError("no room")
 
     monkeypatch.setattr(command, "load_generator", lack)
+    options = SimpleNamespace(
+        model="m", file=None, texts=["a"], csv_delimiter=None, encoding=None, dtype=None, output=None, settings={}, plain=False,
+        batch_size_rows=None,
+    )  # fmt: skip
+    opened.usage.csv_delimiter = None
     with pytest.raises(UserError, match="no room") as raised:
-        command.generate(SimpleNamespace(model="m", dtype=None, output=None, settings={}))  # type: ignore[arg-type]
+        command.generate(options)  # type: ignore[arg-type]
     assert raised.value.agreed_by_all_ranks  # type: ignore[attr-defined]

@@ -28,13 +28,13 @@ from toolkit.errors import UserError
 
 output, how = Path(sys.argv[1]), sys.argv[2]
 try:
-    done = begin_output(options(output), "rows")
+    done = begin_output(options(output))
     print("started", flush=True)
     if how == "full disk":
         import resource
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
     for first in range(done, NUM_TEXTS, 5):
-        append_texts(output, first, [text(row) for row in range(first, min(first + 5, NUM_TEXTS))])
+        append_texts(output, first, [text(row) for row in range(first, min(first + 5, NUM_TEXTS))], "")
         print("written", flush=True)
         if how == "waits":
             sys.stdin.readline()
@@ -76,7 +76,7 @@ def test_of_two_starts_one_writes(tmp_path: Path) -> None:
     assert rows(output) == [(row + 1, text(row)) for row in range(NUM_TEXTS)]
     assert os.listdir(tmp_path) == ["out.jsonl"]
     with pytest.raises(UserError, match="exists, and is not what this command left unfinished: name another file$"):
-        begin_output(options(output), "rows")
+        begin_output(options(output))
     assert os.listdir(tmp_path) == ["out.jsonl"]
 
 
@@ -103,14 +103,14 @@ def test_no_text_is_lost_by_kills_at_any_moment(tmp_path: Path) -> None:
 
 def test_what_is_there_is_never_written_again(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    assert begin_output(options(output), "rows") == 0
-    append_texts(output, 0, ["one", "two\u2028"])
+    assert begin_output(options(output)) == 0
+    append_texts(output, 0, ["one", "two\u2028"], "")
     before = output.read_bytes()
     file_number = output.stat().st_ino
     output.write_bytes(before + b'{"row": 3, "prediction": "thr')
-    assert begin_output(options(output), "rows") == 2
+    assert begin_output(options(output)) == 2
     assert output.read_bytes() == before and output.stat().st_ino == file_number
-    append_texts(output, 2, ["three"])
+    append_texts(output, 2, ["three"], "")
     assert rows(output.with_name("out.jsonl"))[0] == (1, "one") and output.read_bytes().startswith(before)
     end_output(output)
     assert os.listdir(tmp_path) == ["out.jsonl"]
@@ -120,36 +120,36 @@ def test_what_is_there_is_never_written_again(tmp_path: Path) -> None:
 def test_lines_that_are_not_the_rows_are_named(tmp_path: Path, line: bytes) -> None:
     """As two processes wrote them, or a power cut left them."""
     output = tmp_path / "out.jsonl"
-    begin_output(options(output), "rows")
-    append_texts(output, 0, ["one", "two"])
+    begin_output(options(output))
+    append_texts(output, 0, ["one", "two"], "")
     with output.open("ab") as file:
         file.write(line)
     with pytest.raises(UserError, match=r", line 3: not .*: remove this line and all after it, and give the same command again$"):
-        begin_output(options(output), "rows")
+        begin_output(options(output))
 
 
 MODEL_FILES = ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors", "chat_template.jinja"]
 MODEL_FILES += ["adapter_model.safetensors", "base/config.json", "base/model.safetensors"]
 
 
-@pytest.mark.parametrize("changed", ["rows", "max_new_tokens", "adapter_config.json", *MODEL_FILES])
+@pytest.mark.parametrize("changed", ["max_new_tokens", "adapter_config.json", *MODEL_FILES])
 def test_only_the_same_texts_are_continued(tmp_path: Path, changed: str) -> None:
     output, model = tmp_path / "out.jsonl", tmp_path / "model"
     (model / "base").mkdir(parents=True)
     for name in MODEL_FILES:
         (model / name).write_text("before")
     (model / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(model / "base")}))
-    begin_output(options(output, settings={"max_new_tokens": 3}), "rows")
-    append_texts(output, 0, ["one"])
+    begin_output(options(output, settings={"max_new_tokens": 3}))
+    append_texts(output, 0, ["one"], "")
     again = options(output, settings={"max_new_tokens": 3}, batch_size_rows=7)
-    assert begin_output(again, "rows") == 1
+    assert begin_output(again) == 1
     if changed == "max_new_tokens":
         again = options(output, settings={"max_new_tokens": 4})
-    elif changed != "rows":
+    else:
         with (model / changed).open("a") as file:
             file.write(" ")
     with pytest.raises(UserError, match="is not what this command left unfinished"):
-        begin_output(again, "other rows" if changed == "rows" else "rows")
+        begin_output(again)
     assert sorted(os.listdir(tmp_path)) == ["model", "out.jsonl", "out.jsonl.unfinished"]
 
 
@@ -169,12 +169,12 @@ def test_a_full_disk_keeps_what_was_written(tmp_path: Path) -> None:
 
 def test_an_output_that_is_removed_meanwhile_does_not_lose_its_first_texts(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    begin_output(options(output), "rows")
-    append_texts(output, 0, ["one"])
+    begin_output(options(output))
+    append_texts(output, 0, ["one"], "")
     output.unlink()
     with pytest.raises(UserError, match="No such file or directory"):
-        append_texts(output, 1, ["two"])
-    assert not output.exists() and begin_output(options(output), "rows") == 0
+        append_texts(output, 1, ["two"], "")
+    assert not output.exists() and begin_output(options(output)) == 0
     end_output(output)
 
 
@@ -182,5 +182,5 @@ def test_a_start_that_is_refused_removes_no_lock_of_another(tmp_path: Path) -> N
     output = tmp_path / "out.jsonl"
     with lock_held(tmp_path / "out.jsonl.lock"):
         with pytest.raises(UserError, match="^another process is writing"):
-            begin_output(options(output), "rows")
+            begin_output(options(output))
         assert os.listdir(tmp_path) == ["out.jsonl.lock"]
