@@ -10,6 +10,8 @@ from typing import Any
 from toolkit.data.sources.text_files import GZIP_MAGIC, Cells, Form
 from toolkit.errors import UserError
 
+_BYTES_AT_ONCE = 2**24
+
 
 def read_parquet(path: Path, columns: Sequence[str], form: Form) -> Iterator[Cells]:
     """Yield the cells of some columns of a parquet file, row by row.
@@ -20,7 +22,9 @@ def read_parquet(path: Path, columns: Sequence[str], form: Form) -> Iterator[Cel
     import pyarrow.parquet as pq
 
     with _errors_of(path, "parquet"), pq.ParquetFile(path) as file:
-        yield from _read_cells(path, file.iter_batches(batch_size=1000, columns=list(columns)), columns)
+        num_bytes = sum(file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups))
+        batch_size = max(1, min(1000, _BYTES_AT_ONCE * file.metadata.num_rows // max(1, num_bytes)))
+        yield from _read_cells(path, file.iter_batches(batch_size=batch_size, columns=list(columns)), columns)
 
 
 def read_arrow(path: Path, columns: Sequence[str], form: Form) -> Iterator[Cells]:

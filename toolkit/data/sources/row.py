@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from toolkit.errors import UserError
@@ -28,3 +29,12 @@ def check_text(value: Any, where: str) -> None:
 def is_nan(value: Any) -> bool:
     """Whether a cell is NaN, as pandas makes of an empty one, and our reader of CSV of `NaN`, `N/A`, `None` and the like."""
     return isinstance(value, float) and value != value
+
+
+def read_optional_text(row: Mapping[str, Any], column: str, where: str) -> str:
+    """A cell that may be missing, blank or NaN: then it is empty."""
+    value = row.get(column)
+    if value is None or is_nan(value):
+        return ""
+    check_text(value, f"{where}, column {column}")
+    return value if value.strip() else ""

@@ -13,6 +13,7 @@ import numpy as np
 from toolkit.config.data import LLMDataConfig
 from toolkit.config.schema import ModelConfig
 from toolkit.data.rows.example import read_examples
+from toolkit.data.rows.load import TextRows
 from toolkit.data.tokens.chat_template import check_chat_template, list_special_tokens, read_chat_template
 from toolkit.data.tokens.cuts import ROW_IDS_OF_A_PIECE, SIDES, describe_cut, describe_split, split_text
 from toolkit.data.tokens.offsets import TokenizedText, tokenize_texts
@@ -31,6 +32,7 @@ TRAINED = "byte-level trained"
 _OF_TOKENIZING = ("num_given_tokens", "num_lost_tokens", "piece", "is_chat", "is_endless")
 """Temporary columns: tokens before and lost to the cut; a row's 0-based number in its text; a chat, one with an endless turn."""
 _NUM_ROWS_TRIED = 100  # to see whether the tokenizer preserves their text
+_NUM_KEYS_NAMED = 5
 
 
 def set_up(tokenizer: PreTrainedTokenizerBase, config: LLMDataConfig, model: ModelConfig) -> None:
@@ -71,9 +73,16 @@ def train(rows: Dataset, vocab_size: int, config: LLMDataConfig) -> PreTrainedTo
     return train_byte_level_tokenizer(texts, vocab_size)
 
 
-def describe(tokenizer: PreTrainedTokenizerBase, rows: Dataset) -> list[str]:
-    """What to print about a tokenizer: whether it loses text of the first rows."""
-    return describe_lost_text(tokenizer, [example.texts for example in read_examples(rows[:_NUM_ROWS_TRIED])])
+def describe(tokenizer: PreTrainedTokenizerBase, rows: TextRows) -> list[str]:
+    """What to print about a tokenizer: whether it loses text of the first rows, and keys of messages that its template does not
+    read, because they may say what is to be trained on."""
+    sentences = describe_lost_text(tokenizer, [example.texts for example in read_examples(rows.train[:_NUM_ROWS_TRIED])])
+    unread = {key: number for key, number in rows.message_keys.items() if key not in json.dumps(tokenizer.chat_template)}
+    if tokenizer.chat_template and unread:
+        named = ", ".join(f"{key!r:.40} ({number} messages)" for key, number in [*unread.items()][:_NUM_KEYS_NAMED])
+        more = f" and {len(unread) - _NUM_KEYS_NAMED} more" if len(unread) > _NUM_KEYS_NAMED else ""
+        sentences.append(f"keys of messages that the chat template does not name, so the model does not see them: {named}{more}")
+    return sentences
 
 
 def tokenize(

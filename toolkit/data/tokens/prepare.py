@@ -161,7 +161,7 @@ def _write_tokens(
         train = partial(kind.train, rows.train, vocab_size, config)
         tokenizer = keep_trained_tokenizer(cache_folder(config.cache_dir), trained_on, train)
         kind.set_up(tokenizer, config, model)
-    remarks = rows.remarks + kind.describe(tokenizer, rows.train)
+    remarks = rows.remarks + kind.describe(tokenizer, rows)
     stop_token_ids: set[int] = set()
     arguments = {"tokenizer": tokenizer, "config": config, "origins": rows.origins}
     for name, dataset in (("train", rows.train), ("evaluation", rows.evaluation)):
