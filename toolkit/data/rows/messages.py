@@ -18,7 +18,7 @@ TOOLS_COLUMN = "tools"
 _MESSAGE_FORM = 'write {"role": ..., "content": ...}'
 _WEIGHTS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
 """Keys that say whether a turn counts in the loss: OpenAI's `weight`, axolotl's `train` and `training`, ms-swift's `loss`, …"""
-_OTHER_WEIGHTS = ("train_detail", "loss_scale", "mask", "masked")
+_OTHER_WEIGHTS = {"train_detail", "loss_scale", "mask", "masked"}
 """Keys that say it for parts of a turn, by other numbers, or the other way round."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
@@ -120,11 +120,11 @@ def _take_weight(message: dict[str, Any], where: str) -> int:
 
     Weight 0 on another turn than the assistant's changes nothing. Columns with nulls turn whole numbers into 0.0 and 1.0.
     """
-    for key in _OTHER_WEIGHTS:
-        if message.get(key) is not None:
+    for key in message.keys() & _OTHER_WEIGHTS:
+        if message[key] is not None:
             raise UserError(f'{where}: {key} is not read: write "weight": 0 for a turn that does not count in the loss')
-    given = {key: message.pop(key) for key in _WEIGHTS if key in message}
-    given = {key: value for key, value in given.items() if value is not None}
+    popped = [(key, message.pop(key)) for key in _WEIGHTS if key in message]
+    given = {key: value for key, value in popped if value is not None}
     for key, value in given.items():
         if value not in (0, 1):  # true and false are 1 and 0
             raise UserError(

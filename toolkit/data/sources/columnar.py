@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from toolkit.data.sources.row import count_rows_at_once
 from toolkit.data.sources.text_files import GZIP_MAGIC, Cells, Form
 from toolkit.errors import UserError
-
-_BYTES_AT_ONCE = 2**24
 
 
 def read_parquet(path: Path, columns: Sequence[str], form: Form) -> Iterator[Cells]:
@@ -23,7 +22,7 @@ def read_parquet(path: Path, columns: Sequence[str], form: Form) -> Iterator[Cel
 
     with _errors_of(path, "parquet"), pq.ParquetFile(path) as file:
         num_bytes = sum(file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups))
-        batch_size = max(1, min(1000, _BYTES_AT_ONCE * file.metadata.num_rows // max(1, num_bytes)))
+        batch_size = count_rows_at_once(file.metadata.num_rows, num_bytes)
         yield from _read_cells(path, file.iter_batches(batch_size=batch_size, columns=list(columns)), columns)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from toolkit.data.sources.row import count_rows_at_once
 from toolkit.data.sources.text_files import Cells
 from toolkit.errors import UserError
 
@@ -97,7 +98,8 @@ def load_hub_dataset(name: str, subset: str | None, split: str, *, other_sources
 
 def read_hub_rows(dataset: Dataset, columns: Sequence[str]) -> Iterator[Cells]:
     """Yield the cells of some columns, row by row."""
-    for batch in dataset.select_columns(list(columns)).iter(batch_size=1000):
+    batch_size = count_rows_at_once(len(dataset), dataset.data.nbytes)
+    for batch in dataset.select_columns(list(columns)).iter(batch_size=batch_size):
         for cells in zip(*(batch[column] for column in columns), strict=True):
             yield dict(zip(columns, cells, strict=True))
 

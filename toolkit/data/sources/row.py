@@ -38,3 +38,8 @@ def read_optional_text(row: Mapping[str, Any], column: str, where: str) -> str:
         return ""
     check_text(value, f"{where}, column {column}")
     return value if value.strip() else ""
+
+
+def count_rows_at_once(num_rows: int, num_bytes: int) -> int:
+    """Rows of a block in memory: a thousand, or as many of this average size as 16 MiB hold."""
+    return max(1, min(1000, 2**24 * num_rows // max(1, num_bytes)))
