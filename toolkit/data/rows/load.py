@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 READER_VERSION = 5
 """Part of the fingerprint. Raise it when the same source would give different rows, a different report or a different file
-layout. Texts and encoder-decoders' pairs are as version 4 had them, unless there are evaluation files."""
+layout."""
 _ROWS_PER_BLOCK, _CHARACTERS_PER_BLOCK = 1000, 2**23
 _NUM_FIRST_ROWS_NAMED = 3
 
@@ -77,9 +77,8 @@ def load_rows(config: DataConfig | LLMDataConfig, *, has_chat_template: bool = F
     """
     inputs = list_inputs(config, has_chat_template=has_chat_template)
     eval_fraction = None if any(item.is_eval_file for item in inputs) else config.eval_fraction
-    is_as_before = isinstance(config, DataConfig) or all(item.columns and item.columns.kind == "text" for item in inputs)
     identity = {
-        "reader_version": 4 if is_as_before and eval_fraction is not None else READER_VERSION,
+        "reader_version": READER_VERSION,
         "num_rows": config.num_rows,
         "eval_fraction": eval_fraction,
         "inputs": [(item.is_eval_file, item.mix_entry, item.digest) for item in inputs],
@@ -97,16 +96,8 @@ def load_rows(config: DataConfig | LLMDataConfig, *, has_chat_template: bool = F
         share = f"data.eval_fraction {eval_fraction}"
         remarks.append(f"{share} holds out none of the {len(train)} rows: there is nothing to evaluate on")
     origins = [(item.label, report.num_rows) for item, report in zip(inputs, reports, strict=True)]
-    return TextRows(
-        train,
-        evaluation,
-        folder.name,
-        remarks,
-        origins,
-        describe_readings(inputs),
-        about["repeats"],
-        about.get("message_keys", {}),
-    )
+    repeats, keys = about["repeats"], about["message_keys"]
+    return TextRows(train, evaluation, folder.name, remarks, origins, describe_readings(inputs), repeats, keys)
 
 
 def write_rows(
@@ -235,11 +226,15 @@ class Splitter:
                 f"held-out rows that are training rows too: {num_shared} of {len(held_out)}, which say little about new rows"
             )
         if self._num_sharing:
+            shared = f"{self._num_sharing} of {len(train)}"
             sentences.append(
-                f"training rows with the prompt of a row of data.eval_files, and something else: {self._num_sharing} of "
-                f"{len(train)}, which are kept"
+                f"training rows with the prompt of a row of data.eval_files, and something else: {shared}, which are kept"
             )
         return sentences
+
+
+def _hash64(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def _check_something_is_left(inputs: list[RowInput], reports: list[InputReport], num_training_rows: int) -> None:
@@ -253,10 +248,6 @@ def _check_something_is_left(inputs: list[RowInput], reports: list[InputReport],
             raise UserError(f"none of the {num_read} rows can be used: {'; '.join(sentences)}; give a source with usable rows")
     if num_training_rows == 0:
         raise UserError("all rows are held out, none is left to train on: lower data.eval_fraction or give more rows")
-
-
-def _hash64(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 class _RowFile:

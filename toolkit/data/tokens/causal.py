@@ -33,7 +33,6 @@ TRAINED = "byte-level trained"
 _OF_TOKENIZING = ("num_given_tokens", "num_lost_tokens", "piece", "is_chat", "is_endless")
 """Temporary columns: tokens before and lost to the cut; a row's 0-based number in its text; a chat, one with an endless turn."""
 _NUM_ROWS_TRIED = 100  # to see whether the tokenizer preserves their text
-_NUM_KEYS_NAMED = 5
 
 
 def set_up(tokenizer: PreTrainedTokenizerBase, config: LLMDataConfig, model: ModelConfig) -> None:
@@ -80,9 +79,10 @@ def describe(tokenizer: PreTrainedTokenizerBase, rows: TextRows) -> list[str]:
     sentences = describe_lost_text(tokenizer, [example.texts for example in read_examples(rows.train[:_NUM_ROWS_TRIED])])
     unread = {key: number for key, number in rows.message_keys.items() if key not in json.dumps(tokenizer.chat_template)}
     if tokenizer.chat_template and unread:
-        named = ", ".join(f"{key!r:.40} ({number} messages)" for key, number in [*unread.items()][:_NUM_KEYS_NAMED])
-        more = f" and {len(unread) - _NUM_KEYS_NAMED} more" if len(unread) > _NUM_KEYS_NAMED else ""
-        sentences.append(f"keys of messages that the chat template does not name, so the model does not see them: {named}{more}")
+        named = [f"{key!r:.40} ({number} messages)" for key, number in unread.items()]
+        more = f" and {len(named) - 5} more" if len(named) > 5 else ""
+        trouble = "keys of messages that the chat template does not name, so the model does not see them"
+        sentences.append(f"{trouble}: {', '.join(named[:5])}{more}")
     return sentences
 
 

