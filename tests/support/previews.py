@@ -61,7 +61,7 @@ def save_inputs(folder: Path) -> None:
         tokenizer.save_pretrained(folder / model)
     pairs = [{"source": " ".join(_draw(i, 1 + i % 6)), "target": SENTENCES[i % 5], "id": i} for i in range(12)]
     save_lines(folder / "rows.jsonl", [*pairs, {**pairs[1], "id": 12}, {"source": "", "target": "empty"}])
-    chats = [{"messages": say(*_draw(i, 2 + 2 * (i % 3)), system=f"chat {i}" if i % 4 == 0 else None)} for i in range(9)]
+    chats = [{"messages": say(*_draw(i, 2 + 2 * (i % 3)), system=f"chat no. {i}" if i % 4 == 0 else None)} for i in range(9)]
     chats[2]["messages"][1]["weight"] = 0
     save_lines(folder / "chats.jsonl", [*chats, chats[0], {"messages": say("so", "it is four " * 9)}])
     (folder / "book.txt").write_text(" ".join(SENTENCES * 6) + "\n\nThe end.\n")

@@ -18,7 +18,8 @@ class DataConfig:
     files: list[str] | str | None = None
     """File or list of files of a file source, text also gzipped, or for the function of a Python file."""
     eval_files: list[str] | str | None = None
-    """Files with the evaluation split. If unset, `eval_fraction` of the rows are held out."""
+    """Files with the evaluation split; training rows that equal one of theirs are left out. If unset, `eval_fraction` of the rows
+    are held out."""
     csv_delimiter: str | None = None
     """Character between the cells of `csv` files. If unset, a comma."""
     encoding: str | None = None
@@ -84,7 +85,8 @@ class LLMDataConfig:
     files: list[str] | str | None = None
     """File or list of files of a file source, text also gzipped, or for the function of a Python file."""
     eval_files: list[str] | str | None = None
-    """Files with the evaluation split. If unset, `eval_fraction` of the rows are held out."""
+    """Files with the evaluation split; training rows that equal one of theirs are left out. If unset, `eval_fraction` of the rows
+    are held out."""
     csv_delimiter: str | None = None
     """Character between the cells of `csv` files. If unset, a comma."""
     encoding: str | None = None
@@ -109,8 +111,8 @@ class LLMDataConfig:
     chat_template: str | None = None
     """Jinja chat template, or a file with one. If unset, the tokenizer's own."""
     loss_on: Literal["completions", "all"] = "completions"
-    """Tokens that the loss counts: completions only (every assistant turn without `"weight": 0`), or all. Every token of plain
-    text counts."""
+    """Tokens that the loss counts: completions only (every assistant turn without `"weight": 0` or `"train": false`), or all.
+    Every token of plain text counts."""
     max_length_tokens: PositiveInt = 1024  # type: ignore[valid-type]
     """Maximum tokens per row, and length of packed rows. Longer plain text is split into several rows and loses no token; longer
     chats and completions are truncated at their end, and the share of tokens lost is printed."""
@@ -122,8 +124,8 @@ class LLMDataConfig:
     num_rows: PositiveInt | None = None  # type: ignore[valid-type]
     """Use only the first N rows of each source."""
     eval_fraction: ClosedUnitInterval = 0.05  # type: ignore[valid-type]
-    """Fraction of the rows to hold out for evaluation, chosen by a hash of each row's prompt, so that the splits share no
-    prompt."""
+    """Fraction of the rows to hold out for evaluation, chosen by a hash of each row's prompt (of a chat, all before its first
+    answer), so that the splits share no prompt."""
     num_tokenizer_workers: PositiveInt | None = None  # type: ignore[valid-type]
     """Number of processes that tokenize. If unset, the machine's cores divided by its ranks, at most 8."""
     num_loader_workers: NonNegativeInt | None = None  # type: ignore[valid-type]

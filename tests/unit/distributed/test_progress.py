@@ -127,7 +127,6 @@ def test_tokenizing_reports_rows_from_the_first_process(
 ) -> None:
     monkeypatch.setattr(module, "LINE_INTERVAL_S", 0)
     monkeypatch.setattr(prepare, "_ROWS_WORTH_SEVERAL_PROCESSES", 1)
-    monkeypatch.setattr(prepare, "_ROWS_AT_ONCE", 1000)
     rows = Dataset.from_dict({"text": ["a"] * 4001})
     tokenized = prepare.tokenize_rows(rows, count, {}, "train", tmp_path, num_workers=num_workers)
     assert len(tokenized) == 4001

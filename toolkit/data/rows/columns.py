@@ -40,7 +40,7 @@ _KINDS = {"messages": "chat", "sharegpt": "sharegpt", "alpaca": "alpaca", "promp
 """The kind of each value of `data.format`."""
 _OPTIONAL: dict[str, tuple[str, ...]] = {
     "prompt": (TOOLS_COLUMN,),
-    "chat": (TOOLS_COLUMN,),
+    "chat": ("system", TOOLS_COLUMN),
     "pair": (TOOLS_COLUMN,),
     "sharegpt": ("system", TOOLS_COLUMN),
     "alpaca": ("input", "system", "history"),
@@ -118,7 +118,7 @@ def _list_readings(config: LLMDataConfig) -> dict[str, tuple[str, ...]]:
         "messages": (config.messages_column or "messages",),
         "sharegpt": (of_sharegpt,),
         "alpaca": ("instruction", "output"),
-        "prompt_completion": (config.prompt_column or "prompt", config.completion_column or "completion"),
+        "prompt_completion": _name_two("prompt", config.prompt_column, "completion", config.completion_column),
         "text": (config.text_column or "text",),
     }
     if config.format == "auto" and readings["messages"] == readings["sharegpt"]:
@@ -128,7 +128,7 @@ def _list_readings(config: LLMDataConfig) -> dict[str, tuple[str, ...]]:
 
 def _with_optional(reading: str, names: tuple[str, ...], existing: Sequence[str], *, has_chat_template: bool) -> Columns:
     kind = "alpaca_text" if reading == "alpaca" and not has_chat_template else _KINDS.get(reading, reading)
-    return Columns(kind, names + tuple(name for name in _OPTIONAL.get(kind, ()) if name in existing))
+    return Columns(kind, names + tuple(name for name in _OPTIONAL.get(kind, ()) if name in existing and name not in names))
 
 
 def add_optional(columns: Columns) -> Columns:
@@ -153,10 +153,15 @@ def describe_columns(columns: Columns, existing: Sequence[str]) -> str:
 
 def seq2seq_columns(config: DataConfig) -> Columns:
     """The columns of a source text and its target."""
-    names = (config.source_column or "source", config.target_column or "target")
+    return Columns("seq2seq", _name_two("source", config.source_column, "target", config.target_column))
+
+
+def _name_two(first: str, first_column: str | None, second: str, second_column: str | None) -> tuple[str, str]:
+    """Two columns by their settings, with the cells' names as default."""
+    names = (first_column or first, second_column or second)
     if names[0] == names[1]:
-        raise UserError(f"data.source_column and data.target_column are both {names[0]}: name two columns")
-    return Columns("seq2seq", names)
+        raise UserError(f"data.{first}_column and data.{second}_column are both {names[0]}: name two columns")
+    return names
 
 
 def configured_columns(config: DataConfig | LLMDataConfig) -> dict[str, str]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from toolkit.data.rows.columns import CELLS, Columns
 from toolkit.data.rows.instructions import read_alpaca, read_sharegpt
 from toolkit.data.rows.messages import TOOLS_COLUMN, read_chat
-from toolkit.data.sources.row import check_text, is_nan
+from toolkit.data.sources.row import check_text, is_nan, read_optional_text
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -46,9 +47,11 @@ class Example:
 
     @property
     def opening(self) -> str:
-        """What the model is given first: the prompt, the text, or the first user message."""
+        """What the model is given first: the prompt, the text, or all of a chat before its first answer (system and user turns,
+        tools)."""
         if self.messages is not None:
-            return next(message["content"] for message in self.messages if message["role"] == "user")
+            turns = takewhile(lambda message: message["role"] != "assistant", self.messages)
+            return "\0".join([*(turn["content"] for turn in turns), *([str(self.tools)] if self.tools else [])])
         return str(self.text if self.prompt is None else self.prompt)
 
     @property
@@ -92,7 +95,7 @@ def build_example(
     kind = columns.kind
     wanted = CELLS[kind][:1] if for_generation else CELLS[kind]
     cells = {name: row[name] for name in columns.names[: len(wanted)]}
-    tools = row[TOOLS_COLUMN] if TOOLS_COLUMN in columns.names[len(cells) :] else None
+    others = {name: row[name] for name in columns.names[len(cells) :]}
     for what, value in zip(wanted, cells.values(), strict=True):
         is_blank = (isinstance(value, str) and not value.strip()) or (isinstance(value, list) and not value and kind != "seq2seq")
         if value is None or is_blank:
@@ -102,14 +105,15 @@ def build_example(
     fields: dict[str, Any] | str | None = None
     if kind in ("alpaca", "alpaca_text"):
         given = {"output": ""} if for_generation else {}
-        fields = read_alpaca({name: row[name] for name in columns.names} | given, where, is_chat=kind == "alpaca")
+        fields = read_alpaca({**cells, **others, **given}, where, is_chat=kind == "alpaca")
         if for_generation and not isinstance(fields, str):
             fields.get("messages", [None]).pop()
     elif kind == "sharegpt":
-        row = {name: row[name] for name in columns.names}
+        row, tools = {**cells, **others}, others.get(TOOLS_COLUMN)
         fields = read_sharegpt(row, columns.names[0], tools, where, for_generation=for_generation)
     elif kind == "chat" or (kind in ("pair", "prompt") and any(isinstance(value, list) for value in cells.values())):
-        fields = read_chat(cells, tools, where, for_generation=for_generation)
+        system = read_optional_text(others, "system", where)
+        fields = read_chat(cells, others.get(TOOLS_COLUMN), where, system=system, for_generation=for_generation)
     if fields is not None:
         return fields if isinstance(fields, str) else Example(**{**fields, **known})
     for name, value in cells.items():

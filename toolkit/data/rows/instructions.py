@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.data.rows.messages import read_chat, read_json
-from toolkit.data.sources.row import check_text, is_nan
+from toolkit.data.sources.row import check_text, is_nan, read_optional_text
 from toolkit.errors import UserError
 
 _ROLES = {
@@ -45,9 +45,9 @@ def read_sharegpt(
         return "in which the assistant speaks first"
     if "assistant" not in roles and not (for_generation and messages):
         return "without an assistant turn"
-    if (system := _optional_text(row, "system", where)) and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system})
-    return read_chat({column: messages}, tools, where, calls_may_be_text=True, for_generation=for_generation)
+    system = read_optional_text(row, "system", where)
+    cells = {column: messages}
+    return read_chat(cells, tools, where, system=system, calls_may_be_text=True, for_generation=for_generation)
 
 
 def read_turn(turn: Any, where: str) -> dict[str, Any]:
@@ -82,10 +82,10 @@ def read_alpaca(row: Mapping[str, Any], where: str, *, is_chat: bool) -> dict[st
     Raises:
         UserError: a cell that is not text; a history that is no list of pairs.
     """
-    instruction, given = row["instruction"], _optional_text(row, "input", where)
+    instruction, given = row["instruction"], read_optional_text(row, "input", where)
     for column in ("instruction", "output"):
         check_text(row[column], f"{where}, column {column}")
-    system, history = _optional_text(row, "system", where), _read_history(row.get("history"), where)
+    system, history = read_optional_text(row, "system", where), _read_history(row.get("history"), where)
     if any(not text.strip() for pair in history for text in pair):
         return "with an empty text in their history"
     request = f"{instruction}\n\n{given}" if given else instruction
@@ -112,12 +112,3 @@ def _read_history(history: Any, where: str) -> list[list[str]]:
         for text in pair:
             check_text(text, f"{where}, history {number}")
     return history
-
-
-def _optional_text(row: Mapping[str, Any], column: str, where: str) -> str:
-    """A cell that may be missing, blank or NaN: then it is empty."""
-    value = row.get(column)
-    if value is None or is_nan(value):
-        return ""
-    check_text(value, f"{where}, column {column}")
-    return value if value.strip() else ""

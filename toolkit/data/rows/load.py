@@ -2,7 +2,7 @@
 
 The hash of everything that they depend on comes first, so that a second run reads the cache and does not parse a 600 MB file
 again. Otherwise one pass over the rows of all inputs splits them and writes them to Arrow files. Memory does not grow with the
-text: rows are streamed in blocks of a thousand, and at most a few 64-bit hashes are kept per row. The files are read back
+text: rows are streamed in blocks of bounded size, and at most a few 64-bit hashes are kept per row. The files are read back
 memory-mapped.
 """
 
@@ -13,7 +13,7 @@ from array import array
 from collections import Counter
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +30,10 @@ from toolkit.errors import UserError
 if TYPE_CHECKING:
     from datasets import Dataset
 
-READER_VERSION = 5
+READER_VERSION = 6
 """Part of the fingerprint. Raise it when the same source would give different rows, a different report or a different file
 layout."""
-_ROWS_PER_BLOCK = 1000
+_ROWS_PER_BLOCK, _CHARACTERS_PER_BLOCK = 1000, 2**23
 _NUM_FIRST_ROWS_NAMED = 3
 
 
@@ -57,14 +57,17 @@ class TextRows:
     """Those of `remarks` about duplicate rows."""
     num_eval_files: int
     """How many of `origins` are evaluation files: the first ones."""
+    message_keys: dict[str, int]
+    """How many messages of chats have each key."""
 
 
 def load_rows(config: DataConfig | LLMDataConfig, *, has_chat_template: bool = False) -> TextRows:
     """Load the rows of `data.source`, or of every entry of `data.mix`; read, check and split them first if they are not cached.
 
-    A hash of a row's group (the prompt, the source, the text, or the first user message) decides its split, so that no group is
-    in both splits, whatever the order of the rows. `data.eval_files` replaces this, and training rows that are in them are left
-    out. A function of the user's may give each row its group and its split.
+    A hash of a row's group (the prompt, the source, the text, or all of a chat before its first answer) decides its split, so
+    that no group is in both splits, whatever the order of the rows. `data.eval_files` replaces this: training rows that equal
+    one in them are left out, and those that only share a prompt with one are counted. A function of the user's may give each
+    row its group and its split.
 
     For one process per node; no collectives.
 
@@ -97,7 +100,8 @@ def load_rows(config: DataConfig | LLMDataConfig, *, has_chat_template: bool = F
         remarks.append(f"{share} holds out none of the {len(train)} rows: there is nothing to evaluate on")
     origins = [(item.label, report.num_rows) for item, report in zip(inputs, reports, strict=True)]
     readings, num_eval_files = describe_readings(inputs), sum(item.is_eval_file for item in inputs)
-    return TextRows(train, evaluation, folder.name, remarks, origins, readings, about["repeats"], num_eval_files)
+    found = about["repeats"], num_eval_files, about["message_keys"]
+    return TextRows(train, evaluation, folder.name, remarks, origins, readings, *found)
 
 
 def write_rows(
@@ -111,17 +115,19 @@ def write_rows(
         eval_fraction: share of the groups that a hash puts into the evaluation split; None if the inputs define the split.
 
     Returns:
-        One report per input (`inputs`), and the sentences about duplicate rows (`repeats`).
+        One report per input (`inputs`), the sentences about duplicate rows (`repeats`), and `message_keys`.
 
     Raises:
         UserError: an input without rows, a cell that is not text, no usable row, no row left to train on, a configured column
-            that no row used.
+            that no row used, a text of over 2 GiB.
     """
+    import pyarrow as pa
+
     num_rows = config.num_rows
     reports = [InputReport() for _ in inputs]
-    splitter = _Splitter(eval_fraction or 0.0, has_eval_files=any(item.is_eval_file for item in inputs))
-    repeats = Repeats()
+    splitter = Splitter(eval_fraction)
     num_read: Counter[int] = Counter()
+    message_keys: Counter[str] = Counter()
     row_id = 0
     with (
         closing(_RowFile(folder / "train.arrow")) as train,
@@ -135,13 +141,15 @@ def write_rows(
             for row in islice(read_rows(item), limit):
                 reading.add(1)
                 report.num_rows += 1
-                reason = row if isinstance(row, str) else splitter.find_copy(row, item)
-                if isinstance(row, str) or reason is not None:
-                    report.skip(str(reason))
+                is_held_out = None if isinstance(row, str) else splitter.holds_out(row, is_eval_row=item.is_eval_file)
+                if isinstance(row, str) or is_held_out is None:
+                    report.skip(row if isinstance(row, str) else "that equal a row of data.eval_files")
                 else:
-                    is_held_out = splitter.holds_out(row, item)
-                    repeats.add(row.content, is_held_out=is_held_out)
-                    (evaluation if is_held_out else train).add([row_id, item.mix_entry, *list_cells(row)])
+                    message_keys.update(chain.from_iterable(row.messages or ()))
+                    try:
+                        (evaluation if is_held_out else train).add([row_id, item.mix_entry, *list_cells(row)])
+                    except pa.ArrowCapacityError:
+                        raise UserError(f"{item.label}, row {report.num_rows}: a text of over 2 GiB: split it") from None
                 row_id += 1
             if report.num_rows == 0:
                 raise UserError(f"{item.label} holds no rows: give a source with at least one")
@@ -150,7 +158,7 @@ def write_rows(
         num_training_rows = train.num_rows
     _check_something_is_left(inputs, reports, num_training_rows)
     check_columns_used(config, inputs)
-    return {"inputs": [asdict(report) for report in reports], "repeats": repeats.sentences()}
+    return {"inputs": [*map(asdict, reports)], "repeats": splitter.sentences(), "message_keys": message_keys}
 
 
 @dataclass
@@ -185,18 +193,40 @@ class InputReport:
         return sentences
 
 
-class Repeats:
-    """Counts duplicate rows, with a 64-bit hash per row."""
+class Splitter:
+    """Decides the split of rows, and counts duplicates, with a 64-bit hash per row.
 
-    def __init__(self) -> None:
+    Among two million rows, the probability that two different ones share a 64-bit hash is 1e-7.
+    """
+
+    def __init__(self, eval_fraction: float | None) -> None:
+        """`eval_fraction` is None if the rows of evaluation files, which come first, are the evaluation split."""
+        self._eval_fraction = eval_fraction
         self._train_hashes, self._held_out_hashes = array("Q"), array("Q")
+        self._eval_rows: set[int] = set()
+        self._eval_openings: set[int] = set()
+        self._num_sharing = 0
 
-    def add(self, content: str, *, is_held_out: bool) -> None:
-        """Remember a row."""
-        (self._held_out_hashes if is_held_out else self._train_hashes).append(_hash64(content))
+    def holds_out(self, row: Example, *, is_eval_row: bool) -> bool | None:
+        """Whether a row is for evaluation, the same for all rows of a group, in any order. None: it equals an evaluation row."""
+        row_hash = _hash64(row.content)
+        is_held_out = is_eval_row
+        if is_eval_row:
+            self._eval_rows.add(row_hash)
+            self._eval_openings.add(_hash64(row.opening))
+        elif self._eval_fraction is None and row_hash in self._eval_rows:
+            return None
+        elif self._eval_fraction is None:
+            self._num_sharing += _hash64(row.opening) in self._eval_openings
+        elif row.held_out is not None:
+            is_held_out = row.held_out
+        else:
+            is_held_out = _hash64(row.opening if row.group is None else row.group) < self._eval_fraction * 2**64
+        (self._held_out_hashes if is_held_out else self._train_hashes).append(row_hash)
+        return is_held_out
 
     def sentences(self) -> list[str]:
-        """What to report; empty if all rows differ."""
+        """What to report about duplicates; empty if all rows differ."""
         train, held_out = np.asarray(self._train_hashes), np.asarray(self._held_out_hashes)
         sentences = []
         if num_repeats := len(train) - len(np.unique(train)):
@@ -205,41 +235,12 @@ class Repeats:
             sentences.append(
                 f"held-out rows that are training rows too: {num_shared} of {len(held_out)}, which say little about new rows"
             )
+        if self._num_sharing:
+            shared = f"{self._num_sharing} of {len(train)}"
+            sentences.append(
+                f"training rows with the prompt of a row of data.eval_files, and something else: {shared}, which are kept"
+            )
         return sentences
-
-
-class _Splitter:
-    """Decides a row's split, and remembers 64-bit hashes of the rows seen.
-
-    Among two million rows, the probability that two different ones share a 64-bit hash is 1e-7.
-    """
-
-    def __init__(self, eval_fraction: float, *, has_eval_files: bool) -> None:
-        self._eval_fraction = eval_fraction
-        self._has_eval_files = has_eval_files
-        self._held_out_hashes: set[int] = set()
-
-    def find_copy(self, row: Example, item: RowInput) -> str | None:
-        """The reason to skip a row that repeats an earlier one or is in an evaluation file; else None."""
-        if self._has_eval_files and not item.is_eval_file and not self._held_out_hashes.isdisjoint(_text_and_group(row)):
-            return "that are in data.eval_files too"
-        return None
-
-    def holds_out(self, row: Example, item: RowInput) -> bool:
-        """Whether the row is for evaluation: the same for all rows of a group, in any order."""
-        if item.is_eval_file:
-            self._held_out_hashes.update(_text_and_group(row))
-            return True
-        if self._has_eval_files:
-            return False
-        if row.held_out is not None:
-            return row.held_out
-        return _text_and_group(row)[1] < self._eval_fraction * 2**64
-
-
-def _text_and_group(row: Example) -> tuple[int, int]:
-    opening_hash = _hash64(row.opening)
-    return opening_hash, opening_hash if row.group is None else _hash64(row.group)
 
 
 def _hash64(text: str) -> int:
@@ -260,7 +261,7 @@ def _check_something_is_left(inputs: list[RowInput], reports: list[InputReport],
 
 
 class _RowFile:
-    """An Arrow stream, written in blocks; `close` writes the last one."""
+    """An Arrow stream, written in blocks that are bounded in rows and characters; `close` writes the last one."""
 
     def __init__(self, path: Path) -> None:
         import pyarrow as pa
@@ -268,13 +269,18 @@ class _RowFile:
         self.num_rows = 0
         self._schema = build_schema()
         self._block: list[list[Any]] = []
+        self._num_characters = 0
         self._file = path.open("wb")
         self._stream = pa.ipc.new_stream(self._file, self._schema)
 
     def add(self, cells: list[Any]) -> None:
+        num_characters = sum(len(cell) for cell in cells if isinstance(cell, str))
+        if self._num_characters + num_characters > _CHARACTERS_PER_BLOCK:
+            self._write_block()
         self._block.append(cells)
         self.num_rows += 1
-        if len(self._block) == _ROWS_PER_BLOCK:
+        self._num_characters += num_characters
+        if len(self._block) == _ROWS_PER_BLOCK or self._num_characters > _CHARACTERS_PER_BLOCK:
             self._write_block()
 
     def close(self) -> None:
@@ -285,8 +291,8 @@ class _RowFile:
     def _write_block(self) -> None:
         import pyarrow as pa
 
-        if self._block:
-            by_column = zip(*self._block, strict=True)
+        block, self._block, self._num_characters = self._block, [], 0  # first, because `close` follows an error
+        if block:
+            by_column = zip(*block, strict=True)
             arrays = [pa.array(cells, field.type) for cells, field in zip(by_column, self._schema, strict=True)]
             self._stream.write_batch(pa.record_batch(arrays, schema=self._schema))
-            self._block = []

@@ -16,10 +16,21 @@ from toolkit.files.json_lines import DECODER
 ROLES = ("system", "user", "assistant", "tool")
 TOOLS_COLUMN = "tools"
 _MESSAGE_FORM = 'write {"role": ..., "content": ...}'
+_WEIGHTS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
+"""Keys that say whether a turn counts in the loss: OpenAI's `weight`, axolotl's `train` and `training`, ms-swift's `loss`, …"""
+_OTHER_WEIGHTS = {"train_detail", "loss_scale", "mask", "masked"}
+"""Keys that say it for parts of a turn, by other numbers, or the other way round."""
+_TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def read_chat(
-    cells: Mapping[str, Any], tools: Any, where: str, *, calls_may_be_text: bool = False, for_generation: bool = False
+    cells: Mapping[str, Any],
+    tools: Any,
+    where: str,
+    *,
+    system: str = "",
+    calls_may_be_text: bool = False,
+    for_generation: bool = False,
 ) -> dict[str, Any] | str:
     """The fields of a chat's `Example`, or the reason to skip it.
 
@@ -27,6 +38,7 @@ def read_chat(
         cells: by column: the messages; or a prompt and its completion, of which at least one is a list of messages.
         tools: the cell of the tools.
         where: file and row, for messages.
+        system: the text of a column `system`, which becomes the first turn.
         calls_may_be_text: a tool may answer any assistant turn, not only one with `tool_calls`.
         for_generation: the answer may be missing; assistant turns at the end are left out.
 
@@ -64,6 +76,11 @@ def read_chat(
     roles = [message["role"] for message in messages]
     if not for_generation and all(role != "assistant" or i in weight_0 for i, role in enumerate(roles) if i >= len(prompt)):
         return "with weight 0 on every assistant turn"
+    if system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+        weight_0 = [i + 1 for i in weight_0]
+    elif system and messages[0]["content"] != system:
+        raise UserError(f"{where}: the column system and the system turn are different texts: leave one of them out")
     return {"messages": messages, "tools": read_tools(tools, where), "first_trained": len(prompt), "weight_0": weight_0}
 
 
@@ -85,16 +102,24 @@ def _read_message(item: Any, where: str) -> dict[str, Any]:
         raise UserError(f"{where} has from and value, as ShareGPT's turns do: set data.format sharegpt")
     if "role" not in message:
         raise UserError(f"{where} has no role (its keys: {', '.join(map(str, message)) or 'none'}): {_MESSAGE_FORM}")
+    message["role"] = "tool" if message["role"] == "function" else message["role"]  # OpenAI's, before there were tools
     if message["role"] not in ROLES:
         raise UserError(f"{where}: {message['role']!r:.60} is no role: write one of {', '.join(ROLES)}")
+    if call := message.pop("function_call", None):  # likewise
+        if message.get("tool_calls"):
+            raise UserError(f"{where} has function_call and tool_calls: leave one of them out")
+        message["tool_calls"] = [{"type": "function", "function": call}]
     if message.get("tool_calls"):
         if message["role"] != "assistant":
             raise UserError(f"{where}: tool calls of role {message['role']}: only an assistant turn calls tools")
         message["tool_calls"] = _read_tool_calls(message["tool_calls"], where)
         message.setdefault("content", "")
-    parts = message.get("content")
-    if isinstance(parts, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
-        message["content"] = "".join(part["text"] for part in parts)  # OpenAI's parts, each of type text
+    if isinstance(parts := message.get("content"), list):  # OpenAI's parts, each of type text
+        for part in parts:
+            is_text = isinstance(part, dict) and part.get("type", "text") in _TEXT_PARTS and isinstance(part.get("text"), str)
+            if not is_text:
+                raise UserError(f"{where}, content: {part!r:.60} is not a part of type text: leave the part or the row out")
+        message["content"] = "".join(part["text"] for part in parts)
     if "content" not in message:
         raise UserError(f"{where} has no content (its keys: {', '.join(map(str, message))}): {_MESSAGE_FORM}")
     check_text(message["content"], f"{where}, content")
@@ -103,20 +128,27 @@ def _read_message(item: Any, where: str) -> dict[str, Any]:
 
 
 def _take_weight(message: dict[str, Any], where: str) -> int:
-    """Remove and return the weight (0 or 1, default 1) that OpenAI's chat format allows on an assistant turn.
+    """Remove the keys of `_WEIGHTS` from a message and return what they say: 0 (does not count in the loss) or 1, the default.
 
-    Weight 0 on another turn changes nothing. Columns with nulls turn whole numbers into 0.0 and 1.0.
+    Weight 0 on another turn than the assistant's changes nothing. Columns with nulls turn whole numbers into 0.0 and 1.0.
     """
-    weight = message.pop("weight", None)
-    if weight is None:
-        return 1
-    if isinstance(weight, bool) or weight not in (0, 1):
-        raise UserError(
-            f"{where}: weight {weight!r:.60}: write 0 for a turn that does not count in the loss, 1 or none for one that does"
-        )
-    if weight == 1 and message["role"] != "assistant":
-        raise UserError(f"{where}: weight 1 on a {message['role']} turn: only assistant turns are trained on: leave it out")
-    return int(weight)
+    for key in message.keys() & _OTHER_WEIGHTS:
+        if message[key] is not None:
+            raise UserError(f'{where}: {key} is not read: write "weight": 0 for a turn that does not count in the loss')
+    popped = [(key, message.pop(key)) for key in _WEIGHTS if key in message]
+    given = {key: value for key, value in popped if value is not None}
+    for key, value in given.items():
+        if value not in (0, 1):  # true and false are 1 and 0
+            raise UserError(
+                f"{where}: {key} {value!r:.60}: write 0 for a turn that does not count in the loss, 1 or none for one that does"
+            )
+        if value and message["role"] != "assistant":
+            raise UserError(
+                f"{where}: {key} {value!r} on a {message['role']} turn: only assistant turns are trained on: leave it out"
+            )
+    if len(set(map(int, given.values()))) > 1:
+        raise UserError(f"{where}: {' and '.join(given)} contradict each other: leave one of them out")
+    return int(all(given.values()))
 
 
 def _read_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:

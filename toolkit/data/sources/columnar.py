@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from toolkit.data.sources.row import count_rows_at_once
 from toolkit.data.sources.text_files import GZIP_MAGIC, Cells, Form
 from toolkit.errors import UserError
 from toolkit.files.json_lines import DECODER
@@ -72,7 +73,10 @@ def _open(path: Path, kind: str) -> Iterator[tuple[list[str], Callable[[list[str
     try:
         if kind == "parquet":
             with pq.ParquetFile(path) as parquet:
-                yield parquet.schema_arrow.names, lambda columns: parquet.iter_batches(batch_size=1000, columns=columns)
+                about = parquet.metadata
+                num_bytes = sum(about.row_group(number).total_byte_size for number in range(about.num_row_groups))
+                size = count_rows_at_once(about.num_rows, num_bytes)
+                yield parquet.schema_arrow.names, lambda columns: parquet.iter_batches(batch_size=size, columns=columns)
         elif begin == b"ARROW1":
             with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as arrow:
                 yield arrow.schema.names, lambda _: map(arrow.get_batch, range(arrow.num_record_batches))

@@ -23,6 +23,7 @@ import yaml
 
 from toolkit.data.sources.columnar import read_batches
 from toolkit.data.sources.files import name_kind
+from toolkit.data.sources.row import count_rows_at_once
 from toolkit.data.sources.text_files import Cells
 from toolkit.errors import UserError, escape_controls
 
@@ -173,7 +174,8 @@ def _list_saved(folder: Path, name: str) -> dict[str, list[str]]:
 
 def read_hub_rows(dataset: Dataset, columns: Sequence[str]) -> Iterator[Cells]:
     """Yield the cells of some columns, row by row, as those of a parquet file."""
-    batches = dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=1000)
+    batch_size = count_rows_at_once(len(dataset), dataset.data.nbytes)
+    batches = dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=batch_size)
     yield from read_batches(f"the dataset {dataset.info.dataset_name}", batches, columns)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from toolkit.errors import UserError
@@ -34,3 +34,17 @@ def check_text(value: Any, where: str) -> None:
 def is_nan(value: Any) -> bool:
     """Whether a cell is NaN, as pandas makes of an empty one, and our reader of CSV of `NA`, `NaN`, `None` and the like."""
     return isinstance(value, float) and value != value
+
+
+def read_optional_text(row: Mapping[str, Any], column: str, where: str) -> str:
+    """A cell that may be missing, blank or NaN: then it is empty."""
+    value = row.get(column)
+    if value is None or is_nan(value):
+        return ""
+    check_text(value, f"{where}, column {column}")
+    return value if value.strip() else ""
+
+
+def count_rows_at_once(num_rows: int, num_bytes: int) -> int:
+    """Rows of a block in memory: a thousand, or as many of this average size as 16 MiB hold."""
+    return max(1, min(1000, 2**24 * num_rows // max(1, num_bytes)))

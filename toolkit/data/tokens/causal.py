@@ -3,6 +3,7 @@ its rows."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -14,6 +15,7 @@ import numpy as np
 from toolkit.config.data import LLMDataConfig
 from toolkit.config.schema import ModelConfig
 from toolkit.data.rows.example import read_examples
+from toolkit.data.rows.load import TextRows
 from toolkit.data.tokens.chat_template import check_chat_template, list_special_tokens, read_chat_template
 from toolkit.data.tokens.cuts import ROW_IDS_OF_A_PIECE, SIDES, describe_cut, describe_split, split_text
 from toolkit.data.tokens.offsets import TokenizedText, tokenize_texts
@@ -74,9 +76,17 @@ def train(rows: Dataset, vocab_size: int, config: LLMDataConfig) -> PreTrainedTo
     return train_byte_level_tokenizer(texts, vocab_size)
 
 
-def describe(tokenizer: PreTrainedTokenizerBase, rows: Dataset) -> list[str]:
-    """What to print about a tokenizer: whether it loses text of the first rows."""
-    return describe_lost_text(tokenizer, [example.texts for example in read_examples(rows[:_NUM_ROWS_TRIED])])
+def describe(tokenizer: PreTrainedTokenizerBase, rows: TextRows) -> list[str]:
+    """What to print about a tokenizer: whether it loses text of the first rows, and keys of messages that its template does not
+    read, because they may say what is to be trained on."""
+    sentences = describe_lost_text(tokenizer, [example.texts for example in read_examples(rows.train[:_NUM_ROWS_TRIED])])
+    unread = {key: number for key, number in rows.message_keys.items() if key not in json.dumps(tokenizer.chat_template)}
+    if tokenizer.chat_template and unread:
+        named = [f"{key!r:.40} ({number} messages)" for key, number in unread.items()]
+        more = f" and {len(named) - 5} more" if len(named) > 5 else ""
+        trouble = "keys of messages that the chat template does not name, so the model does not see them"
+        sentences.append(f"{trouble}: {', '.join(named[:5])}{more}")
+    return sentences
 
 
 def tokenize(
@@ -95,18 +105,19 @@ def tokenize(
         tokenizer, [item.text for item in prepared], [[turn.start for turn in item.turns] for item in prepared]
     )
     # Turn each example into one row, or a long text into several.
-    prefix = _get_prefix(tokenizer)
+    prefix = np.array(_get_prefix(tokenizer), dtype=np.int32)
+    before, end_token = np.zeros(len(prefix), dtype=np.int64), np.array([tokenizer.eos_token_id], dtype=np.int32)
     special_tokens = re.compile("|".join(map(re.escape, list_special_tokens(tokenizer))) or "(?!)")
     all_columns = []
     for row_id, mix_entry, text, item, tokens in zip(
         rows["row_id"], rows["mix_entry"], rows["text"], prepared, tokenized, strict=True
     ):
         if not item.is_chat:  # add the special tokens around a text; a chat's template has printed its own
-            length, before = len(item.text), np.zeros(len(prefix), dtype=np.int64)
+            length = np.array([len(item.text)])
             tokens = TokenizedText(
-                np.concatenate([prefix, tokens.input_ids, [tokenizer.eos_token_id]]).astype(np.int32),
-                np.concatenate([before, tokens.starts, [length]]),
-                np.concatenate([before, tokens.ends, [length]]),
+                np.concatenate([prefix, tokens.input_ids, end_token]),
+                np.concatenate([before, tokens.starts, length]),
+                np.concatenate([before, tokens.ends, length]),
                 tuple(first + len(prefix) for first in tokens.firsts),
             )
         if text is not None:
@@ -134,6 +145,8 @@ def report(
 ) -> tuple[Dataset, list[str], set[int]]:
     """The rows with a label, as they are stored; sentences about rows that were split, cut, dropped, have no end of turn or are
     not printed in full by the chat template; and the tokens that end turns."""
+    import pyarrow.compute as pc
+
     numbers = tokenized.select_columns(["row_id", "num_label_tokens", *_OF_TOKENIZING]).with_format("numpy")[:]
     is_kept = numbers["num_label_tokens"] > 0
     is_bare = ~is_kept & (numbers["num_lost_tokens"] == 0)  # no label before any cut, as with zero-width characters for BERT's
@@ -172,7 +185,8 @@ def report(
     kept = tokenized.select(np.flatnonzero(is_kept)) if num_lost or num_bare else tokenized
     if name == "train":
         _check_mix(kept, config)
-    stop_token_ids: set[int] = set().union(*kept["stop_token_ids"])
+    stops = kept.select_columns(["stop_token_ids"]).with_format("arrow")[:]["stop_token_ids"]
+    stop_token_ids = set(pc.list_flatten(stops).unique().to_pylist())
     return kept.remove_columns([*_OF_TOKENIZING, "stop_token_ids"]), sentences, stop_token_ids
 
 
@@ -227,12 +241,14 @@ def _mask(item: Prepared, tokens: TokenizedText, max_length_tokens: int, special
     input_ids = tokens.input_ids[:max_length_tokens]
     is_cut = len(tokens.input_ids) > len(input_ids)
     end_place = tokens.ends[len(input_ids) - 1] if is_cut else len(item.text)
-    labels = input_ids.copy() if item.counts_whole else np.full_like(input_ids, IGNORED_LABEL)
+    labels = input_ids.copy()
+    if not item.counts_whole:
+        labels.fill(IGNORED_LABEL)
     # The first token has no label, so its text does not count either.
     pieces = [item.text[tokens.ends[:1].max(initial=0) : end_place]] if item.counts_whole else []
     prompt_length, target, lead_text = 0, "", ""
     for turn, turn_lead_text, first in zip(item.turns, item.lead_texts, tokens.firsts, strict=True):
-        last = min(int(np.searchsorted(tokens.starts, turn.end)), len(input_ids))
+        last = min(int(tokens.starts.searchsorted(turn.end)), len(input_ids))
         if first >= last:  # cut off
             continue
         said = item.text[turn.start : min(turn.content_end, end_place)]
@@ -247,7 +263,7 @@ def _mask(item: Prepared, tokens: TokenizedText, max_length_tokens: int, special
         "input_ids": input_ids,
         "labels": labels,
         "num_tokens": len(input_ids),
-        "num_label_tokens": int((labels != IGNORED_LABEL).sum()),
+        "num_label_tokens": int(np.count_nonzero(labels != IGNORED_LABEL)),
         "target_bytes": sum(len(piece.encode()) for piece in pieces),
         "prompt_length": prompt_length,
         "target": target.strip(),
@@ -258,9 +274,15 @@ def _mask(item: Prepared, tokens: TokenizedText, max_length_tokens: int, special
 
 
 def _find_stops(item: Prepared, tokenizer: PreTrainedTokenizerBase, special_tokens: re.Pattern) -> dict[str, Any]:
-    """The columns about the ends of turns. The tokenizer's end token is always one, because an empty list has no type."""
+    """The columns about the ends of turns."""
     ends = [special_tokens.findall(item.text[turn.content_end : turn.end]) for turn in item.turns] if item.is_chat else []
-    stop_tokens = [str(tokenizer.eos_token), *(tokens[-1] for tokens in ends if tokens)]
-    stop_ids: Any = tokenizer.convert_tokens_to_ids(stop_tokens)
-    is_endless = any(not tokens for tokens in ends)
-    return {"is_chat": item.is_chat, "is_endless": is_endless, "stop_token_ids": sorted(set(stop_ids))}
+    stop_tokens = frozenset(tokens[-1] for tokens in ends if tokens)
+    is_endless = not all(ends)
+    return {"is_chat": item.is_chat, "is_endless": is_endless, "stop_token_ids": _list_stop_ids(tokenizer, stop_tokens)}
+
+
+@functools.lru_cache
+def _list_stop_ids(tokenizer: PreTrainedTokenizerBase, stop_tokens: frozenset[str]) -> list[int]:
+    """The tokenizer's end token is always one, because an empty list has no type."""
+    ids: Any = tokenizer.convert_tokens_to_ids([str(tokenizer.eos_token), *stop_tokens])
+    return sorted(set(ids))

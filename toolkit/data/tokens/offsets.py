@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 _MOST_CHARACTERS_AT_ONCE = 2**22
 """Characters per call: the library holds about 150 bytes per token until its result is read."""
+_MORE_THAN_ANY_TEXT = 2**40
 _BLOCK_CHARACTERS = 2**18
 # Boundaries that hardly any tokenizer's tokens span: after a single line break, else before a single space.
 _BLOCK_ENDS = (re.compile(r"(?<=\S\n)(?=\S)"), re.compile(r"(?<=\S)(?= \S)"))
@@ -67,10 +68,7 @@ def tokenize_texts(
     encoders = _build_encoders(tokenizer)
     tokenized = _encode_in_blocks(encoders, texts, places)
     # Find the last added token before each marked place: the prompts are compared from there.
-    added = [
-        _find_added(encoders, text, tokens) if marked else []
-        for text, tokens, marked in zip(texts, tokenized, places, strict=True)
-    ]
+    added = _find_added(encoders, texts, tokenized)
     anchors = [
         [_find_anchor(tokens, indices, place) for place in marked]
         for tokens, indices, marked in zip(tokenized, added, places, strict=True)
@@ -118,19 +116,24 @@ def _encode(encoder: Tokenizer, texts: Sequence[str]) -> list[TokenizedText]:
     sizes = itertools.accumulate(map(len, texts))
     tokenized = []
     for _, group in itertools.groupby(zip(texts, sizes, strict=True), key=lambda item: item[1] // _MOST_CHARACTERS_AT_ONCE):
-        tokenized += [
-            _read(encoding.ids, encoding.offsets)
-            for encoding in encoder.encode_batch([text for text, _ in group], add_special_tokens=False)
-        ]
+        tokenized += _read(encoder.encode_batch([text for text, _ in group], add_special_tokens=False))
     return tokenized
 
 
-def _read(input_ids: list[int], offsets: list[tuple[int, int]]) -> TokenizedText:
-    token_starts, token_ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+def _read(encodings: Sequence[Encoding]) -> list[TokenizedText]:
+    """The tokens of several texts, read at once, because a call of numpy takes as long as the tokens of a short text."""
+    chain = itertools.chain.from_iterable
+    bounds = [0, *itertools.accumulate(map(len, encodings))]
+    input_ids = np.fromiter(chain(encoding.ids for encoding in encodings), np.int32, bounds[-1])
+    offsets = np.fromiter(chain(chain(encoding.offsets for encoding in encodings)), np.int64, 2 * bounds[-1])
+    # As if the texts followed each other, with a gap: then what is compared with the token before stays within a text.
+    gaps = np.repeat(np.arange(len(encodings)) * _MORE_THAN_ANY_TEXT, np.diff(bounds))
+    token_starts, token_ends = offsets[::2] + gaps, offsets[1::2] + gaps
     # Several tokens may stand for one character; each then has the character's offsets.
     ends = np.maximum.accumulate(token_ends)
-    starts = np.minimum(token_starts, np.concatenate([[0], ends[:-1]])) if len(ends) else token_starts
-    return TokenizedText(np.array(input_ids, dtype=np.int32), starts, ends)
+    starts = np.minimum(token_starts, np.maximum(np.concatenate([[0], ends[:-1]]), gaps)) - gaps
+    ends -= gaps
+    return [TokenizedText(input_ids[i:j], starts[i:j], ends[i:j]) for i, j in itertools.pairwise(bounds)]
 
 
 def _encode_in_blocks(encoders: _Encoders, texts: Sequence[str], places: Sequence[Sequence[int]]) -> list[TokenizedText]:
@@ -157,13 +160,18 @@ def _cut_blocks(text: str) -> list[int]:
     return [*bounds, len(text)]
 
 
-def _find_added(encoders: _Encoders, text: str, tokens: TokenizedText) -> list[int]:
-    """Indices of added tokens that are written in the text, unlike one that stands for an unknown character."""
-    return [
-        index
-        for index in np.flatnonzero(np.isin(tokens.input_ids, list(encoders.added_tokens))).tolist()
-        if text[tokens.starts[index] : tokens.ends[index]].strip() == encoders.added_tokens[int(tokens.input_ids[index])].strip()
-    ]
+def _find_added(encoders: _Encoders, texts: Sequence[str], tokenized: Sequence[TokenizedText]) -> list[list[int]]:
+    """For each text, indices of added tokens that are written in it, unlike one that stands for an unknown character."""
+    bounds = [0, *itertools.accumulate(len(tokens.input_ids) for tokens in tokenized)]
+    input_ids = np.concatenate([np.zeros(0, np.int32), *(tokens.input_ids for tokens in tokenized)])
+    found: list[list[int]] = [[] for _ in texts]
+    for place in np.flatnonzero(np.isin(input_ids, list(encoders.added_tokens))).tolist():
+        number = bisect.bisect_right(bounds, place) - 1
+        tokens, index = tokenized[number], place - bounds[number]
+        said = texts[number][tokens.starts[index] : tokens.ends[index]]
+        if said.strip() == encoders.added_tokens[int(input_ids[place])].strip():
+            found[number].append(index)
+    return found
 
 
 def _find_anchor(tokens: TokenizedText, added: list[int], place: int) -> int:
@@ -188,11 +196,10 @@ def _split(
                 firsts.append(first)
                 continue
             (prompt,) = _encode(encoders.behind, [text[begin:place]])
-        prompt = _move(prompt, begin)
         # White space that the tokenizer drops at the end of a text belongs to the next token.
-        end = int(prompt.ends[-1]) if len(prompt.ends) else begin
+        end = begin + int(prompt.ends[-1]) if len(prompt.ends) else begin
         first, straddles = _find(tokens, end, before)
-        if straddles or not np.array_equal(tokens.input_ids[before:first], prompt.input_ids):
+        if straddles or tokens.input_ids[before:first].tobytes() != prompt.input_ids.tobytes():
             # Replace the prompt's tokens; if a token spans the place, retokenize up to the next added token.
             rest, stop = [], first
             if straddles:
@@ -200,7 +207,7 @@ def _split(
                 stop_place = int(tokens.starts[stop]) if stop < len(tokens.input_ids) else len(text)
                 rest = [_move(tokens_behind, end) for tokens_behind in _encode(encoders.behind, [text[end:stop_place]])]
             num_before = len(tokens.input_ids)
-            tokens = _join([_take(tokens, slice(before)), prompt, *rest, _take(tokens, slice(stop, None))])
+            tokens = _join([_take(tokens, slice(before)), _move(prompt, begin), *rest, _take(tokens, slice(stop, None))])
             num_more += len(tokens.input_ids) - num_before
             first = before + len(prompt.input_ids)
             cut, cut_index = end, first
@@ -210,7 +217,7 @@ def _split(
 
 def _find(tokens: TokenizedText, place: int, least: int) -> tuple[int, bool]:
     """Index of the first token, from `least` on, that begins at or after a place; and whether the token before spans it."""
-    first = max(int(np.searchsorted(tokens.starts, place)), least)
+    first = max(int(tokens.starts.searchsorted(place)), least)
     return first, first > least and bool(tokens.ends[first - 1] > place)
 
 

@@ -20,6 +20,7 @@ from toolkit.config.schema import ModelConfig
 from toolkit.data.cache_folders import ABOUT, cache_folder, find_or_build, name_folder
 from toolkit.data.rows.example import Example, list_cells
 from toolkit.data.rows.load import TextRows, load_rows
+from toolkit.data.sources.row import count_rows_at_once
 from toolkit.data.tokens import causal, seq2seq
 from toolkit.data.tokens.contents import hash_contents
 from toolkit.data.tokens.tokenizer import has_tokenizer, hash_tokenizer, keep_trained_tokenizer, load_tokenizer
@@ -38,7 +39,6 @@ FORMAT_VERSION = 7
 """Part of the cache's name. Raise it when the columns or their meaning change."""
 
 _ROWS_WORTH_SEVERAL_PROCESSES = 10_000
-_ROWS_AT_ONCE, _BYTES_AT_ONCE = 1000, 2**24
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _write_tokens(
         train = partial(kind.train, rows.train, vocab_size, config)
         tokenizer = keep_trained_tokenizer(cache_folder(config.cache_dir), trained_on, train)
         kind.set_up(tokenizer, config, model)
-    remarks = rows.remarks + kind.describe(tokenizer, rows.train)
+    remarks = rows.remarks + kind.describe(tokenizer, rows)
     stop_token_ids: set[int] = set()
     arguments = {"tokenizer": tokenizer, "config": config, "origins": rows.origins}
     for name, dataset in (("train", rows.train), ("evaluation", rows.evaluation)):
@@ -219,7 +219,7 @@ def tokenize_rows(
             batched=True,
             with_rank=True,
             # A batch is in memory as text and as tokens at once, so long rows need smaller batches.
-            batch_size=max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE * len(dataset) // dataset.data.nbytes)),
+            batch_size=count_rows_at_once(len(dataset), dataset.data.nbytes),
             num_proc=num_workers if has_workers else None,
             remove_columns=dataset.column_names,
             fn_kwargs=arguments,

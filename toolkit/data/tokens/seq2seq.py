@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.data import DataConfig
 from toolkit.config.schema import ModelConfig
+from toolkit.data.rows.load import TextRows
 from toolkit.data.tokens.cuts import describe_cut, describe_unknown
 from toolkit.data.tokens.languages import marks_languages, set_languages
 from toolkit.data.tokens.tokenizer import train_tokenizer
@@ -41,7 +42,7 @@ def train(rows: Dataset, vocab_size: int, config: DataConfig) -> PreTrainedToken
     return train_tokenizer(rows, vocab_size, config.prefix)
 
 
-def describe(tokenizer: PreTrainedTokenizerBase, rows: Dataset) -> list[str]:
+def describe(tokenizer: PreTrainedTokenizerBase, rows: TextRows) -> list[str]:
     """What to print about a tokenizer."""
     if not marks_languages(tokenizer):
         return []

@@ -18,6 +18,8 @@ CONFIG = LLMDataConfig(source="jsonl")
     [
         (["id", "messages"], {}, ("chat", ("messages",))),
         (["messages", "prompt", "tools"], {}, ("chat", ("messages", "tools"))),
+        (["system", "messages"], {}, ("chat", ("messages", "system"))),
+        (["tools", "id"], {"messages_column": "tools"}, ("chat", ("tools",))),
         (["prompt", "completion", "score"], {}, ("pair", ("prompt", "completion"))),
         (["text", "url"], {}, ("text", ("text",))),
         (["text", "tools"], {}, ("text", ("text",))),
@@ -52,6 +54,11 @@ def test_columns_are_the_named_ones_or_those_with_the_usual_names(existing, sett
             ["prompt_completion ('prompt' with 'completion') and text ('a')"],
         ),
         (["text", "text"], {}, ["a.csv has more than one column 'text'"]),
+        (
+            ["question", "completion"],
+            {"prompt_column": "completion"},
+            ["data.prompt_column and data.completion_column are both completion: name two columns"],
+        ),
     ],
 )
 def test_no_column_or_several_kinds_are_refused_with_what_there_is(existing, settings, fragments):

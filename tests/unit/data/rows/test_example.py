@@ -39,11 +39,15 @@ def refuse(messages, *fragments, tools=None):
         assert fragment in str(caught.value)
 
 
-def test_a_chat_is_grouped_by_its_first_user_message():
+def test_a_chat_is_grouped_by_all_before_its_first_answer():
     messages = say("hello", "one", "two", "three", system="be brief")
     example = read(messages)
     assert example == Example(messages=messages)
-    assert (example.opening, example.group, example.held_out) == ("hello", None, None)
+    assert (example.opening, example.group, example.held_out) == ("be brief\0hello", None, None)
+    assert read(say("hello", "one", "two", "three")).opening == "hello"  # so that runs of older versions keep their split
+    others = [read(say("hello", "1")), read(say("hello", "1", system="long")), read(say("hello", "1"), [{"name": "add"}])]
+    others.append(read([*say("hello"), *say("and", "1")]))
+    assert len({other.opening for other in [*others, example]}) == 5
     assert example.texts == ["be brief", "hello", "one", "two", "three"]
 
 
@@ -70,6 +74,53 @@ def test_weights_name_the_turns_that_do_not_count():
     example = read(messages)
     assert example.weight_0 == [1, 2, 9]
     assert all("weight" not in message for message in example.messages)  # a template does not see it
+
+
+@pytest.mark.parametrize("key", ["train", "training", "trainable", "loss", "loss_mask"])
+@pytest.mark.parametrize(("no", "yes"), [(False, True), (0, 1), (0.0, 1.0)])
+def test_the_keys_of_other_trainers_say_which_turns_count(key, no, yes):
+    messages = weighted(..., ..., ...)
+    messages[0][key], messages[1][key], messages[3][key], messages[5][key] = no, no, yes, None
+    example = read(messages)
+    assert (example.weight_0, example.messages) == ([0, 1], weighted(..., ..., ...))
+    sharegpt = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", key: no}, *weighted(...)]
+    assert build("sharegpt", conversations=sharegpt).weight_0 == [1]
+    messages[1]["weight"] = 1
+    refuse(messages, f"message 2: weight and {key} contradict each other: leave one of them out")
+    refuse([say("a")[0] | {key: True}, *say("a", "b")[1:]], f"message 1: {key} True on a user turn: only assistant turns are")
+    refuse([*say("a"), {"role": "assistant", "content": "b", key: "no"}], f"message 2: {key} 'no': write 0 for a turn that")
+
+
+@pytest.mark.parametrize("key", ["train_detail", "loss_scale", "mask", "masked"])
+def test_keys_about_training_that_are_not_read_are_refused(key):
+    assert not isinstance(read([*say("a"), {"role": "assistant", "content": "b", key: None}]), str)
+    reason = f'{key} is not read: write "weight": 0 for a turn that does not count in the loss'
+    refuse([*say("a"), {"role": "assistant", "content": "b", key: [1]}], f"message 2: {reason}")
+
+
+def test_calls_of_older_chats_become_tool_calls():
+    call = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [*say("hi"), call, {"role": "function", "name": "add", "content": "1"}, *say("", "one")[1:]]
+    example = read(messages)
+    assert example.messages[1:3] == [CALL | {"content": ""}, {"role": "tool", "name": "add", "content": "1"}]
+    refuse([*say("hi"), call | CALL], "message 2 has function_call and tool_calls: leave one of them out")
+    refuse([*say("hi"), call | {"function_call": "add"}], "message 2: a tool call without a name")
+
+
+def test_a_column_of_system_texts_becomes_the_first_turn():
+    def read_both(messages, system):
+        return build_example({"messages": messages, "system": system}, Columns("chat", ("messages", "system")), "x")
+
+    chat, with_system = weighted(0, 1), say("a", "b", system="be brief")
+    example = read_both(chat, "be brief")
+    assert example.messages == [{"role": "system", "content": "be brief"}, *read(chat).messages]
+    assert example.weight_0 == [2]
+    assert read_both(with_system, "be brief") == read_both(with_system, None) == read_both(with_system, " ") == read(with_system)
+    trouble = "x: the column system and the system turn are different texts: leave one of them out"
+    for kind, column in (("chat", "messages"), ("sharegpt", "conversations")):
+        with pytest.raises(UserError) as caught:
+            build(kind, **{column: with_system}, system="be long")
+        assert str(caught.value) == trouble
 
 
 def test_a_chat_whose_turns_all_have_weight_0_is_left_out_and_counted():
@@ -150,9 +201,9 @@ def test_text_in_parts_is_one_text():
     parts = [{"type": "text", "text": "1 + "}, {"type": "text", "text": "1?"}]
     example = build("chat", messages=[{"role": "user", "content": parts}, *say("", "2")[1:]])
     assert not isinstance(example, str) and example.messages == say("1 + 1?", "2")
-    parts.append({"type": "image_url", "image_url": {"url": "x"}})
-    with pytest.raises(UserError, match="message 1, content: .* is of type list, not text"):
-        build("chat", messages=[{"role": "user", "content": parts}, *say("", "2")[1:]])
+    for part in ({"type": "image", "text": "a cat"}, {"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}):
+        with pytest.raises(UserError, match="message 1, content: {.* is not a part of type text: leave the part or the row out"):
+            build("chat", messages=[{"role": "user", "content": [*parts, part]}, *say("", "2")[1:]])
 
 
 @pytest.mark.parametrize(
@@ -176,7 +227,7 @@ def test_text_in_parts_is_one_text():
         ([*say("a", "b"), {"role": "tool", "content": "4"}], ["message 3: roles out of order, a tool turn follows no assistant"]),
         ([*say("a"), {"role": "tool", "content": "4"}], ["message 2: roles out of order, a tool turn"]),
         (say("a"), ["column messages: no assistant turn, so there is nothing to train on"]),
-        ([*say("a"), {"role": "assistant", "content": ["b"]}], ["message 2, content: ['b'] is of type list, not text"]),
+        ([*say("a"), {"role": "assistant", "content": ["b"]}], ["message 2, content: 'b' is not a part of type text"]),
         (say("a\0", "b"), ["message 1, content: the text holds a NUL character"]),
         (say("a", "b\ud83d"), ["message 2, content: character 2 is half a surrogate pair"]),
         ([*say("a"), {"role": "assistant", "content": "b", "name": "c\0"}], ["message 2, name: the text holds a NUL"]),
@@ -193,7 +244,6 @@ def test_text_in_parts_is_one_text():
             ["message 2: weight 0.5: write 0 for a turn that does not count in the loss, 1 or none for one that does"],
         ),
         (weighted(2), ["message 2: weight 2: write 0"]),
-        (weighted(True), ["message 2: weight True: write 0"]),
         (weighted("0"), ["message 2: weight '0': write 0"]),
         (
             [say("a")[0] | {"weight": 1}, *say("a", "b")[1:]],

@@ -5,12 +5,15 @@ import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow
 import pytest
-from datasets import List, Value
+from datasets import Dataset, List, Value
 
+from tests.support.chats import say
 from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.data.rows import load as loading
-from toolkit.data.rows.load import Repeats, load_rows
+from toolkit.data.rows.example import Example
+from toolkit.data.rows.load import Splitter, load_rows
 from toolkit.errors import UserError
 
 
@@ -72,15 +75,30 @@ def test_num_rows_limits_the_rows_read_over_all_files(config, tmp_path):
     assert len(load_rows(replace(config, files=files, num_rows=7, eval_fraction=0.0)).train) == 7
 
 
-def test_eval_files_are_the_evaluation_rows_and_leave_training(config, tmp_path):
-    (tmp_path / "held_out.csv").write_text("source,target\ntext 3,other\nnew text,n\n")
+def test_eval_files_are_the_evaluation_rows_and_equal_rows_leave_training(config, tmp_path):
+    (tmp_path / "held_out.csv").write_text("source,target\ntext 3,target 3\nnew text,n\n")
     rows = load_rows(replace(config, eval_files=[str(tmp_path / "held_out.csv")], num_rows=250))
-    assert rows.evaluation["completion"][:] == ["other", "n"]
+    assert rows.evaluation["completion"][:] == ["target 3", "n"]
     assert rows.evaluation["row_id"][:] == [0, 1]
-    assert len(rows.train) == 248 and "text 3" not in rows.train["prompt"][:]
+    assert len(rows.train) == 249 and "target 203" in rows.train["completion"][:]
     assert rows.train["row_id"][0] == 2
-    remark = f"skipped 2 of 250 rows of {tmp_path / 'rows.csv'} that are in data.eval_files too (first: rows 4, 204)"
-    assert rows.remarks == [remark]
+    assert rows.remarks == [
+        f"skipped 1 of 250 rows of {tmp_path / 'rows.csv'} that equal a row of data.eval_files (row 4)",
+        "training rows with the prompt of a row of data.eval_files, and something else: 1 of 249, which are kept",
+    ]
+
+
+def test_questions_about_one_document_are_rows_of_their_own(tmp_path):
+    """With the document as system turn or first, and a question that is the same for all documents."""
+    chats = [say("what is it?", f"answer {i}", system=f"document {i}") for i in range(100)]
+    chats += [say(f"question {i}", "yes", system="the document") for i in range(100)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in (chats[3], chats[103])))
+    config = LLMDataConfig(files=str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / "cache"), eval_fraction=0.2)
+    assert 15 <= len(load_rows(config).evaluation) <= 65  # 40 expected of 200 groups, standard deviation 6
+    rows = load_rows(replace(config, eval_files=str(tmp_path / "eval.jsonl")))
+    skipped = f"skipped 2 of 200 rows of {tmp_path / 'rows.jsonl'} that equal a row of data.eval_files (first: rows 4, 104)"
+    assert (len(rows.train), len(rows.evaluation), rows.remarks) == (198, 2, [skipped])
 
 
 def test_rows_that_repeat_earlier_ones_are_kept_and_counted(config, tmp_path):
@@ -93,17 +111,46 @@ def test_rows_that_repeat_earlier_ones_are_kept_and_counted(config, tmp_path):
 
 
 def test_a_row_is_remembered_in_8_bytes():
-    repeats = Repeats()
+    splitter = Splitter(0.0)
     tracemalloc.start()
-    for number in range(100_000):
-        repeats.add(f"row {number % 90_000}", is_held_out=number == 1)
+    for number in range(20_000):
+        splitter.holds_out(Example(text=f"row {number % 18_000}", held_out=number == 1), is_eval_row=False)
     kept_bytes = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert kept_bytes < 100_000 * 8 * 1.2  # an array grows by an eighth
-    assert repeats.sentences() == [
-        "training rows that repeat an earlier row exactly: 9999 of 99999, which are kept",
+    assert kept_bytes < 20_000 * 8 * 1.2  # an array grows by an eighth
+    assert splitter.sentences() == [
+        "training rows that repeat an earlier row exactly: 1999 of 19999, which are kept",
         "held-out rows that are training rows too: 1 of 1, which say little about new rows",
     ]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_memory_does_not_grow_with_the_length_of_rows(tmp_path, name):
+    """60 rows of 1 MB, of which a block holds 8."""
+    rows = Dataset.from_dict({"text": [f"{i} " + "x" * 1_000_000 for i in range(60)]})
+    (rows.to_json if name == "rows.jsonl" else rows.to_parquet)(str(tmp_path / name))
+    of_arrow, before = pyarrow.proxy_memory_pool(pyarrow.default_memory_pool()), pyarrow.default_memory_pool()
+    pyarrow.set_memory_pool(of_arrow)
+    tracemalloc.start()
+    try:
+        load_rows(LLMDataConfig(files=str(tmp_path / name), cache_dir=str(tmp_path / "cache")))
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        pyarrow.set_memory_pool(before)
+    assert peak_bytes < 30e6
+    assert of_arrow.max_memory() < 60e6
+
+
+def test_a_text_that_no_arrow_file_holds_is_refused(config, monkeypatch):
+    def fail(*_):
+        raise pyarrow.ArrowCapacityError("array cannot contain more than 2147483646 bytes, have 2147483653")
+
+    monkeypatch.setattr(pyarrow, "array", fail)
+    monkeypatch.setattr(loading, "_CHARACTERS_PER_BLOCK", 1)
+    with pytest.raises(UserError) as caught:
+        load_rows(config)
+    assert str(caught.value) == f"{config.files}, row 1: a text of over 2 GiB: split it"
 
 
 def test_eval_files_without_usable_rows_are_refused(config, tmp_path):
@@ -113,7 +160,7 @@ def test_eval_files_without_usable_rows_are_refused(config, tmp_path):
 
 
 def test_training_files_that_are_all_held_out_are_refused(config):
-    with pytest.raises(UserError, match="none of the 400 rows can be used: .* that are in data.eval_files too"):
+    with pytest.raises(UserError, match="none of the 400 rows can be used: .* that equal a row of data.eval_files"):
         load_rows(replace(config, eval_files=config.files))
 
 
@@ -219,8 +266,9 @@ def test_settings_that_would_be_ignored_are_refused(config, settings, sentence):
         load_rows(replace(config, **settings))
 
 
-def test_fingerprints_of_rows_change_only_with_the_reader_version(tmp_path, monkeypatch):
-    """A tokenizer that is trained on the rows is kept under them, so a run started before could not go on with others."""
+def test_fingerprints_of_rows_are_those_of_this_version_of_the_reader(tmp_path, monkeypatch):
+    """A tokenizer that is trained on the rows is kept under them, so a run begun before could not go on with others. Raise
+    `READER_VERSION` before these change."""
     monkeypatch.chdir(tmp_path)
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "one"}]
     Path("a.csv").write_text("source,target,id\n" + "".join(f"text {i},t {i},{i}\n" for i in range(20)))
@@ -229,8 +277,10 @@ def test_fingerprints_of_rows_change_only_with_the_reader_version(tmp_path, monk
     Path("own.py").write_text(
         'def load(config):\n    yield {"prompt": "a", "completion": "b"}\ndef identify(config): return "1"\n'
     )
+    Path("a.txt").write_text("one\n\ntwo\n")
     settings = {"cache_dir": "c", "eval_fraction": 0.0}
     prints = [load_rows(DataConfig(source="csv", files="a.csv", **settings)).fingerprint]
+    prints += [load_rows(LLMDataConfig(files="a.txt", **settings)).fingerprint]
     prints += [load_rows(LLMDataConfig(source="jsonl", files="a.jsonl", **settings)).fingerprint]
     prints += [load_rows(LLMDataConfig(source="own.py:load", **settings)).fingerprint]
-    assert [fingerprint[:12] for fingerprint in prints] == ["19bff885c732", "f74aeb918daa", "4904c2fc410c"]
+    assert [fingerprint[:12] for fingerprint in prints] == ["308584b697f8...", "6f9b10a734f2"]

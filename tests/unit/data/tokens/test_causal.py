@@ -72,6 +72,14 @@ def prompt_of(rows, place=0):
     return row["input_ids"][: row["prompt_length"]]
 
 
+def test_keys_of_messages_that_the_template_does_not_name_are_reported(prepare):
+    messages = [message | {"loss weight": 1, "id": i} for i, message in enumerate(CHATS[0])]
+    remark = "keys of messages that the chat template does not name, so the model does not see them: 'loss weight' (5 messages), "
+    assert prepare(chats(messages, CHATS[1])).remarks == [remark + "'id' (5 messages)"]
+    many = [message | {f"key {i}": 1 for i in range(9)} for message in CHATS[0]]
+    assert prepare(chats(many)).remarks[0].endswith(", 'key 4' (5 messages) and 4 more")
+
+
 def test_columns(prepare):
     rows = prepare(chats(*CHATS))
     expected = {"row_id", "input_ids", "labels", "num_tokens", "num_label_tokens", "target_bytes", "target", "lead_text"}
@@ -407,7 +415,7 @@ def test_a_mix_is_one_dataset_with_the_entry_of_each_row(prepare, tmp_path):
     (tmp_path / "held_out.csv").write_text("text\nhello 1\nnew\n")
     held_out = prepare(mix=mix, eval_files=str(tmp_path / "held_out.csv"))
     assert (len(held_out.evaluation), len(held_out.train), held_out.evaluation["source_index"][:]) == (2, 10, [0, 0])
-    assert held_out.remarks[0] == f"skipped 1 of 5 rows of {tmp_path / 'a.jsonl'} that are in data.eval_files too (row 2)"
+    assert held_out.remarks[0] == f"skipped 1 of 5 rows of {tmp_path / 'a.jsonl'} that equal a row of data.eval_files (row 2)"
     (tmp_path / "held_out.csv").rename(tmp_path / "held_out.dat")
     with pytest.raises(UserError, match="held_out.dat has an unknown file ending: let its name end in one of .csv, .tsv"):
         prepare(mix=mix, eval_files=str(tmp_path / "held_out.dat"))
