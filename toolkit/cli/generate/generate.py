@@ -24,6 +24,7 @@ from toolkit.errors import UserError, escape_controls
 from toolkit.export.usage import Usage, load_usage
 from toolkit.files.json_lines import encode_json_line, load_json_lines
 from toolkit.launch.environment import asked_for_cpu, is_launched, read_launch
+from toolkit.launch.log import lost_outputs
 
 logger = logging.getLogger("toolkit")
 
@@ -79,6 +80,8 @@ def generate(options: Options) -> None:
             for first, texts in _generate_chunks(generator, rows, options, num_done):
                 on_rank_0(partial(_write, options.output, first, texts))
                 generating.add(len(texts))
+                if options.output is None and on_rank_0(lambda: "stdout" in lost_outputs()):
+                    break  # nobody reads more of them
         if options.output and rank() == 0:
             _about_file(options.output).unlink(missing_ok=True)
             logger.info(f"{len(items):,} texts are in {options.output}")
