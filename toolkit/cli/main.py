@@ -26,7 +26,7 @@ from typing import Any
 from toolkit.cli.checkpoints import show_checkpoints
 from toolkit.cli.presets.page import update_page
 from toolkit.cli.run_flags import add_plan, add_preview, add_verify
-from toolkit.errors import UserError, escape_controls, exit_on_user_error
+from toolkit.errors import UserError, exit_on_user_error, one_line
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.launch.log import lost_outputs, start_logging
 
@@ -86,7 +86,7 @@ def _add_check(jobs: Any) -> None:
 
 def _check(arguments: Namespace, _: list[str]) -> bool:
     check_accelerate_yaml(arguments.file)
-    print(f"{arguments.file} is fine")
+    print(one_line(f"{arguments.file} is fine"))
     return True
 
 
@@ -244,5 +244,5 @@ def _report(arguments: Namespace, _: list[str]) -> bool:
 
     path = output or (folders[0] / REPORT_FILE if len(folders) == 1 else Path(REPORT_FILE))
     save_page(folders, path)
-    print(escape_controls(f"{path} shows {', '.join(map(str, folders))}: open it in a browser"))
+    print(one_line(f"{path} shows {', '.join(map(str, folders))}: open it in a browser"))
     return True

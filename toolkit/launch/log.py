@@ -2,8 +2,6 @@
 
 As a program, the toolkit prints INFO as bare lines on stdout, and warnings, marked, on stderr, where they do not get into results
 or a config that somebody redirects. As a library it adds no handler where the program has one.
-
-Printing ends no run, whoever prints (`print`, this log, progress bars, libraries, Python at its exit): see `Output`.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -26,7 +24,7 @@ logger = logging.getLogger("toolkit")
 def start_logging() -> None:
     """Log on rank 0 only, and print the lines, unless the program has handlers of its own for them.
 
-    From here on `sys.stdout` and `sys.stderr` raise nothing: each is an `Output`.
+    `sys.stdout` and `sys.stderr` become `Output`s, which raise nothing.
     Commands and runs call it first; calling it again changes nothing. `TOOLKIT_LOG_LEVEL` sets the level, by default INFO.
     A record with `extra={"concerns_this_rank": True}` is logged on any rank, and names it.
 
@@ -49,10 +47,10 @@ def start_logging() -> None:
 
 
 class Output:
-    """A standard stream that never raises. What its encoding lacks becomes Python escapes.
+    """A standard stream that never raises, whoever prints: this log, `print`, bars, libraries, Python at its exit.
 
-    After the first failure (a full disk, a pipe that nobody reads, a closed terminal), `lost` says why, and its file descriptor
-    leads to the null device, for what C code, child processes and Python at its exit still write.
+    What its encoding lacks becomes Python escapes. After the first failure (a full disk, a pipe that nobody reads, a closed
+    terminal), `lost` says why, and its file descriptor leads to the null device, for what C code and child processes still write.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -63,28 +61,27 @@ class Output:
 
     def write(self, text: str) -> int:
         try:
-            if not self.lost:
-                self._stream.write(text)
+            self._attempt(self._stream.write, text)
         except UnicodeEncodeError:
-            self.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
-        except (OSError, ValueError) as error:  # ValueError: somebody has closed it
-            self._lose(error)
+            self._attempt(self._stream.write, text.encode(self.encoding, "backslashreplace").decode(self.encoding))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
         self.write("".join(lines))
 
     def flush(self) -> None:
+        self._attempt(self._stream.flush)
+
+    def _attempt(self, do: Callable[..., object], *arguments: str) -> None:
         try:
             if not self.lost:
-                self._stream.flush()
-        except (OSError, ValueError) as error:
-            self._lose(error)
-
-    def _lose(self, error: OSError | ValueError) -> None:
-        self.lost = getattr(error, "strerror", None) or str(error)
-        with suppress(OSError, ValueError, AttributeError), open(os.devnull, "wb") as null:
-            os.dup2(null.fileno(), self._stream.fileno())
+                do(*arguments)
+        except UnicodeEncodeError:
+            raise
+        except (OSError, ValueError) as error:  # ValueError: somebody has closed it
+            self.lost = getattr(error, "strerror", None) or str(error)
+            with suppress(OSError, ValueError, AttributeError), open(os.devnull, "wb") as null:
+                os.dup2(null.fileno(), self._stream.fileno())
 
 
 def lost_outputs() -> dict[str, str]:

@@ -140,6 +140,9 @@ def test_streams_that_are_no_files_are_lost_too(monkeypatch: pytest.MonkeyPatch)
             self.num_calls += 1
             raise OSError(errno.ENOSPC, "No space left on device")
 
+        def flush(self) -> None:
+            self.num_calls += 1
+
     monkeypatch.setattr(sys, "stdout", tee := Tee())
     start_logging()
     logger.info("a remark")

@@ -20,7 +20,7 @@ from toolkit.data.sources.text_files import build_form
 from toolkit.data.tokens.chat_template import TEMPLATE_ERRORS
 from toolkit.distributed.comm import close_groups, control_group, gather_objects, on_all_ranks, on_rank_0, rank, world_size
 from toolkit.distributed.progress import Phase
-from toolkit.errors import UserError, escape_controls
+from toolkit.errors import UserError, escape_controls, one_line
 from toolkit.export.usage import Usage, load_usage
 from toolkit.files.json_lines import encode_json_line, load_json_lines
 from toolkit.launch.environment import asked_for_cpu, is_launched, read_launch
@@ -124,7 +124,7 @@ def _say(options: Options, sentence: str) -> None:
     if options.output:
         logger.info(sentence)
     elif rank() == 0:
-        print(sentence, file=sys.stderr, flush=True)
+        print(one_line(sentence), file=sys.stderr, flush=True)
 
 
 def _encode(generator: Generator, item: Item, plain: bool) -> dict[str, Any]:

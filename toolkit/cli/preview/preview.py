@@ -10,7 +10,7 @@ from rich.console import Console
 from toolkit.cli.preview.facts import collect
 from toolkit.cli.preview.page import render_page
 from toolkit.cli.preview.terminal import print_preview
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 from toolkit.files.durable import written_beside
 
 
@@ -55,7 +55,7 @@ def preview(
             beside.write_text(render_page(found), encoding="utf-8")
     except OSError as error:
         raise UserError(f"--html {html} cannot be written ({error.strerror}): make room there, or take another place") from None
-    print(f"the page is {html}")
+    print(one_line(f"the page is {html}"))
 
 
 def _check_page(html: Path) -> None:
