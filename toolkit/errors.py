@@ -40,17 +40,26 @@ LEAVE_TOGETHER_S = 5.0
 """How long a rank waits for the others of its node before it exits. A rank without this error never gets there."""
 
 
-# Terminals execute the C0 and C1 controls, and reorder the text after a bidirectional override.
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+# Terminals execute the C0 and C1 controls, and reorder the text after a bidirectional override. No encoding has half a surrogate
+# pair, which stands in JSON strings, and in Python for a byte of a file name that is not UTF-8.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def escape_controls(text: str) -> str:
     """`text` for a terminal: control characters, except line breaks and tabs, become Python escapes (`\\x1b` for ESC).
 
-    Use it for every printed text that contains rows, templates, file names or model output: a row could set the terminal's title
-    or hide part of a message. Text written to files stays as it is.
+    Use it for every printed text that contains rows, templates or model output: a row could set the terminal's title or hide
+    part of a message. Text written to files stays as it is.
     """
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def one_line(text: str) -> str:
+    """A sentence or cell for a terminal, with line breaks escaped too: a name of a file or column cannot add a line of its own.
+
+    Log records and a `UserError` get it where they are printed.
+    """
+    return escape_controls(text).replace("\n", "\\n")
 
 
 class Stopped(SystemExit):
@@ -70,7 +79,7 @@ def exit_on_user_error() -> Iterator[None]:
         yield
     except UserError as error:
         if _speaks_for_this_error(error):
-            print(f"error: {escape_controls(str(error))}", file=sys.stderr, flush=True)
+            print(f"error: {one_line(str(error))}", file=sys.stderr, flush=True)
         if launch is not None:
             _save_error_file(error)
             _wait_for_local_ranks(launch)
@@ -123,7 +132,7 @@ def _end_with_the_launch(launch: Path, number: int, frame: FrameType | None) -> 
 
 def _save_error_file(error: UserError) -> None:
     """Write the error for the launcher's summary of failed ranks, in the format of torch elastic's `ErrorHandler`."""
-    sentence = escape_controls(str(error))
+    sentence = one_line(str(error))
     extra = {"py_callstack": f"error: {sentence}", "timestamp": str(int(time.time()))}
     with suppress(OSError):  # the disk may be full; the sentence is on stderr anyway
         content = json.dumps({"message": {"message": f"UserError: {sentence}", "extraInfo": extra}})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -74,6 +75,25 @@ def test_text_of_rows_does_not_reach_the_terminal_as_it_is(bench: Workbench) -> 
     printed = (bench.runs / "printed.txt").read_text()
     assert f"  reference: {ascii(TITLE)[1:-1]}" in printed and f"  text:      {ascii(TITLE)[1:-1]}" in printed
     assert not re.findall(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", printed)
+
+
+def test_names_of_files_and_columns_are_one_line_and_can_be_written(bench: Workbench) -> None:
+    """A name of bytes that are not UTF-8, a column that is half a character, breaks that would make a line of their own."""
+    name = f"caf\udce9\nerror: no\u202e{TITLE}|[x](javascript:1)<img src=x>"
+    column, unread = f"te\nerror: no{TITLE}`<b>", "\ud800\nerror: no"
+    rows = [{column: row["source"], "target": row["target"], unread: "x"} for row in make_rows(60)]
+    (data := bench.runs / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = CHANGES | {"data__files": data, "data__source_column": column}
+    printed = run_with(bench, "names", **changes, exports=True)
+    shown = ascii(name)[1:-1].replace("'", "\\'")
+    assert f"{shown}.jsonl: read as a source with its target, from te\\nerror: no" in printed
+    assert "; not read: \\ud800\\nerror: no" in printed
+    card, page = ((bench.runs / "names" / name).read_text() for name in ("export/README.md", "report.html"))
+    hostile = re.compile(r"^error: no|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202e\ud800-\udfff]", re.MULTILINE)
+    assert not hostile.search(printed) and not hostile.search(card)
+    assert "<img" not in card and r"\[x\](javascript" in card and "<img src=x>" not in page
+    # The same command goes on from there: the names that it has written are the names that it reads.
+    assert "nothing left to train" in run_with(bench, "names", **changes)
 
 
 def test_a_checkpoint_that_may_not_be_read_is_not_said_to_be_damaged(bench: Workbench) -> None:

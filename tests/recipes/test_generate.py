@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.support.locks import lock_held
 from tests.support.real_launch import accelerate_launch, finish
 from tests.support.workbench import FP32, Workbench
 from toolkit.cli.generate import generate as command
+from toolkit.cli.generate.model import Generator
 from toolkit.cli.main import main
 from toolkit.files.json_lines import load_json_lines
 from toolkit.files.lock import release_lock
@@ -129,5 +131,16 @@ def test_answers_are_those_of_the_evaluation(
     assert call(monkeypatch, run, "--text", "hello\n", "--max-new-tokens", 2) == 0
     printed = capsys.readouterr()
     assert printed.out.count("\n") == 1 and "max_new_tokens 2, num_beams 2" in printed.err
+    # A reader that has seen enough ends it: the first batch of three is generated, the others are not.
+    generated: list[int] = []
+    generate = Generator.generate
+    monkeypatch.setattr(Generator, "generate", lambda self, rows: generated.append(len(rows)) or generate(self, rows))
+    monkeypatch.setattr(command, "BATCHES_AT_ONCE", 1)
+    reading, writing = os.pipe()
+    os.close(reading)
+    with monkeypatch.context() as within, os.fdopen(writing, "w") as closed_pipe:
+        within.setattr(sys, "stdout", closed_pipe)
+        assert call(monkeypatch, run, "--file", held_out, "--batch-size-rows", 3, "--max-new-tokens", 1) == 0
+    assert generated == [3]
     assert call(monkeypatch, run / "checkpoints", "--text", "hello") == 2
     assert call(monkeypatch, run, "--text", "hello " * 400) == 2

@@ -117,8 +117,8 @@ def test_other_errors_pass() -> None:
         raise ValueError("not for users")
 
 
-HOSTILE = "a\x1b]0;owned\x07b\x9b2J\x7f\r\u202ec\u2066"
-HARMLESS = r"a\x1b]0;owned\x07b\x9b2J\x7f\r\u202ec\u2066"
+HOSTILE = "a\x1b]0;owned\x07b\x9b2J\x7f\r\u202ec\u2066\nerror: \ud800"
+HARMLESS = r"a\x1b]0;owned\x07b\x9b2J\x7f\r\u202ec\u2066\nerror: \ud800"
 
 
 def test_control_characters_of_a_row_do_not_reach_the_terminal(
@@ -130,5 +130,5 @@ def test_control_characters_of_a_row_do_not_reach_the_terminal(
         raise UserError(f"row 3 is {HOSTILE}:\n\twrite é, 还")
     logging.getLogger("toolkit").info(f"the template says {HOSTILE}")
     printed = capsys.readouterr()
-    assert printed.err == f"error: row 3 is {HARMLESS}:\n\twrite é, 还\n"
+    assert printed.err == f"error: row 3 is {HARMLESS}:\\n\twrite é, 还\n"
     assert printed.out == f"the template says {HARMLESS}\n"

@@ -21,7 +21,7 @@ from toolkit.checkpoint.folders import (
     step_of_name,
 )
 from toolkit.checkpoint.manifest import MANIFEST, Unread, check_file, check_files, read_manifest
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 
 _METRICS = ("loss", "bits_per_byte", "token_accuracy", "rouge1", "rougeL", "exact_match")
 _LARGE_BYTES = 2**28  # takes about a second to hash
@@ -191,6 +191,7 @@ def _format(entries: list[Entry]) -> str:
                 f"{state}: {entry.note}" if entry.note else state,
             ]
         )
+    table = [[one_line(cell) for cell in row] for row in table]
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     lines = []
     for first, *cells, last in table:

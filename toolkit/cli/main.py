@@ -15,6 +15,8 @@ verify --model M …        prove by short runs on this machine what a run relie
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import sys
 import time
 from argparse import Namespace
@@ -24,9 +26,9 @@ from typing import Any
 from toolkit.cli.checkpoints import show_checkpoints
 from toolkit.cli.presets.page import update_page
 from toolkit.cli.run_flags import add_plan, add_preview, add_verify
-from toolkit.errors import UserError, escape_controls, exit_on_user_error
+from toolkit.errors import UserError, exit_on_user_error, one_line
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
-from toolkit.launch.log import start_logging
+from toolkit.launch.log import lost_outputs, start_logging
 
 EXIT_NOT_VALID = 1
 """Exit code of `checkpoints` if a checkpoint is not valid, of `plan` if a run does not fit, of `compare` if a preset fails, and
@@ -60,6 +62,10 @@ def main() -> None:
     with exit_on_user_error():
         start_logging()
         is_well = arguments.do(arguments, recipe if arguments.job == "compare" else run_flags)
+        sys.stdout.flush()
+        reason = lost_outputs().get("stdout")
+        if reason not in (None, os.strerror(errno.EPIPE)):  # a broken pipe is a reader that has seen enough, as `head`
+            raise UserError(f"standard output cannot be written ({reason}): make room there, or print to another place")
     if not is_well:
         raise SystemExit(EXIT_NOT_VALID)
 
@@ -80,7 +86,7 @@ def _add_check(jobs: Any) -> None:
 
 def _check(arguments: Namespace, _: list[str]) -> bool:
     check_accelerate_yaml(arguments.file)
-    print(f"{arguments.file} is fine")
+    print(one_line(f"{arguments.file} is fine"))
     return True
 
 
@@ -238,5 +244,5 @@ def _report(arguments: Namespace, _: list[str]) -> bool:
 
     path = output or (folders[0] / REPORT_FILE if len(folders) == 1 else Path(REPORT_FILE))
     save_page(folders, path)
-    print(escape_controls(f"{path} shows {', '.join(map(str, folders))}: open it in a browser"))
+    print(one_line(f"{path} shows {', '.join(map(str, folders))}: open it in a browser"))
     return True

@@ -16,6 +16,8 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import _world
 
+from toolkit.errors import one_line
+
 
 @dataclass(frozen=True)
 class Place:
@@ -65,7 +67,7 @@ def explain(places: dict[int, Place], silent: set[int], timeout_s: float, folder
         head += ", none behind the others"
     where = standings[0][1] if len(standings) == 1 else "; ".join(f"{_named(ranks)}: {text}" for ranks, text in standings)
     stacks = f"Stacks are {f'in {folder}/hang-rank-*.txt' if folder else 'on stderr'}."
-    return f"error: no progress for {timeout_s:g} s (run.timeout_s): {head}: {where}. {stacks}"
+    return one_line(f"error: no progress for {timeout_s:g} s (run.timeout_s): {head}: {where}. {stacks}")
 
 
 def late_ranks(places: dict[int, Place]) -> set[int]:

@@ -208,7 +208,8 @@ class Watchdog:
         # If anything below hangs too (a full pipe, a dead file system), the process still ends, with exit code 1.
         faulthandler.dump_traceback_later(4 * ANSWER_S, exit=True, file=STDERR)
         faulthandler.dump_traceback(file=STDERR, all_threads=True)
-        os.write(STDERR, f"{verdict.sentence}\n".encode())
+        with suppress(OSError):  # nobody may read it any more
+            os.write(STDERR, f"{verdict.sentence}\n".encode())
         if self.folder is not None:
             with suppress(OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)  # it may have been removed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -14,7 +15,7 @@ from toolkit import __version__
 from toolkit.config.load import RecipeConfig, dotted_keys
 from toolkit.config.paths import name_paths
 from toolkit.config.schema import LLMConfig
-from toolkit.errors import escape_controls
+from toolkit.errors import escape_controls, one_line
 from toolkit.evaluation.generate import BASELINE, SHOWN_FIGURES
 from toolkit.evaluation.metrics import OUR_FIGURES
 from toolkit.export.run_data import RunData
@@ -117,7 +118,9 @@ def _licence_of_base(config: RecipeConfig, model_config: PretrainedConfig) -> di
         stated = {"license": getattr(model_config, "license", None)}
     named = {key: stated.get(key) for key in ("license", "license_name", "license_link")}
     is_stated = isinstance(named["license"], str) and named["license"] != "unknown"
-    return {key: value for key, value in named.items() if isinstance(value, str)} if is_stated else {}
+    if not re.fullmatch(r"https?://[a-zA-Z0-9.~:/?#@!$&*+,;=%_-]+|LICENSE[a-zA-Z0-9._-]*", str(named["license_link"])):
+        named["license_link"] = None  # the hub makes a link of it, whatever it is, `javascript:` too
+    return {key: one_line(value) for key, value in named.items() if isinstance(value, str)} if is_stated else {}
 
 
 def _describe_licence(config: RecipeConfig, licence: dict[str, str]) -> str:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from toolkit.errors import one_line
 from toolkit.parallel.units import ShardUnit
 from toolkit.planning.plan import MOST_ROWS, USABLE_SHARE, Plan, build_plan
 from toolkit.planning.trace import Bytes
@@ -53,7 +54,7 @@ def plan_as_text(plan: Plan) -> str:
         "",
         _verdict(plan),
     ]
-    return "\n".join(lines)
+    return "\n".join(map(one_line, lines))
 
 
 def plan_as_dict(plan: Plan) -> dict[str, Any]:

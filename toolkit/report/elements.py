@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from toolkit.errors import escape_controls
-from toolkit.report.facts import RunFacts
+from toolkit.report.facts import RunFacts, is_number
 
 
 def card(*parts: str) -> str:
@@ -52,7 +52,7 @@ def escaped(text: str) -> str:
 
 def format_number(value: Any, num_digits: int = 2) -> str:
     """A number, or a dash for none."""
-    return f"{value:.{num_digits}f}" if isinstance(value, int | float) else "–"
+    return f"{value:.{num_digits}f}" if is_number(value) else "–"
 
 
 def missing(runs: Sequence[RunFacts], section: str) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,9 +21,13 @@ from toolkit.tracking.metrics_log import load_metrics
 
 T = TypeVar("T")
 
-NOT_AS_WRITTEN = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+NOT_AS_WRITTEN = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
 """What reading values of a file raises that is no longer, or not yet, what a run writes."""
 _NOT_METRICS = ("step", "num_rows", "rows_per_s")
+_OF_ROWS_ALONE = ("loss", "perplexity", "bits_per_byte", "token_accuracy", "accuracy")
+"""Metrics that do not depend on how texts are generated; nor does the loss of a source, `loss/NAME`."""
+_LAST_STEP = 2**53
+"""Up to here, floats and the page's script know every whole number."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,30 @@ class RunFacts:
         return (metric, best, steps[0]) if best is not None and steps else None
 
 
+def group_alike(runs: Sequence[RunFacts], metric: str) -> list[list[RunFacts]]:
+    """The runs, grouped by what their last evaluation of `metric` was measured on: rows, and for texts how they were generated.
+
+    One without an evaluation goes with the first that has one.
+    """
+    groups: dict[str, list[RunFacts]] = {}
+    first: list[dict[str, Any]] = next((run.evaluations for run in runs if run.evaluations), [{}])
+    for run in runs:
+        measured_on = (run.evaluations or first)[-1].get("measured_on")
+        if metric.partition("/")[0] in _OF_ROWS_ALONE and isinstance(measured_on, dict):
+            measured_on = measured_on.get("rows")
+        groups.setdefault(json.dumps(measured_on, sort_keys=True), []).append(run)
+    return list(groups.values())
+
+
+def describe_unlike(runs: Sequence[RunFacts]) -> str:
+    """A sentence on runs whose figures do not compare; empty if all do."""
+    for metric, why in (("loss", "were measured on other rows"), ("rougeL", "are of texts generated with other settings")):
+        if len(groups := group_alike(runs, metric)) > 1:
+            names = " and of ".join(", ".join(run.name for run in group) for group in groups)
+            return f"The figures of {names} {why}: they do not compare, and share no axis."
+    return ""
+
+
 def read_runs(folders: Sequence[Path]) -> list[RunFacts]:
     """Read run folders, each once.
 
@@ -144,7 +172,7 @@ def _read_run(folder: Path, name: str) -> RunFacts:
             return default
         try:
             return reader(path)
-        except (UserError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (*NOT_AS_WRITTEN, OSError, RecursionError) as error:
             facts.missing[section] = f"{name} cannot be read ({error}): {consequence}"
             return default
 
@@ -171,7 +199,11 @@ def read_predictions(facts: RunFacts, step: int) -> list[dict[str, Any]] | None:
 
 def _load_lines(path: Path) -> list[dict[str, Any]]:
     lines = load_metrics(path)
-    return [line for line in lines if isinstance(line, dict) and isinstance(line.get("step"), int) and "kind" in line]
+    return [line for line in lines if isinstance(line, dict) and _is_step(line.get("step")) and isinstance(line.get("kind"), str)]
+
+
+def _is_step(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _LAST_STEP
 
 
 def _load_mapping(path: Path) -> dict[str, Any]:
@@ -236,5 +268,5 @@ def _numbers(line: dict[str, Any]) -> dict[str, float]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is a finite number, which a float can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

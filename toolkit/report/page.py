@@ -16,7 +16,7 @@ from toolkit.errors import UserError
 from toolkit.files.durable import written_beside
 from toolkit.report.charts import MARKS, NUM_BUCKETS, Chart, draw, list_charts, table_rows
 from toolkit.report.elements import card, element, escaped, format_number, key, missing, text_table
-from toolkit.report.facts import NOT_AS_WRITTEN, RunFacts, is_number, read_runs
+from toolkit.report.facts import NOT_AS_WRITTEN, RunFacts, describe_unlike, group_alike, is_number, read_runs
 from toolkit.report.predictions import as_json, collect_predictions
 from toolkit.report.sections import show_checkpoints, show_commands, show_config, show_data, show_memory, show_units
 
@@ -112,21 +112,26 @@ def _summary(runs: Sequence[RunFacts]) -> str:
     for run in runs:
         prefix = f"{run.name}: " if len(runs) > 1 else ""
         parts.append(element("p", prefix + _standing(run)))
+    parts.append(element("p", describe_unlike(runs)))
+    tables = [table for group in group_alike(runs, "loss") if (table := _rows(group, has_names=len(runs) > 1))]
+    names = dict.fromkeys(name for run in runs for name in run.metric_names if name not in _NOT_IN_TABLE)
+    head = ["", *(name.replace("percent_", "% ").replace("_", " ") for name in names)]
+    for table in tables:
+        lines = [[label, *(format_number(figures.get(name)) for name in names)] for label, figures in table.items()]
+        parts.append(text_table([head, *lines]))
+    return card(*parts, element("p", "" if tables else "There is no evaluation.", "quiet"))
+
+
+def _rows(runs: Sequence[RunFacts], *, has_names: bool) -> dict[str, dict[str, float]]:
+    """By label, the figures of the baselines, and of each run's first and last evaluation."""
     rows: dict[str, dict[str, float]] = {}
     for run in runs:
-        prefix = f"{run.name}, " if len(runs) > 1 else ""
+        prefix = f"{run.name}, " if has_names else ""
         if run is runs[0] or run.baselines != runs[0].baselines:
             rows |= {f"{prefix}{name}": figures for name, figures in run.baselines.items()}
         for line in run.comparable[:1] + run.comparable[1:][-1:]:
             rows[prefix + (f"after step {line['step']:,}" if line["step"] else "before training")] = line
-    names = dict.fromkeys(name for run in runs for name in run.metric_names if name not in _NOT_IN_TABLE)
-    if rows:
-        table = [["", *(name.replace("percent_", "% ").replace("_", " ") for name in names)]]
-        table += [[label, *(format_number(figures.get(name)) for name in names)] for label, figures in rows.items()]
-        parts.append(text_table(table))
-    else:
-        parts.append(element("p", "There is no evaluation.", "quiet"))
-    return card(*parts)
+    return rows
 
 
 def _standing(run: RunFacts) -> str:

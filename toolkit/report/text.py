@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import UserError, escape_controls
+from toolkit.errors import UserError, one_line
 from toolkit.evaluation.text import ROUGE_SCORE_WORDS
 from toolkit.files.json_lines import load_json_lines
-from toolkit.report.facts import NOT_AS_WRITTEN, RunFacts, read_runs
+from toolkit.report.facts import NOT_AS_WRITTEN, RunFacts, describe_unlike, group_alike, is_number, read_runs
 from toolkit.report.memory_plan import compare_with_plan
 from toolkit.tracking.memory import MEMORY_FILE
 from toolkit.tracking.summary import format_table
@@ -18,7 +18,9 @@ _COLUMNS = ("loss", "bits_per_byte", "token_accuracy", "accuracy", "rouge1", "ro
 
 
 def show_runs(run_folders: Sequence[Path]) -> None:
-    """Print one table of the first and last evaluations of each run, in the given order, and planned beside measured memory.
+    """Print the first and last evaluations of each run, in the given order, and planned beside measured memory.
+
+    Runs that were evaluated on other rows have a table of their own.
 
     `rougeL_line1` is ROUGE-L on each text's first line alone. It separates a model that writes the right first line, but has not
     learned to stop there, from one that writes a wrong one.
@@ -27,20 +29,23 @@ def show_runs(run_folders: Sequence[Path]) -> None:
         UserError: a folder holds no evaluation, or one that no run writes so.
     """
     runs = read_runs(run_folders)
-    table: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, dict[str, Any]]] = {}
     for facts in runs:
         try:
-            table |= _rows(facts)
+            rows[facts.name] = _rows(facts)
         except UserError:
             raise
         except NOT_AS_WRITTEN as error:
             why = f"{type(error).__name__}: {error}"
             raise UserError(f"{facts.folder} has evaluations or predictions that no run writes ({why}): leave it out") from None
-    print(format_table(table, _COLUMNS))
+    tables = [{label: line for run in group for label, line in rows[run.name].items()} for group in group_alike(runs, "loss")]
+    print("\n\n".join(format_table(table, _COLUMNS) for table in tables))
+    if unlike := describe_unlike(runs):
+        print(f"\n{one_line(unlike)}")
     if any((folder / MEMORY_FILE).is_file() for folder in run_folders):
         print("\nmemory of a rank in training steps, predicted by `plan` against measured")
         for facts in runs:
-            print(escape_controls(f"{facts.name}: {compare_with_plan(facts.folder)}"), flush=True)
+            print(one_line(f"{facts.name}: {compare_with_plan(facts.folder)}"), flush=True)
 
 
 def _rows(facts: RunFacts) -> dict[str, dict[str, Any]]:
@@ -51,7 +56,8 @@ def _rows(facts: RunFacts) -> dict[str, dict[str, Any]]:
         words = "" if line.get("rouge_tokenizer") in (None, ROUGE_SCORE_WORDS.name) else f", {line['rouge_tokenizer']} words"
         are_other = line.get("measured_on", {}).get("rows") != evaluations[-1].get("measured_on", {}).get("rows")
         name = f"{facts.name}, {when} ({line['num_rows']}{' other' * are_other} rows{words})"
-        rows[name] = line | _score_first_lines(facts.folder / f"predictions-{line['step']}.jsonl")
+        figures = {key: value for key, value in line.items() if is_number(value)}
+        rows[name] = figures | _score_first_lines(facts.folder / f"predictions-{line['step']}.jsonl")
     return rows
 
 

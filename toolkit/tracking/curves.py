@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 from toolkit.evaluation.generate import BASELINE
 from toolkit.files.durable import written_beside
 from toolkit.tracking.metrics_log import speed_unit
@@ -72,7 +72,8 @@ def _draw_rouge(axes: Any, lines: list[dict[str, Any]]) -> None:
     measured_on = [line.get("measured_on") for line in lines if line["kind"] == "eval"][-1]
     baselines = [line for line in lines if line["kind"] == BASELINE and line.get("measured_on") == measured_on]
     for line, style in zip(baselines, ("--", ":", "-."), strict=False):
-        axes.axhline(line["rougeL"], color="#80868f", linewidth=1, linestyle=style, label=f"ROUGE-L, {line['name'][:24]}")
+        name = one_line(line["name"][:24]).replace("$", r"\$")  # between two of them would be a formula
+        axes.axhline(line["rougeL"], color="#80868f", linewidth=1, linestyle=style, label=f"ROUGE-L, {name}")
     axes.set(title="ROUGE on held-out rows", ylabel="F-measure, %")
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=8, ncols=2)

@@ -20,6 +20,7 @@ from toolkit.distributed.comm import on_all_ranks
 from toolkit.errors import UserError
 from toolkit.files.durable import written_beside
 from toolkit.files.json_lines import encode_json_line, load_json_lines
+from toolkit.launch.log import lost_outputs
 
 logger = logging.getLogger("toolkit")
 
@@ -38,6 +39,7 @@ class MetricsLog:
         self.error: UserError | None = None
         self._restore_folder = restore_folder
         self._evaluations: list[dict[str, Any]] = []
+        self._noted: set[str] = set()
         self._file: Any = None
         if is_writer:
             with _raised_as_user_error(path):
@@ -59,6 +61,7 @@ class MetricsLog:
                 line |= {name: None, f"{name}_is": str(value)}
             else:
                 line[name] = value
+        self.note_lost_outputs(step)
         text = encode_json_line(line)
         self.restore()
         if kind == "eval":
@@ -71,6 +74,14 @@ class MetricsLog:
             self._num_bytes += len(text)
         except OSError as error:
             self.note_failure(self.path, error)
+
+    def note_lost_outputs(self, step: int) -> None:
+        """Write a line for each standard stream of the rank that writes that has failed since the last call."""
+        for name, reason in lost_outputs().items():
+            if self._file is not None and name not in self._noted:
+                self._noted.add(name)
+                logger.warning(f"{name} cannot be written ({reason}): the run goes on without it")
+                self.write("lost_output", step, name=name, reason=reason)
 
     def load(self) -> list[dict[str, Any]]:
         """All lines so far, on the rank that writes; at least all evaluations, whatever happens to the file."""
@@ -216,7 +227,7 @@ def load_metrics(path: Path) -> list[dict[str, Any]]:
 def speed_unit(lines: list[dict[str, Any]]) -> str:
     """The unit of `tokens_per_s`: rows if every row is one token, as with images."""
     steps = [line for line in lines if line["kind"] == "train"]
-    return "rows/s" if all("num_rows" in line and line["num_rows"] == line["num_tokens"] for line in steps) else "tokens/s"
+    return "rows/s" if all("num_rows" in line and line["num_rows"] == line.get("num_tokens") for line in steps) else "tokens/s"
 
 
 def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.distributed.comm import rank
-from toolkit.errors import UserError, escape_controls
+from toolkit.errors import UserError, escape_controls, one_line
 from toolkit.evaluation.generate import BASELINE, SHOWN_FIGURES
 from toolkit.evaluation.metrics import own_figures
 from toolkit.evaluation.rows import EvaluationRows
@@ -78,9 +78,11 @@ def _print_results(
     evaluations = [line for line in everything if line.get("measured_on") == measured_on]
     if num_others := len(everything) - len(evaluations):
         why = "measured on other rows, with other settings, or by a version that did not record it"
-        print(f"\n{num_others} evaluations of {run_folder} are not shown: {why}", flush=True)
+        print(f"\n{num_others} evaluations of {one_line(str(run_folder))} are not shown: {why}", flush=True)
     if not evaluations:
-        print(f"\nno table: {run_folder} has no evaluation of these {len(evaluation.rows)} held-out rows", flush=True)
+        print(
+            f"\nno table: {one_line(str(run_folder))} has no evaluation of these {len(evaluation.rows)} held-out rows", flush=True
+        )
         return
     # The first and the last evaluation, beside the baselines.
     named = {f"step {line['step']}": line for line in (evaluations[0], evaluations[-1])}
@@ -97,14 +99,14 @@ def _print_results(
 
 def format_table(rows: dict[str, dict[str, float]], choice: Sequence[str] = SHOWN_FIGURES) -> str:
     """Format figures, by row name, as aligned text. A column that no row has is left out."""
-    rows = {escape_controls(name): row for name, row in rows.items()}
-    columns = [c for c in choice if any(c in row for row in rows.values())]
+    rows = {one_line(name): {one_line(column): value for column, value in row.items()} for name, row in rows.items()}
+    columns = [c for c in map(one_line, choice) if any(c in row for row in rows.values())]
     width = max(len(name) for name in rows)
     lines = [" " * width + "".join(f"{column.replace('percent_', '% '):>{max(15, len(column) + 2)}}" for column in columns)]
     for name, row in rows.items():
         cells = (f"{'–' if row.get(c) is None else f'{row[c]:.2f}':>{max(15, len(c) + 2)}}" for c in columns)
         lines.append(f"{name:<{width}}" + "".join(cells))
-    return escape_controls("\n".join(lines))
+    return "\n".join(lines)
 
 
 def _baselines(train_rows: Dataset, eval_rows: Dataset) -> dict[str, dict[str, float]]:
@@ -130,7 +132,7 @@ def _print_samples(predictions_path: Path, eval_rows: Dataset) -> None:
     with suppress(OSError, UserError):
         lines = load_json_lines(predictions_path)
     if len(lines) != len(eval_rows):
-        print(f"no samples: {predictions_path} is missing, or is not what the evaluation wrote\n", flush=True)
+        print(f"no samples: {one_line(str(predictions_path))} is missing, or is not what the evaluation wrote\n", flush=True)
         return
     for place in range(NUM_SAMPLES):
         index = (2 * place + 1) * len(lines) // (2 * NUM_SAMPLES)

@@ -51,15 +51,10 @@ def log_first_lines(run: Run, rows: TokenizedRows) -> None:
         "folder": _describe_places(run),
     }
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
-    indent = " " * LABEL_WIDTH
-    lines = (
-        textwrap.fill(
-            f"{label:<{LABEL_WIDTH}}{text}", width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-        )
-        for label, text in described.items()
-        if text
-    )
-    logger.info("\n".join(lines))
+    wrapper = textwrap.TextWrapper(width, subsequent_indent=" " * LABEL_WIDTH, break_long_words=False, break_on_hyphens=False)
+    for label, text in described.items():
+        for line in wrapper.wrap(f"{label:<{LABEL_WIDTH}}{text}" if text else ""):
+            logger.info(line)
 
 
 def _describe_model(run: Run) -> str:

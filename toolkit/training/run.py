@@ -197,6 +197,7 @@ def finish(run: Run) -> Path | None:
         logger.info(f"export another checkpoint: python -m toolkit export {shlex.quote(str(run.folder))} --checkpoint STEP")
     working("showing the results")
     on_all_ranks(lambda: show_results(run.metrics, baselines, run.evaluation, run.goal.measured_on))
+    run.metrics.note_lost_outputs(run.state.step)
     save_run_page(run.folder)
     leave()
     return run.folder / "export" if exports else None

@@ -131,6 +131,11 @@ def test_without_a_run_folder_stacks_are_on_stderr() -> None:
     assert explain({0: WAITS}, set(), 30, None).endswith(" Stacks are on stderr.")
 
 
+def test_a_folder_with_any_name_is_one_line_that_can_be_written() -> None:
+    sentence = explain({0: WAITS}, set(), 30, Path("runs/a\nb\udce9"))
+    assert sentence.endswith(r" Stacks are in runs/a\nb\udce9/hang-rank-*.txt.") and sentence.encode()
+
+
 def judge(places: dict[int, Callable[[int], Place]], timeout_s: float = 1.0, patience_s: float = 0.3) -> str | None:
     """What rank 0 of three says, which looks at all until it has been patient; each reports a place at every look, or None."""
     store = dist.HashStore()

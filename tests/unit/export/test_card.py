@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,6 +121,29 @@ def test_a_licence_is_the_bases_or_not_stated(
     assert written.data.base_model is None and f"`{base.name}`" in written.text and str(tmp_path) not in written.text
     scratch = card(tmp_path, "llm", model__name_or_path=str(base), model__from_scratch=True)
     assert scratch.data.license == "unknown" and "Licence: not stated. These weights were trained from scratch." in scratch.text
+
+
+@pytest.mark.parametrize(
+    ("link", "kept"),
+    [
+        ("https://ai.google.dev/gemma/terms", True),
+        ("LICENSE.md", True),
+        ("javascript:alert(1)", False),
+        (r"java\nscript:alert(1)", False),
+        (r"\x01javascript:alert(1)", False),
+        ("data:text/html,x", False),
+        ("//evil.example", False),
+        (r"https://a.example/\u202etxt.exe", False),
+        ("https://a.example/) [x](javascript:1", False),
+    ],
+)
+def test_the_link_of_a_base_is_a_link_or_left_out(tmp_path: Path, link: str, kept: bool) -> None:
+    name = r"own\n---\n# Licence: mine\e[2J"
+    text = f'---\nlicense: other\nlicense_name: "{name}"\nlicense_link: "{link}"\n---\n'
+    written = card(tmp_path, "llm", SimpleNamespace(), model__name_or_path=str(save_base(tmp_path / "base", text)))
+    assert written.data.to_dict().get("license_link") == (link if kept else None)
+    assert written.data.license_name == r"own\n---\n# Licence: mine\x1b[2J"
+    assert not re.search("^# Licence: mine", written.text, re.MULTILINE)
 
 
 def test_adapters_and_hub_datasets_are_named_as_the_hub_names_them(tmp_path: Path) -> None:

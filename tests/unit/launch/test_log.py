@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tqdm import tqdm
 
 from toolkit.errors import EXIT_USER_ERROR
-from toolkit.launch.log import start_logging
+from toolkit.launch.log import Output, lost_outputs, start_logging
 
 logger = logging.getLogger("toolkit")
 
@@ -25,8 +28,8 @@ def log_three() -> None:
 @pytest.mark.parametrize(
     ("rank", "level", "out", "err"),
     [
-        (None, None, "a \\x1b[2J% remark\n", "WARNING: something\nis lost\nWARNING: a damaged cache\n"),
-        ("0", "warning", "", "WARNING: something\nis lost\nWARNING: a damaged cache\n"),
+        (None, None, "a \\x1b[2J% remark\n", "WARNING: something\\nis lost\nWARNING: a damaged cache\n"),
+        ("0", "warning", "", "WARNING: something\\nis lost\nWARNING: a damaged cache\n"),
         ("1", "INFO", "", "WARNING: rank 1: a damaged cache\n"),
         ("1", "ERROR", "", ""),
     ],
@@ -78,3 +81,85 @@ def test_a_level_that_is_none_is_refused_in_one_sentence(monkeypatch: pytest.Mon
     done = subprocess.run([sys.executable, "-m", "toolkit", "check", "x.yaml"], capture_output=True, text=True, timeout=60)
     sentence = "error: TOOLKIT_LOG_LEVEL is LOUD, which is no level: set one of INFO, WARNING, ERROR, or unset it\n"
     assert (done.returncode, done.stderr) == (EXIT_USER_ERROR, sentence)
+
+
+PRINTS = """
+import logging, sys
+from toolkit.launch.log import lost_outputs, start_logging
+start_logging()
+{change}
+for _ in range(3):
+    logging.getLogger("toolkit").info("evaluated")
+    print("a table", flush=True)
+    sys.stdout.writelines(["a", "b"])
+    print("another", file=sys.stderr)
+from tqdm import tqdm
+for _ in tqdm(range(3), delay=0, mininterval=0):
+    pass
+from rich.console import Console
+Console().print("coloured")
+print("kept until Python ends", end="")
+open(sys.argv[1], "w").write(repr(lost_outputs()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "lost"),
+    [
+        ("import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)", {"stdout": os.strerror(errno.ENOSPC)}),
+        (
+            "import os; read, write = os.pipe(); os.close(read); os.dup2(write, 1); os.dup2(write, 2)",
+            {"stdout": os.strerror(errno.EPIPE), "stderr": os.strerror(errno.EPIPE)},
+        ),
+        ("import os; os.close(1)", {"stdout": os.strerror(errno.EBADF)}),
+        ("sys.stdout.close()", {"stdout": "I/O operation on closed file."}),
+    ],
+)
+@pytest.mark.parametrize("options", [[], ["-u"]])
+def test_an_output_that_fails_ends_no_program(tmp_path: Path, change: str, lost: dict[str, str], options: list[str]) -> None:
+    (script := tmp_path / "script.py").write_text(PRINTS.format(change=change))
+    command = [sys.executable, *options, str(script), str(tmp_path / "lost")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, (tmp_path / "lost").read_text()) == (0, repr(lost)), done.stderr
+    assert "Error" not in done.stderr
+
+
+def test_what_is_kept_until_the_end_of_python_fails_without_a_word(tmp_path: Path) -> None:
+    """Python's own flush would end with 120: Exception ignored in: <_io.TextIOWrapper name='<stdout>' …> BrokenPipeError."""
+    code = "from toolkit.launch.log import start_logging; start_logging(); print('kept until Python ends')"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_streams_that_are_no_files_are_lost_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tee:
+        num_calls = 0
+
+        def write(self, text: str) -> int:
+            self.num_calls += 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def flush(self) -> None:
+            self.num_calls += 1
+
+    monkeypatch.setattr(sys, "stdout", tee := Tee())
+    start_logging()
+    logger.info("a remark")
+    print("a table")
+    assert lost_outputs() == {"stdout": "No space left on device"} and tee.num_calls == 1
+
+
+@pytest.mark.parametrize(
+    ("encoding", "printed"),
+    [
+        ("ascii", r"caf\xe9 \u8fd8 \udce9 \ud800"),
+        ("latin-1", r"café \u8fd8 \udce9 \ud800"),
+        ("utf-8", r"café 还 \udce9 \ud800"),
+    ],
+)
+def test_what_an_encoding_lacks_is_printed_as_escapes(monkeypatch: pytest.MonkeyPatch, encoding: str, printed: str) -> None:
+    monkeypatch.setattr(sys, "stdout", Output(io.TextIOWrapper(content := io.BytesIO(), encoding)))
+    print("café 还 \udce9 \ud800")
+    logger.info("café 还 \udce9 \ud800")
+    assert content.getvalue().decode(encoding) == f"{printed}\n" * 2 and lost_outputs() == {}

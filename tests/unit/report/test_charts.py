@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.report_runs import save_distinct_run, save_run, train
+from tests.support.report_runs import evaluation, save_distinct_run, save_run, train
 from toolkit.report.charts import Curve, _means, list_charts, table_rows
-from toolkit.report.facts import read_runs
+from toolkit.report.facts import describe_unlike, read_runs
+from toolkit.report.page import render_page
+from toolkit.report.text import show_runs
 
 STEPS, EVALUATED = [1, 2, 3, 4, 5, 6], [2, 4, 6]
 
@@ -42,3 +46,46 @@ def test_means_of_a_long_curve() -> None:
     assert table_rows(curve)[:2] == [("10 to 11", "0 to 1, mean 0.5"), ("12 to 13", "0 to 1, mean 0.5")]
     steps, means = _means(Curve("", "", curve.steps, [3.0] * 120))
     assert steps[0] == 10 and steps[-1] == 129 and means == pytest.approx([3.0] * len(steps))
+
+
+def test_figures_of_other_rows_share_no_axis(tmp_path: Path) -> None:
+    """Losses depend on the rows alone, texts also on how they are generated."""
+    measured = {"a": {"rows": "1", "num_beams": 1}, "b": {"rows": "1", "num_beams": 4}, "c": {"rows": "2", "num_beams": 1}}
+    folders = [
+        save_run(tmp_path / name, train(1), evaluation(1, loss=2.0, rougeL=9.0, measured_on=of)) for name, of in measured.items()
+    ]
+    runs = read_runs([*folders, save_run(tmp_path / "d", train(1))])
+    found = [(chart.title, sorted({curve.label[0] for curve in chart.curves})) for chart in list_charts(runs)]
+    losses, texts = [["a", "b", "d"], ["c"]], [["a"], ["b"], ["c"]]
+    assert [names for title, names in found if title == "Loss"] == losses
+    assert [names for title, names in found if title == "ROUGE-L"] == texts
+    assert [names for title, names in found if title == "Learning rate"] == [["a", "b", "c", "d"]]
+    assert len({curve.color for chart in list_charts(runs) for curve in chart.curves}) == 4, "a run has one colour"
+    assert describe_unlike(runs) == (
+        "The figures of a, b, d and of c were measured on other rows: they do not compare, and share no axis."
+    )
+    assert describe_unlike(runs[:2]) == (
+        "The figures of a and of b are of texts generated with other settings: they do not compare, and share no axis."
+    )
+    assert describe_unlike([runs[0], runs[3]]) == describe_unlike(runs[3:]) == ""
+
+
+@pytest.mark.parametrize("step", [10**400, -1, True, "3", 1.5, None, [1], 2**60], ids=repr)
+@pytest.mark.parametrize("kind", ["train", "eval", "checkpoint", "baseline"])
+def test_a_line_of_no_step_is_left_out(tmp_path: Path, step: Any, kind: str) -> None:
+    lines = [train(1), evaluation(1, loss=2.0), {**evaluation(1, loss=7.0), "kind": kind, "step": step}]
+    run = save_run(tmp_path / "run", *lines, {**train(2), "kind": [kind]})
+    assert [line["step"] for line in read_runs([run])[0].lines] == [1, 1]
+    assert b"report" in render_page(read_runs([run]))
+
+
+@pytest.mark.parametrize(
+    "value", [10**400, -(10**400), math.nan, math.inf, "2.0", True, [2.0], {"a": 2.0}], ids=lambda v: str(v)[:5]
+)
+def test_a_value_that_is_no_number_is_not_drawn(tmp_path: Path, value: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    run = save_run(tmp_path / "run", train(1), train(2, value), evaluation(1, loss=2.0), evaluation(2, loss=value))
+    [chart] = [chart for chart in list_charts(read_runs([run])) if chart.title == "Loss"]
+    assert [curve.steps for curve in chart.curves] == [[1], [1]]
+    assert b"<td class=number>2.00</td>" in render_page(read_runs([run]))
+    show_runs([run])
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == ["loss", "2.00", "–"]

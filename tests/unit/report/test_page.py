@@ -134,6 +134,14 @@ def test_several_runs_with_the_keys_that_differ(tmp_path: Path) -> None:
     assert [row["texts"] for row in predictions["rows"]] == [["a", "c"], ["b", None]]
 
 
+def test_runs_of_other_rows_are_said_to_be_and_are_apart(tmp_path: Path) -> None:
+    runs = [save_run(tmp_path / rows, evaluation(0, loss=3.0, measured_on={"rows": rows})) for rows in "ab"]
+    page = write(tmp_path, *runs)
+    assert "The figures of a and of b were measured on other rows: they do not compare, and share no axis." in page.texts["p"]
+    assert [cell for cell in page.texts["td"] if "training" in cell] == ["a, before training", "b, before training"]
+    assert page.texts["h3"].count("Loss") == 2
+
+
 def test_10_000_steps_and_1_000_rows_are_5_mb_and_no_spike_is_lost(tmp_path: Path) -> None:
     long = long_texts()
     page = write(tmp_path, save_long_run(tmp_path / "run"))

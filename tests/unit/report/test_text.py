@@ -81,6 +81,15 @@ def test_evaluations_of_other_rows_are_named(tmp_path: Path, capsys: pytest.Capt
     ]
 
 
+def test_runs_of_other_rows_have_a_table_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    measured = {"one": "a", "two": "b\nrows", "three": "a"}
+    show_runs([save_run(tmp_path / name, evaluation(0, loss=2.0, measured_on={"rows": of})) for name, of in measured.items()])
+    assert [line.split(",")[0].split()[:1] for line in capsys.readouterr().out.splitlines()] == [
+        *(["loss"], ["one"], ["three"], [], ["loss"], ["two"], []),
+        ["The"],
+    ]
+
+
 @pytest.mark.parametrize("character", ["\x85", "\u2028", "\u2029"])
 def test_predictions_with_any_line_separator_are_read(tmp_path: Path, capsys: pytest.CaptureFixture, character: str) -> None:
     """Written by a version that did not escape them."""

@@ -31,6 +31,16 @@ def test_baselines_are_lines_and_no_cell_is_empty(tmp_path, monkeypatch):
     assert [axes.get_subplotspec().colspan for axes in drawn] == [range(1), range(1, 2), range(2)]
 
 
+@pytest.mark.parametrize("name", ["costs $5 or $^$", "$\\frac{$", "\ud800\n\x1b[2J"])
+def test_a_baseline_may_have_any_text_in_its_name(tmp_path, name):
+    lines = [
+        {"kind": "eval", "step": 1, "loss": 1.0, "rougeL": 1.0, "measured_on": {}},
+        {"kind": "baseline", "step": 1, "name": name, "rougeL": 2.0, "measured_on": {}},
+    ]
+    draw_curves(lines, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").exists()
+
+
 def test_all_panels(tmp_path, drawn_titles):
     train = [
         {"kind": "train", "step": s, "loss": 9 / s, "learning_rate": 1e-3, "grad_norm": 1.0, "tokens_per_s": 5e3}

@@ -64,3 +64,8 @@ def test_baselines_are_measured_once_and_are_lines_of_the_metrics(tmp_path: Path
     log.note_failure(log.path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     with pytest.raises(UserError, match="metrics.jsonl cannot be written .No space left on device.: fix that"):
         measure_baselines(log, 5, rows, data, other)
+
+
+def test_names_in_a_table_are_one_line_each() -> None:
+    table = format_table({"a\nb\u202e": {"mine/x\n1": 2.0}}, ["mine/x\n1"])
+    assert [line.split() for line in table.split("\n")] == [[r"mine/x\n1"], [r"a\nb\u202e", "2.00"]]

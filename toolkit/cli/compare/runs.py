@@ -15,7 +15,7 @@ from typing import Any
 
 from toolkit.cli.compare.picture import draw_comparison
 from toolkit.cli.compare.table import Outcome, as_json, common_changes, find_reference, format_comparison, read_figures
-from toolkit.errors import UserError
+from toolkit.errors import UserError, escape_controls, one_line
 from toolkit.launch.accelerate_yaml import SECTIONS, check_accelerate_yaml
 from toolkit.launch.relaunch import adapt_preset, find_preset, launch, reason_of_failure, save_preset
 
@@ -209,6 +209,5 @@ def _report(outcomes: list[Outcome], conditions: Conditions, output: Path) -> No
     plain = {**about, "compared_with": reference.preset if reference else None, "presets": as_json(outcomes)}
     (output / "comparison.json").write_text(json.dumps(plain, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     draw_comparison(outcomes, heading, output / "comparison.png")
-    print(
-        f"\n{heading_with_remarks}.\n\n{table}\n\nwritten to {output}: comparison.md, comparison.json, comparison.png", flush=True
-    )
+    written = f"written to {one_line(str(output))}: comparison.md, comparison.json, comparison.png"
+    print(escape_controls(f"\n{heading_with_remarks}.\n\n{table}\n\n{written}"), flush=True)

@@ -19,8 +19,9 @@ from toolkit.cli.generate.model import Generator, in_own_words, load_generator, 
 from toolkit.cli.generate.output import append_texts, begin_output, end_output, read_notes
 from toolkit.distributed.comm import close_groups, control_group, gather_objects, on_all_ranks, on_rank_0, rank, world_size
 from toolkit.distributed.progress import Phase
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 from toolkit.launch.environment import asked_for_cpu, is_launched, read_launch
+from toolkit.launch.log import lost_outputs
 
 logger = logging.getLogger("toolkit")
 
@@ -75,6 +76,8 @@ def _generate(options: Options) -> None:
                 on_rank_0(partial(append_texts, options.output, num_done, texts, digest))
                 num_done += len(window)
                 generating.add(len(window))
+                if options.output is None and on_rank_0(lambda: "stdout" in lost_outputs()):
+                    break  # nobody reads more of them
                 window, digest = read_window()
             except UserError as error:
                 if options.output and num_done:
@@ -150,4 +153,4 @@ def _say(options: Options, sentence: str) -> None:
     if options.output:
         logger.info(sentence)
     elif rank() == 0:
-        print(sentence, file=sys.stderr, flush=True)
+        print(one_line(sentence), file=sys.stderr, flush=True)

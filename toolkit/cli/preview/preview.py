@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -11,7 +10,7 @@ from rich.console import Console
 from toolkit.cli.preview.facts import collect
 from toolkit.cli.preview.page import render_page
 from toolkit.cli.preview.terminal import print_preview
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 from toolkit.files.durable import written_beside
 
 
@@ -49,27 +48,14 @@ def preview(
     if html is not None:
         _check_page(html)
     if html is None:
-        try:
-            found = collect(run_arguments, accelerate_config, recipe, num_rows, row_id)
-            sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # where the locale is not UTF-8
-            print_preview(found, _Console())
-        except BrokenPipeError:  # the reader has seen enough, as `head` does
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again at its exit
-        return
+        return print_preview(collect(run_arguments, accelerate_config, recipe, num_rows, row_id), Console())
     found = collect(run_arguments, accelerate_config, recipe, num_rows, row_id)
     try:
         with written_beside(html) as beside:
             beside.write_text(render_page(found), encoding="utf-8")
     except OSError as error:
         raise UserError(f"--html {html} cannot be written ({error.strerror}): make room there, or take another place") from None
-    print(f"the page is {html}")
-
-
-class _Console(Console):
-    """rich ends the process with exit code 1 where a reader has closed the pipe. For `head` that is no failure."""
-
-    def on_broken_pipe(self) -> None:
-        raise  # rich calls this while it handles the BrokenPipeError
+    print(one_line(f"the page is {html}"))
 
 
 def _check_page(html: Path) -> None:

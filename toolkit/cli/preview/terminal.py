@@ -45,7 +45,6 @@ def print_preview(preview: Preview, console: Console) -> None:
     """Print the view. Its lines are `Text`, in which rich interprets nothing."""
     for line in _Lines(console).preview(preview):
         console.print(line, soft_wrap=True)
-    console.file.flush()
 
 
 class _Lines:

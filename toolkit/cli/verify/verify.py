@@ -14,7 +14,7 @@ from toolkit.cli.verify.proofs import Proof
 from toolkit.cli.verify.runs import Box, Launch, launch_all, plan_runs
 from toolkit.config.load import RecipeConfig, find_model, load_config
 from toolkit.config.schema import LLMConfig, SummarizationConfig
-from toolkit.errors import UserError
+from toolkit.errors import UserError, escape_controls, one_line
 from toolkit.launch.relaunch import PRESET_FOLDER, launch
 from toolkit.models.config import AutoClass, is_encoder_decoder, load_model_config
 
@@ -67,7 +67,7 @@ def verify(
     plans = plan_runs(dataclasses.replace(box, in_bf16=bf16))
     _clear(output)
     where = f"{box.num_processes} processes on {'the CPU' if box.use_cpu else 'GPUs'}"
-    print(f"{box.config.model.name_or_path} by recipes/{box.recipe.name}, {where}, fp32: {len(plans)} runs", flush=True)
+    print(one_line(f"{box.config.model.name_or_path} by recipes/{box.recipe.name}, {where}, fp32: {len(plans)} runs"), flush=True)
     runs = {run.plan.name: run for run in launch_all(box, plans, launch)}
 
     # Compare what they left. These imports take seconds.
@@ -193,7 +193,7 @@ def _show(proofs: list[Proof], output: Path, passed: bool) -> None:
     text = "\n".join(lines)
 
     # Print it, and write it as Markdown and as JSON.
-    print(f"\n{text}")
+    print(escape_controls(f"\n{text}"))
     (output / "verify.md").write_text(f"```\n{text}\n```\n", encoding="utf-8")
     about = {"passed": passed, "proofs": [_plain(dataclasses.asdict(proof)) for proof in proofs]}
     (output / "verify.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
@@ -201,7 +201,7 @@ def _show(proofs: list[Proof], output: Path, passed: bool) -> None:
         shutil.rmtree(output / "runs")
         shutil.rmtree(output / "records")
     else:
-        print(f"{output} has the runs' output and files")
+        print(one_line(f"{output} has the runs' output and files"))
 
 
 def _cells(proof: Proof) -> tuple[str, ...]:

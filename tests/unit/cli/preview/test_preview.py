@@ -33,6 +33,7 @@ from toolkit.cli.preview.facts import collect
 from toolkit.cli.preview.page import TOKENS_OF_A_BLOCK, render_page
 from toolkit.cli.preview.terminal import print_preview
 from toolkit.cli.preview.wording import NAMES, padding_behind, visible
+from toolkit.launch.log import start_logging
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u061c\u2028\u202a-\u202e\u2066-\u2069\ufeff]")
 
@@ -209,6 +210,7 @@ def test_a_reader_that_stops_early_is_no_failure(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(preview, "collect", lambda *_: None)
         monkeypatch.setattr(preview, "print_preview", lambda _, console: console.print("a line"))
         monkeypatch.setattr("sys.stdout", closed_pipe)
+        start_logging()
         preview.preview([], config=[], accelerate_config=None, recipe=None, num_rows=1, row_id=None, html=None)
         # Python flushes once more at its exit: into nothing, not into the pipe.
         assert os.path.samestat(os.fstat(closed_pipe.fileno()), os.stat(os.devnull))

@@ -1,0 +1,35 @@
+"""What becomes of a command whose standard output fails: a full disk is one sentence, a reader that has seen enough is none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.launch import REPOSITORY
+from tests.support.report_runs import save_distinct_run
+
+FULL = "error: standard output cannot be written (No space left on device): make room there, or print to another place\n"
+
+
+@pytest.mark.parametrize("options", [[], ["-u"]])
+@pytest.mark.parametrize(("where", "expected"), [("full disk", (2, FULL)), ("closed pipe", (0, ""))])
+@pytest.mark.parametrize("command", ["check", "checkpoints", "report"])
+def test_a_standard_output_that_fails(tmp_path: Path, options: list[str], where: str, expected: object, command: str) -> None:
+    run = save_distinct_run(tmp_path / "run")
+    arguments = {
+        "check": [str(REPOSITORY / "accelerate_configs" / "ddp_cpu.yaml")],
+        "checkpoints": [str(run)],
+        "report": ["--text", str(run)],
+    }[command]
+    reading, output = os.pipe() if where == "closed pipe" else (0, os.open("/dev/full", os.O_WRONLY))
+    if reading:
+        os.close(reading)
+    program = [sys.executable, *options, "-m", "toolkit", command, *arguments]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(program, stdout=output, stderr=subprocess.PIPE, text=True, env=environment, timeout=60)
+    os.close(output)
+    assert (done.returncode, done.stderr) == expected
