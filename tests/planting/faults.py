@@ -29,6 +29,8 @@ class Fault:
     """Part of what that test then says."""
     verify: dict[str, tuple[set[str], str]] = field(default_factory=dict)
     """Where a user may have it: by recipe, the checks of `verify` that fail of it, and part of what is said."""
+    presets: list[str] | None = None
+    """Those of `verify`; None: its own."""
     only_in_ranks: bool = False
     """A mistake of the toolkit: what `verify` compares with is whole."""
 
@@ -159,6 +161,8 @@ FAULTS: dict[str, Fault] = {
             patch=lines.recomputation_with_other_masks,
             test="tests/distributed/test_blocks.py::test_checkpointing_keeps_gradients_with_dropout[fsdp2_cpu-overrides0-gpt2]",
             says="transformer.wte.weight",
+            verify={"t5": ({"recomputation"}, "largest in ")},
+            presets=["fsdp2_activation_checkpointing"],
         ),
         Fault(patch=lines.one_mask_for_all_documents, test=f"{ONE_BY_ONE}[dtype0-dropout]", says="not equal"),
         Fault(patch=lines.dropout_in_the_first_document_only, test=f"{ONE_BY_ONE}[dtype0-dropout]", says="not equal"),
