@@ -143,6 +143,20 @@ def openings_by_their_first_64_characters(patch: MonkeyPatch) -> None:
     change(patch, load._hash64, ("text.encode()", "text[:64].encode()"))
 
 
+def rows_in_the_order_of_the_file(patch: MonkeyPatch) -> None:
+    """Without buckets, nothing shuffles an epoch's rows."""
+    from toolkit.data.batch_plan import BatchPlan
+
+    change(patch, BatchPlan._draw_batches, ("random.permutation(rows)", "rows"))
+
+
+def batches_from_short_to_long(patch: MonkeyPatch) -> None:
+    """With buckets, an epoch goes through its batches by their length."""
+    from toolkit.data.batch_plan import BatchPlan
+
+    change(patch, BatchPlan._draw_batches, ("order = random.permutation(num_full) if self.bucket_by_length else", "order ="))
+
+
 def generate_in_fp32(patch: MonkeyPatch) -> None:
     """`generate` computes in fp32, whatever the run computed in."""
     from toolkit.cli.generate import model
