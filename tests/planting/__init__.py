@@ -2,6 +2,7 @@
 
 plant.py            plants a fault by its name, in this process and in every rank that `tests.support.launch` starts from it
 update_faults.py    faults of a step: dropout, loss, gradients, clipping, AdamW, learning rate
+changed_lines.py    one changed line each: precision, attention, adapters, rows, generation
 state_faults.py     faults of loading, sharding, saving and resuming, of evaluation and of adapters
 faults.py           the list: name, patch, the test and the checks of `verify` that must catch it
 nested_test.py      runs a test with a fault planted

@@ -18,7 +18,17 @@ def run_planted(node: str, fault: str, folder: Path) -> list[str]:
         folder: does not exist yet; takes what the test writes.
     """
     reports = _Reports()
-    options = ["--quiet", "--tb=short", "--durations=0", "-p", "no:cacheprovider", "-o", "addopts=", f"--basetemp={folder}"]
+    options = [
+        "--import-mode=importlib",
+        "--quiet",
+        "--tb=short",
+        "--durations=0",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "addopts=",
+        f"--basetemp={folder}",
+    ]
     with planted(fault):
         code = pytest.main([f"{REPOSITORY}/{node}", f"--rootdir={REPOSITORY}", *options], plugins=[reports])
     assert reports.num_run == 1, f"{node} was not run (exit code {int(code)})"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
+import textwrap
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -43,3 +46,15 @@ def plant(name: str, patch: pytest.MonkeyPatch) -> None:
 
     if name != "none":
         FAULTS[name].patch(patch)
+
+
+def change(patch: pytest.MonkeyPatch, function: Callable[..., Any], *edits: tuple[str, str]) -> None:
+    """Edit a function's source, each text that stands there once into another, wherever the function was imported before."""
+    plain = inspect.unwrap(function)
+    source = textwrap.dedent(inspect.getsource(plain))
+    for right, wrong in edits:
+        assert source.count(right) == 1, f"{right!r} does not stand once in {plain.__qualname__}"
+        source = source.replace(right, wrong)
+    names = dict(plain.__globals__)
+    exec(f"from __future__ import annotations\n{source}", names)
+    patch.setattr(plain, "__code__", inspect.unwrap(names[plain.__name__]).__code__)

@@ -19,10 +19,11 @@ CHECKS = {
 
 def test_t5_passes(workbench: Workbench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = [f"--data.{name}={value}" for name, value in data_flags(workbench).items()]
-    assert run_verify(tmp_path / "verify", data, model=str(workbench.models["t5"]), bf16=True)
+    preset = "fsdp2_activation_checkpointing"
+    assert run_verify(tmp_path / "verify", data, model=str(workbench.models["t5"]), presets=[preset], bf16=True)
     printed = capsys.readouterr().out
-    assert "run 7 of 7: fsdp2_full_shard x 2, bf16" in printed and "\nall 33 proven\n" in printed
-    check_output(tmp_path / "verify", (CHECKS - {"frozen", "adapter"}) | {"bf16"})
+    assert f"run 8 of 8: {preset} x 2, bf16" in printed and "\nall 34 proven\n" in printed
+    check_output(tmp_path / "verify", (CHECKS - {"frozen", "adapter"}) | {"bf16", "recomputation"})
 
 
 def test_lora_of_a_llama_passes(llm_workbench: Workbench, tmp_path: Path) -> None:

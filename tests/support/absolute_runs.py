@@ -6,6 +6,7 @@ import atexit
 import functools
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -62,6 +63,14 @@ def _build_models(parent: Path) -> None:
 
 def run_recipe(kind: str, preset: str, output: Path) -> Path:
     """One run of the recipe as it stands, on every rank; returns its folder, which also has the adapter that it began with."""
+    run_ranks(kind, preset, output, FP32, [], train_on_rank)
+    return output / f"{kind}-{preset}"
+
+
+def run_ranks(
+    kind: str, preset: str, output: Path, overrides: dict[str, Any], more_flags: list[str], function: Callable[..., Any]
+) -> list[Any]:
+    """What `function(recipe, argv, run folder)` returns on every rank."""
     recipe, family, flags = KINDS[kind]
     folder, name = inputs(), f"{kind}-{preset}"
     values = {
@@ -89,9 +98,8 @@ def run_recipe(kind: str, preset: str, output: Path) -> Path:
         "run.output_dir": output,
         "run.name": name,
     }
-    args = (recipe, [*as_flags(values), *flags], output / name)
-    run_on_ranks(train_on_rank, preset=preset, overrides=FP32, args=args, timeout_s=240)
-    return output / name
+    args = (recipe, [*as_flags(values), *flags, *more_flags], output / name)
+    return run_on_ranks(function, preset=preset, overrides=overrides, args=args, timeout_s=240)
 
 
 def train_on_rank(recipe: str, argv: list[str], folder: Path) -> None:

@@ -101,9 +101,9 @@ def test_files_that_no_manifest_names_do_not_matter(tmp_path: Path) -> None:
 
 
 def test_a_named_checkpoint_is_refused_while_there_are_later_ones(tmp_path: Path) -> None:
-    early, late = make_checkpoint(tmp_path, 3), make_checkpoint(tmp_path, 12)
+    early, late = make_checkpoint(tmp_path, 3), make_checkpoint(tmp_path, 4)
     assert find_checkpoint(tmp_path, str(late)) == (late, [])
-    sentence = f"checkpoint.resume is {early}, but {early.parent} has later ones: move step-00000012 away first"
+    sentence = f"checkpoint.resume is {early}, but {early.parent} has later ones: move step-00000004 away first"
     with pytest.raises(UserError, match=f"^{re.escape(sentence)}$"):
         find_checkpoint(tmp_path, str(early))
     late.rename(tmp_path / "moved")

@@ -28,6 +28,7 @@ NAN = float("nan")
         (False, 1.0, 1.0, False),
         (True, 0.9, 1.0, False),
         (True, 1.1, 1.0, True),
+        (True, 1.0, 1.0, False),
         (True, NAN, None, False),
     ],
 )

@@ -148,6 +148,21 @@ def test_seed_and_epoch_change_the_order() -> None:
     assert len({tuple(map(tuple, order)) for order in (first, second, other_seed)}) == 3
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_come_neither_in_the_order_of_the_rows_nor_of_their_lengths(kind: str) -> None:
+    plan = build_plan(**KINDS[kind])
+    steps = [list(plan.step(number).rows) for number in range(1, plan.steps_per_epoch)]  # the rest comes last
+    for values in (np.arange(NUM_ROWS), plan.num_tokens):
+        means = [values[rows].mean() for rows in steps]
+        assert abs(np.corrcoef(means, range(len(steps)))[0, 1]) < 0.7
+
+
+def test_the_smaller_rest_is_of_any_length() -> None:
+    plans = [build_plan(seed=seed) for seed in range(8)]
+    means = [plan.num_tokens[list(plan.step(plan.steps_per_epoch).rows)].mean() for plan in plans]
+    assert min(means) < plans[0].num_tokens.mean() < max(means)
+
+
 def test_label_tokens_are_those_of_the_rows() -> None:
     plan = build_plan()
     for number in (1, 5, plan.steps_per_epoch):

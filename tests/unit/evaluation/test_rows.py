@@ -51,9 +51,10 @@ def hash_of(row_id: int) -> str:
     return hashlib.blake2b(f"evaluation row/{row_id}".encode(), digest_size=8).hexdigest()
 
 
-def test_a_batch_holds_rows_of_one_source_and_every_row_comes_once() -> None:
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_a_batch_holds_rows_of_one_source_and_every_row_comes_once(world_size: int) -> None:
     data = evaluated(make_rows(7, 9, 0, 1), "a", "b", "c", "d")
-    batches = [plan_evaluation(data, 4, rank, 3) for rank in range(3)]
+    batches = [plan_evaluation(data, 4, rank, world_size) for rank in range(world_size)]
     assert len({len(of_rank) for of_rank in batches}) == 1
     filled = [batch for of_rank in batches for batch in of_rank if batch]
     assert sorted(row for batch in filled for row in batch) == list(range(17))
@@ -61,6 +62,7 @@ def test_a_batch_holds_rows_of_one_source_and_every_row_comes_once() -> None:
     dealt = [of_rank[turn][0] for turn in range(len(batches[0])) for of_rank in batches if of_rank[turn]]
     lengths = [row["num_tokens"] - row["num_label_tokens"] for row in map(data.rows.__getitem__, dealt)]
     assert lengths == sorted(lengths, reverse=True)
+    assert all(plan_evaluation(evaluated(make_rows(world_size)), 4, rank, world_size)[0] for rank in range(world_size))
 
 
 def test_entries_are_named_by_their_source_or_their_place() -> None:

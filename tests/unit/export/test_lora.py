@@ -113,6 +113,11 @@ def test_the_merged_model_has_the_dtype_of_the_base(bases: Path, tmp_path: Path)
     in_bf16 = {n: w if n in own(model, weights) else w.to(torch.bfloat16) for n, w in weights.items()}
     for name, parameter in model.named_parameters():
         parameter.data = in_bf16[name]
+    # It is added in fp32, and rounded once.
+    layer: Any = model.get_submodule(name := "model.layers.0.mlp.up_proj")
+    base_weight, lora_a, lora_b = (parameter.detach() for parameter in layer.parameters())
+    one: Any = Merge(copy_on_meta(model), own(model, weights)).merged(f"{name}.base_layer.weight", base_weight)
+    torch.testing.assert_close(one[1], base_weight.float() + 2 * lora_b @ lora_a, rtol=1e-6, atol=1e-7)
     merged = write_merged(tmp_path, model, in_bf16)
     assert {parameter.dtype for parameter in merged.parameters()} == {torch.bfloat16}
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"

@@ -21,8 +21,8 @@ from toolkit.loss import summed_loss
 from toolkit.models import documents
 from toolkit.parallel import chunked_loss, masks
 
-LENGTHS = (5, 9, 14, 3, 20, 1)
-"""The windows of the families are 8 tokens."""
+LENGTHS = (5, 9, 14, 1, 20, 3)
+"""The windows of the families are 8 tokens; after a document of one token, positions start again without falling."""
 BY_DOCUMENT = [family for family in CAUSAL_FAMILIES if family != "gemma2"]
 
 
@@ -130,18 +130,21 @@ def test_a_mask_of_another_kind_stays_dense() -> None:
         assert isinstance(mask, torch.Tensor) and mask.shape == (1, 1, 5, 5)
 
 
+@pytest.mark.parametrize("options", [{"dropout": 0.5, "scaling": 2.0}, {"dropout": 0.0}], ids=["dropout", "default scale"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dropout_and_the_scale_reach_the_attention(dtype: torch.dtype) -> None:
+def test_documents_are_those_of_sdpa_one_after_the_other(dtype: torch.dtype, options: dict[str, float]) -> None:
+    """With the same dropout masks and scale; the documents are alike, so that their masks tell them apart."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    module, options = torch.nn.Module(), {"dropout": 0.5, "scaling": 2.0}
-    query, key, value = torch.randn(3, 1, 2, 6, 8, dtype=dtype).unbind()
-    located = documents.Documents((6,), torch.tensor([0, 6], dtype=torch.int32))
+    module, generator = torch.nn.Module(), torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, 6, 8, generator=generator).to(dtype).unbind()
+    located = documents.Documents((6, 6), torch.tensor([0, 6, 12], dtype=torch.int32))
     torch.manual_seed(1)
-    output, _ = documents.attend(module, query, key, value, located, **options)
+    output, _ = documents.attend(module, *(torch.cat([part] * 2, dim=2) for part in (query, key, value)), located, **options)
     torch.manual_seed(1)
-    expected, _ = sdpa_attention_forward(module, query, key, value, None, is_causal=True, **options)
-    assert torch.equal(output, expected)
+    expected = [sdpa_attention_forward(module, query, key, value, None, is_causal=True, **options)[0] for _ in range(2)]
+    torch.testing.assert_close(output, torch.cat(expected, dim=1), rtol=0, atol=0.03 if dtype == torch.bfloat16 else 0)
+    assert torch.equal(*expected) == (options["dropout"] == 0)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

@@ -98,6 +98,14 @@ def test_a_is_drawn_from_the_seed(bases: Path) -> None:
     assert not torch.equal(a(3), a(4))
 
 
+def test_alpha_and_dropout_are_those_of_the_config(bases: Path) -> None:
+    model = adapted(bases / "llama", "llama", alpha=2.5, dropout=0.5)
+    assert model.get_submodule("model.layers.0.self_attn.q_proj").scaling == {"default": 2.5 / 4}
+    randomize(model)
+    expected = logits(model, inputs := forward_inputs(model))
+    assert not torch.allclose(model.train()(**inputs).logits, expected, atol=1e-3), "nothing is dropped"
+
+
 def test_what_trains_is_fp32_on_a_bf16_base(bases: Path) -> None:
     base = load_base(bases / "gpt2", "gpt2").to(torch.bfloat16)
     norms = base.transformer.h[0].attn.c_attn.weight.detach().float().norm(dim=0)

@@ -139,6 +139,19 @@ def test_an_encoder_decoder_generates_the_same(family: str) -> None:
     assert torch.equal(model.generate(**prompts, **asked), texts)
 
 
+@pytest.mark.parametrize("length", [4, 8, 20])
+def test_a_window_to_both_sides_masks_what_is_beyond_it(length: int) -> None:
+    """Of an encoder. No family here has one under sdpa, which alone leaves masks out."""
+    from transformers import ModernBertConfig, masking_utils
+
+    config = ModernBertConfig(hidden_size=32, num_attention_heads=4, local_attention=12, attn_implementation="sdpa")
+    expected = masking_utils.create_bidirectional_sliding_window_mask(config, torch.zeros(1, length, 32), None)
+    with masks._known_masks(is_packed=False, documents=None):
+        mask = masking_utils.create_bidirectional_sliding_window_mask(config, torch.zeros(1, length, 32), None)
+    assert (mask is None) == (expected is None) == (length == 4)
+    assert mask is None or torch.equal(mask, expected)
+
+
 def test_what_was_replaced_is_put_back_after_an_error() -> None:
     from transformers import masking_utils
 

@@ -77,6 +77,9 @@ def test_every_step_has_a_line_and_only_skipped_ones_another(log: StepLog, tmp_p
     assert [(line["kind"], line["step"]) for line in lines] == [("train", 1), ("train", 2), ("skip", 2), ("train", 3)]
     assert [line["loss"] for line in lines] == [0.5, None, None, 0.7]
     assert log.skips == SkipHistory(num_skipped=1, num_in_a_row=0)
+    train = [line for line in lines if line["kind"] == "train"]
+    num_tokens = sum(line["num_tokens"] for line in train)
+    assert sum(line["step_time_s"] * line["tokens_per_s"] for line in train) == pytest.approx(num_tokens)
 
 
 @pytest.mark.parametrize("flush_every", [1, 2, 5])

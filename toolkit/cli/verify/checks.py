@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -43,6 +45,10 @@ def check_all(runs: dict[str, WatchedRun], tolerance: float, *, expects_frozen: 
     proofs += [prove("gradients", run, lambda run: compare_gradients(reference, run, tolerance)) for run in others]
     proofs += [prove("gradients", run, lambda run: compare_late_gradients(reference, run)) for run in others]
     proofs += [prove("evaluation", run, lambda run: compare_evaluations(reference, run, tolerance)) for run in with_curves]
+    for name, kept in runs.items():
+        if name.startswith("kept-"):
+            recomputed = runs.get(name.replace("kept", "recomputed"), dropout)
+            proofs.append(prove("recomputation", recomputed, partial(compare_recomputed, kept, tolerance=tolerance)))
     if bf16 := runs.get("bf16"):
         proofs.append(prove("bf16", bf16, lambda run: compare_bf16(reference, run)))
     proofs += [prove("sharding", run, check_shards) for run in others if run.plan.num_shards]
@@ -99,6 +105,12 @@ def compare_gradients(reference: WatchedRun, run: WatchedRun, tolerance: float) 
     if load_about(reference, "loaded")["has_relu"]:
         title, tolerance = f"{title} (with ReLU)", max(tolerance, RELU_TOLERANCE)
     return within("gradients", title, *worst, tolerance, "largest in {}")
+
+
+def compare_recomputed(kept: WatchedRun, run: WatchedRun, tolerance: float) -> Proof:
+    """Compare gradients with dropout of a run that recomputes activations with those of one that keeps them, from equal seeds."""
+    proof = compare_gradients(kept, run, tolerance)
+    return replace(proof, check="recomputation", compared=f"{proof.compared}, with activations kept")
 
 
 def compare_late_gradients(reference: WatchedRun, run: WatchedRun) -> Proof | None:

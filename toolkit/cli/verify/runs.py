@@ -141,6 +141,14 @@ def plan_runs(box: Box) -> dict[str, PlannedRun]:
         planned("dropout", f"{title(main_name)}, dropout {DROPOUT}", main_mapping, dropout),
         planned("resumed", f"{title(main_name)}, resumed", main_mapping, dropout, after="dropout"),
     ]
+    # With dropout, once more without recomputation, for each preset that recomputes activations.
+    for place, (name, mapping) in enumerate(chosen):
+        fsdp = mapping.get("fsdp_config") or {}
+        recomputing = {key: False for key in fsdp if key.removeprefix("fsdp_") == "activation_checkpointing" and fsdp[key]}
+        if recomputing:
+            where, keeping = f"{title(name)}, dropout {DROPOUT}", mapping | {"fsdp_config": fsdp | recomputing}
+            runs += [planned(f"recomputed-{place}", where, mapping, dropout)] if place else []  # the first is `dropout`
+            runs.append(planned(f"kept-{place}", f"{where}, not recomputed", keeping, dropout))
     if box.in_bf16:
         runs.append(planned("bf16", f"{title(main_name)}, bf16", main_mapping | {"mixed_precision": "bf16"}, moved))
     return {run.name: run for run in runs}

@@ -15,6 +15,7 @@ import transformers
 from peft import LoraConfig
 
 from tests.support.launch import REPOSITORY
+from tests.support.model_folders import _build_tokenizer
 from toolkit.cli.generate import generate as command
 from toolkit.cli.generate.model import _choose_device, load_generator, open_model
 from toolkit.data.tokens.tokenizer import train_byte_level_tokenizer
@@ -47,6 +48,15 @@ def test_an_adapter_whose_base_is_elsewhere_is_named(tmp_path: Path, base: str) 
     LoraConfig(base_model_name_or_path=base, task_type="CAUSAL_LM").save_pretrained(tmp_path)
     with pytest.raises(UserError, match=f"the adapter {tmp_path} needs its base {base}, not found from here .*export"):
         open_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, torch.bfloat16), ("float32", torch.float32)])
+def test_a_model_computes_as_its_run_did(tmp_path: Path, asked: str | None, expected: torch.dtype) -> None:
+    config = transformers.LlamaConfig(vocab_size=256, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    _build_tokenizer(("<pad>", "</s>")).save_pretrained(tmp_path)
+    (tmp_path / "toolkit.json").write_text('{"dtype": "bfloat16"}')
+    assert {weight.dtype for weight in load_generator(str(tmp_path), asked, {}).model.parameters()} == {expected}
 
 
 def test_a_model_beyond_the_device_is_not_called_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tests.support.launch import REPOSITORY
 from toolkit.cli.main import main
 from toolkit.cli.verify import checks
 from toolkit.cli.verify.records import NotReached
@@ -295,3 +296,18 @@ def test_checkpoints_that_no_later_run_loads_are_dropped(tmp_path: Path) -> None
 
     list(launch_all(box, plan_runs(box), launch))
     assert kept == [[], [], [], ["preset-0"], [], ["dropout"]]
+
+
+def test_each_preset_that_recomputes_is_run_once_more_without(tmp_path: Path) -> None:
+    """Under both names of the key that accelerate takes; the run with dropout of the first preset is there already."""
+    preset = (REPOSITORY / "accelerate_configs" / "fsdp2_activation_checkpointing.yaml").read_text()
+    (tmp_path / "short.yaml").write_text(preset.replace("fsdp_activation_checkpointing", "activation_checkpointing"))
+    presets = ["fsdp2_activation_checkpointing", "fsdp2_cpu", str(tmp_path / "short.yaml")]
+    plans = plan_runs(build_box([], None, None, None, presets, 2, True, tmp_path))
+    assert list(plans)[-3:] == ["kept-0", "recomputed-2", "kept-2"]
+    for recomputed, kept in (("dropout", "kept-0"), ("recomputed-2", "kept-2")):
+        one, other = plans[recomputed], plans[kept]
+        assert other.flags == one.flags | {"run.name": kept} and one.flags["model.dropout"] > 0
+        (changed,) = one.mapping["fsdp_config"].items() - other.mapping["fsdp_config"].items()
+        assert changed[0].endswith("activation_checkpointing") and changed[1] is True
+        assert other.mapping | {"fsdp_config": None} == one.mapping | {"fsdp_config": None}

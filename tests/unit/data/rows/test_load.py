@@ -101,6 +101,16 @@ def test_questions_about_one_document_are_rows_of_their_own(tmp_path):
     assert (len(rows.train), len(rows.evaluation), rows.remarks) == (198, 2, [skipped])
 
 
+def test_rows_that_only_start_alike_are_neither_copies_nor_one_group(config, tmp_path):
+    """As a long instruction before every text."""
+    rows = [f"{'the same instruction ' * 9}{i},target {i}\n" for i in range(50)]
+    for name, some in (("rows.csv", rows), ("held_out.csv", rows[:5])):
+        (tmp_path / name).write_text("source,target\n" + "".join(some))
+    assert len(load_rows(replace(config, eval_files=[str(tmp_path / "held_out.csv")])).train) == 45
+    apart = load_rows(replace(config, eval_fraction=0.5))
+    assert 10 < len(apart.evaluation) < 40 and apart.remarks == []
+
+
 def test_rows_that_repeat_earlier_ones_are_kept_and_counted(config, tmp_path):
     once, twice = tmp_path / "rows.csv", tmp_path / "twice.csv"
     twice.write_text(once.read_text() + "text 3,target 3\ntext 4,another target\n")

@@ -10,7 +10,9 @@ import torch
 
 from tests.support.model_folders import WORDS
 from tests.support.translation_tokenizers import LANGUAGES, save_translation_tokenizer
+from toolkit.config.data import DataConfig
 from toolkit.data.collate import SummarizationCollator, own_label_shift
+from toolkit.data.tokens import seq2seq
 from toolkit.data.tokens.languages import set_languages, start_generation
 from toolkit.data.tokens.tokenizer import hash_tokenizer
 from toolkit.errors import UserError
@@ -47,9 +49,11 @@ def test_texts_are_marked_as_the_tokenizer_does_and_stay_so_when_it_is_saved(
     set_languages(tokenizer, "tiny", *LANGUAGES[family])
     tokenizer.save_pretrained(tmp_path)
     saved = load(tmp_path)
+    rows = {"row_id": [0], "prompt": ["beta"], "completion": ["beta"], "lead_text": [""]}
     for one in (tokenizer, saved):
-        assert one.convert_ids_to_tokens(one("beta")["input_ids"]) == source
-        assert one.convert_ids_to_tokens(one(text_target="beta")["input_ids"]) == target
+        columns = seq2seq.tokenize(rows, one, DataConfig(source="jsonl"), [])
+        assert one.convert_ids_to_tokens(columns["input_ids"][0]) == source
+        assert one.convert_ids_to_tokens(columns["labels"][0]) == target
     assert hash_tokenizer(saved) == hash_tokenizer(tokenizer)
     set_languages(saved, "tiny", None, None)  # the saved ones are kept
 

@@ -26,7 +26,7 @@ def rows_without_a_tokenizer(folder: Path) -> tuple[DataConfig, ModelConfig]:
     """A small source, and a model that brings no tokenizer."""
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text("{}")
-    words = ["read", "write", "open", "close", "file", "path", "line", "text", "count", "split"]
+    words = ["read", "write", "open", "close", "file", "path", "line", "für", "count", "split"]
     rows = [{"source": " ".join(words[i % 7 : i % 10 + 1] * 2) + f" {i}", "target": words[i % 10]} for i in range(60)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = DataConfig(source="jsonl", files=str(folder / "rows.jsonl"), cache_dir=str(folder / "cache"), eval_fraction=0.2)
@@ -52,6 +52,8 @@ def test_a_tokenizer_that_is_trained_on_the_rows_knows_their_prefix(tmp_path: Pa
     data, model = rows_without_a_tokenizer(tmp_path)
     plain, prefixed = prepare_rows(data, model, 80), prepare_rows(replace(data, prefix="Zürich: "), model, 80)
     assert "Zürich" not in plain.tokenizer.decode(plain.tokenizer("Zürich")["input_ids"])
+    num_bytes = {row["target"]: row["target_bytes"] for row in plain.train}
+    assert num_bytes == {target: len(target.encode()) for target in num_bytes} and "für" in num_bytes
     text = prefixed.tokenizer.decode(prefixed.train[0]["input_ids"], skip_special_tokens=True)
     assert text == f"Zürich: {prefixed.train[0]['lead_text']}" and not [line for line in prefixed.remarks if "token" in line]
 
