@@ -11,8 +11,6 @@ import os
 from contextlib import suppress
 from pathlib import PurePath
 
-from toolkit.distributed.signals import watch_process
-
 STARTED_BY = "TOOLKIT_STARTED_BY"
 """The process id of `compare` or `verify`, in the environment of the runs that they start."""
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
@@ -21,6 +19,8 @@ _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 def watch_launchers() -> None:
     """Watch the launcher among this process's parents, and what started it, as long as this process lives."""
     import psutil
+
+    from toolkit.distributed.signals import watch_process  # imports torch; commands read `launch_arguments` only
 
     pids = [int(os.environ[STARTED_BY])] if os.environ.get(STARTED_BY, "").isdecimal() else []
     for parent in psutil.Process().parents():
