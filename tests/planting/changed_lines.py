@@ -161,4 +161,4 @@ def generate_in_fp32(patch: MonkeyPatch) -> None:
     """`generate` computes in fp32, whatever the run computed in."""
     from toolkit.cli.generate import model
 
-    change(patch, model.load_generator, ("dtype or usage.dtype", 'dtype or "float32"'))
+    change(patch, model.load_generator, ("dtype or generator.usage.dtype", 'dtype or "float32"'))

@@ -56,7 +56,7 @@ def test_a_model_computes_as_its_run_did(tmp_path: Path, asked: str | None, expe
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     _build_tokenizer(("<pad>", "</s>")).save_pretrained(tmp_path)
     (tmp_path / "toolkit.json").write_text('{"dtype": "bfloat16"}')
-    assert {weight.dtype for weight in load_generator(str(tmp_path), asked, {}).model.parameters()} == {expected}
+    assert {weight.dtype for weight in load_generator(open_model(str(tmp_path)), asked, {}).model.parameters()} == {expected}
 
 
 def test_a_model_beyond_the_device_is_not_called_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
