@@ -91,12 +91,12 @@ def describe_config(config: Any) -> dict[str, Any]:
     facts = {name: value for name, value in dotted_keys(hidden).items() if name not in MAY_DIFFER}
     for path, key in local.items():
         if key in _BY_CONTENTS:
-            facts |= {f"{file} of {key}": contents for file, contents in _describe_files(Path(path)).items()}
+            facts |= {f"{file} of {key}": contents for file, contents in describe_files(Path(path)).items()}
     return facts
 
 
-def _describe_files(path: Path) -> dict[str, str]:
-    """Size and hash of a file, or of those of a folder that may decide a model."""
+def describe_files(path: Path) -> dict[str, str]:
+    """Size and hash of a file, or of those of a folder that may decide a model; empty for what is not there."""
     if path.is_file():
         return {"the file": _describe_file(path)}
     found = [*path.glob("*"), *path.glob("checkpoints/*/manifest.json")]  # a checkpoint's manifest has hashes of all its files

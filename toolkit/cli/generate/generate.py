@@ -15,13 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.cli.generate.inputs import Options, Row, Rows, open_rows
-from toolkit.cli.generate.model import Generator, in_own_words, load_generator, open_model
+from toolkit.cli.generate.model import Generator, find_folder, in_own_words, load_generator, open_model
 from toolkit.cli.generate.output import append_texts, begin_output, end_output, read_notes
-from toolkit.distributed.comm import close_groups, control_group, gather_objects, on_all_ranks, on_rank_0, rank, world_size
+from toolkit.distributed.comm import gather_objects, on_all_ranks, on_rank_0, rank, world_size
 from toolkit.distributed.progress import Phase
+from toolkit.distributed.watchdog import at, working
 from toolkit.errors import UserError, one_line
-from toolkit.launch.environment import asked_for_cpu, is_launched, read_launch
+from toolkit.launch.accelerator import build_accelerator
+from toolkit.launch.environment import is_launched
 from toolkit.launch.log import lost_outputs
+from toolkit.launch.same_run import describe_files
+from toolkit.training.run import release
 
 logger = logging.getLogger("toolkit")
 
@@ -38,21 +42,18 @@ def generate(options: Options) -> None:
         UserError: model, input or output are not usable; with file and row.
     """
     is_one_of_several = is_launched() or int(os.environ.get("WORLD_SIZE", "1")) > 1  # torchrun sets this alone
-    if is_one_of_several:
-        from accelerate import PartialState
-
-        read_launch()
-        PartialState(cpu=asked_for_cpu())
-        control_group()
-    try:
-        with in_own_words():
-            _generate(options)
-    finally:
+    with in_own_words():
         if is_one_of_several:
-            close_groups()
+            found = describe_files(Path(find_folder(options.model)))
+            settings = {"the settings of generation": options.settings, "--dtype": options.dtype}
+            build_accelerator(started_with=settings | {f"{name} of the model": about for name, about in found.items()})
+        _generate(options)
+    if is_one_of_several:  # after an error, others may still be in a collective
+        release()
 
 
 def _generate(options: Options) -> None:
+    working("reading the rows")
     # What can be known before the weights are read. Rank 0 alone reads rows, and gives each window of them to all.
     opened = on_all_ranks(lambda: open_model(options.model))
     open_input = partial(open_rows, options, opened.usage, has_chat_template=opened.takes_chats(plain=options.plain))
@@ -62,7 +63,7 @@ def _generate(options: Options) -> None:
     windows = _read_windows(rows, options.output, num_done, batch_size * BATCHES_AT_ONCE * world_size()) if rows else iter(())
     read_window = partial(on_rank_0, partial(next, windows, ([], "")))
     window, digest = read_window()
-    # One GPU may lack room.
+    working("loading the model")  # one GPU may lack room
     generator = on_all_ranks(lambda: load_generator(opened, options.dtype, options.settings))
     if rows:
         _describe(generator, options, rows, num_done)
@@ -78,6 +79,7 @@ def _generate(options: Options) -> None:
                 generating.add(len(window))
                 if options.output is None and on_rank_0(lambda: "stdout" in lost_outputs()):
                     break  # nobody reads more of them
+                working("reading the rows")
                 window, digest = read_window()
             except UserError as error:
                 if options.output and num_done:
@@ -86,6 +88,8 @@ def _generate(options: Options) -> None:
                 raise
     if num_cut:
         _say(options, f"cut {num_cut:,} of {num_done:,} texts to {opened.usage.max_source_length_tokens} tokens")
+    for what, num in sorted(generator.omitted.items()):
+        _say(options, f"the chat template left out context of {num:,} of {num_done:,} rows: {what}")
     if options.output and rank() == 0:
         end_output(options.output)
         logger.info(f"{num_done:,} texts are in {options.output}")
@@ -127,6 +131,7 @@ def _generate_window(generator: Generator, rows: list[dict[str, Any]], batch_siz
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     own: dict[int, str] = {}
     for batch in batches[rank() :: world_size()]:
+        at("generating")
         own.update(zip(batch, generator.generate([rows[i] for i in batch]), strict=True))
     gathered = {index: text for part in gather_objects(own) for index, text in part.items()}
     return [gathered[index] for index in sorted(gathered)]

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from toolkit.data.rows.example import Example
 from toolkit.data.tokens.causal import encode_prompts
 from toolkit.data.tokens.chat_template import TEMPLATE_ERRORS, render_chat
 from toolkit.data.tokens.languages import set_languages
+from toolkit.data.tokens.omissions import find_omissions
 from toolkit.data.tokens.seq2seq import encode_texts
 from toolkit.data.tokens.tokenizer import load_tokenizer
 from toolkit.errors import UserError
@@ -65,6 +67,8 @@ class Generator:
     tokenizer: PreTrainedTokenizerBase
     usage: Usage
     collator: Collator
+    omitted: Counter[str] = field(default_factory=Counter)
+    """Rows by what the chat template has left out of them."""
 
     def takes_chats(self, *, plain: bool = False) -> bool:
         """Whether a text is given as a user's turn of a chat, unless it is `plain`: the prompt itself."""
@@ -100,11 +104,13 @@ class Generator:
     def _render(self, where: str, row: Example) -> str:
         messages = row.messages or [{"role": "user", "content": row.prompt}]
         try:
-            return render_chat(self.tokenizer, messages, row.tools, for_generation=True)
+            text = render_chat(self.tokenizer, messages, row.tools, for_generation=True)
         except UserError:
             raise
         except TEMPLATE_ERRORS as error:
             raise UserError(f"{where}: the chat template refuses this chat ({error}): change the row") from None
+        self.omitted.update({omission.what for omission in find_omissions(text, messages, row.tools)})
+        return text
 
     @torch.no_grad()
     def generate(self, rows: list[dict[str, Any]]) -> list[str]:

@@ -7,19 +7,20 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
-import accelerate
 import pytest
 import torch
 import transformers
 from peft import LoraConfig
 
-from tests.support.launch import REPOSITORY
+from tests.support.launch import REPOSITORY, run_on_ranks
 from tests.support.model_folders import _build_tokenizer
 from toolkit.cli.generate import generate as command
 from toolkit.cli.generate.model import _choose_device, load_generator, open_model
 from toolkit.data.tokens.tokenizer import train_byte_level_tokenizer
 from toolkit.errors import UserError
+from toolkit.launch.environment import read_launch
 
 
 @pytest.mark.parametrize(("preset", "expected"), [("ddp_cpu", "cpu"), ("ddp", "cuda:1")])
@@ -30,16 +31,15 @@ def test_several_processes_of_a_cpu_preset_leave_gpus_alone(monkeypatch: pytest.
     monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"], **launched})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    asked: list[Any] = []
-    monkeypatch.setattr(accelerate, "PartialState", lambda **given: asked.append(given))
+    monkeypatch.setattr(command, "build_accelerator", lambda **_: read_launch())
 
     def end(options: Any) -> None:
         raise ConnectionAbortedError
 
     monkeypatch.setattr(command, "_generate", end)
     with pytest.raises(ConnectionAbortedError):
-        command.generate(SimpleNamespace())  # type: ignore[arg-type]
-    assert asked == [{"cpu": expected == "cpu"}] and str(_choose_device()) == expected
+        command.generate(SimpleNamespace(model="m", settings={}, dtype=None))  # type: ignore[arg-type]
+    assert str(_choose_device()) == expected
 
 
 @pytest.mark.parametrize("base", ["runs/base/export", "../base/export"])
@@ -76,9 +76,32 @@ def test_processes_of_torchrun_are_connected_too(monkeypatch: pytest.MonkeyPatch
     def connect(**_: Any) -> None:
         raise ConnectionAbortedError
 
-    monkeypatch.setattr(accelerate, "PartialState", connect)
+    monkeypatch.setattr(command, "build_accelerator", connect)
     with pytest.raises(ConnectionAbortedError):
-        command.generate(SimpleNamespace())  # type: ignore[arg-type]
+        command.generate(SimpleNamespace(model="m", settings={}, dtype=None))  # type: ignore[arg-type]
+
+
+def test_several_processes_are_watched_and_started_alike() -> None:
+    """A stopped rank was waited for without a word, and each rank took settings of its own."""
+    both = run_on_ranks(_start_generate, preset="ddp_cpu", args=(3, 3))
+    assert both == [(True, ""), (True, "")]
+    other = run_on_ranks(_start_generate, preset="ddp_cpu", args=(3, 4))
+    assert [started for started, _ in other] == [False, False]
+    assert all(said.startswith("the settings of generation is {'num_beams': 4} on rank 1 (") for _, said in other)
+
+
+def _start_generate(*num_beams: int) -> tuple[bool, str]:
+    """Whether a watchdog watches this rank while it generates, and the sentence of the error."""
+    from toolkit.distributed import watchdog
+
+    seen: list[bool] = []
+    settings = {"num_beams": num_beams[int(os.environ["RANK"])]}
+    with patch.object(command, "_generate", lambda _: seen.append(watchdog._current is not None)):
+        try:
+            command.generate(SimpleNamespace(model="m", settings=settings, dtype=None))  # type: ignore[arg-type]
+        except UserError as error:
+            return False, str(error)
+    return seen == [True], ""
 
 
 def test_a_rank_whose_gpu_lacks_room_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
