@@ -7,11 +7,13 @@ from functools import partial
 
 import pytest
 
-from tests.faults.harness import CHANGES, SCRIPT, arguments, attempt_with, check_survivors_ended_by_themselves, run_with
+from tests.faults import harness
+from tests.faults.harness import SCRIPT, arguments, attempt_with, check_survivors_ended_by_themselves, run_with
 from tests.faults.workers.faulty_recipe import at_step, kill
 from tests.support.real_launch import accelerate_launch, finish
 from tests.support.workbench import FP32, Workbench, new_bench
 
+CHANGES = harness.CHANGES | {"checkpoint__async_save": False}  # that of step 2 stands in step 4
 SENTENCE = "error: lost {who} (killed, failed, or the machine is off): the same command goes on from the last checkpoint"
 
 

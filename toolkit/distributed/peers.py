@@ -93,7 +93,8 @@ class Peers:
         while not gone and time.monotonic() < give_up_at and not self._store.check(["gone"]):
             time.sleep(0.02)
             gone = [number for number, place in self._places().items() if _has_ended(place)]
-        gone = gone or [number for number, place in self._places().items() if place == before.get(number)]
+        places = self._places().items()
+        gone = gone or [number for number, place in places if place == before.get(number) and not place.has_left]
         finder, found = json.loads(self._store.compare_set("gone", "", json.dumps([self._own_key, gone])))
         return found, finder == self._own_key
 
