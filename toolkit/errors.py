@@ -69,6 +69,10 @@ class Stopped(SystemExit):
         super().__init__(EXIT_STOPPED)
 
 
+class RankLost(SystemExit):
+    """Ends a rank that has lost another one, with exit code 1. Its argument is the sentence, on the rank that prints it."""
+
+
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
     """Turn a `UserError` into one line on stderr and exit code 2 on every rank. Other exceptions keep their traceback."""
@@ -85,10 +89,15 @@ def exit_on_user_error() -> Iterator[None]:
             _wait_for_local_ranks(launch)
         _leave(EXIT_USER_ERROR)
         raise SystemExit(EXIT_USER_ERROR) from None
-    except Stopped:
+    except (Stopped, RankLost) as end:
         for number in SIGNALS:  # one more would only change the exit code
             signal.signal(number, signal.SIG_IGN)
-        _leave(EXIT_STOPPED)
+        if isinstance(end, RankLost) and launch is not None and (launch / REFUSED).exists():
+            end.code = EXIT_USER_ERROR  # the other rank has printed why it left
+        elif isinstance(end.code, str):
+            print(escape_controls(end.code), file=sys.stderr, flush=True)
+            end.code = 1
+        _leave(int(end.code or 0))
         raise
 
 

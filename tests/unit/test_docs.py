@@ -78,9 +78,12 @@ WRONG = [
     ("python -m toolkit compare --presets ddp,fsdp3 -- recipes/t5.py --config RUN.yaml", "preset fsdp3"),
     ("python -m toolkit compare --presets ddp -- recipes/t5.py --config RUN.yaml --optim.lrr 1", "did you mean --optim.lr?"),
     ("accelerate launch --config_file accelerate_configs/gone.yaml recipes/t5.py --config RUN.yaml", "no such accelerate config"),
+    ("accelerate launch --config_file accelerate_configs/single.yaml recipes/t5.py --config RUN.yaml", "without --quiet"),
     (f"{LAUNCH} --no_such_flag 1 recipes/t5.py --config RUN.yaml", "2"),  # the launcher's exit code
     (f"{LAUNCH} recipes/t5.py --config recipes/configs/gone.yaml", "gone.yaml cannot be read"),
     (f"{LAUNCH} recipes/llm.py \\\n --config recipes/configs/llm_docstrings.yaml --train.max_steps 20", "warm up for fewer"),
+    ("sbatch docs/launch/pbs.sbatch recipes/t5.py --config RUN.yaml", "pbs.sbatch"),
+    ("sbatch --nodes=4 docs/launch/slurm.sbatch recipes/t5.py --config RUN.yaml --optim.lrr 1", "did you mean --optim.lr?"),
     ("srun bash -c 'RANK=$SLURM_PROCID python recipes/t5.py --config RUN.yaml --optim.lrr 1'", "did you mean --optim.lr?"),
 ]
 
@@ -167,7 +170,7 @@ def split_commands(line: str, *, is_shell: bool) -> Iterator[list[str]]:
 
 
 def is_ours(command: list[str]) -> bool:
-    return command[0] == "make" or command[:2] == ["accelerate", "launch"] or command[0].split("/")[-1] == "python"
+    return command[0] in ("make", "sbatch") or command[:2] == ["accelerate", "launch"] or command[0].split("/")[-1] == "python"
 
 
 def check_command(command: list[str]) -> None:
@@ -179,6 +182,10 @@ def check_command(command: list[str]) -> None:
         assert not unknown, f"no target {unknown}"
     elif words[0] == "accelerate":
         check_launch(words[2:])
+    elif words[0] == "sbatch":
+        script = next(index for index, word in enumerate(words) if word.endswith(".sbatch"))
+        assert Path(words[script]).exists(), words[script]
+        check_recipe(words[script + 1], words[script + 2 :])
     elif words[1:3] == ["-m", "toolkit"]:
         check_toolkit(words[3:])
     elif words[1:2] == ["-m"]:
@@ -200,7 +207,9 @@ def check_launch(words: list[str]) -> None:
 
     arguments = launch_command_parser().parse_args(words)
     if arguments.config_file:
-        check_accelerate_yaml(Path(arguments.config_file))
+        mapping = check_accelerate_yaml(Path(arguments.config_file))
+        # Else the launcher's traceback would be the last that a user sees.
+        assert arguments.quiet or mapping["distributed_type"] != "NO", "one process without --quiet"
     if arguments.module and arguments.training_script == "toolkit":
         check_toolkit(arguments.training_script_args)
     else:

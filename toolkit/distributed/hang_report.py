@@ -36,6 +36,8 @@ class Place:
     """Differs between any two reports."""
     has_left: bool = False
     """It has finished its run: no rank waits for it, and it waits for none."""
+    process: str = ""
+    """Process id and machine, as `peers` publishes them."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,10 @@ def explain(places: dict[int, Place], silent: set[int], timeout_s: float, folder
     """
     late = silent or late_ranks(places)
     standings = _standings(places, late or set(places), silent)
-    head = f"{_named(late)} did not arrive" if late else f"{_named(places)} stopped moving"
+    head = f"{named(late)} did not arrive" if late else f"{named(places)} stopped moving"
     if not late and len(places) > 1:
         head += ", none behind the others"
-    where = standings[0][1] if len(standings) == 1 else "; ".join(f"{_named(ranks)}: {text}" for ranks, text in standings)
+    where = standings[0][1] if len(standings) == 1 else "; ".join(f"{named(ranks)}: {text}" for ranks, text in standings)
     stacks = f"Stacks are {f'in {folder}/hang-rank-*.txt' if folder else 'on stderr'}."
     return one_line(f"error: no progress for {timeout_s:g} s (run.timeout_s): {head}: {where}. {stacks}")
 
@@ -108,7 +110,7 @@ def _where(place: Place) -> str:
     return place.phase if place.step is None else f"step {place.step}, {place.phase}"
 
 
-def _named(numbers: Collection[int]) -> str:
+def named(numbers: Collection[int]) -> str:
     """`rank 1`, `ranks 1 and 3`, `ranks 0, 1, 2, 3, … (64 of them)`."""
     names = [str(number) for number in sorted(numbers)]
     if len(names) == 1:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 
 from toolkit.distributed.hang_report import Place, Verdict, explain
@@ -34,7 +37,7 @@ class Peers:
 
     def tell(self, place: Place) -> None:
         """Publish where this rank is."""
-        self._store.set(self._own_key, json.dumps(asdict(place)))
+        self._store.set(self._own_key, json.dumps({**asdict(place), "process": f"{os.getpid()} {_machine()}"}))
 
     def forget(self) -> None:
         """Drop what was seen of the others, because this rank makes progress; the next `look` starts anew."""
@@ -81,6 +84,20 @@ class Peers:
             time.sleep(0.05)
             num_shown = self._store.add("shown", 0)
 
+    def find_gone(self, patience_s: float = ANSWER_S) -> tuple[list[int], bool]:
+        """Ranks whose process on this machine has ended, else those that report nothing; and whether this rank found them.
+
+        What the first rank finds holds for all, since ranks leave because of it.
+        """
+        before, give_up_at, gone = self._places(), time.monotonic() + patience_s, list[int]()
+        while not gone and time.monotonic() < give_up_at and not self._store.check(["gone"]):
+            time.sleep(0.02)
+            gone = [number for number, place in self._places().items() if _has_ended(place)]
+        places = self._places().items()
+        gone = gone or [number for number, place in places if place == before.get(number) and not place.has_left]
+        finder, found = json.loads(self._store.compare_set("gone", "", json.dumps([self._own_key, gone])))
+        return found, finder == self._own_key
+
     def _places(self) -> dict[int, Place]:
         """The places of the ranks that have ever reported one, by rank."""
         reported = list(range(len(self._keys)))
@@ -88,6 +105,20 @@ class Peers:
             reported = [number for number in reported if self._store.check([self._keys[number]])]
         values = self._store.multi_get([self._keys[number] for number in reported])
         return {number: Place(**json.loads(value)) for number, value in zip(reported, values, strict=True)}
+
+
+def _machine() -> str:
+    """Equal for processes that see each other's ids; "" where that is unknown."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:13] + os.readlink("/proc/self/ns/pid")
+    return ""
+
+
+def _has_ended(place: Place) -> bool:
+    pid, _, machine = place.process.partition(" ")
+    with suppress(psutil.NoSuchProcess):
+        return bool(machine) and machine == _machine() and psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 def store_bytes_per_s(num_ranks: int, report_every_s: float, look_every_s: float) -> float:

@@ -13,26 +13,37 @@ A job hangs when none of its answering ranks has made progress for `timeout_s`: 
 that sees the hang writes the sentence into the store, so that all print the same one; `toolkit.distributed.hang_report` finds the
 ranks that did not arrive. If a thread holds the GIL forever, the watchdog of that process is blocked too: the other ranks name
 it, and the launcher has to kill it.
+
+A rank that dies is named too. gloo reports its end at once, in the collective that waits for it; so it does under nccl, where
+ranks agree over gloo after each step, unless nccl's own thread aborts the process before.
 """
 
 from __future__ import annotations
 
 import atexit
+import datetime
 import faulthandler
 import os
+import signal
+import socket
 import sys
 import threading
 import time
-from contextlib import suppress
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from toolkit.distributed.activity import MIN_IO_BYTES_PER_S, Activity
 from toolkit.distributed.comm import rank, world_size
-from toolkit.distributed.hang_report import Place, Verdict, explain, hang_file, line_of_main_thread, num_collectives
+from toolkit.distributed.hang_report import Place, Verdict, explain, hang_file, line_of_main_thread, named, num_collectives
 from toolkit.distributed.peers import ANSWER_S, LOOK_S, Peers, store_bytes_per_s
-from toolkit.errors import EXIT_HANG
+from toolkit.distributed.rendezvous import is_connection_error
+from toolkit.distributed.store import LINGER_S
+from toolkit.errors import EXIT_HANG, RankLost
 
 WINDOW_S = 30.0
 """Longest time between two looks at the process's own activity."""
@@ -89,6 +100,38 @@ def moved() -> None:
     """Report progress at the same place."""
     if _current is not None:
         _current.moved()
+
+
+@contextmanager
+def naming_lost_ranks() -> Iterator[None]:
+    """Wrap what communicates. A rank that loses another one raises `RankLost`, and its traceback goes into the run folder."""
+    try:
+        yield
+    except Exception as error:
+        if world_size() == 1 or not is_connection_error(error):
+            raise
+        with suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torch elastic sends it now, and kills after 30 s
+        time.sleep(0.2)  # a dying process closes its sockets one by one; and in a hang, the watchdog ends this process too
+        try:
+            store: Any = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+            server = store._underlying_non_prefix_store
+            if isinstance(server, dist.TCPStore):  # torch would warn in 20 lines, and try again until the timeout
+                socket.create_connection((server.host, server.port), timeout=ANSWER_S).close()
+            store.set_timeout(datetime.timedelta(seconds=ANSWER_S))
+            gone, speaks = Peers(store, rank(), world_size()).find_gone()
+            who = named(gone) if gone else ""
+        except (dist.DistError, OSError):
+            who, speaks = "rank 0 or the launcher of its machine", True  # one of them hosts the store
+        if not who:
+            raise
+        if _current is not None and _current.folder is not None:
+            with suppress(OSError):
+                (_current.folder / f"lost-rank-{rank():05d}.txt").write_text(traceback.format_exc(), encoding="utf-8")
+        if rank() == 0:
+            time.sleep(LINGER_S)  # others may still be reading from the store of rank 0
+        sentence = f"error: lost {who} (killed, failed, or the machine is off): the same command goes on from the last checkpoint"
+        raise RankLost(sentence if speaks else 1) from error
 
 
 class Watchdog:

@@ -88,7 +88,8 @@ def launch(preset: Path, command: list[str], log_path: Path) -> int:
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("wb") as log:
         launcher = subprocess.Popen(
-            [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(preset), *command],
+            # Quiet: without a traceback of the launcher's own after one process (accelerate/commands/launch.py:998).
+            [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--config_file", str(preset), *command],
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONPATH": python_path, STARTED_BY: str(os.getpid())},
@@ -122,7 +123,6 @@ def reason_of_failure(log_path: Path) -> str:
     lines = [line.strip() for line in log_path.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
     if sentences := [line for line in lines if line.startswith("error: ")]:
         return sentences[-1].removeprefix("error: ")
-    of_launcher = ("ChildFailedError", "CalledProcessError")
-    ends = [match for line in lines if (match := EXCEPTION.fullmatch(line)) and not match["kind"].endswith(of_launcher)]
+    ends = [match for line in lines if (match := EXCEPTION.fullmatch(line)) and not match["kind"].endswith("ChildFailedError")]
     errors = [match["all"] for match in ends]
     return (errors or lines or ["it printed nothing"])[-1]

@@ -20,6 +20,7 @@ import torch
 from toolkit.config.load import RecipeConfig
 from toolkit.data.own_datasets import check_datasets, name_source, save_datasets
 from toolkit.distributed.comm import world_size
+from toolkit.distributed.watchdog import naming_lost_ranks
 from toolkit.errors import SIGNALS, UserError
 from toolkit.evaluation.metrics import TextFunction
 from toolkit.tracking.trackers import close_trackers, start_trackers
@@ -87,6 +88,7 @@ def finetune(
     Raises:
         UserError: anything wrong with the YAML files, the data, the model, the run folder or the arguments; on every rank.
         Stopped: after a signal; the last completed step has a checkpoint.
+        RankLost: the process of another rank has died.
     """
     # What the caller has given.
     config, functions = take_metrics(config, metrics)
@@ -136,7 +138,8 @@ def _released_on_error() -> Iterator[None]:
     is_main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in SIGNALS} if is_main else {}
     try:
-        yield
+        with naming_lost_ranks():
+            yield
     except BaseException as error:
         if isinstance(error, torch.OutOfMemoryError):
             error.add_note(FULL_MEMORY)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from toolkit.distributed.hang_report import Place, Verdict, explain, hang_file, late_ranks
-from toolkit.distributed.peers import Peers, store_bytes_per_s
+from toolkit.distributed.peers import Peers, _machine, store_bytes_per_s
 from toolkit.distributed.watchdog import Watchdog
 
 WAITS = Place("forward and backward", 4, 31.2, "loop.py:9 in train_step", {"0/cpu": 12, "1/cpu": 3})
@@ -168,6 +172,46 @@ def test_a_job_in_which_one_rank_moves_does_not_hang() -> None:
     still = {number: lambda _: place() for number in (0, 1)}
     assert judge({**still, 2: lambda look: replace(place(), idle_s=0.1 * look)}) is None
     assert judge({**still, 2: lambda look: replace(place(), idle_s=0.5 + 0.1 * look)}) is not None
+
+
+def three_ranks(*processes: str) -> list[Peers]:
+    """Three ranks in a store, of which each has reported once, as the process that is given for it."""
+    store = dist.HashStore()
+    ranks = [Peers(store, number, 3) for number in range(3)]
+    for number, process in enumerate(processes):
+        ranks[number].tell(place())
+        told = json.loads(ranks[number]._store.get(f"place/{number}")) | ({"process": process} if process else {})
+        ranks[number]._store.set(f"place/{number}", json.dumps(told))
+    return ranks
+
+
+def test_a_rank_whose_process_has_ended_is_gone_at_once_and_for_all() -> None:
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    ranks = three_ranks("", f"{ended.pid} {_machine()}", "")
+    assert ranks[2].find_gone(patience_s=100) == ([1], True)
+    assert ranks[0].find_gone(patience_s=100) == ([1], False)
+
+
+def test_a_rank_of_another_machine_is_gone_once_it_is_silent() -> None:
+    """Process ids of another machine say nothing here."""
+    ranks = three_ranks("", f"{2**22} another", f"{os.getpid()} another")
+    stopped = threading.Event()
+
+    def report() -> None:
+        for beat in itertools.count(1):
+            for number in (0, 2):
+                ranks[number].tell(replace(place(), beat=beat))
+            if stopped.wait(0.02):
+                return
+
+    thread = threading.Thread(target=report)
+    thread.start()
+    try:
+        assert ranks[0].find_gone(patience_s=0.5) == ([1], True)
+    finally:
+        stopped.set()
+        thread.join()
 
 
 @pytest.mark.parametrize(("num_ranks", "kib_per_s"), [(16, 18), (32, 62), (64, 219), (128, 828)])

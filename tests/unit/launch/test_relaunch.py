@@ -58,6 +58,7 @@ def test_launch_returns_what_the_ranks_exit_with_and_their_sentence(tmp_path: Pa
     preset.write_text(yaml.safe_dump({"distributed_type": "NO", "num_processes": 1, "use_cpu": True}))
     assert launch(preset, [str(script), "this\u2028one"], log) != 0
     assert reason_of_failure(log) == "this\u2028one is wrong: write another"
+    assert log.read_text() == "error: this\u2028one is wrong: write another\n", "the launcher adds to it"
     script.write_text("print('fine')\n")
     assert launch(preset, [str(script)], log) == 0
     script.write_text("raise ZeroDivisionError('by zero')\n")
