@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-"""Old names of keys, in the same section; each is read for one version."""
-
 _NAMES = {
     "model.name_or_path": "model_name_or_path model_name base_model model_id pretrained_model_name_or_path",
     "model.revision": "model_revision base_model_revision",
