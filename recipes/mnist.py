@@ -76,7 +76,7 @@ def main() -> None:
     logger.info(describe(sharded.units))
 
     # Train and save. This recipe cannot resume.
-    metrics = open_metrics(run_folder)
+    metrics = open_metrics(config, run_folder)
     metrics.truncate_after(-1)
     save_run_config(config, run_folder)
     save_record(run_folder, sharded.units)

@@ -1,8 +1,7 @@
-"""The run folder, or a file of it, is removed under the run: it notices, restores what it can, and comes to its end."""
+"""The run folder, or a file of it, is removed under the run: it notices, and comes to its end, or ends with a sentence."""
 
 from __future__ import annotations
 
-import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -10,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.faults.harness import check_same, run_with
+from tests.faults.harness import attempt_with, run_with
 from tests.faults.workers.faulty_recipe import wrap
 from tests.support.workbench import Workbench, new_bench
 from toolkit.checkpoint.load import find_checkpoint
+from toolkit.errors import EXIT_USER_ERROR
 
 CHANGES: dict[str, Any] = {
     "train__max_steps": 6,
@@ -23,7 +23,7 @@ CHANGES: dict[str, Any] = {
     "eval__at_start": True,
     "log_row_ids": True,
 }
-TABLE = ["lead sentence", "constant", "before training", "step 6"]
+TABLE = ["lead sentence", "constant", "step 4", "step 6"]
 
 
 def remove(path: Path, step: int, in_save: bool = False) -> None:
@@ -49,10 +49,12 @@ def remove(path: Path, step: int, in_save: bool = False) -> None:
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
-    """The runs of this file; `metrics` loses its `metrics.jsonl` when step 4 begins."""
+    """The runs of this file; `all` loses its folder when step 4 begins."""
     bench = new_bench(tmp_path_factory, "changing")
-    fault = partial(remove, bench.runs / "metrics/metrics.jsonl", step=4)
-    (bench.runs / "metrics.txt").write_text(run_with(bench, "metrics", fault, **CHANGES, exports=True))
+    # Saves that training waits for: beside one, nobody knows which of the next steps' files are there by then.
+    fault = partial(remove, bench.runs / "all", step=4)
+    printed = run_with(bench, "all", fault, **CHANGES, checkpoint__async_save=False, exports=True)
+    (bench.runs / "all.txt").write_text(printed)
     return bench
 
 
@@ -66,44 +68,34 @@ def table_rows(printed: str) -> list[str]:
     return [line.partition("  ")[0].partition(' "')[0] for line in table.splitlines()]
 
 
-def test_metrics_are_restored_whole(bench: Workbench) -> None:
-    printed = (bench.runs / "metrics.txt").read_text()
-    # The save of step 2 may still be under way, and then the sentence goes on.
-    assert len(re.findall(r"metrics\.jsonl was removed during the run: its \d lines are restored", printed)) == 1
-    assert steps(bench, "metrics", "train") == [1, 2, 3, 4, 5, 6]
-    assert steps(bench, "metrics", "eval") == [0, 2, 4, 6]
-    assert steps(bench, "metrics", "checkpoint") == [2, 4, 6]
-    assert table_rows(printed) == TABLE and "generated:" in printed
-    assert (bench.runs / "metrics/export/model.safetensors").exists() and (bench.runs / "metrics/curves.png").exists()
-
-
-def test_a_folder_that_is_removed_while_a_checkpoint_is_written(bench: Workbench) -> None:
-    """What was there is lost; the run is none the less the same to its end, and the save under way is done again."""
-    run = bench.runs / "all"
-    fault = partial(remove, run, step=4, in_save=True)
-    # A save that training waits for: beside it, nobody knows which of the next steps' files are there by then.
-    printed = run_with(bench, "all", fault, **CHANGES, checkpoint__async_save=False, exports=True)
-    (said,) = [line for line in printed.splitlines() if "was removed during the run" in line]
-    assert "lines are restored; so are its lock and config.yaml, and what else was in the folder is gone" in said
-    assert f"checkpoint {run}/checkpoints/step-00000004 was removed while it was written: it was written again" in printed
+def test_a_folder_that_is_removed_is_made_again(bench: Workbench) -> None:
+    """What was there is lost; the run comes to its end, with every file that a run has."""
+    run, printed = bench.runs / "all", (bench.runs / "all.txt").read_text()
+    said = f"{run}/metrics.jsonl was removed or changed during the run: figures that it no longer has are lost"
+    assert printed.count(said) == 1
+    assert [steps(bench, "all", kind) for kind in ("train", "eval", "checkpoint")] == [[4, 5, 6], [4, 6], [4, 6]]
     assert table_rows(printed) == TABLE and "generated:" in printed
     assert bench.checkpoints("all") == ["step-00000004", "step-00000006"]
     assert find_checkpoint(run, "auto") == (run / "checkpoints/step-00000006", [])
-    for name in ("config.yaml", ".lock", "export/model.safetensors", "curves.png", "memory.json"):
+    for name in ("config.yaml", ".lock", "export/model.safetensors", "curves.png", "memory.json", "rows-00001.jsonl"):
         assert (run / name).exists(), name
-    for rows in ("rows-00000.jsonl", "rows-00001.jsonl"):  # those of steps before are lost
-        assert (bench.runs / "metrics" / rows).read_text().endswith((run / rows).read_text())
-        (run / rows).write_text((bench.runs / "metrics" / rows).read_text())
-    check_same(bench, "all", "metrics", 6)
+
+
+def test_a_folder_that_is_removed_while_a_checkpoint_is_written(bench: Workbench) -> None:
+    fault = partial(remove, bench.runs / "saving", step=4, in_save=True)
+    outcome = attempt_with(bench, "saving", fault, **CHANGES)
+    assert set(outcome.returncodes) == {EXIT_USER_ERROR}, outcome.stderr
+    (said,) = [line for line in outcome.stderr.splitlines() if "could not be written" in line]
+    assert f"checkpoint {bench.runs}/saving/checkpoints/step-00000004 could not be written: [Errno 2] No such file" in said
 
 
 def test_a_start_without_the_figures_of_the_steps_before(bench: Workbench) -> None:
     """The checkpoint knows its own evaluation."""
-    (bench.runs / "metrics/metrics.jsonl").unlink()
-    (bench.runs / "metrics/predictions-6.jsonl").unlink()
-    printed = run_with(bench, "metrics", **CHANGES, exports=True)
+    (bench.runs / "all/metrics.jsonl").unlink()
+    (bench.runs / "all/predictions-6.jsonl").unlink()
+    printed = run_with(bench, "all", **CHANGES, exports=True)
     assert "metrics.jsonl has no figures of earlier steps but the checkpoint's own evaluation: it was removed" in printed
     assert "nothing left to train: the run is complete at step 6\n" in printed
-    assert table_rows(printed) == [row for row in TABLE if row != "before training"]
+    assert table_rows(printed) == [row for row in TABLE if row != "step 4"]
     assert "predictions-6.jsonl is missing, or is not what the evaluation wrote\n" in printed
-    assert steps(bench, "metrics", "eval") == [6]
+    assert steps(bench, "all", "eval") == [6]

@@ -12,12 +12,10 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.faults.harness import (
-    NUM_STEPS,
     SAVED,
     attempt_with,
     check_like_whole,
@@ -167,27 +165,9 @@ def test_a_part_of_a_checkpoint_does_not_count(faulty_bench: Workbench, step: in
 # --- Other versions of the format.
 
 
-def as_version_3(manifest: dict[str, Any]) -> dict[str, Any]:
-    """What the toolkit wrote before a manifest said what its figures were measured on, and when a key had its old name."""
-    del manifest["measured_on"], manifest["state"]["start_value"]
-    config = manifest["identity"]["config"]
-    config["eval.stop_after"] = config.pop("eval.early_stopping_patience")
-    return manifest | {"format_version": 3}
-
-
-@pytest.mark.parametrize("step", [2, 4])
-def test_an_older_format_is_resumed_exactly(faulty_bench: Workbench, step: int) -> None:
-    """After step 4 there was an evaluation already, after step 2 none."""
-    run = stopped_after(faulty_bench, f"version 3 of step {step}", step)
-    folder = run / "checkpoints" / step_name(step)
-    write_manifest(folder, as_version_3(read_manifest(folder)))
-    resume(faulty_bench, run.name, from_step=step, checkpoint__keep_last=1)
-    check_like_whole(faulty_bench, run.name, (NUM_STEPS,))
-
-
 VERSIONS = {
-    2: "has checkpoint format 2; this version reads 3 and 4: export it with the version that wrote it, and give .*",
-    99: "has checkpoint format 99; this version reads 3 and 4: update the toolkit",
+    3: "has checkpoint format 3; this version reads 4: export it with the version that wrote it, and give .*",
+    99: "has checkpoint format 99; this version reads 4: update the toolkit",
 }
 
 

@@ -106,9 +106,9 @@ def forget_unequal(state: TrainState, manifest: dict[str, Any], goal: Goal) -> s
     if manifest["measured_on"] != goal.measured_on:
         state.metrics = {}  # if saved again, they would count as measured on this run's rows
     metric = manifest["identity"]["config"].get("eval.best_metric")
-    other_rows = "other rows are evaluated" if manifest["format_version"] >= 4 else "an older version measured it"
     changes = goal.changes(manifest["measured_on"])
-    is_now = {"rows": other_rows, **{key: f"eval.{key} has other code now" for key in changes if key.startswith("metrics/")}}
+    is_now = {key: f"eval.{key} has other code now" for key in changes if key.startswith("metrics/")}
+    is_now["rows"] = "other rows are evaluated"
     reasons = [is_now.get(key, f"eval.{key} is {goal.measured_on[key]} now") for key in changes]
     reasons += [f"eval.best_metric is {goal.metric} now"] if metric != goal.metric else []
     if not reasons:

@@ -6,18 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.folders import (
-    put_in_place,
-    step_folder,
-    step_of_name,
-)
+from toolkit.checkpoint.folders import put_in_place, step_folder, step_of_name
 from toolkit.files.durable import fsync_names, hash_file, save_json, seal
 from toolkit.files.modes import WAY_IN
 
 FORMAT_VERSION = 4
-"""Format 4 added `measured_on` (what `metrics` were measured on) and `state.start_value`. For format 3, the first is derived
-from its config, and the second is None."""
-_READABLE_VERSIONS = (3, 4)
 MANIFEST = "manifest.json"
 _KINDS = {int: "a whole number", str: "a text", dict: "a mapping"}
 
@@ -53,10 +46,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if manifest.get("sha256") != seal(manifest)["sha256"]:
         raise ValueError(f"{where} does not have the sha256 that it names: its content changed")
     # Fields and their types.
-    fields = {"step": int, "world_size": int, "identity": dict, "state": dict, "metrics": dict, "files": dict}
-    if manifest["format_version"] >= 4:
-        fields["measured_on"] = dict
-    _check_fields(manifest, fields, f"{where}: ")
+    mappings = dict.fromkeys(("identity", "state", "metrics", "measured_on", "files"), dict)
+    _check_fields(manifest, {"step": int, "world_size": int, **mappings}, f"{where}: ")
     _check_fields(manifest["identity"], {"config": dict, "data_fingerprint": str, "frozen_hashes": dict}, f"{where}: identity.")
     for name, about in manifest["files"].items():
         _check_kind(about, dict, f"{where}: files[{name!r}] is")
@@ -68,8 +59,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{where} names no file")
     if step_of_name(folder.name) is not None and folder.name != step_folder(Path(), manifest["step"]).name:
         raise ValueError(f"{where} is of step {manifest['step']}, which is not what the folder is named after")
-    if manifest["format_version"] < 4:
-        manifest["measured_on"] = _measured_before_4(manifest["identity"]["config"])
     return manifest
 
 
@@ -125,23 +114,13 @@ def commit(unfinished: Path, folder: Path, manifest: dict[str, Any]) -> None:
     put_in_place(unfinished, folder)
 
 
-def _measured_before_4(config: dict[str, Any]) -> dict[str, Any]:
-    """`measured_on` of format 3, whose runs evaluated on the first `eval.num_rows` of the evaluation split."""
-    generated = {key: config.get(f"eval.{key}") for key in ("max_new_tokens", "num_beams", "no_repeat_ngram_size")}
-    return {"rows": f"the first {config.get('eval.num_rows')}", **generated}
-
-
 def _check_version(version: Any, folder: Path) -> None:
-    ours = " and ".join(map(str, _READABLE_VERSIONS))
     if type(version) is not int:
         raise ValueError(f"{folder.name} names no checkpoint format (format_version is {_short(version)}): it is none of ours")
-    if version > FORMAT_VERSION:
-        raise ValueError(f"{folder.name} has checkpoint format {version}; this version reads {ours}: update the toolkit")
-    if version not in _READABLE_VERSIONS:
-        raise ValueError(
-            f"{folder.name} has checkpoint format {version}; this version reads {ours}: export it with the version that wrote "
-            "it, and give the export as model.init_from"
-        )
+    if version != FORMAT_VERSION:
+        older = "export it with the version that wrote it, and give the export as model.init_from"
+        way_out = older if version < FORMAT_VERSION else "update the toolkit"
+        raise ValueError(f"{folder.name} has checkpoint format {version}; this version reads {FORMAT_VERSION}: {way_out}")
 
 
 def _check_fields(mapping: dict[str, Any], kinds: dict[str, type], prefix: str) -> None:

@@ -54,7 +54,7 @@ class Save:
     num_bytes: int = 0
     """Size of the files of all ranks."""
     remarks: list[str] = field(default_factory=list)
-    """Sentences to print: a save that was repeated, old checkpoints that could not be removed."""
+    """Sentences to print: old checkpoints that could not be removed."""
     error: BaseException | None = None
 
 
@@ -65,10 +65,6 @@ class _Snapshot:
     tensors: Tensors
     random_state: dict[str, torch.Tensor]
     manifest: dict[str, Any]
-
-
-class _Removed(UserError):
-    """The folder was removed while it was being written."""
 
 
 class CheckpointWriter:
@@ -188,7 +184,7 @@ class CheckpointWriter:
             save.error = error
         save.write_s = time.perf_counter() - start_s
 
-    def _write_and_commit(self, snapshot: _Snapshot, save: Save, *, is_again: bool = False) -> None:
+    def _write_and_commit(self, snapshot: _Snapshot, save: Save) -> None:
         """Start, write, finish, remove old ones: each on all ranks, before the next begins. Collective."""
         folder = step_folder(self.run_folder, save.step)
         unfinished = folder.with_name(f"{folder.name}.tmp")
@@ -217,15 +213,12 @@ class CheckpointWriter:
             self._together(start, folder)
             files = {name: about for part in self._together(write, folder) for name, about in part.items()}
             self._together(finish, folder)
-        except (UserError, RuntimeError) as error:
+        except (UserError, RuntimeError):
             if rank() == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)  # frees a full disk
-            if is_again or not isinstance(error, _Removed):
-                raise
-            save.remarks.append(f"checkpoint {folder} was removed while it was written: it was written again")
-            return self._write_and_commit(snapshot, save, is_again=True)
+            raise
         save.num_bytes = sum(about["bytes"] for about in files.values())
-        save.remarks += self._together(remove, folder)[0]
+        save.remarks = self._together(remove, folder)[0]
 
     def _together(self, work: Callable[[], Any], folder: Path) -> list[Any]:
         """Call `work` on every rank and gather the results; if it fails on any, all raise the first one's sentence. Collective.
@@ -242,8 +235,6 @@ class CheckpointWriter:
             text = " ".join(str(e).split())[:300]
             refuses = isinstance(e, OSError | SafetensorError)
             failure = (UserError, text) if refuses else (RuntimeError, f"{type(e).__name__}: {text}")
-            if isinstance(e, FileNotFoundError):
-                failure = (_Removed, text)
         gathered = gather_objects((result, failure), self.group)
         if first := next((failure for _, failure in gathered if failure is not None), None):
             kind, sentence = first

@@ -53,7 +53,7 @@ class TrainState:
 
     @classmethod
     def from_manifest(cls, manifest: dict[str, Any]) -> TrainState:
-        """The state from a manifest; a field that an older format lacks gets its default."""
+        """The state from a manifest."""
         saved = dict(manifest["state"])
         skips = SkipHistory(**saved.pop("skips", {}))
         return cls(step=manifest["step"], metrics=dict(manifest["metrics"]), skips=skips, **saved)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from typing import Any, get_args, get_origin
 
 from toolkit.config.messages import given_flags, known_keys, sentence
-from toolkit.config.names import present_name
 from toolkit.config.validate import EXCLUSIVE
 from toolkit.errors import UserError
 
@@ -33,11 +31,6 @@ def split_files_and_flags(argv: list[str]) -> tuple[list[str], list[str]]:
     except argparse.ArgumentError as error:
         raise UserError(sentence(str(error), object, [], {})) from None
     return known.config, flags
-
-
-def with_present_names(flags: list[str]) -> list[str]:
-    """The flags with keys that were renamed under their new names."""
-    return [re.sub(r"^--([\w.]+)", lambda key: f"--{present_name(key[1], where='--')}", flag) for flag in flags]
 
 
 def join_lists(flags: list[str], config_class: type) -> list[str]:

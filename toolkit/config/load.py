@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
-from toolkit.config.flags import join_lists, split_files_and_flags, unset_counterparts, with_present_names
+from toolkit.config.flags import join_lists, split_files_and_flags, unset_counterparts
 from toolkit.config.messages import Entry, load_entries, sentence
 from toolkit.config.paths import find_path, find_paths, write_paths
 from toolkit.config.schema import (
@@ -62,13 +62,11 @@ def load_config(
 
     # Sort the arguments; index the YAML values by key, for error messages and relative paths.
     files, flags = split_files_and_flags(sys.argv[1:] if argv is None else argv)
-    flags = join_lists(with_present_names(flags), config_class)
+    flags = join_lists(flags, config_class)
     entries: dict[str, Entry] = {}
-    file_arguments = []
+    file_arguments = [f"--config={file}" for file in files]
     for file in files:
-        in_file, readable = load_entries(Path(file), config_class)
-        entries |= in_file
-        file_arguments.append(f"--config={readable}")
+        entries |= load_entries(Path(file), config_class)
 
     # Parse the files alone first, so that an error is known to be theirs; then with the flags.
     try:

@@ -17,7 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from toolkit.config.names import find_by_meaning, present_name, say_elsewhere, say_value
+from toolkit.config.names import find_by_meaning, say_elsewhere, say_value
 from toolkit.config.schema import HalfOpenUnitInterval, NumEpochs
 from toolkit.errors import UserError
 
@@ -44,10 +44,8 @@ class Entry:
     text: str
 
 
-def load_entries(path: Path, config_class: type) -> tuple[dict[str, Entry], str]:
-    """Every value of a run YAML by its dotted key, as text, and what the parser is to read. Types are not checked.
-
-    The parser reads the file, so that its errors name it; where a key was renamed, the YAML's text with the present name.
+def load_entries(path: Path, config_class: type) -> dict[str, Entry]:
+    """Every value of a run YAML by its dotted key, as text. Types are not checked.
 
     Raises:
         UserError: the file cannot be read or is broken, a key is unknown (the nearest is suggested) or given twice, or a
@@ -71,10 +69,8 @@ def load_entries(path: Path, config_class: type) -> tuple[dict[str, Entry], str]
     if not isinstance(root, yaml.MappingNode):
         raise UserError(f"{path} holds no keys and values: write them as in `log_every_steps: 10`")
     entries: dict[str, Entry] = {}
-    as_written = yaml.serialize(root, allow_unicode=True)
-    _collect_entries(root, "", path, text, config_class, entries)  # renames old keys in place
-    renamed = yaml.serialize(root, allow_unicode=True)
-    return entries, str(path) if renamed == as_written else renamed
+    _collect_entries(root, "", path, text, config_class, entries)
+    return entries
 
 
 def _collect_entries(node: Any, prefix: str, path: Path, text: str, config_class: type, entries: dict[str, Entry]) -> None:
@@ -83,8 +79,7 @@ def _collect_entries(node: Any, prefix: str, path: Path, text: str, config_class
     for key_node, value_node in node.value:
         # The entry, as text; a key may be given once.
         line = key_node.start_mark.line + 1
-        key = present_name(f"{prefix}{key_node.value}", f"{path}, line {line}: ")
-        key_node.value = key.removeprefix(prefix)
+        key = f"{prefix}{key_node.value}"
         entry = Entry(path, line, text[value_node.start_mark.index : value_node.end_mark.index].strip())
         if key in first_lines or key in entries:
             first = first_lines[key] if key in first_lines else entries[key].line

@@ -5,13 +5,7 @@ Spelling alone would mislead: `--report_to` means `tracking.log_with`, but is sp
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection
-
-logger = logging.getLogger("toolkit")
-
-RENAMED_KEYS = {"eval.stop_after": "eval.early_stopping_patience"}
-"""Old names of keys, in the same section; each is read for one version."""
 
 _NAMES = {
     "model.name_or_path": "model_name_or_path model_name base_model model_id pretrained_model_name_or_path",
@@ -218,14 +212,6 @@ _ELSEWHERE = {
     "model_init_kwargs model_init": "the section model has the settings of loading",
     "activation_offloading": "activations stay on the device; fsdp_activation_checkpointing recomputes them",
 }
-
-
-def present_name(key: str, where: str) -> str:
-    """What a dotted key is called in this version; warns where an old name stands."""
-    new = RENAMED_KEYS.get(key, key)
-    if new != key:
-        logger.warning(f"{where}{key} is called {new} now; the old name works in this version only")
-    return new
 
 
 def find_by_meaning(name: str, fields: Collection[str]) -> list[str]:

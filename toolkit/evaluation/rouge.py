@@ -1,11 +1,9 @@
-"""ROUGE as an `evaluate.Metric` that needs no network.
+"""ROUGE without network, and without the bootstrap of `evaluate.load("rouge")`, which downloads a script from the hub.
 
-`evaluate.load("rouge")` downloads a script from the hub. This class is the same metric over the same `rouge_score` package. Its
-figures equal those of `compute(use_stemmer=True, use_aggregator=False)`, and ROUGE-Lsum takes each line of a text as a sentence;
-they differ only if the references need words of another script, see `text.choose_tokenizer`.
-Rows are scored one by one and averaged exactly (`math.fsum`), so that the result depends neither on the order of the rows nor on
-the number of processes; there is no bootstrap. Importing `evaluate` takes seconds: import this module inside the function that
-needs it.
+The figures equal those of its `compute(use_stemmer=True, use_aggregator=False)`, over the same `rouge_score` package, and
+ROUGE-Lsum takes each line of a text as a sentence; they differ only if the references need words of another script, see
+`text.choose_tokenizer`. Rows are scored one by one and averaged exactly (`math.fsum`), so that the result depends neither on the
+order of the rows nor on the number of processes.
 
 Reference: Lin, "ROUGE: a package for automatic evaluation of summaries" (2004); Lsum is its summary-level LCS.
 """
@@ -13,48 +11,11 @@ Reference: Lin, "ROUGE: a package for automatic evaluation of summaries" (2004);
 from __future__ import annotations
 
 import math
-import tempfile
-import uuid
 from collections.abc import Sequence
-from typing import Any
-
-import datasets
-import evaluate
 
 from toolkit.evaluation.text import Tokenizer, choose_tokenizer
 
 ROUGE_KEYS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
-
-_DESCRIPTION = "Mean F-measure of ROUGE-1, ROUGE-2, ROUGE-L and ROUGE-Lsum with Porter stemming, in percent."
-_INPUTS = """
-Args:
-    predictions: generated summaries, a string a row.
-    references: true summaries, a string a row.
-Returns:
-    rouge1, rouge2, rougeL, rougeLsum: percent, 0 to 100.
-"""
-_CITATION = "Lin, Chin-Yew. ROUGE: a Package for Automatic Evaluation of Summaries. 2004."
-
-
-class Rouge(evaluate.Metric):
-    """`Rouge().compute(predictions=[…], references=[…])` → percent by key of `ROUGE_KEYS`.
-
-    Instances in several processes or threads do not interfere: without a `cache_dir`, each keeps its rows in a temporary folder
-    of its own, which is removed with the instance.
-    """
-
-    def __init__(self, *, cache_dir: str | None = None, experiment_id: str | None = None, **options: Any):
-        if cache_dir is None:
-            self._own_folder = tempfile.TemporaryDirectory(prefix="rouge-", ignore_cleanup_errors=True)
-            cache_dir = self._own_folder.name
-        super().__init__(cache_dir=cache_dir, experiment_id=experiment_id or uuid.uuid4().hex, **options)
-
-    def _info(self) -> evaluate.MetricInfo:
-        features = datasets.Features({"predictions": datasets.Value("string"), "references": datasets.Value("string")})
-        return evaluate.MetricInfo(description=_DESCRIPTION, citation=_CITATION, inputs_description=_INPUTS, features=features)
-
-    def _compute(self, predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-        return mean_scores(rouge_scores(predictions, references))
 
 
 def rouge_scores(

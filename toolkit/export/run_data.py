@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,17 +79,22 @@ def save_run_data(run_folder: Path, data: RunData, tokenizer: PreTrainedTokenize
         raise UserError(f"{run_folder / TOKENIZER} cannot be written ({reason}): fix that first") from None
 
 
-def load_run_data(run_folder: Path, fingerprint: str) -> tuple[RunData, PreTrainedTokenizerBase] | None:
-    """The facts about the rows of this fingerprint, and their tokenizer; None where a run has not kept them."""
+def load_run_data(run_folder: Path, fingerprint: str) -> tuple[RunData, PreTrainedTokenizerBase]:
+    """The facts about the rows of this fingerprint, and their tokenizer.
+
+    Raises:
+        UserError: the run has not kept them.
+    """
     from transformers import AutoTokenizer
 
     data = _read(run_folder)
-    if data is None or data.fingerprint != fingerprint:
-        return None
-    try:
-        return data, AutoTokenizer.from_pretrained(run_folder / TOKENIZER)
-    except (OSError, ValueError):
-        return None
+    if data is not None and data.fingerprint == fingerprint:
+        with suppress(OSError, ValueError):
+            return data, AutoTokenizer.from_pretrained(run_folder / TOKENIZER)
+    raise UserError(
+        f"{run_folder} has no {DATA_FILE} or no {TOKENIZER}/ of the rows that it was trained on: start the run once more, which "
+        "writes them again"
+    )
 
 
 def _read(run_folder: Path) -> RunData | None:

@@ -16,7 +16,7 @@ from typing import IO, Any, TypeVar
 from toolkit.config.load import dotted_keys, save_config
 from toolkit.distributed.comm import broadcast_object, on_all_ranks, on_rank_0, rank
 from toolkit.errors import UserError
-from toolkit.files.lock import HOLDER, holds_lock, release_lock, take_lock
+from toolkit.files.lock import HOLDER, release_lock, take_lock
 
 T = TypeVar("T")
 PROBE_TIMEOUT_S = 5.0
@@ -29,7 +29,6 @@ _LOCK = ".lock"
 _EMPTY_UNTIL_BEGUN = {_LOCK, _LOCK + HOLDER, "metrics.jsonl"}
 _locked_here: set[Path] = set()
 """Folders that were locked at some time."""
-_saved_configs: dict[Path, Any] = {}
 _SECRET_IN_URL = re.compile(r"https?://[^/\s@]+@|://[^/\s@:]*:[^/\s@]+@")
 """Matches a token before the host, or a password after a user name, but not the `@` of abfs://container@host."""
 
@@ -90,31 +89,22 @@ def save_run_config(config: Any, folder: Path) -> None:
     def save() -> None:
         try:
             save_config(config, folder / "config.yaml")
-            _saved_configs[folder] = config
         except OSError as error:
             raise UserError(f"{folder / 'config.yaml'} cannot be written ({error.strerror}): fix that first") from None
 
     on_rank_0(save)
 
 
-def restore_run_folder(folder: Path) -> str:
-    """Recreate a folder that was removed during the run, with its lock and its config; returns the end of a message about it.
-    For rank 0 only.
+def restore_run_folder(config: Any, folder: Path) -> None:
+    """Make a folder that was removed during the run again, with its lock and its config. For rank 0 only.
 
     Raises:
         UserError: another run is writing into it by now.
         OSError: it cannot be written.
     """
-    _make_folder(folder)
-    restored = []
-    if folder in _locked_here and not holds_lock(folder / _LOCK):
-        lock_run_folder(folder)
-        restored.append("its lock")
-    if folder in _saved_configs and not (folder / "config.yaml").exists():
-        save_config(_saved_configs[folder], folder / "config.yaml")
-        restored.append("config.yaml")
-    said = f"; so are {' and '.join(restored)}, and what else was in the folder is gone" if restored else ""
-    return said + ("" if any((folder / "checkpoints").glob("step-*")) else "; there is no checkpoint before the next save")
+    lock_run_folder(folder)
+    if not (folder / "config.yaml").exists():
+        save_config(config, folder / "config.yaml")
 
 
 def open_inside(folder: Path, name: str, mode: str) -> IO[Any]:

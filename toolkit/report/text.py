@@ -78,10 +78,10 @@ def _score_first_lines(predictions_path: Path) -> dict[str, float]:
     """`rougeL_line1` in percent; empty if no texts were generated."""
     if not predictions_path.exists():
         return {}
-    from toolkit.evaluation.rouge import Rouge
+    from toolkit.evaluation.rouge import mean_scores, rouge_scores
 
     if not (lines := load_json_lines(predictions_path)):
         return {}
     first_lines = [line["prediction"].strip().partition("\n")[0] for line in lines]
-    scores = Rouge().compute(predictions=first_lines, references=[line["reference"] for line in lines])
+    scores = mean_scores(rouge_scores(first_lines, [line["reference"] for line in lines]))
     return {"rougeL_line1": scores["rougeL"]}

@@ -77,7 +77,7 @@ def save_memory(folder: Path, memory: StepMemory, metrics: MetricsLog) -> None:
         "row_tokens": largest[4],
     }
     launched_with = find_accelerate_yaml()
-    metrics.restore()  # and the run folder, if it has been removed
+    metrics.reopen()  # and the run folder, if it has been removed
     try:
         (folder / MEMORY_FILE).write_text(json.dumps(found, indent=2) + "\n")
         if launched_with is not None:

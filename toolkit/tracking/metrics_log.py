@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import json
 import logging
 import math
@@ -29,16 +28,14 @@ class MetricsLog:
     """`metrics.jsonl`, open for appending. When `write` returns, the operating system has the line.
 
     Only one rank writes, so a failing disk does not raise there: it sets `error`, which all ranks must then agree on. If somebody
-    removes, replaces or truncates the file during the run, the next write restores it from the open file and the evaluations in
-    memory.
+    removes, replaces or truncates the file during the run, the next write says so and goes on in the file that is there then.
     """
 
-    def __init__(self, path: Path, is_writer: bool, restore_folder: Callable[[Path], str] = lambda folder: ""):
-        """`restore_folder` restores the other files of a run folder that was removed, and returns what to print about it."""
+    def __init__(self, path: Path, is_writer: bool, restore_folder: Callable[[], None] = lambda: None):
+        """`restore_folder` makes a run folder that was removed again."""
         self.path = path
         self.error: UserError | None = None
         self._restore_folder = restore_folder
-        self._evaluations: list[dict[str, Any]] = []
         self._noted: set[str] = set()
         self._file: Any = None
         if is_writer:
@@ -63,9 +60,7 @@ class MetricsLog:
                 line[name] = value
         self.note_lost_outputs(step)
         text = encode_json_line(line)
-        self.restore()
-        if kind == "eval":
-            self._evaluations.append(line)
+        self.reopen()
         if self.error is not None:
             return
         try:
@@ -84,37 +79,44 @@ class MetricsLog:
                 self.write("lost_output", step, name=name, reason=reason)
 
     def load(self) -> list[dict[str, Any]]:
-        """All lines so far, on the rank that writes; at least all evaluations, whatever happens to the file."""
-        self.restore()
-        return self._lines_left()
+        """All lines so far, on the rank that writes, without any that others wrote into the file during the run."""
+        self.reopen()
+        lines: list[dict[str, Any]] = []
+        num_foreign = 0
+        with contextlib.suppress(OSError):
+            for text in filter(None, self.path.read_bytes().splitlines()):
+                try:
+                    line = json.loads(text)
+                    is_ours = isinstance(line, dict) and {"kind", "step"} <= line.keys()
+                except (ValueError, RecursionError):
+                    is_ours = False
+                lines += [line] if is_ours else []
+                num_foreign += not is_ours
+        if num_foreign:
+            logger.warning(f"{num_foreign} lines of {self.path} were changed or added during the run and are left out")
+        return lines
 
-    def restore(self) -> None:
-        """Check with one `stat` that the file is unchanged; else write its lines again, and print what was lost."""
+    def reopen(self) -> None:
+        """Check with one `stat` that the file is unchanged; else open the one that is there now, or a new one, and say so."""
         if self._file is None or self.error is not None:
             return
         try:
-            if (trouble := self._trouble()) is None:
-                return
-            about_folder = self._restore_folder(self.path.parent)
-            lines = self._lines_left()
-            content = b"".join(map(encode_json_line, lines))
-            if trouble == "replaced":
-                other = _free_name(self.path.with_name(f"{self.path.name}.found"))
-                os.replace(self.path, other)
-            is_whole = len(content) >= self._num_bytes
-            with written_beside(self.path) as beside:
-                beside.write_bytes(content)
+            with contextlib.suppress(FileNotFoundError):
+                there = os.stat(self.path)
+                if os.path.samestat(there, self._opened) and there.st_size >= self._num_bytes:
+                    return
+            self._restore_folder()
             with contextlib.suppress(OSError):  # removed on another node of a network file system
                 self._file.close()
             self._open()
+            if self._num_bytes:  # its last line may be torn
+                self._num_bytes += self._file.write(b"\n")
         except OSError as error:
             self.note_failure(self.path, error)
         except UserError as error:
             self.error = error
         else:
-            kept = f"its {len(lines)} lines are restored" if is_whole else f"{len(lines)} lines, with all evaluations, are left"
-            found = f" (the other file is {other.name} now)" if trouble == "replaced" else ""
-            logger.warning(f"{self.path} was {trouble} during the run{found}: {kept}{about_folder}")
+            logger.warning(f"{self.path} was removed or changed during the run: figures that it no longer has are lost")
 
     def note_failure(self, path: Path, error: OSError) -> None:
         """Remember, on any rank, that a file of figures cannot be written; the first failure counts."""
@@ -124,7 +126,7 @@ class MetricsLog:
 
     def sync(self) -> None:
         """Fsync all lines so far, so that they survive a power failure, as a checkpoint does."""
-        self.restore()
+        self.reopen()
         if self._file is not None and self.error is None:
             try:
                 os.fsync(self._file.fileno())
@@ -148,7 +150,7 @@ class MetricsLog:
 
         def truncate() -> None:
             if self._file is not None:
-                self.restore()
+                self.reopen()
                 if self.error is not None:
                     raise self.error
                 self._file.close()
@@ -157,7 +159,6 @@ class MetricsLog:
                         _keep_lines(path, stays)
                 with _raised_as_user_error(self.path):
                     self._open()
-                    self._evaluations = [line for line in load_metrics(self.path) if line["kind"] == "eval"]
 
         on_all_ranks(truncate)
 
@@ -168,41 +169,8 @@ class MetricsLog:
 
     def _open(self) -> None:
         self._file = self.path.open("ab", buffering=0)
-        there = os.fstat(self._file.fileno())
-        self._place, self._num_bytes = (there.st_dev, there.st_ino), there.st_size
-
-    def _trouble(self) -> str | None:
-        try:
-            there = os.stat(self.path)
-        except FileNotFoundError:
-            return "removed"
-        if (there.st_dev, there.st_ino) != self._place:
-            return "replaced"
-        return "cut" if there.st_size < self._num_bytes else None
-
-    def _lines_left(self) -> list[dict[str, Any]]:
-        """The lines of the open file, even if its name is gone, and the evaluations that it has lost."""
-        lines: list[dict[str, Any]] = []
-        num_foreign = 0
-        with contextlib.suppress(OSError):  # removed on another node of a network file system
-            for text in Path(f"/dev/fd/{self._file.fileno()}").read_bytes().splitlines():
-                try:
-                    line = json.loads(text)
-                    is_ours = isinstance(line, dict) and {"kind", "step"} <= line.keys()
-                except (ValueError, RecursionError):
-                    is_ours = False
-                lines += [line] if is_ours else []
-                num_foreign += not is_ours
-        if num_foreign:
-            logger.warning(f"{num_foreign} lines of {self.path} were changed or added during the run and are left out")
-        there = {line["step"] for line in lines if line["kind"] == "eval"}
-        return lines + [line for line in self._evaluations if line["step"] not in there]
-
-
-def _free_name(path: Path) -> Path:
-    """`path`, or the first of `path-2`, `path-3`, … that does not exist."""
-    names = itertools.chain([path], (path.with_name(f"{path.name}-{number}") for number in itertools.count(2)))
-    return next(name for name in names if not os.path.lexists(name))
+        self._opened = os.fstat(self._file.fileno())
+        self._num_bytes = self._opened.st_size
 
 
 @contextlib.contextmanager

@@ -112,7 +112,7 @@ def format_table(rows: dict[str, dict[str, float]], choice: Sequence[str] = SHOW
 def _baselines(train_rows: Dataset, eval_rows: Dataset) -> dict[str, dict[str, float]]:
     """ROUGE of the lead sentence and of the best constant summary."""
     from toolkit.evaluation.baselines import best_constant, lead_sentence
-    from toolkit.evaluation.rouge import Rouge
+    from toolkit.evaluation.rouge import mean_scores, rouge_scores
 
     references = eval_rows["target"][:]
     constant = best_constant(train_rows["target"][:], references)
@@ -121,7 +121,7 @@ def _baselines(train_rows: Dataset, eval_rows: Dataset) -> dict[str, dict[str, f
         f"constant {json.dumps(constant, ensure_ascii=False)}"[:48]: [constant] * len(references),
     }
     return {
-        name: Rouge().compute(predictions=texts, references=references) | {"percent_distinct": 100 * len(set(texts)) / len(texts)}
+        name: mean_scores(rouge_scores(texts, references)) | {"percent_distinct": 100 * len(set(texts)) / len(texts)}
         for name, texts in predictions.items()
     }
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import shlex
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -94,7 +95,7 @@ def start_run(
         UserError: the checkpoint belongs to another run, or the folder cannot be written; on every rank.
     """
     folder, steps, goal = context.run_folder, num_steps(config, plan), build_goal(config.eval, evaluation)
-    metrics = open_metrics(folder)
+    metrics = open_metrics(config, folder)
     data = describe_data(rows, evaluation)
     run = Run(config, folder, sharded, optimizer, plan, rows.train, evaluation, identity, metrics, steps, goal, context.own, data)
     resume(run, context.resume_from)
@@ -105,13 +106,14 @@ def start_run(
     return run
 
 
-def open_metrics(run_folder: Path) -> MetricsLog:
+def open_metrics(config: Any, run_folder: Path) -> MetricsLog:
     """Open `metrics.jsonl`, which rank 0 writes. Collective.
 
     Raises:
         UserError: the file cannot be read or written, or is broken; on every rank.
     """
-    return on_all_ranks(lambda: MetricsLog(run_folder / "metrics.jsonl", rank() == 0, restore_run_folder))
+    restore = partial(restore_run_folder, config, run_folder)
+    return on_all_ranks(lambda: MetricsLog(run_folder / "metrics.jsonl", rank() == 0, restore))
 
 
 def resume(run: Run, folder: Path | None) -> None:

@@ -28,7 +28,6 @@ def identity(model_config_hash: str = "m", **changes: Any) -> Identity:
         ({}, {}, None, True),
         ({"num_beams": 4}, {}, None, False),
         ({"rows": "b"}, {}, "other rows are evaluated", False),
-        ({"rows": "b"}, {"format_version": 3}, "an older version measured it", False),
         ({"num_beams": 4}, {"compared": ("rows", "num_beams")}, "eval.num_beams is 1 now", False),
         ({}, {"metric": "rougeL"}, "eval.best_metric is rougeL now", True),
     ],
@@ -37,7 +36,6 @@ def test_the_best_value_is_forgotten_where_figures_would_not_be_equals(
     theirs: dict[str, Any], ours: dict[str, Any], reason: str | None, keeps_metrics: bool
 ) -> None:
     manifest = {
-        "format_version": ours.pop("format_version", 4),
         "identity": {"config": SETTINGS},
         "measured_on": LOSS.measured_on | theirs,
     }

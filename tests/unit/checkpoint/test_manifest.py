@@ -9,14 +9,14 @@ import pytest
 
 from tests.support.checkpoint_files import change_manifest, make_checkpoint
 from toolkit.checkpoint.find import newest_valid
-from toolkit.checkpoint.manifest import MANIFEST, read_manifest
+from toolkit.checkpoint.manifest import MANIFEST
 
 
 @pytest.mark.parametrize(
     ("version", "sentence"),
     [
-        (2, "has checkpoint format 2; this version reads 3 and 4: export it with the version that wrote it, and give"),
-        (5, "has checkpoint format 5; this version reads 3 and 4: update the toolkit"),
+        (3, "has checkpoint format 3; this version reads 4: export it with the version that wrote it, and give"),
+        (5, "has checkpoint format 5; this version reads 4: update the toolkit"),
         ("3", "names no checkpoint format (format_version is '3')"),
         (None, "names no checkpoint format (format_version is None)"),
         (True, "names no checkpoint format (format_version is True)"),
@@ -28,23 +28,16 @@ def test_another_format_version_is_refused(tmp_path: Path, version: Any, sentenc
     assert found is None and refused.startswith(f"step-00000003 {sentence}")
 
 
-def test_the_format_version_before_is_read(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, 3)
-    assert read_manifest(folder)["format_version"] == 4
-    change_manifest(folder, lambda manifest: manifest.update(format_version=3))
-    assert newest_valid(tmp_path) == (folder, [])
-
-
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
         *(
             (lambda m, key=key: m.pop(key), f"{key} is missing")
-            for key in ("step", "files", "identity", "state", "world_size", "metrics")
+            for key in ("step", "files", "identity", "state", "world_size", "metrics", "measured_on")
         ),
         *(
             (lambda m, key=key: m.update({key: "x"}), f"{key} is 'x', not a ")
-            for key in ("step", "files", "identity", "state", "world_size", "metrics")
+            for key in ("step", "files", "identity", "state", "world_size", "metrics", "measured_on")
         ),
         (lambda m: m.update(world_size=True), "world_size is True, not a whole number"),
         (lambda m: m["identity"].pop("config"), "identity.config is missing"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.checkpoint_files import LOSS, change_manifest, make_checkpoint, names, prune_to
+from tests.support.checkpoint_files import LOSS, make_checkpoint, names, prune_to
 from toolkit.checkpoint.find import rank_checkpoints
 from toolkit.checkpoint.folders import list_checkpoints, step_folder
 from toolkit.checkpoint.manifest import MANIFEST
@@ -125,18 +125,3 @@ def test_how_texts_are_generated_matters_to_figures_of_texts_alone(
     make_checkpoint(tmp_path, 1, 0.3, {"rows": "a", "num_beams": 4})
     make_checkpoint(tmp_path, 2, 0.5, {"rows": "a", "num_beams": 1})
     assert [found.step for found in rank_checkpoints(tmp_path, replace(LOSS, compared=compared))] == order
-
-
-def test_checkpoints_of_older_versions_are_compared_with_their_equals(tmp_path: Path) -> None:
-    """They do not say what they were measured on, but their config does: the first so many rows."""
-    for step, loss, num_rows in ((1, 0.1, 10), (2, 0.3, 20), (3, 0.4, 20)):
-        folder = make_checkpoint(tmp_path, step, loss)
-
-        def make_older(manifest: dict[str, Any], num_rows: int = num_rows) -> None:
-            del manifest["measured_on"]
-            manifest["format_version"] = 3
-            manifest["identity"]["config"] = {"eval.num_rows": num_rows}
-
-        change_manifest(folder, make_older)
-    make_checkpoint(tmp_path, 4, 0.9)
-    assert [found.step for found in rank_checkpoints(tmp_path, LOSS)] == [4, 2, 3, 1]

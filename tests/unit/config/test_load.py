@@ -223,34 +223,6 @@ def test_what_is_no_field_is_said_where_it_is(key: str, where: str) -> None:
     assert refusal(f"--{key}", "3").startswith(f"unknown flag --{key}: {where}")
 
 
-OLD_NAME = "eval.stop_after is called eval.early_stopping_patience now; the old name works in this version only\n"
-
-
-def test_an_old_name_of_a_key_is_read_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path, "eval:\n  every_steps: 1\n  stop_after: 3\noptim: {lr: 1e-4}\n")
-    config = load("--config", str(path))
-    assert (config.eval.early_stopping_patience, config.optim.lr) == (3, 1e-4)
-    assert capsys.readouterr().err == f"WARNING: {path}, line 3: {OLD_NAME}"
-    for flag in (["--eval.stop_after", "2"], ["--eval.stop_after=2"]):
-        assert load("--config", str(path), *flag).eval.early_stopping_patience == 2
-        assert capsys.readouterr().err == f"WARNING: --{OLD_NAME}WARNING: {path}, line 3: {OLD_NAME}"
-    assert "every_steps" in refusal("--eval.stop_after=2")
-
-
-def test_what_is_wrong_with_an_old_name_is_said_of_the_new_one(tmp_path: Path) -> None:
-    path = write(tmp_path, "eval:\n  stop_after: many\n")
-    sentence = "eval.early_stopping_patience is many: write a whole number of 1 or more or null"
-    assert refusal("--config", str(path)) == f"{path}, line 2: {sentence}"
-    write(tmp_path, "eval:\n  stop_after: 2\n  early_stopping_patience: 2\n")
-    assert "line 3: eval.early_stopping_patience was given before, on line 2" in refusal("--config", str(path))
-
-
-def test_old_names_lead_to_keys_of_the_same_section() -> None:
-    fields = {*known_keys(SummarizationConfig)[0], *known_keys(LLMConfig)[0]}
-    assert set(config_names.RENAMED_KEYS.values()) <= fields
-    assert all(old not in fields and old.split(".")[0] == new.split(".")[0] for old, new in config_names.RENAMED_KEYS.items())
-
-
 def test_names_of_other_trainers_mean_one_field_of_each_recipe() -> None:
     every_field = {*known_keys(SummarizationConfig)[0], *known_keys(LLMConfig)[0]}
     assert config_names._NAMES.keys() <= every_field

@@ -1,16 +1,13 @@
-"""ROUGE rows, their mean and the `evaluate.Metric` around them."""
+"""ROUGE rows and their mean."""
 
 from __future__ import annotations
 
-import math
 import random
-import socket
 
-import evaluate
 import pytest
 from rouge_score.rouge_scorer import RougeScorer
 
-from toolkit.evaluation.rouge import ROUGE_KEYS, Rouge, mean_scores, rouge_scores
+from toolkit.evaluation.rouge import ROUGE_KEYS, mean_scores, rouge_scores
 from toolkit.evaluation.text import (
     ROUGE_SCORE_WORDS,
     UNICODE_WORDS,
@@ -126,39 +123,10 @@ def test_mean_is_the_same_to_the_bit_in_any_order():
     assert mean_scores({"rouge1": values}) == mean_scores({"rouge1": shuffled})
 
 
-def test_metric_is_the_mean_of_the_rows_in_one_call_and_in_batches():
-    expected = {key: math.fsum(row) / len(PREDICTIONS) for key, row in rouge_scores(PREDICTIONS, REFERENCES).items()}
-    metric = Rouge()
-    assert metric.compute(predictions=PREDICTIONS, references=REFERENCES) == expected
-    metric.add_batch(predictions=PREDICTIONS[:2], references=REFERENCES[:2])
-    metric.add_batch(predictions=PREDICTIONS[2:], references=REFERENCES[2:])
-    assert metric.compute() == expected
-    assert all(0 < value < 100 for value in expected.values())
-
-
-def test_two_metrics_at_once_do_not_share_rows():
-    first, second = Rouge(), Rouge()
-    first.add_batch(predictions=["a b"], references=["a b"])
-    second.add_batch(predictions=["a b"], references=["c d"])
-    assert (first.compute()["rouge1"], second.compute()["rouge1"]) == (100.0, 0.0)
-    assert first.data_dir != second.data_dir
-
-
-def test_works_without_network_or_a_writable_cache(tmp_path, monkeypatch):
-    def refuse(*_args, **_options):
-        raise AssertionError("network used")
-
-    a_file = tmp_path / "a file where the cache folder would be"
-    a_file.touch()
-    monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", str(a_file))
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    assert Rouge().compute(predictions=["a b"], references=["a c"])["rouge1"] == 50.0
-
-
 def test_no_rows_and_unequal_lengths_are_refused():
     assert rouge_scores([], []) == {key: [] for key in ROUGE_KEYS}
     with pytest.raises(ValueError, match="no rows"):
-        Rouge().compute(predictions=[], references=[])
+        mean_scores(rouge_scores([], []))
     with pytest.raises(ValueError, match="2 predictions for 1 references"):
         rouge_scores(["a", "b"], ["a"])
 

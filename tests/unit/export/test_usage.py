@@ -52,5 +52,7 @@ def test_what_a_run_kept_of_its_rows_is_not_taken_for_other_rows(tmp_path: Path)
     facts: dict[str, Any] = {"num_training_rows": 1, "num_held_out_rows": 1, "num_evaluated_rows": 1}
     data = RunData(fingerprint="f", stop_token_ids=[], check_rows=[], **facts)
     save_run_data(tmp_path, data, _build_tokenizer(("<pad>", "</s>")))
-    found = load_run_data(tmp_path, "f")
-    assert found is not None and found[0] == data and load_run_data(tmp_path, "other") is None
+    assert load_run_data(tmp_path, "f")[0] == data
+    sentence = f"{tmp_path} has no data.json or no tokenizer/ of the rows that it was trained on: start the run once more, which"
+    with pytest.raises(UserError, match=f"^{sentence} writes them again$"):
+        load_run_data(tmp_path, "other")

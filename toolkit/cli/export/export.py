@@ -21,21 +21,19 @@ from toolkit.config.load import RecipeConfig
 from toolkit.config.schema import LLMConfig
 from toolkit.data.collate import CausalCollator, Collator, SummarizationCollator, own_label_shift
 from toolkit.data.tokens.languages import start_generation
-from toolkit.data.tokens.prepare import prepare_rows
 from toolkit.distributed.comm import on_all_ranks, on_rank_0, rank, world_size
 from toolkit.distributed.watchdog import working
 from toolkit.errors import UserError
-from toolkit.evaluation.rows import EvaluationRows, choose_rows
+from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export.card import Origin
 from toolkit.export.next_commands import list_commands
-from toolkit.export.run_data import RunData, describe_data, load_run_data
+from toolkit.export.run_data import RunData, load_run_data
 from toolkit.export.write import export_model
 from toolkit.launch.accelerate_yaml import find_accelerate_yaml
 from toolkit.launch.accelerator import build_accelerator, connect_devices, frozen_dtype
 from toolkit.launch.environment import is_launched
 from toolkit.launch.same_run import describe_config
 from toolkit.models.config import special_tokens
-from toolkit.models.load import num_token_embeddings
 from toolkit.models.lora import is_enabled
 from toolkit.parallel.wrap import shard_model
 from toolkit.report.record import RECORD_FILE
@@ -117,34 +115,16 @@ def _export(options: Options, config: RecipeConfig) -> None:
 def _load_data(
     run_folder: Path, config: RecipeConfig, model_config: PretrainedConfig, skeleton: PreTrainedModel, fingerprint: str
 ) -> tuple[RunData, EvaluationRows]:
-    """What the run kept of its rows; for runs of a version that kept nothing, the rows themselves are read. Collective.
+    """What the run kept of its rows. Collective.
 
     Raises:
-        UserError: the rows cannot be read, or are others; on every rank.
+        UserError: it is not there, or of other rows; on every rank.
     """
     from datasets import Dataset
 
-    if on_rank_0(lambda: load_run_data(run_folder, fingerprint) is not None):
-        found = on_all_ranks(lambda: load_run_data(run_folder, fingerprint))
-        assert found is not None, "a folder that all nodes share"
-        data, tokenizer = found
-        return data, EvaluationRows(
-            Dataset.from_list(data.check_rows),
-            tokenizer,
-            _build_collator(config, model_config, skeleton, tokenizer),
-            tuple(data.stop_token_ids),
-        )
-    logger.info(f"{run_folder} has kept nothing of its rows: reading them again")
-    rows = prepare_rows(config.data, config.model, num_token_embeddings(skeleton))
-    if rows.fingerprint != fingerprint:
-        raise UserError(f"the data is not what {run_folder} was trained on: give its rows and its tokenizer back")
-    evaluation = EvaluationRows(
-        choose_rows(rows.evaluation, config.eval.num_rows),
-        rows.tokenizer,
-        _build_collator(config, model_config, skeleton, rows.tokenizer),
-        rows.stop_token_ids,
-    )
-    return describe_data(rows, evaluation), evaluation
+    data, tokenizer = on_all_ranks(lambda: load_run_data(run_folder, fingerprint))
+    collator = _build_collator(config, model_config, skeleton, tokenizer)
+    return data, EvaluationRows(Dataset.from_list(data.check_rows), tokenizer, collator, tuple(data.stop_token_ids))
 
 
 def _build_collator(config: RecipeConfig, model_config: PretrainedConfig, skeleton: PreTrainedModel, tokenizer: Any) -> Collator:
@@ -177,7 +157,7 @@ def _load_about(run_folder: Path) -> tuple[list[dict[str, Any]], dict[str, str] 
         lines = load_metrics(run_folder / "metrics.jsonl")
     except (OSError, UserError) as error:
         logger.warning(f"the model card has no figures: {error}")
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a run of an older version has none
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it is gone, or not what a run writes
         versions = {
             str(name): str(number) for name, number in json.loads((run_folder / RECORD_FILE).read_text())["versions"].items()
         }
