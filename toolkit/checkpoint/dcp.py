@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 
 from toolkit.distributed.comm import control_group, gather_objects, rank
 from toolkit.distributed.progress import Phase
+from toolkit.errors import refused
 
 # DCP warns whenever one process saves without a process group, as with the `single` preset.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -56,7 +57,7 @@ def save_tensors(tensors: Tensors, folder: Path, group: dist.ProcessGroup | None
     # On a machine with a GPU, DCP's overlapping loader makes its thread wait for the GPU's current stream, so for training
     # (torch/distributed/checkpoint/filesystem.py:161). Staged tensors need no loader that overlaps.
     is_staged = all(_is_on_host(tensor) for tensor in tensors.values())
-    writer = dcp.FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0 if is_staged else _COPY_AHEAD_BYTES)
+    writer = _Writer(folder, sync_files=True, per_thread_copy_ahead=0 if is_staged else _COPY_AHEAD_BYTES)
     try:
         with Phase(f"writing {folder.parent.stem}", None, "B") as writing:
             dcp.save(tensors, storage_writer=writer, planner=_ShownPlanner(writing), process_group=group)
@@ -123,6 +124,17 @@ def _raise_together(check: Callable[[], None]) -> None:
         sentence = str(error)
     if first := next((gathered for gathered in gather_objects(sentence) if gathered is not None), None):
         raise ValueError(first)
+
+
+class _Writer(dcp.FileSystemWriter):
+    """torch's default, but it raises what the system refused: only the type and text of an error reach the other ranks."""
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
+        """Write this rank's file."""
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:  # torch's zip writer raises a RuntimeError about positions in the file
+            raise refused(error) or error from None
 
 
 class _ShownPlanner(dcp.DefaultSavePlanner):
@@ -197,7 +209,9 @@ class _SafeReader(dcp.FileSystemReader):
         try:
             stored = torch.load(self._slice_file(file, self.storage_data[index]), map_location="cpu", weights_only=True)
         except Exception as error:  # as above; torch's message advises weights_only=False
-            raise ValueError(f"{self.folder / name} holds no tensor for {index.fqn} ({type(error).__name__})") from None
+            raise ValueError(
+                f"{self.folder / name} holds no tensor for {index.fqn} ({refused(error) or type(error).__name__})"
+            ) from None
         if type(stored) is not torch.Tensor or stored.layout != torch.strided or stored.device.type != "cpu":
             raise ValueError(f"{self.folder / name} holds no plain tensor for {index.fqn}")
         dtype = about.properties.dtype

@@ -35,7 +35,7 @@ from toolkit.distributed.comm import gather_objects, raise_together, rank, save_
 from toolkit.distributed.device import synchronize
 from toolkit.distributed.rng import capture_random_state, save_random_state
 from toolkit.distributed.watchdog import at, working
-from toolkit.errors import Stopped, UserError
+from toolkit.errors import Stopped, UserError, refused
 from toolkit.files.durable import describe_files
 from toolkit.parallel.wrap import ShardedModel
 
@@ -239,8 +239,8 @@ class CheckpointWriter:
             result = work()
         except BaseException as e:  # any error: if this rank left here, the others would hang
             error = e
-            text = " ".join(str(e).split())[:300]
-            refuses = isinstance(e, OSError | SafetensorError)
+            text = " ".join(str(refused(e) or e).split())[:300]
+            refuses = isinstance(e, OSError | SafetensorError) or refused(e)
             failure = (UserError, text) if refuses else (RuntimeError, f"{type(e).__name__}: {text}")
             if isinstance(e, FileNotFoundError):
                 failure = (_Removed, text)

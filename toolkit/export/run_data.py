@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.data.tokens.prepare import TokenizedRows
-from toolkit.errors import UserError
+from toolkit.errors import UserError, refused
 from toolkit.evaluation.rows import EvaluationRows
-from toolkit.files.durable import refused_write, save_json, written_beside
+from toolkit.files.durable import save_json, written_beside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,10 +72,10 @@ def save_run_data(run_folder: Path, data: RunData, tokenizer: PreTrainedTokenize
         with written_beside(run_folder / DATA_FILE) as beside:
             save_json(beside, dataclasses.asdict(data))
     except Exception as error:  # a tokenizer raises nothing more exact
-        reason = refused_write(error) or (error.strerror if isinstance(error, OSError) else None)
-        if reason is None:
+        found = refused(error) or error
+        if not isinstance(found, OSError):
             raise
-        raise UserError(f"{run_folder / TOKENIZER} cannot be written ({reason}): fix that first") from None
+        raise UserError(f"{run_folder / TOKENIZER} cannot be written ({found.strerror}): fix that first") from None
 
 
 def load_run_data(run_folder: Path, fingerprint: str) -> tuple[RunData, PreTrainedTokenizerBase] | None:
