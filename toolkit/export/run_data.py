@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+import logging
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.errors import UserError, refused
 from toolkit.evaluation.rows import EvaluationRows
-from toolkit.files.durable import save_json, written_beside
+from toolkit.files.durable import describe_files, fsync_names, list_files, save_json, written_beside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger("toolkit")
 
 DATA_FILE, TOKENIZER = "data.json", "tokenizer"
 
@@ -38,6 +43,8 @@ class RunData:
     stop_token_ids: list[int]
     check_rows: list[dict[str, list[int]]]
     """From `cut_check_rows`."""
+    tokenizer_files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Size and hash of each file in `tokenizer/`; empty before they are written, or if an older version wrote them."""
 
 
 def cut_check_rows(data: EvaluationRows) -> list[dict[str, list[int]]]:
@@ -59,40 +66,57 @@ def describe_data(rows: TokenizedRows, evaluation: EvaluationRows) -> RunData:
 
 
 def save_run_data(run_folder: Path, data: RunData, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write tokenizer and facts, unless they are there. For rank 0 only.
+    """Write tokenizer and facts, unless they are there, whole. For rank 0 only.
 
     Raises:
         UserError: they cannot be written.
     """
-    if (run_folder / TOKENIZER).is_dir() and _read(run_folder) == data:
-        return
+    folder = run_folder / TOKENIZER
+    with suppress(OSError, ValueError, TypeError):
+        kept = _read(run_folder)
+        if kept.tokenizer_files and dataclasses.replace(kept, tokenizer_files={}) == data:
+            return
     try:
         (run_folder / DATA_FILE).unlink(missing_ok=True)  # until the tokenizer beside it is complete
-        tokenizer.save_pretrained(run_folder / TOKENIZER)
+        shutil.rmtree(folder, ignore_errors=True)
+        tokenizer.save_pretrained(folder)
+        data = dataclasses.replace(data, tokenizer_files=_describe(folder))
+        fsync_names(folder)
         with written_beside(run_folder / DATA_FILE) as beside:
             save_json(beside, dataclasses.asdict(data))
     except Exception as error:  # a tokenizer raises nothing more exact
         found = refused(error) or error
         if not isinstance(found, OSError):
             raise
-        raise UserError(f"{run_folder / TOKENIZER} cannot be written ({found.strerror}): fix that first") from None
+        raise UserError(f"{folder} cannot be written ({found.strerror}): fix that first") from None
 
 
 def load_run_data(run_folder: Path, fingerprint: str) -> tuple[RunData, PreTrainedTokenizerBase] | None:
-    """The facts about the rows of this fingerprint, and their tokenizer; None where a run has not kept them."""
+    """The facts about the rows of this fingerprint, and their tokenizer; None where a run has not kept them, or not whole."""
     from transformers import AutoTokenizer
 
-    data = _read(run_folder)
-    if data is None or data.fingerprint != fingerprint:
-        return None
     try:
-        return data, AutoTokenizer.from_pretrained(run_folder / TOKENIZER)
-    except (OSError, ValueError):
+        data = _read(run_folder)
+        return (data, AutoTokenizer.from_pretrained(run_folder / TOKENIZER)) if data.fingerprint == fingerprint else None
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # a damaged tokenizer may raise anything
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        logger.warning(f"what {run_folder} has kept of its rows is damaged ({reason}): the run's own command writes it again")
         return None
 
 
-def _read(run_folder: Path) -> RunData | None:
-    try:
-        return RunData(**json.loads((run_folder / DATA_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
+def _read(run_folder: Path) -> RunData:
+    """The facts, after a check that the tokenizer's files are those that they name.
+
+    Raises:
+        OSError, ValueError, TypeError: they are not.
+    """
+    data = RunData(**json.loads((run_folder / DATA_FILE).read_text(encoding="utf-8")))
+    if data.tokenizer_files and _describe(run_folder / TOKENIZER) != data.tokenizer_files:
+        raise ValueError(f"the files in {run_folder / TOKENIZER} are not those that the run wrote")
+    return data
+
+
+def _describe(folder: Path) -> dict[str, dict[str, Any]]:
+    return describe_files(folder, [name for name in list_files(folder) if not name.startswith(".")])  # file browsers leave some

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +54,56 @@ def test_what_makes_tokens_of_texts_comes_back(tmp_path: Path) -> None:
 
 
 def test_what_a_run_kept_of_its_rows_is_not_taken_for_other_rows(tmp_path: Path) -> None:
-    facts: dict[str, Any] = {"num_training_rows": 1, "num_held_out_rows": 1, "num_evaluated_rows": 1}
-    data = RunData(fingerprint="f", stop_token_ids=[], check_rows=[], **facts)
-    save_run_data(tmp_path, data, _build_tokenizer(("<pad>", "</s>")))
-    found = load_run_data(tmp_path, "f")
-    assert found is not None and found[0] == data and load_run_data(tmp_path, "other") is None
+    found = keep(tmp_path)
+    assert found is not None and load_run_data(tmp_path, "other") is None
+    assert dataclasses.replace(found[0], tokenizer_files={}) == DATA
+
+
+DATA = RunData(fingerprint="f", num_training_rows=1, num_held_out_rows=1, num_evaluated_rows=1, stop_token_ids=[], check_rows=[])
+
+
+def keep(run: Path) -> tuple[RunData, Any] | None:
+    save_run_data(run, DATA, _build_tokenizer(("<pad>", "</s>")))
+    return load_run_data(run, "f")
+
+
+def flip_digit(path: Path) -> None:
+    text = path.read_text()
+    digit = re.search(r"\d", text)
+    assert digit is not None
+    path.write_text(f"{text[: digit.start()]}{(int(digit[0]) + 1) % 10}{text[digit.end() :]}")
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a digit of the tokenizer": lambda run: flip_digit(run / "tokenizer" / "tokenizer.json"),
+    "a short tokenizer": lambda run: os.truncate(run / "tokenizer" / "tokenizer.json", 100),
+    "no tokenizer": lambda run: shutil.rmtree(run / "tokenizer"),
+    "a lost file": lambda run: (run / "tokenizer" / "tokenizer_config.json").unlink(),
+    "one file more": lambda run: (run / "tokenizer" / "added_tokens.json").write_text("{}"),
+    "no list": lambda run: (run / "data.json").write_text("7"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_what_a_run_kept_is_not_used_when_damaged_and_its_command_repairs_it(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keep(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
+    DAMAGES[name](tmp_path)
+    assert load_run_data(tmp_path, "f") is None
+    [record] = caplog.records
+    sentence = rf"what {tmp_path} has kept of its rows is damaged \(.+\): the run's own command writes it again"
+    assert re.fullmatch(sentence, record.getMessage())
+    assert keep(tmp_path) is not None
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.json")} == before
+
+
+def test_what_an_older_version_kept_is_used_unless_it_cannot_be_read(tmp_path: Path) -> None:
+    keep(tmp_path)
+    about = json.loads((tmp_path / "data.json").read_text())
+    del about["tokenizer_files"]
+    (tmp_path / "data.json").write_text(json.dumps(about))
+    assert load_run_data(tmp_path, "f") is not None
+    os.truncate(tmp_path / "tokenizer" / "tokenizer.json", 100)
+    assert load_run_data(tmp_path, "f") is None
