@@ -11,7 +11,6 @@ import math
 import pickle
 import re
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,9 +21,9 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
-from toolkit.distributed.comm import control_group, gather_objects, rank
+from toolkit.distributed.comm import control_group, on_all_ranks, rank
 from toolkit.distributed.progress import Phase
-from toolkit.errors import refused
+from toolkit.errors import UserError, refused
 
 # DCP warns whenever one process saves without a process group, as with the `single` preset.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -74,7 +73,14 @@ def load_tensors(tensors: Tensors, folder: Path) -> None:
         ValueError: a tensor is missing or has another shape, or a file is not what `save_tensors` writes; on every rank.
     """
     reader = _SafeReader(folder)
-    _raise_together(lambda: _check_fits(tensors, reader.read_metadata(), folder))
+
+    def check() -> None:
+        try:
+            _check_fits(tensors, reader.read_metadata(), folder)
+        except (ValueError, OSError) as error:
+            raise UserError(str(error)) from None
+
+    on_all_ranks(check)
     try:
         dcp.load(tensors, storage_reader=reader, process_group=control_group())
     except CheckpointException as error:  # whose own text holds the tracebacks of all ranks
@@ -113,17 +119,6 @@ def _check_fits(tensors: Tensors, metadata: Metadata, folder: Path) -> None:
             stored.properties.dtype.is_floating_point and tensor.is_floating_point()
         ):
             raise ValueError(f"{folder} holds {name} as {stored.properties.dtype}, not {tensor.dtype}")
-
-
-def _raise_together(check: Callable[[], None]) -> None:
-    """Call `check` and raise the first rank's ValueError on every rank; a rank that continued alone would hang. Collective."""
-    sentence = None
-    try:
-        check()
-    except (ValueError, OSError) as error:
-        sentence = str(error)
-    if first := next((gathered for gathered in gather_objects(sentence) if gathered is not None), None):
-        raise ValueError(first)
 
 
 class _Writer(dcp.FileSystemWriter):
