@@ -12,14 +12,7 @@ import torch
 
 from toolkit.checkpoint.find import Goal, best_value
 from toolkit.checkpoint.folders import step_of_name
-from toolkit.checkpoint.load import (
-    best_of_run,
-    describe_versions,
-    forget_unequal,
-    load_checkpoint,
-    load_manifest,
-    load_weights,
-)
+from toolkit.checkpoint.load import best_of_run, describe_versions, forget_unequal, load_checkpoint, load_manifest, load_weights
 from toolkit.checkpoint.save import CheckpointWriter
 from toolkit.checkpoint.state import Identity, TrainState
 from toolkit.config.load import RecipeConfig
