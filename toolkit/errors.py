@@ -8,11 +8,13 @@ it.
 from __future__ import annotations
 
 import atexit
+import errno
 import json
 import os
 import re
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +25,52 @@ from types import FrameType
 
 class UserError(ValueError):
     """A user's mistake: one clear sentence, no traceback, exit code 2."""
+
+
+_WAYS_OUT = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room there"),
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    errno.EROFS: "mount it writable",
+    **dict.fromkeys((errno.EIO, errno.ESTALE), "check that disk or network file system"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit on open files (ulimit -n)"),
+    errno.ENOMEM: "free memory on this machine, or take one that has more",
+}
+_ERROR_OF_RUST = re.compile(r"\(os error (\d+)\)")
+
+
+def refused(error: BaseException | None) -> OSError | None:
+    """What the operating system refused, if that caused `error`: a full or failing disk, too many open files, no memory.
+
+    Libraries raise errors of their own. torch's zip writer raises a RuntimeError that has the OSError in its context; the errors
+    of `tokenizers`, safetensors, gloo, torch's allocator and loader workers have it only in their text.
+    """
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        number = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
+        if number is None and not isinstance(error, UserError):
+            found = _ERROR_OF_RUST.search(str(error))
+            number = int(found[1]) if found else next((n for n in _WAYS_OUT if os.strerror(n) in str(error)), None)
+        if number in _WAYS_OUT or (isinstance(error, OSError) and number == errno.ENOENT and _lost_its_folder(error.filename)):
+            return error if isinstance(error, OSError) and error.errno else OSError(number, os.strerror(number))
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _lost_its_folder(path: str | None) -> bool:
+    """Whether that is a temporary file whose folder is gone, or a socket, whose error names no path."""
+    return path is None or (str(path).startswith(tempfile.gettempdir()) and not Path(path).parent.is_dir())
+
+
+def as_user_error(error: BaseException) -> UserError | None:
+    """The sentence about what the operating system `refused`; None for any other error."""
+    if (found := refused(error)) is None:
+        return None
+    where = f" ({found.filename})" if found.filename else ""
+    way_out = _WAYS_OUT.get(found.errno or 0, "do not clean the folder of temporary files (TMPDIR) while this runs")
+    user_error = UserError(f"the system refuses: {found.strerror}{where}; {way_out}, and start the same command again")
+    user_error.printed_by_every_rank = True  # type: ignore[attr-defined]
+    return user_error
 
 
 EXIT_USER_ERROR = 2
@@ -75,17 +123,25 @@ class RankLost(SystemExit):
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Turn a `UserError` into one line on stderr and exit code 2 on every rank. Other exceptions keep their traceback."""
+    """Turn a `UserError` into one line on stderr and exit code 2 on every rank, and so what the system `refused`.
+
+    Other exceptions keep their traceback, unless another rank has printed such a line: they follow from its end.
+    """
     launch = _launch_folder()
     if launch is not None:
         signal.signal(signal.SIGTERM, partial(_end_with_the_launch, launch))
     try:
         yield
-    except UserError as error:
-        if _speaks_for_this_error(error):
-            print(f"error: {one_line(str(error))}", file=sys.stderr, flush=True)
+    except Exception as error:
+        user_error = error if isinstance(error, UserError) else as_user_error(error)
+        if user_error is None and launch is not None and (launch / REFUSED).exists():
+            os._exit(EXIT_USER_ERROR)
+        if user_error is None:
+            raise
+        if _speaks_for_this_error(user_error):
+            print(f"error: {one_line(str(user_error))}", file=sys.stderr, flush=True)
         if launch is not None:
-            _save_error_file(error)
+            _save_error_file(user_error)
             _wait_for_local_ranks(launch)
         _leave(EXIT_USER_ERROR)
         raise SystemExit(EXIT_USER_ERROR) from None
@@ -122,6 +178,7 @@ def _speaks_for_this_error(error: UserError) -> bool:
     if agreed and os.environ.get("GROUP_RANK", "0") != "0":
         (launch / REFUSED).touch()
         return False
+    launch.mkdir(parents=True, exist_ok=True)  # TMPDIR may have been cleaned
     # torch elastic ends a node's processes a tenth of a second after one has failed. Local rank 0 may not have reached the error
     # by then, so the first rank that does prints it.
     try:

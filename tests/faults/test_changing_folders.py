@@ -11,6 +11,7 @@ import pytest
 
 from tests.faults.harness import attempt_with, run_with
 from tests.faults.workers.faulty_recipe import wrap
+from tests.recipes.test_best_weights import WORSENING
 from tests.support.workbench import Workbench, new_bench
 from toolkit.checkpoint.load import find_checkpoint
 from toolkit.errors import EXIT_USER_ERROR
@@ -87,6 +88,15 @@ def test_a_folder_that_is_removed_while_a_checkpoint_is_written(bench: Workbench
     assert set(outcome.returncodes) == {EXIT_USER_ERROR}, outcome.stderr
     (said,) = [line for line in outcome.stderr.splitlines() if "could not be written" in line]
     assert f"checkpoint {bench.runs}/saving/checkpoints/step-00000004 could not be written: [Errno 2] No such file" in said
+
+
+def test_a_best_checkpoint_that_is_removed_is_no_longer_the_best(bench: Workbench) -> None:
+    """The next evaluated step is better than all that are left, and is kept."""
+    changes = WORSENING | {"eval__early_stopping_patience": None, "export__weights": "last", "checkpoint__async_save": False}
+    run_with(bench, "best", partial(remove, bench.runs / "best/checkpoints/step-00000001", step=2), **changes)
+    losses = {line["step"]: line["loss"] for line in bench.lines("best", "eval") if line["step"]}
+    assert sorted(losses, key=lambda step: losses[step])[:2] == [1, 2]
+    assert bench.checkpoints("best") == ["step-00000002", "step-00000005"]
 
 
 def test_a_start_without_the_figures_of_the_steps_before(bench: Workbench) -> None:

@@ -88,3 +88,14 @@ def test_other_rows_and_more_steps_are_said_on_a_resume(bench: Workbench, worse:
     printed = bench.run("resumed", preset="single", **longer, eval__num_rows=4)
     assert f"the weights of step {best}, the best loss" in printed and "; none was measured on the rows, or with the " in printed
     assert f"no table: {bench.runs / 'resumed'} has no evaluation of these 4 held-out rows\n" in printed
+
+
+def test_a_complete_run_that_is_started_with_another_metric_measures_it(bench: Workbench) -> None:
+    """It trains no more, but it is evaluated again."""
+    short = {"train__max_steps": 2, "checkpoint__keep_best": 0}
+    bench.run("metric", **short, eval__generate=False)
+    assert "rougeL" not in bench.lines("metric", "eval")[-1]
+    printed = bench.run("metric", **short, eval__generate=True, eval__best_metric="rougeL")
+    assert "evaluation at step 2: " in printed and "step 2/2" not in printed
+    [line] = [line for line in bench.lines("metric", "eval") if line["step"] == 2]
+    assert "rougeL" in line

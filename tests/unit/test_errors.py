@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import logging
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from tests.support.launch import REPOSITORY
-from toolkit.errors import EXIT_USER_ERROR, UserError, exit_on_user_error
+from toolkit.errors import EXIT_USER_ERROR, UserError, as_user_error, exit_on_user_error, refused
 
 
 @pytest.mark.parametrize(
@@ -132,3 +135,86 @@ def test_control_characters_of_a_row_do_not_reach_the_terminal(
     printed = capsys.readouterr()
     assert printed.err == f"error: row 3 is {HARMLESS}:\\n\twrite é, 还\n"
     assert printed.out == f"the template says {HARMLESS}\n"
+
+
+def raised(chain: list[BaseException], link: str) -> BaseException:
+    """The first error, whose cause or context is the next, and so on."""
+    for error, before in itertools.pairwise(chain):
+        setattr(error, link, before)
+    return chain[0]
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device", "/run/shard")
+
+
+@pytest.mark.parametrize(
+    ("error", "number"),
+    [
+        (FULL, errno.ENOSPC),
+        (raised([RuntimeError("unexpected pos 1024 vs 918"), FULL], "__context__"), errno.ENOSPC),
+        (raised([RuntimeError("x"), ValueError("y"), FULL], "__cause__"), errno.ENOSPC),
+        (Exception("No space left on device (os error 28)"), errno.ENOSPC),
+        (RuntimeError("I/O error: Disk quota exceeded (os error 122)"), errno.EDQUOT),
+        (RuntimeError("[enforce fail at gloo/transport/tcp/device.cc:94] rv != -1. socket: Too many open files"), errno.EMFILE),
+        (RuntimeError("DefaultCPUAllocator: no 9 bytes. Error code 12 (Cannot allocate memory)"), errno.ENOMEM),
+        (OSError("Caught OSError in DataLoader worker process 0.\nOSError: [Errno 5] Input/output error"), errno.EIO),
+        (MemoryError(), errno.ENOMEM),
+        (raised([RuntimeError("x"), MemoryError()], "__context__"), errno.ENOMEM),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory"), errno.ENOENT),  # of a socket
+        (FileNotFoundError(errno.ENOENT, "x", f"{tempfile.gettempdir()}/nothing/here"), errno.ENOENT),
+        (FileNotFoundError(errno.ENOENT, "x", f"{tempfile.gettempdir()}/nothing"), None),
+        (FileNotFoundError(errno.ENOENT, "x", "/nothing/here"), None),
+        (Exception("no such file (os error 2)"), None),
+        (PermissionError(errno.EACCES, "Permission denied"), None),
+        (ValueError("28"), None),
+        (raised([cycle := ValueError("x"), ValueError("y"), cycle], "__context__"), None),
+    ],
+)  # fmt: skip
+def test_what_the_system_refused_is_found_behind_the_errors_of_libraries(error: BaseException, number: int | None) -> None:
+    found = refused(error)
+    assert (found and found.errno) == number
+    assert (as_user_error(error) is None) == (number is None)
+
+
+def test_what_the_system_refuses_is_one_sentence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "1")  # which may be the only rank that knows
+    with pytest.raises(SystemExit) as end, exit_on_user_error():
+        try:
+            raise FULL
+        except OSError:
+            raise RuntimeError("unexpected pos 1024 vs 918")  # noqa: B904
+    assert end.value.code == EXIT_USER_ERROR
+    assert capsys.readouterr().err == (
+        "error: the system refuses: No space left on device (/run/shard); make room there, and start the same command again\n"
+    )
+
+
+def test_under_the_real_launcher_a_rank_that_loses_the_refused_one_ends_with_2(tmp_path: Path) -> None:
+    """The folder of temporary files is cleaned before."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, shutil, time\n"
+        "import torch.distributed as dist\n"
+        "from toolkit.errors import exit_on_user_error\n"
+        "with exit_on_user_error():\n"
+        "    dist.init_process_group('gloo')\n"
+        "    dist.barrier()\n"
+        "    if os.environ['LOCAL_RANK'] == '1':\n"
+        "        shutil.rmtree(os.environ['TMPDIR'])\n"
+        "        raise OSError(5, 'Input/output error', 'weights')\n"
+        "    dist.barrier()\n"
+    )
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    preset = REPOSITORY / "accelerate_configs" / "ddp_cpu.yaml"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(preset), str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(temporary)}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    sentence = (
+        "error: the system refuses: Input/output error (weights); check that disk or network file system, and start the same"
+    )
+    assert ended.stderr.count("exitcode  : 2") == 2, ended.stderr
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and lines[0].startswith(sentence), ended.stderr
+    assert "gloo" not in ended.stderr, ended.stderr

@@ -11,7 +11,6 @@ import math
 import pickle
 import re
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,8 +21,9 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
-from toolkit.distributed.comm import control_group, gather_objects, rank
+from toolkit.distributed.comm import control_group, on_all_ranks, rank
 from toolkit.distributed.progress import Phase
+from toolkit.errors import UserError, refused
 
 # DCP warns whenever one process saves without a process group, as with the `single` preset.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -56,7 +56,7 @@ def save_tensors(tensors: Tensors, folder: Path, group: dist.ProcessGroup | None
     # On a machine with a GPU, DCP's overlapping loader makes its thread wait for the GPU's current stream, so for training
     # (torch/distributed/checkpoint/filesystem.py:161). Staged tensors need no loader that overlaps.
     is_staged = all(_is_on_host(tensor) for tensor in tensors.values())
-    writer = dcp.FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0 if is_staged else _COPY_AHEAD_BYTES)
+    writer = _Writer(folder, sync_files=True, per_thread_copy_ahead=0 if is_staged else _COPY_AHEAD_BYTES)
     try:
         with Phase(f"writing {folder.parent.stem}", None, "B") as writing:
             dcp.save(tensors, storage_writer=writer, planner=_ShownPlanner(writing), process_group=group)
@@ -73,7 +73,14 @@ def load_tensors(tensors: Tensors, folder: Path) -> None:
         ValueError: a tensor is missing or has another shape, or a file is not what `save_tensors` writes; on every rank.
     """
     reader = _SafeReader(folder)
-    _raise_together(lambda: _check_fits(tensors, reader.read_metadata(), folder))
+
+    def check() -> None:
+        try:
+            _check_fits(tensors, reader.read_metadata(), folder)
+        except (ValueError, OSError) as error:
+            raise UserError(str(error)) from None
+
+    on_all_ranks(check)
     try:
         dcp.load(tensors, storage_reader=reader, process_group=control_group())
     except CheckpointException as error:  # whose own text holds the tracebacks of all ranks
@@ -114,15 +121,15 @@ def _check_fits(tensors: Tensors, metadata: Metadata, folder: Path) -> None:
             raise ValueError(f"{folder} holds {name} as {stored.properties.dtype}, not {tensor.dtype}")
 
 
-def _raise_together(check: Callable[[], None]) -> None:
-    """Call `check` and raise the first rank's ValueError on every rank; a rank that continued alone would hang. Collective."""
-    sentence = None
-    try:
-        check()
-    except (ValueError, OSError) as error:
-        sentence = str(error)
-    if first := next((gathered for gathered in gather_objects(sentence) if gathered is not None), None):
-        raise ValueError(first)
+class _Writer(dcp.FileSystemWriter):
+    """torch's default, but it raises what the system refused: only the type and text of an error reach the other ranks."""
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
+        """Write this rank's file."""
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:  # torch's zip writer raises a RuntimeError about positions in the file
+            raise refused(error) or error from None
 
 
 class _ShownPlanner(dcp.DefaultSavePlanner):
@@ -197,7 +204,9 @@ class _SafeReader(dcp.FileSystemReader):
         try:
             stored = torch.load(self._slice_file(file, self.storage_data[index]), map_location="cpu", weights_only=True)
         except Exception as error:  # as above; torch's message advises weights_only=False
-            raise ValueError(f"{self.folder / name} holds no tensor for {index.fqn} ({type(error).__name__})") from None
+            raise ValueError(
+                f"{self.folder / name} holds no tensor for {index.fqn} ({refused(error) or type(error).__name__})"
+            ) from None
         if type(stored) is not torch.Tensor or stored.layout != torch.strided or stored.device.type != "cpu":
             raise ValueError(f"{self.folder / name} holds no plain tensor for {index.fqn}")
         dtype = about.properties.dtype

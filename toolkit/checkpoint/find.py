@@ -112,11 +112,11 @@ def restore_replaced(run_folder: Path) -> list[str]:
             continue
         folder = replaced.with_suffix("")
         try:
-            if not os.path.lexists(folder):
+            if not os.path.lexists(folder) and replaced.is_dir():
                 os.rename(replaced, folder)
                 fsync_path(folder.parent)
                 sentences.append(f"{replaced.name} is {folder.name} again: the save that should have replaced it never finished")
-            elif _is_valid(folder):
+            elif replaced.is_file() or _is_valid(folder):
                 remove_folder(replaced)
         except OSError as error:
             sentences.append(f"{replaced} could not be tidied up ({error.strerror}): a later save or resume tries again")
@@ -162,8 +162,14 @@ def rank_checkpoints(run_folder: Path, goal: Goal, last_step: int | None = None)
     Files are checked by presence and size, not by hash. Checkpoints measured as the run measures now come first. The others
     follow in groups that were measured alike, the group with the newest checkpoint first.
     """
-    whole = _whole_manifests(run_folder)
+    whole, _ = whole_manifests(run_folder)
     return _rank([(folder, manifest) for folder, manifest in whole if last_step is None or manifest["step"] <= last_step], goal)
+
+
+def best_value(run_folder: Path, goal: Goal, last_step: int) -> float | None:
+    """The best value among the checkpoints up to `last_step` that may be compared with this run's; None: there is none."""
+    ranked = rank_checkpoints(run_folder, goal, last_step)[:1]
+    return ranked[0].value if ranked and ranked[0].is_comparable else None
 
 
 def prune(run_folder: Path, keep_last: int, keep_best: int, goal: Goal, just_written: Path) -> tuple[list[Path], list[str]]:
@@ -183,7 +189,7 @@ def prune(run_folder: Path, keep_last: int, keep_best: int, goal: Goal, just_wri
         return [], [f"no checkpoint was removed, as the one just written is not whole: {error}"]
     sentences = restore_replaced(run_folder)
     # Choose what to keep.
-    whole = [(folder, manifest) for folder, manifest in _whole_manifests(run_folder) if manifest["step"] <= step]
+    whole = [(folder, manifest) for folder, manifest in whole_manifests(run_folder)[0] if manifest["step"] <= step]
     kept = {folder.name for folder, _ in whole[-keep_last:]}  # the one just written is the newest of these
     kept |= {ranked.folder.name for ranked in _rank(whole, goal)[:keep_best]}
     going = [folder for folder, _ in whole if folder.name not in kept]
@@ -228,15 +234,15 @@ def _rank(whole: list[tuple[Path, dict[str, Any]]], goal: Goal) -> list[Ranked]:
     return [ranked for group in best_first for ranked in sorted(group, key=lambda ranked: (sign * ranked.value, ranked.step))]
 
 
-def _whole_manifests(run_folder: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """`(folder, manifest)` of every checkpoint whose files are present in full size, oldest first."""
-    whole = []
+def whole_manifests(run_folder: Path) -> tuple[list[tuple[Path, dict[str, Any]]], list[str]]:
+    """`(folder, manifest)` of every checkpoint whose files are present in full size, oldest first; a sentence for each other."""
+    whole, sentences = [], []
     for _, folder in list_checkpoints(run_folder):
         try:
             whole.append((folder, _read_whole(folder)))
-        except ValueError:
-            continue
-    return whole
+        except ValueError as error:
+            sentences.append(str(error))
+    return whole, sentences
 
 
 def _read_whole(folder: Path) -> dict[str, Any]:

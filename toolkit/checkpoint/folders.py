@@ -96,7 +96,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def _remove_tree(path: Path) -> None:
-    if path.is_symlink():  # a checkpoint moved to another disk: remove the link, not its target
+    if path.is_symlink() or path.is_file():  # a checkpoint moved to another disk: remove the link, not its target
         path.unlink()
     else:
         shutil.rmtree(path)

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from toolkit.checkpoint.dcp import Tensors, load_tensors
-from toolkit.checkpoint.find import Goal, Ranked, find_checkpoint, rank_checkpoints
+from toolkit.checkpoint.find import Goal, Ranked, find_checkpoint, rank_checkpoints, whole_manifests
 from toolkit.checkpoint.folders import list_checkpoints
 from toolkit.checkpoint.manifest import check_files, read_manifest
 from toolkit.checkpoint.state import Identity, TrainState, model_tensors, state_tensors
@@ -33,6 +33,7 @@ from toolkit.distributed.comm import on_all_ranks, on_rank_0, raise_together
 from toolkit.distributed.rng import load_random_state
 from toolkit.distributed.watchdog import at, working
 from toolkit.errors import UserError
+from toolkit.launch.same_run import installed_versions
 from toolkit.models.lora_files import base_name
 from toolkit.parallel.float8 import refresh_scales
 from toolkit.parallel.wrap import ShardedModel
@@ -119,14 +120,11 @@ def forget_unequal(state: TrainState, manifest: dict[str, Any], goal: Goal) -> s
     return f"the best {metric} so far, {best:.4g}, is not compared with later values: {', '.join(reasons)}"
 
 
-def best_saved_value(run_folder: Path, goal: Goal, step: int) -> float | None:
-    """The best value of this run's goal among the checkpoints up to `step` that rank 0 finds; None: there is none. Collective.
-
-    Raises:
-        UserError: the folder of checkpoints may not be read; on every rank.
-    """
-    ranked = on_rank_0(lambda: rank_checkpoints(run_folder, goal, step)[:1])
-    return ranked[0].value if ranked and ranked[0].is_comparable else None
+def describe_versions(manifest: dict[str, Any]) -> str | None:
+    """A sentence if the libraries are not those that the checkpoint was made with."""
+    now, then = installed_versions(), manifest.get("versions", {})
+    changed = [f"{name} {then[name]} ({now[name]} now)" for name in now if then.get(name, now[name]) != now[name]]
+    return f"the checkpoint was made with {', '.join(changed)}: later losses may differ a little" if changed else None
 
 
 def best_of_run(run_folder: Path, goal: Goal, setting: str = "export.weights") -> tuple[Path | None, str]:
@@ -152,7 +150,8 @@ def best_of_run(run_folder: Path, goal: Goal, setting: str = "export.weights") -
             check_files(best.folder, read_manifest(best.folder))
         except ValueError as error:
             raise UserError(f"{setting} is best, but {error}: set it to last") from None
-        return best.folder, _describe_choice(best, ranked, goal.metric)
+        left_out = [f"left out, as {sentence}" for sentence in whole_manifests(run_folder)[1]]
+        return best.folder, "; ".join([_describe_choice(best, ranked, goal.metric), *left_out])
 
     return on_rank_0(find)
 

@@ -24,7 +24,6 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
-from toolkit import __version__
 from toolkit.checkpoint.dcp import Tensors, save_tensors
 from toolkit.checkpoint.find import Goal, prune
 from toolkit.checkpoint.folders import step_folder
@@ -35,8 +34,9 @@ from toolkit.distributed.comm import gather_objects, raise_together, rank, save_
 from toolkit.distributed.device import synchronize
 from toolkit.distributed.rng import capture_random_state, save_random_state
 from toolkit.distributed.watchdog import at, working
-from toolkit.errors import Stopped, UserError
+from toolkit.errors import Stopped, UserError, refused
 from toolkit.files.durable import describe_files
+from toolkit.launch.same_run import installed_versions
 from toolkit.parallel.wrap import ShardedModel
 
 PATIENCE_S = 10.0
@@ -191,6 +191,8 @@ class CheckpointWriter:
 
         def start() -> None:
             if rank() == 0:
+                if unfinished.is_file():  # somebody else's
+                    unfinished.unlink()
                 shutil.rmtree(unfinished, ignore_errors=True)  # left behind by a crash
                 (unfinished / "state").mkdir(parents=True)
 
@@ -232,8 +234,8 @@ class CheckpointWriter:
             result = work()
         except BaseException as e:  # any error: if this rank left here, the others would hang
             error = e
-            text = " ".join(str(e).split())[:300]
-            refuses = isinstance(e, OSError | SafetensorError)
+            text = " ".join(str(refused(e) or e).split())[:300]
+            refuses = isinstance(e, OSError | SafetensorError) or refused(e)
             failure = (UserError, text) if refuses else (RuntimeError, f"{type(e).__name__}: {text}")
         gathered = gather_objects((result, failure), self.group)
         if first := next((failure for _, failure in gathered if failure is not None), None):
@@ -246,7 +248,7 @@ class CheckpointWriter:
         return {
             "step": state.step,
             "world_size": world_size(),
-            "versions": {"toolkit": __version__, "torch": torch.__version__},
+            "versions": installed_versions(),
             "identity": asdict(self.identity),
             "state": state.in_manifest(),
             "metrics": dict(state.metrics),

@@ -21,8 +21,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import UserError
-from toolkit.files.durable import describe_files, fsync_names, fsync_path, hash_file, list_files, refused_write, save_json, seal
+from toolkit.errors import UserError, refused
+from toolkit.files.durable import describe_files, fsync_names, fsync_path, hash_file, list_files, save_json, seal
 from toolkit.files.lock import holds_lock, release_lock, take_lock
 from toolkit.files.modes import denials_named
 
@@ -71,10 +71,10 @@ def find_or_build(what: str, folder: Path, build: Callable[..., dict[str, Any]],
     except UserError:
         raise
     except Exception as error:
-        if (reason := refused_write(error)) is None:
+        if (found := refused(error)) is None:
             raise
         raise UserError(
-            f"{what} cannot be written to {folder.parent} ({reason}): make room there, or set data.cache_dir"
+            f"{what} cannot be written to {folder.parent} ({found.strerror}): make room there, or set data.cache_dir"
         ) from None
 
 

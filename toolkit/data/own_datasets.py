@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.load import RecipeConfig
 from toolkit.data.cache_folders import cache_folder
 from toolkit.distributed.comm import gather_objects, local_rank, on_all_ranks
-from toolkit.errors import UserError
-from toolkit.files.durable import hash_file, refused_write
+from toolkit.errors import UserError, refused
+from toolkit.files.durable import hash_file
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -86,7 +86,7 @@ def _save(dataset: Dataset, folder: Path) -> str:
         os.replace(unfinished, folder / name)
         return name
     except OSError as error:
-        reason = refused_write(error) or error.strerror
+        reason = (refused(error) or error).strerror
         raise UserError(f"the dataset cannot be written to {folder} ({reason}): make room there, or set data.cache_dir") from None
     finally:
         with suppress(OSError):  # it was renamed, or never written

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, as_user_error
 
 T = TypeVar("T")
 
@@ -142,12 +142,15 @@ def raise_together(error: UserError | None) -> None:
 
 
 def on_all_ranks(work: Callable[[], T]) -> T:
-    """Run `work` on every rank. If it raises a `UserError` on any rank, raise that on all. Collective."""
+    """Run `work` on every rank. A `UserError` on any rank, or what the system refused there, is raised on all. Collective."""
     result, error = None, None
     try:
         result = work()
     except UserError as e:
         error = e
+    except Exception as e:
+        if (error := as_user_error(e)) is None:
+            raise
     raise_together(error)
     return result  # type: ignore[return-value]
 

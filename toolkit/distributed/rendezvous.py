@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from toolkit.distributed.store import LINGER_S, POLL_S, Meeting, find_meeting, open_store, refusal
+from toolkit.errors import refused
 
 ALL_ARE_HERE = "all are here"
 
@@ -38,6 +39,8 @@ def rendezvous_arguments(timeout_s: float) -> dict[str, Any]:
         store = open_store(meeting)
         attempt = _name_attempt(store, meeting) if meeting.rank == 0 else _ask_for_attempt(store, meeting)
     except dist.DistError as error:
+        if refused(error):
+            raise
         first_line = str(error).splitlines()[0]
         raise refusal(
             f"rank {meeting.rank} of {meeting.world_size} lost the others at {meeting.address} before all were connected "
@@ -56,7 +59,7 @@ def connecting() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not is_connection_error(error):
+        if refused(error) or not is_connection_error(error):
             raise
         text = str(error).splitlines()[0]
         time.sleep(LINGER_S)  # others may still be reading from the store of rank 0

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, refused
 
 INIT_METHOD_VARIABLE = "TOOLKIT_INIT_METHOD"
 POLL_S = 0.02
@@ -101,12 +101,12 @@ def open_store(meeting: Meeting) -> dist.Store:
         UserError: nobody answers within `meeting.timeout_s` and a few seconds.
     """
     results: list[dist.Store] = []
-    errors: list[RuntimeError | ValueError] = []
+    errors: list[Exception] = []
 
     def run() -> None:
         try:
             results.append(_open_store(meeting))
-        except (RuntimeError, ValueError) as error:  # torch's errors, and UserError
+        except Exception as error:
             errors.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
@@ -187,6 +187,8 @@ def _listen(port: int) -> socket.socket:
     try:
         return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=socket.SOMAXCONN)
     except OSError as error:
+        if refused(error):
+            raise
         raise refusal(
             f"rank 0 cannot listen on port {port} ({error.strerror}): take another one, or end the run that holds it; "
             "if it is this one, two of its processes have RANK 0"
@@ -201,6 +203,8 @@ def _reach(host: str, port: int, meeting: Meeting) -> None:
             socket.create_connection((host, port), timeout=min(5.0, meeting.timeout_s)).close()
             return
         except OSError as error:
+            if refused(error):
+                raise
             reason = error.strerror or str(error)
         except UnicodeError:
             raise refusal(f"the ranks cannot meet at {meeting.address}: that is no name of a host") from None

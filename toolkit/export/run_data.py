@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit.data.tokens.prepare import TokenizedRows
-from toolkit.errors import UserError
+from toolkit.errors import UserError, refused
 from toolkit.evaluation.rows import EvaluationRows
-from toolkit.files.durable import refused_write, save_json, written_beside
+from toolkit.files.durable import describe_files, fsync_names, list_files, save_json, written_beside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,6 +40,8 @@ class RunData:
     stop_token_ids: list[int]
     check_rows: list[dict[str, list[int]]]
     """From `cut_check_rows`."""
+    tokenizer_files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Size and hash of each file in `tokenizer/`; empty before they are written."""
 
 
 def cut_check_rows(data: EvaluationRows) -> list[dict[str, list[int]]]:
@@ -60,45 +63,60 @@ def describe_data(rows: TokenizedRows, evaluation: EvaluationRows) -> RunData:
 
 
 def save_run_data(run_folder: Path, data: RunData, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write tokenizer and facts, unless they are there. For rank 0 only.
+    """Write tokenizer and facts, unless they are there, whole. For rank 0 only.
 
     Raises:
         UserError: they cannot be written.
     """
-    if (run_folder / TOKENIZER).is_dir() and _read(run_folder) == data:
-        return
+    folder = run_folder / TOKENIZER
+    with suppress(OSError, ValueError, TypeError):
+        kept = _read(run_folder)
+        if dataclasses.replace(kept, tokenizer_files={}) == data:
+            return
     try:
         (run_folder / DATA_FILE).unlink(missing_ok=True)  # until the tokenizer beside it is complete
-        tokenizer.save_pretrained(run_folder / TOKENIZER)
+        shutil.rmtree(folder, ignore_errors=True)
+        tokenizer.save_pretrained(folder)
+        data = dataclasses.replace(data, tokenizer_files=_describe(folder))
+        fsync_names(folder)
         with written_beside(run_folder / DATA_FILE) as beside:
             save_json(beside, dataclasses.asdict(data))
     except Exception as error:  # a tokenizer raises nothing more exact
-        reason = refused_write(error) or (error.strerror if isinstance(error, OSError) else None)
-        if reason is None:
+        found = refused(error) or error
+        if not isinstance(found, OSError):
             raise
-        raise UserError(f"{run_folder / TOKENIZER} cannot be written ({reason}): fix that first") from None
+        raise UserError(f"{folder} cannot be written ({found.strerror}): fix that first") from None
 
 
 def load_run_data(run_folder: Path, fingerprint: str) -> tuple[RunData, PreTrainedTokenizerBase]:
     """The facts about the rows of this fingerprint, and their tokenizer.
 
     Raises:
-        UserError: the run has not kept them.
+        UserError: the run has not kept them, or not whole.
     """
     from transformers import AutoTokenizer
 
-    data = _read(run_folder)
-    if data is not None and data.fingerprint == fingerprint:
-        with suppress(OSError, ValueError):
-            return data, AutoTokenizer.from_pretrained(run_folder / TOKENIZER)
-    raise UserError(
-        f"{run_folder} has no {DATA_FILE} or no {TOKENIZER}/ of the rows that it was trained on: start the run once more, which "
-        "writes them again"
-    )
-
-
-def _read(run_folder: Path) -> RunData | None:
     try:
-        return RunData(**json.loads((run_folder / DATA_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
+        data, reason = _read(run_folder), "they are of other rows"
+        if data.fingerprint == fingerprint:
+            return data, AutoTokenizer.from_pretrained(run_folder / TOKENIZER)
+    except Exception as error:  # a damaged tokenizer may raise anything
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+    what = f"{DATA_FILE} and {TOKENIZER}/ of {run_folder} cannot be used ({reason})"
+    raise UserError(f"{what}: start the run once more, which writes them again")
+
+
+def _read(run_folder: Path) -> RunData:
+    """The facts, after a check that the tokenizer's files are those that they name.
+
+    Raises:
+        OSError, ValueError, TypeError: they are not.
+    """
+    data = RunData(**json.loads((run_folder / DATA_FILE).read_text(encoding="utf-8")))
+    if _describe(run_folder / TOKENIZER) != data.tokenizer_files:
+        raise ValueError(f"the files in {run_folder / TOKENIZER} are not those that the run wrote")
+    return data
+
+
+def _describe(folder: Path) -> dict[str, dict[str, Any]]:
+    return describe_files(folder, [name for name in list_files(folder) if not name.startswith(".")])  # file browsers leave some

@@ -21,7 +21,7 @@ from toolkit.data.collate import move_to
 from toolkit.distributed.comm import on_rank_0, rank
 from toolkit.distributed.progress import Phase
 from toolkit.distributed.watchdog import at, working
-from toolkit.errors import UserError
+from toolkit.errors import UserError, refused
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export.card import Kind, Origin, save_card
 from toolkit.export.cast import Cast, cast_on_meta, name_of
@@ -30,7 +30,7 @@ from toolkit.export.lora import Merge, coarsest, compare_adapter, load_adapter, 
 from toolkit.export.model_files import ModelFiles
 from toolkit.export.run_data import cut_check_rows
 from toolkit.export.usage import save_usage, set_generation
-from toolkit.files.durable import fsync_tree, refused_write, written_beside
+from toolkit.files.durable import fsync_tree, written_beside
 from toolkit.files.modes import give_usual_mode
 from toolkit.launch.accelerator import compute_dtype
 from toolkit.models.lora import is_enabled
@@ -295,6 +295,6 @@ def _guarded(folder: Path, work: Callable[[], None]) -> None:
     except UserError:
         raise
     except Exception as error:  # a tokenizer raises nothing more exact
-        if not isinstance(error, OSError | SafetensorError) and refused_write(error) is None:
+        if not isinstance(error, OSError | SafetensorError) and refused(error) is None:
             raise
         raise UserError(f"the export {folder} could not be written: {error}") from None

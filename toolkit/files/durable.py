@@ -5,25 +5,16 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-_ERROR_OF_RUST = re.compile(r"\(os error (\d+)\)")
-
-
-def refused_write(error: BaseException) -> str | None:
-    """The file system's message if it refused a write ("No space left on device"); None for any other error.
-
-    `tokenizers` raises a bare `Exception` and safetensors its own type; both have the error number only in their text.
-    """
-    found = _ERROR_OF_RUST.search(str(error))
-    number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
-    return os.strerror(number) if number in _REFUSALS else None
+logger = logging.getLogger("toolkit")
+_unsynced: set[int] = set()
+"""Devices whose folders cannot be synced, and which were reported."""
 
 
 @contextmanager
@@ -61,10 +52,22 @@ def list_files(folder: Path) -> list[str]:
 
 
 def fsync_path(path: Path) -> None:
-    """Make the content of a file durable or, of a folder, the names that were created or renamed in it."""
+    """Make the content of a file durable or, of a folder, the names that were created or renamed in it.
+
+    Some file systems (FUSE, SMB) cannot sync a folder; that is reported once for each.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS) or not path.is_dir():
+            raise
+        if (device := path.stat().st_dev) not in _unsynced:
+            _unsynced.add(device)
+            logger.warning(
+                f"the file system of {path} cannot sync a folder ({error.strerror}): a power cut may undo the newest renames, "
+                "and a resume then takes an older checkpoint"
+            )
     finally:
         os.close(descriptor)
 

@@ -12,11 +12,13 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import platform
 import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from toolkit import __version__
 from toolkit.config.load import dotted_keys
 from toolkit.config.paths import hide_paths
 from toolkit.distributed.comm import gather_objects
@@ -38,6 +40,7 @@ _PLACES_IN_YAML = frozenset(
 _OF_THE_LAUNCHER = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "FP8_")
 _PLACES_IN_ENVIRONMENT = frozenset(("ACCELERATE_CPU_AFFINITY", "ACCELERATE_DEBUG_MODE", "ACCELERATE_BYPASS_DEVICE_MAP"))
 _PACKAGES = ("torch", "accelerate", "transformers", "peft")
+_LIBRARIES = (*_PACKAGES, "datasets", "tokenizers")
 _ENDINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py", ".safetensors")
 """Files of a folder that may decide a model, its tokenizer or its code."""
 _START_BYTES, _NUM_BLOCKS, _BLOCK_BYTES = 1 << 20, 64, 1 << 14
@@ -82,6 +85,12 @@ def describe_launch() -> dict[str, Any]:
     root = Path(__file__).resolve().parents[1]
     code = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(root.rglob("*.py")))).hexdigest()[:16]
     return {**facts, "the code of the toolkit": code}
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of the toolkit, Python and the libraries, by name."""
+    libraries = {name: importlib.metadata.version(name) for name in _LIBRARIES}
+    return {"toolkit": __version__, "python": platform.python_version(), **libraries}
 
 
 def describe_config(config: Any) -> dict[str, Any]:

@@ -10,12 +10,9 @@ import logging
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
-from platform import python_version
 from typing import Any
 
-import toolkit
 from toolkit.config.load import RecipeConfig
 from toolkit.data.preview.summary import summarize
 from toolkit.data.tokens.prepare import TokenizedRows
@@ -23,6 +20,7 @@ from toolkit.distributed.comm import rank, world_size
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.files.durable import save_json, written_beside
 from toolkit.launch.accelerate_yaml import find_accelerate_yaml
+from toolkit.launch.same_run import installed_versions
 from toolkit.parallel.units import ShardUnit
 
 logger = logging.getLogger("toolkit")
@@ -34,7 +32,6 @@ MOST_TOKENS_SUMMARIZED = 10**9
 """Counting these takes seconds, before the first step."""
 LONGEST_TEXT = 4000
 """Characters of a text on a page."""
-_LIBRARIES = ("torch", "accelerate", "transformers", "datasets", "tokenizers", "peft")
 
 
 def save_record(run_folder: Path, units: Sequence[ShardUnit], about_rows: Callable[[], dict[str, Any]] = dict) -> None:
@@ -47,11 +44,7 @@ def save_record(run_folder: Path, units: Sequence[ShardUnit], about_rows: Callab
         return
     try:
         record = {
-            "versions": {
-                "toolkit": toolkit.__version__,
-                "python": python_version(),
-                **{name: version(name) for name in _LIBRARIES},
-            },
+            "versions": installed_versions(),
             "command": _command(),
             "num_processes": world_size(),
             "units": _describe_units(units),

@@ -133,6 +133,9 @@ def _start(accelerator: Any, config: RecipeConfig, run_folder: Path, resume_from
         if name in ("wandb", "trackio", "mlflow"):
             runs[name] = tracker.tracker.info.run_id if name == "mlflow" else tracker.tracker.id
     accelerator.trackers = _running
+    last = max(sent.values(), default=-1)
+    if last > step and (names := ", ".join(name for name in runs if name in known["runs"])):
+        logger.info(f"steps {step + 1} to {last} are trained again: {names} keeps their first figures, metrics.jsonl does not")
     try:
         with written_beside(path) as beside:
             beside.write_text(json.dumps({"runs": known["runs"] | runs, "sent": sent}) + "\n", encoding="utf-8")

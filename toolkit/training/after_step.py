@@ -6,10 +6,11 @@ import logging
 import math
 from typing import Any, NoReturn
 
+from toolkit.checkpoint.find import best_value
 from toolkit.checkpoint.save import Save
 from toolkit.config.schema import CheckpointConfig, EvalConfig
 from toolkit.data.batch_plan import BatchPlan, Step
-from toolkit.distributed.comm import raise_together
+from toolkit.distributed.comm import on_rank_0, raise_together
 from toolkit.distributed.watchdog import at, working
 from toolkit.errors import Stopped
 from toolkit.evaluation.loop import evaluate
@@ -95,7 +96,9 @@ def evaluate_and_log(run: Run) -> str | None:
         working("after_evaluation", state.step)
         run.own.after_evaluation({"step": state.step, **figures})
     run.log.restart_clock()
-    # best value and early stopping
+    # best value and early stopping; somebody may have removed the best checkpoint
+    writer = run.writer
+    writer.best_saved = on_rank_0(lambda: writer.best_saved if writer.is_writing else best_value(run.folder, goal, state.step))
     value = figures.get(goal.metric, math.nan)  # a metric of one's own may leave it out
     if state.step == 0:  # the start is no gain, and has no weights to keep
         state.start_value = None if math.isnan(value) else value

@@ -12,7 +12,7 @@ from toolkit.data.collate import Batch, Collator, SummarizationCollator, labels_
 from toolkit.distributed.rendezvous import is_connection_error
 from toolkit.distributed.rng import random_state_kept
 from toolkit.distributed.watchdog import at
-from toolkit.errors import UserError
+from toolkit.errors import UserError, refused
 from toolkit.evaluation.generate import encoder_output_kept
 from toolkit.launch.accelerator import compute_dtype
 from toolkit.loss import summed_cross_entropy, summed_loss
@@ -122,7 +122,7 @@ def _failing_as(what: str, ways_out: str) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        if is_connection_error(error):
+        if is_connection_error(error) or refused(error):
             raise
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(f"{what} ({reason}): {ways_out}") from error

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toolkit.checkpoint.find import Goal
+from toolkit.checkpoint.find import Goal, best_value
 from toolkit.checkpoint.folders import step_of_name
-from toolkit.checkpoint.load import best_of_run, best_saved_value, forget_unequal, load_checkpoint, load_manifest, load_weights
+from toolkit.checkpoint.load import best_of_run, describe_versions, forget_unequal, load_checkpoint, load_manifest, load_weights
 from toolkit.checkpoint.save import CheckpointWriter
 from toolkit.checkpoint.state import Identity, TrainState
 from toolkit.config.load import RecipeConfig
@@ -132,12 +132,15 @@ def resume(run: Run, folder: Path | None) -> None:
     # What is different now: the best metric's meaning, the learning rate.
     num_steps_before = theirs["train.max_steps"] or run.plan.num_steps(theirs["train.num_epochs"])
     remarks = [
+        describe_versions(manifest),
         forget_unequal(state, manifest, run.goal),
         describe_rate_change(run.config.optim, state.step + 1, num_steps_before, run.num_steps, run.plan),
     ]
     logger.info(f"resuming from {folder}, after step {state.step}")
     for remark in filter(None, remarks):
         logger.info(remark)
+    # A complete run is evaluated again where its figures lack the metric that is asked for now.
+    state.evaluation_due |= bool(manifest["metrics"]) and run.goal.metric not in state.metrics and state.step >= run.num_steps
     # metrics.jsonl up to the checkpoint.
     working("resuming")
     run.metrics.truncate_after(state.step, evaluation_due=state.evaluation_due)
@@ -159,7 +162,7 @@ def build_log(run: Run) -> StepLog:
 
 def build_writer(run: Run) -> CheckpointWriter:
     """The writer of the checkpoints that follow `run.state`. Collective."""
-    best_saved = best_saved_value(run.folder, run.goal, run.state.step)
+    best_saved = on_rank_0(lambda: best_value(run.folder, run.goal, run.state.step))
     return CheckpointWriter(run.folder, run.sharded, run.optimizer, run.identity, run.config.checkpoint, run.goal, best_saved)
 
 

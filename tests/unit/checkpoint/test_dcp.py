@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import re
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -223,3 +224,17 @@ def edited_metadata(folder: Path) -> Iterator[Metadata]:
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     yield metadata
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_a_disk_that_is_full_anywhere_in_a_shard_is_what_is_raised(tmp_path: Path) -> None:
+    """torch's zip writer raises a RuntimeError about positions in the file, except at a few of its own writes."""
+    tensors = {f"model.{number}": torch.randn(5_000) for number in range(3)}
+    [name, _] = save_tensors(tensors, tmp_path / "whole")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for num_bytes in range(0, (tmp_path / "whole" / name).stat().st_size, 997):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                save_tensors(tensors, tmp_path / str(num_bytes))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)

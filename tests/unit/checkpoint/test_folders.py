@@ -158,3 +158,16 @@ def test_killed_at_any_moment_of_a_save_a_valid_one_is_left_and_the_next_save_ti
         assert names(run) == [*left, "step-00000005"], moments
     assert call > 10, moments
     assert names(run) == [step_folder(run, BEFORE_THE_SAVE[what][0]).name]
+
+
+@pytest.mark.parametrize("suffix", ["", ".old", ".removing", ".tmp"])
+def test_a_plain_file_named_like_a_checkpoint_goes(suffix: str, tmp_path: Path) -> None:
+    """Such a file was named at every save, and never removed."""
+    make_checkpoint(tmp_path, 3)
+    folder = make_checkpoint(tmp_path, 5)
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / f"step-00000004{suffix}").write_text("not a folder")
+    if not suffix:  # it is in the way of the next save of that step only
+        make_checkpoint(tmp_path, 4)
+    assert prune_to(tmp_path, folder, keep_last=3)[1] == []
+    assert names(tmp_path) == ["step-00000003", *([] if suffix else ["step-00000004"]), "step-00000005"]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
 from tests.support.checkpoint_files import LOSS, make_checkpoint
+from toolkit import __version__
 from toolkit.checkpoint import load as checkpoint
-from toolkit.checkpoint.load import _check_identity, best_of_run, best_saved_value, forget_unequal
+from toolkit.checkpoint.find import best_value
+from toolkit.checkpoint.load import _check_identity, best_of_run, describe_versions, forget_unequal
 from toolkit.checkpoint.state import Identity, TrainState
 from toolkit.errors import UserError
+from toolkit.launch.same_run import installed_versions
 
 SETTINGS = {"optim.lr": 1e-3, "eval.best_metric": "loss", "mixed_precision": "bf16"}
 
@@ -109,14 +112,24 @@ def test_a_key_newer_than_the_checkpoint_may_not_change_the_run(key: str, off: f
 OTHER = {"rows": "b", "num_beams": 1}
 
 
+def test_a_resume_under_other_versions_names_them() -> None:
+    import torch
+
+    now = torch.__version__
+    assert describe_versions({"versions": installed_versions()}) is None and describe_versions({}) is None
+    assert describe_versions({"versions": {"toolkit": __version__, "torch": "2.0", "peft": "0.1"}}) == (
+        f"the checkpoint was made with torch 2.0 ({now} now), peft 0.1 ({version('peft')} now): later losses may differ a little"
+    )
+
+
 def test_the_best_saved_is_of_these_rows_and_of_steps_done(tmp_path: Path) -> None:
     """Without one every figure is the best: a run whose earlier best was never kept must keep the next."""
-    assert best_saved_value(tmp_path, LOSS, 9) is None
+    assert best_value(tmp_path, LOSS, 9) is None
     make_checkpoint(tmp_path, 1, 0.1, OTHER)
-    assert best_saved_value(tmp_path, LOSS, 9) is None
+    assert best_value(tmp_path, LOSS, 9) is None
     make_checkpoint(tmp_path, 2, 0.6)
     make_checkpoint(tmp_path, 12, 0.5)
-    assert best_saved_value(tmp_path, LOSS, 9) == 0.6
+    assert best_value(tmp_path, LOSS, 9) == 0.6
 
 
 def test_checkpoints_that_only_rank_0_cannot_read_end_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,10 +138,9 @@ def test_checkpoints_that_only_rank_0_cannot_read_end_every_rank(tmp_path: Path,
 
     make_checkpoint(tmp_path, 1, 0.1)
     monkeypatch.setattr(checkpoint, "rank_checkpoints", refuse)
-    for choose in (partial(best_saved_value, step=9), best_of_run):
-        with pytest.raises(UserError) as refused:
-            choose(tmp_path, LOSS)
-        assert refused.value.agreed_by_all_ranks  # type: ignore[attr-defined]
+    with pytest.raises(UserError) as refused:
+        best_of_run(tmp_path, LOSS)
+    assert refused.value.agreed_by_all_ranks  # type: ignore[attr-defined]
 
 
 def test_without_any_checkpoint_the_weights_in_memory_are_the_choice(tmp_path: Path) -> None:
@@ -146,6 +158,9 @@ def test_the_choice_of_the_best_names_what_was_not_compared(tmp_path: Path) -> N
     sentence = "exporting the weights of step 2, the best loss (0.25) of the checkpoints kept"
     why = "; not compared, as measured on other rows or with other settings: step-00000001"
     assert best_of_run(tmp_path, LOSS) == (chosen, sentence + why)
+    (make_checkpoint(tmp_path, 4, 0.1) / "rng-00000.safetensors").unlink()
+    left_out = "; left out, as step-00000004 lacks rng-00000.safetensors"
+    assert best_of_run(tmp_path, LOSS) == (chosen, sentence + why + left_out)
     with pytest.raises(UserError, match="no checkpoint in .* has rougeL, or only NaN: take last$"):
         best_of_run(tmp_path, replace(LOSS, metric="rougeL"))
 

@@ -20,7 +20,7 @@ from tests.support.locks import refuse_locks, without_locks
 from toolkit.data import cache_folders
 from toolkit.data.cache_folders import IDLE_S, find_or_build
 from toolkit.errors import UserError
-from toolkit.files.durable import refused_write, written_beside
+from toolkit.files.durable import written_beside
 
 PATIENCE_S = 60
 ANOTHER = """
@@ -196,14 +196,6 @@ def test_the_folder_that_this_process_builds_is_not_left_over(tmp_path: Path) ->
 
     assert find_or_build("the tokens", tmp_path / "tokens", build)["by"] == "tokens"
     assert sorted(os.listdir(tmp_path)) == ["rows", "tokens"]
-
-
-def test_a_full_disk_is_known_by_whatever_a_library_makes_of_it() -> None:
-    assert refused_write(OSError(28, "x")) == "No space left on device"
-    assert refused_write(Exception("No space left on device (os error 28)")) == "No space left on device"
-    assert refused_write(RuntimeError("I/O error: Disk quota exceeded (os error 122)")) == "Disk quota exceeded"
-    assert refused_write(OSError(2, "x")) is None and refused_write(Exception("no such file (os error 2)")) is None
-    assert refused_write(ValueError("28")) is None
 
 
 def test_half_a_file_goes_and_what_stood_stands(tmp_path: Path) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +54,46 @@ def test_what_makes_tokens_of_texts_comes_back(tmp_path: Path) -> None:
 
 
 def test_what_a_run_kept_of_its_rows_is_not_taken_for_other_rows(tmp_path: Path) -> None:
-    facts: dict[str, Any] = {"num_training_rows": 1, "num_held_out_rows": 1, "num_evaluated_rows": 1}
-    data = RunData(fingerprint="f", stop_token_ids=[], check_rows=[], **facts)
-    save_run_data(tmp_path, data, _build_tokenizer(("<pad>", "</s>")))
-    assert load_run_data(tmp_path, "f")[0] == data
-    sentence = f"{tmp_path} has no data.json or no tokenizer/ of the rows that it was trained on: start the run once more, which"
-    with pytest.raises(UserError, match=f"^{sentence} writes them again$"):
+    found, _ = keep(tmp_path)
+    assert dataclasses.replace(found, tokenizer_files={}) == DATA
+    sentence = f"data.json and tokenizer/ of {tmp_path} cannot be used (they are of other rows): {AGAIN}"
+    with pytest.raises(UserError, match=f"^{re.escape(sentence)}$"):
         load_run_data(tmp_path, "other")
+
+
+FACTS: dict[str, Any] = {"num_training_rows": 1, "num_held_out_rows": 1, "num_evaluated_rows": 1}
+DATA = RunData(fingerprint="f", stop_token_ids=[], check_rows=[], **FACTS)
+AGAIN = "start the run once more, which writes them again"
+
+
+def keep(run: Path) -> tuple[RunData, Any]:
+    save_run_data(run, DATA, _build_tokenizer(("<pad>", "</s>")))
+    return load_run_data(run, "f")
+
+
+def flip_digit(path: Path) -> None:
+    text = path.read_text()
+    digit = re.search(r"\d", text)
+    assert digit is not None
+    path.write_text(f"{text[: digit.start()]}{(int(digit[0]) + 1) % 10}{text[digit.end() :]}")
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a digit of the tokenizer": lambda run: flip_digit(run / "tokenizer" / "tokenizer.json"),
+    "a short tokenizer": lambda run: os.truncate(run / "tokenizer" / "tokenizer.json", 100),
+    "no tokenizer": lambda run: shutil.rmtree(run / "tokenizer"),
+    "a lost file": lambda run: (run / "tokenizer" / "tokenizer_config.json").unlink(),
+    "one file more": lambda run: (run / "tokenizer" / "added_tokens.json").write_text("{}"),
+    "no list": lambda run: (run / "data.json").write_text("7"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_what_a_run_kept_is_not_used_when_damaged_and_its_command_repairs_it(name: str, tmp_path: Path) -> None:
+    keep(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
+    DAMAGES[name](tmp_path)
+    with pytest.raises(UserError, match=rf"^data\.json and tokenizer/ of {tmp_path} cannot be used \(.+\): {AGAIN}$"):
+        load_run_data(tmp_path, "f")
+    keep(tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.json")} == before

@@ -121,7 +121,7 @@ def test_one_that_cannot_start_is_one_sentence(seen, tmp_path, monkeypatch):
     assert not (tmp_path / "trackers.json").exists()
 
 
-def test_a_resume_sends_nothing_twice(seen, tmp_path, monkeypatch):
+def test_a_resume_sends_nothing_twice(seen, tmp_path, monkeypatch, capsys):
     """The run was killed after step 5, and goes on from its checkpoint of step 2; then again, killed after step 3."""
     monkeypatch.setattr(trackers, "read_manifest", lambda folder: {"step": 2})
     config = config_with(tmp_path, "first", "trackio")
@@ -138,6 +138,8 @@ def test_a_resume_sends_nothing_twice(seen, tmp_path, monkeypatch):
             "sent": {"train": 5, "eval": 2},
         }
         assert seen[-2] == ("trackio", "shelf", {"name": "run", "resume": "allow"})
+        sentence = "steps 3 to 5 are trained again: trackio keeps their first figures, metrics.jsonl does not\n"
+        assert sentence in capsys.readouterr().out
     seen.clear()
     for step in (4, 6):
         log_to_trackers("train", {"loss": 1.0}, step)

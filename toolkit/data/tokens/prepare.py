@@ -24,7 +24,7 @@ from toolkit.data.sources.row import count_rows_at_once
 from toolkit.data.tokens import causal, seq2seq
 from toolkit.data.tokens.contents import hash_contents
 from toolkit.data.tokens.tokenizer import has_tokenizer, hash_tokenizer, keep_trained_tokenizer, load_tokenizer
-from toolkit.distributed.comm import gather_objects, local_rank, local_world_size, raise_together
+from toolkit.distributed.comm import gather_objects, local_rank, local_world_size, on_all_ranks
 from toolkit.distributed.progress import Phase
 from toolkit.distributed.watchdog import working
 from toolkit.errors import UserError
@@ -90,13 +90,8 @@ def prepare_rows(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab_s
 
     # Build, or verify, on the first process of each node.
     working("tokenizing")
-    written, texts, error = None, None, None
-    if local_rank() == 0:
-        try:
-            written, texts = _find_or_build(config, model, vocab_size)
-        except UserError as e:
-            error = e
-    raise_together(error)
+    built = on_all_ranks(lambda: _find_or_build(config, model, vocab_size) if local_rank() == 0 else None)
+    written, texts = built or (None, None)
     # All nodes must have the same rows.
     all_written = {item for item in gather_objects(written) if item is not None}
     names, contents = (sorted(set(values)) for values in zip(*all_written, strict=True))
@@ -110,16 +105,20 @@ def prepare_rows(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab_s
         )
     working("opening the tokenized rows")
     folder = cache_folder(config.cache_dir) / names[0]
-    about = json.loads((folder / ABOUT).read_text())
-    return TokenizedRows(
-        train=load_from_disk(str(folder / "train")),
-        evaluation=load_from_disk(str(folder / "evaluation")),
-        tokenizer=AutoTokenizer.from_pretrained(folder / "tokenizer"),
-        fingerprint=contents[0],
-        remarks=about["remarks"],
-        stop_token_ids=tuple(about["stop_token_ids"]),
-        texts=texts,
-    )
+
+    def load() -> TokenizedRows:
+        about = json.loads((folder / ABOUT).read_text())
+        return TokenizedRows(
+            train=load_from_disk(str(folder / "train")),
+            evaluation=load_from_disk(str(folder / "evaluation")),
+            tokenizer=AutoTokenizer.from_pretrained(folder / "tokenizer"),
+            fingerprint=contents[0],
+            remarks=about["remarks"],
+            stop_token_ids=tuple(about["stop_token_ids"]),
+            texts=texts,
+        )
+
+    return on_all_ranks(load)
 
 
 def _find_or_build(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab_size: int) -> tuple[Written, TextRows]:
