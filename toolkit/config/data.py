@@ -12,7 +12,7 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloa
 class _Rows:
     """One source of rows."""
 
-    source: str
+    source: str | None
     """Source of the rows: a kind of file (`csv`, `tsv`, `json`, `jsonl`, `parquet`, `arrow`, `txt`), a Python file and a function
     in it (`my_rows.py:load_rows`), the id of a hub dataset, or a folder with one. If unset, `files` are read by their endings."""
     files: list[str] | str | None = None
@@ -73,6 +73,7 @@ class DataConfig(_Data):
 class MixEntry(_Rows):
     """One of several sources. Fields are as in `data`."""
 
+    source: str
     weight: PositiveFloat = 1.0  # type: ignore[valid-type]
     """Share of an epoch's rows, relative to the other weights."""
 
