@@ -47,11 +47,8 @@ def encoder_output_kept(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
         yield kept
         return
     encoder: Any = model.get_encoder()
-    hook = encoder.register_forward_hook(lambda module, args, outputs: kept.update(encoder_outputs=outputs))
-    try:
+    with encoder.register_forward_hook(lambda module, args, outputs: kept.update(encoder_outputs=outputs)):
         yield kept
-    finally:
-        hook.remove()
 
 
 def generate_texts(
