@@ -68,7 +68,7 @@ def document_of_one_token_seen(patch: MonkeyPatch) -> None:
     """A document starts where positions fall; after a single token they do not."""
     from toolkit.parallel import masks
 
-    change(patch, masks._known_masks, ("prepend=before_B1) != 1)", "prepend=before_B1) < 0)"))
+    change(patch, masks.known_masks, ("prepend=before_B1) != 1)", "prepend=before_B1) < 0)"))
 
 
 def bidirectional_windows_ignored(patch: MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def bidirectional_windows_ignored(patch: MonkeyPatch) -> None:
     from toolkit.parallel import masks
 
     right = "padding_mask is None and (local_attention_size is None or kv_length < local_attention_size)"
-    change(patch, masks._known_masks, (right, "padding_mask is None"))
+    change(patch, masks.known_masks, (right, "padding_mask is None"))
 
 
 # --- Adapters.

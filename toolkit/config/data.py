@@ -9,14 +9,24 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloa
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Which rows to read, and how to tokenize them."""
+class _Rows:
+    """One source of rows."""
 
-    source: str = ""
+    source: str | None
     """Source of the rows: a kind of file (`csv`, `tsv`, `json`, `jsonl`, `parquet`, `arrow`, `txt`), a Python file and a function
     in it (`my_rows.py:load_rows`), the id of a hub dataset, or a folder with one. If unset, `files` are read by their endings."""
     files: list[str] | str | None = None
     """File or list of files of a file source, text also gzipped, or for the function of a Python file."""
+    hub_subset: str | None = None
+    """Configuration name of a hub dataset or folder."""
+    hub_split: str = "train"
+    """Split of a hub dataset or folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Data(_Rows):
+    """What the recipes' sections share."""
+
     eval_files: list[str] | str | None = None
     """Files with the evaluation split; training rows that equal one of theirs are left out. If unset, `eval_fraction` of the rows
     are held out."""
@@ -24,10 +34,20 @@ class DataConfig:
     """Character between the cells of `csv` files. If unset, a comma."""
     encoding: str | None = None
     """Encoding of text files, as Python names it (`cp1252`, `utf-16`). If unset, UTF-8."""
-    hub_subset: str | None = None
-    """Configuration name of a hub dataset or folder."""
-    hub_split: str = "train"
-    """Split of a hub dataset or folder."""
+    num_tokenizer_workers: PositiveInt | None = None  # type: ignore[valid-type]
+    """Number of processes that tokenize. If unset, the machine's cores divided by its ranks, at most 8."""
+    num_loader_workers: NonNegativeInt | None = None  # type: ignore[valid-type]
+    """Number of processes per rank that collate batches ahead. 0 collates in the training process. If unset, 1 with a GPU, else
+    0."""
+    cache_dir: str | None = None
+    """Folder for tokenized rows and trained tokenizers. If unset, `toolkit/` in the Hugging Face cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(_Data):
+    """Which rows to read, and how to tokenize them."""
+
+    source: str = ""
     source_column: str | None = None
     """Column with the text to summarize. If unset, the source's own column, else `source`."""
     target_column: str | None = None
@@ -47,54 +67,24 @@ class DataConfig:
     eval_fraction: ClosedUnitInterval = 0.05  # type: ignore[valid-type]
     """Fraction of the rows to hold out for evaluation, chosen by a hash of each row's group, so that the splits share no
     group."""
-    num_tokenizer_workers: PositiveInt | None = None  # type: ignore[valid-type]
-    """Number of processes that tokenize. If unset, the machine's cores divided by its ranks, at most 8."""
-    num_loader_workers: NonNegativeInt | None = None  # type: ignore[valid-type]
-    """Number of processes per rank that collate batches ahead. 0 collates in the training process. If unset, 1 with a GPU, else
-    0."""
-    cache_dir: str | None = None
-    """Folder for tokenized rows and trained tokenizers. If unset, `toolkit/` in the Hugging Face cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixEntry:
+class MixEntry(_Rows):
     """One of several sources. Fields are as in `data`."""
 
     source: str
-    """Source of the rows: a kind of file (`csv`, `tsv`, `json`, `jsonl`, `parquet`, `arrow`, `txt`), a Python file and a function
-    in it (`my_rows.py:load_rows`), the id of a hub dataset, or a folder with one. If unset, `files` are read by their endings."""
     weight: PositiveFloat = 1.0  # type: ignore[valid-type]
     """Share of an epoch's rows, relative to the other weights."""
-    files: list[str] | str | None = None
-    """File or list of files of a file source, text also gzipped, or for the function of a Python file."""
-    hub_subset: str | None = None
-    """Configuration name of a hub dataset or folder."""
-    hub_split: str = "train"
-    """Split of a hub dataset or folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LLMDataConfig:
+class LLMDataConfig(_Data):
     """Which rows to read (chats, prompts with completions, or plain text), and how to tokenize them."""
 
     source: str | None = None
-    """Source of the rows: a kind of file (`csv`, `tsv`, `json`, `jsonl`, `parquet`, `arrow`, `txt`), a Python file and a function
-    in it (`my_rows.py:load_rows`), the id of a hub dataset, or a folder with one. If unset, `files` are read by their endings."""
     mix: list[MixEntry] = field(default_factory=list)
     """List of weighted sources, instead of `source` and `files`."""
-    files: list[str] | str | None = None
-    """File or list of files of a file source, text also gzipped, or for the function of a Python file."""
-    eval_files: list[str] | str | None = None
-    """Files with the evaluation split; training rows that equal one of theirs are left out. If unset, `eval_fraction` of the rows
-    are held out."""
-    csv_delimiter: str | None = None
-    """Character between the cells of `csv` files. If unset, a comma."""
-    encoding: str | None = None
-    """Encoding of text files, as Python names it (`cp1252`, `utf-16`). If unset, UTF-8."""
-    hub_subset: str | None = None
-    """Configuration name of a hub dataset or folder."""
-    hub_split: str = "train"
-    """Split of a hub dataset or folder."""
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = "auto"
     """How rows are read: `messages` (a chat), `sharegpt` (`conversations` of `from` and `value`), `alpaca` (`instruction`,
     `input`, `output`, `system`, `history`), `prompt_completion` or `text`. `auto` goes by the names of the columns; if two
@@ -126,10 +116,3 @@ class LLMDataConfig:
     eval_fraction: ClosedUnitInterval = 0.05  # type: ignore[valid-type]
     """Fraction of the rows to hold out for evaluation, chosen by a hash of each row's prompt (of a chat, all before its first
     answer), so that the splits share no prompt."""
-    num_tokenizer_workers: PositiveInt | None = None  # type: ignore[valid-type]
-    """Number of processes that tokenize. If unset, the machine's cores divided by its ranks, at most 8."""
-    num_loader_workers: NonNegativeInt | None = None  # type: ignore[valid-type]
-    """Number of processes per rank that collate batches ahead. 0 collates in the training process. If unset, 1 with a GPU, else
-    0."""
-    cache_dir: str | None = None
-    """Folder for tokenized rows and trained tokenizers. If unset, `toolkit/` in the Hugging Face cache."""

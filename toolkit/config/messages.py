@@ -277,8 +277,8 @@ def allowed(hint: Any) -> str:
     if origin is Literal:
         return _either(arguments)
     if origin is list and dataclasses.is_dataclass(arguments[0]):
-        first, second = dataclasses.fields(arguments[0])[:2]
-        return f"a list as in [{{{first.name}: ..., {second.name}: ...}}, ...]"
+        first, *_, last = dataclasses.fields(arguments[0])
+        return f"a list as in [{{{first.name}: ..., {last.name}: ...}}, ...]"
     if origin is list:
         example = "['a', 'b']" if arguments[0] is str else "[10, 12]"
         return f"a list as in {example}"

@@ -15,6 +15,7 @@ from toolkit.distributed.comm import gather_objects, on_rank_0
 from toolkit.distributed.watchdog import working
 from toolkit.errors import UserError
 from toolkit.evaluation.metrics import compute_figures
+from toolkit.evaluation.rouge import ROUGE_KEYS, rouge_scores
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.files.json_lines import save_json_lines
 from toolkit.parallel.gather import generation_ready
@@ -23,8 +24,7 @@ from toolkit.parallel.wrap import ShardedModel
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ROUGE_METRICS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
-SHOWN_FIGURES = ("loss", "bits_per_byte", "token_accuracy", "accuracy", *ROUGE_METRICS, "exact_match", "percent_distinct")
+SHOWN_FIGURES = ("loss", "bits_per_byte", "token_accuracy", "accuracy", *ROUGE_KEYS, "exact_match", "percent_distinct")
 """Figures of an evaluation that tables show, in order."""
 BASELINE = "baseline"
 """Kind of the lines of `metrics.jsonl` with the figures of texts that need no model."""
@@ -47,11 +47,8 @@ def encoder_output_kept(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
         yield kept
         return
     encoder: Any = model.get_encoder()
-    hook = encoder.register_forward_hook(lambda module, args, outputs: kept.update(encoder_outputs=outputs))
-    try:
+    with encoder.register_forward_hook(lambda module, args, outputs: kept.update(encoder_outputs=outputs)):
         yield kept
-    finally:
-        hook.remove()
 
 
 def generate_texts(
@@ -68,8 +65,6 @@ def generate_texts(
     Args:
         encoded: what `encoder_output_kept` has of the same rows.
     """
-    from toolkit.evaluation.rouge import rouge_scores
-
     indices = [i for i in batch if data.has_prompt[i]]
     if not indices and not in_step:
         return []
@@ -94,7 +89,7 @@ def generate_texts(
     predictions = data.tokenizer.batch_decode(data.collator.new_tokens(tokens_BT, prompts), skip_special_tokens=True)
     per_row = rouge_scores(predictions, [row["target"] for row in rows], data.rouge_tokenizer)
     return [
-        Score(index, prediction, tuple(per_row[name][place] for name in ROUGE_METRICS))
+        Score(index, prediction, tuple(per_row[name][place] for name in ROUGE_KEYS))
         for place, (index, prediction) in enumerate(zip(indices, predictions, strict=True))
     ]
 
@@ -120,7 +115,7 @@ def gather_scores(scores: list[Score], data: EvaluationRows, predictions_path: P
 def _mean_scores(ordered: list[Score], data: EvaluationRows) -> dict[str, float]:
     """ROUGE and the like, and the figures of `data.metrics`."""
     figures: dict[str, float] = {}
-    for place, name in enumerate(ROUGE_METRICS):
+    for place, name in enumerate(ROUGE_KEYS):
         figures[name] = math.fsum(score.rouge[place] for score in ordered) / len(ordered)
     predictions, references = [score.prediction for score in ordered], data.references
     pairs = zip(predictions, references, strict=True)
@@ -136,7 +131,7 @@ def _write_predictions(scores: list[Score], data: EvaluationRows, path: Path) ->
     for score in scores:
         row = data.rows[score.index]
         line = {"row_id": row["row_id"], "prediction": score.prediction, "reference": row["target"]}
-        line |= {name: round(value, 4) for name, value in zip(ROUGE_METRICS, score.rouge, strict=True)}
+        line |= {name: round(value, 4) for name, value in zip(ROUGE_KEYS, score.rouge, strict=True)}
         lines.append(line)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)  # the run folder may have been removed

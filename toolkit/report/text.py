@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UserError, one_line
+from toolkit.evaluation.rouge import mean_scores, rouge_scores
 from toolkit.evaluation.text import ROUGE_SCORE_WORDS
 from toolkit.files.json_lines import load_json_lines
 from toolkit.report.facts import NOT_AS_WRITTEN, RunFacts, describe_unlike, group_alike, is_number, read_runs
@@ -78,8 +79,6 @@ def _score_first_lines(predictions_path: Path) -> dict[str, float]:
     """`rougeL_line1` in percent; empty if no texts were generated."""
     if not predictions_path.exists():
         return {}
-    from toolkit.evaluation.rouge import mean_scores, rouge_scores
-
     if not (lines := load_json_lines(predictions_path)):
         return {}
     first_lines = [line["prediction"].strip().partition("\n")[0] for line in lines]

@@ -12,6 +12,7 @@ from toolkit.distributed.comm import rank
 from toolkit.errors import UserError, escape_controls, one_line
 from toolkit.evaluation.generate import BASELINE, SHOWN_FIGURES
 from toolkit.evaluation.metrics import own_figures
+from toolkit.evaluation.rouge import mean_scores, rouge_scores
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.files.json_lines import load_json_lines
 from toolkit.tracking.metrics_log import MetricsLog
@@ -112,7 +113,6 @@ def format_table(rows: dict[str, dict[str, float]], choice: Sequence[str] = SHOW
 def _baselines(train_rows: Dataset, eval_rows: Dataset) -> dict[str, dict[str, float]]:
     """ROUGE of the lead sentence and of the best constant summary."""
     from toolkit.evaluation.baselines import best_constant, lead_sentence
-    from toolkit.evaluation.rouge import mean_scores, rouge_scores
 
     references = eval_rows["target"][:]
     constant = best_constant(train_rows["target"][:], references)

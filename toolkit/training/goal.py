@@ -9,11 +9,11 @@ from toolkit.checkpoint.find import Goal
 from toolkit.config.schema import EvalConfig
 from toolkit.distributed.comm import on_all_ranks
 from toolkit.errors import UserError
-from toolkit.evaluation.generate import ROUGE_METRICS
 from toolkit.evaluation.metrics import try_metrics
+from toolkit.evaluation.rouge import ROUGE_KEYS
 from toolkit.evaluation.rows import EvaluationRows
 
-TEXT_METRICS = (*ROUGE_METRICS, "exact_match", "percent_distinct")
+TEXT_METRICS = (*ROUGE_KEYS, "exact_match", "percent_distinct")
 
 
 LOSS_METRICS = ("loss", "perplexity", "bits_per_byte", "token_accuracy")

@@ -57,7 +57,7 @@ def test_a_mix_is_saved_read_again_and_flattened(tmp_path):
         ("  mix:\n  - source: jsonl\n    file: a", ["run.yaml, line 4: unknown key data.mix[0].file: did you mean files?"]),
         (
             "  mix:\n  - {source: some/rows}\n  - {source: some/rows, zzz: 1}",
-            ["line 4: unknown key data.mix[1].zzz; known are source, w"],
+            ["line 4: unknown key data.mix[1].zzz; known are source, f"],
         ),
         ("  mix:\n  - source: some/rows\n    weight: 0", ["line 4: data.mix[0].weight is 0: write a number above 0"]),
         ("  mix:\n  - weight: 2", ["line 3: data.mix[0] has no source: give one"]),

@@ -20,7 +20,7 @@ from toolkit.checkpoint.find import Goal
 from toolkit.config.schema import EvalConfig
 from toolkit.data.collate import SummarizationCollator
 from toolkit.errors import UserError
-from toolkit.evaluation import loop, rouge
+from toolkit.evaluation import generate, loop
 from toolkit.evaluation.generate import Score, _stop_token_ids, gather_scores
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.files.json_lines import load_json_lines
@@ -116,9 +116,9 @@ def test_figures_are_sums_over_rows_by_the_names_that_they_have(tmp_path: Path, 
 
     def scores(predictions: list[str], references: list[str], tokenizer: Any) -> dict[str, list[float]]:
         assert tokenizer is data.rouge_tokenizer, "words are split as in all references, not as in a batch's"
-        return {name: [float(place)] * len(references) for place, name in enumerate(rouge.ROUGE_KEYS)}
+        return {name: [float(place)] * len(references) for place, name in enumerate(generate.ROUGE_KEYS)}
 
-    monkeypatch.setattr(rouge, "rouge_scores", scores)
+    monkeypatch.setattr(generate, "rouge_scores", scores)
     found = loop.evaluate(EvalConfig(max_new_tokens=2, batch_size_rows=2), sharded, data, tmp_path / "p.jsonl", lambda: None)
     model.eval()
     with torch.no_grad():

@@ -121,7 +121,7 @@ def test_a_mask_of_another_kind_stays_dense() -> None:
     embeds_1TD, positions_1T = torch.zeros(1, 5, 32), torch.tensor([[0, 1, 0, 1, 2]])
 
     def build_mask(**options: Any) -> Any:
-        with masks._known_masks(is_packed=True, documents=documents.Documents(lengths, starts)):
+        with masks.known_masks(is_packed=True, documents=documents.Documents(lengths, starts)):
             return masking_utils.create_causal_mask(model.config, embeds_1TD, None, None, positions_1T, **options)
 
     assert isinstance(build_mask(), documents.Documents)

@@ -146,7 +146,7 @@ def test_a_window_to_both_sides_masks_what_is_beyond_it(length: int) -> None:
 
     config = ModernBertConfig(hidden_size=32, num_attention_heads=4, local_attention=12, attn_implementation="sdpa")
     expected = masking_utils.create_bidirectional_sliding_window_mask(config, torch.zeros(1, length, 32), None)
-    with masks._known_masks(is_packed=False, documents=None):
+    with masks.known_masks(is_packed=False, documents=None):
         mask = masking_utils.create_bidirectional_sliding_window_mask(config, torch.zeros(1, length, 32), None)
     assert (mask is None) == (expected is None) == (length == 4)
     assert mask is None or torch.equal(mask, expected)

@@ -8,25 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from toolkit.cli.preview.wording import (
-    NAMES,
-    SIDE_NAMES,
-    describe_percentiles,
-    describe_row,
-    describe_side,
-    describe_sources,
-    describe_special_tokens,
-    describe_splits,
-    describe_step,
-    describe_tokenizer,
-    describe_turns,
-    not_shown,
-    padding_behind,
-    plural,
-    shorten_spans,
-    shorten_text,
-    visible,
-)
+from toolkit.cli.preview import wording
+from toolkit.cli.preview.wording import NAMES, SIDE_NAMES
 from toolkit.data.preview.row import CONTEXT, LOSS, LOST, PADDING, RowView, Side, Span
 from toolkit.data.preview.step import Pack, StepView
 from toolkit.data.preview.summary import Lengths, Summary
@@ -65,19 +48,19 @@ def render_summary(summary: Summary) -> str:
     parts += [_element("p", line) for line in summary.readings]
     remarks = [_element("li", remark, "warn" if remark.startswith("WARNING") else "") for remark in summary.remarks]
     parts += ["<ul>", *remarks, "</ul>"] if remarks else []
-    parts += [_table(describe_splits(summary))]
+    parts += [_table(wording.describe_splits(summary))]
     if summary.sources:
-        parts.append(_table(describe_sources(summary)))
+        parts.append(_table(wording.describe_sources(summary)))
     parts += [_element("p", f"Duplicates: {'; '.join(summary.duplicates) or 'none'}"), "</div>\n"]
     parts += [_element("h2", "Lengths"), *map(_histogram, summary.lengths)]
-    parts += [_element("h2", "Tokenizer"), "<div class=card>", _table(describe_special_tokens(summary), left=(0, 3))]
-    parts += [_element("p", describe_tokenizer(summary), "quiet"), "</div>\n"]
+    parts += [_element("h2", "Tokenizer"), "<div class=card>", _table(wording.describe_special_tokens(summary), left=(0, 3))]
+    parts += [_element("p", wording.describe_tokenizer(summary), "quiet"), "</div>\n"]
     return "".join(parts)
 
 
 def _render_step(step: StepView) -> str:
     parts = [_element("h2", f"Step 1 of {step.num_steps:,} ({step.steps_per_epoch:,} an epoch)"), "<div class=card>"]
-    parts += [_element("p", line) for line in describe_step(step)]
+    parts += [_element("p", line) for line in wording.describe_step(step)]
     parts += [_legend((LOSS, CONTEXT, PADDING))]
     longest = max(sum(num for _, num in pack.parts) for pack in step.first_packs)
     place = None
@@ -86,7 +69,7 @@ def _render_step(step: StepView) -> str:
             place = (pack.rank, pack.micro_batch)
             parts.append(_element("h4", f"Process {pack.rank}, micro-batch {pack.micro_batch + 1}"))
         parts.append(_bar(pack, longest))
-    return "".join([*parts, _element("p", not_shown(step), "quiet"), "</div>\n"])
+    return "".join([*parts, _element("p", wording.not_shown(step), "quiet"), "</div>\n"])
 
 
 def _bar(pack: Pack, longest: int) -> str:
@@ -108,25 +91,25 @@ def _rows(preview: Preview) -> Iterable[str]:
 
 
 def _render_row(row: RowView, step: StepView | None, *, is_whole: bool) -> str:
-    heading, *lines = describe_row(row, step)
+    heading, *lines = wording.describe_row(row, step)
     parts = ["<div class=card>", _element("h3", heading), *(_element("p", line, "quiet") for line in lines)]
-    turns = [_element("li", line) for line in describe_turns(row)]
+    turns = [_element("li", line) for line in wording.describe_turns(row)]
     parts += ["<ul class=quiet>", *turns, "</ul>"] if turns else []
     for side in row.sides:
-        parts.append(_element("h4", f"{side.name.capitalize()}: {describe_side(side)}"))
-        texts = shorten_text(side.text, row.row_id, is_whole=is_whole)
+        parts.append(_element("h4", f"{side.name.capitalize()}: {wording.describe_side(side)}"))
+        texts = wording.shorten_text(side.text, row.row_id, is_whole=is_whole)
         parts += [_element("div", text, "quiet") if i == 1 else _block("text", _text(text)) for i, text in enumerate(texts)]
         parts.append(_element("div", "as tokens", "quiet"))
-        parts.append(_tokens(side, padding_behind(row, step, side), row.row_id, is_whole))
+        parts.append(_tokens(side, wording.padding_behind(row, step, side), row.row_id, is_whole))
     return "".join([*parts, "</div>\n"])
 
 
 def _tokens(side: Side, padding: int, row_id: int, is_whole: bool) -> str:
     parts = [
         _element("div", piece, "quiet") if isinstance(piece, str) else _block("tokens", "".join(map(_part, _in_parts(piece))))
-        for piece in shorten_spans(side.spans, row_id, is_whole=is_whole)
+        for piece in wording.shorten_spans(side.spans, row_id, is_whole=is_whole)
     ]
-    behind = f"<span class=padding>{plural(padding, 'token')} of padding</span>\n" if padding else ""
+    behind = f"<span class=padding>{wording.plural(padding, 'token')} of padding</span>\n" if padding else ""
     return "".join([*parts, behind])
 
 
@@ -160,7 +143,8 @@ def _histogram(lengths: Lengths) -> str:
         for low, high, count in lengths.bins
     ]
     limit = f" ({lengths.setting})" if lengths.setting else ""
-    heading = _element("h3", SIDE_NAMES[lengths.name] + limit) + _element("p", describe_percentiles(lengths), "quiet")
+    percentiles = _element("p", wording.describe_percentiles(lengths), "quiet")
+    heading = _element("h3", SIDE_NAMES[lengths.name] + limit) + percentiles
     return f"<div class=card>{heading}<div class=histogram>{''.join(rows)}</div></div>\n"
 
 
@@ -182,4 +166,4 @@ def _element(tag: str, text: str, kind: str = "") -> str:
 
 
 def _text(text: str) -> str:
-    return html.escape(visible(text))
+    return html.escape(wording.visible(text))

@@ -5,25 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from toolkit.cli.preview.wording import (
-    NAMES,
-    SIDE_NAMES,
-    describe_percentiles,
-    describe_row,
-    describe_side,
-    describe_sources,
-    describe_special_tokens,
-    describe_splits,
-    describe_step,
-    describe_tokenizer,
-    describe_turns,
-    not_shown,
-    padding_behind,
-    plural,
-    shorten_spans,
-    shorten_text,
-    visible,
-)
+from toolkit.cli.preview import wording
+from toolkit.cli.preview.wording import NAMES, SIDE_NAMES
 from toolkit.data.preview.row import CONTEXT, LOSS, LOST, PADDING, RowView, Side, Span
 from toolkit.data.preview.step import Pack, StepView
 from toolkit.data.preview.summary import Summary
@@ -71,28 +54,28 @@ class _Lines:
 
     def _summary(self, summary: Summary) -> Iterator[Text]:
         yield from self._heading("Rows")
-        yield from self._table(describe_splits(summary))
+        yield from self._table(wording.describe_splits(summary))
         if summary.sources:
             yield from self._block([""])
-            yield from self._table(describe_sources(summary))
+            yield from self._table(wording.describe_sources(summary))
         yield from self._block([f"duplicates: {'; '.join(summary.duplicates) or 'none'}"])
         for lengths in summary.lengths:
             limit = f" ({lengths.setting})" if lengths.setting else ""
             yield from self._heading(f"{SIDE_NAMES[lengths.name]}{limit}")
-            yield from self._block([describe_percentiles(lengths)])
+            yield from self._block([wording.describe_percentiles(lengths)])
             most = max(count for _, _, count in lengths.bins)
             labels = [f"{low:,}" if low == high else f"{low:,}–{high:,}" for low, high, _ in lengths.bins]
             for label, (_, _, count) in zip(labels, lengths.bins, strict=True):
                 bar = "█" * (-(-BAR_WIDTH * count // most) if count else 0)
                 yield self._text(f"  {label:>{max(map(len, labels))}}  {bar} {count:,}")
         yield from self._heading("Special tokens")
-        yield from self._table(describe_special_tokens(summary), left=(0, 3))
-        yield from self._block([describe_tokenizer(summary)])
+        yield from self._table(wording.describe_special_tokens(summary), left=(0, 3))
+        yield from self._block([wording.describe_tokenizer(summary)])
 
     def _step(self, step: StepView) -> Iterator[Text]:
         yield from self._heading(f"Step 1 of {step.num_steps:,} ({step.steps_per_epoch:,} an epoch)")
         legend = ", ".join(f"{bar} {NAMES[kind]}" for kind, bar in BARS.items())
-        yield from self._block([*describe_step(step), legend])
+        yield from self._block([*wording.describe_step(step), legend])
         longest = max(sum(num for _, num in pack.parts) for pack in step.first_packs)
         place = None
         for pack in step.first_packs:
@@ -100,7 +83,7 @@ class _Lines:
                 place = (pack.rank, pack.micro_batch)
                 yield self._text(f"  process {pack.rank}, micro-batch {pack.micro_batch + 1}")
             yield self._bar(pack, longest)
-        yield from self._block([not_shown(step)] if not_shown(step) else [])
+        yield from self._block([wording.not_shown(step)] if wording.not_shown(step) else [])
 
     def _bar(self, pack: Pack, longest: int) -> Text:
         """Parts are as wide as their share of the longest pack; `|` is between two rows."""
@@ -122,26 +105,26 @@ class _Lines:
         return legend
 
     def _row(self, row: RowView, step: StepView | None, *, is_whole: bool) -> Iterator[Text]:
-        heading, *lines = describe_row(row, step)
+        heading, *lines = wording.describe_row(row, step)
         yield from self._heading(heading)
         yield from self._block(lines)
-        yield from self._block(describe_turns(row))
+        yield from self._block(wording.describe_turns(row))
         for side in row.sides:
-            yield from self._block([f"{side.name}: {describe_side(side)}"], first_style="bold")
-            yield from self._block(shorten_text(side.text, row.row_id, is_whole=is_whole), indent=4)
+            yield from self._block([f"{side.name}: {wording.describe_side(side)}"], first_style="bold")
+            yield from self._block(wording.shorten_text(side.text, row.row_id, is_whole=is_whole), indent=4)
             yield from self._block(["as tokens:"], indent=2)
-            yield from self._block(self._tokens(side, padding_behind(row, step, side), row.row_id, is_whole), indent=4)
+            yield from self._block(self._tokens(side, wording.padding_behind(row, step, side), row.row_id, is_whole), indent=4)
 
     def _tokens(self, side: Side, padding: int, row_id: int, is_whole: bool) -> list[Text | str]:
-        pieces = shorten_spans(side.spans, row_id, is_whole=is_whole)
+        pieces = wording.shorten_spans(side.spans, row_id, is_whole=is_whole)
         parts: list[Text | str] = [piece if isinstance(piece, str) else self._spans(piece) for piece in pieces]
-        return [*parts, f"and padding: {plural(padding, 'token')}"] if padding else parts
+        return [*parts, f"and padding: {wording.plural(padding, 'token')}"] if padding else parts
 
     def _spans(self, spans: Sequence[Span]) -> Text:
         line = self._text()
         for place, (kind, tokens) in enumerate(spans):
             line.append("|" if place else "", style="dim")
-            line.append_text(self._marked(kind, "|".join(visible(token).replace("\n", "⏎\n") for token in tokens)))
+            line.append_text(self._marked(kind, "|".join(wording.visible(token).replace("\n", "⏎\n") for token in tokens)))
         return line
 
     def _marked(self, kind: str, text: str) -> Text:
@@ -153,7 +136,7 @@ class _Lines:
         yield from self._block([text], indent=0, first_style="bold cyan")
 
     def _table(self, rows: list[list[str]], left: Sequence[int] = (0,)) -> Iterator[Text]:
-        shown = [[visible(cell) for cell in row] for row in rows]
+        shown = [[wording.visible(cell) for cell in row] for row in rows]
         widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
         for number, row in enumerate(shown):
             cells = [
@@ -164,7 +147,7 @@ class _Lines:
     def _block(self, parts: Sequence[Text | str], indent: int = 2, first_style: str = "") -> Iterator[Text]:
         """Texts line by line; in a terminal wrapped to its width, elsewhere never."""
         for number, part in enumerate(parts):
-            text = self._text(visible(part), style="" if number else first_style) if isinstance(part, str) else part
+            text = self._text(wording.visible(part), style="" if number else first_style) if isinstance(part, str) else part
             lines = text.split("\n", allow_blank=True)
             for line in lines:
                 width = max(20, self._console.width - indent)

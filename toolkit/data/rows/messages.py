@@ -133,10 +133,8 @@ def _take_weight(message: dict[str, Any], where: str) -> int:
     Weight 0 on another turn than the assistant's changes nothing. Columns with nulls turn whole numbers into 0.0 and 1.0.
     """
     for key in message.keys() & _OTHER_WEIGHTS:
-        if message[key] is not None:
-            raise UserError(f'{where}: {key} is not read: write "weight": 0 for a turn that does not count in the loss')
-    popped = [(key, message.pop(key)) for key in _WEIGHTS if key in message]
-    given = {key: value for key, value in popped if value is not None}
+        raise UserError(f'{where}: {key} is not read: write "weight": 0 for a turn that does not count in the loss')
+    given = {key: message.pop(key) for key in _WEIGHTS if key in message}
     for key, value in given.items():
         if value not in (0, 1):  # true and false are 1 and 0
             raise UserError(

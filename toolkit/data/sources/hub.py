@@ -18,6 +18,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import yaml
 
@@ -119,8 +120,9 @@ def _open_builder(name: str, subset: str | None, split: str, other_sources: tupl
     is_folder = path.is_dir()
     if not is_folder and (path.is_absolute() or name.startswith(".")):
         raise UserError(f"data.source {name}: there is no such folder: check the path")
+    offline = mock.patch.object(datasets.config, "HF_HUB_OFFLINE", True)  # HF_HUB_OFFLINE=1 would be read only at its import
     try:
-        with contextlib.nullcontext() if not is_folder and _can_reach_hub() else _without_network():
+        with contextlib.nullcontext() if not is_folder and _can_reach_hub() else offline:
             if is_folder:
                 _read_subsets(path, name)  # before `datasets` looks for the files that it names
             if is_folder and (saved := _list_saved(path.resolve(), name)):
@@ -141,10 +143,10 @@ def _open_builder(name: str, subset: str | None, split: str, other_sources: tupl
     except (ConnectionError, DatasetNotFoundError) as error:
         is_away = isinstance(error, ConnectionError)
         where = "not in the local cache, and the hub cannot be reached" if is_away else "no dataset that the hub shows you"
+        near = difflib.get_close_matches(name, other_sources, n=1, cutoff=0.6)
+        way_out = f"did you mean {near[0]}?" if near else "check the name"
         known = ", ".join(other_sources)
-        raise UserError(
-            f"data.source {name} is none of {known}, no local folder and {where}{_suggestion(name, other_sources)}"
-        ) from None
+        raise UserError(f"data.source {name} is none of {known}, no local folder and {where}: {way_out}") from None
     # AttributeError and TypeError: `datasets` does not check the types of what a README or JSON file says.
     except (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError, DatasetsError, yaml.YAMLError) as error:
         cause = error.__cause__ or error
@@ -247,28 +249,8 @@ def _can_reach_hub() -> bool:
         return False
     try:
         urllib.request.urlopen(urllib.request.Request(ENDPOINT, method="HEAD"), timeout=_PROBE_TIMEOUT_S).close()
-    except urllib.error.HTTPError:  # a URLError too, but the hub answered
-        return True
-    except urllib.error.URLError as error:
-        return isinstance(error.reason, ssl.SSLError | TimeoutError)
+    except urllib.error.URLError as error:  # an HTTPError is one too, but the hub answered
+        return isinstance(error, urllib.error.HTTPError) or isinstance(error.reason, ssl.SSLError | TimeoutError)
     except OSError:
-        return True
+        pass
     return True
-
-
-@contextlib.contextmanager
-def _without_network() -> Iterator[None]:
-    """Make `datasets` use only its local cache, as HF_HUB_OFFLINE=1 does, which `datasets` reads only at import."""
-    import datasets
-
-    before = datasets.config.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        datasets.config.HF_HUB_OFFLINE = before
-
-
-def _suggestion(name: str, known: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f": did you mean {near[0]}?" if near else ": check the name"
