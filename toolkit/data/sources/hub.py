@@ -15,6 +15,7 @@ import posixpath
 import ssl
 import urllib.error
 import urllib.request
+import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 _PROBE_TIMEOUT_S = 5
 _NUM_NAMES = 4
+# AttributeError and TypeError: `datasets` does not check the types of what a README or JSON file says.
+_LOADING_ERRORS = (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError, yaml.YAMLError, zipfile.BadZipFile)
 _NO_READER_SETTINGS = {"data_files", "data_dir", "default", "description", "version", "features", "drop_labels"}
 """What a README may say of a subset that does not change how its files are read."""
 
@@ -145,8 +148,7 @@ def _open_builder(name: str, subset: str | None, split: str, other_sources: tupl
         raise UserError(
             f"data.source {name} is none of {known}, no local folder and {where}{_suggestion(name, other_sources)}"
         ) from None
-    # AttributeError and TypeError: `datasets` does not check the types of what a README or JSON file says.
-    except (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError, DatasetsError, yaml.YAMLError) as error:
+    except (*_LOADING_ERRORS, DatasetsError) as error:
         cause = error.__cause__ or error
         reason = " ".join(str(cause).split()).partition(" with any supported extension")[0].rstrip(".") or type(cause).__name__
         raise UserError(f"data.source {name} (subset {subset}, split {split}) could not be loaded: {reason}") from None

@@ -78,6 +78,8 @@ def test_folder_without_data_a_file_and_damaged_data_are_refused(config, tmp_pat
     refuse(config, "data.source ./no_such_folder: there is no such folder", source="./no_such_folder")
     path.write_bytes(path.read_bytes()[:200])
     refuse(config, f"{path} is not a complete parquet file")
+    (tmp_path / "empty" / "rows.zip").write_bytes(b"PK\x03\x04, and no more")
+    refuse(config, f"data.source {tmp_path / 'empty'}", "File is not a zip file", source=str(tmp_path / "empty"))
 
 
 def test_unreachable_hub_is_reported_at_once(config, monkeypatch):
