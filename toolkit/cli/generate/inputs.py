@@ -104,6 +104,7 @@ def _read_lines(encoding: str) -> Iterator[tuple[str, str]]:
     """The lines of standard input; a byte that is no text becomes half a surrogate pair."""
     try:
         for number, line in enumerate(io.TextIOWrapper(sys.stdin.buffer, encoding, errors="surrogateescape"), start=1):
+            line = line.removeprefix("\ufeff") if number == 1 else line  # a byte order mark
             yield f"line {number} of standard input", line.removesuffix("\n")
     except UnicodeError as error:
         raise UserError(f"standard input is not valid {encoding.upper()} ({error}): give --encoding, or convert it") from None

@@ -56,9 +56,9 @@ class Example:
 
     @property
     def content(self) -> str:
-        """Two rows with equal content are duplicates."""
-        parts = (self.text, self.prompt, self.completion, self.messages, self.tools, self.first_trained, self.weight_0)
-        return "\0".join(map(str, parts))
+        """Two rows with equal content are duplicates: they say and train the same, in whatever order keys are written."""
+        chat = self.messages and json.dumps([self.messages, self.tools, self.trained_turns], sort_keys=True)
+        return "\0".join(map(str, (self.text, self.prompt, self.completion, chat)))
 
     @property
     def trained_turns(self) -> list[int]:

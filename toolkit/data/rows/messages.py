@@ -109,7 +109,9 @@ def _read_message(item: Any, where: str) -> dict[str, Any]:
         if message.get("tool_calls"):
             raise UserError(f"{where} has function_call and tool_calls: leave one of them out")
         message["tool_calls"] = [{"type": "function", "function": call}]
-    if message.get("tool_calls"):
+    if not message.get("tool_calls"):
+        message.pop("tool_calls", None)  # an empty list, which some templates print as a call
+    else:
         if message["role"] != "assistant":
             raise UserError(f"{where}: tool calls of role {message['role']}: only an assistant turn calls tools")
         message["tool_calls"] = _read_tool_calls(message["tool_calls"], where)

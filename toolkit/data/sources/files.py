@@ -79,7 +79,7 @@ def hash_file(path: Path, *, is_text: bool, encoding: str = "utf-8") -> str:
     """
     digest = hashlib.sha256()
     decoder, utf_8 = codecs.getincrementaldecoder(encoding)(), codecs.getincrementaldecoder("utf-8")()
-    num_lines, begin, is_ascii, is_mistaken = 0, b"", True, is_text and encoding != "utf-8"
+    num_lines, begin, is_ascii, is_mistaken = 0, b"", True, is_text and encoding not in ("utf-8", "utf-8-sig")
     try:
         with open_bytes(path) if is_text else path.open("rb") as file:
             while True:

@@ -110,7 +110,7 @@ def list_folder(name: str, subset: str | None, split: str, *, other_sources: tup
 def _open_builder(name: str, subset: str | None, split: str, other_sources: tuple[str, ...]) -> Iterator[DatasetBuilder]:
     """Yield the builder of a dataset whose files are all its own, and turn what is raised with it into a `UserError`."""
     import datasets
-    from datasets.exceptions import DatasetNotFoundError, DatasetsError
+    from datasets.exceptions import DatasetNotFoundError
 
     check_hub_name(name, "data.source", other_sources)
 
@@ -147,8 +147,8 @@ def _open_builder(name: str, subset: str | None, split: str, other_sources: tupl
         way_out = f"did you mean {near[0]}?" if near else "check the name"
         known = ", ".join(other_sources)
         raise UserError(f"data.source {name} is none of {known}, no local folder and {where}: {way_out}") from None
-    # AttributeError and TypeError: `datasets` does not check the types of what a README or JSON file says.
-    except (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError, DatasetsError, yaml.YAMLError) as error:
+    # `datasets` does not check the types of what a README says, and leaves files to libraries that raise what they will.
+    except Exception as error:
         cause = error.__cause__ or error
         reason = " ".join(str(cause).split()).partition(" with any supported extension")[0].rstrip(".") or type(cause).__name__
         raise UserError(f"data.source {name} (subset {subset}, split {split}) could not be loaded: {reason}") from None

@@ -81,6 +81,7 @@ def describe(tokenizer: PreTrainedTokenizerBase, rows: TextRows) -> list[str]:
     read, because they may say what is to be trained on."""
     sentences = describe_lost_text(tokenizer, [example.texts for example in read_examples(rows.train[:_NUM_ROWS_TRIED])])
     unread = {key: number for key, number in rows.message_keys.items() if key not in json.dumps(tokenizer.chat_template)}
+    unread.pop("tool_call_id", None)  # in each answer of a tool, as OpenAI writes them; few templates print ids of calls
     if tokenizer.chat_template and unread:
         named = [f"{key!r:.40} ({number} messages)" for key, number in unread.items()]
         more = f" and {len(named) - 5} more" if len(named) > 5 else ""

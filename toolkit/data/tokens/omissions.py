@@ -46,11 +46,12 @@ def find_omissions(
     """
     spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     own = dict(zip(spoken, (text[turn.start : turn.end] for turn in turns), strict=False))
-    for i, message in enumerate(messages):
-        *thinking, said = re.split("</?think>", message["content"]) if message["role"] == "assistant" else [message["content"]]
+    parts = [re.split("</?think>", m["content"]) if m["role"] == "assistant" else [m["content"]] for m in messages]
+    every = "\uffff".join(said for *_, said in parts)
+    for i, (message, [*thinking, said]) in enumerate(zip(messages, parts, strict=True)):
         thinking += [value for value in [message[key] for key in _THINKING_KEYS if key in message][:1] if isinstance(value, str)]
         place = own.get(i, text)
-        if not _occurs(said, place):
+        if _is_rarer(said, text, every) if place is text else not _occurs(said, place):
             yield Omission("system turn" if message["role"] == "system" else "text", i, said.strip())
         for part in thinking:
             if not _occurs(part, text):
@@ -70,6 +71,12 @@ def find_omissions(
 
 def _occurs(part: str, place: str) -> bool:
     return part.strip() in place or _strip(part) in _strip(place)
+
+
+def _is_rarer(part: str, text: str, every: str) -> bool:
+    """Whether a part stands in `text` less often than in the messages, of which others may quote it."""
+    pairs = ((form(part.strip()), form(text), form(every)) for form in (str, _strip))
+    return part.strip() != "" and all(place.count(part) < whole.count(part) for part, place, whole in pairs)
 
 
 def _list_lost(values: list[Any], place: str, beside: Iterable[str]) -> list[str]:

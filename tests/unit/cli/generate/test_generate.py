@@ -193,6 +193,15 @@ def test_what_is_no_text_is_one_sentence(
     assert call(monkeypatch, folders / model, "--file", "-", "--encoding", "cp1252", stdin=b"M\xfcller\n") == 0
 
 
+def test_a_byte_order_mark_before_standard_input_is_not_text(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Windows' shells and editors write it."""
+    seen: list[Any] = []
+    monkeypatch.setattr(command.Generator, "encode", lambda self, rows, plain: seen.extend(rows) or [])
+    monkeypatch.setattr(command, "_generate_window", lambda *_: [])
+    assert call(monkeypatch, folders / "t5", "--file", "-", stdin="\ufeffone\n\ufefftwo\n".encode()) == 0
+    assert [row.prompt for _, row in seen] == ["one", "\ufefftwo"]
+
+
 def test_tools_and_inputs_of_late_rows_are_read(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only keys of the first thousand rows were."""
     seen: list[Any] = []

@@ -164,6 +164,28 @@ def test_what_is_stored_is_read_back():
     assert read_examples(columns) == examples
 
 
+def test_chats_are_equal_if_they_say_and_train_the_same():
+    """Parquet and other programs order keys by name; the turns to train on can be said in several ways."""
+    messages = [*say("hi"), CALL, {"role": "tool", "content": "1"}, *say("", "one")[1:]]
+    content = read(messages).content
+    assert read([dict(sorted(message.items())) for message in messages]).content == content
+    assert read([message | {"weight": int(message["role"] == "assistant")} for message in messages]).content == content
+    assert build("pair", prompt=messages[:1], completion=messages[1:]).content == content
+    others = [
+        read([*messages[:-1], messages[-1] | {"weight": 0}]),
+        read(messages, [{"name": "add"}]),
+        read([*messages, *say("x")]),
+    ]
+    assert len({other.content for other in others} | {content}) == 4
+
+
+def test_an_empty_list_of_calls_is_none():
+    """Servers write one beside every answer, and some templates print a call, or refuse the turn, wherever the key is."""
+    said = say("hi", "one")
+    assert read([message | {"tool_calls": []} for message in said]).messages == said
+    refuse([*said[:1], {"role": "assistant", "tool_calls": []}], "message 2 has no content (its keys: role)")
+
+
 def test_equal_content_is_that_of_the_same_kind():
     same = [build("text", text="a"), build("pair", prompt="a", completion="b"), read(say("a", "b")), read(say("a", "b"), [{}])]
     assert len({example.content for example in same}) == len(same)

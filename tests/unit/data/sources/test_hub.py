@@ -78,6 +78,16 @@ def test_folder_without_data_a_file_and_damaged_data_are_refused(config, tmp_pat
     refuse(config, "data.source ./no_such_folder: there is no such folder", source="./no_such_folder")
     path.write_bytes(path.read_bytes()[:200])
     refuse(config, f"{path} is not a complete parquet file")
+    damaged = (
+        ("rows.zip", "not a zip file"),
+        ("rows.jsonl.xz", "Input format"),
+        ("rows.tar", "truncated"),
+        ("rows.h5", "could not be loaded: "),
+    )
+    for name, reason in damaged:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_bytes(b"PK\x03\x04, and no more")
+        refuse(config, f"data.source {tmp_path / name} (subset None, split train)", reason, source=str(tmp_path / name))
 
 
 def test_unreachable_hub_is_reported_at_once(config, monkeypatch):

@@ -53,6 +53,7 @@ def test_utf_8_that_another_encoding_reads_is_warned_of(
         ("cp1252", "cp1252", []),
         ("utf-8", "utf-8", []),
         ("utf-8", None, []),
+        ("utf-8-sig", "utf-8-sig", []),
         ("utf-16", "utf-16", []),
     ):
         caplog.clear()

@@ -73,7 +73,7 @@ def prompt_of(rows, place=0):
 
 
 def test_keys_of_messages_that_the_template_does_not_name_are_reported(prepare):
-    messages = [message | {"loss weight": 1, "id": i} for i, message in enumerate(CHATS[0])]
+    messages = [message | {"loss weight": 1, "id": i, "tool_call_id": "a"} for i, message in enumerate(CHATS[0])]
     remark = "keys of messages that the chat template does not name, so the model does not see them: 'loss weight' (5 messages), "
     assert prepare(chats(messages, CHATS[1])).remarks == [remark + "'id' (5 messages)"]
     many = [message | {f"key {i}": 1 for i in range(9)} for message in CHATS[0]]
