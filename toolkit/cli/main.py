@@ -6,7 +6,6 @@ compare --presets A,B -- RECIPE …  run a recipe under several presets: time, m
 export RUN_FOLDER         write any checkpoint of a run as a Hugging Face folder
 generate MODEL_OR_RUN …   write summaries or answers with a trained model
 plan --model M …          predict the memory that each rank of a run needs, and whether it fits; exits 1 if it does not
-presets [--write] FOLDER  check or write the tables of presets in the folder's README.md
 preview --config RUN.yaml  show rows, tokens, packs and lengths as the run will take them
 report RUN_FOLDER...      write a page that shows a run, or several beside each other; --text prints one table
 verify --model M …        prove by short runs on this machine what a run relies on; exits 1 if a check fails
