@@ -68,7 +68,7 @@ check: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/python -m toolkit presets accelerate_configs
+	$(BIN)/python -m benchmarks.presets.page accelerate_configs
 
 clean:
 	rm -rf $(VENV) runs

@@ -11,12 +11,12 @@ import pandas
 import pytest
 import yaml
 
+from benchmarks.presets.page import preset_header
 from tests.support.chats import CHATML, build_chat_tokenizer, say
 from tests.support.launch import GPU_CHECKS, GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, launch, run_on_ranks
 from tests.support.model_folders import CAUSAL_FAMILIES, make_rows, save_jsonl, save_wikihow_csv
 from tests.support.real_launch import accelerate_launch, finish
 from tests.support.workbench import FP32, RECIPE, RECIPES, Workbench
-from toolkit.cli.presets.page import preset_header
 from toolkit.files.json_lines import load_json_lines
 
 RUN_CONFIG_FOLDER = REPOSITORY / "recipes" / "configs"

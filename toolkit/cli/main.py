@@ -6,7 +6,6 @@ compare --presets A,B -- RECIPE …  run a recipe under several presets: time, m
 export RUN_FOLDER         write any checkpoint of a run as a Hugging Face folder
 generate MODEL_OR_RUN …   write summaries or answers with a trained model
 plan --model M …          predict the memory that each rank of a run needs, and whether it fits; exits 1 if it does not
-presets [--write] FOLDER  check or write the tables of presets in the folder's README.md
 preview --config RUN.yaml  show rows, tokens, packs and lengths as the run will take them
 report RUN_FOLDER...      write a page that shows a run, or several beside each other; --text prints one table
 verify --model M …        prove by short runs on this machine what a run relies on; exits 1 if a check fails
@@ -24,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.cli.checkpoints import show_checkpoints
-from toolkit.cli.presets.page import update_page
 from toolkit.cli.run_flags import add_plan, add_preview, add_verify
 from toolkit.errors import UserError, exit_on_user_error, one_line
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
@@ -48,7 +46,6 @@ def main() -> None:
         _add_export,
         _add_generate,
         add_plan,
-        _add_presets,
         add_preview,
         _add_report,
         add_verify,
@@ -195,25 +192,6 @@ def _generate(arguments: Namespace, _: list[str]) -> bool:
         return True
     names = ("model", "file", "column", "csv_delimiter", "encoding", "plain", "output", "batch_size_rows", "dtype")
     generate(Options(texts=arguments.text, settings=settings, **{name: getattr(arguments, name) for name in names}))
-    return True
-
-
-def _add_presets(jobs: Any) -> None:
-    presets = jobs.add_parser("presets", help="check or write the tables of presets in a folder's README.md")
-    presets.add_argument("folder", type=Path, metavar="FOLDER", help="folder of presets, as in accelerate_configs")
-    presets.add_argument("--write", action="store_true", help="write the table and the section 'Which preset?'")
-    presets.add_argument("--plan", action="store_true", help="with --write: plan that section again, which takes minutes")
-    presets.set_defaults(do=_presets)
-
-
-def _presets(arguments: Namespace, _: list[str]) -> bool:
-    if arguments.plan and not arguments.write:
-        raise UserError("--plan is given without --write: add it, a new plan is written")
-    if arguments.plan:
-        from toolkit.cli.presets.choice import save_choice  # torch takes seconds to import
-
-        save_choice(arguments.folder)
-    update_page(arguments.folder, write=arguments.write)
     return True
 
 

@@ -50,7 +50,6 @@ def denials_named(what: str) -> Iterator[None]:
     try:
         yield
     except PermissionError as error:
-        name = (
-            f"{error.filename} cannot be read (Permission denied)" if error.filename else error.strerror
-        )  # Arrow's message has the name
+        # Arrow's error has the name in its message.
+        name = f"{error.filename} cannot be read (Permission denied)" if error.filename else error.strerror
         raise UserError(f"{what}: {name}: {WAY_IN}") from None

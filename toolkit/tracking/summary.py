@@ -78,7 +78,7 @@ def _print_results(
     everything = [line for line in lines if line["kind"] == "eval"]
     evaluations = [line for line in everything if line.get("measured_on") == measured_on]
     if num_others := len(everything) - len(evaluations):
-        why = "measured on other rows, with other settings, or by a version that did not record it"
+        why = "measured on other rows or with other settings"
         print(f"\n{num_others} evaluations of {one_line(str(run_folder))} are not shown: {why}", flush=True)
     if not evaluations:
         print(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from toolkit.cli.presets.page import preset_header
+from benchmarks.presets.page import preset_header
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import (
     PATH_VARIABLE,

@@ -188,8 +188,10 @@ def check_columns(
     """
     for column in wanted:
         if (count := existing.count(column)) != 1:
-            found, fix = ("more than one", "keep one of them") if count else ("no", way_out)
-            raise UserError(f"{where} has {found} column {column!r} (its columns: {show_names(existing) or 'none'}): {fix}")
+            found = f"column {column!r} (its columns: {show_names(existing) or 'none'})"
+            raise UserError(
+                f"{where} has more than one {found}: keep one of them" if count else f"{where} has no {found}: {way_out}"
+            )
 
 
 def _nearest_name(path: Path) -> str:

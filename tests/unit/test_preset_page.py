@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cli.presets import choice
-from toolkit.cli.presets.page import CHOICE_FILE, END, TABLE_BEGIN, choice_table, preset_header, preset_table, update_page
+from benchmarks.presets import choice
+from benchmarks.presets.page import CHOICE_FILE, END, TABLE_BEGIN, choice_table, preset_header, preset_table, update_page
 from toolkit.errors import UserError
 from toolkit.planning.peak import estimate_peak
 from toolkit.planning.trace import fake_ranks
 
-PRESETS = Path(__file__).parents[4] / "accelerate_configs"
+PRESETS = Path(__file__).parents[2] / "accelerate_configs"
 CELLS = json.loads((PRESETS / CHOICE_FILE).read_text())["cells"]
 
 
@@ -51,7 +51,9 @@ def test_a_page_that_is_out_of_date_is_reported_with_the_command(presets: Path) 
     update_page(presets, write=False)
     page = presets / "README.md"
     page.write_text(page.read_text().replace("3B (Llama 3.2)", "3B"))
-    with pytest.raises(UserError, match=r"made from which_preset.json is out of date; run `python -m toolkit presets --write "):
+    with pytest.raises(
+        UserError, match=r"made from which_preset.json is out of date; run `python -m benchmarks.presets.page --write "
+    ):
         update_page(presets, write=False)
     update_page(presets, write=True)
     update_page(presets, write=False)
@@ -59,7 +61,7 @@ def test_a_page_that_is_out_of_date_is_reported_with_the_command(presets: Path) 
     preset.write_text(f"# another comment\n{preset.read_text()}")
     update_page(presets, write=False)  # a comment changes no plan
     preset.write_text(preset.read_text().replace("mixed_precision: bf16", "mixed_precision: 'no'"))
-    with pytest.raises(UserError, match=r"has changed since; run `python -m toolkit presets --write --plan "):
+    with pytest.raises(UserError, match=r"has changed: run `python -m benchmarks.presets.page --write --plan "):
         update_page(presets, write=False)
 
 
@@ -76,7 +78,7 @@ def test_the_table_is_written_between_its_marks_in_a_folder_without_planned_resu
         update_page(tmp_path, write=True)
     (tmp_path / "ddp.yaml").write_text((PRESETS / "ddp.yaml").read_text())
     readme.write_text(f"above\n{TABLE_BEGIN}old\n{END}\nbelow\n")
-    with pytest.raises(UserError, match="presets' headers is out of date; run `python -m toolkit presets --write "):
+    with pytest.raises(UserError, match="presets' headers is out of date; run `python -m benchmarks.presets.page --write "):
         update_page(tmp_path, write=False)
     update_page(tmp_path, write=True)
     assert readme.read_text() == f"above\n{TABLE_BEGIN}{preset_table(tmp_path)}{END}\nbelow\n"

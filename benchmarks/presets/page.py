@@ -1,17 +1,22 @@
 """Renders the presets' README.md: a table of their headers, and the section "Which preset?" from the planner's results.
 
+    python -m benchmarks.presets.page accelerate_configs [--write [--plan]]
+
 Planning takes minutes, so its results are kept in `which_preset.json` with a hash of everything they depend on. The page can then
 be checked within a second, and outdated results are reported.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import hashlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+from toolkit import planning
 from toolkit.errors import UserError
 
 CHOICE_FILE = "which_preset.json"
@@ -23,7 +28,11 @@ PLANNED_PRESETS = (
     "single", "ddp", "fsdp2_shard_grad_op", "fsdp2_full_shard", "fsdp2_activation_checkpointing", "fsdp2_offload",
 )  # fmt: skip
 """Presets that the section chooses among. Its meshes over several machines are derived from them."""
-_SOURCES = ("cli/presets/choice", *(f"planning/{name}" for name in ("kernels", "peak", "strategy", "subject", "trace")))
+_PLANNER = Path(planning.__file__).parent
+_SOURCES = (
+    Path(__file__).with_name("choice.py"),
+    *(_PLANNER / f"{name}.py" for name in ("kernels", "peak", "strategy", "subject", "trace")),
+)
 
 
 def update_page(folder: Path, *, write: bool) -> None:
@@ -41,8 +50,8 @@ def update_page(folder: Path, *, write: bool) -> None:
     choice = json.loads(found.read_text(encoding="utf-8"))
     if choice["inputs"] != hash_inputs(folder):
         raise UserError(
-            f"{found}: the planner or a preset has changed since; run `python -m toolkit presets --write --plan {folder}`, which "
-            "takes minutes"
+            f"{found}: the planner or a preset has changed: run `python -m benchmarks.presets.page --write --plan {folder}`, "
+            "which takes minutes"
         )
     _update_section(page, CHOICE_BEGIN, choice_table(choice["cells"]), f"the section made from {CHOICE_FILE}", write=write)
 
@@ -92,8 +101,8 @@ def hash_inputs(folder: Path) -> str:
     import yaml
 
     digest = hashlib.sha256()
-    for name in _SOURCES:
-        digest.update(_code_of(Path(__file__).parents[2] / f"{name}.py").encode())
+    for path in _SOURCES:
+        digest.update(_code_of(path).encode())
     for path in (folder / f"{preset}.yaml" for preset in PLANNED_PRESETS):
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
         digest.update(json.dumps([path.name, settings], sort_keys=True).encode())
@@ -110,7 +119,7 @@ def _update_section(page: Path, begin: str, content: str, what: str, *, write: b
     if write:
         page.write_text(updated, encoding="utf-8")
     elif updated != text:
-        raise UserError(f"{page}: {what} is out of date; run `python -m toolkit presets --write {page.parent}`")
+        raise UserError(f"{page}: {what} is out of date; run `python -m benchmarks.presets.page --write {page.parent}`")
 
 
 def _cell(cell: dict[str, Any]) -> str:
@@ -131,3 +140,26 @@ def _code_of(path: Path) -> str:
 
 def _is_docstring(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def main() -> None:
+    """The command line. `--plan` plans the section again, which takes minutes."""
+    parser = argparse.ArgumentParser(description="Check or write the tables of presets in a folder's README.md.")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder of presets, as in accelerate_configs")
+    parser.add_argument("--write", action="store_true", help="write the table and the section 'Which preset?'")
+    parser.add_argument("--plan", action="store_true", help="with --write: plan that section again, which takes minutes")
+    arguments = parser.parse_args()
+    if arguments.plan and not arguments.write:
+        parser.error("--plan is given without --write: add it, a new plan is written")
+    if arguments.plan:
+        from benchmarks.presets.choice import save_choice  # torch takes seconds to import
+
+        save_choice(arguments.folder)
+    try:
+        update_page(arguments.folder, write=arguments.write)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

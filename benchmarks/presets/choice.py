@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from toolkit.cli.presets.page import CHOICE_FILE, hash_inputs
+from benchmarks.presets.page import CHOICE_FILE, hash_inputs
 from toolkit.planning.peak import MOMENT_BYTES, estimate_peak
 from toolkit.planning.plan import USABLE_SHARE, largest_micro_batch
 from toolkit.planning.strategy import Strategy, load_strategy

@@ -1,1 +1,0 @@
-"""`python -m toolkit presets`: the tables of presets in a README."""
