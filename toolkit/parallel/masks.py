@@ -17,7 +17,6 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
-from unittest import mock
 
 import torch
 
@@ -139,8 +138,14 @@ def known_masks(*, is_packed: bool, documents: Documents | None) -> Iterator[lis
         "sliding_window_causal_mask_function": slide_within,
         "packed_sequence_compatibility_function": keep_documents_apart,
     }
-    with mock.patch.multiple(masking_utils, **{name: known[name] for name in known if hasattr(masking_utils, name)}):
+    kept = {name: getattr(masking_utils, name) for name in known if hasattr(masking_utils, name)}
+    for name in kept:
+        setattr(masking_utils, name, known[name])
+    try:
         yield asked
+    finally:
+        for name, function in kept.items():
+            setattr(masking_utils, name, function)
 
 
 def _flash_arguments(documents: Documents) -> dict[str, Any]:
