@@ -209,7 +209,8 @@ def test_a_rank_that_does_not_come_to_the_first_connection_of_the_devices(inputs
     with hold_up(inputs, "unconnected", [("connecting the devices", 1, "sleep")]) as running:
         result = running.wait(END_S)
     assert result.returncodes == [EXIT_HANG] * 2, result.stderr[-3000:]
-    head = f"error: no progress for {waiting_recipe.TIMEOUT_S} s (run.timeout_s): rank 1 did not arrive: in start, for "
+    where = "in building the accelerator, for "
+    head = f"error: no progress for {waiting_recipe.TIMEOUT_S} s (run.timeout_s): rank 1 did not arrive: {where}"
     assert [line.startswith(head) for line in error_lines(result.stderr)] == [True, True], result.stderr[-3000:]
     assert result.stderr.count("in connect_devices") == 1, "rank 0 waits there"
 

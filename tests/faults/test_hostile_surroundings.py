@@ -86,8 +86,8 @@ def test_names_of_files_and_columns_are_one_line_and_can_be_written(bench: Workb
     changes = CHANGES | {"data__files": data, "data__source_column": column}
     printed = run_with(bench, "names", **changes, exports=True)
     shown = ascii(name)[1:-1].replace("'", "\\'")
-    assert f"{shown}.jsonl: read as a source with its target, from te\\nerror: no" in printed
-    assert "; not read: \\ud800\\nerror: no" in printed
+    assert f"{shown}.jsonl: read as a source with its target, from 'te\\nerror: no" in printed
+    assert "; not read: '\\ud800\\nerror: no'" in printed
     card, page = ((bench.runs / "names" / name).read_text() for name in ("export/README.md", "report.html"))
     hostile = re.compile(r"^error: no|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202e\ud800-\udfff]", re.MULTILINE)
     assert not hostile.search(printed) and not hostile.search(card)

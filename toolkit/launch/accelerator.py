@@ -26,7 +26,7 @@ from toolkit.distributed.comm import (
 )
 from toolkit.distributed.device import available_cores, check_own_gpu, synchronize
 from toolkit.distributed.rendezvous import connecting, rendezvous_arguments
-from toolkit.distributed.watchdog import at, start
+from toolkit.distributed.watchdog import at, start, working
 from toolkit.errors import UserError
 from toolkit.launch.environment import asked_for_cpu, read_launch
 from toolkit.launch.environment_checks import check_environment, check_hardware
@@ -92,6 +92,7 @@ def build_accelerator(
     start(timeout_s)
     at("comparing what the ranks were started with")
     compare_ranks({**(started_with or {}), **on_all_ranks(describe_launch)})
+    working("building the accelerator")
     check_own_gpu(PartialState().device)
 
     # Build the `Accelerator`, with FSDP on a CPU too.

@@ -37,7 +37,7 @@ STEP = 3
 PLACES: dict[str, tuple[Any, str]] = {
     "connecting the devices": (setup, "connect_devices"),  # which rank 1 never calls
     "tokenizing": (prepare, "tokenize_rows"),  # on rank 0 alone
-    "after tokenizing": (prepare, "raise_together"),
+    "after tokenizing": (prepare, "on_all_ranks"),  # where rank 1 has nothing to tokenize
     "loading the model": (models, "load_model"),
     "hashing frozen weights": (model, "hash_frozen"),
     "loading the checkpoint": (checkpoint, "load_tensors"),

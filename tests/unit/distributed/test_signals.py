@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,22 @@ from toolkit.distributed.signals import Agreement, StopRequests
 from toolkit.errors import SIGNALS
 
 NOTHING = Agreement(None, False)
+
+
+@pytest.fixture(autouse=True)
+def terminal() -> Iterator[None]:
+    """As started in a terminal, whatever has started the tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_rank_that_nohup_started_survives_its_terminal() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with StopRequests() as stops:
+        send(signal.SIGHUP)
+        stops.agree()
+        assert stops.agree() == NOTHING
 
 
 def send(number: int) -> None:
