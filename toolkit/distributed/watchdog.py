@@ -213,7 +213,9 @@ class Watchdog:
 
     def _ask_peers(self, store: dist.Store) -> None:
         peers: Peers | None = None
-        while not self._stopped.wait(self._interval_s) and self._verdict is None:
+        wait_s = 0.0  # the first report comes at once: a rank may be lost in its first second
+        while not self._stopped.wait(wait_s) and self._verdict is None:
+            wait_s = self._interval_s
             try:
                 peers = peers or Peers(store, self._rank, self._world_size)
                 self._ask(peers)
