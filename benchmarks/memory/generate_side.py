@@ -45,13 +45,13 @@ def generate(folder: Path) -> None:
 
     plain: Callable[..., list[str]] = command._generate_window
     command._generate_window = generate_window
-    command._write = note("first", command._write)
+    command.append_texts = note("first", command.append_texts)
     command.open_rows = note("checked", command.open_rows)
     inputs.read_rows = note("start", inputs.read_rows, before=True)
     sys.argv = ["toolkit", "generate", str(folder / "model"), "--file", str(folder / "rows.jsonl"), "--output"]
     sys.argv.append(str(folder / "out.jsonl"))
     own_rank: list[int] = []
-    command.close_groups = lambda close=command.close_groups: (own_rank.append(rank()), close())
+    command.release = lambda release=command.release: (own_rank.append(rank()), release())
     main()
     start = seen.get("start", 0.0)
     seen |= {f"{name}_s": seen.get(key, start) - start for name, key in (("first_text", "first"), ("checked", "checked"))}
