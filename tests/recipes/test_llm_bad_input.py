@@ -10,12 +10,14 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.recipes.bad_input import Case, Files, WorkingRun, check, contents, model_files
 from tests.recipes.llm_bad_input_cases import EARLY, FROM_SCRATCH, LLAMA
 from tests.recipes.llm_bad_row_cases import AFTER_A_RUN, DATA, MODEL, NEXT, NUM_CHATS, chats
 from tests.support.chats import CHATML, build_chat_tokenizer, say
 from tests.support.launch import LaunchResult
+from toolkit.models.documents import longest_eager
 
 
 @cache
@@ -87,6 +89,6 @@ def test_lost_and_cut_chats_are_counted_and_reported_and_the_run_goes_on(finishe
     ]
     lines = [*result.stdout.splitlines(), *result.stderr.splitlines()]
     assert [sum(line.startswith(sentence) for line in lines) for sentence in said] == [1] * len(said), result.stdout
-    how = "eager up to 1,024 tokens, else one causal sdpa each"
+    how = f"eager up to {longest_eager('cpu', torch.bfloat16):,} tokens, else one causal sdpa each"
     assert f"; attention: sdpa, and packed rows document by document ({how})" in result.stdout
     assert (here / "runs/run/checkpoints/step-00000002/manifest.json").is_file()

@@ -88,12 +88,28 @@ def test_in_bf16_on_a_cpu_documents_are_eager_and_as_near_to_fp32_as_dense_ones(
         with patch.object(documents, "_sdpa_a_document", wraps=documents._sdpa_a_document) as sdpa:
             loss, gradients = take_loss_and_gradients(build(family), packs)
             sdpa.assert_not_called()
-            monkeypatch.setattr(documents, "LONGEST_EAGER", max(LENGTHS) - 1)
+            monkeypatch.setattr(documents, "longest_eager", lambda *_: max(LENGTHS) - 1)
             take_loss_and_gradients(build(family), packs)
             sdpa.assert_called()
     torch.testing.assert_close(loss, exact_loss, rtol=1e-3, atol=0)
     assert gradients.keys() == exact.keys()
     assert error(gradients) <= 1.5 * error(dense)
+
+
+@pytest.mark.parametrize(("has_amx", "longest"), [(True, 512), (False, 1024)])
+def test_documents_are_eager_up_to_the_length_from_which_this_cpus_sdpa_is_faster(
+    has_amx: bool, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": has_amx})
+    for length, is_eager in ((longest, True), (longest + 1, False)):
+        tensor_1HTD, located = torch.zeros(1, 1, length, 8), documents.Documents((length,), torch.tensor([0, length]))
+        with (
+            patch.object(documents, "_sdpa_a_document") as sdpa,
+            patch.object(documents, "_eager_a_document") as eager,
+            torch.autocast("cpu", torch.bfloat16),
+        ):
+            documents.attend_by_document(torch.nn.Module(), tensor_1HTD, tensor_1HTD, tensor_1HTD, located, 0.0, None)
+        assert (eager.call_count, sdpa.call_count) == (is_eager, not is_eager), length
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
