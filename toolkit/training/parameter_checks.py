@@ -17,6 +17,9 @@ UPDATES_UNTIL_MOVED = 3
 SMALLEST_SHOWING_LR = 1e-6
 """Adam moves a weight by about the learning rate; at 1.0 an fp32 weight cannot move by less than 6e-8."""
 
+PART_ELEMENTS = 1 << 24
+"""Elements that are summed at once; their fp64 copy takes 128 MiB."""
+
 
 class ParameterWatch:
     """Keeps a checksum of every parameter from the start of a run. Collective: build and call it on every rank.
@@ -101,7 +104,9 @@ def _checksums(model: nn.Module) -> torch.Tensor:
     for parameter in model.parameters():
         local = local_tensor(parameter).detach()
         if local.numel():
-            xor, total = torch.hash_tensor(local), local.sum(dtype=torch.float64)
+            # In parts, because a sum in another dtype casts all of its input first (ATen/native/ReduceOpsUtils.h:457).
+            parts = local.flatten().split(PART_ELEMENTS)
+            xor, total = torch.hash_tensor(local), torch.stack([part.sum(dtype=torch.float64) for part in parts]).sum()
             sums.append(torch.stack([xor.view(torch.int64), total.view(torch.int64)]))
         else:
             sums.append(local.new_zeros(2, dtype=torch.int64))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from toolkit.training import parameter_checks
 from toolkit.training.parameter_checks import ParameterWatch
 
 
@@ -100,3 +101,16 @@ def test_updates_that_cannot_show_are_waited_for(model: nn.Sequential) -> None:
     with pytest.raises(RuntimeError, match="have not moved after 3 updates"):
         watch.check_moved(num_skipped=4)
     assert not watch.count_update(0.1)  # checked once
+
+
+def test_checksums_hold_no_fp64_copy_of_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameter_checks, "PART_ELEMENTS", 1024)
+    model = nn.Linear(1000, 100).bfloat16().requires_grad_(False)
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        watch = ParameterWatch(model, num_skipped=0)
+    allocated = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
+    assert max(allocated) == 1024 * 8  # bytes of fp64
+    with torch.no_grad():
+        model.weight[-1, -1] += 1  # in the last part
+    with pytest.raises(RuntimeError, match="frozen parameters have changed: weight"):
+        watch.check_frozen()
