@@ -161,7 +161,7 @@ DATA = {
 MODEL = {
     "adapter of another base": Case(
         flags=f"--model.name_or_path {{here}}/base {OWN_ADAPTER}",
-        files=TEXT | adapter(32, base={"name_or_path": "theirs", "revision": "v2", "tensors": {"model.norm.weight": "0"}}),
+        files=TEXT | adapter(32, base={"name_or_path": "theirs", "revision": "v2", "bf16_sha256": {"model.norm.weight": "0"}}),
         sentence="adapter.name_or_path {here}/adapter was trained on another base than model.name_or_path {here}/base: 21 "
         "tensors differ, lm_head.weight the first; its base was theirs at revision v2",
     ),

@@ -136,6 +136,10 @@ def test_plain_peft_gives_the_trained_models_logits(bench: Workbench, trained: l
 @pytest.mark.usefixtures("trained")
 @pytest.mark.parametrize("name", TRAINED)
 def test_every_kind_of_adapter_trains_what_it_should(bench: Workbench, name: str) -> None:
+    from safetensors.torch import load_file
+
+    from toolkit.models.lora_files import hash_weight
+
     stored = on_one_process(list_tensors, bench.runs / name / "checkpoints" / "step-00000003" / "state")
     kinds = {re.search(r"(lora_[a-zA-Z]+(_[a-z]+)*|modules_to_save)\.", tensor)[1] for tensor in stored}  # type: ignore[index]
     assert kinds == {"lora_A", "lora_B"} | (
@@ -143,6 +147,9 @@ def test_every_kind_of_adapter_trains_what_it_should(bench: Workbench, name: str
     )
     settings = json.loads((bench.runs / name / "export" / "adapter_config.json").read_text())
     assert (settings["use_dora"], settings["use_rslora"]) == (name.startswith("dora"), name.startswith("rslora"))
+    base = load_file(bench.models[TRAINED[name][0]] / "model.safetensors")
+    record = json.loads((bench.runs / name / "export" / "base.json").read_text())
+    assert record["bf16_sha256"] == {tensor: hash_weight(weight) for tensor, weight in base.items()}
     losses = [line["loss"] for line in bench.lines(name, "train")]
     assert len(set(losses)) == 3
 

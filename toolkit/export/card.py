@@ -45,6 +45,8 @@ class Origin:
     """Of `metrics.jsonl`."""
     versions: dict[str, str] | None = None
     """Of the libraries that trained; None: those of this process."""
+    frozen_hashes: dict[str, str] = field(default_factory=dict)
+    """Of its frozen parameters, by name, as a checkpoint records them; empty: not known."""
 
 
 def save_card(

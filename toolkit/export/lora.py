@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from toolkit.export.compare import reload
-from toolkit.models.lora_files import BASE_FILE, WEIGHTS_FILE, base_name, file_names
+from toolkit.models.lora_files import BASE_FILE, BASE_HASHES, WEIGHTS_FILE, base_name, file_names
 from toolkit.parallel.gather import assign_parameters
 from toolkit.parallel.wrap import copy_on_meta
 
@@ -41,7 +41,7 @@ def write_adapter(folder: Path, skeleton: PreTrainedModel, weights: Tensors, bas
     # Clones, because safetensors refuses tensors that share memory, and peft stores a tied weight under all its names.
     stored = {stored: weights[name].clone().contiguous() for stored, name in file_names(skeleton).items()}
     save_file(stored, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    base = {"name_or_path": lora.base_model_name_or_path, "revision": lora.revision, "tensors": base_hashes}
+    base = {"name_or_path": lora.base_model_name_or_path, "revision": lora.revision, BASE_HASHES: base_hashes}
     (folder / BASE_FILE).write_text(json.dumps(base, indent=1), encoding="utf-8")
 
 

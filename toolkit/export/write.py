@@ -101,7 +101,7 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
 
     # The adapter is small: gather all of it, write and load it, put the folder in place, then compare logits.
     if has_adapter:
-        adapter, base_hashes = _gather_adapter(sharded, places)
+        adapter, base_hashes = _gather_adapter(sharded, origin.frozen_hashes, places)
     if folder := places.adapter:
         cast = Cast(dict.fromkeys(adapter, places.dtype or torch.float32))
         stored: Tensors = {}
@@ -186,11 +186,16 @@ def _trained_logits(sharded: ShardedModel, data: EvaluationRows) -> Tensors:
     return {**inputs, "logits": logits_BTV}
 
 
-def _gather_adapter(sharded: ShardedModel, places: Places) -> tuple[Tensors, dict[str, str]]:
-    """On rank 0 the trained parameters by name, in host memory, and the hash of each of the base's. Collective."""
-    trained = {name for name, parameter in sharded.skeleton.named_parameters() if parameter.requires_grad}
+def _gather_adapter(sharded: ShardedModel, frozen: dict[str, str], places: Places) -> tuple[Tensors, dict[str, str]]:
+    """On rank 0 the trained parameters by name, in host memory, and the hash of each of the base's. Collective.
+
+    The run has hashed its `frozen` parameters; only those in other dtypes than bf16 are gathered to be hashed in it.
+    """
+    named = dict(sharded.skeleton.named_parameters())
+    trained = {name for name, parameter in named.items() if parameter.requires_grad}
+    known = {name for name in frozen if name in named and named[name].dtype == torch.bfloat16}
     adapter: Tensors = {}
-    base_hashes: dict[str, str] = {}
+    base_hashes = {base: frozen[name] for name in known if (base := base_name(name)) is not None}
 
     def keep(name: str, whole: torch.Tensor) -> None:
         if (base := base_name(name)) is not None:
@@ -198,7 +203,7 @@ def _gather_adapter(sharded: ShardedModel, places: Places) -> tuple[Tensors, dic
         if name in trained:
             adapter[name] = whole.to("cpu", copy=True).contiguous()
 
-    _gather(sharded, keep, places.adapter or places.model or Path())
+    _gather(sharded, keep, places.adapter or places.model or Path(), named.keys() - known)
     return adapter, base_hashes
 
 
@@ -213,8 +218,10 @@ def _write_weights(sharded: ShardedModel, files: ModelFiles, merge: Merge | None
     _gather(sharded, write, folder)
 
 
-def _gather(sharded: ShardedModel, take: Callable[[str, torch.Tensor], None], folder: Path) -> None:
-    """Gather one parameter after another; rank 0 calls `take` with each. Collective.
+def _gather(
+    sharded: ShardedModel, take: Callable[[str, torch.Tensor], None], folder: Path, names: set[str] | None = None
+) -> None:
+    """Gather one parameter after another, all or those of `names`; rank 0 calls `take` with each. Collective.
 
     The other ranks wait for it over the control group, whose limit a slow disk cannot reach. In the next gather they could wait
     for no longer than its own.
@@ -223,8 +230,9 @@ def _gather(sharded: ShardedModel, take: Callable[[str, torch.Tensor], None], fo
         UserError: rank 0 cannot write; on every rank.
     """
     at("export")
-    with Phase(f"exporting to {folder.name}", sum(p.nbytes for p in sharded.skeleton.parameters()), "B") as exporting:
-        for name, whole in whole_parameters(sharded):
+    wanted = [p.nbytes for name, p in sharded.skeleton.named_parameters() if names is None or name in names]
+    with Phase(f"exporting to {folder.name}", sum(wanted), "B") as exporting:
+        for name, whole in whole_parameters(sharded, names):
             working("export")
             _on_rank_0(folder, functools.partial(take, name, whole))
             exporting.add(whole.nbytes)

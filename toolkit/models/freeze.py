@@ -74,12 +74,12 @@ def hash_parameters(model: nn.Module, names: set[str]) -> dict[str, str]:
     hashes = {}
     for name, parameter in sorted(model.named_parameters()):
         if name in names:
-            digest = hashlib.sha256(hash_header(parameter).encode())
+            digest = hashlib.sha256(hash_header(parameter.dtype, parameter.shape).encode())
             digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().data)
             hashes[name] = digest.hexdigest()
     return hashes
 
 
-def hash_header(parameter: torch.Tensor) -> str:
+def hash_header(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     """The text that is hashed before a parameter's bytes."""
-    return f"{parameter.dtype} {tuple(parameter.shape)}"
+    return f"{dtype} {tuple(shape)}"

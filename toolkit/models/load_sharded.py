@@ -137,14 +137,14 @@ def complete_sources(model: PreTrainedModel, weights: Sources, config: AdapterCo
 def hash_base(model: nn.Module, weights: Sources) -> dict[str, str]:
     """`lora_files.hash_base` of a model whose weights are still in files. Collective."""
     names = {base for name, _ in model.named_parameters() if (base := base_name(name)) is not None}
-    headers = {name: str(weights[name].shape) for name in names}
+    headers = {name: hash_header(torch.bfloat16, weights[name].shape) for name in names}
     return hash_sources(weights, headers, dict.fromkeys(names, torch.bfloat16))
 
 
 def hash_frozen(model: nn.Module, sources: Sources) -> dict[str, str]:
     """`freeze.hash_frozen` of a model whose weights are still in files: the same hashes. Collective."""
     frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    headers = {name: hash_header(parameter) for name, parameter in frozen.items()}
+    headers = {name: hash_header(parameter.dtype, parameter.shape) for name, parameter in frozen.items()}
     return hash_sources(sources, headers, {name: parameter.dtype for name, parameter in frozen.items()})
 
 

@@ -31,6 +31,7 @@ from torch import nn
 from toolkit.config.schema import AdapterConfig
 from toolkit.errors import UserError
 from toolkit.files.modes import check_readable
+from toolkit.models.freeze import hash_header
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-BASE_FILE = "base.json"
+BASE_FILE, BASE_HASHES = "base.json", "bf16_sha256"
 
 _TAKEN_OVER = (
     "r", "lora_alpha", "target_modules", "exclude_modules", "modules_to_save", "use_rslora", "use_dora", "rank_pattern",
@@ -165,8 +166,9 @@ def hash_base(model: nn.Module) -> dict[str, str]:
 
 
 def hash_weight(weight: torch.Tensor) -> str:
-    """sha256 of an unsharded weight's shape and bf16 bytes: the same whether the base is stored in fp32 or bf16."""
-    digest = hashlib.sha256(str(tuple(weight.shape)).encode())
+    """sha256 of an unsharded weight in bf16, as `freeze.hash_parameters` has it: the same whether the base is stored in fp32 or
+    bf16."""
+    digest = hashlib.sha256(hash_header(torch.bfloat16, weight.shape).encode())
     digest.update(weight.to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
@@ -185,7 +187,7 @@ def check_base(folder: Path, name_or_path: str, tensors: dict[str, str], what: s
     if not (folder / BASE_FILE).is_file():
         return
     recorded = _read_json(folder / BASE_FILE, what)
-    theirs = recorded.get("tensors")
+    theirs = recorded.get(BASE_HASHES)
     if not isinstance(theirs, dict):
         raise UserError(f"the {BASE_FILE} of {what} is not what an export writes: take it away, or export again")
     differing = sorted(name for name in theirs.keys() | tensors.keys() if theirs.get(name) != tensors.get(name))

@@ -31,9 +31,9 @@ REPLICA_SHARE_OF_FREE_MEMORY = 0.5
 
 
 @torch.no_grad()
-def whole_parameters(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter, unsharded, in its own dtype, on every rank's device, one unit at a time. Collective: exhaust it on every
-    rank."""
+def whole_parameters(sharded: ShardedModel, names: set[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter, or those of `names`, unsharded, in its own dtype, on every rank's device, one unit at a time. Collective:
+    exhaust it on every rank."""
     if isinstance(sharded.model, FullyShardedDataParallel):
         for module in FullyShardedDataParallel.fsdp_modules(sharded.model):
             prefix = next(clean(name) for name, m in sharded.model.named_modules() if m is module)
@@ -41,10 +41,13 @@ def whole_parameters(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]
             with FullyShardedDataParallel.summon_full_params(module, recurse=False, writeback=False):
                 moved()
                 for name, parameter in module.named_parameters():
-                    if id(parameter) not in nested:
-                        yield clean(f"{prefix}.{name}").lstrip("."), parameter.detach()
+                    own = clean(f"{prefix}.{name}").lstrip(".")
+                    if id(parameter) not in nested and (names is None or own in names):
+                        yield own, parameter.detach()
         return
     for name, parameter in sharded.plain.named_parameters():
+        if names is not None and clean(name) not in names:
+            continue
         moved()
         # With CPU offload the shard lies on the host, where it would be gathered by gloo.
         shard = plain(parameter).to(sharded.accelerator.device)

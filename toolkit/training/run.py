@@ -191,7 +191,7 @@ def finish(run: Run) -> Path | None:
         places = run_places(config, run.folder)
         computed_in = name_of(compute_dtype(run.sharded.accelerator))
         lines = run.metrics.load() if rank() == 0 else []
-        origin = Origin(step, computed_in, world_size(), run.data, lines)
+        origin = Origin(step, computed_in, world_size(), run.data, lines, frozen_hashes=run.identity.frozen_hashes)
         with all_cores(run.sharded.accelerator.device):
             export_model(config, run.sharded, run.evaluation, origin, places)
     merged = f", merged into its base to {run.folder / 'merged'}" if config.export.merge else ""

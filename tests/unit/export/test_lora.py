@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,13 +20,16 @@ from tests.support.model_folders import _build_tokenizer
 from tests.unit.parallel.test_chunked_loss import one_process
 from toolkit.config.python import load_config
 from toolkit.data.collate import CausalCollator
+from toolkit.distributed.progress import Phase
 from toolkit.evaluation.rows import EvaluationRows
+from toolkit.export import write
 from toolkit.export.card import Origin
 from toolkit.export.compare import compare_logits, reload
 from toolkit.export.lora import Merge, coarsest, compare_adapter, load_adapter, write_adapter
 from toolkit.export.model_files import ModelFiles
 from toolkit.export.write import Places, export_model
-from toolkit.models.lora_files import hash_base
+from toolkit.models.freeze import cast_frozen, hash_frozen
+from toolkit.models.lora_files import BASE_FILE, BASE_HASHES, hash_base
 from toolkit.parallel.wrap import copy_on_meta, shard_model
 
 Tensors = dict[str, torch.Tensor]
@@ -127,20 +131,43 @@ def test_the_merged_model_has_the_dtype_of_the_base(bases: Path, tmp_path: Path)
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
 
 
+def export(bases: Path, model: PreTrainedModel, places: Places, **origin: Any) -> None:
+    """`export_model` of an adapted "llama"."""
+    overrides = {"model.name_or_path": str(bases / "llama"), "data.source": "x", "train.max_steps": 1, "adapter.method": "lora"}
+    rows = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}])
+    data = EvaluationRows(rows, _build_tokenizer(("<pad>", "</s>")), CausalCollator(0))
+    export_model(load_config("llm", overrides=overrides), shard_model(one_process(), model), data, Origin(**origin), places)
+
+
 def test_an_adapter_in_another_dtype_is_compared_as_coarsely(
     bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of a run in fp32: by its tolerance, weights that were rounded would count as wrong."""
     model, _, weights = trained(bases, "llama", {})
-    overrides = {"model.name_or_path": str(bases / "llama"), "data.source": "x", "train.max_steps": 1, "adapter.method": "lora"}
-    rows = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}])
-    data = EvaluationRows(rows, _build_tokenizer(("<pad>", "</s>")), CausalCollator(0))
-    places = Places(adapter=tmp_path / "export", dtype=torch.bfloat16)
-    export_model(load_config("llm", overrides=overrides), shard_model(one_process(), model), data, Origin(), places)
+    export(bases, model, Places(adapter=tmp_path / "export", dtype=torch.bfloat16))
     stored = load_file(tmp_path / "export" / "adapter_model.safetensors")
     assert {weight.dtype for weight in stored.values()} == {torch.bfloat16} and len(stored) == len(own(model, weights))
     captured = capsys.readouterr()
     assert "rounded " in captured.out and "differ" not in captured.out + captured.err
+
+
+def test_the_base_that_a_run_has_hashed_is_neither_gathered_nor_hashed_again(bases: Path, tmp_path: Path) -> None:
+    model, _, weights = trained(bases, "llama", {"modules_to_save": ["lm_head"]})
+    expected = hash_base(model)
+    cast_frozen(model, torch.bfloat16)
+    in_fp32 = model.get_submodule("model.norm")
+    in_fp32.to(torch.float32)  # as a LayerNorm is kept
+    hashes, gathered = hash_frozen(model), []
+    with (
+        patch.object(write, "hash_weight", wraps=write.hash_weight) as hash_weight,
+        patch.object(Phase, "add", lambda _, num_bytes: gathered.append(num_bytes)),
+    ):
+        export(bases, model, Places(adapter=tmp_path / "export"), frozen_hashes=hashes)
+    record = json.loads((tmp_path / "export" / BASE_FILE).read_text())
+    assert record[BASE_HASHES] == expected
+    (hashed,) = [call.args[0] for call in hash_weight.call_args_list]
+    assert torch.equal(hashed, in_fp32.weight)
+    assert sum(gathered) == sum(weight.nbytes for weight in (*own(model, weights).values(), in_fp32.weight))
 
 
 def test_what_was_not_written_right_is_found(bases: Path, tmp_path: Path) -> None:

@@ -118,5 +118,7 @@ def test_hashes_of_files_are_those_of_the_loaded_model(tmp_path: Path) -> None:
     files = WeightFiles([tmp_path / "model.safetensors"], "it")
     sources = {name: files.source(name, torch.float32) for name in named}
     with patch.object(weight_sources, "PIECE_BYTES", 256):
-        hashes = hash_sources(sources, {n: hash_header(p) for n, p in named.items()}, {n: p.dtype for n, p in named.items()})
+        hashes = hash_sources(
+            sources, {n: hash_header(p.dtype, p.shape) for n, p in named.items()}, {n: p.dtype for n, p in named.items()}
+        )
     assert hashes == hash_parameters(model, set(named))

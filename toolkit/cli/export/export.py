@@ -105,7 +105,8 @@ def _export(options: Options, config: RecipeConfig) -> None:
     # The folder, and what to do with it.
     computed_in = "float32" if settings.get("mixed_precision", "no") == "no" else "bfloat16"
     about = _load_about(options.run_folder) if rank() == 0 else ([], None)
-    export_model(config, sharded, evaluation, Origin(manifest["step"], computed_in, manifest["world_size"], data, *about), places)
+    origin = Origin(manifest["step"], computed_in, manifest["world_size"], data, *about, identity.frozen_hashes)
+    export_model(config, sharded, evaluation, origin, places)
     logger.info(f"exported to {places.model or places.adapter}")
     for line in list_commands(config, sharded.skeleton, places):
         logger.info(line)
