@@ -45,7 +45,9 @@ NUM_MICRO_BATCHES = 2
 @pytest.mark.parametrize("preset", ["single", "ddp_cpu", "fsdp2_cpu", "fsdp2_offload"])
 def test_a_step_reads_nothing_from_the_device(preset: str, tmp_path: Path) -> None:
     on_cpu = {"use_cpu": True, "num_processes": 1 if preset == "single" else 2}
-    for of_rank in run_on_ranks(reads_of_all_models, preset=preset, overrides={"mixed_precision": "no"} | on_cpu, args=(tmp_path,)):
+    for of_rank in run_on_ranks(
+        reads_of_all_models, preset=preset, overrides={"mixed_precision": "no"} | on_cpu, args=(tmp_path,)
+    ):
         assert set(of_rank) == set(READS_OF_TRANSFORMERS)
         for model, (without_masks, first_step, second_step, log_line) in of_rank.items():
             expected = {place: number * NUM_MICRO_BATCHES for place, number in READS_OF_TRANSFORMERS[model].items()}
