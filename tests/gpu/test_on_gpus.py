@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -133,19 +134,36 @@ def test_a_step_does_not_wait_for_the_gpu(tmp_path: Path) -> None:
     run_on_ranks(take_steps_without_waiting, preset="single", args=(tmp_path,), timeout_s=240)
 
 
-def take_steps_without_waiting(folder: Path) -> None:
+WAITS_OF_OFFLOAD = {"graph.py", "_fsdp_collectives.py", "skip_guard.py"}
+"""The host updates, so it waits for the gradients: FSDP2 adds up those of micro-batches there, within a backward, which passes
+on the warnings of its threads (torch/autograd/graph.py), and `SkipGuard.judge` takes the loss to where they are."""
+
+
+@needs_gpus(2)
+@pytest.mark.parametrize(("preset", "waits"), [("fsdp2_full_shard", set()), ("fsdp2_offload", WAITS_OF_OFFLOAD)])
+def test_a_sharded_step_waits_only_for_offloaded_gradients(preset: str, waits: set[str], tmp_path: Path) -> None:
+    two = {"num_processes": 2, "main_process_port": 0}
+    run_on_ranks(take_steps_without_waiting, preset=preset, overrides=two, args=(tmp_path, waits), timeout_s=480)
+
+
+def take_steps_without_waiting(folder: Path, waits: set[str] | None = None) -> None:
     from tests.distributed.test_host_reads import READS_OF_TRANSFORMERS, build_run, take_two_steps
     from toolkit.launch.accelerator import build_accelerator
 
     accelerator = build_accelerator()
     for model in READS_OF_TRANSFORMERS:
-        take_two_steps(build_run(model, accelerator, folder), (contextlib.nullcontext(), no_waiting()))
+        take_two_steps(build_run(model, accelerator, folder), (contextlib.nullcontext(), no_waiting(waits or set())))
 
 
 @contextlib.contextmanager
-def no_waiting() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
+def no_waiting(waits: set[str]) -> Iterator[None]:
+    """Context in which the host waits for the GPU in no file but those of `waits`."""
+    torch.cuda.set_sync_debug_mode("warn" if waits else "error")
     try:
-        yield
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    found = {Path(warning.filename).name for warning in caught if "synchronizing CUDA operation" in str(warning.message)}
+    assert found <= waits, found
