@@ -198,7 +198,11 @@ def read_predictions(facts: RunFacts, step: int) -> list[dict[str, Any]] | None:
 
 
 def _load_lines(path: Path) -> list[dict[str, Any]]:
-    lines = load_metrics(path)
+    return lines_of_steps(load_metrics(path))
+
+
+def lines_of_steps(lines: list[Any]) -> list[dict[str, Any]]:
+    """The lines that have a kind and a step; others were added or changed by hand."""
     return [line for line in lines if isinstance(line, dict) and _is_step(line.get("step")) and isinstance(line.get("kind"), str)]
 
 

@@ -1,4 +1,4 @@
-"""The summary at the end of a run: a table of figures before and after training beside the baselines, samples, and the curves."""
+"""The summary at the end of a run: a table of figures before and after training beside the baselines, and samples."""
 
 from __future__ import annotations
 
@@ -47,35 +47,19 @@ def measure_baselines(
 def show_results(
     metrics: MetricsLog, baselines: dict[str, dict[str, Any]], evaluation: EvaluationRows, measured_on: dict[str, Any]
 ) -> None:
-    """Print the before/after table and sample texts, and draw `curves.png`. Only on rank 0 and with evaluation rows.
+    """Print the before/after table and sample texts. Only on rank 0 and with evaluation rows.
 
     The figures come from `metrics`, which has them even if the file was removed.
 
     Args:
         baselines: from `measure_baselines`.
         measured_on: as in the run's `Goal`; evaluations on other rows or with other generation settings are not in the table.
-
-    Raises:
-        UserError: the picture cannot be written; everything is printed before that.
     """
     if rank() != 0 or len(evaluation.rows) == 0:
         return
-    from toolkit.tracking.curves import draw_curves
-
-    _print_results(metrics.path.parent, metrics.load(), baselines, evaluation, measured_on)
-    draw_curves(metrics.load(), metrics.path.parent / "curves.png")
-
-
-def _print_results(
-    run_folder: Path,
-    lines: list[dict[str, Any]],
-    baselines: dict[str, dict[str, Any]],
-    evaluation: EvaluationRows,
-    measured_on: dict[str, Any],
-) -> None:
-    """Print the table and the samples."""
+    run_folder = metrics.path.parent
     # Only evaluations on the same rows and settings are comparable.
-    everything = [line for line in lines if line["kind"] == "eval"]
+    everything = [line for line in metrics.load() if line["kind"] == "eval"]
     evaluations = [line for line in everything if line.get("measured_on") == measured_on]
     if num_others := len(everything) - len(evaluations):
         why = "measured on other rows or with other settings"
