@@ -61,7 +61,7 @@ def save_picture(path: Path, title: str, size: tuple[float, float], draw: Callab
         FigureCanvasAgg(figure).print_png(path)
 
 
-def draw_chart(axes: Any, chart: Chart) -> None:
+def draw_chart(axes: Any, chart: Chart, *, has_legend: bool = True) -> None:
     """Draw one chart, as `report.html` shows it."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
@@ -87,5 +87,5 @@ def draw_chart(axes: Any, chart: Chart) -> None:
     axes.set_xlabel("step", fontsize=8)
     axes.set_ylabel(chart.unit, fontsize=8)
     axes.margins(x=0.02)
-    if len(chart.curves) > 1:
+    if has_legend and len(chart.curves) > 1:
         axes.legend(frameon=False, fontsize=7)
