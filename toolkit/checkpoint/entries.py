@@ -43,6 +43,8 @@ class Entry:
     """The sha256 of the rows that `metrics` were measured on, and the generation settings."""
     best_metric: str | None = None
     """The run's `eval.best_metric`."""
+    best_value: float | None = None
+    """Its best value up to this checkpoint."""
     unread: bool = False
     """The file system refuses to read it, so it may or may not be valid."""
 
@@ -90,10 +92,15 @@ def _entry(path: Path, manifest: dict[str, Any], valid: bool | None, note: str) 
         num_bytes=sum(_num_bytes(file) for file in _files(path)),
         written_at=_written_at(path),
         world_size=manifest.get("world_size"),
-        metrics={name: value if math.isfinite(value) else None for name, value in manifest.get("metrics", {}).items()},
+        metrics={name: _finite(value) for name, value in manifest.get("metrics", {}).items()},
         measured_on=manifest.get("measured_on", {}) if manifest.get("metrics") else {},
         best_metric=best_metric if isinstance(best_metric, str) else None,
+        best_value=_finite(manifest.get("state", {}).get("best_value")),
     )
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _files(path: Path) -> list[Path]:

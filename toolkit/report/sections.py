@@ -59,7 +59,7 @@ def show_checkpoints(runs: Sequence[RunFacts]) -> str:
         metric = str(run.config.get("eval.best_metric", "loss"))
         rows = [["", "size, MiB", "processes", metric, "state"]]
         for checkpoint in run.checkpoints:
-            state = "complete" if checkpoint.problem is None else f"not valid: {checkpoint.problem}"
+            state = "complete" if checkpoint.valid else f"not valid: {checkpoint.note}"
             if best is not None and checkpoint.step == best[2]:
                 state += ", the best"
             processes = "–" if checkpoint.world_size is None else str(checkpoint.world_size)
@@ -153,7 +153,7 @@ def _list_commands(run: RunFacts) -> Iterable[tuple[str, str]]:
     if (run.folder / "export").is_dir() and (run.folder / "export" / "generation_config.json").exists():
         program = ["python", "-m", "toolkit", "generate", str(run.folder), "--file", "FILE.csv", "--output", "OUT.jsonl"]
         yield "Generate texts with the exported model:", shlex.join(program)
-    valid = [checkpoint.step for checkpoint in run.checkpoints if checkpoint.problem is None]
+    valid = [checkpoint.step for checkpoint in run.checkpoints if checkpoint.valid]
     if valid:
         best = run.best_evaluation()
         step = best[2] if best is not None and best[2] in valid else valid[-1]
