@@ -11,7 +11,7 @@ from typing import Any
 from toolkit.checkpoint.entries import Entry, read_entries, read_leftover
 from toolkit.checkpoint.folders import checkpoints_folder, list_leftovers
 from toolkit.checkpoint.manifest import check_file
-from toolkit.errors import UserError, one_line
+from toolkit.errors import UserError, align, one_line
 
 _METRICS = ("loss", "bits_per_byte", "token_accuracy", "rouge1", "rougeL", "exact_match")
 _LARGE_BYTES = 2**28  # takes about a second to hash
@@ -88,13 +88,7 @@ def _format(entries: list[Entry]) -> str:
                 f"{state}: {entry.note}" if entry.note else state,
             ]
         )
-    table = [[one_line(cell) for cell in row] for row in table]
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    lines = []
-    for first, *cells, last in table:
-        middle = "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths[1:-1], strict=True))
-        lines.append(f"{first:<{widths[0]}}{middle}  {last}".rstrip())
-    return "\n".join(lines)
+    return "\n".join(align([list(map(one_line, row)) for row in table], left=(0, len(table[0]) - 1)))
 
 
 def _readable(num_bytes: int) -> str:

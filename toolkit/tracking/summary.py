@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.distributed.comm import rank
-from toolkit.errors import UserError, escape_controls, one_line
+from toolkit.errors import UserError, align, escape_controls, one_line
 from toolkit.evaluation.generate import BASELINE, SHOWN_FIGURES
 from toolkit.evaluation.metrics import own_figures
 from toolkit.evaluation.rouge import mean_scores, rouge_scores
@@ -84,14 +84,10 @@ def show_results(
 
 def format_table(rows: dict[str, dict[str, float]], choice: Sequence[str] = SHOWN_FIGURES) -> str:
     """Format figures, by row name, as aligned text. A column that no row has is left out."""
-    rows = {one_line(name): {one_line(column): value for column, value in row.items()} for name, row in rows.items()}
-    columns = [c for c in map(one_line, choice) if any(c in row for row in rows.values())]
-    width = max(len(name) for name in rows)
-    lines = [" " * width + "".join(f"{column.replace('percent_', '% '):>{max(15, len(column) + 2)}}" for column in columns)]
-    for name, row in rows.items():
-        cells = (f"{'–' if row.get(c) is None else f'{row[c]:.2f}':>{max(15, len(c) + 2)}}" for c in columns)
-        lines.append(f"{name:<{width}}" + "".join(cells))
-    return "\n".join(lines)
+    columns = [column for column in choice if any(column in row for row in rows.values())]
+    table = [["", *(column.replace("percent_", "% ") for column in columns)]]
+    table += [[name, *("–" if row.get(c) is None else f"{row[c]:.2f}" for c in columns)] for name, row in rows.items()]
+    return "\n".join(align([list(map(one_line, line)) for line in table]))
 
 
 def _baselines(train_rows: Dataset, eval_rows: Dataset) -> dict[str, dict[str, float]]:

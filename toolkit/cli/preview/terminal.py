@@ -10,6 +10,7 @@ from toolkit.cli.preview.wording import NAMES, SIDE_NAMES
 from toolkit.data.preview.row import CONTEXT, LOSS, LOST, PADDING, RowView, Side, Span
 from toolkit.data.preview.step import Pack, StepView
 from toolkit.data.preview.summary import Summary
+from toolkit.errors import align, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -124,7 +125,7 @@ class _Lines:
         line = self._text()
         for place, (kind, tokens) in enumerate(spans):
             line.append("|" if place else "", style="dim")
-            line.append_text(self._marked(kind, "|".join(wording.visible(token).replace("\n", "⏎\n") for token in tokens)))
+            line.append_text(self._marked(kind, "|".join(visible(token).replace("\n", "⏎\n") for token in tokens)))
         return line
 
     def _marked(self, kind: str, text: str) -> Text:
@@ -136,18 +137,13 @@ class _Lines:
         yield from self._block([text], indent=0, first_style="bold cyan")
 
     def _table(self, rows: list[list[str]], left: Sequence[int] = (0,)) -> Iterator[Text]:
-        shown = [[wording.visible(cell) for cell in row] for row in rows]
-        widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-        for number, row in enumerate(shown):
-            cells = [
-                f"{cell:{'<' if i in left else '>'}{width}}" for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            yield self._text(f"  {'  '.join(cells)}".rstrip(), style="" if number else "dim")
+        for number, line in enumerate(align([list(map(visible, row)) for row in rows], left)):
+            yield self._text(f"  {line}".rstrip(), style="" if number else "dim")
 
     def _block(self, parts: Sequence[Text | str], indent: int = 2, first_style: str = "") -> Iterator[Text]:
         """Texts line by line; in a terminal wrapped to its width, elsewhere never."""
         for number, part in enumerate(parts):
-            text = self._text(wording.visible(part), style="" if number else first_style) if isinstance(part, str) else part
+            text = self._text(visible(part), style="" if number else first_style) if isinstance(part, str) else part
             lines = text.split("\n", allow_blank=True)
             for line in lines:
                 width = max(20, self._console.width - indent)

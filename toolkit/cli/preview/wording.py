@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import re
 
 from toolkit.data.preview.row import CONTEXT, LOSS, LOST, PADDING, RowView, Side, Span
 from toolkit.data.preview.step import StepView
 from toolkit.data.preview.summary import Lengths, Source, Split, Summary
-from toolkit.errors import escape_controls
 
 NAMES = {LOSS: "counts in the loss", CONTEXT: "context", PADDING: "padding", LOST: "cut off"}
 SIDE_NAMES = {
@@ -21,13 +19,6 @@ MOST_CHARACTERS, MOST_TOKENS = 1200, 240
 """How much of a long text is shown: two thirds from its begin, one from its end."""
 TOKENS_AT_A_CUT = 40
 """How many tokens before and after a cut are shown too."""
-_INVISIBLE = re.compile("[\u00ad\u061c\u180e\u200b\u200e\u200f\u2028\u2029\u2060-\u2064\ufeff\ufff9-\ufffb]")
-"""Marks of direction and others that show nothing; those that join letters and emoji stay."""
-
-
-def visible(text: str) -> str:
-    """The text with controls and invisible marks as escapes, so that it cannot change the terminal or the page."""
-    return _INVISIBLE.sub(lambda found: ascii(found[0])[1:-1], escape_controls(text))
 
 
 def shorten_text(text: str, row_id: int, *, is_whole: bool) -> list[str]:
