@@ -8,11 +8,11 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from toolkit.cli.preview import wording
-from toolkit.cli.preview.wording import NAMES, SIDE_NAMES
+from toolkit.cli.preview.wording import NAMES
 from toolkit.data.preview.row import CONTEXT, LOSS, LOST, PADDING, RowView, Side, Span
 from toolkit.data.preview.step import Pack, StepView
-from toolkit.data.preview.summary import Lengths, Summary
-from toolkit.report.elements import bar, card, element, escaped, text_table
+from toolkit.report.elements import element, escaped
+from toolkit.report.rows import show_rows
 
 if TYPE_CHECKING:
     from toolkit.cli.preview.facts import Preview
@@ -35,27 +35,11 @@ def render_page(preview: Preview) -> str:
     parts = [HEAD, f"<title>{escaped(preview.title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"]
     parts += [element("h1", preview.title), element("p", preview.processes, "quiet")]
     if preview.summary:
-        parts.append(render_summary(preview.summary))
+        parts += [element("h2", "Data"), show_rows(preview.summary.as_dict())]
     if preview.step:
         parts.append(_render_step(preview.step))
     parts += _rows(preview)
     return "".join([*parts, "</body>\n</html>\n"])
-
-
-def render_summary(summary: Summary) -> str:
-    """The sections about all rows, for this page or another one with the same style."""
-    parts = [element("h2", "Data"), "<div class=card>"]
-    parts += [element("p", line) for line in summary.readings]
-    remarks = [element("li", remark, "warn" if remark.startswith("WARNING") else "") for remark in summary.remarks]
-    parts += ["<ul>", *remarks, "</ul>"] if remarks else []
-    parts += [text_table(wording.describe_splits(summary))]
-    if summary.sources:
-        parts.append(text_table(wording.describe_sources(summary)))
-    parts += [element("p", f"Duplicates: {'; '.join(summary.duplicates) or 'none'}"), "</div>\n"]
-    parts += [element("h2", "Lengths"), *map(_histogram, summary.lengths)]
-    parts += [element("h2", "Tokenizer"), "<div class=card>", text_table(wording.describe_special_tokens(summary), left=(3,))]
-    parts += [element("p", wording.describe_tokenizer(summary), "quiet"), "</div>\n"]
-    return "".join(parts)
 
 
 def _render_step(step: StepView) -> str:
@@ -133,15 +117,6 @@ def _part(spans: list[Span]) -> str:
 def _span(span: Span) -> str:
     tokens = "".join(f"<i>{escaped(token).replace(chr(10), '⏎' + chr(10))}</i>" for token in span.tokens)
     return f"<span class={span.kind}>{tokens}</span>"
-
-
-def _histogram(lengths: Lengths) -> str:
-    most = max(count for _, _, count in lengths.bins)
-    rows = [bar(f"{low:,}{f'–{high:,}' if high > low else ''}", count / most, f"{count:,}") for low, high, count in lengths.bins]
-    limit = f" ({lengths.setting})" if lengths.setting else ""
-    percentiles = element("p", wording.describe_percentiles(lengths), "quiet")
-    heading = element("h3", SIDE_NAMES[lengths.name] + limit) + percentiles
-    return card(heading, f"<div class=histogram>{''.join(rows)}</div>")
 
 
 def _legend(kinds: Sequence[str]) -> str:

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from toolkit.cli.preview import wording
-from toolkit.cli.preview.wording import NAMES, SIDE_NAMES
+from toolkit.cli.preview.wording import NAMES
 from toolkit.data.preview.row import CONTEXT, LOSS, LOST, PADDING, RowView, Side, Span
 from toolkit.data.preview.step import Pack, StepView
 from toolkit.data.preview.summary import Summary
 from toolkit.errors import align, visible
+from toolkit.report import rows
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,23 +56,22 @@ class _Lines:
 
     def _summary(self, summary: Summary) -> Iterator[Text]:
         yield from self._heading("Rows")
-        yield from self._table(wording.describe_splits(summary))
+        data = summary.as_dict()
+        yield from self._table(rows.list_splits(data))
         if summary.sources:
             yield from self._block([""])
-            yield from self._table(wording.describe_sources(summary))
+            yield from self._table(rows.list_sources(data))
         yield from self._block([f"duplicates: {'; '.join(summary.duplicates) or 'none'}"])
-        for lengths in summary.lengths:
-            limit = f" ({lengths.setting})" if lengths.setting else ""
-            yield from self._heading(f"{SIDE_NAMES[lengths.name]}{limit}")
-            yield from self._block([wording.describe_percentiles(lengths)])
-            most = max(count for _, _, count in lengths.bins)
-            labels = [f"{low:,}" if low == high else f"{low:,}–{high:,}" for low, high, _ in lengths.bins]
-            for label, (_, _, count) in zip(labels, lengths.bins, strict=True):
-                bar = "█" * (-(-BAR_WIDTH * count // most) if count else 0)
-                yield self._text(f"  {label:>{max(map(len, labels))}}  {bar} {count:,}")
+        for lengths in data["lengths"]:
+            yield from self._heading(rows.name_lengths(lengths))
+            yield from self._block([rows.describe_percentiles(lengths)])
+            bins = rows.name_bins(lengths)
+            width, most = max(len(label) for label, _ in bins), max(count for _, count in bins)
+            for label, count in bins:
+                yield self._text(f"  {label:>{width}}  {'█' * -(-BAR_WIDTH * count // most)} {count:,}")
         yield from self._heading("Special tokens")
-        yield from self._table(wording.describe_special_tokens(summary), left=(0, 3))
-        yield from self._block([wording.describe_tokenizer(summary)])
+        yield from self._table(rows.list_special_tokens(data), left=(0, 3))
+        yield from self._block([rows.describe_tokenizer(data)])
 
     def _step(self, step: StepView) -> Iterator[Text]:
         yield from self._heading(f"Step 1 of {step.num_steps:,} ({step.steps_per_epoch:,} an epoch)")
