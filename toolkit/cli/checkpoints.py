@@ -8,6 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from toolkit.checkpoint.entries import Entry, read_entries, read_leftover
 from toolkit.checkpoint.folders import checkpoints_folder, list_leftovers
 from toolkit.checkpoint.manifest import check_file
@@ -58,17 +60,11 @@ def _note_other_rows(entry: Entry, newest: list[Entry]) -> Entry:
 def _hash_files(path: Path, manifest: dict[str, Any]) -> None:
     """Check every file by its hash, with a progress line on a terminal if that takes long."""
     total = sum(about["bytes"] for about in manifest["files"].values())
-    shows_progress = total >= _LARGE_BYTES and sys.stderr.isatty()
-    done = 0
-    try:
+    is_shown = total >= _LARGE_BYTES and sys.stderr.isatty()
+    with tqdm(desc=f"hashing {path.name}", total=total, unit="B", unit_scale=True, leave=False, disable=not is_shown) as bar:
         for name, about in manifest["files"].items():
-            if shows_progress:
-                print(f"\r{path.name}: hashed {_readable(done)} of {_readable(total)}\033[K", end="", file=sys.stderr, flush=True)
             check_file(path, name, about, hashes=True)
-            done += about["bytes"]
-    finally:
-        if shows_progress:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            bar.update(about["bytes"])
 
 
 def _format(entries: list[Entry]) -> str:
