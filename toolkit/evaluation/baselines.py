@@ -9,6 +9,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 
+from toolkit.evaluation.rows import even_places
 from toolkit.evaluation.text import choose_tokenizer, split_sentences
 
 MAX_CANDIDATES = 20_000
@@ -36,10 +37,11 @@ def best_constant(train_targets: Sequence[str], references: Sequence[str]) -> st
     """
     if not train_targets or not references:
         raise ValueError(f"the best constant needs a target and a reference: {len(train_targets)} and {len(references)} given")
-    candidates = _at_even_distances(list(dict.fromkeys(train_targets)), MAX_CANDIDATES)
+    distinct = list(dict.fromkeys(train_targets))
+    candidates = [distinct[place] for place in even_places(len(distinct), MAX_CANDIDATES)]
     tokenize = choose_tokenizer(references).tokenize
     tokens = [tokenize(text) for text in candidates]
-    reference_tokens = [tokenize(text) for text in _at_even_distances(references, MAX_REFERENCES)]
+    reference_tokens = [tokenize(references[place]) for place in even_places(len(references), MAX_REFERENCES)]
     # Nearly the mean ROUGE-1: the words that a target shares with the references, relative to its length and theirs.
     num_references = Counter(word for reference in reference_tokens for word in set(reference))
     mean_length = statistics.fmean(map(len, reference_tokens))
@@ -67,10 +69,3 @@ def mean_rouge_l(candidate: list[str], references: Sequence[list[str]]) -> float
         common = len(candidate) - row.bit_count()
         scores.append(2.0 * common / max(len(candidate) + len(reference), 1))
     return statistics.fmean(scores)
-
-
-def _at_even_distances(texts: Sequence[str], most: int) -> list[str]:
-    """All texts, or `most` of them spread over the whole sequence."""
-    if len(texts) <= most:
-        return list(texts)
-    return [texts[i * len(texts) // most] for i in range(most)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from toolkit.evaluation.rows import even_places
 from toolkit.report.facts import RunFacts, group_alike
 from toolkit.tracking.metrics_log import speed_unit
 
@@ -206,13 +207,8 @@ def _styled(runs: Sequence[RunFacts]) -> _Styled:
 
 
 def _marks(run: RunFacts) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    found = []
-    for kind in MARKS:
-        steps = run.steps_of(kind)
-        if steps:
-            places = range(min(len(steps), MOST_MARKS))
-            found.append((kind, tuple(steps[place * len(steps) // len(places)] for place in places)))
-    return tuple(found)
+    steps_of = {kind: steps for kind in MARKS if (steps := run.steps_of(kind))}
+    return tuple((kind, tuple(steps[i] for i in even_places(len(steps), MOST_MARKS))) for kind, steps in steps_of.items())
 
 
 def means(curve: Curve) -> tuple[list[int], list[float]]:

@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 from toolkit.checkpoint.entries import Entry, read_entries
 from toolkit.errors import UserError
 from toolkit.evaluation.generate import BASELINE
+from toolkit.evaluation.rows import even_places
 from toolkit.files.json_lines import load_json_lines
 from toolkit.report.memory_plan import load_plan
-from toolkit.report.record import RECORD_FILE, chosen_places
+from toolkit.report.record import MOST_PREDICTIONS, RECORD_FILE
 from toolkit.tracking.memory import MEMORY_FILE
 from toolkit.tracking.metrics_log import load_metrics
 
@@ -176,7 +177,7 @@ def read_predictions(facts: RunFacts, step: int) -> list[dict[str, Any]] | None:
     try:
         rows = load_json_lines(facts.folder / f"predictions-{step}.jsonl", skip_torn_end=True)
         are_ours = all(isinstance(row, dict) and isinstance(row["prediction"], str) for row in rows)
-        return [rows[place] for place in chosen_places(len(rows))] if are_ours else None
+        return [rows[place] for place in even_places(len(rows), MOST_PREDICTIONS)] if are_ours else None
     except (UserError, OSError, KeyError):
         return None
 
