@@ -73,16 +73,17 @@ def draw_chart(axes: Any, chart: Chart, *, has_legend: bool = True) -> None:
         marker = "o" if curve.has_points else None
         label = one_line(curve.label)
         axes.plot(steps, values, color=curve.color, linewidth=1.6, linestyle=curve.dash, marker=marker, markersize=4, label=label)
-    for kind, marked in chart.marks:
-        _, color, dash = MARKS[kind]
-        for step in marked:
-            axes.axvline(step, color=color, linestyle=dash, linewidth=0.8, alpha=0.5, zorder=0)
     if chart.is_log:
         axes.set_yscale("log")
-        lowest, highest = axes.get_ylim()
+    lowest, highest = axes.get_ylim()
+    if chart.is_log:
         axes.yaxis.set_major_locator(MaxNLocator(5) if highest < 4 * lowest else LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter(NullFormatter())
+    for kind, marked in chart.marks:
+        _, color, dash = MARKS[kind]
+        axes.vlines(marked, lowest, highest, colors=color, linestyles=dash, linewidth=0.8, alpha=0.5, zorder=0)
+    axes.set_ylim(lowest, highest)
     axes.set_title(one_line(chart.title))
     axes.set_xlabel("step", fontsize=8)
     axes.set_ylabel(chart.unit, fontsize=8)
