@@ -49,8 +49,8 @@ def main() -> None:
     from toolkit.parallel.units import describe
     from toolkit.parallel.wrap import check_wrap, shard_model
     from toolkit.report.page import save_run_page
+    from toolkit.report.picture import draw_curves
     from toolkit.report.record import save_record
-    from toolkit.tracking.curves import draw_curves
     from toolkit.training.run import leave, open_metrics
     from toolkit.training.setup import open_run
 

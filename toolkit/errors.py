@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -102,12 +102,30 @@ def escape_controls(text: str) -> str:
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+_INVISIBLE = re.compile("[\u00ad\u061c\u180e\u200b\u200e\u200f\u2028\u2029\u2060-\u2064\ufeff\ufff9-\ufffb]")
+"""Marks of direction and others that show nothing; those that join letters and emoji stay."""
+
+
+def visible(text: str) -> str:
+    """`escape_controls`, with invisible marks as escapes too: where a text is looked at, as in a preview or a report."""
+    return _INVISIBLE.sub(lambda found: ascii(found[0])[1:-1], escape_controls(text))
+
+
 def one_line(text: str) -> str:
     """A sentence or cell for a terminal, with line breaks escaped too: a name of a file or column cannot add a line of its own.
 
     Log records and a `UserError` get it where they are printed.
     """
     return escape_controls(text).replace("\n", "\\n")
+
+
+def align(rows: Sequence[Sequence[str]], left: Collection[int] = (0,), gap: str = "  ") -> list[str]:
+    """The rows of a table as lines: columns of `left` begin at one place, the others end there."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = ["<" if column in left else ">" for column in range(len(widths))]
+    return [
+        gap.join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip() for row in rows
+    ]
 
 
 class Stopped(SystemExit):

@@ -11,7 +11,7 @@ from playwright.sync_api import Page, expect
 from tests.browser.checks import PHONE_WIDTH, check_contrast, check_tab_order, check_width
 from tests.browser.conftest import OpenPage
 from tests.support.previews import CASES, HOSTILE, HOSTILE_ROWS, LONG, LONG_ROW, call_preview, save_hostile_rows, save_inputs
-from toolkit.cli.preview.wording import visible
+from toolkit.errors import visible
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ HOSTILE = "</script><script>alert(1)</script><!-- <script> \u202egnp.exe\u2066 \
 
 DATA = {
     "readings": ["a.csv: column text"], "remarks": [], "duplicates": [], "sources": [], "fingerprint": "f", "tokenizer": "T5",
+    "special_tokens": [], "stop_tokens": [],
     "splits": [{"name": "training", "num_rows": 1234, "num_tokens": 9, "num_label_tokens": 4}], "chat_template": False,
     "lengths": [{"name": "row", "setting": None, "percentiles": {"0": 1, "50": 7}, "bins": [[0, 9, 3]]}],
 }  # fmt: skip

@@ -11,6 +11,7 @@ import math
 import pickle
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -66,26 +67,25 @@ def save_tensors(tensors: Tensors, folder: Path, group: dist.ProcessGroup | None
     return [*names, ".metadata"] if rank() == 0 else names
 
 
-def load_tensors(tensors: Tensors, folder: Path) -> None:
+def load_tensors(tensors: Tensors, folder: Path, trouble: str) -> None:
     """Fill `tensors` in place; any number of ranks may have written the files. Collective.
 
     Raises:
-        ValueError: a tensor is missing or has another shape, or a file is not what `save_tensors` writes; on every rank.
+        UserError: a tensor is missing or has another shape, or a file is not what `save_tensors` writes; begins with `trouble`.
+            On every rank.
     """
     reader = _SafeReader(folder)
 
-    def check() -> None:
+    def explained(work: Callable[[], Any]) -> None:
         try:
-            _check_fits(tensors, reader.read_metadata(), folder)
-        except (ValueError, OSError) as error:
-            raise UserError(str(error)) from None
+            work()
+        except (ValueError, OSError, CheckpointException) as error:
+            # The text of a CheckpointException holds the tracebacks of all ranks.
+            reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+            raise UserError(f"{trouble}: {' '.join(str(reason).split()) or type(reason).__name__}") from None
 
-    on_all_ranks(check)
-    try:
-        dcp.load(tensors, storage_reader=reader, process_group=control_group())
-    except CheckpointException as error:  # whose own text holds the tracebacks of all ranks
-        reason = next(failure for failure, _ in error.failures.values())
-        raise ValueError(" ".join(str(reason).split()) or type(reason).__name__) from None
+    on_all_ranks(lambda: explained(lambda: _check_fits(tensors, reader.read_metadata(), folder)))
+    on_all_ranks(lambda: explained(lambda: dcp.load(tensors, storage_reader=reader, process_group=control_group())))
 
 
 def stored_names(folder: Path) -> set[str]:

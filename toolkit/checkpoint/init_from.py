@@ -10,7 +10,7 @@ import torch
 from toolkit.checkpoint.dcp import load_tensors, stored_names
 from toolkit.checkpoint.find import newest_valid
 from toolkit.checkpoint.manifest import Unread, check_files, read_manifest
-from toolkit.distributed.comm import on_all_ranks, on_rank_0, raise_together
+from toolkit.distributed.comm import on_all_ranks, on_rank_0
 from toolkit.errors import UserError
 from toolkit.files.modes import denials_named
 from toolkit.models.config import check_weight_files
@@ -100,12 +100,8 @@ def _load_checkpoint(model: PreTrainedModel, folder: Path) -> None:
     """Load a checkpoint. It lacks its run's frozen weights, which must equal the model's own. Collective."""
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     stored = on_all_ranks(lambda: _stored_weights(model, folder))
-    error = None
-    try:
-        load_tensors({name: state[name] for name in sorted(stored)}, folder / "state")
-    except (ValueError, OSError) as e:
-        error = UserError(f"model.init_from {folder} does not fit {model.name_or_path}: {' '.join(str(e).split())}")
-    raise_together(error)
+    trouble = f"model.init_from {folder} does not fit {model.name_or_path}"
+    load_tensors({name: state[name] for name in sorted(stored)}, folder / "state", trouble)
     absent = {name for name, _ in model.named_parameters() if f"model.{name}" not in stored}
     if hash_parameters(model, absent) != read_manifest(folder)["identity"]["frozen_hashes"]:
         raise UserError(

@@ -29,7 +29,7 @@ from toolkit.checkpoint.folders import list_checkpoints
 from toolkit.checkpoint.manifest import check_files, read_manifest
 from toolkit.checkpoint.state import Identity, TrainState, model_tensors, state_tensors
 from toolkit.config.paths import split_own_source
-from toolkit.distributed.comm import on_all_ranks, on_rank_0, raise_together
+from toolkit.distributed.comm import on_all_ranks, on_rank_0
 from toolkit.distributed.rng import load_random_state
 from toolkit.distributed.watchdog import at, working
 from toolkit.errors import UserError
@@ -232,9 +232,4 @@ def _put_back(sharded: ShardedModel, tensors: Tensors) -> None:
 def _load(tensors: Tensors, folder: Path) -> None:
     """Fill `tensors` in place; if one rank fails, all raise its UserError. Collective."""
     working("loading the checkpoint")
-    error = None
-    try:
-        load_tensors(tensors, folder / "state")
-    except (ValueError, OSError) as e:
-        error = UserError(f"checkpoint {folder} cannot be loaded: {' '.join(str(e).split())}")
-    raise_together(error)
+    load_tensors(tensors, folder / "state", f"checkpoint {folder} cannot be loaded")

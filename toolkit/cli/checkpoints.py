@@ -3,60 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
-import os
 import sys
-from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.folders import (
-    REMOVING,
-    REPLACED,
-    UNFINISHED,
-    checkpoints_folder,
-    list_checkpoints,
-    list_leftovers,
-    step_of_name,
-)
-from toolkit.checkpoint.manifest import MANIFEST, Unread, check_file, check_files, read_manifest
-from toolkit.errors import UserError, one_line
+from tqdm import tqdm
+
+from toolkit.checkpoint.entries import Entry, read_entries, read_leftover
+from toolkit.checkpoint.folders import checkpoints_folder, list_leftovers
+from toolkit.checkpoint.manifest import check_file
+from toolkit.errors import UserError, align, one_line
 
 _METRICS = ("loss", "bits_per_byte", "token_accuracy", "rouge1", "rougeL", "exact_match")
 _LARGE_BYTES = 2**28  # takes about a second to hash
-_LEFTOVERS = {
-    UNFINISHED: "unfinished: a save under way, or one that a crash ended; the next save removes it",
-    REPLACED: "replaced by another of that step; a resume puts it back where that one is missing",
-    REMOVING: "half removed; the next save removes the rest",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A folder in a run's checkpoints folder."""
-
-    name: str
-    step: int
-    is_checkpoint: bool
-    """True if it is named like a checkpoint; else it is a leftover."""
-    valid: bool | None
-    """None for a leftover."""
-    note: str
-    """Why it is not valid or not read, what kind of leftover it is, or another remark."""
-    num_bytes: int
-    """Size on the disk."""
-    written_at: str | None
-    """Modification time of its manifest, else of the folder, as local time in ISO 8601."""
-    world_size: int | None = None
-    metrics: dict[str, float | None] = field(default_factory=dict)
-    """Metrics evaluated at this step; None for a value that is not finite, which JSON cannot express."""
-    measured_on: dict[str, Any] = field(default_factory=dict)
-    """The sha256 of the rows that `metrics` were measured on, and the generation settings."""
-    best_metric: str | None = None
-    """The run's `eval.best_metric`."""
-    unread: bool = False
-    """The file system refuses to read it, so it may or may not be valid."""
 
 
 def show_checkpoints(run_folder: Path, verify: bool, as_json: bool) -> bool:
@@ -72,8 +32,8 @@ def show_checkpoints(run_folder: Path, verify: bool, as_json: bool) -> bool:
     if not folder.is_dir():
         what = "has no checkpoints folder" if run_folder.is_dir() else "is no folder"
         raise UserError(f"{run_folder} {what}: give the folder of a run, as in runs/t5_docstrings")
-    leftovers = [_leftover(path) for path in list_leftovers(run_folder)]
-    checked = [entry for _, path in list_checkpoints(run_folder) if (entry := _check(path, verify)) is not None]
+    leftovers = [read_leftover(path) for path in list_leftovers(run_folder)]
+    checked = read_entries(run_folder, _hash_files if verify else None)
     if not checked:
         beside = f", only {', '.join(entry.name for entry in leftovers)}" if leftovers else ""
         raise UserError(f"{folder} holds no checkpoint{beside}: let the run reach its first one")
@@ -88,25 +48,6 @@ def show_checkpoints(run_folder: Path, verify: bool, as_json: bool) -> bool:
     return all(entry.valid for entry in checked)
 
 
-def _check(path: Path, verify: bool) -> Entry | None:
-    """The entry of a folder named like a checkpoint; None if a run has removed it in the meantime."""
-    manifest: dict[str, Any] = {}
-    try:
-        manifest = read_manifest(path)
-        check_files(path, manifest, hashes=False)
-        if verify:
-            _hash_files(path, manifest)
-    except ValueError as error:
-        if not path.is_dir():
-            return None
-        problem = str(error).removeprefix(path.name).lstrip(" /")
-        return replace(_entry(path, manifest, valid=False, note=problem), unread=isinstance(error, Unread))
-    named = {MANIFEST, *(os.path.normpath(name) for name in manifest["files"])}
-    extra = sorted(repr(name) for file in _files(path) if (name := str(file.relative_to(path))) not in named)
-    note = f"also holds {', '.join(extra[:3])}{', …' * (len(extra) > 3)}, which nothing reads" if extra else ""
-    return _entry(path, manifest, valid=True, note=note)
-
-
 def _note_other_rows(entry: Entry, newest: list[Entry]) -> Entry:
     """The entry, with a note if its metrics are not comparable with those of the newest checkpoint that has any."""
     if not entry.metrics or not newest or entry.measured_on == newest[0].measured_on:
@@ -116,62 +57,14 @@ def _note_other_rows(entry: Entry, newest: list[Entry]) -> Entry:
     return replace(entry, note=f"{entry.note}; " * bool(entry.note) + f"{what} than {newest[0].name}'s")
 
 
-def _leftover(path: Path) -> Entry:
-    return _entry(path, {}, valid=None, note=_LEFTOVERS[path.suffix])
-
-
-def _entry(path: Path, manifest: dict[str, Any], valid: bool | None, note: str) -> Entry:
-    best_metric = manifest["identity"]["config"].get("eval.best_metric") if manifest else None
-    return Entry(
-        name=path.name,
-        step=step_of_name(path.name.partition(".")[0]) or 0,
-        is_checkpoint=valid is not None,
-        valid=valid,
-        note=note,
-        num_bytes=sum(_num_bytes(file) for file in _files(path)),
-        written_at=_written_at(path),
-        world_size=manifest.get("world_size"),
-        metrics={name: value if math.isfinite(value) else None for name, value in manifest.get("metrics", {}).items()},
-        measured_on=manifest.get("measured_on", {}) if manifest.get("metrics") else {},
-        best_metric=best_metric if isinstance(best_metric, str) else None,
-    )
-
-
 def _hash_files(path: Path, manifest: dict[str, Any]) -> None:
     """Check every file by its hash, with a progress line on a terminal if that takes long."""
     total = sum(about["bytes"] for about in manifest["files"].values())
-    shows_progress = total >= _LARGE_BYTES and sys.stderr.isatty()
-    done = 0
-    try:
+    is_shown = total >= _LARGE_BYTES and sys.stderr.isatty()
+    with tqdm(desc=f"hashing {path.name}", total=total, unit="B", unit_scale=True, leave=False, disable=not is_shown) as bar:
         for name, about in manifest["files"].items():
-            if shows_progress:
-                print(f"\r{path.name}: hashed {_readable(done)} of {_readable(total)}\033[K", end="", file=sys.stderr, flush=True)
             check_file(path, name, about, hashes=True)
-            done += about["bytes"]
-    finally:
-        if shows_progress:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-
-
-def _files(path: Path) -> list[Path]:
-    """Every file below a folder. `rglob` would stop at a folder that a run removes meanwhile."""
-    return [Path(place, name) for place, _, names in os.walk(path) for name in names]
-
-
-def _num_bytes(file: Path) -> int:
-    try:
-        return file.lstat().st_size
-    except OSError:  # a run may be saving or pruning, or the file may not be accessed
-        return 0
-
-
-def _written_at(path: Path) -> str | None:
-    for place in (path / MANIFEST, path):
-        try:
-            return datetime.fromtimestamp(place.stat().st_mtime).astimezone().isoformat(timespec="seconds")
-        except OSError:
-            continue
-    return None
+            bar.update(about["bytes"])
 
 
 def _format(entries: list[Entry]) -> str:
@@ -191,13 +84,7 @@ def _format(entries: list[Entry]) -> str:
                 f"{state}: {entry.note}" if entry.note else state,
             ]
         )
-    table = [[one_line(cell) for cell in row] for row in table]
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    lines = []
-    for first, *cells, last in table:
-        middle = "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths[1:-1], strict=True))
-        lines.append(f"{first:<{widths[0]}}{middle}  {last}".rstrip())
-    return "\n".join(lines)
+    return "\n".join(align([list(map(one_line, row)) for row in table], left=(0, len(table[0]) - 1)))
 
 
 def _readable(num_bytes: int) -> str:

@@ -98,6 +98,11 @@ def choose_rows(held_out: Dataset, num_rows: int | None) -> Dataset:
     return held_out.select(np.sort(by_source[np.lexsort((sources[by_source], turns))[:num_rows]]))
 
 
+def even_places(num: int, most: int) -> list[int]:
+    """The places of all of `num` things, or of `most` of them at even distances."""
+    return [place * num // most for place in range(most)] if num > most else list(range(num))
+
+
 def name_sources(config: LLMDataConfig) -> tuple[str, ...]:
     """The name of each entry of `data.mix` in figures: its source, or `mix[i]` if several entries have the same source.
 

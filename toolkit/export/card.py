@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import platform
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from toolkit import __version__
 from toolkit.config.load import RecipeConfig, dotted_keys
 from toolkit.config.paths import name_paths
 from toolkit.config.schema import LLMConfig
@@ -19,6 +16,7 @@ from toolkit.errors import escape_controls, one_line
 from toolkit.evaluation.generate import BASELINE, SHOWN_FIGURES
 from toolkit.evaluation.metrics import OUR_FIGURES
 from toolkit.export.run_data import RunData
+from toolkit.launch.same_run import installed_versions
 from toolkit.models.lora import is_enabled
 
 if TYPE_CHECKING:
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
 
 Kind = Literal["model", "adapter", "merged"]
 CARD_FILE = "README.md"
-_LIBRARIES = ("torch", "transformers", "accelerate", "peft", "datasets")
 _NOT_IN_CARD = ("data.cache_dir", "data.num_tokenizer_workers", "data.num_loader_workers", "model.name_or_path")
 _ALWAYS_SHOWN = ("train.global_batch_size_rows", "train.seed", "optim.lr", "optim.schedule")
 
@@ -202,8 +199,7 @@ def _changed(config: RecipeConfig, sections: Iterable[str]) -> list[tuple[str, A
 
 
 def _versions(origin: Origin) -> str:
-    libraries = {"toolkit": __version__, **{name: version(name) for name in _LIBRARIES}, "python": platform.python_version()}
-    return _table(("library", ""), {name: (origin.versions or {}).get(name, libraries[name]) for name in libraries}.items())
+    return _table(("library", ""), {**installed_versions(), **(origin.versions or {})}.items())
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 from toolkit import __version__
 from toolkit.config.load import dotted_keys
 from toolkit.config.paths import hide_paths
-from toolkit.distributed.comm import gather_objects
+from toolkit.distributed.comm import gather_objects, raise_together
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml, find_accelerate_yaml
 
@@ -70,8 +70,7 @@ def compare_ranks(facts: Mapping[str, Any]) -> None:
         f"{name} is {at_other:.200} on rank {others[0]} ({digests[others[0]][1]}), but {at_0:.200} on rank 0 ({digests[0][1]})"
         f"{more}: start all ranks with the same command, configs, files and versions"
     )
-    error.agreed_by_all_ranks = True  # type: ignore[attr-defined]
-    raise error
+    raise_together(error)
 
 
 def describe_launch() -> dict[str, Any]:

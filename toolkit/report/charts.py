@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from toolkit.evaluation.rows import even_places
 from toolkit.report.facts import RunFacts, group_alike
 from toolkit.tracking.metrics_log import speed_unit
 
@@ -141,7 +142,7 @@ def draw(chart: Chart) -> dict[str, Any]:
         style: dict[str, Any] = {"color": curve.color, "line_dash": curve.dash}
         line = plot.line("step", "value", source=points, name=curve.label, alpha=0.35 if curve.is_noisy else 1, **style)
         if curve.is_noisy:
-            plot.line("step", "value", source=_as_data(*_means(curve)), line_width=2.2, **style)
+            plot.line("step", "value", source=_as_data(*means(curve)), line_width=2.2, **style)
         else:
             line.glyph.line_width = 2
         if curve.has_points:
@@ -206,24 +207,25 @@ def _styled(runs: Sequence[RunFacts]) -> _Styled:
 
 
 def _marks(run: RunFacts) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    found = []
-    for kind in MARKS:
-        steps = run.steps_of(kind)
-        if steps:
-            places = range(min(len(steps), MOST_MARKS))
-            found.append((kind, tuple(steps[place * len(steps) // len(places)] for place in places)))
-    return tuple(found)
+    steps_of = {kind: steps for kind in MARKS if (steps := run.steps_of(kind))}
+    return tuple((kind, tuple(steps[i] for i in even_places(len(steps), MOST_MARKS))) for kind, steps in steps_of.items())
 
 
-def _means(curve: Curve) -> tuple[list[float], list[float]]:
+def means(curve: Curve) -> tuple[list[int], list[float]]:
     """Steps and means over a centred window of about a twentieth of the curve, at 200 places at most."""
     values = np.asarray(curve.values)
     reach = max(1, len(values) // 40) if len(values) > 2 else 0
     total = np.concatenate([[0.0], np.cumsum(values)])
     places = np.unique(np.linspace(0, len(values) - 1, min(len(values), 200)).astype(int))
     first, end = np.maximum(0, places - reach), np.minimum(len(values), places + reach + 1)
-    return [curve.steps[place] for place in places], ((total[end] - total[first]) / (end - first)).tolist()
+    averaged = (total[end] - total[first]) / (end - first)
+    return [curve.steps[place] for place in places], [_rounded(value) for value in averaged.tolist()]
 
 
 def _as_data(steps: Sequence[float], values: Sequence[float]) -> dict[str, list[float]]:
-    return {"step": list(steps), "value": [float(f"{value:.7g}") if math.isfinite(value) else math.nan for value in values]}
+    return {"step": list(steps), "value": [_rounded(value) for value in values]}
+
+
+def _rounded(value: float) -> float:
+    """7 digits: a constant figure stays one through its means."""
+    return float(f"{value:.7g}") if math.isfinite(value) else math.nan

@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
-from toolkit.errors import escape_controls
+from toolkit.errors import visible
 from toolkit.report.facts import RunFacts, is_number
 
 
@@ -46,8 +46,8 @@ def element(tag: str, text: str, kind: str = "", *, keep: bool = False) -> str:
 
 
 def escaped(text: str) -> str:
-    """The text for HTML, with controls that would reorder it as escapes."""
-    return html.escape(escape_controls(text))
+    """The text for HTML, with controls and invisible marks as escapes."""
+    return html.escape(visible(text))
 
 
 def format_number(value: Any, num_digits: int = 2) -> str:

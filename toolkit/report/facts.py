@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from toolkit.checkpoint.folders import list_checkpoints
-from toolkit.checkpoint.manifest import check_files, read_manifest
+from toolkit.checkpoint.entries import Entry, read_entries
 from toolkit.errors import UserError
 from toolkit.evaluation.generate import BASELINE
+from toolkit.evaluation.rows import even_places
 from toolkit.files.json_lines import load_json_lines
 from toolkit.report.memory_plan import load_plan
-from toolkit.report.record import RECORD_FILE, chosen_places
+from toolkit.report.record import MOST_PREDICTIONS, RECORD_FILE
 from toolkit.tracking.memory import MEMORY_FILE
 from toolkit.tracking.metrics_log import load_metrics
 
@@ -30,21 +30,6 @@ _LAST_STEP = 2**53
 """Up to here, floats and the page's script know every whole number."""
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A folder named like a checkpoint."""
-
-    name: str
-    step: int
-    problem: str | None
-    """Why it is not valid, by presence and sizes of its files; None if it is."""
-    num_bytes: int
-    world_size: int | None
-    metrics: dict[str, float]
-    best_value: float | None
-    """The run's best value up to this checkpoint."""
-
-
 @dataclass
 class RunFacts:
     """What there is to know about a run. What could not be read is empty, with a sentence in `missing`."""
@@ -56,7 +41,7 @@ class RunFacts:
     """Of metrics.jsonl."""
     config: dict[str, Any] = field(default_factory=dict)
     """By dotted name."""
-    checkpoints: list[Checkpoint] = field(default_factory=list)
+    checkpoints: list[Entry] = field(default_factory=list)
     memory: dict[str, Any] = field(default_factory=dict)
     """Of memory.json."""
     planned_bytes: int | None = None
@@ -179,7 +164,7 @@ def _read_run(folder: Path, name: str) -> RunFacts:
     facts.lines = read("curves", "metrics.jsonl", _load_lines, [], "there are no curves and no evaluations")
     facts.config = read("config", "config.yaml", _load_config, {}, "the settings are not known")
     facts.checkpoints = read(
-        "checkpoints", "checkpoints", lambda path: _read_checkpoints(path.parent), [], "there is none to resume from"
+        "checkpoints", "checkpoints", lambda path: read_entries(path.parent), [], "there is none to resume from"
     )
     facts.memory = read("memory", MEMORY_FILE, _load_memory, {}, "the memory of the ranks is not known, or not yet")
     facts.record = read("record", RECORD_FILE, _load_mapping, {}, "versions, command, sources and shard units are not known")
@@ -192,13 +177,17 @@ def read_predictions(facts: RunFacts, step: int) -> list[dict[str, Any]] | None:
     try:
         rows = load_json_lines(facts.folder / f"predictions-{step}.jsonl", skip_torn_end=True)
         are_ours = all(isinstance(row, dict) and isinstance(row["prediction"], str) for row in rows)
-        return [rows[place] for place in chosen_places(len(rows))] if are_ours else None
+        return [rows[place] for place in even_places(len(rows), MOST_PREDICTIONS)] if are_ours else None
     except (UserError, OSError, KeyError):
         return None
 
 
 def _load_lines(path: Path) -> list[dict[str, Any]]:
-    lines = load_metrics(path)
+    return lines_of_steps(load_metrics(path))
+
+
+def lines_of_steps(lines: list[Any]) -> list[dict[str, Any]]:
+    """The lines that have a kind and a step; others were added or changed by hand."""
     return [line for line in lines if isinstance(line, dict) and _is_step(line.get("step")) and isinstance(line.get("kind"), str)]
 
 
@@ -238,29 +227,6 @@ def _flatten(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     for key, part in value.items():
         found += _flatten(part, f"{prefix}{key}.") if isinstance(part, dict) else [(f"{prefix}{key}", part)]
     return found
-
-
-def _read_checkpoints(run_folder: Path) -> list[Checkpoint]:
-    return [_read_checkpoint(step, folder) for step, folder in list_checkpoints(run_folder)]
-
-
-def _read_checkpoint(step: int, folder: Path) -> Checkpoint:
-    manifest: dict[str, Any] = {}
-    problem = None
-    try:
-        manifest = read_manifest(folder)
-        check_files(folder, manifest, hashes=False)
-    except ValueError as error:
-        problem = str(error)
-    return Checkpoint(
-        name=folder.name,
-        step=step,
-        problem=problem,
-        num_bytes=sum(about["bytes"] for about in manifest.get("files", {}).values()),
-        world_size=manifest.get("world_size"),
-        metrics={name: value for name, value in manifest.get("metrics", {}).items() if is_number(value)},
-        best_value=manifest.get("state", {}).get("best_value"),
-    )
 
 
 def _numbers(line: dict[str, Any]) -> dict[str, float]:

@@ -141,7 +141,7 @@ def _standing(run: RunFacts) -> str:
         words += f" on {num_processes} process{'es' * (num_processes > 1)}"
     if best := run.best_evaluation():
         metric, value, step = best
-        kept = any(c.step == step and c.problem is None for c in run.checkpoints)
+        kept = any(c.step == step and c.valid for c in run.checkpoints)
         words += f"; the best {metric} is {value:.5g}, after step {step:,}" + (
             ", whose checkpoint is kept" if kept else ", whose checkpoint is not kept"
         )

@@ -17,7 +17,7 @@ from toolkit.config.load import RecipeConfig
 from toolkit.data.preview.summary import summarize
 from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.distributed.comm import rank, world_size
-from toolkit.evaluation.rows import EvaluationRows
+from toolkit.evaluation.rows import EvaluationRows, even_places
 from toolkit.files.durable import save_json, written_beside
 from toolkit.launch.accelerate_yaml import find_accelerate_yaml
 from toolkit.launch.same_run import installed_versions
@@ -68,16 +68,9 @@ def describe_rows(config: RecipeConfig, rows: TokenizedRows, evaluation: Evaluat
     return about
 
 
-def chosen_places(num_rows: int) -> list[int]:
-    """Places of all rows, or of `MOST_PREDICTIONS` at even distances."""
-    if num_rows <= MOST_PREDICTIONS:
-        return list(range(num_rows))
-    return [place * num_rows // MOST_PREDICTIONS for place in range(MOST_PREDICTIONS)]
-
-
 def _sources(evaluation: EvaluationRows) -> dict[str, str]:
     """The source text of each row that a page shows, by its `row_id`."""
-    places = [evaluation.prompted[i] for i in chosen_places(len(evaluation.prompted))]
+    places = [evaluation.prompted[i] for i in even_places(len(evaluation.prompted), MOST_PREDICTIONS)]
     columns = evaluation.rows.select(places).select_columns(["row_id", "lead_text"])
     # A character more than a page shows, so that it is seen to be cut.
     return {str(row["row_id"]): row["lead_text"][: LONGEST_TEXT + 1] for row in columns}

@@ -10,46 +10,21 @@ from typing import Any
 from toolkit.report.elements import bar, card, element, escaped, format_number, missing, text_table
 from toolkit.report.facts import RunFacts
 from toolkit.report.memory_plan import GIB, above_start, how_measured
+from toolkit.report.rows import show_rows
 
 MOST_RANKS_SHOWN = 64
 
 
 def show_data(runs: Sequence[RunFacts]) -> str:
     """What `preview` says of all rows. Of several runs with the same tokens, once."""
-    parts = missing(runs, "record")
+    parts = [card(*absent)] if (absent := missing(runs, "record")) else []
     shown: list[dict[str, Any]] = []
     for run in runs:
         data = run.record.get("data") or {}
-        if not data or data["fingerprint"] in [other["fingerprint"] for other in shown]:
-            continue
-        shown.append(data)
-        if len(runs) > 1:
-            parts.append(element("h3", run.name, "isolated"))
-        parts += [element("p", line, "isolated") for line in [*data["readings"], *data["remarks"], *data["duplicates"]]]
-        rows = [["", "rows", "tokens", "count in the loss"]]
-        for part in [*data["splits"], *data["sources"]]:
-            rows.append([part["name"], *(f"{part[name]:,}" for name in ("num_rows", "num_tokens", "num_label_tokens"))])
-        parts.append(text_table(rows))
-        parts += [_lengths(lengths) for lengths in data["lengths"]]
-        parts.append(
-            element("p", f"{data['tokenizer']}, {'with' if data['chat_template'] else 'without'} a chat template", "quiet")
-        )
-    if not shown and not parts:
-        parts.append(element("p", "The run kept no summary of its rows."))
-    return card(*parts)
-
-
-def _lengths(lengths: dict[str, Any]) -> str:
-    """The lengths of training rows in one respect, as bars."""
-    names = {"0": "shortest", "50": "median", "100": "longest"}
-    percentiles = ", ".join(f"{names.get(str(key), f'p{key}')} {value:,}" for key, value in lengths["percentiles"].items())
-    most = max(count for _, _, count in lengths["bins"])
-    bars = [
-        bar(f"{low:,}–{high:,}" if high > low else f"{low:,}", count / most, f"{count:,}") for low, high, count in lengths["bins"]
-    ]
-    what = {"counted": "that count in the loss"}.get(lengths["name"], f"of a {lengths['name']}")
-    limit = f" ({lengths['setting']})" if lengths["setting"] else ""
-    return f"{element('p', f'Tokens {what}{limit}: {percentiles}')}<div class=rank>{''.join(bars)}</div>"
+        if data and data["fingerprint"] not in [other["fingerprint"] for other in shown]:
+            shown.append(data)
+            parts += [element("h3", run.name, "isolated") if len(runs) > 1 else "", show_rows(data)]
+    return "".join(parts) or card(element("p", "The run kept no summary of its rows."))
 
 
 def show_checkpoints(runs: Sequence[RunFacts]) -> str:
@@ -59,7 +34,7 @@ def show_checkpoints(runs: Sequence[RunFacts]) -> str:
         metric = str(run.config.get("eval.best_metric", "loss"))
         rows = [["", "size, MiB", "processes", metric, "state"]]
         for checkpoint in run.checkpoints:
-            state = "complete" if checkpoint.problem is None else f"not valid: {checkpoint.problem}"
+            state = "complete" if checkpoint.valid else f"not valid: {checkpoint.note}"
             if best is not None and checkpoint.step == best[2]:
                 state += ", the best"
             processes = "–" if checkpoint.world_size is None else str(checkpoint.world_size)
@@ -153,7 +128,7 @@ def _list_commands(run: RunFacts) -> Iterable[tuple[str, str]]:
     if (run.folder / "export").is_dir() and (run.folder / "export" / "generation_config.json").exists():
         program = ["python", "-m", "toolkit", "generate", str(run.folder), "--file", "FILE.csv", "--output", "OUT.jsonl"]
         yield "Generate texts with the exported model:", shlex.join(program)
-    valid = [checkpoint.step for checkpoint in run.checkpoints if checkpoint.problem is None]
+    valid = [checkpoint.step for checkpoint in run.checkpoints if checkpoint.valid]
     if valid:
         best = run.best_evaluation()
         step = best[2] if best is not None and best[2] in valid else valid[-1]

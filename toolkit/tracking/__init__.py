@@ -1,1 +1,1 @@
-"""Records and shows a run: metrics.jsonl, progress, trackers, memory, curves, and the summary at its end."""
+"""Records and shows a run: metrics.jsonl, progress, trackers, memory, and the summary at its end."""

@@ -1,4 +1,4 @@
-"""The summary at the end of a run: a table of figures before and after training beside the baselines, samples, and the curves."""
+"""The summary at the end of a run: a table of figures before and after training beside the baselines, and samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.distributed.comm import rank
-from toolkit.errors import UserError, escape_controls, one_line
+from toolkit.errors import UserError, align, escape_controls, one_line
 from toolkit.evaluation.generate import BASELINE, SHOWN_FIGURES
 from toolkit.evaluation.metrics import own_figures
 from toolkit.evaluation.rouge import mean_scores, rouge_scores
@@ -47,35 +47,19 @@ def measure_baselines(
 def show_results(
     metrics: MetricsLog, baselines: dict[str, dict[str, Any]], evaluation: EvaluationRows, measured_on: dict[str, Any]
 ) -> None:
-    """Print the before/after table and sample texts, and draw `curves.png`. Only on rank 0 and with evaluation rows.
+    """Print the before/after table and sample texts. Only on rank 0 and with evaluation rows.
 
     The figures come from `metrics`, which has them even if the file was removed.
 
     Args:
         baselines: from `measure_baselines`.
         measured_on: as in the run's `Goal`; evaluations on other rows or with other generation settings are not in the table.
-
-    Raises:
-        UserError: the picture cannot be written; everything is printed before that.
     """
     if rank() != 0 or len(evaluation.rows) == 0:
         return
-    from toolkit.tracking.curves import draw_curves
-
-    _print_results(metrics.path.parent, metrics.load(), baselines, evaluation, measured_on)
-    draw_curves(metrics.load(), metrics.path.parent / "curves.png")
-
-
-def _print_results(
-    run_folder: Path,
-    lines: list[dict[str, Any]],
-    baselines: dict[str, dict[str, Any]],
-    evaluation: EvaluationRows,
-    measured_on: dict[str, Any],
-) -> None:
-    """Print the table and the samples."""
+    run_folder = metrics.path.parent
     # Only evaluations on the same rows and settings are comparable.
-    everything = [line for line in lines if line["kind"] == "eval"]
+    everything = [line for line in metrics.load() if line["kind"] == "eval"]
     evaluations = [line for line in everything if line.get("measured_on") == measured_on]
     if num_others := len(everything) - len(evaluations):
         why = "measured on other rows or with other settings"
@@ -100,14 +84,10 @@ def _print_results(
 
 def format_table(rows: dict[str, dict[str, float]], choice: Sequence[str] = SHOWN_FIGURES) -> str:
     """Format figures, by row name, as aligned text. A column that no row has is left out."""
-    rows = {one_line(name): {one_line(column): value for column, value in row.items()} for name, row in rows.items()}
-    columns = [c for c in map(one_line, choice) if any(c in row for row in rows.values())]
-    width = max(len(name) for name in rows)
-    lines = [" " * width + "".join(f"{column.replace('percent_', '% '):>{max(15, len(column) + 2)}}" for column in columns)]
-    for name, row in rows.items():
-        cells = (f"{'–' if row.get(c) is None else f'{row[c]:.2f}':>{max(15, len(c) + 2)}}" for c in columns)
-        lines.append(f"{name:<{width}}" + "".join(cells))
-    return "\n".join(lines)
+    columns = [column for column in choice if any(column in row for row in rows.values())]
+    table = [["", *(column.replace("percent_", "% ") for column in columns)]]
+    table += [[name, *("–" if row.get(c) is None else f"{row[c]:.2f}" for c in columns)] for name, row in rows.items()]
+    return "\n".join(align([list(map(one_line, line)) for line in table]))
 
 
 def _baselines(train_rows: Dataset, eval_rows: Dataset) -> dict[str, dict[str, float]]:

@@ -33,6 +33,7 @@ from toolkit.launch.accelerator import compute_dtype, forget_accelerator
 from toolkit.launch.run_folder import restore_run_folder, save_run_config, unlock_run_folders
 from toolkit.parallel.wrap import ShardedModel
 from toolkit.report.page import save_run_page
+from toolkit.report.picture import draw_curves
 from toolkit.report.record import describe_rows, save_record
 from toolkit.tracking.metrics_log import MetricsLog
 from toolkit.tracking.progress import Progress
@@ -202,6 +203,7 @@ def finish(run: Run) -> Path | None:
         logger.info(f"export another checkpoint: python -m toolkit export {shlex.quote(str(run.folder))} --checkpoint STEP")
     working("showing the results")
     on_all_ranks(lambda: show_results(run.metrics, baselines, run.evaluation, run.goal.measured_on))
+    on_rank_0(lambda: draw_curves(run.metrics.load(), run.folder / "curves.png"))
     run.metrics.note_lost_outputs(run.state.step)
     save_run_page(run.folder)
     leave()

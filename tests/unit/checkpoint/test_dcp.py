@@ -31,7 +31,7 @@ def test_round_trip(tmp_path: Path) -> None:
     names = save_tensors(tensors, tmp_path)
     assert sorted(names) == sorted(path.name for path in tmp_path.iterdir())
     loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    load_tensors(loaded, tmp_path)
+    load_tensors(loaded, tmp_path, "it cannot be loaded")
     for name, tensor in tensors.items():
         assert torch.equal(loaded[name], tensor)
 
@@ -70,9 +70,9 @@ def test_a_rank_without_a_part_of_fsdp1s_tensor_leaves_gpu_0_alone(tmp_path: Pat
 def test_missing_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
     save_tensors(some_tensors(), tmp_path)
     with pytest.raises(ValueError, match="holds no model.other"):
-        load_tensors({"model.other": torch.zeros(1)}, tmp_path)
+        load_tensors({"model.other": torch.zeros(1)}, tmp_path, "it cannot be loaded")
     with pytest.raises(ValueError, match=r"holds model.weight with shape \(5, 3\), not \(3, 5\)"):
-        load_tensors({"model.weight": torch.zeros(3, 5)}, tmp_path)
+        load_tensors({"model.weight": torch.zeros(3, 5)}, tmp_path, "it cannot be loaded")
 
 
 def test_a_pickle_in_the_metadata_does_not_run(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_pickle_in_the_metadata_does_not_run(tmp_path: Path) -> None:
     save_tensors(some_tensors(), tmp_path)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Attack()))
     with pytest.raises(ValueError, match=r"is no checkpoint metadata: posix.system is not allowed"):
-        load_tensors(some_tensors(), tmp_path)
+        load_tensors(some_tensors(), tmp_path, "it cannot be loaded")
     assert not canary.exists()
 
 
@@ -107,7 +107,7 @@ def test_files_that_are_no_shards_of_the_folder_are_refused(tmp_path: Path, name
         for info in metadata.storage_data.values():
             info.relative_path = name
     with pytest.raises(ValueError, match=f"names {re.escape(name)}, which is no shard of the checkpoint"):
-        load_tensors(some_tensors(), tmp_path)
+        load_tensors(some_tensors(), tmp_path, "it cannot be loaded")
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
@@ -117,7 +117,7 @@ def test_links_out_of_the_folder_are_refused(tmp_path: Path, name: str) -> None:
     (folder / name).rename(tmp_path / name)
     (folder / name).symlink_to(tmp_path / name)
     with pytest.raises(ValueError, match=f"{name} is a link that leads out of the checkpoint"):
-        load_tensors(some_tensors(), folder)
+        load_tensors(some_tensors(), folder, "it cannot be loaded")
 
 
 def remove_a_chunk(metadata: Metadata) -> None:
@@ -155,7 +155,7 @@ def test_metadata_that_does_not_hang_together_is_refused(tmp_path: Path, change:
     with edited_metadata(tmp_path) as metadata:
         change(metadata)
     with pytest.raises(ValueError, match=f"is no checkpoint metadata: .*{reason}"):
-        load_tensors(some_tensors(), tmp_path)
+        load_tensors(some_tensors(), tmp_path, "it cannot be loaded")
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_bytes_that_are_no_metadata_are_refused(tmp_path: Path, content: bytes) 
     save_tensors(some_tensors(), tmp_path)
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(ValueError, match="is no checkpoint metadata: "):
-        load_tensors(some_tensors(), tmp_path)
+        load_tensors(some_tensors(), tmp_path, "it cannot be loaded")
 
 
 @pytest.mark.parametrize(
@@ -189,23 +189,23 @@ def test_a_shard_that_holds_something_else_is_refused(tmp_path: Path, value: Any
             torch.save(value, file)
             info.length = file.tell() - info.offset
     with pytest.raises(ValueError, match=f"__0_0.distcp holds (model.weight )?{reason}$"):
-        load_tensors(some_tensors(), tmp_path)
+        load_tensors(some_tensors(), tmp_path, "it cannot be loaded")
 
 
 def test_a_missing_shard_is_reported_without_a_traceback(tmp_path: Path) -> None:
     save_tensors(some_tensors(), tmp_path)
     (tmp_path / "__0_0.distcp").unlink()
-    with pytest.raises(ValueError, match=r"^\[Errno 2\] No such file or directory: '.*/__0_0.distcp'$"):
-        load_tensors(some_tensors(), tmp_path)
+    with pytest.raises(ValueError, match=r"^it cannot be loaded: \[Errno 2\] No such file or directory: '.*/__0_0.distcp'$"):
+        load_tensors(some_tensors(), tmp_path, "it cannot be loaded")
 
 
 def test_another_kind_of_numbers_is_refused_and_other_floats_are_converted(tmp_path: Path) -> None:
     tensors = some_tensors()
     save_tensors(tensors, tmp_path)
     with pytest.raises(ValueError, match="holds model.weight as torch.float32, not torch.int64"):
-        load_tensors({"model.weight": torch.zeros(5, 3, dtype=torch.int64)}, tmp_path)
+        load_tensors({"model.weight": torch.zeros(5, 3, dtype=torch.int64)}, tmp_path, "it cannot be loaded")
     loaded = {"model.half": torch.zeros(4)}
-    load_tensors(loaded, tmp_path)
+    load_tensors(loaded, tmp_path, "it cannot be loaded")
     assert torch.equal(loaded["model.half"], tensors["model.half"].float())
 
 
@@ -215,7 +215,7 @@ def test_entries_that_are_no_tensors_are_refused(tmp_path: Path) -> None:
 
     dcp.save({"model.weight": torch.zeros(1), "note": "text"}, storage_writer=dcp.FileSystemWriter(tmp_path))
     with pytest.raises(ValueError, match=r"is not a tensor|is not allowed"):
-        load_tensors({"model.weight": torch.zeros(1)}, tmp_path)
+        load_tensors({"model.weight": torch.zeros(1)}, tmp_path, "it cannot be loaded")
 
 
 @contextlib.contextmanager

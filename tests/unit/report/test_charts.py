@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.report_runs import evaluation, save_distinct_run, save_run, train
-from toolkit.report.charts import Curve, _means, list_charts, table_rows
+from toolkit.report.charts import Curve, list_charts, means, table_rows
 from toolkit.report.facts import describe_unlike, read_runs
 from toolkit.report.page import render_page
 from toolkit.report.text import show_runs
@@ -44,8 +44,9 @@ def test_zeros_are_not_on_a_log_scale(tmp_path: Path) -> None:
 def test_means_of_a_long_curve() -> None:
     curve = Curve("", "", list(range(10, 130)), [float(step % 2) for step in range(10, 130)])
     assert table_rows(curve)[:2] == [("10 to 11", "0 to 1, mean 0.5"), ("12 to 13", "0 to 1, mean 0.5")]
-    steps, means = _means(Curve("", "", curve.steps, [3.0] * 120))
-    assert steps[0] == 10 and steps[-1] == 129 and means == pytest.approx([3.0] * len(steps))
+    steps, averaged = means(Curve("", "", curve.steps, [3.0] * 120))
+    assert len({*means(Curve("", "", curve.steps, [0.1] * 120))[1]}) == 1, "a constant has constant means"
+    assert steps[0] == 10 and steps[-1] == 129 and averaged == pytest.approx([3.0] * len(steps))
 
 
 def test_figures_of_other_rows_share_no_axis(tmp_path: Path) -> None:

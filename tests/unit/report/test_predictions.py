@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.report_runs import evaluation, save_run
-from toolkit.report import record
+from toolkit.report import facts, record
 from toolkit.report.facts import read_runs
 from toolkit.report.predictions import collect_predictions
 
@@ -44,7 +44,7 @@ def test_first_and_last_texts_of_the_same_rows(tmp_path: Path, monkeypatch: pyte
             ("8", "both", "source 8", ["b", "d"], [{"rougeL": 21}, {"rougeL": 61}]),
         ],
     )
-    monkeypatch.setattr(record, "MOST_PREDICTIONS", 1)
+    monkeypatch.setattr(facts, "MOST_PREDICTIONS", 1)
     assert [row[0] for row in collected(one)[1]] == ["7"]
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from datasets import Dataset
 
 from toolkit.data.collate import CausalCollator
-from toolkit.evaluation.rows import EvaluationRows
-from toolkit.report.record import MOST_PREDICTIONS, _describe_units, _sources, chosen_places
+from toolkit.evaluation.rows import EvaluationRows, even_places
+from toolkit.report.record import MOST_PREDICTIONS, _describe_units, _sources
 
 
 def test_equal_units_share_a_line_with_the_bytes_of_all() -> None:
@@ -27,8 +27,8 @@ def test_equal_units_share_a_line_with_the_bytes_of_all() -> None:
 
 
 def test_places_are_at_even_distances() -> None:
-    assert chosen_places(3) == [0, 1, 2]
-    places = chosen_places(5 * MOST_PREDICTIONS // 2)
+    assert even_places(3, MOST_PREDICTIONS) == [0, 1, 2]
+    places = even_places(5 * MOST_PREDICTIONS // 2, MOST_PREDICTIONS)
     assert len(places) == MOST_PREDICTIONS and places[:3] == [0, 2, 5] and places[-1] == 5 * MOST_PREDICTIONS // 2 - 3
 
 

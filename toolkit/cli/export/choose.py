@@ -25,10 +25,10 @@ from toolkit.training.goal import goal_of
 logger = logging.getLogger("toolkit")
 
 MAY_CHANGE = (
-    "model.name_or_path", "model.revision", "adapter.name_or_path", "data.files", "data.eval_files", "export.max_shard_size",
-    "eval.max_new_tokens", "eval.num_beams", "eval.no_repeat_ngram_size",
+    "model.name_or_path", "model.revision", "adapter.name_or_path", "export.max_shard_size", "eval.max_new_tokens",
+    "eval.num_beams", "eval.no_repeat_ngram_size",
 )  # fmt: skip
-"""Settings of the run that an export may give otherwise: where the same model and rows are now, how texts are generated."""
+"""Settings of the run that an export may give otherwise: where the same model is now, how texts are generated."""
 
 
 @dataclass(frozen=True, kw_only=True)

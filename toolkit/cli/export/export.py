@@ -5,9 +5,7 @@ The run folder is only read, so a run may be training in it.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,8 +34,7 @@ from toolkit.launch.same_run import describe_config
 from toolkit.models.config import special_tokens
 from toolkit.models.lora import is_enabled
 from toolkit.parallel.wrap import shard_model
-from toolkit.report.record import RECORD_FILE
-from toolkit.tracking.metrics_log import load_metrics
+from toolkit.report.facts import read_runs
 from toolkit.training.model import build_skeleton, identity_of, load_model
 from toolkit.training.run import release
 from toolkit.training.setup import RunContext
@@ -153,13 +150,8 @@ def _check_base(config: RecipeConfig, checkpoint: Path, theirs: dict[str, Any], 
 
 def _load_about(run_folder: Path) -> tuple[list[dict[str, Any]], dict[str, str] | None]:
     """The run's figures so far and the versions that it ran with, for the model card."""
-    lines, versions = [], None
-    try:
-        lines = load_metrics(run_folder / "metrics.jsonl")
-    except (OSError, UserError) as error:
-        logger.warning(f"the model card has no figures: {error}")
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it is gone, or not what a run writes
-        versions = {
-            str(name): str(number) for name, number in json.loads((run_folder / RECORD_FILE).read_text())["versions"].items()
-        }
-    return lines, versions
+    [facts] = read_runs([run_folder])
+    if "curves" in facts.missing:
+        logger.warning(f"the model card has no figures: {facts.missing['curves']}")
+    versions = facts.record.get("versions")
+    return facts.lines, {str(k): str(v) for k, v in versions.items()} if isinstance(versions, dict) else None

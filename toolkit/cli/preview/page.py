@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import html
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from toolkit.cli.preview import wording
-from toolkit.cli.preview.wording import NAMES, SIDE_NAMES
+from toolkit.cli.preview.wording import NAMES
 from toolkit.data.preview.row import CONTEXT, LOSS, LOST, PADDING, RowView, Side, Span
 from toolkit.data.preview.step import Pack, StepView
-from toolkit.data.preview.summary import Lengths, Summary
+from toolkit.report.elements import element, escaped
+from toolkit.report.rows import show_rows
 
 if TYPE_CHECKING:
     from toolkit.cli.preview.facts import Preview
@@ -30,46 +30,30 @@ TOKENS_OF_A_BLOCK = 2000
 
 
 def render_page(preview: Preview) -> str:
-    """The page. Every text goes through `_text`, which leaves nothing that HTML or a terminal would interpret."""
+    """The page. Every text goes through `escaped`, which leaves nothing that HTML or a terminal would interpret."""
     style = files(__package__).joinpath("page.css").read_text(encoding="utf-8")
-    parts = [HEAD, f"<title>{_text(preview.title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"]
-    parts += [_element("h1", preview.title), _element("p", preview.processes, "quiet")]
+    parts = [HEAD, f"<title>{escaped(preview.title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"]
+    parts += [element("h1", preview.title), element("p", preview.processes, "quiet")]
     if preview.summary:
-        parts.append(render_summary(preview.summary))
+        parts += [element("h2", "Data"), show_rows(preview.summary.as_dict())]
     if preview.step:
         parts.append(_render_step(preview.step))
     parts += _rows(preview)
     return "".join([*parts, "</body>\n</html>\n"])
 
 
-def render_summary(summary: Summary) -> str:
-    """The sections about all rows, for this page or another one with the same style."""
-    parts = [_element("h2", "Data"), "<div class=card>"]
-    parts += [_element("p", line) for line in summary.readings]
-    remarks = [_element("li", remark, "warn" if remark.startswith("WARNING") else "") for remark in summary.remarks]
-    parts += ["<ul>", *remarks, "</ul>"] if remarks else []
-    parts += [_table(wording.describe_splits(summary))]
-    if summary.sources:
-        parts.append(_table(wording.describe_sources(summary)))
-    parts += [_element("p", f"Duplicates: {'; '.join(summary.duplicates) or 'none'}"), "</div>\n"]
-    parts += [_element("h2", "Lengths"), *map(_histogram, summary.lengths)]
-    parts += [_element("h2", "Tokenizer"), "<div class=card>", _table(wording.describe_special_tokens(summary), left=(0, 3))]
-    parts += [_element("p", wording.describe_tokenizer(summary), "quiet"), "</div>\n"]
-    return "".join(parts)
-
-
 def _render_step(step: StepView) -> str:
-    parts = [_element("h2", f"Step 1 of {step.num_steps:,} ({step.steps_per_epoch:,} an epoch)"), "<div class=card>"]
-    parts += [_element("p", line) for line in wording.describe_step(step)]
+    parts = [element("h2", f"Step 1 of {step.num_steps:,} ({step.steps_per_epoch:,} an epoch)"), "<div class=card>"]
+    parts += [element("p", line) for line in wording.describe_step(step)]
     parts += [_legend((LOSS, CONTEXT, PADDING))]
     longest = max(sum(num for _, num in pack.parts) for pack in step.first_packs)
     place = None
     for pack in step.first_packs:
         if place != (pack.rank, pack.micro_batch):
             place = (pack.rank, pack.micro_batch)
-            parts.append(_element("h4", f"Process {pack.rank}, micro-batch {pack.micro_batch + 1}"))
+            parts.append(element("h4", f"Process {pack.rank}, micro-batch {pack.micro_batch + 1}"))
         parts.append(_bar(pack, longest))
-    return "".join([*parts, _element("p", wording.not_shown(step), "quiet"), "</div>\n"])
+    return "".join([*parts, element("p", wording.not_shown(step), "quiet"), "</div>\n"])
 
 
 def _bar(pack: Pack, longest: int) -> str:
@@ -80,33 +64,33 @@ def _bar(pack: Pack, longest: int) -> str:
     ]
     rows = f"{'row' if len(pack.row_ids) == 1 else 'rows'} {', '.join(map(str, pack.row_ids))}"
     bar = f'<div class=pack style="width:{100 * total / longest:.2f}%">{"".join(parts)}</div>'
-    return f"<div class=line><div>{bar}</div>{_element('div', rows, 'quiet')}</div>\n"
+    return f"<div class=line><div>{bar}</div>{element('div', rows, 'quiet')}</div>\n"
 
 
 def _rows(preview: Preview) -> Iterable[str]:
     if preview.rows:
-        yield _element("h2", "Rows") + _legend((LOSS, CONTEXT, LOST))
+        yield element("h2", "Rows") + _legend((LOSS, CONTEXT, LOST))
     for row in preview.rows:
         yield _render_row(row, preview.step, is_whole=preview.is_whole)
 
 
 def _render_row(row: RowView, step: StepView | None, *, is_whole: bool) -> str:
     heading, *lines = wording.describe_row(row, step)
-    parts = ["<div class=card>", _element("h3", heading), *(_element("p", line, "quiet") for line in lines)]
-    turns = [_element("li", line) for line in wording.describe_turns(row)]
+    parts = ["<div class=card>", element("h3", heading), *(element("p", line, "quiet") for line in lines)]
+    turns = [element("li", line) for line in wording.describe_turns(row)]
     parts += ["<ul class=quiet>", *turns, "</ul>"] if turns else []
     for side in row.sides:
-        parts.append(_element("h4", f"{side.name.capitalize()}: {wording.describe_side(side)}"))
+        parts.append(element("h4", f"{side.name.capitalize()}: {wording.describe_side(side)}"))
         texts = wording.shorten_text(side.text, row.row_id, is_whole=is_whole)
-        parts += [_element("div", text, "quiet") if i == 1 else _block("text", _text(text)) for i, text in enumerate(texts)]
-        parts.append(_element("div", "as tokens", "quiet"))
+        parts += [element("div", text, "quiet") if i == 1 else _block("text", escaped(text)) for i, text in enumerate(texts)]
+        parts.append(element("div", "as tokens", "quiet"))
         parts.append(_tokens(side, wording.padding_behind(row, step, side), row.row_id, is_whole))
     return "".join([*parts, "</div>\n"])
 
 
 def _tokens(side: Side, padding: int, row_id: int, is_whole: bool) -> str:
     parts = [
-        _element("div", piece, "quiet") if isinstance(piece, str) else _block("tokens", "".join(map(_part, _in_parts(piece))))
+        element("div", piece, "quiet") if isinstance(piece, str) else _block("tokens", "".join(map(_part, _in_parts(piece))))
         for piece in wording.shorten_spans(side.spans, row_id, is_whole=is_whole)
     ]
     behind = f"<span class=padding>{wording.plural(padding, 'token')} of padding</span>\n" if padding else ""
@@ -131,39 +115,10 @@ def _part(spans: list[Span]) -> str:
 
 
 def _span(span: Span) -> str:
-    tokens = "".join(f"<i>{_text(token).replace(chr(10), '⏎' + chr(10))}</i>" for token in span.tokens)
+    tokens = "".join(f"<i>{escaped(token).replace(chr(10), '⏎' + chr(10))}</i>" for token in span.tokens)
     return f"<span class={span.kind}>{tokens}</span>"
-
-
-def _histogram(lengths: Lengths) -> str:
-    most = max(count for _, _, count in lengths.bins)
-    rows = [
-        f'<span class=number>{low:,}{f"–{high:,}" if high > low else ""}</span><b style="width:{100 * count / most:.2f}%"></b>'
-        f"<span class=number>{count:,}</span>"
-        for low, high, count in lengths.bins
-    ]
-    limit = f" ({lengths.setting})" if lengths.setting else ""
-    percentiles = _element("p", wording.describe_percentiles(lengths), "quiet")
-    heading = _element("h3", SIDE_NAMES[lengths.name] + limit) + percentiles
-    return f"<div class=card>{heading}<div class=histogram>{''.join(rows)}</div></div>\n"
 
 
 def _legend(kinds: Sequence[str]) -> str:
     keys = [f'<span class="key {kind}">{NAMES[kind]}</span>' for kind in kinds]
     return f"<p>{''.join(keys)}</p>\n"
-
-
-def _table(rows: list[list[str]], left: Sequence[int] = (0,)) -> str:
-    def line(cells: list[str], tag: str) -> str:
-        return "".join(_element(tag, cell, "" if i in left else "number") for i, cell in enumerate(cells))
-
-    lines = [line(row, "td" if number else "th") for number, row in enumerate(rows)]
-    return f"<div class=table><table><tr>{'</tr><tr>'.join(lines)}</tr></table></div>\n"
-
-
-def _element(tag: str, text: str, kind: str = "") -> str:
-    return f"<{tag}{f' class={kind}' if kind else ''}>{_text(text)}</{tag}>\n" if text else ""
-
-
-def _text(text: str) -> str:
-    return html.escape(wording.visible(text))

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from toolkit.cli.preview import wording
-from toolkit.cli.preview.wording import NAMES, SIDE_NAMES
+from toolkit.cli.preview.wording import NAMES
 from toolkit.data.preview.row import CONTEXT, LOSS, LOST, PADDING, RowView, Side, Span
 from toolkit.data.preview.step import Pack, StepView
 from toolkit.data.preview.summary import Summary
+from toolkit.errors import align, visible
+from toolkit.report import rows
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,23 +56,22 @@ class _Lines:
 
     def _summary(self, summary: Summary) -> Iterator[Text]:
         yield from self._heading("Rows")
-        yield from self._table(wording.describe_splits(summary))
+        data = summary.as_dict()
+        yield from self._table(rows.list_splits(data))
         if summary.sources:
             yield from self._block([""])
-            yield from self._table(wording.describe_sources(summary))
+            yield from self._table(rows.list_sources(data))
         yield from self._block([f"duplicates: {'; '.join(summary.duplicates) or 'none'}"])
-        for lengths in summary.lengths:
-            limit = f" ({lengths.setting})" if lengths.setting else ""
-            yield from self._heading(f"{SIDE_NAMES[lengths.name]}{limit}")
-            yield from self._block([wording.describe_percentiles(lengths)])
-            most = max(count for _, _, count in lengths.bins)
-            labels = [f"{low:,}" if low == high else f"{low:,}–{high:,}" for low, high, _ in lengths.bins]
-            for label, (_, _, count) in zip(labels, lengths.bins, strict=True):
-                bar = "█" * (-(-BAR_WIDTH * count // most) if count else 0)
-                yield self._text(f"  {label:>{max(map(len, labels))}}  {bar} {count:,}")
+        for lengths in data["lengths"]:
+            yield from self._heading(rows.name_lengths(lengths))
+            yield from self._block([rows.describe_percentiles(lengths)])
+            bins = rows.name_bins(lengths)
+            width, most = max(len(label) for label, _ in bins), max(count for _, count in bins)
+            for label, count in bins:
+                yield self._text(f"  {label:>{width}}  {'█' * -(-BAR_WIDTH * count // most)} {count:,}")
         yield from self._heading("Special tokens")
-        yield from self._table(wording.describe_special_tokens(summary), left=(0, 3))
-        yield from self._block([wording.describe_tokenizer(summary)])
+        yield from self._table(rows.list_special_tokens(data), left=(0, 3))
+        yield from self._block([rows.describe_tokenizer(data)])
 
     def _step(self, step: StepView) -> Iterator[Text]:
         yield from self._heading(f"Step 1 of {step.num_steps:,} ({step.steps_per_epoch:,} an epoch)")
@@ -124,7 +125,7 @@ class _Lines:
         line = self._text()
         for place, (kind, tokens) in enumerate(spans):
             line.append("|" if place else "", style="dim")
-            line.append_text(self._marked(kind, "|".join(wording.visible(token).replace("\n", "⏎\n") for token in tokens)))
+            line.append_text(self._marked(kind, "|".join(visible(token).replace("\n", "⏎\n") for token in tokens)))
         return line
 
     def _marked(self, kind: str, text: str) -> Text:
@@ -136,18 +137,13 @@ class _Lines:
         yield from self._block([text], indent=0, first_style="bold cyan")
 
     def _table(self, rows: list[list[str]], left: Sequence[int] = (0,)) -> Iterator[Text]:
-        shown = [[wording.visible(cell) for cell in row] for row in rows]
-        widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-        for number, row in enumerate(shown):
-            cells = [
-                f"{cell:{'<' if i in left else '>'}{width}}" for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            yield self._text(f"  {'  '.join(cells)}".rstrip(), style="" if number else "dim")
+        for number, line in enumerate(align([list(map(visible, row)) for row in rows], left)):
+            yield self._text(f"  {line}".rstrip(), style="" if number else "dim")
 
     def _block(self, parts: Sequence[Text | str], indent: int = 2, first_style: str = "") -> Iterator[Text]:
         """Texts line by line; in a terminal wrapped to its width, elsewhere never."""
         for number, part in enumerate(parts):
-            text = self._text(wording.visible(part), style="" if number else first_style) if isinstance(part, str) else part
+            text = self._text(visible(part), style="" if number else first_style) if isinstance(part, str) else part
             lines = text.split("\n", allow_blank=True)
             for line in lines:
                 width = max(20, self._console.width - indent)

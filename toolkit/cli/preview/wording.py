@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import re
 
 from toolkit.data.preview.row import CONTEXT, LOSS, LOST, PADDING, RowView, Side, Span
 from toolkit.data.preview.step import StepView
-from toolkit.data.preview.summary import Lengths, Source, Split, Summary
-from toolkit.errors import escape_controls
+from toolkit.report.rows import percent
 
 NAMES = {LOSS: "counts in the loss", CONTEXT: "context", PADDING: "padding", LOST: "cut off"}
-SIDE_NAMES = {
-    "row": "Tokens of a training row",
-    "counted": "Tokens of a training row that count in the loss",
-    "source": "Tokens of a source",
-    "target": "Tokens of a target",
-}
 MOST_CHARACTERS, MOST_TOKENS = 1200, 240
 """How much of a long text is shown: two thirds from its begin, one from its end."""
 TOKENS_AT_A_CUT = 40
 """How many tokens before and after a cut are shown too."""
-_INVISIBLE = re.compile("[\u00ad\u061c\u180e\u200b\u200e\u200f\u2028\u2029\u2060-\u2064\ufeff\ufff9-\ufffb]")
-"""Marks of direction and others that show nothing; those that join letters and emoji stay."""
-
-
-def visible(text: str) -> str:
-    """The text with controls and invisible marks as escapes, so that it cannot change the terminal or the page."""
-    return _INVISIBLE.sub(lambda found: ascii(found[0])[1:-1], escape_controls(text))
 
 
 def shorten_text(text: str, row_id: int, *, is_whole: bool) -> list[str]:
@@ -67,46 +52,9 @@ def _take(spans: list[Span], first: int, last: int) -> list[Span]:
     return taken
 
 
-def percent(part: int, whole: int) -> str:
-    """A share; of nothing, a dash."""
-    return f"{100 * part / whole:.1f} %" if whole else "–"
-
-
 def plural(num: int, what: str) -> str:
     """1 row, 2 rows, 1,000 micro-batches."""
     return f"{num:,} {what}{'' if num == 1 else 'es' if what.endswith(('ch', 's')) else 's'}"
-
-
-def describe_splits(summary: Summary) -> list[list[str]]:
-    """The table of the splits."""
-    return [["split", *_COUNTED], *([split.name, *_counts(split)] for split in summary.splits)]
-
-
-def describe_sources(summary: Summary) -> list[list[str]]:
-    """The table of the entries of `data.mix`."""
-    cells = [[s.name, f"{100 * s.weight_share:.1f} %", *_counts(s)] for s in summary.sources]
-    return [["source", "share of an epoch", *_COUNTED], *cells]
-
-
-_COUNTED = ("rows", "tokens", "count in the loss", "share")
-
-
-def _counts(of: Split | Source) -> list[str]:
-    numbers = (of.num_rows, of.num_tokens, of.num_label_tokens)
-    return [*(f"{number:,}" for number in numbers), percent(of.num_label_tokens, of.num_tokens)]
-
-
-def describe_special_tokens(summary: Summary) -> list[list[str]]:
-    """The table of the special tokens."""
-    cells = [[token.text, str(token.token_id), f"{token.num_in_training:,}", token.roles] for token in summary.special_tokens]
-    return [["token", "id", "in training rows", "role"], *cells]
-
-
-def describe_tokenizer(summary: Summary) -> str:
-    """What the tokenizer is, and what ends a text."""
-    template = "with a chat template" if summary.chat_template else "without a chat template"
-    stops = f"; a generated text ends at {' or '.join(summary.stop_tokens)}" if summary.stop_tokens else ""
-    return f"{summary.tokenizer}, {template}{stops}"
 
 
 def describe_turns(row: RowView) -> list[str]:
@@ -121,12 +69,6 @@ def not_shown(step: StepView) -> str:
     """How many packs are not drawn; empty: none."""
     more = step.num_packs - len(step.first_packs)
     return f"{plural(more, 'more pack')} {'is' if more == 1 else 'are'} not drawn" if more else ""
-
-
-def describe_percentiles(lengths: Lengths) -> str:
-    """Shortest 8, p5 9, median 17, longest 30."""
-    names = {0: "shortest", 50: "median", 100: "longest"}
-    return ", ".join(f"{names.get(key, f'p{key}')} {value:,}" for key, value in lengths.percentiles.items())
 
 
 def describe_step(step: StepView) -> list[str]:

@@ -14,7 +14,7 @@ from toolkit.cli.verify.proofs import Proof
 from toolkit.cli.verify.runs import Box, Launch, launch_all, plan_runs
 from toolkit.config.load import RecipeConfig, find_model, load_config
 from toolkit.config.schema import LLMConfig, SummarizationConfig
-from toolkit.errors import UserError, escape_controls, one_line
+from toolkit.errors import UserError, align, escape_controls, one_line
 from toolkit.launch.relaunch import PRESET_FOLDER, launch
 from toolkit.models.config import AutoClass, is_encoder_decoder, load_model_config
 
@@ -176,9 +176,7 @@ def _clear(output: Path) -> None:
 def _show(proofs: list[Proof], output: Path, passed: bool) -> None:
     """Print the table and write it. If all checks passed, remove the runs: they are as large as their checkpoints."""
     # The table, and a line for each cause of failures.
-    rows = [TITLES, *(_cells(proof) for proof in proofs)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(TITLES))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = align([TITLES, *(_cells(proof) for proof in proofs)], left=range(len(TITLES)))
     failed = [proof for proof in proofs if proof.is_reached and not proof.passed]
     causes: dict[tuple[str, str], list[str]] = {}
     for proof in failed:

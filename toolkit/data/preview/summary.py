@@ -48,27 +48,11 @@ class Split:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class Source(Split):
     """One entry of `data.mix`."""
 
-    name: str
     weight_share: float
     """Of an epoch's rows."""
-    num_rows: int
-    num_tokens: int
-    num_label_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpecialToken:
-    """One special token."""
-
-    roles: str
-    """As the tokenizer names them, as in `eos_token, pad_token`."""
-    text: str
-    token_id: int
-    num_in_training: int
-    """How often it stands in the training rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +70,9 @@ class Summary:
     lengths: list[Lengths]
     duplicates: list[str]
     """Sentences; empty if all rows differ."""
-    special_tokens: list[SpecialToken]
+    special_tokens: list[dict[str, Any]]
+    """Each has `text`, `token_id`, its `roles` as the tokenizer names them, as in `eos_token, pad_token`, and `num_in_training`:
+    how often it stands in the training rows."""
     stop_tokens: list[str]
     """What ends a generated text of a causal model."""
     chat_template: bool
@@ -129,7 +115,7 @@ def summarize(
         lengths=_measure(rows.train, config),
         duplicates=[*rows.texts.repeats, *(_find_duplicates(rows.texts) if finds_duplicates and rows.texts.repeats else [])],
         special_tokens=[
-            SpecialToken(roles=", ".join(names), text=text, token_id=ids[text], num_in_training=int(used[ids[text]]))
+            {"roles": ", ".join(names), "text": text, "token_id": ids[text], "num_in_training": int(used[ids[text]])}
             for text, names in roles.items()
         ],
         stop_tokens=[str(tokenizer.convert_ids_to_tokens(i)) for i in rows.stop_token_ids],
@@ -141,12 +127,7 @@ def summarize(
 
 def _describe(name: str, part: Dataset) -> Split:
     columns = part.with_format("numpy")
-    return Split(
-        name=name,
-        num_rows=len(part),
-        num_tokens=int(columns["num_tokens"][:].sum()),
-        num_label_tokens=int(columns["num_label_tokens"][:].sum()),
-    )
+    return Split(name=name, **_count(columns["num_tokens"][:], columns["num_label_tokens"][:]))
 
 
 def _list_sources(train: Dataset, config: DataConfig | LLMDataConfig) -> list[Source]:
@@ -154,17 +135,14 @@ def _list_sources(train: Dataset, config: DataConfig | LLMDataConfig) -> list[So
         return []
     columns = train.with_format("numpy")
     sources, tokens, labels = (columns[name][:] for name in ("source_index", "num_tokens", "num_label_tokens"))
-    total = sum(entry.weight for entry in config.mix)
-    return [
-        Source(
-            name=f"data.mix[{place}] {entry.source}".rstrip(),
-            weight_share=entry.weight / total,
-            num_rows=int((sources == place).sum()),
-            num_tokens=int(tokens[sources == place].sum()),
-            num_label_tokens=int(labels[sources == place].sum()),
-        )
-        for place, entry in enumerate(config.mix)
-    ]
+    shares = [entry.weight / sum(entry.weight for entry in config.mix) for entry in config.mix]
+    names = [f"data.mix[{place}] {entry.source}".rstrip() for place, entry in enumerate(config.mix)]
+    counts = [_count(tokens[sources == place], labels[sources == place]) for place in range(len(names))]
+    return [Source(name=name, weight_share=share, **of) for name, share, of in zip(names, shares, counts, strict=True)]
+
+
+def _count(tokens: np.ndarray, labels: np.ndarray) -> dict[str, int]:
+    return {"num_rows": len(tokens), "num_tokens": int(tokens.sum()), "num_label_tokens": int(labels.sum())}
 
 
 def _measure(train: Dataset, config: DataConfig | LLMDataConfig) -> list[Lengths]:

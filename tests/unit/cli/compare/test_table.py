@@ -111,6 +111,6 @@ def test_the_picture_shows_the_presets_that_ran(tmp_path: Path, monkeypatch: pyt
     ]
     draw_comparison(outcomes, "t5.py", tmp_path / "comparison.png")
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert texts == ["2", "2", "80", "80", "1.75", "1.75", "1", "1", "reference", "inf"]
+    assert texts == ["2", "2", "80", "80", "1.75", "1.75", "1", "1", "0.0e+00", "inf"]
     draw_comparison(outcomes[:1], "t5.py", tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()

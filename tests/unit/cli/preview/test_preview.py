@@ -32,7 +32,8 @@ from toolkit.cli.preview import preview
 from toolkit.cli.preview.facts import collect
 from toolkit.cli.preview.page import TOKENS_OF_A_BLOCK, render_page
 from toolkit.cli.preview.terminal import print_preview
-from toolkit.cli.preview.wording import NAMES, padding_behind, visible
+from toolkit.cli.preview.wording import NAMES, padding_behind
+from toolkit.errors import visible
 from toolkit.launch.log import start_logging
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u061c\u2028\u202a-\u202e\u2066-\u2069\ufeff]")
@@ -130,7 +131,7 @@ def test_hostile_texts_stay_text_in_the_page(tmp_path: Path, capsys: pytest.Capt
     content = file.read_text(encoding="utf-8")
     page = Page(content)
     assert page.tags.count("style") == 1 and not {"script", "img", "link", "iframe", "b>"}.intersection(page.tags)
-    allowed = {"class", "style", "title", "dir", "lang", "charset", "name", "content", "http-equiv"}
+    allowed = {"class", "style", "title", "dir", "lang", "charset", "name", "content", "http-equiv", "tabindex"}
     assert {name for name, _ in page.attributes} <= allowed
     assert not re.search(r"(?i)https?:|url\(|@import", content)
     assert not CONTROLS.search(content.replace("\n", ""))

@@ -50,9 +50,9 @@ def test_the_summary_of_rows(tmp_path: Path) -> None:
     )
     assert not set(summary.duplicates).intersection(summary.remarks)
     # Special tokens, also one that a row writes.
-    tokens_by_text = {token.text: token for token in summary.special_tokens}
-    assert tokens_by_text["<s>"].num_in_training == 1 and tokens_by_text["</s>"].num_in_training == 41
-    assert "eos_token" in tokens_by_text["</s>"].roles
+    tokens_by_text = {token["text"]: token for token in summary.special_tokens}
+    assert tokens_by_text["<s>"]["num_in_training"] == 1 and tokens_by_text["</s>"]["num_in_training"] == 41
+    assert "eos_token" in tokens_by_text["</s>"]["roles"]
 
 
 def test_any_lengths_fit_few_bins() -> None:
