@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.support.model_folders import _build_tokenizer
 from tests.unit.parallel.test_chunked_loss import one_process
 from toolkit.config.python import load_config
 from toolkit.data.collate import CausalCollator
+from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export.card import Origin
 from toolkit.export.compare import compare_logits, reload
@@ -141,6 +143,26 @@ def test_an_adapter_in_another_dtype_is_compared_as_coarsely(
     assert {weight.dtype for weight in stored.values()} == {torch.bfloat16} and len(stored) == len(own(model, weights))
     captured = capsys.readouterr()
     assert "rounded " in captured.out and "differ" not in captured.out + captured.err
+
+
+def test_an_export_whose_tokenizer_does_not_load_is_refused(
+    bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _, _ = trained(bases, "llama", {})
+    overrides = {"model.name_or_path": str(bases / "llama"), "data.source": "x", "train.max_steps": 1, "adapter.method": "lora"}
+    rows = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}])
+    tokenizer = _build_tokenizer(("<pad>", "</s>"))
+    save = tokenizer.save_pretrained
+
+    def save_half(folder: Path) -> None:
+        save(folder)
+        os.truncate(folder / "tokenizer.json", 100)
+
+    monkeypatch.setattr(tokenizer, "save_pretrained", save_half)
+    data, places = EvaluationRows(rows, tokenizer, CausalCollator(0)), Places(adapter=tmp_path / "export")
+    with pytest.raises(UserError, match=r"^transformers cannot load the tokenizer that was exported \(.+\): check the disk of "):
+        export_model(load_config("llm", overrides=overrides), shard_model(one_process(), model), data, Origin(), places)
+    assert not any(tmp_path.iterdir())
 
 
 def test_what_was_not_written_right_is_found(bases: Path, tmp_path: Path) -> None:
