@@ -86,6 +86,13 @@ def test_other_weights_of_the_same_shape_are_refused(bench: Workbench) -> None:
     assert sentence.startswith(f"model.safetensors of model.name_or_path is '{len(content):,} bytes with the hash ")
 
 
+def test_ranks_of_one_machine_with_caches_of_their_own_are_refused(bench: Workbench) -> None:
+    elsewhere = bench.runs / "another cache"
+    sentence = refused_for(run_with(bench, flags=[f"--data.cache_dir={elsewhere}"]), bench)
+    assert sentence.startswith(f"rank 1 cannot read the tokens in {elsewhere}/")
+    assert sentence.endswith(", which the first rank of its machine can: give both the same data.cache_dir or HF_HOME")
+
+
 def test_each_kind_of_difference_has_its_name(bench: Workbench, tmp_path: Path) -> None:
     places = []
     for rank in range(2):
