@@ -75,7 +75,8 @@ class Output:
     def _attempt(self, do: Callable[..., object], *arguments: str) -> None:
         try:
             if not self.lost:
-                do(*arguments)
+                with suppress(BlockingIOError):  # its reader is slow
+                    do(*arguments)
         except UnicodeEncodeError:
             raise
         except (OSError, ValueError) as error:  # ValueError: somebody has closed it

@@ -145,9 +145,7 @@ def test_an_adapter_in_another_dtype_is_compared_as_coarsely(
     assert "rounded " in captured.out and "differ" not in captured.out + captured.err
 
 
-def test_an_export_whose_tokenizer_does_not_load_is_refused(
-    bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_whose_tokenizer_does_not_load_is_refused(bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _, _ = trained(bases, "llama", {})
     overrides = {"model.name_or_path": str(bases / "llama"), "data.source": "x", "train.max_steps": 1, "adapter.method": "lora"}
     rows = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}])
