@@ -243,11 +243,7 @@ def _write_rest(
     kind: Kind,
     dtype: torch.dtype,
 ) -> None:
-    """Write what every exported folder has beside weights, and the check of this export.
-
-    Raises:
-        UserError: transformers cannot load the tokenizer.
-    """
+    """Write what every exported folder has beside weights, and the check of this export."""
     from transformers import AutoTokenizer
 
     tokenizer.save_pretrained(unfinished)
