@@ -5,6 +5,7 @@ accelerate launch --config_file accelerate_configs/ddp_cpu.yaml recipes/mnist.py
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
@@ -45,7 +46,7 @@ def main() -> None:
     from toolkit.distributed.watchdog import at, working
     from toolkit.launch.accelerator import build_accelerator, connect_devices
     from toolkit.launch.run_folder import save_run_config
-    from toolkit.launch.same_run import describe_config
+    from toolkit.launch.same_run import compare_ranks, describe_config
     from toolkit.parallel.units import describe
     from toolkit.parallel.wrap import check_wrap, shard_model
     from toolkit.report.page import save_run_page
@@ -62,6 +63,10 @@ def main() -> None:
     # Images → the batch plan (which images each step takes). For the plan, an image is a row of one token with one label.
     working("loading images")
     images = on_all_ranks(lambda: load_images(config.data, SMALLEST_SIDE))
+    digest = hashlib.sha256()
+    for part in (images.train, images.evaluation):
+        digest.update(part.pixels_NHW.numpy().tobytes() + part.labels_N.numpy().tobytes())
+    compare_ranks({"the hash of the images": digest.hexdigest()})
     ones = np.ones(len(images.train), dtype=np.int64)
     plan = BatchPlan(ones, ones, config.train, world_size(), bucket_by_length=False)
     num_steps = plan.num_steps(config.train.num_epochs) if config.train.num_epochs else config.train.max_steps or 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -131,3 +132,30 @@ def test_sharded_runs_draw_the_dropout_of_ddp(tmp_path: Path) -> None:
     ddp, sharded = (run(tmp_path, name)[0] for name in ("ddp", "fsdp2, one unit"))
     losses = [[line["loss"] for line in lines if line["kind"] == "train"] for lines in (ddp, sharded)]
     np.testing.assert_allclose(*losses, rtol=RELATIVE_TOLERANCE)
+
+
+def test_machines_with_other_images_are_refused(tmp_path: Path) -> None:
+    argv = [f"--run.output_dir={tmp_path}", "--train.max_steps=1", "--train.global_batch_size_rows=4", "--data.num_rows=8"]
+    [first, second] = run_on_ranks(run_with_own_images, preset="ddp_cpu", args=(argv,))
+    assert first == second and first.startswith("the hash of the images is '")
+
+
+def run_with_own_images(argv: list[str]) -> str:
+    """The sentence of the error where one label differs between the ranks; "" without one."""
+    from toolkit import errors
+    from toolkit.config.mnist import ImageDataConfig
+    from toolkit.data.sources import images
+    from toolkit.distributed.comm import rank
+
+    def load(config: ImageDataConfig, smallest_side: int) -> images.ImageSets:
+        loaded = load_images(config, smallest_side)
+        loaded.train.labels_N[-1] = rank()
+        return loaded
+
+    load_images = images.load_images
+    with patch.object(images, "load_images", load), patch.object(errors, "exit_on_user_error", contextlib.nullcontext):
+        try:
+            run_in_this_process("mnist", argv)
+        except errors.UserError as error:
+            return str(error)
+    return ""

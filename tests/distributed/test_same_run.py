@@ -86,6 +86,13 @@ def test_other_weights_of_the_same_shape_are_refused(bench: Workbench) -> None:
     assert sentence.startswith(f"model.safetensors of model.name_or_path is '{len(content):,} bytes with the hash ")
 
 
+def test_ranks_of_one_machine_with_caches_of_their_own_are_refused(bench: Workbench) -> None:
+    elsewhere = bench.runs / "another cache"
+    sentence = refused_for(run_with(bench, flags=[f"--data.cache_dir={elsewhere}"]), bench)
+    assert sentence.startswith(f"rank 1 cannot read the tokens in {elsewhere}/")
+    assert sentence.endswith(", which the first rank of its machine can: give both the same data.cache_dir or HF_HOME")
+
+
 def test_each_kind_of_difference_has_its_name(bench: Workbench, tmp_path: Path) -> None:
     places = []
     for rank in range(2):
@@ -94,19 +101,24 @@ def test_each_kind_of_difference_has_its_name(bench: Workbench, tmp_path: Path) 
         (folder / "metric").mkdir()
         for name in ("source.py", "template.jinja", "metric/metric.py", "model/tokenizer_config.json"):
             (folder / name).write_text(f'"{rank}"')
+        for name, content in {"same/metric.py": "", "marian/source.spm": str(rank)}.items():
+            (folder / name).parent.mkdir()
+            (folder / name).write_text(content)
         places.append(folder)
     names = run_on_ranks(_names_of_differences, preset="ddp_cpu", args=(places,))
     assert names[0] == names[1] == [
         "train.seed is 1", "model.dropout is 0.5", "optim.weight_decay is 0.1", "optim.max_grad_norm is None",
         "optim.label_smoothing is 0.1", "the file of data.source", "metric.py of eval.metrics",
-        "tokenizer_config.json of model.name_or_path", "tokenizer_config.json of model.init_from", "the version of torch is '2'",
-        "the code of the toolkit", "", "",
+        "tokenizer_config.json of model.name_or_path", "tokenizer_config.json of model.init_from",
+        "source.spm of model.init_from", "metric.py of eval.metrics", "tokenizer_config.json of model.init_from",
+        "the version of torch is '2'", "the code of the toolkit", "data.files is ['s3://***@bucket/1.jsonl']",
+        "fsdp_config of the accelerate YAML is {'a': 1, 'b': 3}", "", "", "",
     ]  # fmt: skip
 
 
 def _names_of_differences(places: list[Path]) -> list[str]:
     """What each case's sentence begins with; empty where ranks may differ so. Collective."""
-    from toolkit.config.schema import DataConfig, ModelConfig, RunConfig, SummarizationConfig
+    from toolkit.config.schema import CheckpointConfig, DataConfig, ModelConfig, RunConfig, SummarizationConfig
     from toolkit.distributed.comm import rank
     from toolkit.errors import UserError
     from toolkit.launch import same_run
@@ -134,8 +146,12 @@ def _names_of_differences(places: list[Path]) -> list[str]:
         {"section": "eval", "metrics": [f"{here}/metric"]},
         {"section": "model", "name_or_path": f"{here}/model"},
         {"section": "model", "init_from": f"{here}/model"},
+        {"section": "model", "init_from": f"{here}/marian"},
+        {"section": "eval", "metrics": [f"{here}/metric", f"{here}/same"]},  # files of one name
     ]
     cases += [lambda case=case: same_run.describe_config(changed(**case)) for case in of_both]
+    twice = dataclasses.replace(changed("model", init_from=f"{here}/model"), checkpoint=CheckpointConfig(resume=f"{here}/model"))
+    cases.append(lambda: same_run.describe_config(twice))
     version, code = ({"torch": str(2 + 1 - rank())}, here)
 
     def versions() -> dict[str, Any]:
@@ -147,8 +163,14 @@ def _names_of_differences(places: list[Path]) -> list[str]:
             return same_run.describe_launch()
 
     cases += [versions, toolkit_code]
+    secret = f"s3://key:word@bucket/{rank()}.jsonl"  # a user and a password
+    cases.append(lambda: same_run.describe_config(changed("data", source="jsonl", files=[secret])))
+    cases.append(lambda: {"fsdp_config of the accelerate YAML": {"a": 1, "b": 2 + rank()}})
+    # What may differ: also the order of keys in the accelerate YAML.
     cases.append(lambda: same_run.describe_config(dataclasses.replace(plain, run=RunConfig(num_threads=1 + rank()))))
     cases.append(lambda: same_run.describe_config(changed("run", output_dir=str(here))))
+    pairs: list[tuple[str, Any]] = [("a", 1), ("b", {"c": 2, "d": 3}), ("b", {"d": 3, "c": 2})]
+    cases.append(lambda: dict(pairs[2::-2] if rank() else pairs[:2]))
     names = []
     for describe in cases:
         try:

@@ -21,6 +21,7 @@ from tests.faults.signals import (
     tell_saves,
     wait_for_signal,
 )
+from tests.faults.workers.faulty_recipe import wrap
 from tests.support.launch import LaunchResult
 from tests.support.real_launch import accelerate_launch, finish
 from tests.support.workbench import FP32, Workbench, new_bench
@@ -227,6 +228,24 @@ def test_what_ends_the_launcher_stops_every_rank_with_a_checkpoint(bench: Workbe
     printed = finish(launcher)
     assert launcher.returncode == 0 and "after step 5\n" in printed, printed
     check_same(bench, name, "whole", NUM_STEPS)
+
+
+def outlive_launcher() -> None:
+    """It is terminated before the ranks of a run meet, after the seconds in which libraries are imported."""
+    from toolkit.launch import accelerator
+
+    def end() -> None:
+        launcher = os.getppid()
+        os.kill(launcher, signal.SIGTERM)
+        while os.getppid() == launcher:
+            time.sleep(0.02)
+
+    wrap(accelerator, "watch_launchers", end)
+
+
+def test_a_run_whose_launcher_ends_as_it_begins_stops_too(bench: Workbench) -> None:
+    printed = finish(launch(bench, "early", "single", outlive_launcher))
+    assert "stopped by the end of its launcher after step 2, with a checkpoint: " in printed, printed
 
 
 def launch(bench: Workbench, name: str, preset: str, *faults: Fault, **more: Any) -> subprocess.Popen[str]:

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.real_launch import accelerate_launch
+from tests.faults.harness import SCRIPT, arguments
+from tests.faults.test_lost_ranks import SENTENCE
+from tests.faults.workers.faulty_recipe import at_step, kill, this_rank
+from tests.support.real_launch import accelerate_launch, finish
 from tests.support.workbench import FP32, RECIPE, Workbench, new_bench
 
 ADDRESSES = ("10.213.0.1", "10.213.0.2")
@@ -76,6 +82,35 @@ def test_machines_with_different_commands_refuse_the_run(tmp_path_factory: pytes
     assert not (bench.runs / "run" / "config.yaml").exists()
 
 
+def kill_launcher(of: int) -> None:
+    if this_rank() == of:
+        os.kill(os.getppid(), signal.SIGKILL)
+
+
+def kill_self(number: int) -> None:
+    if this_rank() == number:
+        kill(number)
+
+
+@pytest.mark.parametrize("lost", ["launcher", "rank"])
+def test_all_save_where_a_launcher_is_lost_and_each_machine_names_a_lost_rank(
+    tmp_path_factory: pytest.TempPathFactory, machines: list[str], lost: str
+) -> None:
+    bench = new_bench(tmp_path_factory, "losses")
+    # On two real machines, no rank sees the processes of the other. But there the launcher would be the init process.
+    within = () if lost == "launcher" else ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+    num_processes, loss = (2, partial(kill_launcher, 1)) if lost == "launcher" else (4, partial(kill_self, 3))
+    changes = CHANGES | {"train__max_steps": 6, "train__micro_batch_size_rows": 2}
+    argv = arguments(bench, "run", partial(at_step, 3, loss), **changes)
+    started = [_start(bench, machine, number, SCRIPT, argv, num_processes, within) for number, machine in enumerate(machines)]
+    printed = [finish(launcher, TIMEOUT_S) for launcher in started]
+    if lost == "launcher":
+        assert "stopped by the end of its launcher after step " in printed[0] and "exitcode  : 75" in printed[0], printed[0]
+    else:
+        sentence = SENTENCE.format(who="rank 3")
+        assert [text.splitlines().count(sentence) for text in printed] == [1, 1], "\n\n".join(printed)
+
+
 def run_on_machines(bench: Workbench, machines: list[str], name: str) -> list[str]:
     """Start a run on both machines and wait for its good end; returns what each machine printed."""
     launchers = [_launch(bench, machine, number, name) for number, machine in enumerate(machines)]
@@ -100,17 +135,29 @@ def check_curve(bench: Workbench) -> None:
 
 
 def _launch(bench: Workbench, machine: str, number: int, name: str, **changes: Any) -> subprocess.Popen[str]:
-    """The preset for several machines with one CPU process on each."""
-    where = {"use_cpu": True, "num_processes": 2, "main_process_ip": ADDRESSES[0], "main_process_port": PORT}
+    return _start(bench, machine, number, RECIPE, bench.flags(name, **CHANGES, **changes))
+
+
+def _start(
+    bench: Workbench,
+    machine: str,
+    number: int,
+    script: Path | str,
+    argv: Sequence[str],
+    num_processes: int = 2,
+    within: Sequence[str] = (),
+) -> subprocess.Popen[str]:
+    """The preset for several machines, on the CPU of one of them."""
+    where = {"use_cpu": True, "num_processes": num_processes, "main_process_ip": ADDRESSES[0], "main_process_port": PORT}
     return accelerate_launch(
-        RECIPE,
-        bench.flags(name, **CHANGES, **changes),
+        script,
+        argv,
         folder=bench.runs,
         preset="fsdp2_multi_node",
         overrides=FP32 | where | {"machine_rank": number},
         # gloo takes the address of the host's name, which here is the loopback's, unless a device is named.
         env={"GLOO_SOCKET_IFNAME": "eth0"},
-        within=("ip", "netns", "exec", machine),
+        within=("ip", "netns", "exec", machine, *within),
     )
 
 

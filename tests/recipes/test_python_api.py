@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 from typing import Any, cast
@@ -48,7 +49,7 @@ def train_all(folder: Path, models: dict[str, Path]) -> dict[str, Any]:
 
     from toolkit import finetune, load_config
 
-    summaries, handler = make_rows(48), signal.getsignal(signal.SIGTERM)
+    summaries, handler, outputs = make_rows(48), signal.getsignal(signal.SIGTERM), (sys.stdout, sys.stderr)
     prompts = [{"prompt": row["source"], "completion": " " + row["target"]} for row in summaries]
     places = {"run.output_dir": str(folder), "data.cache_dir": str(folder / "cache")}
     called: dict[str, Any] = {}
@@ -85,6 +86,7 @@ def train_all(folder: Path, models: dict[str, Path]) -> dict[str, Any]:
         with pytest.raises(ZeroDivisionError):
             finetune(late, **given | {"metrics": {"order": fails_late}})
     called["resumed"] = finetune(longer, **given)
+    called["keeps_outputs"] = (sys.stdout, sys.stderr) == outputs
     called["threads"] = [thread.name for thread in threading.enumerate()]
     if os.environ.get("WORLD_SIZE", "1") == "2":
         called["refusals"] = [refusal(longer, **given | {"loss": other}) for _ in range(2)]
@@ -161,4 +163,5 @@ def test_the_process_can_go_on_after_a_run_and_after_a_refused_one(called: Any) 
         assert loss.startswith("loss is 'other ") and again.startswith("these processes are connected already, ")
     for _, ranks in called.values():
         for rank in ranks:
+            assert rank["keeps_outputs"]
             assert rank["resumed"].step == 5 and not any("watchdog" in name for name in rank["threads"])

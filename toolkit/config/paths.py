@@ -95,12 +95,12 @@ def name_paths(config: Any) -> Any:
     return _map_paths(config, name)
 
 
-def hide_paths(config: Any, found: dict[str, str]) -> Any:
-    """The config without its local paths, which may differ between machines; `found` gets them, each with its dotted key."""
+def hide_paths(config: Any, found: list[tuple[str, str]]) -> Any:
+    """The config without its local paths, which may differ between machines; `found` gets them, each after its dotted key."""
 
     def hide(key: str, value: str, is_pattern: bool) -> str:
         if _is_local(value, is_pattern):
-            found[os.path.expanduser(value)] = key
+            found.append((key, os.path.expanduser(value)))
             return "a local path"
         return value
 

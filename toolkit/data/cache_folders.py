@@ -166,7 +166,7 @@ def _remove_left_overs(cache: Path) -> None:
         if holds_lock(lock):
             continue
         with suppress(OSError, UserError):  # already gone, another user's, or being written
-            is_free = take_lock(lock, f"{folder} is being written") and _this_machine() in folder.name
+            is_free = take_lock(lock, f"{folder} is being written") and folder.exists() and _this_machine() in folder.name
             try:
                 if is_free or time.time() - max(os.lstat(path).st_mtime for path in [folder, *folder.rglob("*")]) > IDLE_S:
                     shutil.rmtree(folder, ignore_errors=True)  # another run may be removing it too

@@ -85,9 +85,8 @@ class Peers:
             num_shown = self._store.add("shown", 0)
 
     def find_gone(self, patience_s: float = ANSWER_S) -> tuple[list[int], bool]:
-        """Ranks whose process on this machine has ended, else those that report nothing; and whether this rank found them.
-
-        What the first rank finds holds for all, since ranks leave because of it.
+        """Ranks whose process on this machine has ended, else those that report nothing; and whether this rank is the first
+        of its machine to ask. What the first of all ranks finds holds for all, since ranks leave because of it.
         """
         before, give_up_at, gone = self._places(), time.monotonic() + patience_s, list[int]()
         while not gone and time.monotonic() < give_up_at and not self._store.check(["gone"]):
@@ -95,8 +94,8 @@ class Peers:
             gone = [number for number, place in self._places().items() if _has_ended(place)]
         places = self._places().items()
         gone = gone or [number for number, place in places if place == before.get(number) and not place.has_left]
-        finder, found = json.loads(self._store.compare_set("gone", "", json.dumps([self._own_key, gone])))
-        return found, finder == self._own_key
+        found: list[int] = json.loads(self._store.compare_set("gone", "", json.dumps(gone)))
+        return found, self._store.compare_set(f"speaker/{_machine()}", "", self._own_key).decode() == self._own_key
 
     def _places(self) -> dict[int, Place]:
         """The places of the ranks that have ever reported one, by rank."""

@@ -9,11 +9,9 @@ A rank whose peer has died gets a SIGTERM too. Nothing is saved then, because th
 
 from __future__ import annotations
 
-import os
 import select
 import signal
 import threading
-from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
@@ -27,20 +25,17 @@ from toolkit.errors import SIGNALS, Stopped, UserError
 LAUNCHER_GONE = "the end of its launcher"
 _GONE = 1000
 """Stands for `LAUNCHER_GONE` among the numbers of signals."""
-_watched: list[select.poll] = []
+_watched = select.poll()
 
 
-def watch_process(pid: int) -> None:
-    """Stop the runs of this process, as a signal does, once another process has ended. A system without pidfds watches none."""
-    with suppress(OSError, AttributeError):
-        poll = select.poll()
-        poll.register(os.pidfd_open(pid), select.POLLIN)
-        _watched.append(poll)
+def watch_process(descriptor: int) -> None:
+    """Stop the runs of this process, as a signal does, once the process has ended whose pidfd this is."""
+    _watched.register(descriptor, select.POLLIN)
 
 
 def process_is_gone() -> bool:
     """Whether a process that is watched has ended."""
-    return any(poll.poll(0) for poll in _watched)
+    return bool(_watched.poll(0))
 
 
 @dataclass(frozen=True)

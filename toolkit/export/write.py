@@ -252,7 +252,15 @@ def _write_rest(
     dtype: torch.dtype,
 ) -> None:
     """Write what every exported folder has beside weights, and the check of this export."""
+    from transformers import AutoTokenizer
+
     tokenizer.save_pretrained(unfinished)
+    try:
+        AutoTokenizer.from_pretrained(unfinished)
+    except Exception as error:  # a damaged tokenizer may raise anything
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        sentence = f"transformers cannot load the tokenizer that was exported ({reason}): check the disk of {unfinished.parent}"
+        raise UserError(f"{sentence}, and start the same command again") from None
     skeleton.generation_config.save_pretrained(unfinished)  # type: ignore[union-attr]
     save_usage(config, unfinished, dtype=origin.computed_in, step=origin.step, weights_dtype=name_of(dtype))
     save_card(unfinished, config, skeleton.config, origin, kind, name_of(dtype))

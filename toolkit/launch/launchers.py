@@ -13,21 +13,30 @@ from pathlib import PurePath
 
 STARTED_BY = "TOOLKIT_STARTED_BY"
 """The process id of `compare` or `verify`, in the environment of the runs that they start."""
+_opened: list[int] = []
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 
-def watch_launchers() -> None:
-    """Watch the launcher among this process's parents, and what started it, as long as this process lives."""
+def find_launchers() -> None:
+    """Open the launcher among this process's parents, and what started it, once. Call it early: importing torch takes seconds."""
     import psutil
-
-    from toolkit.distributed.signals import watch_process  # imports torch; commands read `launch_arguments` only
 
     pids = [int(os.environ[STARTED_BY])] if os.environ.get(STARTED_BY, "").isdecimal() else []
     for parent in psutil.Process().parents():
         with suppress(psutil.Error):  # it has ended, or belongs to another user
             pids += [parent.pid] if _is_launcher(parent.cmdline()) else []
-    for pid in pids:
-        watch_process(pid)
+    for pid in pids if not _opened else ():
+        with suppress(OSError, AttributeError):  # a system without pidfds watches none
+            _opened.append(os.pidfd_open(pid))
+
+
+def watch_launchers() -> None:
+    """Watch the processes that `find_launchers` finds, or has found, as long as this process lives."""
+    from toolkit.distributed.signals import watch_process  # imports torch; commands read `launch_arguments` only
+
+    find_launchers()
+    for descriptor in _opened:
+        watch_process(descriptor)
 
 
 def launch_arguments(command: list[str]) -> list[str] | None:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from toolkit.errors import UserError, one_line
+from toolkit.launch.launchers import find_launchers
 
 LEVEL_VARIABLE = "TOOLKIT_LOG_LEVEL"
 LEVELS = ("INFO", "WARNING", "ERROR")
@@ -25,12 +26,13 @@ def start_logging() -> None:
     """Log on rank 0 only, and print the lines, unless the program has handlers of its own for them.
 
     `sys.stdout` and `sys.stderr` become `Output`s, which raise nothing.
-    Commands and runs call it first; calling it again changes nothing. `TOOLKIT_LOG_LEVEL` sets the level, by default INFO.
-    A record with `extra={"concerns_this_rank": True}` is logged on any rank, and names it.
+    Commands and runs call it first, so it finds their launcher too; calling it again changes nothing. `TOOLKIT_LOG_LEVEL` sets
+    the level, by default INFO. A record with `extra={"concerns_this_rank": True}` is logged on any rank, and names it.
 
     Raises:
         UserError: the variable names no level.
     """
+    find_launchers()
     for name in ("stdout", "stderr"):
         if not isinstance(stream := getattr(sys, name), Output):  # None: it was closed as Python started
             setattr(sys, name, Output(stream or open(os.devnull, "w", encoding="utf-8")))  # noqa: SIM115
@@ -75,7 +77,8 @@ class Output:
     def _attempt(self, do: Callable[..., object], *arguments: str) -> None:
         try:
             if not self.lost:
-                do(*arguments)
+                with suppress(BlockingIOError):  # its reader is slow
+                    do(*arguments)
         except UnicodeEncodeError:
             raise
         except (OSError, ValueError) as error:  # ValueError: somebody has closed it

@@ -29,7 +29,7 @@ _LOCK = ".lock"
 _EMPTY_UNTIL_BEGUN = {_LOCK, _LOCK + HOLDER, "metrics.jsonl"}
 _locked_here: set[Path] = set()
 """Folders that were locked at some time."""
-_SECRET_IN_URL = re.compile(r"https?://[^/\s@]+@|://[^/\s@:]*:[^/\s@]+@")
+SECRET_IN_URL = re.compile(r"https?://[^/\s@]+@|://[^/\s@:]*:[^/\s@]+@")
 """Matches a token before the host, or a password after a user name, but not the `@` of abfs://container@host."""
 
 
@@ -128,7 +128,7 @@ def _in_folder(folder: Path, work: Callable[[], T]) -> T:
 def _check_secrets(config: Any) -> None:
     """Refuse a secret before the config goes to trackers, into the run folder and into every checkpoint."""
     for key, value in dotted_keys(config).items():
-        if _SECRET_IN_URL.search(str(value)):  # str() covers lists and their entries; the message omits the secret value
+        if SECRET_IN_URL.search(str(value)):  # str() covers lists and their entries; the message omits the secret value
             raise UserError(
                 f"{key} holds a URL with a password or token, which would be written into the run folder: take it out of the "
                 "URL, and give it by the environment (HF_TOKEN) or ~/.netrc"

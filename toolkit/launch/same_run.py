@@ -13,6 +13,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import pprint
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ from toolkit.config.paths import hide_paths
 from toolkit.distributed.comm import gather_objects, raise_together
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml, find_accelerate_yaml
+from toolkit.launch.run_folder import SECRET_IN_URL
 
 MAY_DIFFER = frozenset(
     ("run.output_dir", "run.num_threads", "data.cache_dir", "data.num_tokenizer_workers", "data.num_loader_workers")
@@ -38,10 +40,13 @@ _PLACES_IN_YAML = frozenset(
      "num_cpu_threads_per_process", "debug")
 )  # fmt: skip
 _OF_THE_LAUNCHER = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "FP8_")
-_PLACES_IN_ENVIRONMENT = frozenset(("ACCELERATE_CPU_AFFINITY", "ACCELERATE_DEBUG_MODE", "ACCELERATE_BYPASS_DEVICE_MAP"))
+_PLACES_IN_ENVIRONMENT = frozenset(
+    f"ACCELERATE_{name}"
+    for name in ("CPU_AFFINITY", "DEBUG_MODE", "BYPASS_DEVICE_MAP", "TORCH_DEVICE", "LOG_LEVEL", "ENABLE_RICH")
+)
 _PACKAGES = ("torch", "accelerate", "transformers", "peft")
 _LIBRARIES = (*_PACKAGES, "datasets", "tokenizers")
-_ENDINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py", ".safetensors")
+_ENDINGS = (".json", ".jinja", ".txt", ".model", ".spm", ".tiktoken", ".py", ".safetensors")
 """Files of a folder that may decide a model, its tokenizer or its code."""
 _START_BYTES, _NUM_BLOCKS, _BLOCK_BYTES = 1 << 20, 64, 1 << 14
 """Of a large file, its start, which holds the header of safetensors, and blocks at equal distances are hashed."""
@@ -51,13 +56,14 @@ def compare_ranks(facts: Mapping[str, Any]) -> None:
     """Check that every rank has the same facts. Collective.
 
     Args:
-        facts: values by their names, in the order in which a difference is named; what `repr` prints is compared.
+        facts: values by their names, in the order in which a difference is named.
 
     Raises:
         UserError: the first difference from rank 0, with both values; on every rank.
     """
-    mine = {name: repr(value) for name, value in facts.items()}
-    digests = gather_objects((hashlib.sha256(json.dumps(mine).encode()).hexdigest(), socket.gethostname()))
+    # As `repr`, with the keys of mappings sorted, and without passwords.
+    mine = {name: SECRET_IN_URL.sub("://***@", pprint.saferepr(value)) for name, value in facts.items()}
+    digests = gather_objects((hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest(), socket.gethostname()))
     others = [number for number, (digest, _) in enumerate(digests) if digest != digests[0][0]]
     if not others:
         return
@@ -94,12 +100,13 @@ def installed_versions() -> dict[str, str]:
 
 def describe_config(config: Any) -> dict[str, Any]:
     """The fields of a run's config, and the contents of the local files that they name; by name, for `compare_ranks`."""
-    local: dict[str, str] = {}
+    local: list[tuple[str, str]] = []
     hidden = hide_paths(config, local)
     facts = {name: value for name, value in dotted_keys(hidden).items() if name not in MAY_DIFFER}
-    for path, key in local.items():
-        if key in _BY_CONTENTS:
-            facts |= {f"{file} of {key}": contents for file, contents in describe_files(Path(path)).items()}
+    for key, path in local:
+        for file, contents in describe_files(Path(path)).items() if key in _BY_CONTENTS else ():
+            name = f"{file} of {key}"  # two metrics may have files of one name
+            facts[name] = f"{facts[name]}, {contents}" if name in facts else contents
     return facts
 
 

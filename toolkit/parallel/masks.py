@@ -76,11 +76,12 @@ def choose_packing(config: ConfigT, model: PreTrainedModel) -> ConfigT:
     """
     if not isinstance(config, LLMConfig) or not config.data.packing:
         return config
-    packing, name = True, type(model).__name__
-    if "flash" not in (model.config._attn_implementation or ""):  # flash attention gets the documents' lengths
+    name, signature = type(model).__name__, str(inspect.signature(model.base_model.forward))
+    packing = "position_ids" in signature or "**" in signature
+    if packing and "flash" not in (model.config._attn_implementation or ""):  # flash attention gets the documents' lengths
         _silence_padding(model)
         tokens_BT = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-        with contextlib.suppress(RuntimeError), known_masks(is_packed=True, documents=None) as packed_positions:
+        with contextlib.suppress(Exception), known_masks(is_packed=True, documents=None) as packed_positions:
             model.base_model(input_ids=tokens_BT, position_ids=tokens_BT, use_cache=False)
             packing = bool(packed_positions)
     if not packing and config.data.packing is True:

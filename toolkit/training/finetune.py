@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -128,7 +129,7 @@ def finetune(
 def _released_on_error() -> Iterator[None]:
     """Let a notebook go on after an error or an interrupt: end the watchdog, open the run folder, restore signal handlers.
 
-    Several ranks keep all that until they exit: another rank may still be in the run.
+    Several ranks keep all that until they exit: another rank may still be in the run. The program's outputs are always restored.
     """
     if world_size() > 1:  # nothing was released then
         raise UserError(
@@ -137,6 +138,7 @@ def _released_on_error() -> Iterator[None]:
         )
     is_main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in SIGNALS} if is_main else {}
+    outputs = sys.stdout, sys.stderr
     try:
         with naming_lost_ranks():
             yield
@@ -150,3 +152,5 @@ def _released_on_error() -> Iterator[None]:
                 if handler is not None:  # one that Python has not set
                     signal.signal(number, handler)
         raise
+    finally:
+        sys.stdout, sys.stderr = outputs

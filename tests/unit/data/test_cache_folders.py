@@ -21,6 +21,7 @@ from toolkit.data import cache_folders
 from toolkit.data.cache_folders import IDLE_S, find_or_build
 from toolkit.errors import UserError
 from toolkit.files.durable import written_beside
+from toolkit.files.lock import take_lock
 
 PATIENCE_S = 60
 ANOTHER = """
@@ -102,6 +103,22 @@ def test_everything_is_on_the_disk_before_the_name_counts(tmp_path: Path, monkey
     assert events[:3] == files
     place = events.index(("rename", "a"))
     assert ("fsync", "/inner") in events[3:place] and events[place + 1 :] == [("fsync", "parent")]
+
+
+def test_a_folder_that_was_just_finished_is_not_called_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another process finishes it while this one waits for its lock."""
+    (tmp_path / f"unfinished-{cache_folders._this_machine()}-1").mkdir()
+
+    def wait_for_lock(path: Path, refusal: str) -> bool:
+        for folder in unfinished(tmp_path):
+            folder.rmdir()
+        return take_lock(path, refusal)
+
+    monkeypatch.setattr(cache_folders, "take_lock", wait_for_lock)
+    find_or_build("the cache", tmp_path / "a", fill("text"))
+    assert "left behind" not in capsys.readouterr().out and not list(tmp_path.glob("unfinished-*"))
 
 
 @pytest.mark.parametrize("damage", ["truncated", "emptied", "changed", "gone", "about.json", "folder emptied"])

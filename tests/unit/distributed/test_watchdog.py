@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from toolkit.distributed import peers
 from toolkit.distributed.hang_report import Place, Verdict, explain, hang_file, late_ranks
 from toolkit.distributed.peers import Peers, _machine, store_bytes_per_s
 from toolkit.distributed.watchdog import Watchdog
@@ -143,11 +144,11 @@ def test_a_folder_with_any_name_is_one_line_that_can_be_written() -> None:
 def judge(places: dict[int, Callable[[int], Place]], timeout_s: float = 1.0, patience_s: float = 0.3) -> str | None:
     """What rank 0 of three says, which looks at all until it has been patient; each reports a place at every look, or None."""
     store = dist.HashStore()
-    peers = [Peers(store, number, 3) for number in range(3)]
+    ranks = [Peers(store, number, 3) for number in range(3)]
     for look in range(8):
         for number, report in places.items():
-            peers[number].tell(replace(report(look), beat=look))
-        if verdict := peers[0].look(timeout_s, patience_s, None):
+            ranks[number].tell(replace(report(look), beat=look))
+        if verdict := ranks[0].look(timeout_s, patience_s, None):
             return verdict.sentence
         time.sleep(timeout_s / 10)
     return None
@@ -185,12 +186,14 @@ def three_ranks(*processes: str) -> list[Peers]:
     return ranks
 
 
-def test_a_rank_whose_process_has_ended_is_gone_at_once_and_for_all() -> None:
+def test_a_rank_whose_process_has_ended_is_gone_at_once_and_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     with subprocess.Popen(["true"]) as ended:
         pass
     ranks = three_ranks("", f"{ended.pid} {_machine()}", "")
     assert ranks[2].find_gone(patience_s=100) == ([1], True)
     assert ranks[0].find_gone(patience_s=100) == ([1], False)
+    monkeypatch.setattr(peers, "_machine", lambda: "another")  # whose launcher prints elsewhere
+    assert [ranks[number].find_gone(patience_s=100) for number in (0, 2)] == [([1], True), ([1], False)]
 
 
 def test_a_rank_of_another_machine_is_gone_once_it_is_silent() -> None:

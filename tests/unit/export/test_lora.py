@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +22,7 @@ from tests.unit.parallel.test_chunked_loss import one_process
 from toolkit.config.python import load_config
 from toolkit.data.collate import CausalCollator
 from toolkit.distributed.progress import Phase
+from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export import write
 from toolkit.export.card import Origin
@@ -168,6 +170,24 @@ def test_the_base_that_a_run_has_hashed_is_neither_gathered_nor_hashed_again(bas
     (hashed,) = [call.args[0] for call in hash_weight.call_args_list]
     assert torch.equal(hashed, in_fp32.weight)
     assert sum(gathered) == sum(weight.nbytes for weight in (*own(model, weights).values(), in_fp32.weight))
+
+
+def test_an_export_whose_tokenizer_does_not_load_is_refused(bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _, _ = trained(bases, "llama", {})
+    overrides = {"model.name_or_path": str(bases / "llama"), "data.source": "x", "train.max_steps": 1, "adapter.method": "lora"}
+    rows = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}])
+    tokenizer = _build_tokenizer(("<pad>", "</s>"))
+    save = tokenizer.save_pretrained
+
+    def save_half(folder: Path) -> None:
+        save(folder)
+        os.truncate(folder / "tokenizer.json", 100)
+
+    monkeypatch.setattr(tokenizer, "save_pretrained", save_half)
+    data, places = EvaluationRows(rows, tokenizer, CausalCollator(0)), Places(adapter=tmp_path / "export")
+    with pytest.raises(UserError, match=r"^transformers cannot load the tokenizer that was exported \(.+\): check the disk of "):
+        export_model(load_config("llm", overrides=overrides), shard_model(one_process(), model), data, Origin(), places)
+    assert not any(tmp_path.iterdir())
 
 
 def test_what_was_not_written_right_is_found(bases: Path, tmp_path: Path) -> None:

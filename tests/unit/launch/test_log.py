@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,25 @@ def test_a_level_that_is_none_is_refused_in_one_sentence(monkeypatch: pytest.Mon
     done = subprocess.run([sys.executable, "-m", "toolkit", "check", "x.yaml"], capture_output=True, text=True, timeout=60)
     sentence = "error: TOOLKIT_LOG_LEVEL is LOUD, which is no level: set one of INFO, WARNING, ERROR, or unset it\n"
     assert (done.returncode, done.stderr) == (EXIT_USER_ERROR, sentence)
+
+
+def test_an_output_whose_reader_is_slow_is_not_lost() -> None:
+    """Of a pipe or terminal that another program has made non-blocking, which it is for all that share it."""
+    reader, writer = os.pipe()
+    for descriptor in (reader, writer):
+        os.set_blocking(descriptor, False)
+    with open(writer, "w", buffering=1) as stream:
+        output = Output(stream)
+        for _ in range(2000):
+            output.write("x" * 99 + "\n")
+        assert not output.lost
+        os.read(reader, 2**20)
+        output.write("later\n")
+        with suppress(BlockingIOError):
+            while text := os.read(reader, 2**20):
+                last = text
+        assert last.endswith(b"later\n")
+    os.close(reader)
 
 
 PRINTS = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections import Counter
 from typing import Any
 
@@ -70,6 +71,20 @@ def test_rows_are_packed_where_masks_can_tell_them_apart(family: str, caplog: py
         return
     with pytest.raises(UserError, match=f"^data.packing is true, but {name} lets .* set data.packing to auto or false$"):
         chosen(True)
+
+
+@pytest.mark.parametrize("takes_positions", [True, False])
+def test_code_of_ones_own_is_packed_by_what_its_forward_takes(takes_positions: bool) -> None:
+    """Of `trust_remote_code`. What fails on the meta device is left to the check of the real model."""
+    model: Any = torch.nn.Module()
+    model.base_model, model.config = torch.nn.Module(), types.SimpleNamespace(_attn_implementation="eager")
+
+    def fails(input_ids: torch.Tensor, use_cache: bool, position_ids: torch.Tensor) -> None:
+        raise ValueError("no language is set")
+
+    model.base_model.forward = fails if takes_positions else lambda input_ids, use_cache: None
+    config = LLMConfig(model=ModelConfig(name_or_path="own"), data=LLMDataConfig())
+    assert masks.choose_packing(config, model).data.packing is takes_positions
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -45,8 +45,9 @@ def generate(options: Options) -> None:
     with in_own_words():
         if is_one_of_several:
             found = describe_files(Path(find_folder(options.model)))
-            settings = {"the settings of generation": options.settings, "--dtype": options.dtype}
-            build_accelerator(started_with=settings | {f"{name} of the model": about for name, about in found.items()})
+            given = vars(options) | {"model": None, "file": None, "output": options.output is not None}  # paths may differ
+            started_with = {f"{name} of generate": value for name, value in given.items()}
+            build_accelerator(started_with=started_with | {f"{name} of the model": about for name, about in found.items()})
         _generate(options)
     if is_one_of_several:  # after an error, others may still be in a collective
         release()

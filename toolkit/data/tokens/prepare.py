@@ -24,7 +24,7 @@ from toolkit.data.sources.row import count_rows_at_once
 from toolkit.data.tokens import causal, seq2seq
 from toolkit.data.tokens.contents import hash_contents
 from toolkit.data.tokens.tokenizer import has_tokenizer, hash_tokenizer, keep_trained_tokenizer, load_tokenizer
-from toolkit.distributed.comm import gather_objects, local_rank, local_world_size, on_all_ranks
+from toolkit.distributed.comm import gather_objects, local_rank, local_world_size, on_all_ranks, rank
 from toolkit.distributed.progress import Phase
 from toolkit.distributed.watchdog import working
 from toolkit.errors import UserError
@@ -107,6 +107,9 @@ def prepare_rows(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab_s
     folder = cache_folder(config.cache_dir) / names[0]
 
     def load() -> TokenizedRows:
+        if not (folder / ABOUT).is_file():
+            found_by = "which the first rank of its machine can: give both the same data.cache_dir or HF_HOME"
+            raise UserError(f"rank {rank()} cannot read the tokens in {folder}, {found_by}")
         about = json.loads((folder / ABOUT).read_text())
         return TokenizedRows(
             train=load_from_disk(str(folder / "train")),

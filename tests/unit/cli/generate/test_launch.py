@@ -21,6 +21,7 @@ from toolkit.cli.generate.model import _choose_device, load_generator, open_mode
 from toolkit.data.tokens.tokenizer import train_byte_level_tokenizer
 from toolkit.errors import UserError
 from toolkit.launch.environment import read_launch
+from toolkit.training.run import release
 
 
 @pytest.mark.parametrize(("preset", "expected"), [("ddp_cpu", "cpu"), ("ddp", "cuda:1")])
@@ -38,7 +39,7 @@ def test_several_processes_of_a_cpu_preset_leave_gpus_alone(monkeypatch: pytest.
 
     monkeypatch.setattr(command, "_generate", end)
     with pytest.raises(ConnectionAbortedError):
-        command.generate(SimpleNamespace(model="m", settings={}, dtype=None))  # type: ignore[arg-type]
+        command.generate(SimpleNamespace(model="m", output=None))  # type: ignore[arg-type]
     assert str(_choose_device()) == expected
 
 
@@ -78,30 +79,32 @@ def test_processes_of_torchrun_are_connected_too(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(command, "build_accelerator", connect)
     with pytest.raises(ConnectionAbortedError):
-        command.generate(SimpleNamespace(model="m", settings={}, dtype=None))  # type: ignore[arg-type]
+        command.generate(SimpleNamespace(model="m", output=None))  # type: ignore[arg-type]
 
 
 def test_several_processes_are_watched_and_started_alike() -> None:
     """A stopped rank was waited for without a word, and each rank took settings of its own."""
-    both = run_on_ranks(_start_generate, preset="ddp_cpu", args=(3, 3))
-    assert both == [(True, ""), (True, "")]
-    other = run_on_ranks(_start_generate, preset="ddp_cpu", args=(3, 4))
-    assert [started for started, _ in other] == [False, False]
-    assert all(said.startswith("the settings of generation is {'num_beams': 4} on rank 1 (") for _, said in other)
+    plain = {"settings": {"num_beams": 3}, "dtype": None, "batch_size_rows": None, "output": Path("texts.jsonl")}
+    others = [{"output": Path("elsewhere/texts.jsonl")}, {"settings": {"num_beams": 4}}, {"batch_size_rows": 2}, {"output": None}]
+    ends = run_on_ranks(_start_generate, preset="ddp_cpu", args=([(plain, plain | other) for other in others],))
+    assert ends[0] == ends[1] == [
+        "watched", "settings of generate is {'num_beams': 4}", "batch_size_rows of generate is 2", "output of generate is False"
+    ]  # fmt: skip
 
 
-def _start_generate(*num_beams: int) -> tuple[bool, str]:
-    """Whether a watchdog watches this rank while it generates, and the sentence of the error."""
+def _start_generate(cases: list[tuple[dict[str, Any], ...]]) -> list[str]:
+    """How `generate` ends with each rank's options: watched, or with the start of its error."""
     from toolkit.distributed import watchdog
 
-    seen: list[bool] = []
-    settings = {"num_beams": num_beams[int(os.environ["RANK"])]}
-    with patch.object(command, "_generate", lambda _: seen.append(watchdog._current is not None)):
-        try:
-            command.generate(SimpleNamespace(model="m", settings=settings, dtype=None))  # type: ignore[arg-type]
-        except UserError as error:
-            return False, str(error)
-    return seen == [True], ""
+    ends: list[str] = []
+    with patch.object(command, "_generate", lambda _: ends.append("watched" if watchdog._current else "not watched")):
+        for options in cases:
+            try:
+                command.generate(SimpleNamespace(model="m", **options[int(os.environ["RANK"])]))  # type: ignore[arg-type]
+            except UserError as error:
+                ends.append(str(error).partition(" on rank 1 ")[0])
+                release()
+    return ends
 
 
 def test_a_rank_whose_gpu_lacks_room_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
