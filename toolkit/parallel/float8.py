@@ -8,7 +8,10 @@ in a tensor subclass with the fp32 tensor inside; checkpoints and checks unwrap 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -76,6 +79,32 @@ def refresh_scales(model: nn.Module) -> None:
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+@contextlib.contextmanager
+def plain_products(model: nn.Module) -> Iterator[None]:
+    """Multiply in the dtype of the inputs what trains in float8, by the weights as they are gathered; for a forward without grad.
+
+    A float8 scale is taken over all tokens of a micro-batch (torchao/float8/float8_linear.py:56), so every token's product
+    depends on the others, which nothing that compares tokens bit for bit can tell from attention.
+    """
+    torchao = sys.modules.get("torchao.float8.float8_linear")
+    linears = [module for module in model.modules() if torchao is not None and isinstance(module, torchao.Float8Linear)]
+    for linear in linears:
+        linear.forward = functools.partial(_multiply, linear)
+    try:
+        yield
+    finally:
+        for linear in linears:
+            del linear.forward
+
+
+def _multiply(linear: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
+    weight: Any = plain(linear.weight)
+    if hasattr(weight, "to_original_precision"):  # gathered in float8
+        weight = weight.to_original_precision()
+    bias = None if linear.bias is None else linear.bias.to(inputs.dtype)
+    return nn.functional.linear(inputs, weight.to(inputs.dtype), bias)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
