@@ -83,13 +83,13 @@ def refresh_scales(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def plain_products(model: nn.Module) -> Iterator[None]:
-    """Multiply in the dtype of the inputs what trains in float8, by the weights as they are gathered; for a forward without grad.
+    """Multiply without float8, by the weights as they are gathered; for a forward without gradients.
 
-    A float8 scale is taken over all tokens of a micro-batch (torchao/float8/float8_linear.py:56), so every token's product
-    depends on the others, which nothing that compares tokens bit for bit can tell from attention.
+    A float8 scale is taken over all tokens of a micro-batch (torchao/float8/float8_linear.py:56), so every token's products
+    depend on all others, and no bit-for-bit comparison of tokens can hold.
     """
-    torchao = sys.modules.get("torchao.float8.float8_linear")
-    linears = [module for module in model.modules() if torchao is not None and isinstance(module, torchao.Float8Linear)]
+    modules: list[Any] = list(model.modules())
+    linears = [module for module in modules if "Float8Linear" in (kind.__name__ for kind in type(module).__mro__)]
     for linear in linears:
         linear.forward = functools.partial(_multiply, linear)
     try:
@@ -101,10 +101,8 @@ def plain_products(model: nn.Module) -> Iterator[None]:
 
 def _multiply(linear: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
     weight: Any = plain(linear.weight)
-    if hasattr(weight, "to_original_precision"):  # gathered in float8
-        weight = weight.to_original_precision()
-    bias = None if linear.bias is None else linear.bias.to(inputs.dtype)
-    return nn.functional.linear(inputs, weight.to(inputs.dtype), bias)
+    weight = weight.to_original_precision() if hasattr(weight, "to_original_precision") else weight  # gathered in float8
+    return nn.functional.linear(inputs, weight.to(inputs.dtype), None if linear.bias is None else linear.bias.to(inputs.dtype))
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -68,6 +70,29 @@ def test_segments_grow_on_a_gpu_unless_the_user_has_set_the_allocator(
         assert torch._C._accelerator_getAllocatorSettings() == (expected or ["expandable_segments:False"])[0]
     finally:
         torch._C._accelerator_setAllocatorSettings(before)
+
+
+def test_products_of_fp32_stay_in_fp32_whoever_has_allowed_tf32() -> None:
+    """NVIDIA's images set the variable, which torch reads at its start; accelerate allows TF32 to compiled runs in fp32."""
+    script = """
+import logging, sys, accelerate, torch
+from toolkit.launch.accelerator import build_accelerator
+class AsCompiled(accelerate.Accelerator):  # accelerate/state.py:1030
+    def __init__(self, **options):
+        super().__init__(**options)
+        torch.backends.cuda.matmul.allow_tf32 = True
+accelerate.Accelerator = AsCompiled
+logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s")
+found = lambda: [torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.allow_tf32]
+print(*found())
+build_accelerator()
+print(*found())
+"""
+    environment = os.environ | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "ACCELERATE_USE_CPU": "true"}
+    printed = subprocess.run([sys.executable, "-c", script], env=environment, cwd=REPOSITORY, capture_output=True, text=True)
+    before, said, after = printed.stdout.splitlines()
+    assert before == "high tf32 True" and after == "highest ieee False", printed
+    assert said.startswith("products of fp32 tensors stay in fp32: TF32 is off, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 
 
 def test_a_mesh_connects_its_own_groups_and_none_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
