@@ -16,15 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from toolkit.distributed.comm import (
-    control_group,
-    gather_objects,
-    limit_groups,
-    local_world_size,
-    on_all_ranks,
-    rank,
-    world_size,
-)
+from toolkit.distributed.comm import control_group, gather_objects, limit_groups, local_world_size, on_all_ranks, rank, world_size
 from toolkit.distributed.device import available_cores, check_own_gpu, synchronize
 from toolkit.distributed.rendezvous import connecting, rendezvous_arguments
 from toolkit.distributed.watchdog import at, start, working

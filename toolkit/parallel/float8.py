@@ -82,14 +82,11 @@ def refresh_scales(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def plain_products(model: nn.Module) -> Iterator[None]:
-    """Multiply without float8, by the weights as they are gathered; for a forward without gradients.
+def no_float8(model: nn.Module) -> Iterator[None]:
+    """Multiply without float8, by the weights as they are gathered, in a forward without gradients.
 
-    A float8 scale is taken over all tokens of a micro-batch (torchao/float8/float8_linear.py:56), so every token's products
-    depend on all others, and no bit-for-bit comparison of tokens can hold.
-    """
-    modules: list[Any] = list(model.modules())
-    linears = [module for module in modules if "Float8Linear" in (kind.__name__ for kind in type(module).__mro__)]
+    A float8 scale is of all tokens of a micro-batch (torchao/float8/float8_linear.py:56): each token's products are of all."""
+    linears: list[Any] = [m for m in model.modules() if any(kind.__name__ == "Float8Linear" for kind in type(m).__mro__)]
     for linear in linears:
         linear.forward = functools.partial(_multiply, linear)
     try:

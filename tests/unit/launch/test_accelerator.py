@@ -17,8 +17,9 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 
 from tests.support.launch import REPOSITORY
 from toolkit.errors import UserError
-from toolkit.launch import accelerator
+from toolkit.launch import accelerator, environment_checks
 from toolkit.launch.accelerator import build_accelerator, connect_devices
+from toolkit.launch.environment_checks import why_no_gpu
 
 WRAP = ["--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
 MESH = ["--use_fsdp", *WRAP, "--use_parallelism_config", "--fsdp_version", "2", "--parallelism_config_dp_shard_size", "2"]
@@ -132,6 +133,7 @@ def launched_environment(command: list[str]) -> dict[str, str]:
     return prepare_multi_gpu_env(arguments)
 
 
+SINGLE = REPOSITORY / "accelerate_configs" / "single.yaml"
 GPU_PRESETS = sorted(path for path in (REPOSITORY / "accelerate_configs").glob("*.yaml") if "_cpu" not in path.stem)
 
 
@@ -147,3 +149,49 @@ def test_a_gpu_preset_without_a_gpu_says_what_is_missing(monkeypatch: pytest.Mon
     fp8 = "needs a CUDA GPU of compute capability 8.9 (Ada, Hopper) or newer; torch sees none: write bf16"
     others = "this accelerate config wants GPUs, but torch sees none here: take a CPU one"
     assert (fp8 if path.stem == "fsdp2_fp8" else others) in str(raised.value)
+
+
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs-builder@U22)\nGCC version: 12.3.0\n"
+CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Sat Aug 19 01:15:15 UTC 2023\nGCC version:  gcc version 12.3.0\n"
+WHEEL = "take its wheel for CUDA {} (pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/{})"
+
+
+@pytest.mark.parametrize(
+    ("built", "version", "text", "driver", "helps"),
+    [
+        ("13.0", "cu130", CLOSED, "535.104.05", WHEEL.format("12.9", "cu129")),
+        (None, "cpu", OPEN, "580.95.05", WHEEL.format("13.0", "cu130")),
+        (None, "cpu", CLOSED, "560.35.03", WHEEL.format("12.9", "cu129")),
+        ("13.0", "cu130", CLOSED, "470.82.01", "update the driver to 525 or newer"),
+        ("13.2", "cu132", OPEN, "580.95.05", "run nvidia-smi and python -c 'import torch; torch.cuda.init()', which say why"),
+        ("12.9", "cu129", "", "unknown", "run nvidia-smi"),
+    ],
+)
+def test_gpus_that_torch_cannot_use_are_named_with_their_driver_and_the_wheel_to_take(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, built: str | None, version: str, text: str, driver: str, helps: str
+) -> None:
+    """`single` trained on the CPU in silence, and `make gpu` ended with a traceback."""
+    for number in range(8):
+        (tmp_path / f"nvidia{number}").touch()
+    (tmp_path / "nvidiactl").touch()
+    if text:
+        (tmp_path / "version").write_text(text.format(driver))
+    monkeypatch.setattr(torch.version, "cuda", built)
+    monkeypatch.setattr(torch, "__version__", f"2.13.0+{version}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"], "TOOLKIT_ACCELERATE_YAML": str(SINGLE)})
+    places = str(tmp_path / "nvidia[0-9]*"), tmp_path / "version"
+    said = why_no_gpu(*places)
+    gpus = f"cannot use the 8 NVIDIA GPUs here, whose driver is {driver}"
+    assert said.startswith(f"torch 2.13.0+{version} for {f'CUDA {built}' if built else 'CPUs'} {gpus}: {helps}")
+
+    monkeypatch.setattr(environment_checks, "why_no_gpu", lambda: why_no_gpu(*places))
+    with pytest.raises(UserError) as raised:
+        build_accelerator()
+    assert str(raised.value) == f"{said}; or set use_cpu: true in the accelerate config"
+    for hides in ({"CUDA_VISIBLE_DEVICES": ""}, {"ACCELERATE_USE_CPU": "true"}):
+        monkeypatch.setattr(os, "environ", {**os.environ, **hides})
+        environment_checks.check_hardware()
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert why_no_gpu(*places) == "" and why_no_gpu(str(tmp_path / "none*")) == ""

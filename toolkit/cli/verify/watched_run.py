@@ -81,11 +81,10 @@ def main() -> None:
 
 
 def take_exact_kernels() -> None:
-    """Take kernels for a GPU that add in a fixed order: only these are equal bit for bit.
+    """Take kernels of a GPU that add in a fixed order. A run in bf16 is there to try the attention that training takes.
 
-    With `warn_only` the memory-efficient attention's backward splits its sums (cuda/attention_backward.cu, num_splits_key), and
-    without it some operators fail. So a run in fp32 takes plain products; one in bf16 tries the kernels that training takes.
-    """
+    With `warn_only` memory-efficient attention splits its backward's sums (attention_backward.cu, num_splits_key); without it
+    some operators fail."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "no":
