@@ -93,7 +93,7 @@ Times are of training steps and evaluations, not of starts."""
 def measure(part: str, options: argparse.Namespace) -> tuple[list[Row], str, Any]:
     """Rows of the table, a section of the report, and the figures they are made of."""
     if part == "published":
-        return [], mfu.describe(["llm", "t5"]), None
+        return [], mfu.describe(["llm", "t5"])[1], None
     return measure_saves(options) if part == "saves" else compare(part, options)
 
 

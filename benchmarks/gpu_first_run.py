@@ -1,6 +1,7 @@
 """`make gpu`: runs the checks of `docs/gpu_first_run.md`, one after the other, and writes one report file.
 
 python -m benchmarks.gpu_first_run
+python -m benchmarks.gpu_first_run --folder /scratch
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -19,6 +22,8 @@ from benchmarks.measuring import REPOSITORY, RESULTS, describe_hardware, describ
 
 PACKAGES = ["torch", "accelerate", "transformers", "datasets", "peft"]
 DOC = REPOSITORY / "docs" / "gpu_first_run.md"
+FREE_GIB = 20
+"""Free disk that the checks need: the base of check 14 takes 15."""
 NUM_LINES_KEPT = 40
 """Of the end of a failed check's output."""
 
@@ -61,7 +66,13 @@ class Outcome:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run the checks of docs/gpu_first_run.md and write one report.")
     parser.add_argument("--report", type=Path, default=Path("gpu_report.md"))
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()), help=f"for temporary files, {FREE_GIB} GiB (TMPDIR)"
+    )
     options = parser.parse_args()
+    if refusal := find_refusal(options.folder):
+        sys.exit(f"error: {refusal}")
+    os.environ["TMPDIR"] = str(options.folder.absolute())
     import torch
 
     num_gpus = torch.cuda.device_count()
@@ -74,6 +85,18 @@ def main() -> None:
         options.report.write_text(format_report(outcomes, num_gpus), encoding="utf-8")
     print(f"the report is {options.report}")
     sys.exit(any(outcome.verdict == "FAILED" for outcome in outcomes))
+
+
+def find_refusal(folder: Path) -> str:
+    """Why no check can run here, in one sentence; empty if they can."""
+    from toolkit.launch.environment_checks import why_no_gpu
+
+    if not folder.is_dir():
+        return f"--folder {folder} is not a folder"
+    free_gib = shutil.disk_usage(folder).free / 2**30
+    if free_gib < FREE_GIB:
+        return f"{folder} has {free_gib:.0f} GiB free, and the checks need {FREE_GIB}: name another folder with --folder"
+    return why_no_gpu()
 
 
 def read_checks(text: str) -> list[Check]:

@@ -1,7 +1,8 @@
 """Tokens a second and MFU of one LLM and one T5 on this machine's GPUs, beside published figures. Weights are random.
 
 Without a GPU: small models on 2 processes, to try the command; the share of a peak is not computed then. Writes
-`mfu_<hardware>_<date>.md` into `benchmarks/results/`.
+`mfu_<hardware>_<date>.md` into `benchmarks/results/`, and the base of an adapter, 15 GiB, into a folder below `TMPDIR`. No run
+saves or exports. Every row is full, which is checked: FLOPs are those of full rows.
 
     python -m benchmarks.throughput.mfu
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +35,7 @@ PEAK_TFLOPS = {
     "L40S": 362, "L4": 121, "A10": 125, "RTX 4090": 165,
 }  # fmt: skip
 """Dense bf16 products of a GPU by its name, from NVIDIA's data sheets; the first of these words in its name counts."""
+MFU_COLUMN = 4
 Shape = dict[str, Any]
 
 
@@ -70,11 +73,25 @@ CPU_CASES = [
 
 def main() -> None:
     options = build_parser("Tokens a second and MFU of one LLM and one T5.", parts=["llm", "t5"]).parse_args()
-    write_report("mfu", "Tokens a second and MFU", "; bf16.", [describe(options.parts)], packages=PACKAGES)
+    rows, section = describe(options.parts)
+    write_report("mfu", "Tokens a second and MFU", "; bf16.", [section], packages=PACKAGES)
+    print(judge([row[MFU_COLUMN] for row in rows]))
 
 
-def describe(parts: list[str]) -> str:
-    """Train the cases of these recipes; a section of a report."""
+def judge(cells: list[str]) -> str:
+    """The last line, from the cells of the column MFU.
+
+    Raises:
+        SystemExit: a GPU cannot have been so fast, or nothing was measured.
+    """
+    shares = [float(cell.rstrip("%")) for cell in cells if cell != "-"]
+    if not cells or max(shares, default=0) >= 100:
+        sys.exit(f"FAILED: an MFU of {max(shares):.1f} % is impossible" if shares else "FAILED: nothing was measured")
+    return f"{len(cells)} measured, MFU {', '.join(cells)}"
+
+
+def describe(parts: list[str]) -> tuple[list[list[str]], str]:
+    """Train the cases of these recipes; the rows of a table, and a section of a report with it."""
     import torch
 
     num_gpus = torch.cuda.device_count()
@@ -87,16 +104,23 @@ def describe(parts: list[str]) -> str:
                 print(" | ".join(rows[-1]), flush=True)
     known = f"{peak} TFLOP/s a GPU, its data sheet's dense bf16" if peak else "this device's is not known"
     columns = ["", "preset", "tokens/s a GPU", "TFLOP/s a GPU", "MFU", "peak GiB", "published tokens/s a GPU"]
-    return f"""## Beside published figures
+    return (
+        rows,
+        f"""## Beside published figures
 
 Random weights, {NUM_STEPS} steps after {NUM_WARMUP_STEPS}. The formula stands in `benchmarks/throughput/mfu.py`. Peak: {known}.
 Published figures are of other code and other settings.
 
-{format_table(columns, rows)}"""
+{format_table(columns, rows)}""",
+    )
 
 
 def measure(case: Case, num_ranks: int, on_gpus: bool, peak_tflops: int | None, folder: Path) -> list[str]:
-    """Train the case; a row of the table."""
+    """Train the case; a row of the table.
+
+    Raises:
+        RuntimeError: rows were not full, so that their FLOPs are not known.
+    """
     from toolkit.tracking.metrics_log import load_metrics
 
     write_inputs(case, num_ranks, on_gpus, folder)
@@ -114,7 +138,7 @@ def measure(case: Case, num_ranks: int, on_gpus: bool, peak_tflops: int | None, 
         "data.files": folder / "rows.jsonl",
         "data.eval_fraction": 0,
         "data.cache_dir": folder / "cache",
-        **({"data.packing": False} if case.recipe == "llm" else {}),  # all rows are full
+        **({"data.packing": False, "data.loss_on": "all"} if case.recipe == "llm" else {}),  # all rows are full
         **dict(zip(lengths, case.tokens, strict=True)),
         "train.global_batch_size_rows": case.rows * num_ranks,
         "train.micro_batch_size_rows": case.rows,
@@ -125,8 +149,11 @@ def measure(case: Case, num_ranks: int, on_gpus: bool, peak_tflops: int | None, 
         "log_every_steps": NUM_WARMUP_STEPS,
         **case.flags,
     }
-    run_script(f"recipes/{case.recipe}.py", as_arguments(flags), preset=preset, num_processes=num_ranks)
+    recipe = [f"recipes/{case.recipe}.py", *as_arguments(flags)]
+    run_script("benchmarks/throughput/mfu_side.py", recipe, preset=preset, num_processes=num_ranks)
     figures = read_training(load_metrics(folder / "run" / "metrics.jsonl"), NUM_WARMUP_STEPS)
+    if (length := figures["tokens_per_s"] / figures["samples_per_s"]) < 0.999 * sum(case.tokens):
+        raise RuntimeError(f"{case.name}: rows have {length:.1f} tokens on average, not {sum(case.tokens)}")
     tflops = flops_per_row(case) * figures["samples_per_s"] / num_ranks / 1e12
     mfu = f"{tflops / peak_tflops:.1%}" if peak_tflops else "-"
     cells = [f"{figures['tokens_per_s'] / num_ranks:,.0f}", f"{tflops:.3g}", mfu, f"{figures['training_memory_gib']:.1f}"]
@@ -193,7 +220,8 @@ def write_inputs(case: Case, num_ranks: int, on_gpus: bool, folder: Path) -> Non
         return " ".join(draw.choices(words, k=num_tokens))  # a word is a token or more
 
     if case.recipe == "llm":
-        rows = [{"text": text(case.tokens[0])} for _ in range(num_rows)]
+        # Completions are cut at the maximum length; texts would be split, and every second row be shorter than it.
+        rows = [{"prompt": words[0], "completion": text(case.tokens[0])} for _ in range(num_rows)]
     else:
         rows = [dict(zip(("source", "target"), map(text, case.tokens), strict=True)) for _ in range(num_rows)]
     save_json_lines(folder / "rows.jsonl", rows)

@@ -28,10 +28,10 @@ T5_CONFIG = {
 }  # fmt: skip
 
 
-def write_inputs(folder: Path) -> None:
+def write_inputs(folder: Path, config: dict[str, Any] = T5_CONFIG) -> None:
     """A model folder with nothing but a config, and rows of very different lengths."""
     (folder / "model").mkdir(parents=True)
-    (folder / "model" / "config.json").write_text(json.dumps(T5_CONFIG))
+    (folder / "model" / "config.json").write_text(json.dumps(config))
     words = ["read", "write", "open", "close", "file", "path", "line", "text", "word", "count", "sort", "join", "split", "load"]
     random = np.random.Generator(np.random.PCG64(0))
     with (folder / "rows.jsonl").open("w") as file:

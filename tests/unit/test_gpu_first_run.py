@@ -2,17 +2,52 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import shutil
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.gpu_first_run import DOC, Check, format_report, read_checks, run_check
+from benchmarks.gpu_first_run import DOC, FREE_GIB, Check, find_refusal, format_report, main, read_checks, run_check
 from benchmarks.measuring import REPOSITORY
+from benchmarks.plan import plan_error
+from benchmarks.plan.plan_error import llama, t5
+from benchmarks.throughput import mfu
 from benchmarks.throughput.mfu import find_peak
+from toolkit.tracking.metrics_log import load_metrics
+from toolkit.tracking.summary import format_table
 
 NEW_GPU = (9, 0)
+CHECKS = {check.number: check for check in read_checks(DOC.read_text(encoding="utf-8"))}
+PYTEST_GOOD, PROVEN = ("13 passed, 2 skipped in 61.02s (0:01:01)", 0), ("all 57 proven", 0)
+MET, MISSED, UNMEASURED = (
+    plan_error.judge([], [["T5-large full, bf16", "20.1", "20.4", error], ["T5-large, checkpointing", "", "not measured", ""]])
+    for error in ("-1.47 %", "+7.10 %", "")
+)
+OUTPUTS: dict[int, tuple[tuple[str, int], tuple[str, int]]] = {
+    1: (
+        ("1 process on NVIDIA H100 80GB HBM3 (79.2 GiB) with 16 threads; attention: sdpa, the flash kernel or cuDNN's", 0),
+        ("1 process on the CPU (16 cores) with 16 threads; attention: sdpa", 0),
+    ),
+    2: (PYTEST_GOOD, ("15 skipped in 0.31s", 0)),
+    3: (PYTEST_GOOD, ("14 skipped, 14 deselected in 2.10s", 0)),
+    4: (PYTEST_GOOD, ("1 failed, 1 passed in 41.31s", 1)),
+    5: (PYTEST_GOOD, ("2 failed in 35.02s", 1)),
+    6: (PYTEST_GOOD, ("3 skipped in 0.22s", 0)),
+    7: ((format_table({"step 300": {"loss": 2.113, "rougeL": 21.7}}), 0), ("step 300/300, loss 2.113, 210,113 tokens/s", 0)),
+    8: (PROVEN, ("FAILED: loss, gradients", 1)),
+    9: (PROVEN, ("FAILED: resume; not reached: export", 1)),
+    10: (PROVEN, ("error: --presets names fsdp2_offload, which cannot run here", 2)),
+    11: ((MET, 0), (MISSED, 0)),
+    12: ((MET, 0), (UNMEASURED, 0)),
+    13: ((MET, 0), ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB.", 1)),
+    14: ((mfu.judge(["40.6%"]), 0), ("FAILED: an MFU of 113.0 % is impossible", 1)),
+    15: ((mfu.judge(["31.2%"]), 0), ("written to benchmarks/results/mfu_nvidia-h100_2026-11-23.md", 0)),
+}
+"""For each check, what it prints at its end and its exit status, where it went well and where it did not."""
 
 
 def test_the_page_has_at_most_20_checks_in_order() -> None:
@@ -35,6 +70,50 @@ def test_the_report_has_what_each_check_wrote_also_into_the_same_file(tmp_path: 
     checks = [Check(n, f"part {n}", 1, (8, 0), f"echo '# Table of {n}' > {tmp_path}/mfu.md; echo ok", "ok") for n in (1, 2)]
     report = format_report([run_check(check, 1, NEW_GPU, tmp_path) for check in checks], 1)
     assert "## Table of 1\n" in report and "## Table of 2\n" in report and "older" not in report
+
+
+@pytest.mark.parametrize("number", CHECKS)
+def test_a_check_tells_a_good_output_from_a_bad_one(number: int, tmp_path: Path) -> None:
+    verdicts = []
+    for text, rc in OUTPUTS[number]:
+        (tmp_path / "output.txt").write_text(f"a line before\n{text}\n")
+        printed = dataclasses.replace(CHECKS[number], command=f"cat {tmp_path / 'output.txt'}; exit {rc}")
+        verdicts.append(run_check(printed, 8, NEW_GPU, tmp_path).verdict)
+    assert verdicts == ["passed", "FAILED"]
+
+
+def test_an_mfu_that_no_gpu_can_have_is_no_result() -> None:
+    assert mfu.judge(["40.6%", "-"]) == "2 measured, MFU 40.6%, -"
+    for cells, why in ((["40.6%", "113.0%"], "an MFU of 113.0 % is impossible"), ([], "nothing was measured")):
+        with pytest.raises(SystemExit, match=why):
+            mfu.judge(cells)
+
+
+def test_the_checks_need_what_is_free_and_gpus_that_torch_can_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an older driver the script died with a traceback; the page named 60 GiB where 120 were written."""
+    base_gib = 2 * sum(weight.numel() for weight in mfu.build_model(mfu.GPU_CASES[0], "meta").parameters()) / 2**30
+    assert base_gib < FREE_GIB - 4 and f"needs {FREE_GIB} GiB" in DOC.read_text(encoding="utf-8")
+    assert find_refusal(tmp_path / "none") == f"--folder {tmp_path / 'none'} is not a folder"
+    for free_gib, why in ((FREE_GIB - 1, f"{tmp_path} has 19 GiB free, and the checks need 20: name another"), (FREE_GIB, "old")):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free_gib=free_gib: SimpleNamespace(free=free_gib * 2**30))
+        monkeypatch.setattr("toolkit.launch.environment_checks.why_no_gpu", lambda: "old driver")
+        assert find_refusal(tmp_path).startswith(why)
+    monkeypatch.setattr("sys.argv", ["gpu_first_run", "--folder", str(tmp_path)])
+    with pytest.raises(SystemExit, match="error: old driver"):
+        main()
+
+
+def test_every_row_of_the_mfu_is_full_and_its_run_leaves_neither_checkpoint_nor_export(tmp_path: Path) -> None:
+    """Long texts are split: rows had 0.855 of their length, and the FLOPs of full ones were counted."""
+    tiny = dataclasses.replace(mfu.CPU_CASES[0], model=llama(32, 64, 1, 2, 1, 2048), tokens=(96,))
+    for case in (tiny, dataclasses.replace(mfu.CPU_CASES[1], model=t5(32, 64, 1, 2), tokens=(48, 16))):
+        folder = tmp_path / case.recipe
+        folder.mkdir()
+        assert mfu.measure(case, 1, False, None, folder)[mfu.MFU_COLUMN] == "-"
+        run = folder / "run"
+        rows = [line for line in load_metrics(run / "metrics.jsonl") if line["kind"] == "train"]
+        assert all(line["num_tokens"] == sum(case.tokens) * line["num_rows"] for line in rows) and rows
+        assert not list(run.rglob("*.safetensors")) and not any((run / "checkpoints").glob("*"))
 
 
 @pytest.mark.parametrize(

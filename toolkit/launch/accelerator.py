@@ -8,6 +8,7 @@ No other module branches on the device.
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,15 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from toolkit.distributed.comm import (
-    control_group,
-    gather_objects,
-    limit_groups,
-    local_world_size,
-    on_all_ranks,
-    rank,
-    world_size,
-)
+from toolkit.distributed.comm import control_group, gather_objects, limit_groups, local_world_size, on_all_ranks, rank, world_size
 from toolkit.distributed.device import available_cores, check_own_gpu, synchronize
 from toolkit.distributed.rendezvous import connecting, rendezvous_arguments
 from toolkit.distributed.watchdog import at, start, working
@@ -36,6 +29,8 @@ from toolkit.launch.same_run import compare_ranks, describe_launch
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch.distributed.device_mesh import DeviceMesh
+
+logger = logging.getLogger("toolkit")
 
 PRIMITIVES_PER_SHAPE = 30
 """Primitives that oneDNN creates per padded micro-batch shape, whatever the number of blocks: 17 in a Llama, 20 in a T5. This
@@ -103,6 +98,7 @@ def build_accelerator(
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=False),
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],  # one copy of the gradients, not two
     )
+    _keep_fp32_products()
     # DDP on the device that the model is on: accelerate would give it the local rank (accelerator.py:1895), which does not exist
     # where each process sees one GPU only, as SLURM can bind them.
     os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
@@ -223,6 +219,18 @@ def _put_cpu_in_an_accelerators_place() -> None:
 
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     PartialState._shared_state["device"] = torch.device("cpu")
+
+
+def _keep_fp32_products() -> None:
+    """Compute products of fp32 tensors in fp32 (ieee precision) on GPUs too, after whatever has allowed TF32.
+
+    `TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1` of NVIDIA's images is only what torch starts with (ATen/Context.h:496); accelerate allows
+    TF32 in compiled fp32 runs (accelerate/state.py:1030), and torch in convolutions.
+    """
+    if torch.backends.cuda.matmul.fp32_precision == "tf32":
+        logger.info("products of fp32 tensors stay in fp32: TF32 is off, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE or code had allowed it")
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
 
 
 def _set_fsdp_precision(accelerator: Accelerator, on_cpu: bool) -> None:

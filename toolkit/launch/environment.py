@@ -6,13 +6,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml, find_accelerate_yaml
-from toolkit.launch.float8 import check_torchao
 
 
 def read_launch() -> None:
@@ -30,6 +30,12 @@ def read_launch() -> None:
         if mapping.get("use_cpu"):
             # The launcher passes `use_cpu` to a single process only; several would use the GPUs of a machine that has them.
             os.environ["ACCELERATE_USE_CPU"] = "true"
+
+
+def check_torchao() -> None:
+    """Raise a UserError if torchao is not installed, which float8 needs."""
+    if importlib.util.find_spec("torchao") is None:
+        raise UserError("mixed_precision is fp8, but torchao is not installed: run pip install 'torchao>=0.18', or write bf16")
 
 
 def asked_for_cpu() -> bool:

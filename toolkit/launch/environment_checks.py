@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import re
+from pathlib import Path
 
 import torch
 
 from toolkit.distributed.comm import local_world_size
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_rules import check_mesh
-from toolkit.launch.environment import asked_for_cpu
-from toolkit.launch.float8 import check_capability, check_torchao
+from toolkit.launch.environment import asked_for_cpu, check_torchao
+
+FLOAT8_CAPABILITY = (8, 9)
+"""Lowest CUDA compute capability of GPUs that multiply float8: Ada, Hopper and newer."""
+WHEELS = {"13.0": 580, "12.9": 525}
+"""CUDA of torch's wheels (PYTORCH_RELEASES_CODE_CC, torch/cuda/__init__.py), and its oldest driver (CUDA Toolkit notes)."""
 
 
 def check_environment() -> None:
@@ -70,6 +77,8 @@ def _check_fsdp_environment() -> None:
 
 def check_hardware() -> None:
     """Refuse bf16, fp8 and GPU presets on hardware that lacks them."""
+    if not asked_for_cpu() and (why := why_no_gpu()):
+        raise UserError(f"{why}; or set use_cpu: true in the accelerate config")
     if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "fp8":
         check_capability()
     has_accelerator = torch.accelerator.is_available()
@@ -93,3 +102,32 @@ def check_hardware() -> None:
             f"mixed_precision is bf16, but {torch.cuda.get_device_name()} has no bf16: set mixed_precision: no in the "
             "accelerate config, or take a GPU of compute capability 8.0 or newer"
         )
+
+
+def check_capability() -> None:
+    """Raise a UserError if this process has no GPU that multiplies float8."""
+    is_here, wanted = torch.cuda.is_available(), ".".join(map(str, FLOAT8_CAPABILITY))
+    if is_here and torch.cuda.get_device_capability() >= FLOAT8_CAPABILITY:
+        return
+    has = f"{torch.cuda.get_device_name()} has {'.'.join(map(str, torch.cuda.get_device_capability()))}" if is_here else ""
+    raise UserError(
+        f"mixed_precision is fp8, which needs a CUDA GPU of compute capability {wanted} (Ada, Hopper) or newer; "
+        f"{has or 'torch sees none'}: write bf16, or take such a machine"
+    )
+
+
+def why_no_gpu(devices: str = "/dev/nvidia[0-9]*", driver_file: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """Why torch cannot use the NVIDIA GPUs here, and what helps; empty if it can, there are none, or the user hides them."""
+    gpus = glob.glob(devices)
+    if not gpus or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or torch.cuda.is_available():
+        return ""
+    driver = next(iter(re.findall(r"\b\d{3,}[.\d]*", driver_file.read_text() if driver_file.is_file() else "")), "unknown")
+    wheel = next((cuda for cuda, oldest in WHEELS.items() if driver != "unknown" and int(driver[:3]) >= oldest), None)
+    helps = f"update the driver to {min(WHEELS.values())} or newer"
+    if wheel and int(float(torch.version.cuda or 99)) > int(float(wheel)):
+        what = f"torch=={torch.__version__.split('+')[0]} --index-url https://download.pytorch.org/whl/cu{wheel.replace('.', '')}"
+        helps = f"take its wheel for CUDA {wheel} (pip install {what})"
+    elif wheel or driver == "unknown":
+        helps = "run nvidia-smi and python -c 'import torch; torch.cuda.init()', which say why"
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
+    return f"torch {torch.__version__} for {built} cannot use the {len(gpus)} NVIDIA GPUs here, whose driver is {driver}: {helps}"

@@ -58,6 +58,8 @@ def describe_attention(model: PreTrainedModel, device: torch.device, dtype: torc
         return f"sdpa, and packed rows document by document ({how}): no mask, and no cost of full rows"
     if name != "sdpa" or device.type != "cuda":
         return name
+    if not (torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.mem_efficient_sdp_enabled()):
+        return "sdpa, torch's math kernel"
     if packing or model.config.is_encoder_decoder:
         why = "keeps packed rows apart" if packing else "has padding or position biases"
         return f"sdpa with a dense mask, which {why}: no flash kernel, but the memory-efficient one or cuDNN's"

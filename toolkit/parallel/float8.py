@@ -8,7 +8,10 @@ in a tensor subclass with the fp32 tensor inside; checkpoints and checks unwrap 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -76,6 +79,27 @@ def refresh_scales(model: nn.Module) -> None:
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+@contextlib.contextmanager
+def no_float8(model: nn.Module) -> Iterator[None]:
+    """Multiply without float8, by the weights as they are gathered, in a forward without gradients.
+
+    A float8 scale is of all tokens of a micro-batch (torchao/float8/float8_linear.py:56): each token's products are of all."""
+    linears: list[Any] = [m for m in model.modules() if any(kind.__name__ == "Float8Linear" for kind in type(m).__mro__)]
+    for linear in linears:
+        linear.forward = functools.partial(_multiply, linear)
+    try:
+        yield
+    finally:
+        for linear in linears:
+            del linear.forward
+
+
+def _multiply(linear: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
+    weight: Any = plain(linear.weight)
+    weight = weight.to_original_precision() if hasattr(weight, "to_original_precision") else weight  # gathered in float8
+    return nn.functional.linear(inputs, weight.to(inputs.dtype), None if linear.bias is None else linear.bias.to(inputs.dtype))
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

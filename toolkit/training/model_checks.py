@@ -16,6 +16,7 @@ from toolkit.errors import UserError, refused
 from toolkit.evaluation.generate import encoder_output_kept
 from toolkit.launch.accelerator import compute_dtype
 from toolkit.loss import summed_cross_entropy, summed_loss
+from toolkit.parallel.float8 import no_float8
 from toolkit.parallel.gather import evaluation_model, generation_ready
 from toolkit.parallel.wrap import ShardedModel
 
@@ -32,7 +33,8 @@ def check_causal_model(sharded: ShardedModel, collator: Collator, *, packing: bo
 
     - The loss by chunks of hidden states equals the loss of the model's own logits.
     - No token sees a later one.
-    - Packed texts do not see each other (bit for bit: only one text's tokens change between two equal computations).
+    - Packed texts do not see each other (bit for bit: only one text's tokens change between two equal computations, neither
+      of which multiplies in float8).
 
     Raises:
         UserError: one of these fails; names the setting that helps, if there is one.
@@ -41,7 +43,7 @@ def check_causal_model(sharded: ShardedModel, collator: Collator, *, packing: bo
     name = type(sharded.plain).__name__.removeprefix("FSDP")
     vocab_size = sharded.plain.config.get_text_config().vocab_size
     first, second = (_row([(start + place) % vocab_size for place in range(NUM_TOKENS)]) for start in (3, vocab_size // 2))
-    with torch.compiler.set_stance("force_eager"), evaluation_model(sharded, unshard="never") as (model, _):
+    with torch.compiler.set_stance("force_eager"), no_float8(sharded.plain), evaluation_model(sharded, "never") as (model, _):
         # The chunked loss equals that of the model's logits.
         inputs = _on_device(sharded, collator.model_inputs([first]))
         logits_BTV = model(**inputs, use_cache=False).logits
@@ -54,7 +56,7 @@ def check_causal_model(sharded: ShardedModel, collator: Collator, *, packing: bo
             raise UserError(f"{name} cannot be trained: its loss by hidden states is {actual:.6f}, by its logits {expected:.6f}")
         # Causality: change the last token; the loss of the earlier ones must not change.
         changed = _row([*first["input_ids"][:-1], second["input_ids"][0]])
-        seen = {_loss(sharded, model, collator, [[_without_last_label(other)]]) for other in (first, changed)}
+        seen = {_loss(sharded, model, collator, [[_unlabelled(other, NUM_TOKENS - 1)]]) for other in (first, changed)}
         if len(seen) > 1:
             raise UserError(f"{name} cannot be trained here: its tokens see later ones, so it is no causal language model")
         # Packing: change the first text of a pack; the loss of the second must not change.
@@ -147,9 +149,6 @@ def _row(token_ids: list[int]) -> dict[str, list[int]]:
     return {"input_ids": token_ids, "labels": [-100, *token_ids[1:]]}
 
 
-def _without_last_label(row: dict[str, list[int]]) -> dict[str, list[int]]:
-    return {**row, "labels": [*row["labels"][:-1], -100]}
-
-
-def _unlabelled(row: dict[str, list[int]]) -> dict[str, list[int]]:
-    return {**row, "labels": [-100] * len(row["labels"])}
+def _unlabelled(row: dict[str, list[int]], first: int = 0) -> dict[str, list[int]]:
+    """Without its labels from the `first` on."""
+    return {**row, "labels": [*row["labels"][:first], *[-100] * len(row["labels"][first:])]}

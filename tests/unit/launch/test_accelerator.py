@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -15,8 +17,9 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 
 from tests.support.launch import REPOSITORY
 from toolkit.errors import UserError
-from toolkit.launch import accelerator
+from toolkit.launch import accelerator, environment_checks
 from toolkit.launch.accelerator import build_accelerator, connect_devices
+from toolkit.launch.environment_checks import why_no_gpu
 
 WRAP = ["--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
 MESH = ["--use_fsdp", *WRAP, "--use_parallelism_config", "--fsdp_version", "2", "--parallelism_config_dp_shard_size", "2"]
@@ -70,6 +73,29 @@ def test_segments_grow_on_a_gpu_unless_the_user_has_set_the_allocator(
         torch._C._accelerator_setAllocatorSettings(before)
 
 
+def test_products_of_fp32_stay_in_fp32_whoever_has_allowed_tf32() -> None:
+    """NVIDIA's images set the variable, which torch reads at its start; accelerate allows TF32 to compiled runs in fp32."""
+    script = """
+import logging, sys, accelerate, torch
+from toolkit.launch.accelerator import build_accelerator
+class AsCompiled(accelerate.Accelerator):  # accelerate/state.py:1030
+    def __init__(self, **options):
+        super().__init__(**options)
+        torch.backends.cuda.matmul.allow_tf32 = True
+accelerate.Accelerator = AsCompiled
+logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s")
+found = lambda: [torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.allow_tf32]
+print(*found())
+build_accelerator()
+print(*found())
+"""
+    environment = os.environ | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "ACCELERATE_USE_CPU": "true"}
+    printed = subprocess.run([sys.executable, "-c", script], env=environment, cwd=REPOSITORY, capture_output=True, text=True)
+    before, said, after = printed.stdout.splitlines()
+    assert before == "high tf32 True" and after == "highest ieee False", printed
+    assert said.startswith("products of fp32 tensors stay in fp32: TF32 is off, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+
+
 def test_a_mesh_connects_its_own_groups_and_none_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """nccl would hold one more communicator, over every rank of a large job."""
     reduced: list[Any] = []
@@ -107,6 +133,7 @@ def launched_environment(command: list[str]) -> dict[str, str]:
     return prepare_multi_gpu_env(arguments)
 
 
+SINGLE = REPOSITORY / "accelerate_configs" / "single.yaml"
 GPU_PRESETS = sorted(path for path in (REPOSITORY / "accelerate_configs").glob("*.yaml") if "_cpu" not in path.stem)
 
 
@@ -122,3 +149,49 @@ def test_a_gpu_preset_without_a_gpu_says_what_is_missing(monkeypatch: pytest.Mon
     fp8 = "needs a CUDA GPU of compute capability 8.9 (Ada, Hopper) or newer; torch sees none: write bf16"
     others = "this accelerate config wants GPUs, but torch sees none here: take a CPU one"
     assert (fp8 if path.stem == "fsdp2_fp8" else others) in str(raised.value)
+
+
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs-builder@U22)\nGCC version: 12.3.0\n"
+CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Sat Aug 19 01:15:15 UTC 2023\nGCC version:  gcc version 12.3.0\n"
+WHEEL = "take its wheel for CUDA {} (pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/{})"
+
+
+@pytest.mark.parametrize(
+    ("built", "version", "text", "driver", "helps"),
+    [
+        ("13.0", "cu130", CLOSED, "535.104.05", WHEEL.format("12.9", "cu129")),
+        (None, "cpu", OPEN, "580.95.05", WHEEL.format("13.0", "cu130")),
+        (None, "cpu", CLOSED, "560.35.03", WHEEL.format("12.9", "cu129")),
+        ("13.0", "cu130", CLOSED, "470.82.01", "update the driver to 525 or newer"),
+        ("13.2", "cu132", OPEN, "580.95.05", "run nvidia-smi and python -c 'import torch; torch.cuda.init()', which say why"),
+        ("12.9", "cu129", "", "unknown", "run nvidia-smi"),
+    ],
+)
+def test_gpus_that_torch_cannot_use_are_named_with_their_driver_and_the_wheel_to_take(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, built: str | None, version: str, text: str, driver: str, helps: str
+) -> None:
+    """`single` trained on the CPU in silence, and `make gpu` ended with a traceback."""
+    for number in range(8):
+        (tmp_path / f"nvidia{number}").touch()
+    (tmp_path / "nvidiactl").touch()
+    if text:
+        (tmp_path / "version").write_text(text.format(driver))
+    monkeypatch.setattr(torch.version, "cuda", built)
+    monkeypatch.setattr(torch, "__version__", f"2.13.0+{version}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"], "TOOLKIT_ACCELERATE_YAML": str(SINGLE)})
+    places = str(tmp_path / "nvidia[0-9]*"), tmp_path / "version"
+    said = why_no_gpu(*places)
+    gpus = f"cannot use the 8 NVIDIA GPUs here, whose driver is {driver}"
+    assert said.startswith(f"torch 2.13.0+{version} for {f'CUDA {built}' if built else 'CPUs'} {gpus}: {helps}")
+
+    monkeypatch.setattr(environment_checks, "why_no_gpu", lambda: why_no_gpu(*places))
+    with pytest.raises(UserError) as raised:
+        build_accelerator()
+    assert str(raised.value) == f"{said}; or set use_cpu: true in the accelerate config"
+    for hides in ({"CUDA_VISIBLE_DEVICES": ""}, {"ACCELERATE_USE_CPU": "true"}):
+        monkeypatch.setattr(os, "environ", {**os.environ, **hides})
+        environment_checks.check_hardware()
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert why_no_gpu(*places) == "" and why_no_gpu(str(tmp_path / "none*")) == ""

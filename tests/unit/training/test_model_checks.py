@@ -11,7 +11,7 @@ import torch
 from tests.unit.parallel.test_chunked_loss import build_model
 from toolkit.data.collate import CausalCollator
 from toolkit.errors import UserError
-from toolkit.parallel import chunked_loss
+from toolkit.parallel import chunked_loss, float8
 from toolkit.training import model_checks
 
 
@@ -44,6 +44,25 @@ def check(model: Any, collator: Any = None, packing: bool = True, mixed_precisio
 def test_a_good_model_passes_in_rows_and_in_one_row(model: Any) -> None:
     check(model)
     check(model, CausalCollator(0, one_row=True))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_model_that_trains_in_float8_is_checked_exactly(monkeypatch: pytest.MonkeyPatch, model: Any, seed: int) -> None:
+    """One scale is taken over all tokens: with another last token the products of the first ones change in their last bits."""
+    from torchao.float8 import Float8LinearConfig
+
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.3)
+    linears = {name: module for name, module in model.model.layers.named_modules() if type(module) is torch.nn.Linear}
+    float8.convert(model.model.layers, linears, Float8LinearConfig(emulate=True))
+    check(model)
+    ids = torch.tensor([[3, 4, 5, 6]])
+    again = model(input_ids=ids).logits
+    assert {type(module).__name__ for module in model.model.layers.modules()} >= {"Float8Linear"}
+    with float8.no_float8(model):
+        assert not torch.equal(model(input_ids=ids).logits, again), "float8 is off for the checks alone"
+    assert torch.equal(model(input_ids=ids).logits, again)
 
 
 def test_packs_that_leak_only_where_a_micro_batch_has_several_are_found(model: Any) -> None:

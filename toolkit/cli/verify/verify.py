@@ -66,8 +66,9 @@ def verify(
     box = build_box(run_arguments, model, config, recipe, presets or list(DEFAULT_PRESETS), num_processes, use_cpu, output)
     plans = plan_runs(dataclasses.replace(box, in_bf16=bf16))
     _clear(output)
-    where = f"{box.num_processes} processes on {'the CPU' if box.use_cpu else 'GPUs'}"
-    print(one_line(f"{box.config.model.name_or_path} by recipes/{box.recipe.name}, {where}, fp32: {len(plans)} runs"), flush=True)
+    where = "the CPU, fp32" if box.use_cpu else "GPUs, fp32 (products in ieee precision, attention by torch's math kernel)"
+    what = f"{box.config.model.name_or_path} by recipes/{box.recipe.name}, {box.num_processes} processes on {where}"
+    print(one_line(f"{what}: {len(plans)} runs"), flush=True)
     runs = {run.plan.name: run for run in launch_all(box, plans, launch)}
 
     # Compare what they left. These imports take seconds.

@@ -68,9 +68,8 @@ CHECK_OF_MODULE = {
 def main() -> None:
     """Run a recipe with all its flags, and record it."""
     recipe, folder, end, *flags = sys.argv[1:]
-    if torch.cuda.is_available():  # on a GPU, only kernels that add in a fixed order are equal bit for bit
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+    if torch.cuda.is_available():
+        take_exact_kernels()
     watch(Path(folder), exports=end == EXPORT)
     sys.argv = [recipe, *flags]
     try:
@@ -79,6 +78,18 @@ def main() -> None:
         if not isinstance(error, SystemExit) or error.code:
             _note_failure(Path(folder), error)
         raise
+
+
+def take_exact_kernels() -> None:
+    """Take kernels of a GPU that add in a fixed order. A run in bf16 is there to try the attention that training takes.
+
+    With `warn_only` memory-efficient attention splits its backward's sums (attention_backward.cu, num_splits_key); without it
+    some operators fail."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "no":
+        for kernel in ("flash", "mem_efficient", "cudnn"):
+            getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
 
 
 def watch(folder: Path, *, exports: bool) -> None:
