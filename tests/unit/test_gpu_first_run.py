@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import tomllib
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch
 
 from benchmarks.gpu_first_run import DOC, Check, format_report, read_checks, run_check
 from benchmarks.measuring import REPOSITORY
+from benchmarks.throughput import shape_times
 from benchmarks.throughput.mfu import find_peak
 
 NEW_GPU = (9, 0)
@@ -27,6 +30,26 @@ def test_pytest_prints_the_line_to_expect() -> None:
     options = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
     checks = [check for check in read_checks(DOC.read_text(encoding="utf-8")) if "pytest" in check.command]
     assert checks and all(f"{check.command} {options['addopts']}".split().count("-q") <= 1 for check in checks)
+
+
+def test_shapes_are_timed_with_and_without_cudnn_and_print_the_line_to_expect() -> None:
+    (check,) = [check for check in read_checks(DOC.read_text(encoding="utf-8")) if "shape_times" in check.command]
+    seen = set()
+
+    def attend(device: torch.device, length: int) -> float:
+        seen.add((length, torch.backends.cuda.cudnn_sdp_enabled()))
+        return real(device, length)
+
+    real = shape_times.attend
+    with patch.object(shape_times, "attend", attend):
+        lines = [
+            shape_times.describe(
+                *shape_times.measure(torch.device("cpu"), allowed=allowed, lengths=range(16, 32, 8)), allowed=allowed
+            )
+            for allowed in (True, False)
+        ]
+    assert seen == {(length, allowed) for length in (8, 16, 24) for allowed in (True, False)}
+    assert [check.is_printed(line) for line in lines] == [False, True]
 
 
 def test_the_report_has_what_each_check_wrote_also_into_the_same_file(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,6 +112,28 @@ def test_loss_and_gradients_of_an_encoder_decoder_are_those_of_all_logits(
         assert (gradient - expected_gradients[name]).norm() < 1e-6 * norm, name
     with torch.no_grad():
         assert summed_loss(model, batch)[1] == (logits_BTV.argmax(-1) == labels_at_positions(batch)).sum()
+
+
+@pytest.mark.parametrize("family", [*CAUSAL_FAMILIES, *FAMILIES, *seq2seq_families.IN_PROCESS])
+def test_padding_up_to_a_grid_changes_neither_loss_nor_gradients(family: str) -> None:
+    is_causal = family in CAUSAL_FAMILIES
+    model: Any = build_model(family) if is_causal else seq2seq_families.build_model(family)
+    chunked_loss.install(model)
+    collator: Any = CausalCollator(0) if is_causal else seq2seq_families.build_collator(model)
+    rows = build_rows() if is_causal else SOURCES_AND_TARGETS
+    results = []
+    for longest in (0, 15):  # 16 would be the next multiple: no row may become longer than the longest of all
+        of_grid = dataclasses.replace(collator, multiples=(8, 8), longest=(longest, longest))
+        batch = of_grid.collate([[row] for row in rows])
+        loss, _ = summed_loss(model, batch)
+        loss.backward()
+        results.append((batch, loss, take_gradients(model)))
+    (before, expected, expected_gradients), (after, loss, gradients) = results
+    assert after["input_ids"].shape[1] > before["input_ids"].shape[1], "nothing was padded"
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    norm = torch.stack([gradient.norm() for gradient in expected_gradients.values()]).norm()
+    for name, gradient in gradients.items():
+        assert (gradient - expected_gradients[name]).norm() < 1e-5 * norm, name
 
 
 @pytest.mark.parametrize("family", ["t5", "bart", "fsmt"])

@@ -311,6 +311,19 @@ def test_every_family_is_sharded_by_what_trains(settings: dict, arguments: tuple
     assert traced.reduced_bytes == pytest.approx(4 * trainable, rel=0.01)
 
 
+def test_the_sum_of_position_bias_and_padding_is_counted_in_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What sdpa is given as a T5's mask (rows, heads, queries, keys); without it the bias alone would be left."""
+    from transformers.integrations import sdpa_attention
+
+    rows, source, target = 4, 256, 8
+    lengths = (f"--data.max_source_length_tokens={source}", f"--data.max_target_length_tokens={target}")
+    counted = highest(trace(T5, FSDP2, lengths, rows), ACTIVATIONS)
+    monkeypatch.setattr(sdpa_attention, "create_position_bias_mask", lambda bias, *_: bias)
+    without = highest(_trace.__wrapped__(model_folder(T5), FSDP2, lengths, rows), ACTIVATIONS)
+    masks_of_an_encoder = T5["num_layers"] * rows * T5["num_heads"] * source * source * torch.bfloat16.itemsize
+    assert counted - without == pytest.approx(masks_of_an_encoder, rel=0.1)
+
+
 @pytest.mark.parametrize(("settings", "kind"), [(LLAMA, "fsdp2"), (T5, "fsdp2"), (LLAMA, "ddp")], ids=["llama", "t5", "ddp"])
 def test_few_blocks_tell_of_many(settings: dict, kind: str) -> None:
     deep = settings | {"num_hidden_layers" if settings is LLAMA else "num_layers": 7}
