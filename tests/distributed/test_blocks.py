@@ -106,7 +106,7 @@ def test_each_block_gathers_the_next_one_encoder_first(decoder_first: bool) -> N
     )[0]
     chain = ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"]
     assert forward == dict(zip(["", *chain], [*([name] for name in chain), []], strict=True))
-    assert backward == {"": ["decoder.block.1"], **dict(zip(chain, [[], *([name] for name in chain)], strict=False))}
+    assert backward == {"": ["decoder.block.1"], **dict(zip(chain, [[""], *([name] for name in chain)], strict=False))}
 
 
 def report_prefetch(decoder_first: bool) -> list[dict[str, list[str]]]:
@@ -129,3 +129,68 @@ def report_prefetch(decoder_first: bool) -> list[dict[str, list[str]]]:
         {name: [names[id(state)] for state in getattr(module._get_fsdp_state(), of)] for name, module in units.items()}
         for of in ahead
     ]
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_untied_embedding_and_head_are_gathered_only_where_they_are_used(adapter: str) -> None:
+    """The root holds the norm alone. The ranks have different numbers of chunks, and gather equally often all the same."""
+    reports = run_on_ranks(report_gathers, preset="fsdp2_cpu", overrides={"mixed_precision": "no"}, args=(adapter,))
+    ends, blocks = ["model.embed_tokens", "lm_head"], ["model.layers.0", "model.layers.1"]
+    forward = ["", ends[0], *blocks, ends[1]]
+    backward = [*blocks[::-1], *(ends[:1] if adapter == "none" else [])]  # a frozen embedding has no backward
+    for gathered, held, _ in reports:
+        assert gathered == [*forward, *backward]
+        assert held == {"forward": [], "backward": []}
+    assert reports[0][2] != reports[1][2]
+
+
+def report_gathers(adapter: str) -> tuple[list[str], dict[str, list[str]], int]:
+    """On every rank: the units that one micro-batch gathers, in order; which of embedding and head are
+    held where the first block's forward ends and where its backward begins; and the number of the loss's chunks."""
+    import torch
+    import transformers
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    from tests.support.model_folders import CAUSAL_FAMILIES
+    from toolkit.config.schema import AdapterConfig, ModelConfig
+    from toolkit.data.collate import CausalCollator
+    from toolkit.distributed.comm import rank
+    from toolkit.launch.accelerator import build_accelerator
+    from toolkit.loss import summed_loss
+    from toolkit.models.lora import add_adapter
+    from toolkit.parallel import chunked_loss
+    from toolkit.parallel.wrap import shard_model
+
+    chunked_loss.MAX_LOGITS_AT_ONCE = 4 * 256
+    accelerator = build_accelerator()
+    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, **CAUSAL_FAMILIES["llama"][1]))
+    if adapter == "lora":
+        add_adapter(model, AdapterConfig(method="lora", target_modules=["q_proj"]), ModelConfig(name_or_path="llama"), 0)
+    sharded = shard_model(accelerator, model)
+    units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    groups: Any = {name: module._get_fsdp_state()._fsdp_param_group for name, module in units.items()}
+    gathered, held, chunks = [], {}, []
+    gather, head_forward = _fsdp_param_group.foreach_all_gather, model.lm_head.forward
+
+    def see_gather(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        gathered.append(next(name for name, group in groups.items() if group.fsdp_params is parameters))
+        return gather(parameters, *args, **kwargs)
+
+    def see_head(*args: Any, **kwargs: Any) -> Any:
+        chunks.extend([] if "within" in kwargs else [1])
+        return head_forward(*args, **kwargs)
+
+    def see_held(when: str) -> None:
+        held[when] = [name for name in ("model.embed_tokens", "lm_head") if groups[name].is_unsharded]
+
+    def after_first_block(block: Any, args: Any, hidden_BTD: Any) -> None:
+        see_held("forward")
+        hidden_BTD.register_hook(lambda _: see_held("backward"))
+
+    _fsdp_param_group.foreach_all_gather, model.lm_head.forward = see_gather, see_head
+    model.model.layers[0].register_forward_hook(after_first_block)
+    ids = torch.arange(3, 11 + 8 * rank()).tolist()
+    batch = CausalCollator(0).collate([[{"input_ids": ids, "labels": [-100, *ids[1:]]}]])
+    summed_loss(sharded.model, batch)[0].backward()
+    return gathered, held, len(chunks)

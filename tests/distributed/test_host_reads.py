@@ -87,6 +87,8 @@ def reads_of_two_steps(name: str, accelerator: Any, folder: Path) -> tuple[dict[
 
 def take_two_steps(run: Any, contexts: tuple[AbstractContextManager[None], AbstractContextManager[None]]) -> None:
     """The first two steps of a run as its loop takes them, each in its context."""
+    from unittest.mock import Mock
+
     from toolkit.training import loop
     from toolkit.training.parameter_checks import ParameterWatch
     from toolkit.training.run import build_log
@@ -95,7 +97,7 @@ def take_two_steps(run: Any, contexts: tuple[AbstractContextManager[None], Abstr
     watch = ParameterWatch(run.sharded.model, 0)
     run.sharded.model.train()
     run.guard = SkipGuard(run.config.optim, run.state.skips, loop.reduction_groups(run.sharded.model))
-    run.log = build_log(run)
+    run.log, run.writer = build_log(run), Mock()
     micro_batches = loop._load_micro_batches(run, 1)
     for number, context in zip((1, 2), contexts, strict=True):
         with context:

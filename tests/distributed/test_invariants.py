@@ -33,7 +33,10 @@ RUNS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         "fsdp2_cpu", {},
         ["--train.micro_batch_size_rows", "2", "--eval.batch_size_rows", "1", "--eval.unshard", "never"],
     ),
-    "fsdp2-4": ("fsdp2_cpu", {}, ["--train.micro_batch_size_rows", "4", "--data.num_loader_workers", "1"]),
+    "fsdp2-4": (
+        "fsdp2_cpu", {},
+        ["--train.micro_batch_size_rows", "4", "--data.num_loader_workers", "1", "--data.pad_lengths", "true"],
+    ),
     "fsdp2-checkpointing": ("fsdp2_cpu", CHECKPOINTING, ["--train.micro_batch_size_rows", "2"]),
     "fsdp2-compiled": ("fsdp2_cpu", COMPILED, ["--train.micro_batch_size_rows", "4"]),
     "hsdp-2": (

@@ -8,14 +8,16 @@ import shutil
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
+import torch
 
 from benchmarks.gpu_first_run import DOC, FREE_GIB, Check, find_refusal, format_report, main, read_checks, run_check
 from benchmarks.measuring import REPOSITORY
 from benchmarks.plan import plan_error
 from benchmarks.plan.plan_error import llama, t5
-from benchmarks.throughput import mfu
+from benchmarks.throughput import mfu, shape_times
 from benchmarks.throughput.mfu import find_peak
 from toolkit.tracking.metrics_log import load_metrics
 from toolkit.tracking.summary import format_table
@@ -29,7 +31,7 @@ MET, MISSED, UNMEASURED = (
 )
 OUTPUTS: dict[int, tuple[tuple[str, int], tuple[str, int]]] = {
     1: (
-        ("1 process on NVIDIA H100 80GB HBM3 (79.2 GiB) with 16 threads; attention: sdpa, the flash kernel or cuDNN's", 0),
+        ("1 process on NVIDIA H100 80GB HBM3 (79.2 GiB) with 16 threads; attention: sdpa, the flash kernel", 0),
         ("1 process on the CPU (16 cores) with 16 threads; attention: sdpa", 0),
     ),
     2: (PYTEST_GOOD, ("15 skipped in 0.31s", 0)),
@@ -46,6 +48,10 @@ OUTPUTS: dict[int, tuple[tuple[str, int], tuple[str, int]]] = {
     13: ((MET, 0), ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB.", 1)),
     14: ((mfu.judge(["40.6%"]), 0), ("FAILED: an MFU of 113.0 % is impossible", 1)),
     15: ((mfu.judge(["31.2%"]), 0), ("written to benchmarks/results/mfu_nvidia-h100_2026-11-23.md", 0)),
+    16: (
+        (shape_times.describe(412, 398, allowed=False), 0),
+        (shape_times.describe(61_204, 371, allowed=True), 0),
+    ),
 }
 """For each check, what it prints at its end and its exit status, where it went well and where it did not."""
 
@@ -62,6 +68,26 @@ def test_pytest_prints_the_line_to_expect() -> None:
     options = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
     checks = [check for check in read_checks(DOC.read_text(encoding="utf-8")) if "pytest" in check.command]
     assert checks and all(f"{check.command} {options['addopts']}".split().count("-q") <= 1 for check in checks)
+
+
+def test_shapes_are_timed_with_and_without_cudnn_and_print_the_line_to_expect() -> None:
+    (check,) = [check for check in read_checks(DOC.read_text(encoding="utf-8")) if "shape_times" in check.command]
+    seen = set()
+
+    def attend(device: torch.device, length: int) -> float:
+        seen.add((length, torch.backends.cuda.cudnn_sdp_enabled()))
+        return real(device, length)
+
+    real = shape_times.attend
+    with patch.object(shape_times, "attend", attend):
+        lines = [
+            shape_times.describe(
+                *shape_times.measure(torch.device("cpu"), allowed=allowed, lengths=range(16, 32, 8)), allowed=allowed
+            )
+            for allowed in (True, False)
+        ]
+    assert seen == {(length, allowed) for length in (8, 16, 24) for allowed in (True, False)}
+    assert [check.is_printed(line) for line in lines] == [False, True]
 
 
 def test_the_report_has_what_each_check_wrote_also_into_the_same_file(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """Asynchronous checkpoints: shards are staged in host memory, and a thread writes them while training continues.
 
-    training   step 20 | copy | step 21 | step 22 | …
-    thread                    | write, hash, fsync | gather | manifest, rename | prune |
+    training   step 20 | step 21: forward, backward | update | step 22 | …
+    device             | copy beside them           |
+    thread                         wait for the copy | write, hash, fsync | gather | manifest, rename | prune |
 
+On a GPU the copy runs beside step 21, whose update waits for it on the device. On a CPU it is made before step 21.
 At most one save runs at a time. The thread's collectives use a gloo group of their own. A failure reaches the training thread
 of every rank at the second step boundary after it, through `StopRequests.agree`, or through `finish`.
 """
@@ -20,18 +22,15 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
-from torch.distributed.tensor import DTensor
 
 from toolkit.checkpoint.dcp import Tensors, save_tensors
 from toolkit.checkpoint.find import Goal, prune
 from toolkit.checkpoint.folders import step_folder
+from toolkit.checkpoint.host_copier import HostCopier
 from toolkit.checkpoint.manifest import commit
 from toolkit.checkpoint.state import Identity, TrainState, state_tensors
 from toolkit.config.schema import CheckpointConfig
 from toolkit.distributed.comm import gather_objects, raise_together, rank, save_group, world_size
-from toolkit.distributed.device import synchronize
 from toolkit.distributed.rng import capture_random_state, save_random_state
 from toolkit.distributed.watchdog import at, working
 from toolkit.errors import Stopped, UserError, refused
@@ -151,6 +150,10 @@ class CheckpointWriter:
         self.under_way.blocking_s = time.perf_counter() - start_s
         return before
 
+    def before_update(self) -> None:
+        """Let the device change no weight before the current save has its copy; the host does not wait. Not a collective."""
+        self.copier.make_device_wait()
+
     def take_finished(self) -> Save | None:
         """The current save, if this rank's thread has finished it without an error; else None. Not a collective."""
         if self.under_way is None or self.is_writing or self.under_way.error is not None:
@@ -179,6 +182,7 @@ class CheckpointWriter:
         """Body of the thread; keeps any error for the training thread."""
         start_s = time.perf_counter()
         try:
+            self.copier.wait()
             self._write_and_commit(snapshot, save)
         except BaseException as error:
             save.error = error
@@ -254,38 +258,3 @@ class CheckpointWriter:
             "metrics": dict(state.metrics),
             "measured_on": self.goal.measured_on,
         }
-
-
-class HostCopier:
-    """Stages this rank's shards in host memory (pinned if on CUDA), which the first copy allocates and later ones reuse.
-
-    Under FSDP1 every copy allocates; see `copy`.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, on_cuda = device, device.type == "cuda"
-        self.staged: Tensors = {}
-        options = StagingOptions(
-            use_pinned_memory=on_cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_cuda
-        )
-        self.stager = DefaultStager(options)
-
-    def copy(self, tensors: Tensors) -> Tensors:
-        """Copies with the same placements; complete when this returns, and valid until the next call."""
-        # torch's stager does not support FSDP1's ShardedTensors; its older one does, but allocates each time.
-        fsdp1 = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, ShardedTensor)}
-        others = {name: tensor for name, tensor in tensors.items() if name not in fsdp1}
-        if self.staged.keys() != others.keys():
-            self.staged = self.stager.stage(others)  # type: ignore[assignment]
-        else:  # the stager would build every DTensor again, which takes half as long as the copy on a CPU
-            with torch.no_grad():
-                for name, tensor in others.items():
-                    mine, copy = (t.to_local() if isinstance(t, DTensor) else t for t in (tensor, self.staged[name]))
-                    copy.copy_(mine, non_blocking=True)
-            synchronize(self.device)
-        return {**self.staged, **BlockingAsyncStager().stage(fsdp1)}  # type: ignore[dict-item]
-
-    def close(self) -> None:
-        """Free the host memory."""
-        self.staged = {}
-        self.stager.close()

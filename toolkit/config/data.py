@@ -39,6 +39,9 @@ class _Data(_Rows):
     num_loader_workers: NonNegativeInt | None = None  # type: ignore[valid-type]
     """Number of processes per rank that collate batches ahead. 0 collates in the training process. If unset, 1 with a GPU, else
     0."""
+    pad_lengths: bool | None = None
+    """Pad the lengths of a micro-batch up to a grid, so that shapes come again: kernels, compiled blocks and memory are prepared
+    per shape. The grid is the coarsest that adds at most 3 % of padding. If unset, on GPUs only. The loss stays the same."""
     cache_dir: str | None = None
     """Folder for tokenized rows and trained tokenizers. If unset, `toolkit/` in the Hugging Face cache."""
 

@@ -60,6 +60,9 @@ class ModelConfig:
     """Attention kernel: `sdpa`, `eager`, `flash_attention_2`, … If unset, transformers chooses; on a CPU a model with a position
     bias, such as T5, takes `eager`. Packed rows are attended to document by document where model and device allow it. The first
     lines of a run say so."""
+    cudnn_attention: bool = False
+    """Let `sdpa` take cuDNN's kernel in training, where a GPU prefers it. It plans each new shape for tens of milliseconds, so it
+    is for rows of one length. Generation never takes it: its shape is new at every token."""
     dropout: ClosedUnitInterval | None = None  # type: ignore[valid-type]
     """Set every dropout rate in the model's config. If unset, the model keeps its own."""
     freeze: list[str] = field(default_factory=list)

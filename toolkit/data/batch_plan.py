@@ -152,20 +152,20 @@ class BatchPlan:
         for step in range(first_step, last_step + 1):
             yield from self.micro_batches(self.step(step), rank)
 
-    def num_shapes(self, num_steps: int, rank: int, *, one_row: bool = False) -> int:
-        """Number of different padded shapes (rows, most tokens, most labels) of this rank's first `num_steps` steps.
+    def shapes(
+        self, lengths: tuple[np.ndarray, ...], num_steps: int, rank: int, *, one_row: bool = False
+    ) -> Iterator[tuple[int, ...]]:
+        """The shape of each micro-batch of this rank's first `num_steps` steps: its rows, and the most tokens of each length.
 
         Args:
+            lengths: counts by row, as of sources and of targets.
             one_row: a micro-batch of packs becomes one row, as `CausalCollator.one_row` says.
         """
-        shapes = set()
         for micro_batch in self.iterate(1, num_steps, rank):
             packs = [list(pack) for pack in micro_batch.packs]
             if one_row and any(len(pack) > 1 for pack in packs):
                 packs = [list(micro_batch.rows)]
-            longest = (max(int(counts[pack].sum()) for pack in packs) for counts in (self.num_tokens, self.num_label_tokens))
-            shapes.add((len(packs), *longest))
-        return len(shapes)
+            yield len(packs), *(max(int(counts[pack].sum()) for pack in packs) for counts in lengths)
 
     def _first_step(self, epoch: int) -> int:
         while len(self._first_steps) <= epoch:

@@ -7,6 +7,8 @@ count in the loss.
 from __future__ import annotations
 
 import atexit
+import itertools
+import math
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +26,9 @@ from toolkit.loss import IGNORED_LABEL
 if TYPE_CHECKING:
     from datasets import Dataset
 
+MULTIPLES, MOST_PADDING = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64), 0.03
+"""Of lengths that micro-batches are padded up to; and how much that may add, as a share of tokens and other padding."""
+
 Batch = dict[str, Any]
 """Tensors by name, and `document_lengths`, a list of integers."""
 Row = dict[str, Any]
@@ -37,6 +42,10 @@ class SummarizationCollator:
     decoder_start_token_id: int
     own_shift: Callable[[torch.Tensor], torch.Tensor] | None = None
     """The model's own function from labels BT to decoder inputs BT, see `own_label_shift`; None: `shift_right`."""
+    multiples: tuple[int, ...] = (1, 1)
+    """Sources and targets are padded up to multiples of these,"""
+    longest: tuple[int, ...] = (0, 0)
+    """but not beyond the longest source and target of all rows, which fit the model's positions."""
 
     def collate(self, packs: Sequence[Sequence[Row]], *, is_dummy: bool = False) -> Batch:
         """Inputs of `toolkit.loss.summed_loss`: `model_inputs`, `label_positions` and `labels`. Packs hold one row each.
@@ -52,7 +61,7 @@ class SummarizationCollator:
             flattened BT whose output predicts a label; `labels` N. All int64 on the CPU.
         """
         rows = [row for pack in packs for row in pack]
-        labels_BT = _pad([row["labels"] for row in rows], IGNORED_LABEL)
+        labels_BT = _pad([row["labels"] for row in rows], IGNORED_LABEL, self.multiples[1], self.longest[1])
         inputs = self.prompts(rows)
         if (inputs["input_ids"] != self.pad_token_id).all():
             del inputs["attention_mask"]
@@ -71,7 +80,7 @@ class SummarizationCollator:
 
     def prompts(self, rows: Sequence[Row]) -> Batch:
         """Arguments of `generate`: `input_ids` and `attention_mask`, BS int64, padded at the end."""
-        input_ids_BS = _pad([row["input_ids"] for row in rows], self.pad_token_id)
+        input_ids_BS = _pad([row["input_ids"] for row in rows], self.pad_token_id, self.multiples[0], self.longest[0])
         lengths_B = torch.tensor([len(row["input_ids"]) for row in rows])
         return {
             "input_ids": input_ids_BS,
@@ -95,6 +104,10 @@ class CausalCollator:
     one_row: bool = False
     """Concatenate all packs of a micro-batch into one row, and say where its documents lie: for an attention that computes
     document by document (`toolkit/models/attention.py`). They then cost no padding and no attention across documents."""
+    multiples: tuple[int, ...] = (1,)
+    """Rows are padded up to multiples of this, except with `one_row`,"""
+    longest: tuple[int, ...] = (0,)
+    """but not beyond the longest row or pack."""
 
     def collate(self, packs: Sequence[Sequence[Row]], *, is_dummy: bool = False) -> Batch:
         """Inputs of `toolkit.loss.summed_loss`. The rows of a pack are concatenated into one row of the tensors.
@@ -115,9 +128,10 @@ class CausalCollator:
             packs = [[row for pack in packs for row in pack]]
         tokens = [np.concatenate([row["input_ids"] for row in pack]) for pack in packs]
         labels = [np.concatenate([row["labels"] for row in pack]) for pack in packs]
-        input_ids_BT = _pad(tokens, self.pad_token_id)
+        grid = (1 if self.one_row else self.multiples[0], self.longest[0])
+        input_ids_BT = _pad(tokens, self.pad_token_id, *grid)
         # The output at t predicts token t + 1. A row's first token has no label, so no row predicts its neighbour.
-        next_labels_BT = _pad(labels, IGNORED_LABEL).roll(-1, dims=1)
+        next_labels_BT = _pad(labels, IGNORED_LABEL, *grid).roll(-1, dims=1)
         next_labels_BT[:, -1] = IGNORED_LABEL
         batch: Batch = {"input_ids": input_ids_BT, **_counted_labels(next_labels_BT, is_dummy=is_dummy)}
         if is_packed:
@@ -146,6 +160,17 @@ class CausalCollator:
 
 
 Collator = SummarizationCollator | CausalCollator
+
+
+def choose_multiples(shapes: Sequence[tuple[int, ...]], longest: tuple[int, ...]) -> tuple[int, ...]:
+    """The coarsest grid within `MOST_PADDING` for micro-batches of these (rows, length, …): a multiple for each length."""
+    table = np.array(shapes)
+    rows, lengths = table[:, 0], table[:, 1:]
+    padding = zip(lengths.T, longest, strict=True)
+    added = [{by: rows @ np.minimum(-column % by, np.maximum(most - column, 0)) for by in MULTIPLES} for column, most in padding]
+    grids = itertools.product(MULTIPLES, repeat=len(added))
+    most = MOST_PADDING * (rows @ lengths).sum()
+    return max((grid for grid in grids if sum(map(dict.__getitem__, added, grid)) <= most), key=math.prod)
 
 
 def shift_right(labels_BT: torch.Tensor, pad_token_id: int, decoder_start_token_id: int) -> torch.Tensor:
@@ -239,8 +264,10 @@ def _positions(lengths: list[list[int]], width: int) -> torch.Tensor:
     return torch.from_numpy(np.stack([np.concatenate([np.arange(length) for length in pack]) for pack in padded]))
 
 
-def _pad(sequences: Sequence[Sequence[int] | np.ndarray], value: int) -> torch.Tensor:
-    padded = np.full((len(sequences), max(map(len, sequences))), value, dtype=np.int64)
+def _pad(sequences: Sequence[Sequence[int] | np.ndarray], value: int, multiple: int = 1, longest: int = 0) -> torch.Tensor:
+    width = max(map(len, sequences))
+    width = max(width, min(-(-width // multiple) * multiple, longest))
+    padded = np.full((len(sequences), width), value, dtype=np.int64)
     for row, sequence in zip(padded, sequences, strict=True):
         row[: len(sequence)] = sequence
     return torch.from_numpy(padded)

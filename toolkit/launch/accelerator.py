@@ -7,10 +7,11 @@ No other module branches on the device.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -164,6 +165,26 @@ def bound_primitive_cache(num_shapes: int) -> None:
     wanted = num_shapes * PRIMITIVES_PER_SHAPE
     capacity = max(wanted, FEWEST_PRIMITIVES) if wanted <= MOST_PRIMITIVES else FEWEST_PRIMITIVES
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(capacity))
+
+
+def pads_lengths(accelerator: Accelerator, setting: bool | None) -> bool:
+    """Whether lengths are padded up to a grid, from `data.pad_lengths`. A CPU prepares little per shape."""
+    return accelerator.device.type != "cpu" if setting is None else setting
+
+
+@contextlib.contextmanager
+def cudnn_attention(allowed: bool) -> Iterator[None]:
+    """Context in which sdpa may take cuDNN's kernel, which torch asks first on Hopper and Blackwell, or may not.
+
+    It plans each new shape, which takes 23 to 70 ms a direction (sgl-project/sglang-omni, flashinfer-ai/flashinfer#5245), in a
+    cache without bounds (pytorch#190388). Source: `check_prefer_cudnn_attention` in torch's sdp_utils.cpp.
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(allowed)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def compute_dtype(accelerator: Accelerator) -> torch.dtype:

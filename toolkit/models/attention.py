@@ -60,10 +60,11 @@ def describe_attention(model: PreTrainedModel, device: torch.device, dtype: torc
         return name
     if not (torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.mem_efficient_sdp_enabled()):
         return "sdpa, torch's math kernel"
+    or_cudnn = " or cuDNN's" if torch.backends.cuda.cudnn_sdp_enabled() else ""
     if packing or model.config.is_encoder_decoder:
         why = "keeps packed rows apart" if packing else "has padding or position biases"
-        return f"sdpa with a dense mask, which {why}: no flash kernel, but the memory-efficient one or cuDNN's"
-    return "sdpa, the flash kernel or cuDNN's" if dtype == torch.bfloat16 else "sdpa in fp32: the memory-efficient kernel"
+        return f"sdpa with a dense mask, which {why}: no flash kernel, but the memory-efficient one{or_cudnn}"
+    return f"sdpa, the flash kernel{or_cudnn}" if dtype == torch.bfloat16 else "sdpa in fp32: the memory-efficient kernel"
 
 
 def warn_of_full_rows(model: PreTrainedModel, why_dense: str) -> str | None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,13 +51,15 @@ def install(model: PreTrainedModel, max_logits: int | None = None) -> None:
     """
     if not hasattr(model, "config"):
         return
-    forward = model.forward
+    forward, heads = model.forward, find_head(model)
+    for head in heads.values():
+        head.forward = functools.partial(_forward_or_within, head.forward)
 
     @functools.wraps(forward)  # generate inspects its signature
     def forward_or_loss(*args: Any, label_positions: torch.Tensor | None = None, **inputs: Any) -> Any:
         if label_positions is None:
             return forward(*args, **inputs)
-        return _summed_loss(model, forward, max_logits or MAX_LOGITS_AT_ONCE, label_positions, **inputs)
+        return _summed_loss(model, forward, heads, max_logits or MAX_LOGITS_AT_ONCE, label_positions, **inputs)
 
     model.forward = forward_or_loss
 
@@ -74,9 +77,17 @@ def called_once(model: Any) -> list[nn.Module]:
     return [model.encoder, model.decoder] if backbone is None else [backbone]
 
 
+def find_head(model: Any) -> dict[str, nn.Module]:
+    """The output head by its name, if the loss calls it once too: all chunks are computed within one call, so it may be a shard
+    unit. Empty where the chunks call a module around it (BERT's), or the loss takes all logits."""
+    head: Any = None if holds_all_logits(model) else model.get_output_embeddings()
+    return {name: child for name, child in model.named_children() if child is head}
+
+
 def _summed_loss(
     model: PreTrainedModel,
     forward: Callable[..., Any],
+    heads: dict[str, nn.Module],
     max_logits: int,
     label_positions_N: torch.Tensor,
     labels: torch.Tensor,
@@ -87,18 +98,28 @@ def _summed_loss(
 
     Args:
         forward: transformers' own.
+        heads: as `find_head` found them before they were wrapped.
         label_positions_N: int64, indices into the flattened (B, T).
         labels: int64, (N,).
         inputs: the forward's arguments; tensors of shape (B, T), and (B, S) for an encoder.
     """
     if holds_all_logits(model):
-        states_BTX, head = forward(**inputs).logits, _unchanged
+        states_BTX, logits = forward(**inputs).logits, _unchanged
     else:
-        states_BTX, head = _hidden_states(model, **inputs), functools.partial(_logits, model)
+        states_BTX, logits = _hidden_states(model, **inputs), functools.partial(_logits, model, heads)
     # The collator computes the positions: indexing by a mask would be a host sync.
     states_NX = states_BTX.flatten(0, 1).index_select(0, label_positions_N)
     vocab_size = model.config.get_text_config().vocab_size
-    return chunked_cross_entropy(states_NX, labels, head, vocab_size, max_logits, label_smoothing)
+
+    def loss(states_NX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return chunked_cross_entropy(states_NX, labels, logits, vocab_size, max_logits, label_smoothing)
+
+    # FSDP gathers a head at its call, and frees it when the gradient of all states is there: one call for all chunks.
+    return getattr(model, next(iter(heads)))(states_NX, within=loss) if heads else loss(states_NX)
+
+
+def _forward_or_within(forward: Callable[..., Any], *args: Any, within: Callable[..., Any] | None = None, **inputs: Any) -> Any:
+    return (within or forward)(*args, **inputs)
 
 
 def _backbone(model: PreTrainedModel) -> nn.Module | None:
@@ -130,28 +151,32 @@ def _hidden_states_of_t5(
     )[0]
 
 
-def _logits(model: PreTrainedModel, hidden_nD: torch.Tensor) -> torch.Tensor:
+def _logits(model: PreTrainedModel, heads: dict[str, nn.Module], hidden_nD: torch.Tensor) -> torch.Tensor:
     """The model's own logits (n, V) for hidden states (n, D): its class's forward around stacks that return these.
 
     Models scale, shift or cap their logits differently (Gemma 2 by tanh, Cohere and T5 by a factor, BART by a bias), so their
     own code must run.
     """
-    return type(model).forward(_WithHiddenStates(model, hidden_nD), input_ids=None, use_cache=False).logits[0]
+    stacks = ("encoder", "decoder") if _backbone(model) is None else (model.base_model_prefix,)
+    stand_ins = dict.fromkeys(stacks, _Outputs(hidden_nD[None])) | {name: _StandIn(head) for name, head in heads.items()}
+    return type(model).forward(_StandIn(model, stand_ins), input_ids=None, use_cache=False).logits[0]
 
 
 def _unchanged(logits_nV: torch.Tensor) -> torch.Tensor:
     return logits_nV
 
 
-class _WithHiddenStates:
-    """Stands in for the model in its own forward, with a backbone (or two stacks) that returns given hidden states."""
+class _StandIn:
+    """Stands in for a module: some of its attributes are replaced, and it is called without its hooks."""
 
-    def __init__(self, model: PreTrainedModel, hidden_nD: torch.Tensor) -> None:
-        self._model, self._outputs = model, _Outputs(hidden_nD[None])
-        self._replaced = ("encoder", "decoder") if _backbone(model) is None else (model.base_model_prefix,)
+    def __init__(self, module: nn.Module, replaced: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self._module, self._replaced = module, replaced
 
     def __getattr__(self, name: str) -> Any:
-        return self._outputs if name in self._replaced else getattr(self._model, name)
+        return self._replaced[name] if name in self._replaced else getattr(self._module, name)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._module.forward(*args)
 
 
 class _Outputs:

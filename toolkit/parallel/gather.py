@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from toolkit.distributed.comm import reduce_on_cpu
 from toolkit.distributed.device import free_memory_bytes
 from toolkit.distributed.watchdog import moved
-from toolkit.launch.accelerator import compute_dtype, fsdp_version
+from toolkit.launch.accelerator import compute_dtype, cudnn_attention, fsdp_version
 from toolkit.models.freeze import aliases
 from toolkit.parallel import chunked_loss, masks
 from toolkit.parallel.float8 import plain
@@ -108,14 +108,12 @@ def generation_ready(sharded: ShardedModel, model: nn.Module) -> Iterator[None]:
     `generate` calls the encoder and not the root, so the root's parameters must be gathered around it. FSDP2 does that for a
     registered method; FSDP1 needs `summon_full_params`. The rest is gathered block by block, which needs `synced_gpus`.
     """
-    if isinstance(model, FullyShardedDataParallel):
-        with FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False):
-            with sharded.accelerator.autocast():
-                yield
-    elif model is sharded.plain and fsdp_version(sharded.accelerator) is None:
-        with sharded.accelerator.autocast():
-            yield
-    else:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(cudnn_attention(False))
+        if isinstance(model, FullyShardedDataParallel):
+            stack.enter_context(FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False))
+        if isinstance(model, FullyShardedDataParallel) or (model is sharded.plain and fsdp_version(sharded.accelerator) is None):
+            stack.enter_context(sharded.accelerator.autocast())
         yield
 
 

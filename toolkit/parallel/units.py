@@ -1,15 +1,15 @@
 """Shard units: which modules FSDP gathers together, found by inspecting the model, not by its name.
 
-A *shard unit* is what FSDP gathers at once: a block (a repeated layer), or the root with everything outside the blocks
-(embeddings, final norm, output head). Modules that share a tied weight must lie in one unit. Embeddings and heads stay in
-the root, so T5's four tied modules do, whatever their names.
+A *shard unit* is what FSDP gathers at once: a block (a repeated layer), an embedding, an output head, or the root with
+everything else. Modules that share a tied weight must lie in one unit. Tied embeddings and heads stay in the root, so T5's four
+tied modules do, whatever their names.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
 from toolkit.models.freeze import aliases
-from toolkit.parallel.chunked_loss import called_once
+from toolkit.parallel.chunked_loss import called_once, find_head
 from toolkit.parallel.float8 import plain
 
 if TYPE_CHECKING:
@@ -78,6 +78,23 @@ def find_blocks(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> dic
     return blocks
 
 
+def find_ends(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Input embedding and output head, by name, where each shares no weight with another module and lies in no block.
+
+    They are units beside the blocks: the root stays gathered for a full step, with 2 GiB of an 8B's embedding and head.
+    """
+    names_of, inside = aliases(model), {id(module) for outer in called_once(model) for module in outer.modules()}
+    embedding: Any = getattr(model, "get_input_embeddings", lambda: None)()
+    ends = {name: module for name, module in model.named_modules() if module is embedding and id(module) in inside}
+    return {
+        name: module
+        for name, module in (ends | find_head(model)).items()
+        if blocks
+        and not any(f"{name}.".startswith(f"{block}.") for block in blocks)
+        and all(alias.startswith(f"{name}.") for parameter in module.parameters() for alias in names_of[id(parameter)])
+    }
+
+
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The model's repeated layers by name: modules of its `_no_split_modules`, else the elements of its module lists.
 
@@ -136,7 +153,7 @@ def _large_modules(model: nn.Module, min_num_parameters: int) -> dict[str, nn.Mo
 
     Three kinds of modules are left out. Modules that are never called, such as module lists: FSDP gathers when a module is
     called. Modules that hold a tied weight with another name outside: it moves up to the first module that holds all of its
-    names. And the output head: the loss calls it once per chunk of rows, and ranks have different numbers of chunks.
+    names. And the output head, which `find_ends` may take, whatever its size.
     """
     blocks: dict[str, nn.Module] = {}
     head = getattr(model, "get_output_embeddings", lambda: None)()

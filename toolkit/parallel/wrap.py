@@ -32,7 +32,7 @@ from toolkit.models.shard_reader import Sources, fill_shards
 from toolkit.parallel import chunked_loss, masks
 from toolkit.parallel.blocks import checkpoint_activations, compile_blocks
 from toolkit.parallel.float8 import choose_linears, convert
-from toolkit.parallel.units import ShardUnit, build_units, check_ties, find_blocks
+from toolkit.parallel.units import ShardUnit, build_units, check_ties, find_blocks, find_ends
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -89,7 +89,8 @@ def shard_model(
         linears = choose_linears(model, blocks, _num_shards(accelerator))
         convert(model, linears, accelerator.ao_recipe_handler.config)
         blocks = {name: model.get_submodule(name) for name in blocks}  # a block that was a Linear has been replaced
-    units = build_units(model, blocks)
+    wrapped_alone = blocks | find_ends(model, blocks)
+    units = build_units(model, wrapped_alone)
     # Changes to forwards come before wrapping, so that FSDP's hooks stay outside.
     gpu_bytes = gpu_bytes or smallest_gpu_bytes(accelerator.device)
     max_logits = chunked_loss.max_logits_at_once(gpu_bytes) if gpu_bytes else None
@@ -102,13 +103,13 @@ def shard_model(
     # Wrap: FSDP2 here; FSDP1, DDP and single process by accelerate.
     assert version == 2 or sources is None
     if version == 2:
-        wrapped: nn.Module = _fully_shard(accelerator, model, list(blocks.values()))
+        wrapped: nn.Module = _fully_shard(accelerator, model, list(wrapped_alone.values()))
         if sources is not None:
             _read_shards(accelerator, wrapped, sources)
     else:
         at("sharding the model")  # weights move through the device
         if version == 1:
-            _wrap_exactly(accelerator, list(blocks.values()))
+            _wrap_exactly(accelerator, list(wrapped_alone.values()))
         wrapped = accelerator.prepare_model(model)
         if isinstance(wrapped, DistributedDataParallel):
             wrapped.forward_sync_buffers = False  # training does not change buffers
@@ -173,8 +174,8 @@ def _num_shards(accelerator: Accelerator) -> int:
     return parallelism.dp_shard_size if parallelism is not None else world_size()
 
 
-def _fully_shard(accelerator: Accelerator, model: nn.Module, blocks: list[nn.Module]) -> nn.Module:
-    """FSDP2 with the YAML's policies: blocks first, then the root with the rest."""
+def _fully_shard(accelerator: Accelerator, model: nn.Module, modules: list[nn.Module]) -> nn.Module:
+    """FSDP2 with the YAML's policies: these modules first, then the root with the rest."""
     from torch.distributed.device_mesh import init_device_mesh
 
     plugin = accelerator.state.fsdp_plugin
@@ -182,11 +183,12 @@ def _fully_shard(accelerator: Accelerator, model: nn.Module, blocks: list[nn.Mod
     # T5's blocks return their position bias, a view. Nothing changes it in place: the tests compare gradients.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     policies = {"mesh": mesh, "mp_policy": plugin.mixed_precision_policy, "offload_policy": plugin.cpu_offload}
-    for block in blocks:
-        fully_shard(block, reshard_after_forward=plugin.reshard_after_forward, **policies)
-    # torch keeps the root gathered between forward and backward: the forward ends with it, and the backward starts with it.
+    # The forward ends with the head, and the backward starts with it: it stays gathered between, as torch keeps the root.
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    for module in modules:
+        fully_shard(module, reshard_after_forward=plugin.reshard_after_forward and module is not head, **policies)
     fully_shard(model, **policies)
-    _prefetch_by_block(model, blocks)
+    _prefetch_in_order(model, modules)
     if hasattr(model, "generate"):
         register_fsdp_forward_method(model, "generate")
     return model
@@ -204,24 +206,27 @@ def _read_shards(accelerator: Accelerator, model: nn.Module, sources: Sources) -
     assert num_parameters == len(list(model.parameters())), "tied weights came apart"
 
 
-def _prefetch_by_block(root: Any, blocks: list[nn.Module]) -> None:
-    """Let each block gather the next one while it computes, in call order: an encoder comes before its decoder.
+def _prefetch_in_order(root: Any, modules: list[nn.Module]) -> None:
+    """Let each unit gather the next one while it computes, in call order: an encoder comes before its decoder.
 
-    By default FSDP2 starts a forward's next gather only when the CPU reaches that block. Nested blocks keep the default: with
-    activation checkpointing their forward runs again in the backward, where the next block is already done.
+    By default FSDP2 starts a forward's next gather only when the CPU reaches that unit. Nested ones keep the default: with
+    activation checkpointing their forward runs again in the backward, where the next one is already done.
     """
-    inside = {id(module) for block in blocks for module in block.modules() if module is not block}
-    if any(id(block) in inside for block in blocks):
+    inside = {id(module) for outer in modules for module in outer.modules() if module is not outer}
+    if any(id(module) in inside for module in modules):
         return
-    order = [module for module in root.modules() if any(module is block for block in blocks)]
+    order = [module for module in root.modules() if any(module is unit for unit in modules)]
     # A decoder may be registered before its encoder.
     encoder = root.get_encoder() if getattr(getattr(root, "config", None), "is_encoder_decoder", False) else None
     of_encoder = {id(module) for module in encoder.modules()} if encoder is not None else set()
-    chain: list[Any] = [root, *sorted(order, key=lambda block: id(block) not in of_encoder)]
+    chain: list[Any] = [root, *sorted(order, key=lambda unit: id(unit) not in of_encoder)]
+    embedding: Any = getattr(root, "get_input_embeddings", lambda: None)()
     for here, following in itertools.pairwise(chain):
         here.set_modules_to_forward_prefetch([following])
-        if here is not root:
-            following.set_modules_to_backward_prefetch([here])
+        # A frozen embedding has no backward, in which it would be freed again; the root is there, and without a list FSDP2 takes
+        # what came before.
+        is_skipped = here is embedding and not any(p.requires_grad for p in here.parameters())
+        following.set_modules_to_backward_prefetch([root if is_skipped else here])
     root.set_modules_to_backward_prefetch(chain[1:][-1:])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 from typing import Any, NoReturn
@@ -74,6 +75,7 @@ def evaluate_and_log(run: Run) -> str | None:
     # Ranks check for signals between batches, so that a stop never waits for a long evaluation.
     def between_batches() -> None:
         at("evaluation", state.step)
+        gc.collect(1)  # the loop has turned Python's own collections off
         if signal_name := agree(run):
             raise _SignalInEvaluation(signal_name)
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit.config.load import RecipeConfig
 from toolkit.config.schema import LLMConfig
 from toolkit.config.validate import check_evaluation_rows, check_num_steps
 from toolkit.data.batch_plan import BatchPlan, Mix
-from toolkit.data.collate import CausalCollator, Collator, SummarizationCollator, own_label_shift
+from toolkit.data.collate import CausalCollator, Collator, SummarizationCollator, choose_multiples, own_label_shift
 from toolkit.data.tokens.prepare import TokenizedRows, prepare_rows
 from toolkit.distributed.comm import rank
 from toolkit.distributed.watchdog import working
@@ -37,10 +38,12 @@ def prepare_data(
     model_config: PretrainedConfig,
     skeleton: PreTrainedModel,
     num_processes: int,
+    *,
+    pads: bool = False,
 ) -> tuple[TokenizedRows, BatchPlan, EvaluationRows]:
     """Tokenize the rows, plan the batches and choose the rows to evaluate, then check settings against them. Collective.
 
-    `preview` calls it too, for any number of processes.
+    `preview` calls it too, for any number of processes. With `pads`, lengths are padded up to a grid.
 
     Raises:
         UserError: anything wrong with the data or with a setting that depends on it; on every rank.
@@ -61,8 +64,14 @@ def prepare_data(
         name_sources(config.data) if isinstance(config, LLMConfig) else (),
         metrics,
     )
-    _check_lengths(config, model_config, rows, evaluation)
-    _check_rows(config, rows, plan, evaluation)
+    longest = _check_lengths(config, model_config, rows, evaluation)
+    shapes = _check_rows(config, rows, plan, evaluation)
+    if pads and shapes:
+        is_llm = isinstance(config, LLMConfig)
+        caps = (max(plan.pack_length_tokens or 0, longest["row"]),) if is_llm else (longest["source"], longest["target"])
+        multiples = choose_multiples([shape[: 1 + len(caps)] for shape in shapes], caps)
+        padded: Any = dataclasses.replace(evaluation.collator, multiples=multiples, longest=caps)
+        evaluation = dataclasses.replace(evaluation, collator=padded)
     return rows, plan, evaluation
 
 
@@ -91,8 +100,10 @@ def _plan_batches(config: RecipeConfig, rows: TokenizedRows, num_processes: int)
     )
 
 
-def _check_lengths(config: RecipeConfig, model_config: PretrainedConfig, rows: TokenizedRows, evaluation: EvaluationRows) -> None:
-    """Refuse rows that exceed the model's positions; warn of rows that change the positions of others."""
+def _check_lengths(
+    config: RecipeConfig, model_config: PretrainedConfig, rows: TokenizedRows, evaluation: EvaluationRows
+) -> dict[str, int]:
+    """Refuse rows that exceed the model's positions; warn of rows that change the positions of others. Returns the longest."""
     if isinstance(config, LLMConfig):
         longest = {"row": _longest(rows, evaluation, "num_tokens"), "prompt": _longest(rows, evaluation, "prompt_length")}
         check_causal_positions(model_config, config.model.name_or_path, longest, config.eval)
@@ -102,10 +113,12 @@ def _check_lengths(config: RecipeConfig, model_config: PretrainedConfig, rows: T
         source = _longest(rows, evaluation, "num_tokens", minus="num_label_tokens")
         longest = {"source": source, "target": _longest(rows, evaluation, "num_label_tokens")}
         check_positions(model_config, config.model.name_or_path, longest, config.eval)
+    return longest
 
 
-def _check_rows(config: RecipeConfig, rows: TokenizedRows, plan: BatchPlan, evaluation: EvaluationRows) -> None:
-    """Check settings against the rows, and print what there is to say about them.
+def _check_rows(config: RecipeConfig, rows: TokenizedRows, plan: BatchPlan, evaluation: EvaluationRows) -> list[tuple[int, ...]]:
+    """Check settings against the rows, and print what there is to say about them. Returns the shapes of the first micro-batches:
+    rows, tokens (of an encoder-decoder: of sources) and labels.
 
     Raises:
         UserError: naming the setting.
@@ -117,7 +130,10 @@ def _check_rows(config: RecipeConfig, rows: TokenizedRows, plan: BatchPlan, eval
     check_evaluation_rows(config, len(evaluation.rows))
     check_metric_on_rows(config.eval, evaluation)
     one_row = isinstance(evaluation.collator, CausalCollator) and evaluation.collator.one_row
-    bound_primitive_cache(plan.num_shapes(min(steps, NUM_STEPS_LOOKED_AT), rank(), one_row=one_row))
+    of_source = plan.num_tokens if isinstance(config, LLMConfig) else plan.num_tokens - plan.num_label_tokens
+    lengths, num_first = (of_source, plan.num_label_tokens), min(steps, NUM_STEPS_LOOKED_AT)
+    shapes = [list(plan.shapes(lengths, num_first, of_rank, one_row=one_row)) for of_rank in (0, rank())]
+    bound_primitive_cache(len(set(shapes[1])))
     for remark in rows.remarks:
         level = logging.WARNING if remark.startswith("WARNING: ") else logging.INFO
         logger.log(level, remark.removeprefix("WARNING: "))
@@ -125,6 +141,7 @@ def _check_rows(config: RecipeConfig, rows: TokenizedRows, plan: BatchPlan, eval
         logger.info(f"the training loss has label smoothing {smoothing}, the evaluation's has none")
     if config.eval.generate and evaluation.prompted:
         logger.info(f"ROUGE counts {evaluation.rouge_tokenizer.description}")
+    return shapes[0]  # ranks choose one grid
 
 
 def _longest(rows: TokenizedRows, evaluation: EvaluationRows, column: str, minus: str | None = None) -> int:

@@ -24,6 +24,7 @@ from toolkit.distributed.comm import world_size
 from toolkit.distributed.watchdog import naming_lost_ranks
 from toolkit.errors import SIGNALS, UserError
 from toolkit.evaluation.metrics import TextFunction
+from toolkit.launch.accelerator import cudnn_attention, pads_lengths
 from toolkit.tracking.trackers import close_trackers, start_trackers
 from toolkit.training import loop
 from toolkit.training.data import prepare_data
@@ -97,7 +98,7 @@ def finetune(
     check_datasets(config, train, evaluation)
     config = config if train is None else name_source(config)
 
-    with _released_on_error():
+    with _released_on_error(), cudnn_attention(config.model.cudnn_attention):
         # Checks of the config, the processes, the run folder, the checkpoint to resume from.
         context = begin(config, own)
 
@@ -106,7 +107,8 @@ def finetune(
 
         # Rows: text → tokens on disk → the batch plan (which rows each step takes) and the evaluation split.
         config = config if train is None else save_datasets(config, train, evaluation)
-        rows, plan, evaluated = prepare_data(config, context.metrics, model_config, skeleton, world_size())
+        pads = pads_lengths(context.accelerator, config.data.pad_lengths)
+        rows, plan, evaluated = prepare_data(config, context.metrics, model_config, skeleton, world_size(), pads=pads)
 
         # Trackers, before the weights: one that cannot start is reported now.
         start_trackers(context.accelerator, config, context.run_folder, context.resume_from)

@@ -7,6 +7,7 @@ until they are read together every `log_every_steps`.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,8 @@ from toolkit.training.skip_guard import SkipGuard
 
 logger = logging.getLogger("toolkit")
 
+COLLECT_EVERY_STEPS = 50
+
 
 def train(run: Run) -> None:
     """Train from the step after `run.state.step` to the end of the run. Collective.
@@ -65,7 +68,7 @@ def train(run: Run) -> None:
         return say_without_gain(run)
 
     # Signals and saves are handled from here until both are finished. A run may begin with an evaluation that is due.
-    with StopRequests() as run.stops, build_writer(run) as run.writer:
+    with StopRequests() as run.stops, build_writer(run) as run.writer, _garbage_kept():
         next_step = state.step + 1
         watch = ParameterWatch(run.sharded.model, state.skips.num_skipped)
         micro_batches = _load_micro_batches(run, next_step)
@@ -99,11 +102,13 @@ def train(run: Run) -> None:
             ends = signal_name is not None or is_over(run)
             if ends or number < next_step or is_save_due(run):
                 save(run, wait=ends)
-            # 6. Stop.
+            # 6. Stop; or collect Python's garbage, on all ranks at the same step.
             if signal_name:
                 stop(run, signal_name)
             if ends:
                 break
+            if number % COLLECT_EVERY_STEPS == 0:
+                gc.collect()
         watch.check_frozen()
         finish_training(run)
 
@@ -144,6 +149,7 @@ def train_step(
     for group in run.optimizer.param_groups:
         group["lr"] = lr
     run.optimizer.found_inf = skipped  # type: ignore[attr-defined]  # the fused kernel reads it, as from GradScaler
+    run.writer.before_update()
     run.optimizer.step()
     # Gradients of DDP are views of its buckets: new ones beside these would hold the gradients twice while they accumulate.
     run.optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
@@ -182,6 +188,24 @@ def _log_row_ids(run: Run, micro_batch: MicroBatch) -> None:
             file.write(encode_json_line(line))
     except OSError as error:
         run.metrics.note_failure(path, error)
+
+
+@contextlib.contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Context in which Python collects no garbage by itself: each rank would at another step, while the others wait for it.
+
+    What there is at its start is never looked at, so that a collection is short (torchtitan/tools/utils.py, GarbageCollection).
+    """
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch.distributed.checkpoint import _state_dict_stager
 
-from toolkit.checkpoint.save import HostCopier
+from toolkit.checkpoint.host_copier import HostCopier
 
 
 def test_all_copies_are_pinned_but_those_of_less_than_5_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,6 +19,7 @@ def test_all_copies_are_pinned_but_those_of_less_than_5_bytes(monkeypatch: pytes
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     monkeypatch.setattr(_state_dict_stager.pin_memory_utils, "pin_memory", lambda address, size: pinned.update({address: size}))
     monkeypatch.setattr(_state_dict_stager.pin_memory_utils, "unpin_memory", lambda address: None)
+    monkeypatch.setattr(torch, "Stream", lambda device: None)
     copier = HostCopier(torch.device("cuda"))
     copied = copier.copy({"weight": torch.ones(1000), "two steps": torch.ones(2), "step": torch.ones(())})
     assert {name: tensor.data_ptr() in pinned for name, tensor in copied.items()} == {
@@ -43,4 +45,47 @@ def test_later_copies_build_no_tensors_again() -> None:
     whole += 1
     assert not torch.equal(later["whole"], whole)
     assert copier.copy({"step": tensors["step"]}).keys() == {"step"}
+    copier.close()
+
+
+def test_later_copies_run_beside_training_and_the_next_update_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Event:
+        def synchronize(self) -> None:
+            calls.append("the host waits for the copy")
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __enter__(self) -> None:
+            calls.append("copies begin")
+
+        def __exit__(self, *_: object) -> None:
+            calls.append("copies end")
+
+        def wait_stream(self, other: Stream) -> None:
+            calls.append(f"{self.name} waits for {other.name}")
+
+        def wait_event(self, event: Event) -> None:
+            calls.append(f"{self.name} waits for the copy")
+
+        def record_event(self) -> Event:
+            return Event()
+
+    training: Any = Stream("training")
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: training)
+    copier, tensors = HostCopier(torch.device("cpu")), {"weight": torch.arange(8.0)}
+    copier.stream = Stream("the copier")  # type: ignore[assignment]
+    copier.copy(tensors)
+    copier.make_device_wait()
+    assert calls == [], "the first copy is complete"
+    tensors["weight"] += 1
+    later = copier.copy(tensors)
+    assert torch.equal(later["weight"], tensors["weight"])
+    assert calls == ["the copier waits for training", "copies begin", "copies end"], "the host waits for nothing"
+    copier.make_device_wait()
+    copier.wait()
+    assert calls[3:] == ["training waits for the copy", "the host waits for the copy"]
     copier.close()

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from tests.support.model_folders import CAUSAL_FAMILIES
+from toolkit.launch.accelerator import cudnn_attention
 from toolkit.models.attention import attends_by_document, choose_packed_attention, describe_attention, warn_of_full_rows
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
-DENSE = "sdpa with a dense mask, which {}: no flash kernel, but the memory-efficient one or cuDNN's"
+DENSE = "sdpa with a dense mask, which {}: no flash kernel, but the memory-efficient one"
 BY_DOCUMENT = "sdpa, and packed rows document by document ({}): no mask, and no cost of full rows"
 
 
@@ -82,7 +83,7 @@ def test_attention_of_its_own_and_heads_of_two_sizes_keep_the_mask(config_class:
 @pytest.mark.parametrize(
     ("name", "is_encoder_decoder", "packing", "dtype", "on_gpu", "on_cpu"),
     [
-        ("sdpa", False, False, torch.bfloat16, "sdpa, the flash kernel or cuDNN's", "sdpa"),
+        ("sdpa", False, False, torch.bfloat16, "sdpa, the flash kernel", "sdpa"),
         ("sdpa", False, False, torch.float32, "sdpa in fp32: the memory-efficient kernel", "sdpa"),
         ("sdpa", False, True, torch.bfloat16, DENSE.format("keeps packed rows apart"), "sdpa"),
         ("sdpa", True, False, torch.bfloat16, DENSE.format("has padding or position biases"), "sdpa"),
@@ -100,7 +101,10 @@ def test_a_run_says_which_attention_kernel_runs(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": True})
     model: Any = SimpleNamespace(config=SimpleNamespace(_attn_implementation=name, is_encoder_decoder=is_encoder_decoder))
-    assert describe_attention(model, GPU, dtype, packing=packing) == on_gpu
+    with cudnn_attention(False):
+        assert describe_attention(model, GPU, dtype, packing=packing) == on_gpu
+    with cudnn_attention(True):
+        assert describe_attention(model, GPU, dtype, packing=packing).removesuffix(" or cuDNN's") == on_gpu
     assert describe_attention(model, CPU, dtype, packing=packing) == on_cpu
     assert warn_of_full_rows(model, "") is None
     assert attends_by_document(model) == (name in ("documents", "flash_attention_2"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,6 +114,28 @@ def test_loss_and_gradients_of_an_encoder_decoder_are_those_of_all_logits(
         assert summed_loss(model, batch)[1] == (logits_BTV.argmax(-1) == labels_at_positions(batch)).sum()
 
 
+@pytest.mark.parametrize("family", [*CAUSAL_FAMILIES, *FAMILIES, *seq2seq_families.IN_PROCESS])
+def test_padding_up_to_a_grid_changes_neither_loss_nor_gradients(family: str) -> None:
+    is_causal = family in CAUSAL_FAMILIES
+    model: Any = build_model(family) if is_causal else seq2seq_families.build_model(family)
+    chunked_loss.install(model)
+    collator: Any = CausalCollator(0) if is_causal else seq2seq_families.build_collator(model)
+    rows = build_rows() if is_causal else SOURCES_AND_TARGETS
+    results = []
+    for longest in (0, 15):  # 16 would be the next multiple: no row may become longer than the longest of all
+        of_grid = dataclasses.replace(collator, multiples=(8, 8), longest=(longest, longest))
+        batch = of_grid.collate([[row] for row in rows])
+        loss, _ = summed_loss(model, batch)
+        loss.backward()
+        results.append((batch, loss, take_gradients(model)))
+    (before, expected, expected_gradients), (after, loss, gradients) = results
+    assert after["input_ids"].shape[1] > before["input_ids"].shape[1], "nothing was padded"
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    norm = torch.stack([gradient.norm() for gradient in expected_gradients.values()]).norm()
+    for name, gradient in gradients.items():
+        assert (gradient - expected_gradients[name]).norm() < 1e-5 * norm, name
+
+
 @pytest.mark.parametrize("family", ["t5", "bart", "fsmt"])
 def test_a_dummy_has_no_loss_and_no_gradient(family: str) -> None:
     model = seq2seq_families.build_model(family)
@@ -144,13 +167,12 @@ def test_whole_logits_never_exist(family: str, monkeypatch: pytest.MonkeyPatch) 
     model = build_model(family) if is_causal else seq2seq_families.build_model(family)
     chunked_loss.install(model)
     monkeypatch.setattr(chunked_loss, "MAX_LOGITS_AT_ONCE", 4 * VOCAB_SIZE)
-    seen: list[int] = []
-    model.lm_head.register_forward_hook(lambda module, inputs, logits: seen.append(logits.numel()))
+    seen = watch_logits(model)
     collator = CausalCollator(0) if is_causal else seq2seq_families.build_collator(model)
     batch = collator.collate([build_rows()] if is_causal else [[row] for row in SOURCES_AND_TARGETS])
     summed_loss(model, batch)[0].backward()
     num_labels = len(batch["labels"])
-    assert max(seen) == 4 * VOCAB_SIZE
+    assert max(logits.numel() for logits in seen) == 4 * VOCAB_SIZE
     assert len(seen) == 2 * -(-num_labels // 4) - 1, "all chunks but the last are computed a second time"
 
 
@@ -174,10 +196,21 @@ def test_chunks_of_training_and_evaluation_follow_the_gpu(
     chunked_loss.install(expected)
     sharded = wrap.shard_model(one_process(), build_model("llama"))
     for model in (sharded.plain, gather._replica(sharded)):
-        seen: list[int] = []
-        model.lm_head.register_forward_hook(lambda module, inputs, logits, seen=seen: seen.append(logits.shape[-2]))
+        seen = watch_logits(model)
         torch.testing.assert_close(summed_loss(model, batch)[0], summed_loss(expected, batch)[0], rtol=1e-6, atol=0)
-        assert max(seen) == num_tokens
+        assert max(logits.shape[-2] for logits in seen) == num_tokens
+
+
+def watch_logits(model: Any) -> list[torch.Tensor]:
+    """What the head's forward makes from now on. Its hooks see one call for all chunks."""
+    seen, forward = [], model.lm_head.forward
+
+    def watched(*args: Any, **inputs: Any) -> Any:
+        seen.append(forward(*args, **inputs))
+        return seen[-1] if isinstance(seen[-1], torch.Tensor) else seen.pop()
+
+    model.lm_head.forward = watched
+    return seen
 
 
 def one_process() -> Any:

@@ -20,7 +20,7 @@ from transformers import (
 
 from toolkit.errors import UserError
 from toolkit.parallel.gather import assign_parameters
-from toolkit.parallel.units import build_units, check_ties, find_blocks
+from toolkit.parallel.units import build_units, check_ties, find_blocks, find_ends
 from toolkit.parallel.wrap import check_wrap, copy_on_meta
 
 
@@ -120,8 +120,8 @@ def test_size_based_wrap_keeps_tied_weights_in_the_root(min_num_params: int) -> 
     assert bool(blocks) == (min_num_params < 5000)
 
 
-def test_size_based_wrap_leaves_the_output_head_in_the_root() -> None:
-    """The chunked loss calls it a number of times that differs from rank to rank, and each call of a unit is a gather."""
+def test_size_based_wrap_takes_no_output_head_for_a_block() -> None:
+    """It is a unit whatever its size, and stays gathered between forward and backward."""
     model = tiny_t5()
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     blocks = find_blocks(fsdp_plugin(size_based_auto_wrap_policy, min_num_params=1000), model)
@@ -143,6 +143,20 @@ def test_tied_weights_lie_in_the_root_and_count_once() -> None:
     units = build_units(model, blocks)
     check_ties(model, units)
     assert [name for name in units[-1].parameter_names if "embed" in name or "shared" in name] == ["shared.weight"]
+
+
+def test_untied_embedding_and_head_are_units_of_their_own() -> None:
+    llama, tied, plugin = tiny_llama(), tiny_llama(tie_word_embeddings=True), fsdp_plugin(transformer_auto_wrap_policy)
+    ends = find_ends(llama, blocks := find_blocks(plugin, llama))
+    assert list(ends) == ["model.embed_tokens", "lm_head"]
+    units = build_units(llama, blocks | ends)
+    check_ties(llama, units)
+    assert units[-1].parameter_names == ("model.norm.weight",)
+    assert find_ends(tied, find_blocks(plugin, tied)) == find_ends(tiny_t5(), find_blocks(plugin, tiny_t5())) == {}
+    assert find_ends(llama, {}) == {}, "nothing is wrapped"
+    t5 = tiny_t5()  # as its later versions: the stacks share the embedding
+    t5.lm_head.weight = nn.Parameter(t5.lm_head.weight.detach().clone())
+    assert list(find_ends(t5, find_blocks(plugin, t5))) == ["lm_head"]
 
 
 def test_a_weight_tied_across_units_is_refused() -> None:

@@ -56,8 +56,9 @@ BART = {
 PEGASUS = BART | {"model_type": "pegasus", "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
 GPT2 = {"model_type": "gpt2", "n_embd": HIDDEN, "n_layer": 1, "n_head": HEADS, "vocab_size": VOCAB, "n_positions": 512}
 BLOCK = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER + 2 * HIDDEN
-ROOT = 2 * VOCAB * HIDDEN + HIDDEN
-NUM_PARAMETERS = LAYERS * BLOCK + ROOT
+END = VOCAB * HIDDEN
+"""The embedding, and the head: units of their own, where they are not tied."""
+NUM_PARAMETERS = LAYERS * BLOCK + 2 * END + HIDDEN
 TOKENS = 256
 UNPACKED = (f"--data.max_length_tokens={TOKENS}", "--data.packing=false")
 LORA = ("--adapter.method=lora", "--adapter.rank=8", "--adapter.target_modules=[q_proj]")
@@ -156,21 +157,22 @@ def test_more_ranks_than_rows_of_a_weight_pad_it_and_take_no_longer_to_plan() ->
 def test_one_rank_under_fsdp2_unshards_casts_alone() -> None:
     traced = trace(LLAMA, with_(num_shards=1), UNPACKED)
     assert traced.gathered_bytes == 0
-    assert 2 * ROOT <= highest(traced, UNSHARDED) <= 2 * (ROOT + 3 * BLOCK)
+    assert 2 * END <= highest(traced, UNSHARDED) <= 2 * (END + 3 * BLOCK)
     assert highest(traced, ACTIVATIONS) == highest(trace(LLAMA, FSDP2, UNPACKED), ACTIVATIONS)
 
 
-def test_every_block_is_gathered_twice_and_the_root_once() -> None:
+def test_every_block_and_the_embedding_are_gathered_twice_and_the_head_once() -> None:
     traced = trace(LLAMA, FSDP2, UNPACKED)
-    # torch keeps the last block gathered no longer than the others, and the root from its forward to its backward.
-    assert traced.gathered_bytes == pytest.approx(2 * (2 * LAYERS * BLOCK + ROOT), rel=0.001)
+    # torch keeps the last block gathered no longer than the others; the head stays from its forward to its backward.
+    assert traced.gathered_bytes == pytest.approx(2 * (2 * LAYERS * BLOCK + 3 * END), rel=0.001)
+    assert highest(traced, UNSHARDED) <= 2 * (END + 2 * BLOCK) * 1.001, "embedding and head are not there at the same time"
     assert traced.reduced_bytes == pytest.approx(4 * NUM_PARAMETERS, rel=0.001)
-    assert traced.largest_gather_bytes == pytest.approx(2 * ROOT, rel=0.001)
+    assert traced.largest_gather_bytes == pytest.approx(2 * max(BLOCK, END), rel=0.001)
     kept = trace(LLAMA, with_(reshard_after_forward=False), UNPACKED)
     assert kept.gathered_bytes == pytest.approx(2 * NUM_PARAMETERS, rel=0.001)
     assert highest(kept, UNSHARDED) == pytest.approx(2 * NUM_PARAMETERS, rel=0.001)
-    # A unit's gradients are whole in bf16 until they are reduced: the root's come last.
-    assert highest(traced, UNSHARDED_GRADIENTS) <= 2 * (ROOT + BLOCK) * 1.001
+    # A unit's gradients are whole in bf16 until they are reduced.
+    assert highest(traced, UNSHARDED_GRADIENTS) <= 2 * (END + BLOCK) * 1.001
 
 
 def test_doubling_the_sequence_doubles_activations_and_logits_alone() -> None:
@@ -231,7 +233,7 @@ def test_an_adapter_leaves_a_frozen_bf16_base_without_gradients_and_moments() ->
     assert traced.peaks[-1][GRADIENTS] == NUM_LORA * 4 // 4
     assert traced.reduced_bytes == 4 * NUM_LORA
     # Every unit but the root's frozen rest goes through the backward again.
-    assert traced.gathered_bytes == pytest.approx(2 * (2 * (LAYERS * BLOCK + NUM_LORA) + ROOT), rel=0.002)
+    assert traced.gathered_bytes == pytest.approx(2 * (2 * (LAYERS * BLOCK + NUM_LORA) + 2 * END), rel=0.002)
 
 
 def test_whole_logits_are_kept_as_bf16_and_as_fp32() -> None:
@@ -307,6 +309,19 @@ def test_every_family_is_sharded_by_what_trains(settings: dict, arguments: tuple
     assert traced.peak[OPTIMIZER] == pytest.approx(trainable * 2, rel=0.002)
     assert traced.peaks[-1][GRADIENTS] == pytest.approx(trainable, rel=0.01, abs=rounded)
     assert traced.reduced_bytes == pytest.approx(4 * trainable, rel=0.01)
+
+
+def test_the_sum_of_position_bias_and_padding_is_counted_in_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What sdpa is given as a T5's mask (rows, heads, queries, keys); without it the bias alone would be left."""
+    from transformers.integrations import sdpa_attention
+
+    rows, source, target = 4, 256, 8
+    lengths = (f"--data.max_source_length_tokens={source}", f"--data.max_target_length_tokens={target}")
+    counted = highest(trace(T5, FSDP2, lengths, rows), ACTIVATIONS)
+    monkeypatch.setattr(sdpa_attention, "create_position_bias_mask", lambda bias, *_: bias)
+    without = highest(_trace.__wrapped__(model_folder(T5), FSDP2, lengths, rows), ACTIVATIONS)
+    masks_of_an_encoder = T5["num_layers"] * rows * T5["num_heads"] * source * source * torch.bfloat16.itemsize
+    assert counted - without == pytest.approx(masks_of_an_encoder, rel=0.1)
 
 
 @pytest.mark.parametrize(("settings", "kind"), [(LLAMA, "fsdp2"), (T5, "fsdp2"), (LLAMA, "ddp")], ids=["llama", "t5", "ddp"])

@@ -79,6 +79,8 @@ def test_gradients_of_ddp_stay_the_views_of_its_buckets(kind: type[nn.Module], m
     micro_batch: Any = SimpleNamespace(step=1, index=0, is_last=True)
     loop.train_step(run, step, iter([(micro_batch, {})]), lr=0.1, watch=None)
     assert run.optimizer.zero_grad.call_args.kwargs == {"set_to_none": kind is nn.Linear}
+    names = [name for name, _, _ in run.mock_calls]
+    assert names.index("guard.judge") < names.index("writer.before_update") < names.index("optimizer.step")
 
 
 @pytest.mark.parametrize("is_due", [True, False])
