@@ -40,10 +40,10 @@ def train_and_measure(recipe: str, argv: list[str], folder: Path) -> dict[str, f
         values = values[values != 0]
         return (values == values.bfloat16()).float().mean().item()
 
-    def look_and_clip(model: Any, max_norm: float | None) -> Any:
+    def look_and_clip(model: Any, *rest: Any) -> Any:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         shares.update(weights=share(trained), gradients=share([p.grad for p in trained if p.grad is not None]))
-        return clip(model, max_norm)
+        return clip(model, *rest)
 
     with patch.object(loop, "clip_gradients", look_and_clip):
         run_in_this_process(recipe, argv)

@@ -59,7 +59,7 @@ def spoil_gradient(value: str, steps: Sequence[int], rank: int) -> None:
 
     step = _current_step(loop)
 
-    def spoil(model: torch.nn.Module, max_norm: float | None) -> None:
+    def spoil(model: torch.nn.Module, *_: object) -> None:
         if step[-1] in steps and distributed.rank() == rank:
             mine = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
             next(gradient for gradient in mine if gradient.numel()).view(-1)[0] = float(value)
@@ -82,7 +82,7 @@ def spike(steps: Sequence[int], factor: float) -> None:
 
     step = _current_step(loop)
 
-    def enlarge(model: torch.nn.Module, max_norm: float | None) -> None:
+    def enlarge(model: torch.nn.Module, *_: object) -> None:
         if step[-1] in steps:
             for parameter in model.parameters():
                 if parameter.grad is not None:

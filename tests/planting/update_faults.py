@@ -100,7 +100,7 @@ def no_clipping(patch: MonkeyPatch) -> None:
     from toolkit.training import loop
 
     clip = loop.clip_gradients
-    patch.setattr(loop, "clip_gradients", lambda model, max_norm: clip(model, None))
+    patch.setattr(loop, "clip_gradients", lambda model, max_norm, *rest: clip(model, None))
 
 
 def clipping_by_the_local_norm(patch: MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def clipping_by_the_local_norm(patch: MonkeyPatch) -> None:
 
     clip = loop.clip_gradients
 
-    def clip_locally(model: Any, max_norm: float | None) -> Any:
+    def clip_locally(model: Any, max_norm: float | None, *_: Any) -> Any:
         norm = clip(model, None)
         gradients = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
         local_norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()

@@ -103,10 +103,10 @@ def train_and_record_gradients(recipe: str, argv: list[str], max_logits: int) ->
     recorded: dict[str, np.ndarray] = {}
     clip = loop.clip_gradients
 
-    def look_and_clip(model: Any, max_norm: float | None) -> Any:
+    def look_and_clip(model: Any, *rest: Any) -> Any:
         if not recorded:
             recorded.update(whole_gradients(model))
-        return clip(model, max_norm)
+        return clip(model, *rest)
 
     with patch.object(loop, "clip_gradients", look_and_clip), patch.object(chunked_loss, "MAX_LOGITS_AT_ONCE", max_logits):
         run_in_this_process(recipe, argv)

@@ -11,8 +11,10 @@ import torch
 
 from benchmarks import bench, growth
 from benchmarks.bench import Row, format_quartiles, judge_least, judge_most, losses_at_same_tokens
-from benchmarks.throughput import growth_side
+from benchmarks.throughput import growth_side, host_time
 from benchmarks.throughput.comparisons import Against, Comparison
+from benchmarks.throughput.host_clock import REST, kernels
+from toolkit.planning.trace import fake_ranks
 
 
 def row(*ratios: float) -> Row:
@@ -73,3 +75,32 @@ def test_bytes_are_held_against_those_that_fsdp_must_send(monkeypatch: pytest.Mo
     figures = {"num_bytes": 3e6, "minimum_bytes": 2e6, "num_parameters": 8e6, "step_s": 1.25, "peak_gib": 0.5, "calls": 7}
     monkeypatch.setattr(growth, "measure", lambda setting: figures)
     assert "| 1 processes | 8.0 | 1.25 | 0.50 | 7 | 3.0 | 1.5000 |" in growth.grow("ranks", 1)
+
+
+@pytest.mark.parametrize("side", ["single", "fsdp2_full_shard", "fsdp2_shard_grad_op"])
+def test_a_step_walks_no_modules_and_its_own_launches_are_few(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A walk takes the host 0.4 ms in a T5-base, and 4 ms in an adapter of 32 blocks."""
+    walks: list[str] = []
+    walk = torch.nn.Module.named_modules
+
+    def noted(module: torch.nn.Module, memo: Any = None, *rest: Any, **more: Any) -> Any:
+        if memo is None:
+            walks.append(type(module).__name__)
+        return walk(module, memo, *rest, **more)
+
+    _, flags = host_time.MODELS["flan-t5-base"]
+    monkeypatch.setitem(host_time.MODELS, "tiny", (host_time.t5(2), flags))
+    with fake_ranks(host_time.NUM_RANKS), kernels() as clock:
+        step = host_time.build_step("tiny", side, clock)
+        step()
+        monkeypatch.setattr(torch.nn.Module, "named_modules", noted)
+        clock.restart()
+        with clock.counting():
+            step()
+    assert walks == []
+    assert {part: clock.launches[part] for part in ("clipping", "AdamW", REST)} == {
+        "clipping": 10 + (side != "single"),  # the all-reduce
+        "AdamW": 6,
+        REST: 20,
+    }
+    assert (clock.launches["FSDP"] > 0) == (side != "single")

@@ -70,7 +70,7 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def seed_all(*parts: int | str) -> None:
-    """Seed Python, NumPy and torch (every device) from `parts`.
+    """Seed Python, NumPy and torch (the CPU and every GPU) from `parts`.
 
     Training calls it before every micro-batch with (seed, step, rank, micro-batch). Dropout then depends only on the place in the
     run: a restart draws the same masks, and an evaluation in between changes nothing.
@@ -80,7 +80,9 @@ def seed_all(*parts: int | str) -> None:
     seed = derive_seed(*parts)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():  # `torch.manual_seed` also formats a stack for each kind of device that is not there
+        torch.cuda.manual_seed_all(seed)
 
 
 def _restore(path: Path) -> None:

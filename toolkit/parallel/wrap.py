@@ -128,7 +128,9 @@ def accumulating(sharded: ShardedModel, *, is_last: bool) -> Iterator[None]:
     deferring would keep them unsharded. Without `fsdp_reshard_after_forward`, parameters stay gathered until the last backward.
     """
     model = sharded.model
-    if isinstance(model, FSDPModule):
+    # torch's setters walk all modules, so they are called where something changes: not in steps of one micro-batch.
+    if isinstance(model, FSDPModule) and getattr(model, "_was_last", True) != is_last:
+        setattr(model, "_was_last", is_last)  # noqa: B010  # no field that mypy knows
         plugin = sharded.accelerator.state.fsdp_plugin
         # With CPU offload the sum over micro-batches would stay on the GPU until the last one (_fsdp_collectives.py:636).
         model.set_requires_all_reduce(is_last or isinstance(plugin.cpu_offload, CPUOffloadPolicy))

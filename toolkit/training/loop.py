@@ -144,7 +144,7 @@ def train_step(
     at("update", step.step)
     if watch:
         watch.check_gradients()
-    grad_norm = clip_gradients(model, config.optim.max_grad_norm)
+    grad_norm = clip_gradients(model, config.optim.max_grad_norm, run.trainable)
     total_loss, skipped = run.guard.judge(torch.stack([loss for _, loss in losses]).sum(), grad_norm)
     for group in run.optimizer.param_groups:
         group["lr"] = lr

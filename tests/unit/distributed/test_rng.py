@@ -37,6 +37,22 @@ def test_a_seed_sets_every_generator() -> None:
     assert drawn[0] == drawn[1] and all(one != other for one, other in zip(*drawn[1:], strict=True))
 
 
+def test_a_seed_is_that_of_torch_and_writes_no_stack_for_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(rng.derive_seed("step", 1))
+    expected = torch.rand(3)
+    monkeypatch.setattr("traceback.format_stack", lambda *_: pytest.fail("a call for a device was put off"))
+    rng.seed_all("step", 1)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_seed_reaches_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    rng.seed_all("step", 1)
+    assert seeds == [rng.derive_seed("step", 1)]
+
+
 def test_each_rank_gets_its_own_state_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rng, "world_size", lambda: 2)
     monkeypatch.setattr(rng, "on_all_ranks", lambda work: work())

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.config.schema import OptimConfig, TrainConfig
 from toolkit.data.batch_plan import BatchPlan
+from toolkit.planning.trace import fake_ranks
 from toolkit.training.optim import build_optimizer, clip_gradients, describe_rate_change, learning_rate
 
 
@@ -106,6 +114,55 @@ def test_norms_of_dora_are_not_decayed() -> None:
         for group in build_optimizer(OptimConfig(weight_decay=0.1), model).param_groups
     }
     assert decays == {0.1: 1, 0.0: 1}
+
+
+def test_adamw_updates_shards_as_torch_does_and_keeps_its_state_in_dtensors() -> None:
+    """Uneven shards, an empty one among them, and a skipped update; the moments lie where a checkpoint looks for them."""
+    config, models, optimizers = OptimConfig(weight_decay=0.1), [], []
+    with fake_ranks(8), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="DTensor random operators")
+        for build in (build_optimizer, lambda _, model: torch.optim.AdamW(groups_like(optimizers[0], model), fused=True)):
+            torch.manual_seed(0)
+            models.append(fully_shard(Model(), mesh=init_device_mesh("cpu", (8,))))
+            optimizers.append(build(config, models[-1]))
+        for step, found_inf in enumerate((0.0, 1.0, 0.0)):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                torch.manual_seed(step)
+                for parameter in model.parameters():
+                    parameter.grad = torch.randn_like(parameter)
+                optimizer.found_inf = torch.tensor(found_inf)
+                with OpsOnDTensors() as seen:
+                    optimizer.step()
+                if step:  # the first one makes the moments
+                    assert bool(seen.ops) == (optimizer is optimizers[1]), seen.ops
+        for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            ours, theirs = ({"weight": p, **optimizer.state[p]} for p, optimizer in zip((a, b), optimizers, strict=True))
+            assert ours["step"] == theirs["step"] == 2
+            for name in ("weight", "exp_avg", "exp_avg_sq"):
+                assert ours[name].placements == theirs[name].placements == a.placements
+                assert torch.equal(ours[name].to_local(), theirs[name].to_local()), name
+
+
+def groups_like(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[dict[str, Any]]:
+    """The parameter groups of an optimizer of an equal model."""
+    return [
+        {**group, "params": [p for p in model.parameters() if (p.ndim > 1 and p.shape != (3, 2)) == (not number)]}
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+
+
+class OpsOnDTensors(TorchDispatchMode):
+    """Lists the operations that get a DTensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            self.ops.append(func)
+            return NotImplemented
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(

@@ -110,10 +110,10 @@ def watch(folder: Path, *, exports: bool) -> None:
         resume(run, saved)
         _record(folder / "loaded", run.sharded, run.optimizer)
 
-    def look_and_clip(model: Any, max_norm: float | None) -> torch.Tensor:
+    def look_and_clip(model: Any, *rest: Any) -> torch.Tensor:
         if records:  # the same on all ranks
             _save(folder / records.pop(0), _whole_gradients(model))
-        return clip(model, max_norm)
+        return clip(model, *rest)
 
     def step_and_look(run: Run, step: Step, *args: Any) -> StepFigures:
         masks.run = run
