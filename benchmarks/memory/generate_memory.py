@@ -98,7 +98,7 @@ def describe(ranks: list[dict], runs: dict[str, list[Figures]]) -> list[str]:
     first, all_s = ranks[0]["first_text_s"], ranks[0]["all_s"]
     verdict = "met" if first <= GOAL_S else "missed"
     speed = format_table(
-        ["", "rows a second"],
+        ["", "rows a second of the processor"],
         [*([side, format_runs(figures, "rows_per_s", 0)] for side, figures in runs.items()), [
             "ratio", format_ratios(runs[OURS], runs[PLAIN], "rows_per_s")]],
     )  # fmt: skip

@@ -103,7 +103,7 @@ def save_inputs(folder: Path, num_rows: int) -> None:
 def ours(kind: str, file: str, tokenizer: str, cache: str) -> None:
     """One process reads, splits, tokenizes and caches the rows."""
     import datasets  # noqa: F401  imports are not measured, as on the other side
-    import transformers  # noqa: F401
+    from transformers import AutoTokenizer  # noqa: F401  `import transformers` alone leaves most of it to its first use
 
     from toolkit.config.data import LLMDataConfig
     from toolkit.config.schema import ModelConfig

@@ -80,7 +80,7 @@ class Generator:
         Raises:
             UserError: a chat for an encoder-decoder, or that the template refuses; more tokens than the model has positions.
         """
-        new, all_lost = self.model.generation_config.max_new_tokens, [0] * len(rows)
+        new, all_lost, takes_chats = self.model.generation_config.max_new_tokens, [0] * len(rows), self.takes_chats(plain=plain)
         if self.config.is_encoder_decoder:
             for where in (where for where, row in rows if row.prompt is None):
                 raise UserError(f"{where} is a chat, and the model is an encoder-decoder: give a text")
@@ -88,7 +88,7 @@ class Generator:
             all_ids, all_lost = encode_texts(self.tokenizer, texts, self.usage.max_source_length_tokens, "text")
             new = 0
         else:
-            are_chats = [row.messages is not None or self.takes_chats(plain=plain) for _, row in rows]
+            are_chats = [takes_chats or row.messages is not None for _, row in rows]
             texts = [self._render(*row) if is_chat else str(row[1].prompt) for row, is_chat in zip(rows, are_chats, strict=True)]
             all_ids = encode_prompts(self.tokenizer, texts, are_chats)
         limit, _ = num_positions(self.config)

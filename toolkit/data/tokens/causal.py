@@ -16,7 +16,7 @@ from toolkit.config.data import LLMDataConfig
 from toolkit.config.schema import ModelConfig
 from toolkit.data.rows.example import read_examples
 from toolkit.data.rows.load import TextRows
-from toolkit.data.tokens.chat_template import check_chat_template, list_special_tokens, read_chat_template
+from toolkit.data.tokens.chat_template import check_chat_template, compile_special_tokens, read_chat_template
 from toolkit.data.tokens.cuts import ROW_IDS_OF_A_PIECE, SIDES, describe_cut, describe_split, split_text
 from toolkit.data.tokens.offsets import TokenizedText, tokenize_texts
 from toolkit.data.tokens.omissions import KINDS
@@ -106,9 +106,9 @@ def tokenize(
         tokenizer, [item.text for item in prepared], [[turn.start for turn in item.turns] for item in prepared]
     )
     # Turn each example into one row, or a long text into several.
-    prefix = np.array(_get_prefix(tokenizer), dtype=np.int32)
+    prefix, limit = np.array(_get_prefix(tokenizer), dtype=np.int32), config.max_length_tokens
     before, end_token = np.zeros(len(prefix), dtype=np.int64), np.array([tokenizer.eos_token_id], dtype=np.int32)
-    special_tokens = re.compile("|".join(map(re.escape, list_special_tokens(tokenizer))) or "(?!)")
+    special_tokens = compile_special_tokens(tokenizer)
     all_columns = []
     for row_id, mix_entry, text, item, tokens in zip(
         rows["row_id"], rows["mix_entry"], rows["text"], prepared, tokenized, strict=True
@@ -121,10 +121,7 @@ def tokenize(
                 np.concatenate([before, tokens.ends, length]),
                 tuple(first + len(prefix) for first in tokens.firsts),
             )
-        if text is not None:
-            columns = _split(item, tokens, len(prefix), config.max_length_tokens)
-        else:
-            columns = [_mask(item, tokens, config.max_length_tokens, special_tokens)]
+        columns = [_mask(item, tokens, limit, special_tokens)] if text is None else _split(item, tokens, len(prefix), limit)
         of_row = {**_find_stops(item, tokenizer, special_tokens), "source_index": mix_entry, "omitted": item.omitted}
         all_columns += [
             {**part, **of_row, "row_id": row_id + piece * ROW_IDS_OF_A_PIECE, "piece": piece}
@@ -240,11 +237,8 @@ def _split(item: Prepared, tokens: TokenizedText, num_prefix: int, max_length_to
 def _mask(item: Prepared, tokens: TokenizedText, max_length_tokens: int, special_tokens: re.Pattern) -> dict[str, Any]:
     """The columns of one chat or pair, cut to `max_length_tokens`."""
     input_ids = tokens.input_ids[:max_length_tokens]
-    is_cut = len(tokens.input_ids) > len(input_ids)
-    end_place = tokens.ends[len(input_ids) - 1] if is_cut else len(item.text)
-    labels = input_ids.copy()
-    if not item.counts_whole:
-        labels.fill(IGNORED_LABEL)
+    end_place = tokens.ends[len(input_ids) - 1] if len(input_ids) < len(tokens.input_ids) else len(item.text)
+    labels = input_ids.copy() if item.counts_whole else np.full_like(input_ids, IGNORED_LABEL)
     # The first token has no label, so its text does not count either.
     pieces = [item.text[tokens.ends[:1].max(initial=0) : end_place]] if item.counts_whole else []
     prompt_length, target, lead_text = 0, "", ""
@@ -278,8 +272,7 @@ def _find_stops(item: Prepared, tokenizer: PreTrainedTokenizerBase, special_toke
     """The columns about the ends of turns."""
     ends = [special_tokens.findall(item.text[turn.content_end : turn.end]) for turn in item.turns] if item.is_chat else []
     stop_tokens = frozenset(tokens[-1] for tokens in ends if tokens)
-    is_endless = not all(ends)
-    return {"is_chat": item.is_chat, "is_endless": is_endless, "stop_token_ids": _list_stop_ids(tokenizer, stop_tokens)}
+    return {"is_chat": item.is_chat, "is_endless": not all(ends), "stop_token_ids": _list_stop_ids(tokenizer, stop_tokens)}
 
 
 @functools.lru_cache

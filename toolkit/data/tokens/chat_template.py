@@ -13,6 +13,7 @@ before it: a line break, the end token of a document (Phi-3), an unrequested gen
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import re
 from itertools import takewhile
@@ -93,25 +94,26 @@ def render_chat(
     return _render(tokenizer, messages, tools, add_generation_prompt=for_generation)[0]
 
 
-def find_turns(
-    tokenizer: PreTrainedTokenizerBase, text: str, messages: list[dict[str, Any]], tools: list[Any] | None
-) -> list[Turn]:
-    """The assistant's turns in `text`, the rendering of all `messages`; one turn per assistant message.
+def render_turns(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: list[Any] | None
+) -> tuple[str, list[Turn]]:
+    """As `render_chat`, with the assistant's turns in the text; one turn per assistant message.
 
     Raises:
         NoMaskError: the turns cannot be located.
         UserError, or one of `TEMPLATE_ERRORS`: as `render_chat`.
     """
     spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    special_tokens = list_special_tokens(tokenizer)
+    special_tokens = compile_special_tokens(tokenizer)
+    has_markers = _GENERATION_MARKER.search(_get_template(tokenizer, tools)) is not None
+    text, marked = _render(tokenizer, messages, tools, add_generation_prompt=False, return_assistant_tokens_mask=has_markers)
     # The template marks the turns itself.
-    if _GENERATION_MARKER.search(_get_template(tokenizer, tools)):
-        _, marked = _render(tokenizer, messages, tools, return_assistant_tokens_mask=True)
+    if has_markers:
         spans = _merge(marked)
         if len(spans) != len(spoken):
             raise NoMaskError(f"its {{% generation %}} markers mark {len(spans)} texts for {len(spoken)} assistant turns")
-        return [
-            Turn(start, start + _find_ends("", text[start:end], messages[i], special_tokens).content_end, end)
+        return text, [
+            Turn(start, start + _find_ends("", text[start:end], messages[i], special_tokens)[0], end)
             for i, (start, end) in zip(spoken, spans, strict=True)
         ]
     # Otherwise each turn lies between two prefixes of the chat.
@@ -120,15 +122,16 @@ def find_turns(
         prompt = _render_beginning(tokenizer, text, messages[:i], tools, special_tokens, for_generation=True)
         end = len(_render_beginning(tokenizer, text, messages[: i + 1], tools, special_tokens, for_generation=False))
         start = len(prompt)
-        ends = _find_ends(prompt, text[start:end], messages[i], special_tokens)
-        turns.append(Turn(start, start + ends.content_end, start + ends.end))
-    return turns
+        turns.append(Turn(start, *(start + n for n in _find_ends(prompt, text[start:end], messages[i], special_tokens))))
+    return text, turns
 
 
-def list_special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The tokens that decoding with `skip_special_tokens` leaves out, longest first."""
+@functools.lru_cache(maxsize=2)
+def compile_special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Matches the tokens that decoding with `skip_special_tokens` leaves out, the longest first."""
     added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return sorted({*added, *map(str, tokenizer.all_special_tokens)}, key=len, reverse=True)
+    tokens = sorted({*added, *map(str, tokenizer.all_special_tokens)}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 
 
 def _merge(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -142,35 +145,29 @@ def _merge(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-class _Ends(NamedTuple):
-    content_end: int
-    end: int
-
-
-def _find_ends(prompt: str, turn: str, message: dict[str, Any], special_tokens: list[str]) -> _Ends:
+def _find_ends(prompt: str, turn: str, message: dict[str, Any], special_tokens: re.Pattern[str]) -> tuple[int, int]:
     """Where in the text of a turn, which follows `prompt`, its content and its end-of-turn token end.
 
     Raises:
         NoMaskError: the text continues with another generation prompt, whose start is unknown.
     """
-    any_special = "|".join(map(re.escape, special_tokens)) or "(?!)"
     # The normal case: the content, then a special token.
     said = _find_content_end(turn, message)
-    if said is not None and (mark := re.compile(any_special).search(turn, said)):
-        return _Ends(mark.start(), mark.end())
+    if said is not None and (mark := special_tokens.search(turn, said)):
+        return mark.span()
     # A turn that ends like its prompt may contain a second generation prompt.
     shared = os.path.commonprefix([prompt.rstrip()[::-1], turn.rstrip()[::-1]])[::-1]
     if said is None:
-        goes_on = any(text.strip() for text in re.split(any_special, shared)[1:])
-        closing = re.search(rf"(?:{any_special}|\s)*\Z", turn)
+        goes_on = any(text.strip() for text in special_tokens.split(shared)[1:])
+        closing = re.search(rf"(?:{special_tokens.pattern}|\s)*\Z", turn)
         assert closing is not None, "the pattern matches the empty text"
-        ends = re.compile(rf"(?:{any_special})+").search(turn, closing.start())
-        found = _Ends(ends.start(), ends.end()) if ends else _Ends(len(turn.rstrip()), len(turn))
+        ends = re.compile(rf"(?:{special_tokens.pattern})+").search(turn, closing.start())
+        found = ends.span() if ends else (len(turn.rstrip()), len(turn))
     else:
         # The template is for another tokenizer, whose <|im_end|> is plain text here, or it ends turns with a line break.
         after = turn[said:].strip()
         goes_on = after != "" and shared.endswith(after)
-        found = _Ends(said, len(turn.rstrip()) if after else len(turn))
+        found = said, len(turn.rstrip()) if after else len(turn)
     if goes_on:
         raise NoMaskError(
             "it prints a generation prompt after the last turn without being asked, so the end of the turn is unknown"
@@ -194,7 +191,7 @@ def _render_beginning(
     text: str,
     messages: list[dict[str, Any]],
     tools: list[Any] | None,
-    special_tokens: list[str],
+    special_tokens: re.Pattern[str],
     *,
     for_generation: bool,
 ) -> str:
@@ -207,9 +204,9 @@ def _render_beginning(
         raise NoMaskError(f"it refuses the first {len(messages)} messages on their own ({error})") from None
     if text.startswith(beginning):
         return beginning
-    if not for_generation and special_tokens:
+    if not for_generation:
         # Phi-3's template closes every text with the document's end token, after the turn's; in a longer chat it comes later.
-        any_special = f"({'|'.join(map(re.escape, special_tokens))})"
+        any_special = f"({special_tokens.pattern})"
         pairs = zip(re.split(any_special, beginning), re.split(any_special, text), strict=False)
         common = "".join(ours for ours, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         is_only_closed = not re.sub(any_special, "", beginning[len(common) :]).strip()

@@ -5,7 +5,8 @@ tokenized alone. The tokens after it are those of the full text. Only if a token
 prompt and the first word of its completion, two line breaks), the rest is tokenized separately, without the space that some
 tokenizers put before every text, because it is not the beginning of one.
 
-Every tokenizer splits a text at its added tokens (`<|im_end|>`) first, so a prompt is compared only from the last one on.
+Every tokenizer splits a text at its added tokens (`<|im_end|>`) first, so a prompt is compared only from the last one on. Most
+byte-level ones then split it into words, which mostly are the same whatever follows: such a prompt is not tokenized at all.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,8 @@ _MORE_THAN_ANY_TEXT = 2**40
 _BLOCK_CHARACTERS = 2**18
 # Boundaries that hardly any tokenizer's tokens span: after a single line break, else before a single space.
 _BLOCK_ENDS = (re.compile(r"(?<=\S\n)(?=\S)"), re.compile(r"(?<=\S)(?= \S)"))
+# In the regular expression of a tokenizer: what sees more than a word's own characters, unless it is `|\s+(?!\S)|\s+`.
+_LOOKS_AROUND = re.compile(r"(?!(?<=\|\\s\+)\(\?!\\S\)\|\\s\+(?![^|]))\(\?(?!i?:)|\\[bBAzZGK]|\$|(?<!\[)\^")
 
 
 class TokenizedText(NamedTuple):
@@ -51,6 +54,7 @@ class _Encoders(NamedTuple):
     behind: Tokenizer
     """Adds no space before a text."""
     added_tokens: dict[int, str]
+    keeps_words: bool
 
 
 def tokenize_texts(
@@ -64,13 +68,16 @@ def tokenize_texts(
         tokenizer: a fast tokenizer, not changed between calls.
         places: for each text, the character positions where prompts end, in order.
     """
-    # Tokenize every text in full.
+    # Tokenize every text in full; go on with those whose prompts may have other tokens alone.
     encoders = _build_encoders(tokenizer)
     tokenized = _encode_in_blocks(encoders, texts, places)
-    # Find the last added token before each marked place: the prompts are compared from there.
-    added = _find_added(encoders, texts, tokenized)
+    places = [() if tokens.firsts else marked for tokens, marked in zip(tokenized, places, strict=True)]
+    if not any(places):
+        return tokenized
+    # Find the last added token before each marked place, or 0: only from there on can prompts alone have other tokens.
+    added = [_find_added(encoders, *pair) for pair in zip(texts, tokenized, strict=True)]
     anchors = [
-        [_find_anchor(tokens, indices, place) for place in marked]
+        [indices[n - 1] if (n := bisect.bisect_right(indices, place, key=tokens.ends.__getitem__)) else 0 for place in marked]
         for tokens, indices, marked in zip(tokenized, added, places, strict=True)
     ]
     pieces = [
@@ -78,8 +85,9 @@ def tokenize_texts(
         for text, tokens, marked, begins in zip(texts, tokenized, places, anchors, strict=True)
         for place, anchor in zip(marked, begins, strict=True)
     ]
-    # Tokenize the ends of the prompts alone, and use their tokens where they differ.
-    prompts = iter(_encode(encoders.whole, pieces))
+    # Tokenize the ends of the prompts alone, most of which are alike in chats, and use their tokens where they differ.
+    alone = dict(zip(alike := list(dict.fromkeys(pieces)), _encode(encoders.whole, alike), strict=True))
+    prompts = map(alone.__getitem__, pieces)
     return [
         _split(encoders, text, tokens, indices, list(zip(marked, begins, prompts, strict=False))) if marked else tokens
         for text, tokens, indices, marked, begins in zip(texts, tokenized, added, places, anchors, strict=True)
@@ -95,10 +103,28 @@ def _build_encoders(tokenizer: PreTrainedTokenizerBase) -> _Encoders:
     whole = backend | {"post_processor": None, "truncation": None, "padding": None}
     behind = whole | {name: _leave_out_prefix(whole[name]) for name in ("normalizer", "pre_tokenizer")}
     added_tokens = {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}
-    encoders = _Encoders(Tokenizer.from_str(json.dumps(whole)), Tokenizer.from_str(json.dumps(behind)), added_tokens)
+    built = [Tokenizer.from_str(json.dumps(part)) for part in (whole, behind)]
+    encoders = _Encoders(built[0], built[1], added_tokens, _keeps_words(whole))
     for encoder in encoders[:2]:
         encoder.encode_special_tokens = bool(getattr(tokenizer, "split_special_tokens", False))
     return encoders
+
+
+def _keeps_words(backend: dict[str, Any]) -> bool:
+    """Whether a text has the same words up to the end of one without what follows it; `_find_firsts` has the exceptions.
+
+    An expression that does not look around is matched from left to right, so what it matches before a boundary stays.
+    """
+    step = backend["pre_tokenizer"] or {}
+    steps = step.get("pretokenizers", [step])
+    patterns = [step.get("pattern", {}).get("Regex", "") for step in steps if "pattern" in step or step.get("use_regex")]
+    return (
+        all(step.get("behavior", step.get("type")) in ("Isolated", "Removed", "ByteLevel", "Digits") for step in steps)
+        and len(patterns) < 2
+        and not any(map(_LOOKS_AROUND.search, patterns))
+        and (backend["normalizer"] or {"type": "NFC"})["type"] == "NFC"
+        and not any(token["single_word"] for token in backend["added_tokens"])
+    )
 
 
 def _leave_out_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -112,15 +138,39 @@ def _leave_out_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
     return part | changes.get(part["type"], {})
 
 
-def _encode(encoder: Tokenizer, texts: Sequence[str]) -> list[TokenizedText]:
-    sizes = itertools.accumulate(map(len, texts))
-    tokenized = []
-    for _, group in itertools.groupby(zip(texts, sizes, strict=True), key=lambda item: item[1] // _MOST_CHARACTERS_AT_ONCE):
-        tokenized += _read(encoder.encode_batch([text for text, _ in group], add_special_tokens=False))
+def _encode(encoder: Tokenizer, texts: Sequence[str], places: Sequence[Sequence[int]] = ()) -> list[TokenizedText]:
+    """The tokens of each text; given `places`, with `firsts` if `_find_firsts` finds all of them."""
+    rows = zip(texts, itertools.accumulate(map(len, texts)), places or [()] * len(texts), strict=True)
+    tokenized: list[TokenizedText] = []
+    for _, group in itertools.groupby(rows, key=lambda row: row[1] // _MOST_CHARACTERS_AT_ONCE):
+        part, _, marked = zip(*group, strict=True)
+        encodings = encoder.encode_batch(part, add_special_tokens=False)
+        tokenized += _read(encodings, map(_find_firsts, encodings, part, marked, itertools.repeat(encoder.normalizer)))
     return tokenized
 
 
-def _read(encodings: Sequence[Encoding]) -> list[TokenizedText]:
+def _find_firsts(encoding: Encoding, text: str, places: Sequence[int], normalizer: object) -> tuple[int, ...]:
+    """The index of the first token after each place; empty if one ends no word that is the last one without the rest too.
+
+    White space at an end is all in one word. A normalizer may join a character to the one before, unless it is of ASCII.
+    """
+    firsts = []
+    for place in places:
+        first = (encoding.char_to_token(place) or 0) if place < len(text) else len(encoding)
+        word = encoding.token_to_word(first - 1) if first else None
+        if (
+            word is None
+            or (encoding.token_to_chars(first - 1) or (0, 0))[1] != place
+            or (place < len(text) and encoding.token_to_word(first) == word)
+            or (text[place - 2 : place].isspace() and encoding.char_to_word(len(text[:place].rstrip())) != word)
+            or (normalizer and not text[place : place + 1].isascii())
+        ):
+            return ()
+        firsts.append(first)
+    return tuple(firsts)
+
+
+def _read(encodings: Sequence[Encoding], firsts: Iterable[tuple[int, ...]]) -> list[TokenizedText]:
     """The tokens of several texts, read at once, because a call of numpy takes as long as the tokens of a short text."""
     chain = itertools.chain.from_iterable
     bounds = [0, *itertools.accumulate(map(len, encodings))]
@@ -133,17 +183,21 @@ def _read(encodings: Sequence[Encoding]) -> list[TokenizedText]:
     ends = np.maximum.accumulate(token_ends)
     starts = np.minimum(token_starts, np.maximum(np.concatenate([[0], ends[:-1]]), gaps)) - gaps
     ends -= gaps
-    return [TokenizedText(input_ids[i:j], starts[i:j], ends[i:j]) for i, j in itertools.pairwise(bounds)]
+    parts = zip(itertools.pairwise(bounds), firsts, strict=True)
+    return [TokenizedText(input_ids[i:j], starts[i:j], ends[i:j], found) for (i, j), found in parts]
 
 
 def _encode_in_blocks(encoders: _Encoders, texts: Sequence[str], places: Sequence[Sequence[int]]) -> list[TokenizedText]:
     bounds = [[0, len(text)] if marked else _cut_blocks(text) for text, marked in zip(texts, places, strict=True)]
-    first = _encode(encoders.whole, [text[: bound[1]] for text, bound in zip(texts, bounds, strict=True)])
+    begins = [text[: bound[1]] for text, bound in zip(texts, bounds, strict=True)]
+    first = _encode(encoders.whole, begins, places if encoders.keeps_words else ())
     behind = [
         text[start:end]
         for text, bound in zip(texts, bounds, strict=True)
         for start, end in zip(bound[1:], bound[2:], strict=False)
     ]
+    if not behind:
+        return first
     rest = iter(_encode(encoders.behind, behind))
     return [
         _join([tokens, *(_move(next(rest), start) for start in bound[1:-1])]) for tokens, bound in zip(first, bounds, strict=True)
@@ -160,24 +214,10 @@ def _cut_blocks(text: str) -> list[int]:
     return [*bounds, len(text)]
 
 
-def _find_added(encoders: _Encoders, texts: Sequence[str], tokenized: Sequence[TokenizedText]) -> list[list[int]]:
-    """For each text, indices of added tokens that are written in it, unlike one that stands for an unknown character."""
-    bounds = [0, *itertools.accumulate(len(tokens.input_ids) for tokens in tokenized)]
-    input_ids = np.concatenate([np.zeros(0, np.int32), *(tokens.input_ids for tokens in tokenized)])
-    found: list[list[int]] = [[] for _ in texts]
-    for place in np.flatnonzero(np.isin(input_ids, list(encoders.added_tokens))).tolist():
-        number = bisect.bisect_right(bounds, place) - 1
-        tokens, index = tokenized[number], place - bounds[number]
-        said = texts[number][tokens.starts[index] : tokens.ends[index]]
-        if said.strip() == encoders.added_tokens[int(input_ids[place])].strip():
-            found[number].append(index)
-    return found
-
-
-def _find_anchor(tokens: TokenizedText, added: list[int], place: int) -> int:
-    """Index of the last added token before a place, or 0. Only from there on can the prompt alone have different tokens."""
-    before = bisect.bisect_right(added, place, key=lambda index: tokens.ends[index])
-    return added[before - 1] if before else 0
+def _find_added(encoders: _Encoders, text: str, tokens: TokenizedText) -> list[int]:
+    """Indices of added tokens that are written in a text, unlike one that stands for an unknown character."""
+    names = [(i, encoders.added_tokens[id]) for i, id in enumerate(tokens.input_ids.tolist()) if id in encoders.added_tokens]
+    return [i for i, name in names if text[tokens.starts[i] : tokens.ends[i]].strip() == name.strip()]
 
 
 def _split(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit.data.rows.example import Example
-from toolkit.data.tokens.chat_template import TEMPLATE_ERRORS, NoMaskError, Turn, find_turns, render_chat
+from toolkit.data.tokens.chat_template import TEMPLATE_ERRORS, NoMaskError, Turn, render_chat, render_turns
 from toolkit.data.tokens.omissions import find_omissions
 from toolkit.errors import UserError
 
@@ -53,8 +53,7 @@ def prepare_chat(tokenizer: PreTrainedTokenizerBase, example: Example, loss_on: 
     # Render, and locate the assistant's turns; without them, only data.loss_on all is possible.
     turns: list[Turn] = []
     try:
-        text = render_chat(tokenizer, messages, tools)
-        turns = find_turns(tokenizer, text, messages, tools)
+        text, turns = render_turns(tokenizer, messages, tools)
     except NoMaskError as error:
         if loss_on == "completions":
             raise UserError(
@@ -62,6 +61,7 @@ def prepare_chat(tokenizer: PreTrainedTokenizerBase, example: Example, loss_on: 
                 "data.chat_template with {% generation %} ... {% endgeneration %} around the assistant's text "
                 "(recipes/chat_templates/chatml_generation.jinja is one for ChatML), or set data.loss_on all"
             ) from None
+        text = render_chat(tokenizer, messages, tools)
     except UserError:
         raise
     except TEMPLATE_ERRORS as error:

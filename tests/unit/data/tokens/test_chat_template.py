@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 
 from tests.support.chats import CHATML, CLOSING, LLAMA2, MARKED, PROMPTING, STRIPPING, build_chat_tokenizer, say
 from toolkit.data.rows.example import Example
-from toolkit.data.tokens.chat_template import NoMaskError, check_chat_template, find_turns, read_chat_template, render_chat
+from toolkit.data.tokens.chat_template import NoMaskError, check_chat_template, read_chat_template, render_chat, render_turns
 from toolkit.data.tokens.prompts import prepare_chat
 from toolkit.errors import UserError
 
@@ -30,8 +30,8 @@ def tokenizer():
 def find(tokenizer, template, messages, tools=None):
     """(content, what ends the turn) of each turn."""
     tokenizer.chat_template = template
-    text = render_chat(tokenizer, messages, tools)
-    turns = find_turns(tokenizer, text, messages, tools)
+    text, turns = render_turns(tokenizer, messages, tools)
+    assert text == render_chat(tokenizer, messages, tools)
     return [(text[turn.start : turn.content_end], text[turn.content_end : turn.end]) for turn in turns]
 
 

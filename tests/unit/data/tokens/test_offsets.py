@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from tests.support.chats import SPACE_ADDING, build_chat_tokenizer, build_space_adding_tokenizer
 from tests.support.model_folders import _build_tokenizer
+from tests.support.tokenizer_kinds import LLAMA_3, build_byte_level, draw_text
 from toolkit.data.tokens import offsets as spans
 from toolkit.data.tokens.offsets import tokenize_texts
 
@@ -98,3 +101,35 @@ def test_special_tokens_are_those_in_the_text_only():
     chat = build_chat_tokenizer("<|im_end|>")
     (tokens,) = tokenize_texts(chat, ["<|im_end|>a"], [[]])
     assert tokens.starts.tolist() == [0, 10]
+
+
+@pytest.mark.parametrize(
+    ("split", "is_composing", "word", "keeps_words"),
+    [
+        (None, False, None, True),
+        (LLAMA_3, False, None, True),
+        (LLAMA_3, True, None, True),
+        (LLAMA_3, False, "wo", False),  # a token that is one only where a word ends
+        (r"\p{L}+(?=\s)|\p{L}|\s+(?!\S)|\s+", False, None, False),
+        (r"\p{L}+|\s+(?!\S)", False, None, False),
+    ],
+)
+def test_a_prompt_is_not_tokenized_only_where_that_changes_nothing(monkeypatch, split, is_composing, word, keeps_words):
+    from tokenizers import AddedToken, normalizers
+
+    tokenizer = build_byte_level(split=split)
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC() if is_composing else None
+    tokenizer.add_tokens([AddedToken(word, single_word=True)] if word else ["<|x|>"])
+    draw = random.Random(0)
+    parts = [[draw_text(draw) for _ in range(3)] for _ in range(500)] + [["so ", "it", "wo"], ["it wo", "rd", "<|x|>"]]
+    texts = ["".join(three) for three in parts]
+    places = [[len(first), len(first + second)] for first, second, _ in parts]
+    encoded, encode = [], spans._encode
+    monkeypatch.setattr(spans, "_encode", lambda encoder, texts, *rest: encoded.extend(texts) or encode(encoder, texts, *rest))
+    fast = tokenize_texts(tokenizer, texts, places)
+    num_fast = len(encoded)
+    monkeypatch.setattr(spans, "_keeps_words", lambda _: False)
+    spans._build_encoders.cache_clear()
+    slow = tokenize_texts(tokenizer, texts, places)
+    assert [(as_lists(tokens), tokens.firsts) for tokens in fast] == [(as_lists(tokens), tokens.firsts) for tokens in slow]
+    assert (num_fast < len(encoded) - num_fast - 50) == keeps_words

@@ -9,7 +9,7 @@ import pytest
 from tests.support.chats import build_chat_tokenizer, say
 from tests.support.template_shapes import CALL_FORMS, CONTENT_ONLY, CUTTING, MISTRAL, NASTY, PARSING, print_calls, random_value
 from toolkit.data.rows.example import Example
-from toolkit.data.tokens.chat_template import find_turns, render_chat
+from toolkit.data.tokens.chat_template import render_chat, render_turns
 from toolkit.data.tokens.omissions import find_omissions
 from toolkit.data.tokens.prompts import prepare_chat
 from toolkit.errors import UserError
@@ -31,8 +31,8 @@ def call(name="get_time", content="", **arguments):
 def find(tokenizer, template, messages, tools=None):
     """(what, number of the message, excerpt) of each omission."""
     tokenizer.chat_template = template
-    text = render_chat(tokenizer, messages, tools)
-    return [tuple(omission) for omission in find_omissions(text, messages, tools, find_turns(tokenizer, text, messages, tools))]
+    text, turns = render_turns(tokenizer, messages, tools)
+    return [tuple(omission) for omission in find_omissions(text, messages, tools, turns)]
 
 
 @pytest.mark.parametrize("template", CONTENT_ONLY.values(), ids=CONTENT_ONLY)
