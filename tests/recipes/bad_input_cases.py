@@ -39,46 +39,10 @@ EARLY = {
         files={"run.yaml": "train:\n  seed: 3\noptim:\n  momentum: 0.9\n"},
         sentence="{here}/run.yaml, line 4: unknown key optim.momentum; known are optim.lr, …",
     ),
-    "near key in the YAML": Case(
-        flags="--config {here}/run.yaml",
-        files={"run.yaml": "train:\n  sede: 3\n"},
-        sentence="{here}/run.yaml, line 2: unknown key train.sede: did you mean train.seed?",
-    ),
-    "unknown section in the YAML": Case(
-        flags="--config {here}/run.yaml",
-        files={"run.yaml": "optmi:\n  lr: 3\n"},
-        sentence="{here}/run.yaml, line 1: unknown key optmi: did you mean optim?",
-    ),
-    "unknown flag": Case(flags="--optim.lrr 3", sentence="unknown flag --optim.lrr: did you mean --optim.lr?"),
-    "wrong type in the YAML": Case(
-        flags="--config {here}/run.yaml",
-        files={"run.yaml": "optim:\n  lr: fast\n"},
-        sentence="{here}/run.yaml, line 2: optim.lr is fast: write a number above 0",
-    ),
-    "wrong type of a flag": Case(
-        flags="--data.num_rows ten", sentence="--data.num_rows is ten: give a whole number of 1 or more or null"
-    ),
-    "no such config file": Case(
-        flags="--config {here}/run.yaml",
-        sentence="--config {here}/run.yaml cannot be read (No such file or directory): check the path",
-    ),
     "broken YAML": Case(
         flags="--config {here}/run.yaml",
         files={"run.yaml": "optim:\n  lr: 3\n gamma: 2\n"},
         sentence="{here}/run.yaml, line 3: broken YAML (…): write `key: value`, indented under its section",
-    ),
-    "steps and epochs": Case(
-        flags="--train.num_epochs 2", sentence="give train.max_steps or train.num_epochs, one of them: both are given"
-    ),
-    "neither steps nor epochs": Case(
-        flags="--train.max_steps null", sentence="give train.max_steps or train.num_epochs, one of them: neither is given"
-    ),
-    "warm-up longer than the run": Case(
-        flags="--optim.warmup_steps 5",
-        sentence="optim.warmup_steps is 5, but the run has only 2 steps: warm up for fewer",
-    ),
-    "profile beyond the run": Case(
-        flags="--profile.steps [2,3]", sentence="profile.steps is [2, 3], but the run has only 2 steps: end the window by then"
     ),
     "unknown metric": Case(
         flags="--eval.best_metric accuracy",

@@ -29,39 +29,9 @@ TEXT = rows(*({"text": f"hello there {i:b}"} for i in range(12)))
 
 ROW = f"{{here}}/rows.jsonl, row {NEXT}"
 DATA = {
-    "roles out of order": Case(
-        files=chats([*say("a", "b"), {"role": "system", "content": "c"}]),
-        sentence=f"{ROW}, message 3: roles out of order, a system turn comes after others: put it first",
-    ),
-    "assistant first": Case(
-        files=chats(say("a", "b")[1:]),
-        sentence=f"{ROW}, message 1: roles out of order, the assistant speaks first: begin with a user turn",
-    ),
-    "answer of a tool that was not called": Case(
-        files=chats([*say("a"), {"role": "tool", "content": "b"}]),
-        sentence=f"{ROW}, message 2: roles out of order, a tool turn follows no assistant turn with tool_calls: put it behind "
-        "its call",
-    ),
-    "unknown role": Case(
-        files=chats([{"role": "human", "content": "a"}, *say("a", "b")]),
-        sentence=f"{ROW}, message 1: 'human' is no role: write one of system, user, assistant, tool",
-    ),
-    "unknown role of ShareGPT": Case(
-        files=rows({"conversations": [{"from": "human", "value": "a"}, {"from": "narrator", "value": "b"}]}),
-        sentence="{here}/rows.jsonl, row 1, turn 2: 'narrator' is no role of ShareGPT: write one of …",
-    ),
     "no assistant turn": Case(
         files=chats(say("a")),
         sentence=f"{ROW}, column messages: no assistant turn, so there is nothing to train on: leave the row out",
-    ),
-    "message without content": Case(
-        files=chats([{"role": "user", "text": "a"}]),
-        sentence=f'{ROW}, message 1 has no content (its keys: role, text): write {{"role": ..., "content": ...}}',
-    ),
-    "chat that is no list": Case(
-        files=rows({"messages": {"role": "user"}}),
-        sentence="{here}/rows.jsonl, row 1, column messages: {'role': 'user'} is no list of messages: write "
-        '{"role": ..., "content": ...} for each in a list',
     ),
     "template that cannot give masks": Case(
         flags="--data.chat_template {here}/chat.jinja",
@@ -107,10 +77,6 @@ DATA = {
         sentence="none of the 2 rows can be used: skipped 1 of 2 rows of {here}/rows.jsonl with an empty completion (row 1); "
         "skipped 1 of 2 rows of {here}/rows.jsonl with an empty prompt (row 2); give a source with usable rows",
     ),
-    "line that is not JSON": Case(
-        files={"rows.jsonl": "{'text': 'a'}\n"},
-        sentence="{here}/rows.jsonl, line 1: not JSON (…): write one object a line, or one array of objects",
-    ),
     "missing file of a mix": Case(
         flags=f'{MIX} [{{"source":"jsonl","files":"{{here}}/rows.jsonl"}},{{"source":"csv","files":"{{here}}/rws.csv"}}]',
         sentence="data.mix[1].files: there is no file {here}/rws.csv: …",
@@ -144,12 +110,6 @@ DATA = {
         flags="--export.weights best --checkpoint.keep_best 1",
         files=TEXT,
         sentence="export.weights best needs held-out rows, but there are none: raise data.eval_fraction, or give data.eval_files",
-    ),
-    "stopping without held-out rows": Case(
-        flags="--eval.early_stopping_patience 2 --eval.every_steps 1",
-        files=TEXT,
-        sentence="eval.early_stopping_patience needs held-out rows, but there are none: raise data.eval_fraction, or "
-        "give data.eval_files",
     ),
     "model folder without weights": Case(
         sentence="model {here}/model has no loadable safetensors weights (…): give a folder with them, or model.from_scratch "

@@ -15,6 +15,7 @@ from benchmarks.presets.page import preset_header
 from tests.support.chats import CHATML, build_chat_tokenizer, say
 from tests.support.launch import GPU_CHECKS, GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, launch, run_on_ranks
 from tests.support.model_folders import CAUSAL_FAMILIES, make_rows, save_jsonl, save_wikihow_csv
+from tests.support.rank import ALL_CHARTS
 from tests.support.real_launch import accelerate_launch, finish
 from tests.support.workbench import FP32, RECIPE, RECIPES, Workbench
 from toolkit.files.json_lines import load_json_lines
@@ -114,6 +115,8 @@ def test_accelerate_launch_trains_on_a_csv_of_ones_own(workbench: Workbench, tmp
     until_bounded, line, _ = printed.partition("ROUGE counts ")
     assert line and "onednn_verbose" not in until_bounded, "oneDNN reads the capacity of its cache with the first product"
     check_whole_run(workbench)
+    page = (workbench.runs / "run" / "report.html").read_text()
+    assert all(f"<h3>{chart}</h3>" in page for chart in ("ROUGE-L", "Token accuracy", "Learning rate", "Speed", "Peak memory"))
 
 
 def test_stdlib_config_trains_its_model_and_a_tokenizer(llm_workbench: Workbench, tmp_path: Path) -> None:
@@ -170,7 +173,8 @@ def test_digits_config_trains_the_convnet_and_saves_it_whole(tmp_path: Path) -> 
 
     config, size_wrap = RUN_CONFIG_FOLDER / "mnist_digits.yaml", "fsdp2_size_wrap"
     flags = [f"--config={config}", f"--run.output_dir={tmp_path}", "--train.num_epochs=1"]
-    done = launch(RECIPES / "mnist.py", flags, preset=size_wrap, overrides=GPU_PRESET_OVERRIDES_ON_CPU[size_wrap])
+    on_cpu = GPU_PRESET_OVERRIDES_ON_CPU[size_wrap]
+    done = launch(RECIPES / "mnist.py", flags, preset=size_wrap, overrides=on_cpu, env=ALL_CHARTS)
     assert done.returncodes == [0, 0], done.stderr[-3000:]
     assert "1 Linear, " in done.stdout, "the large layer is a shard unit of its own"
     folder = tmp_path / "mnist_digits"

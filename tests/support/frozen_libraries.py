@@ -1,7 +1,8 @@
 """Imported by the fork server after the libraries: what every rank would pay for, paid once.
 
 A full collection of garbage in a rank would walk a million objects of torch and transformers, and copy their pages; matplotlib
-loads fonts and measures its characters with the first picture; transformers compiles the patterns of all families' weight names.
+loads fonts and measures its characters with the first picture; bokeh makes its classes when it is imported, at the end of a
+run, and looks at all their properties with the first chart; transformers compiles the patterns of all families' weight names.
 """
 
 import gc
@@ -11,6 +12,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+from toolkit.report.charts import Chart, Curve, draw
+
 get_checkpoint_conversion_mapping("t5")
 figure = Figure(layout="constrained")
 axes = figure.add_subplot(title="0123456789", yscale="log")
@@ -18,6 +21,9 @@ axes.plot([1, 2], [1, 30], marker="o", label="loss")
 axes.legend()
 figure.add_subplot(ylim=(0, 1e-5)).ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
 FigureCanvasAgg(figure).print_png(BytesIO())
-del figure, axes
+curve = Curve("loss", "#000000", [1, 2], [1.0, 30.0], has_points=True, is_noisy=True)
+for is_log in (True, False):
+    draw(Chart("Loss", "nats", [curve], is_log, (("checkpoint", (1,)),)))
+del figure, axes, curve
 gc.collect()
 gc.freeze()

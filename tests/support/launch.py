@@ -6,7 +6,8 @@ tens of milliseconds where `accelerate launch` costs 5 to 10 s a process. The en
 
 What differs from `accelerate launch`, so that a test which is about one of these takes the real launcher:
 rank 0 hosts the TCP store (torch elastic's agent does otherwise); the interpreter is left by `os._exit` after threads and
-atexit handlers, so C++ destructors do not run; all ranks of all launches share one string-hash seed.
+atexit handlers, so C++ destructors do not run; all ranks of all launches share one string-hash seed; a run draws one chart
+(`tests/support/rank.py`).
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ PRELOADED = [
     "accelerate", "accelerate.commands.launch", "transformers", "transformers.generation",
     "transformers.models.auto.modeling_auto", "transformers.models.t5.modeling_t5", "transformers.models.bart.modeling_bart",
     "transformers.tokenization_utils_tokenizers", "datasets", "evaluate", "rouge_score.rouge_scorer", "tokenizers",
-    "jsonargparse", "peft", "psutil", "pandas", "pyarrow.parquet", "pytest", "sklearn.datasets", "matplotlib.figure",
-    "matplotlib.backends.backend_agg", "docstring_parser", "toolkit.training.finetune",
+    "jsonargparse", "peft", "psutil", "pandas", "pyarrow.parquet", "pytest", "sklearn.datasets", "docstring_parser",
+    "toolkit.training.finetune", "toolkit.evaluation.baselines", "toolkit.report.page", "toolkit.tracking.curves",
     "tests.support.frozen_libraries",  # the last
 ]  # fmt: skip
 READ_AT_IMPORT = (
@@ -282,8 +283,7 @@ def free_port() -> int:
 
 
 def preloaded() -> list[str]:
-    """What the server imports. On a machine with GPUs nothing: torchao, which transformers imports, initializes CUDA at its
-    import, and no fork of a process that has may use it."""
+    """What the server imports. Nothing where GPUs are: torchao initializes CUDA at its import, which no fork may use then."""
     import torch  # here, because most who import this file start no ranks
 
     return [] if torch.cuda.device_count() else PRELOADED

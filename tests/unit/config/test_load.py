@@ -253,6 +253,7 @@ WRONG_TYPES = {
     ("train.seed", "-1"): "a whole number of 0 or more",
     ("train.global_batch_size_rows", "1.5"): "a whole number of 1 or more",
     ("train.max_steps", "many"): "a whole number of 0 or more or null",
+    ("data.num_rows", "ten"): "a whole number of 1 or more or null",
     ("train.num_epochs", "0"): "a number above 0 or null",
     ("eval.every_epochs", ".inf"): "a number above 0 or null",
     ("optim.warmup_ratio", "1"): "a number of 0 or more and below 1",
@@ -283,6 +284,7 @@ def test_a_wrong_type_is_reported_of_the_file_or_of_the_flag(tmp_path: Path) -> 
 
 
 BROKEN_FILES = {
+    "optmi:\n  lr: 3\n": "{path}, line 1: unknown key optmi: did you mean optim?",
     "": "{path} holds no keys and values: write them as in `log_every_steps: 10`",
     "- 1\n": "{path} holds no keys and values: write them as in `log_every_steps: 10`",
     "optim:\n": "{path}, line 1: optim is empty: indent its keys under it, such as optim.lr, or leave it out",
@@ -392,7 +394,9 @@ def test_number_of_steps_is_checked_once_it_is_known() -> None:
 def test_held_out_rows_are_asked_for_once_they_are_counted(name: str, flags: list[str]) -> None:
     check_evaluation_rows(load(), 0)
     check_evaluation_rows(load(*flags), 1)
-    with pytest.raises(UserError, match=f"^{name} needs held-out rows, but there are none: raise data.eval_fraction"):
+    with pytest.raises(
+        UserError, match=f"^{name} needs held-out rows, but there are none: raise data.eval_fraction, or give data.eval_files$"
+    ):
         check_evaluation_rows(load(*flags), 0)
 
 

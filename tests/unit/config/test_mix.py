@@ -72,7 +72,10 @@ def test_a_mix_is_saved_read_again_and_flattened(tmp_path):
             "  mix: [{source: docstrings}]",
             ["source docstrings is a Python file now: give recipes/sources/functions.py:"],
         ),
-        ("  mix: [{source: some/rows}]\n  source: other/rows", ["data.source is given beside data.mix: move it into an entry"]),
+        (
+            "  mix: [{source: some/rows}]\n  source: other/rows",
+            ["data.source is given beside data.mix: move it into an entry of data.mix"],
+        ),
         ("  mix: [{source: some/rows}]\n  files: a.csv", ["data.files is given beside data.mix"]),
         ("  mix: []", ["give data.files or data.source, or data.mix for several sources: none is given"]),
         ("  source: jsonl", ["data.source jsonl needs data.files"]),

@@ -70,7 +70,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "not_linear": (
         "llama", {"target_modules": ["self_attn"]},
-        "adapter.target_modules self_attn matches model.layers.0.self_attn, a LlamaAttention, but an adapter goes on linear",
+        "adapter.target_modules self_attn matches model.layers.0.self_attn, a LlamaAttention, but an adapter goes on linear "
+        "layers and embeddings; linear ones end in: down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj",
     ),
     "modules_to_save": (
         "gpt2", {"modules_to_save": ["embed_tokens"]},
@@ -126,7 +127,11 @@ REFUSED_FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "pissa": ("llama", {"init_lora_weights": "pissa"}, {}, "was initialized with init_lora_weights pissa, which changes"),
     "setting": ("llama", {"bias": "all"}, {}, "has bias 'all' in its adapter_config.json, which is not supported"),
     "newer": ("llama", {"of_tomorrow": True}, {}, "has of_tomorrow True in its adapter_config.json, which is not supported"),
-    "names": ("gpt2", {}, {}, "does not fit {base}: Target modules down_proj, q_proj not found in the base model."),
+    "names": (
+        "gpt2", {}, {},
+        "does not fit {base}: Target modules down_proj, q_proj not found in the base model. Please check the target modules and "
+        "try again.",
+    ),
     "lacks": (
         "llama", {"weights": without("0.self_attn.q_proj.lora_B.weight")}, {},
         "does not fit {base}: it lacks model.layers.0.self_attn.q_proj.lora_B.weight",
@@ -203,10 +208,27 @@ def test_neither_a_folder_nor_on_the_hub(bases: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("adapter", "model", "merge", "sentence"),
     [
-        ({"method": "none", "name_or_path": "a"}, {}, False, "adapter.name_or_path is a, but adapter.method is none: set it"),
+        (
+            {"method": "none", "name_or_path": "a"},
+            {},
+            False,
+            "adapter.name_or_path is a, but adapter.method is none: set it to that adapter's method",
+        ),
         ({"method": "none"}, {}, True, "export.merge is true, but adapter.method is none: there is no adapter to merge"),
-        ({}, {"from_scratch": True}, False, "adapter.method is lora and model.from_scratch true: an adapter needs a base"),
-        ({}, {"init_from": "runs/a"}, False, "adapter.method is lora and model.init_from runs/a: the adapter would belong to"),
+        (
+            {},
+            {"from_scratch": True},
+            False,
+            "adapter.method is lora and model.from_scratch true: an adapter needs a base with trained weights, which is there "
+            "again when the adapter is loaded",
+        ),
+        (
+            {},
+            {"init_from": "runs/a"},
+            False,
+            "adapter.method is lora and model.init_from runs/a: the adapter would belong to weights that model.name_or_path does "
+            "not have; give the exported model as model.name_or_path",
+        ),
         ({}, {"freeze": ["a"]}, False, "model.freeze is ['a'], but adapter.method lora freezes the whole base: leave it out"),
     ],
 )
@@ -214,5 +236,5 @@ def test_settings_that_exclude_each_other(adapter: dict, model: dict, merge: boo
     config = SimpleNamespace(
         adapter=adapter_config(**adapter), model=ModelConfig(name_or_path="m", **model), export=ExportConfig(merge=merge)
     )
-    with pytest.raises(UserError, match=f"^{re.escape(sentence)}"):
+    with pytest.raises(UserError, match=f"^{re.escape(sentence)}$"):
         check_adapter_config(config)
