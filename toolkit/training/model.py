@@ -16,8 +16,8 @@ from toolkit.config.schema import LLMConfig
 from toolkit.data.collate import SummarizationCollator
 from toolkit.data.tokens.languages import start_generation
 from toolkit.data.tokens.prepare import TokenizedRows
-from toolkit.distributed.comm import on_all_ranks, rank
-from toolkit.distributed.device import describe_device
+from toolkit.distributed.comm import on_all_ranks, rank, world_size
+from toolkit.distributed.device import GIB, describe_device, smallest_gpu_bytes
 from toolkit.distributed.watchdog import working
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.launch.accelerator import compute_dtype, fsdp_version
@@ -33,6 +33,7 @@ from toolkit.models.shard_reader import Sources
 from toolkit.parallel.chunked_loss import holds_all_logits
 from toolkit.parallel.masks import choose_packing
 from toolkit.parallel.wrap import ShardedModel, check_wrap, shard_model
+from toolkit.planning.peak import MOMENT_BYTES
 from toolkit.tracking.memory import note_before_model
 from toolkit.training.model_checks import check_causal_model, check_seq2seq_model
 from toolkit.training.optim import build_optimizer
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 logger = logging.getLogger("toolkit")
+
+ROOMY_SHARE = 0.25
+"""A GPU with three quarters left for activations, which the micro-batch decides, has room to spare."""
 
 
 def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeConfig, PretrainedConfig, PreTrainedModel]:
@@ -67,6 +71,7 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeCon
     if isinstance(config, LLMConfig):
         context.settings["data.packing"] = config.data.packing
     _choose_packed_attention(config, context.accelerator, skeleton, why)
+    _note_needless_shards(context.accelerator, skeleton, context.frozen_dtype)
     return config, model_config, skeleton
 
 
@@ -192,6 +197,19 @@ def _choose_packed_attention(config: RecipeConfig, accelerator: Accelerator, ske
         )
     if packing and (warning := warn_of_full_rows(skeleton, why_dense)):
         logger.warning(warning)
+
+
+def _note_needless_shards(accelerator: Accelerator, skeleton: PreTrainedModel, frozen_dtype: torch.dtype) -> None:
+    """Log a line if FSDP shards a model whose training state takes at most `ROOMY_SHARE` of the smallest GPU. Collective."""
+    if fsdp_version(accelerator) is None or accelerator.mixed_precision == "fp8":  # which needs FSDP2
+        return
+    gpu_bytes = smallest_gpu_bytes(accelerator.device)
+    needed = sum(p.numel() * (8 + MOMENT_BYTES if p.requires_grad else frozen_dtype.itemsize) for p in skeleton.parameters())
+    if gpu_bytes is not None and needed <= ROOMY_SHARE * gpu_bytes:
+        logger.info(
+            f"the preset shards a model that one GPU holds with room to spare: weights, gradients and moments take "
+            f"{needed / GIB:.1f} of {gpu_bytes / GIB:.0f} GiB; {'ddp' if world_size() > 1 else 'single'}.yaml gathers nothing"
+        )
 
 
 def _packs(config: RecipeConfig) -> bool:
