@@ -16,10 +16,8 @@ import torch
 from benchmarks.gpu_first_run import DOC, FREE_GIB, Check, find_refusal, format_report, main, read_checks, run_check
 from benchmarks.measuring import REPOSITORY
 from benchmarks.plan import plan_error
-from benchmarks.plan.plan_error import llama, t5
 from benchmarks.throughput import mfu, shape_times
 from benchmarks.throughput.mfu import find_peak
-from toolkit.tracking.metrics_log import load_metrics
 from toolkit.tracking.summary import format_table
 
 NEW_GPU = (9, 0)
@@ -127,19 +125,6 @@ def test_the_checks_need_what_is_free_and_gpus_that_torch_can_use(tmp_path: Path
     monkeypatch.setattr("sys.argv", ["gpu_first_run", "--folder", str(tmp_path)])
     with pytest.raises(SystemExit, match="error: old driver"):
         main()
-
-
-def test_every_row_of_the_mfu_is_full_and_its_run_leaves_neither_checkpoint_nor_export(tmp_path: Path) -> None:
-    """Long texts are split: rows had 0.855 of their length, and the FLOPs of full ones were counted."""
-    tiny = dataclasses.replace(mfu.CPU_CASES[0], model=llama(32, 64, 1, 2, 1, 2048), tokens=(96,))
-    for case in (tiny, dataclasses.replace(mfu.CPU_CASES[1], model=t5(32, 64, 1, 2), tokens=(48, 16))):
-        folder = tmp_path / case.recipe
-        folder.mkdir()
-        assert mfu.measure(case, 1, False, None, folder)[mfu.MFU_COLUMN] == "-"
-        run = folder / "run"
-        rows = [line for line in load_metrics(run / "metrics.jsonl") if line["kind"] == "train"]
-        assert all(line["num_tokens"] == sum(case.tokens) * line["num_rows"] for line in rows) and rows
-        assert not list(run.rglob("*.safetensors")) and not any((run / "checkpoints").glob("*"))
 
 
 @pytest.mark.parametrize(
