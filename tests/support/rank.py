@@ -122,12 +122,10 @@ def _draw_first_charts() -> None:
     """
     if ALL_CHARTS.items() <= os.environ.items():
         return
-    from toolkit.report import page
-    from toolkit.tracking import curves
+    from toolkit.report import page, picture
 
     list_charts = page.list_charts
-    page.list_charts = lambda runs: list_charts(runs)[:1]
-    del curves._PANELS[1:]
+    page.list_charts = picture.list_charts = lambda runs: list_charts(runs)[:1]
 
 
 def _accelerate_environment(world: World, rank: int) -> dict[str, str]:
