@@ -52,6 +52,7 @@ def install(torch: Any) -> None:
     torch.accelerator.is_available = lambda: seen() > 0
     for call in ("_lazy_init", "set_device", "mem_get_info", "synchronize"):
         setattr(torch.cuda, call, uses(call))
+    torch.Stream = type("Stream", (torch.Stream,), {"__new__": uses("Stream")})  # stays a class: annotations name it
     start = torch.distributed.distributed_c10d.init_process_group
 
     def init_process_group(backend: str | None = None, **options: Any) -> None:
