@@ -71,6 +71,7 @@ check: $(VENV)/.installed-test
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m benchmarks.presets.page accelerate_configs
+	$(BIN)/python -m tests.english
 
 clean:
 	rm -rf $(VENV) runs

@@ -31,7 +31,7 @@ WIDTHS = {
     "85 M": (768, 2048, 12, 12, 12),
     "200 M": (1024, 2816, 15, 16, 16),
 }
-"""Arguments of `llama`, but for the vocabulary."""
+"""Arguments of `llama`, except for the vocabulary."""
 AXES: dict[str, dict[str, dict[str, Any]]] = {
     "length": {f"{length:,} tokens": {"length": length} for length in (256, 512, 1024, 2048, 4096, 8192)},
     "ranks": {f"{ranks} processes": {"ranks": ranks} for ranks in (1, 2, 4)},

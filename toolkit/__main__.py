@@ -1,6 +1,6 @@
 """`python -m toolkit`."""
 
-from toolkit.cli.main import main
+from toolkit.tools.main import main
 
 if __name__ == "__main__":
     main()

@@ -153,7 +153,7 @@ def matched_options() -> dict[str, Any]:
 
 
 def build_arguments(config: PeerConfig, **options: Any) -> Seq2SeqTrainingArguments:
-    """The Trainer's arguments: its defaults, but for what must be equal on all sides and what would disturb the clock."""
+    """The Trainer's arguments: its defaults, except for what must be equal on all sides and what would disturb the clock."""
     return Seq2SeqTrainingArguments(
         output_dir=config.work_folder,
         bf16=config.bf16,

@@ -84,7 +84,7 @@ def train(config: PeerConfig, turns: Turns) -> None:
 
 
 def build_trainer(config: PeerConfig) -> SFTTrainer:
-    """TRL's defaults, but for what must be equal on all sides, what would disturb the clock, and `config.options`."""
+    """TRL's defaults, except for what must be equal on all sides, what would disturb the clock, and `config.options`."""
     arguments = SFTConfig(
         output_dir=config.work_folder,
         seed=config.seed,

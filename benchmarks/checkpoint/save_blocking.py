@@ -61,7 +61,7 @@ that takes longer."""
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = build_parser("Blocking time and overhead of checkpoints.", parts=["blocking", "overhead"])
-    parser.add_argument("--saves", type=int, default=6, help="of each side; the first is told apart")
+    parser.add_argument("--saves", type=int, default=6, help="of each side; the first is reported apart")
     parser.add_argument("--rounds", type=int, default=2, help="of the overhead's three sides")
     parser.add_argument("--steps", type=int, default=20, help="between two saves")
     parser.add_argument("--step_s", type=float, default=2.7, help="seconds of a step, about, by its number of micro-batches")

@@ -17,10 +17,10 @@ POINTS = (10_000, 50_000, 100_000, 200_000)
 
 def generate(folder: Path) -> None:
     """Runs the command, and writes what it took into `rank-N.json`."""
-    from toolkit.cli.generate import generate as command
-    from toolkit.cli.generate import inputs
-    from toolkit.cli.main import main
     from toolkit.distributed.comm import rank
+    from toolkit.tools.generate import generate as command
+    from toolkit.tools.generate import inputs
+    from toolkit.tools.main import main
 
     seen: dict[str, Any] = {"points": []}
     num_rows = 0
@@ -64,7 +64,7 @@ def make_tokens(folder: Path, side: str) -> None:
     from itertools import islice
     from unittest.mock import patch
 
-    from toolkit.cli.generate import inputs, model
+    from toolkit.tools.generate import inputs, model
 
     if side == "generate":
         generator = model.open_model(str(folder / "model"))

@@ -140,7 +140,7 @@ def measure(case: Case, num_processes: int, folder: Path, *, is_gpu: bool) -> li
     """Plan the case, run it; a row of the report."""
     import torch
 
-    from toolkit.planning.plan import build_plan
+    from toolkit.tools.plan.plan import build_plan
 
     model, preset = _write_inputs(case, folder, num_processes)
     arguments = [
@@ -196,7 +196,7 @@ def planning_cost(label: str, model: dict[str, Any], num_processes: int, folder:
     return [label, f"{time.perf_counter() - start_s:.0f}", f"{finished.peak_memory_gib:.2f}"]
 
 
-_IGNORE_VERDICT = "import toolkit.cli.main as job\ntry: job.main()\nexcept SystemExit as end: assert end.code == 1"
+_IGNORE_VERDICT = "import toolkit.tools.main as job\ntry: job.main()\nexcept SystemExit as end: assert end.code == 1"
 
 
 def _write_inputs(case: Case, folder: Path, num_processes: int) -> tuple[Path, Path]:
@@ -236,7 +236,7 @@ most has at once during one training step with moments (forward, backward, clipp
 
 Allocated is what torch's CPU allocator reports to the profiler during a step, on top of the bytes of parameters, moments and
 batch. Of that, gloo's own threads had freed some when the step ended, which the profiler does not see; where the peak is at the
-backward's end that is no memory in use. So the error stands there without it and with it. Resident: at the highest moment of a
+backward's end that is not memory in use. So the error stands there without it and with it. Resident: at the highest moment of a
 step, less that before the model was made; with what gloo, oneDNN and the C allocator hold, and what they keep of the whole model
 that was loaded before it was sharded. DDP's buckets are there before the step, and taken as planned.
 

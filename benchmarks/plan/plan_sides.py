@@ -30,8 +30,8 @@ from toolkit.models.load import load_model
 from toolkit.models.lora import add_adapter, is_enabled
 from toolkit.parallel.units import local_tensor
 from toolkit.parallel.wrap import shard_model
-from toolkit.planning.strategy import load_strategy
-from toolkit.planning.subject import build_batch, build_subject
+from toolkit.tools.plan.strategy import load_strategy
+from toolkit.tools.plan.subject import build_batch, build_subject
 from toolkit.training.optim import build_optimizer, clip_gradients
 
 NUM_WARMUP_STEPS = 2
@@ -121,7 +121,7 @@ def _allocated_bytes(profiler: Any) -> tuple[int, int]:
 
 
 def _freed_here(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """The collective, whose buffers gloo's thread lets go of before this one: the profiler sees what this one frees."""
+    """The collective, whose buffers gloo's thread releases before this one: the profiler sees what this one frees."""
 
     def call(*args: Any, **options: Any) -> None:
         work = collective(*args, **{**options, "async_op": True})

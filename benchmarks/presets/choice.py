@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.presets.page import CHOICE_FILE, hash_inputs
-from toolkit.planning.peak import MOMENT_BYTES, estimate_peak
-from toolkit.planning.plan import USABLE_SHARE, largest_micro_batch
-from toolkit.planning.strategy import Strategy, load_strategy
-from toolkit.planning.subject import Subject, build_subject
-from toolkit.planning.trace import fake_ranks
+from toolkit.tools.plan.peak import estimate_peak
+from toolkit.tools.plan.plan import USABLE_SHARE, largest_micro_batch
+from toolkit.tools.plan.strategy import Strategy, load_strategy
+from toolkit.tools.plan.subject import Subject, build_subject
+from toolkit.tools.plan.trace import fake_ranks
+from toolkit.training.optim import MOMENT_BYTES
 
 GPU_MEMORY_GIB = 80
 NUM_GPUS = (1, 8, 64)

@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from toolkit import planning
 from toolkit.errors import UserError
+from toolkit.tools import plan
 
 CHOICE_FILE = "which_preset.json"
 HEADER_FIELDS = ("What it shards", "When to pick it", "Cost", "Needs")
@@ -28,7 +28,7 @@ PLANNED_PRESETS = (
     "single", "ddp", "fsdp2_shard_grad_op", "fsdp2_full_shard", "fsdp2_activation_checkpointing", "fsdp2_offload",
 )  # fmt: skip
 """Presets that the section chooses among. Its meshes over several machines are derived from them."""
-_PLANNER = Path(planning.__file__).parent
+_PLANNER = Path(plan.__file__).parent
 _SOURCES = (
     Path(__file__).with_name("choice.py"),
     *(_PLANNER / f"{name}.py" for name in ("kernels", "peak", "strategy", "subject", "trace")),

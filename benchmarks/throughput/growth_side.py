@@ -4,7 +4,7 @@ The config has the dotted `flags` of a causal model's run. The collectives of th
 
 A collective's bytes are those that a rank receives or sends in a ring: what a gather adds to the rank's part, what a scatter
 takes from the full tensor, twice that for an all-reduce. FSDP's minimum is that of each unit gathered for the forward pass and,
-but for the root, which stays gathered, once more for the backward pass; and of its gradient, scattered once.
+except for the root, which stays gathered, once more for the backward pass; and of its gradient, scattered once.
 """
 
 from __future__ import annotations

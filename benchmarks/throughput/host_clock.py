@@ -90,8 +90,8 @@ def kernels() -> Iterator[Clock]:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
     from toolkit.parallel import chunked_loss
-    from toolkit.planning import kernels as stand_ins
-    from toolkit.planning.kernels import kernels_of_cuda
+    from toolkit.tools.plan import kernels as stand_ins
+    from toolkit.tools.plan.kernels import kernels_of_cuda
     from toolkit.training import loop
 
     clock = Clock()

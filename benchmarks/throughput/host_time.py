@@ -88,7 +88,7 @@ def measure(model: str, num_turns: int) -> dict[str, Any]:
     """Milliseconds of every step by part, and launches by part, of each side."""
     import torch
 
-    from toolkit.planning.trace import fake_ranks
+    from toolkit.tools.plan.trace import fake_ranks
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -148,9 +148,9 @@ def build_step(model: str, side: str, clock: Clock) -> Callable[[], None]:
     from benchmarks.measuring import REPOSITORY
     from toolkit.launch.accelerator import fsdp_version
     from toolkit.parallel.wrap import reduction_groups, shard_model
-    from toolkit.planning.strategy import load_strategy, planned_accelerator
-    from toolkit.planning.subject import build_batch, build_subject
-    from toolkit.planning.trace import fake_copy
+    from toolkit.tools.plan.strategy import load_strategy, planned_accelerator
+    from toolkit.tools.plan.subject import build_batch, build_subject
+    from toolkit.tools.plan.trace import fake_copy
     from toolkit.training import loop
     from toolkit.training.optim import build_optimizer
     from toolkit.training.skip_guard import SkipGuard

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-MIN_BODY_CHARACTERS = 120  # as the held-out rows; one-line docstrings would be no summarization
+MIN_BODY_CHARACTERS = 120  # as the held-out rows; one-line docstrings would not be a summarization
 VOCAB_SIZE, MAX_SOURCE_TOKENS, MAX_TARGET_TOKENS = 4096, 512, 64
 MAX_LENGTH_TOKENS = 512
 """Of a document of the causal model."""

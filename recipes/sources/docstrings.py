@@ -147,7 +147,7 @@ def is_held_out(module: str) -> bool:
 
 
 def split_headline(docstring: str) -> Headline | None:
-    """Split off the first paragraph as headline; None if it is no sentence (a signature, a field list, a banner, a long text)."""
+    """Split off the first paragraph as headline; None if it is a signature, a field list, a banner or a long text."""
     first_paragraph, _, rest = docstring.partition("\n\n")
     headline = " ".join(first_paragraph.split())
     is_sentence = headline[:1] not in ("@", ":", ">") and re.search("[a-z]", headline) and not _SIGNATURE.match(headline)

@@ -55,7 +55,7 @@ def wait_until(page: Page, condition: str) -> None:
 
 
 def check_width(page: Page, width: int = PHONE_WIDTH) -> None:
-    """Resize the window; nothing may need a horizontal scroll, but for a wide table in itself."""
+    """Resize the window; nothing may need a horizontal scroll, except for a wide table in itself."""
     page.set_viewport_size({"width": width, "height": 844})
     wait_until(page, f"document.documentElement.scrollWidth <= {width}")
     assert page.evaluate(OUTSIDE) == []

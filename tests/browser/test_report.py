@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, Page, expect
 from tests.browser.checks import PHONE_WIDTH, check_contrast, check_tab_order, check_width, press_tab, wait_until
 from tests.browser.conftest import OpenPage, watch
 from tests.support.report_runs import HOSTILE, evaluation, save_long_run, save_run, save_whole_run, train
-from toolkit.report.page import save_page
+from toolkit.tools.report.page import save_page
 
 SHOWN = HOSTILE.replace("\u202e", "\\u202e").replace("\u2066", "\\u2066")
 AXIS_COLOR = "Bokeh.documents[0].roots()[0].below[0].major_label_text_color"

@@ -74,7 +74,7 @@ def test_a_step_communicates_once_what_it_can(preset: str, once: str, times: int
 
 def reduce_over_groups() -> tuple[float, list[int], bool]:
     """On every rank: 10 to the power of the rank, summed over the groups that a step uses; the sizes of these groups; and whether
-    they are the groups that were connected at the begin."""
+    they are the groups that were connected at the start."""
     from unittest.mock import patch
 
     import torch

@@ -174,7 +174,7 @@ def test_ranks_that_met_but_have_no_way_to_each_other(script: Path) -> None:
             "the ranks cannot meet at tcp://localhost:many: write tcp://host:port",
         ),
         ({"TOOLKIT_INIT_METHOD": "tcp://localhost"}, "the ranks cannot meet at tcp://localhost: write tcp://host:port"),
-        ({"TOOLKIT_INIT_METHOD": f"tcp://{'a' * 70}:29500"}, "that is no name of a host"),
+        ({"TOOLKIT_INIT_METHOD": f"tcp://{'a' * 70}:29500"}, "that is not the name of a host"),
         ({"TOOLKIT_INIT_METHOD": "mpi://"}, "the ranks cannot meet at mpi://: write tcp://host:port, file:///path or env://"),
         ({"TOOLKIT_INIT_METHOD": "file://here"}, "TOOLKIT_INIT_METHOD is file://here: write file:///folder/name, in a folder"),
         ({"TOOLKIT_INIT_METHOD": "file:///no/such/folder/name"}, "in a folder that exists on every machine"),

@@ -17,9 +17,9 @@ from toolkit.models import lora as adapters
 from toolkit.models.freeze import cast_frozen
 from toolkit.parallel import wrap as sharding
 from toolkit.parallel.units import local_tensor
-from toolkit.planning.plan import build_plan
-from toolkit.planning.strategy import Strategy
-from toolkit.planning.subject import build_batch, build_subject
+from toolkit.tools.plan.plan import build_plan
+from toolkit.tools.plan.strategy import Strategy
+from toolkit.tools.plan.subject import build_batch, build_subject
 from toolkit.training import optim
 
 PRESET = Path(__file__).parents[2] / "accelerate_configs" / "fsdp2_cpu.yaml"

@@ -109,13 +109,13 @@ def check_same(bench: Workbench, name: str, whole: str, *steps: int) -> None:
 
 
 def without_speed(figures: dict[str, Any]) -> dict[str, Any]:
-    """Figures of an evaluation, but for the time it took."""
+    """Figures of an evaluation, except for the time it took."""
     return {key: value for key, value in figures.items() if not key.endswith("_per_s")}
 
 
 def saved_state(folder: Path) -> dict[str, Any]:
     """Hashes of all shards (weights and moments) and random states, by file name (DCP's index holds an id that is drawn), and
-    what the manifest says of the run, but for speeds."""
+    what the manifest says of the run, except for speeds."""
     files = [*folder.glob("state/*.distcp"), *folder.glob("rng-*.safetensors")]
     assert files, folder
     manifest = read_manifest(folder)

@@ -110,7 +110,7 @@ def make_the_manifest_match(checkpoint: Path) -> None:
 
 
 LOADING = "checkpoint {run}/checkpoints/step-00000002 cannot be loaded: "
-METADATA = LOADING + "{run}/checkpoints/step-00000002/state/.metadata is no checkpoint metadata: "
+METADATA = LOADING + "{run}/checkpoints/step-00000002/state/.metadata is not a checkpoint metadata: "
 SHARD = LOADING.replace("{run}", "{{run}}") + "{{run}}/checkpoints/step-00000002/state/__{}_0.distcp holds "
 CHECKPOINTS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "code in the metadata": (run_by_metadata, METADATA + "posix.mkdir is not allowed"),

@@ -32,7 +32,7 @@ def find_differences(bench: Workbench, whole: str, other: str, num_steps: int) -
 
 
 def what_is_left(bench: Workbench, name: str, num_steps: int) -> dict[str, Any]:
-    """Of a finished run: all that does not depend on the clock, but for the tensors of its checkpoint."""
+    """Of a finished run: all that does not depend on the clock, except for the tensors of its checkpoint."""
     folder = bench.runs / name
     manifest = json.loads((folder / "checkpoints" / f"step-{num_steps:08d}" / "manifest.json").read_text())
     return {

@@ -140,7 +140,7 @@ def test_a_moment_that_no_file_lacks_is_missed_at_loading(faulty_bench: Workbenc
 
 
 def test_leftovers_do_not_count_and_go(faulty_bench: Workbench) -> None:
-    """Each looks whole but for its name; they are of the step that is saved next, and of one that is not."""
+    """Each looks whole except for its name; they are of the step that is saved next, and of one that is not."""
     run = stopped_after(faulty_bench, "leftovers", step=4)
     for step, suffix in ((6, "tmp"), (5, "tmp"), (5, "removing"), (2, "removing")):
         folder = shutil.copytree(run / "checkpoints" / NEWEST, run / "checkpoints" / f"{step_name(step)}.{suffix}")

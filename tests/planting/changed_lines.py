@@ -159,6 +159,6 @@ def batches_from_short_to_long(patch: MonkeyPatch) -> None:
 
 def generate_in_fp32(patch: MonkeyPatch) -> None:
     """`generate` computes in fp32, whatever the run computed in."""
-    from toolkit.cli.generate import model
+    from toolkit.tools.generate import model
 
     change(patch, model.load_generator, ("dtype or generator.usage.dtype", 'dtype or "float32"'))

@@ -214,7 +214,7 @@ FAULTS: dict[str, Fault] = {
         Fault(patch=lines.batches_from_short_to_long, test=f"{ORDER}[bucketed]", says="corrcoef"),
         Fault(
             patch=lines.generate_in_fp32,
-            test="tests/unit/cli/generate/test_launch.py::test_a_model_computes_as_its_run_did[None-expected0]",
+            test="tests/unit/tools/generate/test_launch.py::test_a_model_computes_as_its_run_did[None-expected0]",
             says="float32",
         ),
     )

@@ -9,10 +9,10 @@ from typing import Any
 
 from tests.planting.plant import planted
 from tests.support.launch import start
-from toolkit.cli.verify.checks import compare_evaluations
-from toolkit.cli.verify.proofs import Proof
-from toolkit.cli.verify.runs import Box, WatchedRun, launch_all, plan_runs
-from toolkit.cli.verify.verify import DEFAULT_PRESETS, DEFAULT_TOLERANCE, build_box, verify
+from toolkit.tools.verify.checks import compare_evaluations
+from toolkit.tools.verify.proofs import Proof
+from toolkit.tools.verify.runs import Box, WatchedRun, launch_all, plan_runs
+from toolkit.tools.verify.verify import DEFAULT_PRESETS, DEFAULT_TOLERANCE, build_box, verify
 
 RUNS_OF_CHECK = {
     "update": ["preset-0"],
@@ -45,8 +45,8 @@ def run_part(
 
 
 def _prove(check: str, box: Box, runs: list[WatchedRun]) -> list[Proof | None]:
-    from toolkit.cli.verify.exports import check_exports
-    from toolkit.cli.verify.updates import check_dropout, check_updates
+    from toolkit.tools.verify.exports import check_exports
+    from toolkit.tools.verify.updates import check_dropout, check_updates
 
     if check == "update":
         return [check_updates(runs[0], box.config.optim)]

@@ -44,7 +44,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkingRun:
-    """What is right but for the case."""
+    """What is right except for the case."""
 
     recipe: str
     flags: str

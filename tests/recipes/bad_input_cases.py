@@ -176,7 +176,7 @@ EARLY = {
 DATA = {
     "unknown source": Case(
         flags="--data.source jsonll --data.files null",
-        sentence="data.source jsonll is none of …, and the hub cannot be reached: did you mean jsonl?",
+        sentence="data.source jsonll is not one of …, and the hub cannot be reached: did you mean jsonl?",
     ),
     "error in a function of one's own": Case(
         flags="--data.source {here}/my_rows.py:load_rows",

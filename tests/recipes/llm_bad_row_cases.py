@@ -70,7 +70,7 @@ DATA = {
     ),
     "column that does not exist": Case(
         flags="--data.text_column body",
-        sentence="data.text_column is body, but that is no column of {here}/rows.jsonl: name one that exists, or leave it out",
+        sentence="data.text_column is body, but that is not a column of {here}/rows.jsonl: name one that exists, or leave it out",
     ),
     "all rows empty": Case(
         files=rows({"prompt": "a", "completion": ""}, {"prompt": "", "completion": "b"}),
@@ -128,7 +128,7 @@ MODEL = {
     "model whose tokens see later ones": Case(
         flags=f"{OTHER_MODEL} {FROM_SCRATCH}",
         files=TEXT | model_files({**LLAMA, "is_causal": False}),
-        sentence="LlamaForCausalLM cannot be trained here: its tokens see later ones, so it is no causal language model",
+        sentence="LlamaForCausalLM cannot be trained here: its tokens see later ones, so it is not a causal language model",
     ),
 }
 

@@ -178,7 +178,7 @@ def test_an_exported_adapter_goes_on_training(bench: Workbench) -> None:
     merged = bench.runs / "again" / "merged"
     base, start, again = (bench.lines(name, "eval")[0]["loss"] for name in ("base", "further", "again"))
     assert start == again and abs(start - base) > 1e-3
-    # No step is no reason not to merge what is asked for.
+    # Zero steps are not a reason not to merge what is asked for.
     assert "nothing is exported: train.max_steps is 0\n" in only_evaluated and not (bench.runs / "base" / "export").exists()
     assert f", merged into its base to {merged}\n" in printed
     bench.run("merged", model=merged, train__max_steps=0, **NO_TEXTS)

@@ -76,7 +76,7 @@ def test_other_rows_and_more_steps_are_said_on_a_resume(bench: Workbench, worse:
     rate = "the learning rate jumps up to 8 in step 5, after 6.67 in step 4"
     assert f"{rate}: the linear schedule now ends with step 12, before with step 5 (where step 5 had 3.33)\n" in printed
     after = {step: loss for step, loss in losses(bench, "resumed").items() if step > 4}
-    assert min(after.values()) > before[best], "a comparison of figures that are no equals would not show"
+    assert min(after.values()) > before[best], "a comparison of figures that are not equals would not show"
     best = min(after, key=after.__getitem__)
     assert bench.checkpoints("resumed") == sorted({f"step-{step:08d}" for step in (best, max(after))})
     assert f"exporting the weights of step {best}, the best loss ({after[best]:.4g}) of the checkpoints kept\n" in printed

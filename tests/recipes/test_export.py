@@ -29,7 +29,7 @@ Ended = tuple[int, str, str]
 
 def call_all(commands: list[list[str]]) -> list[Ended]:
     """In one process that no launcher started: the commands, one after the other."""
-    from toolkit.cli.main import main
+    from toolkit.tools.main import main
 
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "TOOLKIT_ACCELERATE"))]:
         del os.environ[name]
@@ -180,7 +180,7 @@ def test_what_cannot_be_exported_is_one_sentence(run: Path, tmp_path: Path) -> N
     header = 8 + int.from_bytes(content[:8], "little")
     (changed / "model.safetensors").write_bytes(content[:header] + bytes(len(content) - header))
     cases: list[tuple[list[Any], str]] = [
-        ([tmp_path / "gone"], f"{tmp_path}/gone is no folder: give the folder of a run, as in runs/t5_docstrings"),
+        ([tmp_path / "gone"], f"{tmp_path}/gone is not a folder: give the folder of a run, as in runs/t5_docstrings"),
         ([tmp_path / "nothing"], f"{tmp_path}/nothing has no config.yaml: give the folder of a run"),
         ([tmp_path / "images"], f"{tmp_path}/images is a run on images, which has no Hugging Face model"),
         ([tmp_path / "broken"], f"{tmp_path}/broken/config.yaml is not what a run writes ("),
@@ -246,9 +246,9 @@ def test_adapters_and_merged_models_are_those_of_the_run(llm_bench: Workbench, t
 def test_what_happens_meanwhile_is_named(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from toolkit.cli.export import export as command
-    from toolkit.cli.export.choose import Options, read_whole
     from toolkit.errors import UserError
+    from toolkit.tools.export import export as command
+    from toolkit.tools.export.choose import Options, read_whole
 
     def fill(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")

@@ -14,11 +14,11 @@ from tests.support.launch import REPOSITORY
 from tests.support.locks import lock_held
 from tests.support.real_launch import accelerate_launch, finish
 from tests.support.workbench import FP32, Workbench
-from toolkit.cli.generate import generate as command
-from toolkit.cli.generate.model import Generator
-from toolkit.cli.main import main
 from toolkit.files.json_lines import load_json_lines
 from toolkit.files.lock import release_lock
+from toolkit.tools.generate import generate as command
+from toolkit.tools.generate.model import Generator
+from toolkit.tools.main import main
 
 CHATML = REPOSITORY / "recipes" / "chat_templates" / "chatml_generation.jinja"
 GENERATES: dict[str, Any] = {"eval__max_new_tokens": 6, "eval__num_beams": 2, "eval__no_repeat_ngram_size": 2}

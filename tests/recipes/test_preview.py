@@ -13,8 +13,8 @@ import pytest
 from tests.support.launch import REPOSITORY
 from tests.support.previews import call_preview
 from tests.support.workbench import Workbench, new_bench
-from toolkit.cli.preview.facts import collect
 from toolkit.files.json_lines import load_json_lines
+from toolkit.tools.preview.facts import collect
 
 
 def test_the_run_reads_what_preview_has_tokenized(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.planting.verify_run import run_verify
 from tests.support.workbench import Workbench
-from toolkit.cli.verify.verify import DEFAULT_TOLERANCE
+from toolkit.tools.verify.verify import DEFAULT_TOLERANCE
 
 CHECKS = {
     "start", "rows", "loss", "gradients", "update", "dropout", "evaluation", "sharding", "ties", "moved", "frozen", "save",

@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from toolkit.report.charts import Chart, Curve, draw
+from toolkit.tools.report.charts import Chart, Curve, draw
 
 get_checkpoint_conversion_mapping("t5")
 figure = Figure(layout="constrained")

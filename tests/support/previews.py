@@ -20,7 +20,7 @@ import yaml
 from tests.support.chats import CHATML, build_chat_tokenizer, say
 from tests.support.launch import REPOSITORY
 
-GOLDEN = REPOSITORY / "tests" / "unit" / "cli" / "preview"
+GOLDEN = REPOSITORY / "tests" / "unit" / "tools" / "preview"
 CASES = {
     "t5": "--config t5.yaml --rows 2",
     "chats": "--config chats.yaml --rows 2 --accelerate-config fsdp2_cpu.yaml",
@@ -109,7 +109,7 @@ def save_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def call_preview(flags: str | list[str]) -> int:
     """Run `python -m toolkit preview` in this process and folder; returns its exit code."""
-    from toolkit.cli.main import main
+    from toolkit.tools.main import main
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["toolkit", "preview", *(flags.split() if isinstance(flags, str) else flags)])

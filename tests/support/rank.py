@@ -122,7 +122,7 @@ def _draw_first_charts() -> None:
     """
     if ALL_CHARTS.items() <= os.environ.items():
         return
-    from toolkit.report import page, picture
+    from toolkit.tools.report import page, picture
 
     list_charts = page.list_charts
     page.list_charts = picture.list_charts = lambda runs: list_charts(runs)[:1]

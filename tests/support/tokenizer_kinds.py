@@ -21,7 +21,7 @@ PARTS = (
 
 
 def draw_text(draw: random.Random) -> str:
-    """A few parts with at least one character that is no white space."""
+    """A few parts with at least one character that is not white space."""
     while not (text := "".join(draw.choices(PARTS, k=draw.randint(1, 7)))).strip():
         pass
     return text
@@ -60,7 +60,7 @@ def build_metaspace(scheme: str, *, split: bool = False, unigram: bool = False) 
     tokenizer.train_from_iterator(CORPUS, trainer)
     trained = json.loads(tokenizer.to_str())
     trained["model"]["byte_fallback"] = True
-    trained["added_tokens"] = trained["added_tokens"][:3]  # bytes are no special tokens
+    trained["added_tokens"] = trained["added_tokens"][:3]  # bytes are not special tokens
     tokenizer = Tokenizer.from_str(json.dumps(trained))
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence(parts if scheme == "never" else [*parts, decoders.Strip(" ", 1, 0)])

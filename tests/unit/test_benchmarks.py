@@ -14,7 +14,7 @@ from benchmarks.bench import Row, format_quartiles, judge_least, judge_most, los
 from benchmarks.throughput import growth_side, host_time
 from benchmarks.throughput.comparisons import Against, Comparison
 from benchmarks.throughput.host_clock import REST, kernels
-from toolkit.planning.trace import fake_ranks
+from toolkit.tools.plan.trace import fake_ranks
 
 
 def row(*ratios: float) -> Row:

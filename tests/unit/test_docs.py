@@ -14,15 +14,15 @@ import pytest
 import yaml
 
 from tests.support.launch import REPOSITORY
-from toolkit.cli import main as cli
-from toolkit.cli.compare.runs import load_preset
-from toolkit.cli.export.choose import MAY_CHANGE
 from toolkit.config.load import load_config
 from toolkit.config.mnist import MnistConfig, check_mnist_config
 from toolkit.config.schema import LLMConfig, SummarizationConfig
 from toolkit.config.validate import check_config
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.models.lora import check_adapter_config
+from toolkit.tools import main as cli
+from toolkit.tools.compare.runs import load_preset
+from toolkit.tools.export.choose import MAY_CHANGE
 
 PAGES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "accelerate_configs/README.md"]
 PAGES += sorted(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md"))

@@ -17,11 +17,11 @@ import yaml
 from tests.support.launch import REPOSITORY
 from toolkit.config.load import load_config
 from toolkit.config.schema import LLMConfig, SummarizationConfig
-from toolkit.planning.peak import estimate_peak
-from toolkit.planning.plan import USABLE_SHARE
-from toolkit.planning.strategy import Strategy, load_strategy
-from toolkit.planning.subject import build_subject
-from toolkit.planning.trace import fake_ranks
+from toolkit.tools.plan.peak import estimate_peak
+from toolkit.tools.plan.plan import USABLE_SHARE
+from toolkit.tools.plan.strategy import Strategy, load_strategy
+from toolkit.tools.plan.subject import build_subject
+from toolkit.tools.plan.trace import fake_ranks
 
 HUB_MODELS = REPOSITORY / "tests/support/model_configs"
 """The config.json of each model of the hub that a command names, as the hub has it."""

@@ -11,8 +11,8 @@ import pytest
 from benchmarks.presets import choice
 from benchmarks.presets.page import CHOICE_FILE, END, TABLE_BEGIN, choice_table, preset_header, preset_table, update_page
 from toolkit.errors import UserError
-from toolkit.planning.peak import estimate_peak
-from toolkit.planning.trace import fake_ranks
+from toolkit.tools.plan.peak import estimate_peak
+from toolkit.tools.plan.trace import fake_ranks
 
 PRESETS = Path(__file__).parents[2] / "accelerate_configs"
 CELLS = json.loads((PRESETS / CHOICE_FILE).read_text())["cells"]

@@ -170,7 +170,7 @@ class _SafeReader(dcp.FileSystemReader):
                     metadata = _AllowlistUnpickler(file).load()
                     _check_metadata(metadata)
                 except Exception as error:  # a pickle may raise anything, and its objects may lack any attribute
-                    raise ValueError(f"{path} is no checkpoint metadata: {error}") from None
+                    raise ValueError(f"{path} is not a checkpoint metadata: {error}") from None
             metadata.storage_meta = StorageMeta(load_id=self.load_id)
             self.metadata = metadata
         return self.metadata

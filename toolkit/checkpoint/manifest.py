@@ -116,7 +116,7 @@ def commit(unfinished: Path, folder: Path, manifest: dict[str, Any]) -> None:
 
 def _check_version(version: Any, folder: Path) -> None:
     if type(version) is not int:
-        raise ValueError(f"{folder.name} names no checkpoint format (format_version is {_short(version)}): it is none of ours")
+        raise ValueError(f"{folder.name} names no checkpoint format (format_version is {_short(version)}): it is not one of ours")
     if version != FORMAT_VERSION:
         older = "export it with the version that wrote it, and give the export as model.init_from"
         way_out = older if version < FORMAT_VERSION else "update the toolkit"
@@ -131,7 +131,7 @@ def _check_fields(mapping: dict[str, Any], kinds: dict[str, type], prefix: str) 
 
 
 def _check_kind(value: Any, kind: type, what: str) -> None:
-    if type(value) is not kind:  # not isinstance: a bool is no number here
+    if type(value) is not kind:  # not isinstance: a bool is not a number here
         raise ValueError(f"{what} {_short(value)}, not {_KINDS[kind]}")
 
 

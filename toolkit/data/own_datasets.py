@@ -26,7 +26,7 @@ def check_datasets(config: RecipeConfig, train: Any, evaluation: Any) -> None:
     """Check what was given, before anything is written.
 
     Raises:
-        UserError: it is no `datasets.Dataset` with rows, or the config names rows too.
+        UserError: it is not a `datasets.Dataset` with rows, or the config names rows too.
     """
     if train is None:
         if evaluation is not None:

@@ -119,7 +119,7 @@ def _cpu_quota_cores(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/pro
                         quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
                     else:
                         quota, period = (group / "cpu.max").read_text().split()
-                    quotas += [int(quota) / int(period)] * (int(quota) > 0)  # "max" is no number, version 1 writes -1
+                    quotas += [int(quota) / int(period)] * (int(quota) > 0)  # "max" is not a number, version 1 writes -1
                 if group == base:
                     break
     return min(quotas)

@@ -207,7 +207,7 @@ def _reach(host: str, port: int, meeting: Meeting) -> None:
                 raise
             reason = error.strerror or str(error)
         except UnicodeError:
-            raise refusal(f"the ranks cannot meet at {meeting.address}: that is no name of a host") from None
+            raise refusal(f"the ranks cannot meet at {meeting.address}: that is not the name of a host") from None
         time.sleep(POLL_S * 10)
     raise refusal(
         f"rank {meeting.rank} of {meeting.world_size} found nobody at {meeting.within()}: {reason}; check that this is the "

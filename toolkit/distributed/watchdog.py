@@ -9,7 +9,7 @@ Two more threads keep watch. One reports the rank's place to the key-value store
 this rank has been idle for half of `timeout_s`, it also reads the places of the others. It may itself hang, with the host of the
 store. The other thread talks to nobody, keeps the time and ends the process.
 
-A job hangs when none of its answering ranks has made progress for `timeout_s`: waiting for a slow rank is no hang. The first rank
+A job hangs when none of its answering ranks makes progress for `timeout_s`: waiting for a slow rank is not a hang. The first rank
 that sees the hang writes the sentence into the store, so that all print the same one; `toolkit.distributed.hang_report` finds the
 ranks that did not arrive. If a thread holds the GIL forever, the watchdog of that process is blocked too: the other ranks name
 it, and the launcher has to kill it.
@@ -56,7 +56,7 @@ _current: Watchdog | None = None
 
 
 def start(timeout_s: float) -> None:
-    """Watch this process from here until `stop` or its end. Every rank of a run must call it, but it is no collective."""
+    """Watch this process from here until `stop` or its end. Every rank of a run must call it, but it is not a collective."""
     global _current
     _leave()
     _current = Watchdog(timeout_s).__enter__()
@@ -156,7 +156,7 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         # Stored here because the process group may end before its watchdog.
         self._rank, self._world_size = rank(), world_size()
-        # The launcher hosts the store, or rank 0: its reads and writes are no work of the run.
+        # The launcher hosts the store, or rank 0: its reads and writes are not work of the run.
         look_s = min(LOOK_S, self.timeout_s / 10)
         of_store = store_bytes_per_s(self._world_size, self._interval_s, look_s) if self._rank == 0 else 0
         self._activity = Activity(min(WINDOW_S, self.timeout_s / 5), MIN_IO_BYTES_PER_S + of_store)

@@ -42,7 +42,7 @@ class TextMetric:
     """None on ranks other than 0, which do not call it."""
 
     def figures(self, predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-        """The metric's numbers over all rows; what is no number (lists, texts) is left out. Only for rank 0.
+        """The metric's numbers over all rows; what is not a number (lists, texts) is left out. Only for rank 0.
 
         Raises:
             UserError: a module raised an error, or the metric returned no number. A function's errors are its own.
@@ -125,7 +125,7 @@ def compute_figures(metrics: Sequence[TextMetric], predictions: Sequence[str], r
 
 
 def own_figures(metrics: Sequence[TextMetric], figures: Mapping[str, Any]) -> list[str]:
-    """The names among `figures`, or in a line of `metrics.jsonl`, that are of these metrics; texts (`NAME_is`) are no figures."""
+    """Names in `figures`, or in a line of `metrics.jsonl`, that belong to these metrics; texts (`NAME_is`) are not figures."""
     names = {metric.name for metric in metrics}
     return [name for name, value in figures.items() if name.split("/")[0] in names and not isinstance(value, str)]
 

@@ -142,7 +142,7 @@ def _find_folder(output_dir: str, name: str) -> Path:
         parent, resolved = Path(output_dir).resolve(), folder.resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a link to itself, a NUL character
         raise UserError(
-            f"run.output_dir {output_dir!r} with run.name {name!r} is no folder ({error}): take other names"
+            f"run.output_dir {output_dir!r} with run.name {name!r} is not a folder ({error}): take other names"
         ) from None
     if parent not in resolved.parents:
         raise UserError(

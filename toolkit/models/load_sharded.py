@@ -149,7 +149,7 @@ def hash_frozen(model: nn.Module, sources: Sources) -> dict[str, str]:
 
 
 def _decided_together(work: Callable[[], T]) -> T:
-    """Like `on_all_ranks`, but for `WholeOnly` too: all ranks must load in the same way. Collective."""
+    """Like `on_all_ranks`, and for `WholeOnly` too: all ranks must load in the same way. Collective."""
 
     def attempt() -> tuple[T | None, str | None]:
         try:

@@ -206,7 +206,7 @@ def _read_json(file: Path, what: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"the {file.name} of {what} cannot be read: {error}") from None
     if not isinstance(value, dict):
-        raise UserError(f"the {file.name} of {what} is no JSON object")
+        raise UserError(f"the {file.name} of {what} is not a JSON object")
     return value
 
 

@@ -149,7 +149,7 @@ def _build(name: str, config: RecipeConfig, run_folder: Path, run_id: str | None
 
     build: Any = LOGGER_TYPE_TO_CLASS[name]
     options: dict[str, Any] = {}
-    if name == "tensorboard":  # a folder is a run; events from `purge_step` on, of before a resume, are not shown
+    if name == "tensorboard":  # a folder is a run; events from `purge_step` on, before a resume, are not shown
         return build(name, str(run_folder), purge_step=next_step)
     if name == "wandb":
         import wandb
@@ -182,7 +182,7 @@ def _store_config(tracker: Any, flat_config: dict[str, Any], *, is_continued: bo
         tracker.writer.flush()
     elif tracker.name != "mlflow":
         tracker.store_init_configuration(plain)
-    elif not is_continued:  # it lets nothing that it has be changed
+    elif not is_continued:  # it refuses a change of what it has
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 
         too_long = [key for key, value in plain.items() if len(str(value)) > MAX_PARAM_VAL_LENGTH]

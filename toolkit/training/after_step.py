@@ -102,7 +102,7 @@ def evaluate_and_log(run: Run) -> str | None:
     writer = run.writer
     writer.best_saved = on_rank_0(lambda: writer.best_saved if writer.is_writing else best_value(run.folder, goal, state.step))
     value = figures.get(goal.metric, math.nan)  # a metric of one's own may leave it out
-    if state.step == 0:  # the start is no gain, and has no weights to keep
+    if state.step == 0:  # the start is not a gain, and has no weights to keep
         state.start_value = None if math.isnan(value) else value
     elif goal.is_better(value, state.best_value):
         state.best_value, state.num_evaluations_without_gain = value, 0

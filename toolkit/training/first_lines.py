@@ -22,8 +22,7 @@ from toolkit.launch.accelerate_yaml import find_accelerate_yaml
 from toolkit.launch.accelerator import fsdp_mesh, fsdp_version
 from toolkit.models.lora import is_enabled
 from toolkit.parallel.units import describe
-from toolkit.report.memory_plan import load_plan
-from toolkit.tracking.memory import MEMORY_FILE
+from toolkit.tracking.memory import MEMORY_FILE, load_plan
 from toolkit.training.own_loss import describe_memory
 from toolkit.training.run import Run
 

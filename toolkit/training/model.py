@@ -33,10 +33,9 @@ from toolkit.models.shard_reader import Sources
 from toolkit.parallel.chunked_loss import holds_all_logits
 from toolkit.parallel.masks import choose_packing
 from toolkit.parallel.wrap import ShardedModel, check_wrap, shard_model
-from toolkit.planning.peak import MOMENT_BYTES
 from toolkit.tracking.memory import note_before_model
 from toolkit.training.model_checks import check_causal_model, check_seq2seq_model
-from toolkit.training.optim import build_optimizer
+from toolkit.training.optim import MOMENT_BYTES, build_optimizer
 from toolkit.training.own_loss import check_own_loss
 from toolkit.training.setup import RunContext
 
@@ -166,7 +165,7 @@ def identity_of(
 def _take_fastest_attention(config: RecipeConfig, context: RunContext, model_config: PretrainedConfig) -> str:
     """Set the attention that is fastest on the device, unless one is named, and note it for a resume; returns why, in words.
 
-    A run goes on with what it began with: results differ in the last bits. Runs of before the rule noted nothing.
+    A run goes on with what it began with: results differ in the last bits. Runs from before the rule noted nothing.
     """
     own = model_config._attn_implementation
     chosen = fastest = (

@@ -58,7 +58,7 @@ def check_causal_model(sharded: ShardedModel, collator: Collator, *, packing: bo
         changed = _row([*first["input_ids"][:-1], second["input_ids"][0]])
         seen = {_loss(sharded, model, collator, [[_unlabelled(other, NUM_TOKENS - 1)]]) for other in (first, changed)}
         if len(seen) > 1:
-            raise UserError(f"{name} cannot be trained here: its tokens see later ones, so it is no causal language model")
+            raise UserError(f"{name} cannot be trained here: its tokens see later ones, so it is not a causal language model")
         # Packing: change the first text of a pack; the loss of the second must not change.
         # Two packs, because transformers' flash attention treats a batch of several rows as unpacked.
         packed = [[[_unlabelled(other), second], [second]] for other in (first, changed)]

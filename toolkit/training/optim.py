@@ -16,6 +16,9 @@ from toolkit.config.schema import OptimConfig, as_written
 from toolkit.data.batch_plan import BatchPlan
 from toolkit.parallel.float8 import is_sharded_with_cast, refresh_scales
 
+MOMENT_BYTES = 8
+"""AdamW's two fp32 moments of a trainable parameter."""
+
 
 def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.AdamW:
     """AdamW over the trainable parameters of a sharded model, without weight decay on norms and biases.

@@ -59,7 +59,7 @@ def check_own(config: RecipeConfig, own: Own) -> None:
     """Check the functions against the config.
 
     Raises:
-        UserError: something is no function, or metrics are given to a run that generates no texts.
+        UserError: something is not a function, or metrics are given to a run that generates no texts.
     """
     functions: dict[str, Any] = {"loss": own.loss, "after_step": own.after_step, "after_evaluation": own.after_evaluation}
     functions |= {f"metrics[{name!r}]": function for name, function in own.metrics.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import shlex
 from dataclasses import dataclass, field
@@ -32,9 +33,6 @@ from toolkit.export.write import export_model, run_places
 from toolkit.launch.accelerator import compute_dtype, forget_accelerator
 from toolkit.launch.run_folder import restore_run_folder, save_run_config, unlock_run_folders
 from toolkit.parallel.wrap import ShardedModel
-from toolkit.report.page import save_run_page
-from toolkit.report.picture import draw_curves
-from toolkit.report.record import describe_rows, save_record
 from toolkit.tracking.metrics_log import MetricsLog
 from toolkit.tracking.progress import Progress
 from toolkit.tracking.step_log import StepLog
@@ -108,7 +106,8 @@ def start_run(
     save_run_config(config, folder)
     on_rank_0(lambda: save_run_data(folder, data, rows.tokenizer))
     working("recording what the report shows")
-    save_record(folder, sharded.units, lambda: describe_rows(config, rows, evaluation))
+    about_rows = partial(_tool("preview.summary").describe_rows, config, rows, evaluation)
+    _tool("report.record").save_record(folder, sharded.units, about_rows)
     return run
 
 
@@ -208,11 +207,16 @@ def finish(run: Run) -> Path | None:
         logger.info(f"export another checkpoint: python -m toolkit export {shlex.quote(str(run.folder))} --checkpoint STEP")
     working("showing the results")
     on_all_ranks(lambda: show_results(run.metrics, baselines, run.evaluation, run.goal.measured_on))
-    on_rank_0(lambda: draw_curves(run.metrics.load(), run.folder / "curves.png"))
+    on_rank_0(lambda: _tool("report.picture").draw_curves(run.metrics.load(), run.folder / "curves.png"))
     run.metrics.note_lost_outputs(run.state.step)
-    save_run_page(run.folder)
+    _tool("report.page").save_run_page(run.folder)
     leave()
     return run.folder / "export" if exports else None
+
+
+def _tool(name: str) -> Any:
+    """A module of `toolkit/tools/`, which fills in and draws a run's pages. Found by name: the core imports no tool."""
+    return importlib.import_module(f"toolkit.tools.{name}")
 
 
 def leave() -> None:

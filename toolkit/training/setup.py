@@ -1,4 +1,4 @@
-"""The begin of a run, before data and weights: checks, the accelerator, the run folder, the checkpoint to resume from."""
+"""The start of a run, before data and weights: checks, the accelerator, the run folder, the checkpoint to resume from."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ WAYS: dict[str, Callable[[], None]] = {way.__name__: way for way in (sleep, stop
 
 
 def main(holds: str, recipe: str, *flags: str) -> None:
-    """The recipe as it stands, but for the holds."""
+    """The recipe as it stands, except for the holds."""
 
     def hold_in_step(phase: str, who: int, way: str) -> None:
         at = Watchdog.at

@@ -84,7 +84,7 @@ def test_a_pickle_in_the_metadata_does_not_run(tmp_path: Path) -> None:
 
     save_tensors(some_tensors(), tmp_path)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Attack()))
-    with pytest.raises(ValueError, match=r"is no checkpoint metadata: posix.system is not allowed"):
+    with pytest.raises(ValueError, match=r"is not a checkpoint metadata: posix.system is not allowed"):
         load_tensors(some_tensors(), tmp_path, "it cannot be loaded")
     assert not canary.exists()
 
@@ -154,7 +154,7 @@ def test_metadata_that_does_not_hang_together_is_refused(tmp_path: Path, change:
     save_tensors(some_tensors(), tmp_path)
     with edited_metadata(tmp_path) as metadata:
         change(metadata)
-    with pytest.raises(ValueError, match=f"is no checkpoint metadata: .*{reason}"):
+    with pytest.raises(ValueError, match=f"is not a checkpoint metadata: .*{reason}"):
         load_tensors(some_tensors(), tmp_path, "it cannot be loaded")
 
 
@@ -164,7 +164,7 @@ def test_metadata_that_does_not_hang_together_is_refused(tmp_path: Path, change:
 def test_bytes_that_are_no_metadata_are_refused(tmp_path: Path, content: bytes) -> None:
     save_tensors(some_tensors(), tmp_path)
     (tmp_path / ".metadata").write_bytes(content)
-    with pytest.raises(ValueError, match="is no checkpoint metadata: "):
+    with pytest.raises(ValueError, match="is not a checkpoint metadata: "):
         load_tensors(some_tensors(), tmp_path, "it cannot be loaded")
 
 

@@ -95,7 +95,7 @@ def test_a_budget_of_tokens_is_filled_and_kept(kind: str) -> None:
         rows = [row for step in steps if step.epoch == epoch for row in step.rows]
         assert sorted(rows) == list(range(NUM_ROWS))
     assert max(step.num_tokens for step in steps) <= 1600
-    assert sorted(step.num_tokens for step in steps)[3] > 1600 - 220, "but for the last of an epoch, no row more would fit"
+    assert sorted(step.num_tokens for step in steps)[3] > 1600 - 220, "except for the last of an epoch, no row more would fit"
     assert plan.step(num_steps + 1).epoch == 3
     assert [plan.step(n) for n in (1, num_steps, 2)] == [steps[0], steps[-1], steps[1]], "asked for in any order"
 

@@ -99,7 +99,7 @@ def test_a_text_scores_100_against_itself_and_less_against_a_part_in_every_scrip
         ("Köln, l'été: Straße_3", ["köln", "l", "été", "straße", "3"]),
         ("Ko\u0308ln", ["köln"]),  # the same letter, typed in two
         ("opened files", ["open", "file"]),
-        ("मनुष्यों को ❤️", ["मनुष्यों", "को"]),  # marks stay with their letters, and alone are no word
+        ("मनुष्यों को ❤️", ["मनुष्यों", "को"]),  # marks stay with their letters, and alone are not words
         ("ＧＰＴ－４模型", ["gpt", "4", "模", "型"]),
         ("コンピュータのー", list("コンピュータのー")),
         ("ที่นี่ 2 ปี", ["ที่", "นี่", "2", "ปี"]),

@@ -21,7 +21,6 @@ from tests.support.checkpoint_files import make_checkpoint, names
 from toolkit.checkpoint.find import find_checkpoint
 from toolkit.checkpoint.folders import checkpoints_folder
 from toolkit.checkpoint.init_from import find_weights
-from toolkit.cli.checkpoints import show_checkpoints
 from toolkit.config.python import load_config
 from toolkit.data.cache_folders import find_or_build
 from toolkit.distributed.rng import capture_random_state, save_random_state
@@ -30,6 +29,7 @@ from toolkit.export.card import Origin
 from toolkit.export.write import Places, _replaced, _write_rest
 from toolkit.files.modes import give_usual_mode
 from toolkit.models.lora_files import CONFIG_FILE, WEIGHTS_FILE, find_adapter
+from toolkit.tools.checkpoints import show_checkpoints
 
 
 @pytest.fixture

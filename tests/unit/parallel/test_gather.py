@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.parallel.gather import whole_parameters
-from toolkit.planning.trace import fake_ranks
+from toolkit.tools.plan.trace import fake_ranks
 
 
 class Gathers(TorchDispatchMode):

@@ -21,7 +21,7 @@ OARS = 2
 class OarLocker:
     """Keep oars where they belong."""
 
-    # The dark is no excuse.
+    # A dark page must hold too.
     @staticmethod
     def take_oar(number: int, *, from_left: bool = False) -> "Oar":
         """Return the oar of that number.

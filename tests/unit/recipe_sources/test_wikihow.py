@@ -77,7 +77,7 @@ def test_sep_file_is_recognised_by_its_columns(tmp_path, load):
     with (tmp_path / "wikihowSep.csv").open("w", newline="") as file:
         csv.writer(file).writerows(rows)
     assert [row["target"] for row in load("wikihowSep.csv")] == ["Buy a lens.", "Clean it."]
-    assert not load.skipped  # a missing overview or label is none of our business
+    assert not load.skipped  # a missing overview or label is not ours to judge
 
 
 def test_unusable_rows_are_counted_by_reason(tmp_path, load):

@@ -42,7 +42,7 @@ def test_an_attention_that_is_named_is_kept() -> None:
 
 def test_a_run_goes_on_with_the_attention_that_it_began_with(tmp_path: Path) -> None:
     older = make_checkpoint(tmp_path, 1)
-    assert choose(T5Config(), resume_from=older) == (None, BEGAN, None), "a run of before the rule had sdpa"
+    assert choose(T5Config(), resume_from=older) == (None, BEGAN, None), "a run from before the rule had sdpa"
     newer = make_checkpoint(tmp_path, 2)
     change_manifest(newer, lambda manifest: manifest["identity"]["config"].update(attention="eager"))
     assert choose(T5Config(), resume_from=newer) == ("eager", FASTER, "eager")

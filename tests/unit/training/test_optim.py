@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.config.schema import OptimConfig, TrainConfig
 from toolkit.data.batch_plan import BatchPlan
-from toolkit.planning.trace import fake_ranks
+from toolkit.tools.plan.trace import fake_ranks
 from toolkit.training.optim import build_optimizer, clip_gradients, describe_rate_change, learning_rate
 
 

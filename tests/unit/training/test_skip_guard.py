@@ -64,7 +64,7 @@ def test_spikes_are_let_through_unless_asked_for() -> None:
 
 
 def test_spike_is_skipped_once_the_window_is_full() -> None:
-    assert judge(SkipGuard(GUARDED, SkipHistory(), []), *STEADY[:3], 1e6) == [False] * 4, "three norms are no window of four"
+    assert judge(SkipGuard(GUARDED, SkipHistory(), []), *STEADY[:3], 1e6) == [False] * 4, "three norms are not a window of four"
     assert judge(SkipGuard(GUARDED, SkipHistory(), []), *STEADY, 2.71) == [False] * 5
     assert judge(SkipGuard(GUARDED, SkipHistory(), []), *STEADY, 2.73, 1.5) == [False] * 4 + [True, False]
 

@@ -119,7 +119,7 @@ def check_columns_used(config: DataConfig | LLMDataConfig, inputs: list[RowInput
     for setting, column in configured_columns(config).items():
         if column not in used:
             labels = ", ".join(item.label for item in inputs)
-            trouble = f"{setting} is {column}, but that is no column of {labels}: name one that exists, or leave it out"
+            trouble = f"{setting} is {column}, but that is not a column of {labels}: name one that exists, or leave it out"
             if isinstance(config, LLMDataConfig) and config.format != "auto":
                 trouble = f"{setting} is {column}, but data.format {config.format} does not read it: leave one of them out"
             raise UserError(trouble)
@@ -211,7 +211,7 @@ def _hash_rows(rows: Iterable[Any]) -> tuple[int, str]:
 
 
 def _check_entry(entry: MixEntry, config: DataConfig | LLMDataConfig, setting: str) -> None:
-    """Refuse a name that is no source, a file source without files, and settings that the source would silently ignore."""
+    """Refuse a name that is not a source, a file source without files, and settings that the source would silently ignore."""
     if split_own_source(entry.source):
         return
     if entry.source in READERS and not entry.files:

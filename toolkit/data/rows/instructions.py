@@ -37,7 +37,7 @@ def read_sharegpt(
         turns = read_json(turns, f"{where}, column {column}")
     if not isinstance(turns, list):
         raise UserError(
-            f'{where}, column {column}: {turns!r:.60} is no list of turns: write {{"from": ..., "value": ...}} for each in a list'
+            f'{where}, column {column}: {turns!r:.60} is not a list of turns: write a list of {{"from": ..., "value": ...}}'
         )
     messages = [read_turn(turn, f"{where}, turn {number}") for number, turn in enumerate(turns, start=1)]
     roles = [message["role"] for message in messages if message["role"] != "system"]
@@ -51,9 +51,9 @@ def read_sharegpt(
 
 
 def read_turn(turn: Any, where: str) -> dict[str, Any]:
-    """A turn as a message; one that is a message with role and content stays as it is, but for the name of its role."""
+    """A turn as a message; one that is a message with role and content stays as it is, except for the name of its role."""
     if not isinstance(turn, dict):
-        raise UserError(f'{where}: {turn!r:.60} is no turn: write {{"from": ..., "value": ...}}')
+        raise UserError(f'{where}: {turn!r:.60} is not a turn: write {{"from": ..., "value": ...}}')
     rest = {key: value for key, value in turn.items() if value is not None}
     given, content = (rest.pop(first, rest.pop(second, None)) for first, second in (("from", "role"), ("value", "content")))
     if not isinstance(given, str) or (content is None and "tool_calls" not in rest):
@@ -69,7 +69,7 @@ def read_turn(turn: Any, where: str) -> dict[str, Any]:
     role = next((role for role, names in _ROLES.items() if name in names), None)
     if role is None:
         known = ", ".join([name for names in _ROLES.values() for name in names] + [*_CALLS])
-        raise UserError(f"{where}: {given!r:.60} is no role of ShareGPT: write one of {known}")
+        raise UserError(f"{where}: {given!r:.60} is not a role of ShareGPT: write one of {known}")
     return {"role": role, **({} if content is None else {"content": content}), **rest}
 
 
@@ -80,7 +80,7 @@ def read_alpaca(row: Mapping[str, Any], where: str, *, is_chat: bool) -> dict[st
         is_chat: `system` and `history` become turns, each answer is trained on; else all before `output` is the prompt.
 
     Raises:
-        UserError: a cell that is not text; a history that is no list of pairs.
+        UserError: a cell that is not text; a history that is not a list of pairs.
     """
     instruction, given = row["instruction"], read_optional_text(row, "input", where)
     for column in ("instruction", "output"):
@@ -105,10 +105,10 @@ def _read_history(history: Any, where: str) -> list[list[str]]:
     if not history or is_nan(history):
         return []
     if not isinstance(history, list):
-        raise UserError(f"{where}, column history: {history!r:.60} is no list: write [[instruction, answer], ...]")
+        raise UserError(f"{where}, column history: {history!r:.60} is not a list: write [[instruction, answer], ...]")
     for number, pair in enumerate(history, start=1):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise UserError(f"{where}, history {number}: {pair!r:.60} is no pair: write [instruction, answer]")
+            raise UserError(f"{where}, history {number}: {pair!r:.60} is not a pair: write [instruction, answer]")
         for text in pair:
             check_text(text, f"{where}, history {number}")
     return history

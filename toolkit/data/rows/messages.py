@@ -49,7 +49,7 @@ def read_chat(
     for name, value in cells.items():
         if first and not isinstance(value, list):
             raise UserError(
-                f"{where}: columns {names[0]} and {names[1]} are of different kinds, and {name} is no list of messages: "
+                f"{where}: columns {names[0]} and {names[1]} are of different kinds, and {name} is not a list of messages: "
                 "make both text, or both lists of messages"
             )
     prompt, column = first[0] if first else [], names[-1]
@@ -57,7 +57,7 @@ def read_chat(
         completion = read_json(completion, f"{where}, column {column}")
     if not isinstance(completion, list):
         raise UserError(
-            f"{where}, column {column}: {completion!r:.60} is no list of messages: {_MESSAGE_FORM} for each in a list"
+            f"{where}, column {column}: {completion!r:.60} is not a list of messages: {_MESSAGE_FORM} for each in a list"
         )
     # Broken conversations are errors.
     messages = read_messages([*prompt, *completion], where)
@@ -96,7 +96,7 @@ def read_messages(items: list[Any], where: str) -> list[dict[str, Any]]:
 
 def _read_message(item: Any, where: str) -> dict[str, Any]:
     if not isinstance(item, dict):
-        raise UserError(f"{where}: {item!r:.60} is no message: {_MESSAGE_FORM}")
+        raise UserError(f"{where}: {item!r:.60} is not a message: {_MESSAGE_FORM}")
     message = _without_nulls(item)
     if {"from", "value"} <= message.keys() and "role" not in message:
         raise UserError(f"{where} has from and value, as ShareGPT's turns do: set data.format sharegpt")
@@ -104,7 +104,7 @@ def _read_message(item: Any, where: str) -> dict[str, Any]:
         raise UserError(f"{where} has no role (its keys: {', '.join(map(str, message)) or 'none'}): {_MESSAGE_FORM}")
     message["role"] = "tool" if message["role"] == "function" else message["role"]  # OpenAI's, before there were tools
     if message["role"] not in ROLES:
-        raise UserError(f"{where}: {message['role']!r:.60} is no role: write one of {', '.join(ROLES)}")
+        raise UserError(f"{where}: {message['role']!r:.60} is not a role: write one of {', '.join(ROLES)}")
     if call := message.pop("function_call", None):  # likewise
         if message.get("tool_calls"):
             raise UserError(f"{where} has function_call and tool_calls: leave one of them out")
@@ -153,7 +153,7 @@ def _take_weight(message: dict[str, Any], where: str) -> int:
 
 def _read_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise UserError(f"{where}: tool_calls {calls!r:.60} is no list of calls: write a list of objects")
+        raise UserError(f"{where}: tool_calls {calls!r:.60} is not a list of calls: write a list of objects")
     read = []
     for call in calls:
         call = _without_nulls(call)
@@ -192,12 +192,12 @@ def read_tools(tools: Any, where: str) -> list[Any] | None:
     if not tools:
         return None
     if not isinstance(tools, list):
-        raise UserError(f"{where}, column {TOOLS_COLUMN}: {tools!r:.60} is no list of tools: write their JSON schemas in a list")
+        raise UserError(f"{where}, column {TOOLS_COLUMN}: {tools!r:.60} is not a list of tools: write a list of JSON schemas")
     read = []
     for number, tool in enumerate(tools, start=1):
         tool = read_json(tool, f"{where}, tool {number}") if isinstance(tool, str) else tool
         if not isinstance(tool, dict):
-            raise UserError(f"{where}, tool {number}: {tool!r:.60} is no tool: write its JSON schema as an object")
+            raise UserError(f"{where}, tool {number}: {tool!r:.60} is not a tool: write its JSON schema as an object")
         _check_values(tool, f"{where}, tool {number}")
         read.append(tool)
     return read

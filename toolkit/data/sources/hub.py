@@ -146,7 +146,7 @@ def _open_builder(name: str, subset: str | None, split: str, other_sources: tupl
         near = difflib.get_close_matches(name, other_sources, n=1, cutoff=0.6)
         way_out = f"did you mean {near[0]}?" if near else "check the name"
         known = ", ".join(other_sources)
-        raise UserError(f"data.source {name} is none of {known}, no local folder and {where}: {way_out}") from None
+        raise UserError(f"data.source {name} is not one of {known}, not a local folder and {where}: {way_out}") from None
     # `datasets` does not check the types of what a README says, and leaves files to libraries that raise what they will.
     except Exception as error:
         cause = error.__cause__ or error

@@ -141,7 +141,7 @@ def _read_idx(folder: Path, name: str, magic: int) -> np.ndarray:
     """The array in an IDX file: the magic number and sizes are big-endian 32-bit integers, the rest is data bytes."""
     found = [path for path in (folder / name, folder / f"{name}.gz") if path.is_file()]
     if not found:
-        trouble = "has neither" if folder.is_dir() else "is no folder with"
+        trouble = "has neither" if folder.is_dir() else "is not a folder with"
         raise UserError(f"data.folder {folder} {trouble} {name} {'nor' if folder.is_dir() else 'or'} {name}.gz: check the path")
     path = found[0]
     try:
@@ -198,7 +198,7 @@ def _grayscale(where: str, image: Any, size: tuple[int, ...] | None) -> np.ndarr
     if array.ndim != 2:
         raise UserError(f"{where} has the shape {_size(array.shape)}: only grayscale images, height x width, can be trained on")
     if array.dtype.kind not in "bui" or array.max(initial=0) > 255 or array.min(initial=0) < 0:
-        raise UserError(f"{where} has pixels that are no whole numbers from 0 to 255 ({array.dtype}): convert the images")
+        raise UserError(f"{where} has pixels that are not whole numbers from 0 to 255 ({array.dtype}): convert the images")
     if size is not None and array.shape != size:
         raise UserError(f"{where} has {_size(array.shape)} pixels, those before {_size(size)}: bring all to one size")
     return array.astype(np.uint8)

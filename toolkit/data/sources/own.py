@@ -100,7 +100,7 @@ def read_own_rows(own: OwnSource) -> Iterator[dict[str, Any]]:
     """Call the function and yield its rows.
 
     Raises:
-        UserError: an error in the function; no rows; a row that is no dict.
+        UserError: an error in the function; no rows; a row that is not a dict.
     """
     with _errors_of(own.path, own.label):
         rows = own.function(own.config)

@@ -147,7 +147,7 @@ def test_a_pair_of_message_lists_is_a_chat_trained_on_its_completion():
     example = build("pair", prompt=say("hello", "one", "two"), completion=say("x", "three")[1:])
     assert example.messages == say("hello", "one", "two", "three")
     assert (example.first_trained, example.opening) == (3, "hello")
-    with pytest.raises(UserError, match="x: columns prompt and completion are of different kinds, and completion is no list"):
+    with pytest.raises(UserError, match="x: columns prompt and completion are of different kinds, and completion is not a list"):
         build("pair", prompt=say("hello"), completion="one")
     with pytest.raises(UserError, match="x, column completion: no assistant turn"):
         build("pair", prompt=say("hello", "one"), completion=say("two"))
@@ -231,24 +231,24 @@ def test_text_in_parts_is_one_text():
 @pytest.mark.parametrize(
     ("messages", "fragments"),
     [
-        (3, ["column messages: 3 is no list of messages", 'write {"role": ..., "content": ...}']),
+        (3, ["column messages: 3 is not a list of messages", 'write {"role": ..., "content": ...}']),
         (
             {"role": "user"},
             [
-                "column messages: {'role': 'user'} is no list of messages: write ",
+                "column messages: {'role': 'user'} is not a list of messages: write ",
                 'write {"role": ..., "content": ...} for each in a list',
             ],
         ),
         ("[{'role': 'user'}]", ["column messages: not JSON (Expecting property name"]),
-        (["hi"], ["message 1: 'hi' is no message"]),
+        (["hi"], ["message 1: 'hi' is not a message"]),
         ([{"from": "human", "value": "hi"}], ["message 1 has from and value, as ShareGPT's turns do: set data.format sharegpt"]),
         ([{"role": "user"}], ['message 1 has no content (its keys: role): write {"role": ..., "content": ...}']),
         ([{"role": "user", "content": None}], ["message 1 has no content"]),
         (
             [*say("a"), {"role": "bot", "content": "b"}],
-            ["message 2: 'bot' is no role: write one of system, user, assistant, tool"],
+            ["message 2: 'bot' is not a role: write one of system, user, assistant, tool"],
         ),
-        ([{"role": 1, "content": "b"}], ["message 1: 1 is no role"]),
+        ([{"role": 1, "content": "b"}], ["message 1: 1 is not a role"]),
         (say("a", "b")[1:], ["message 1: roles out of order, the assistant speaks first: begin with a user turn"]),
         ([*say(system="a"), *say("a", "b")[1:]], ["message 2: roles out of order, the assistant speaks first"]),
         ([*say("a", "b"), *say(system="s")], ["message 3: roles out of order, a system turn comes after others: put it first"]),
@@ -264,7 +264,7 @@ def test_text_in_parts_is_one_text():
         ([*say("a"), {"role": "assistant", "content": "b", "name": "c\0"}], ["message 2, name: the text holds a NUL"]),
         ([*say("a"), {"role": "assistant", "content": "b", "at": b"c"}], ["message 2, at: b'c' is of type bytes"]),
         ([*say("a"), CALL | {"role": "user"}], ["message 2: tool calls of role user"]),
-        ([*say("a"), CALL | {"tool_calls": "add"}], ["message 2: tool_calls 'add' is no list of calls"]),
+        ([*say("a"), CALL | {"tool_calls": "add"}], ["message 2: tool_calls 'add' is not a list of calls"]),
         ([*say("a"), CALL | {"tool_calls": [{"function": {}}]}], ["message 2: a tool call without a name"]),
         (
             [*say("a"), CALL | {"tool_calls": [{"function": {"name": "add", "arguments": "{"}}]}],
@@ -288,9 +288,9 @@ def test_chats_that_are_put_together_wrongly_are_refused_by_row_and_message(mess
 
 def test_tools_that_are_none_are_refused():
     refuse(say("a", "b"), "column tools: not JSON", tools="add")
-    refuse(say("a", "b"), "column tools: {'name': 'add'} is no list of tools", tools={"name": "add"})
+    refuse(say("a", "b"), "column tools: {'name': 'add'} is not a list of tools", tools={"name": "add"})
     refuse(say("a", "b"), "tool 1: not JSON", tools=["add"])
-    refuse(say("a", "b"), "tool 2: 3 is no tool", tools=[{"name": "add"}, 3])
+    refuse(say("a", "b"), "tool 2: 3 is not a tool", tools=[{"name": "add"}, 3])
 
 
 def test_cells_that_are_not_text_are_refused():

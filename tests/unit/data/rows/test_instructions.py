@@ -70,15 +70,15 @@ def test_conversations_with_nothing_to_learn_are_left_out_with_their_reason(conv
 @pytest.mark.parametrize(
     ("conversations", "sentence"),
     [
-        (turns(("human", "a"), ("narrator", "b")), "turn 2: 'narrator' is no role of ShareGPT: write one of human, user, gpt"),
+        (turns(("human", "a"), ("narrator", "b")), "turn 2: 'narrator' is not a role of ShareGPT: write one of human, user, gpt"),
         ("no json", "column conversations: not JSON"),
-        ({"from": "human"}, "column conversations: {'from': 'human'} is no list of turns"),
-        (["a"], "turn 1: 'a' is no turn"),
+        ({"from": "human"}, "column conversations: {'from': 'human'} is not a list of turns"),
+        (["a"], "turn 1: 'a' is not a turn"),
         ([{"from": "human"}], 'turn 1 has no text in "value" (its keys: from)'),
         ([{"value": "a"}], 'turn 1 has no text in "from" (its keys: value)'),
         (turns(("human", 3), ("gpt", "a")), "message 1, content: 3 is of type int, not text"),  # type: ignore[arg-type]
         (turns(("human", "a"), ("function_call", "b")), "turn 2: not JSON"),
-        (turns(("human", "a"), ("function_call", "3")), "message 2: tool_calls [3] is no list of calls"),
+        (turns(("human", "a"), ("function_call", "3")), "message 2: tool_calls [3] is not a list of calls"),
         (turns(("human", "a"), ("tool", "b"), ("gpt", "c")), "message 2: roles out of order, a tool turn"),
     ],
 )
@@ -128,8 +128,8 @@ def test_alpacas_rows_without_a_text_are_left_out(cells: dict[str, Any], reason:
         ({"output": 3}, "column output: 3 is of type int, not text"),
         ({"input": ["a"]}, "column input: ['a'] is of type list, not text"),
         ({"history": "a"}, "column history: not JSON"),
-        ({"history": {"a": "b"}}, "column history: {'a': 'b'} is no list"),
-        ({"history": [["a", "b", "c"]]}, "history 1: ['a', 'b', 'c'] is no pair: write [instruction, answer]"),
+        ({"history": {"a": "b"}}, "column history: {'a': 'b'} is not a list"),
+        ({"history": [["a", "b", "c"]]}, "history 1: ['a', 'b', 'c'] is not a pair: write [instruction, answer]"),
         ({"history": [["a", None]]}, "history 1: None is of type NoneType, not text"),
     ],
 )

@@ -98,7 +98,7 @@ def test_unreachable_hub_is_reported_at_once(config, monkeypatch):
     start_s = time.monotonic()
     refuse(
         config,
-        "data.source someone/some-dataset is none of csv",
+        "data.source someone/some-dataset is not one of csv",
         "the hub cannot be reached",
         source="someone/some-dataset",
     )
@@ -114,4 +114,4 @@ def test_unknown_dataset_is_refused(config, monkeypatch):
 
     monkeypatch.setattr(urllib.request, "urlopen", lambda *args, **kwargs: io.BytesIO())
     monkeypatch.setattr(datasets, "load_dataset_builder", fail)
-    refuse(config, "data.source someone/nothing is none of csv", "no dataset that the hub shows you", source="someone/nothing")
+    refuse(config, "data.source someone/nothing is not one of csv", "no dataset that the hub shows you", source="someone/nothing")

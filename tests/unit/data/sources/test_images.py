@@ -96,7 +96,7 @@ def test_what_is_wrong_with_idx_files(tmp_path: Path) -> None:
     assert refusal(config).startswith(f"{labels}.gz cannot be read (")
     nowhere = tmp_path / "nowhere"
     config = ImageDataConfig(source="idx", folder=str(nowhere))
-    assert refusal(config).startswith(f"data.folder {nowhere} is no folder with train-images-idx3-ubyte or ")
+    assert refusal(config).startswith(f"data.folder {nowhere} is not a folder with train-images-idx3-ubyte or ")
 
 
 def test_images_that_cannot_be_trained_on(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_a_column_that_no_row_of_a_mix_uses_is_refused(folder: Path) -> None:
     entries = [MixEntry(source="my_rows.py:load_rows"), MixEntry(source="jsonl", files="a.jsonl")]
     for identify in ("", "\ndef identify(config): return 'x'"):
         with pytest.raises(
-            UserError, match="data.messages_column is body, but that is no column of my_rows.py:load_rows, a.jsonl"
+            UserError, match="data.messages_column is body, but that is not a column of my_rows.py:load_rows, a.jsonl"
         ):
             write("def load_rows(config): return [{'prompt': 'p', 'completion': 'c'}]" + identify)
             llm(source=None, mix=entries, messages_column="body")

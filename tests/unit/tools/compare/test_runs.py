@@ -1,0 +1,155 @@
+"""`python -m toolkit compare` around its launches: presets with changes, what is refused, what fails and lets the rest go on."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import yaml
+
+from toolkit.errors import UserError
+from toolkit.tools.compare import runs as comparison
+from toolkit.tools.compare.runs import load_preset
+from toolkit.tools.main import main
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], dict[str, str]]]:
+    """Launches that were asked for: the accelerate YAML and the flags. Each writes two steps of figures, FSDP1 fails."""
+    seen: list[tuple[dict[str, Any], dict[str, str]]] = []
+
+    def launch(preset: Path, command: list[str], log_path: Path) -> int:
+        mapping, flags = yaml.safe_load(preset.read_text()), dict(flag[2:].split("=", 1) for flag in command[1:] if "=" in flag)
+        seen.append((mapping, flags))
+        if (mapping.get("fsdp_config") or {}).get("fsdp_version") == 1:
+            log_path.write_text("some output\nerror: it is wrong: write another\nTraceback of the launcher\n")
+            return 1
+        figures = {"loss": 2.0, "step_time_s": 0.5, "num_rows": 4, "num_tokens": 4, "peak_memory_gib": 1.0}
+        lines = [{"kind": "train", "step": number, **figures} for number in range(1, int(flags["train.max_steps"]) + 1)]
+        folder = Path(flags["run.output_dir"], flags["run.name"])
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return 0
+
+    monkeypatch.setattr(comparison, "launch", launch)
+    return seen
+
+
+def run(*arguments: object, recipe: str = "recipes/mnist.py") -> int:
+    """Exit status of the command."""
+    with patch.object(sys, "argv", ["toolkit", "compare", *map(str, arguments), "--", recipe, "--data.source=digits"]):
+        try:
+            main()
+        except SystemExit as end:
+            assert isinstance(end.code, int)
+            return end.code
+    return 0
+
+
+def test_presets_run_one_after_the_other_with_flags_of_their_own(
+    tmp_path: Path, launched: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "new"
+    presets = "ddp,fsdp2_size_wrap:fsdp_min_num_params=7+mixed_precision=no"
+    assert (
+        run("--presets", presets, "--use-cpu", "--num-processes", 2, "--steps", 6, "--warmup-steps", 4, "--output", output) == 0
+    )
+    (ddp, ddp_flags), (sized, sized_flags) = launched
+    assert (ddp["distributed_type"], ddp["use_cpu"], ddp["num_processes"]) == ("MULTI_GPU", True, 2)
+    assert (sized["fsdp_config"]["fsdp_min_num_params"], sized["mixed_precision"], ddp["mixed_precision"]) == (7, "no", "bf16")
+    own = {"run.output_dir": str(output), "train.num_epochs": "null", "train.max_steps": "6", "log_every_steps": "4"}
+    assert ddp_flags == {"data.source": "digits", **own, "run.name": "1-ddp"}
+    assert sized_flags["run.name"] == "2-fsdp2_size_wrap"
+    printed = capsys.readouterr().out
+    assert "1/2 ddp: done" in printed and "2/2 fsdp2_size_wrap:fsdp_min_num_params=7+mixed_precision=no: running" in printed
+    assert "mnist.py: 6 steps, timed from step 5 on; loss difference: the largest over the steps, relative to ddp; " in printed
+    assert "changed in all presets: num_processes 8 → 2, use_cpu false → true." in printed
+    assert (output / "comparison.md").read_text().partition("\n\n")[2].strip() in printed
+    plain = json.loads((output / "comparison.json").read_text())
+    assert [preset["figures"]["speed"] for preset in plain["presets"]] == [8.0, 8.0] and plain["compared_with"] == "ddp"
+    assert (output / "comparison.png").stat().st_size > 1000
+
+
+def test_a_preset_that_fails_gets_its_sentence_and_the_rest_goes_on(
+    tmp_path: Path, launched: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    presets = "fsdp1_full_shard,fsdp2_hsdp,fsdp1_hybrid_shard,fsdp2_cpu"
+    assert run("--presets", presets, "--use-cpu", "--num-processes", 2, "--output", tmp_path) == 1
+    assert len(launched) == 2, "what cannot run here is not launched"
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| fsdp")]
+    own_changes = "fsdp_sync_module_states true → false; num_processes 8 → 2; use_cpu false → true"
+    assert rows[0].endswith(f"| failed: it is wrong: write another; {own_changes} |")
+    assert "failed: a mesh of replicas and shards needs an even number of processes, 4 or more, not 2" in rows[1]
+    assert "on CPU it silently shards nothing" in rows[2]
+    assert "failed" not in rows[3]
+
+
+def test_a_gpu_preset_without_gpus_says_how_to_run(
+    tmp_path: Path, launched: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    assert run("--presets", "ddp,fsdp2_cpu", "--output", tmp_path) == 1
+    assert "failed: it needs 8 GPUs, but torch sees none here: add --use-cpu" in capsys.readouterr().out
+    assert [mapping["num_processes"] for mapping, _ in launched] == [2]
+    launched.clear()
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    assert run("--presets", "ddp,fsdp2_hsdp", "--mixed-precision", "no", "--output", tmp_path / "gpus") == 0
+    printed = capsys.readouterr().out
+    assert [mapping["num_processes"] for mapping, _ in launched] == [4, 4]
+    assert "changed in all presets: mixed_precision bf16 → no, num_processes 8 → 4" not in printed
+    assert "num_processes 16 → 4" in printed and "dp_shard_size 8 → 2" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--presets", "ddp,nosuch"], "preset nosuch is neither a file nor one of "),
+        (["--presets", "ddp,ddp"], "--presets names ddp twice: give each once"),
+        (["--presets", ","], "--presets is empty"),
+        (["--presets", "ddp", "--steps", "5"], "--steps 5 leaves no step to time after --warmup-steps 5: give more"),
+        (["--presets", "ddp", "--warmup-steps", "-1"], "--warmup-steps is -1: give 0 or more"),
+        (["--presets", "ddp", "--num-processes", "0"], "--num-processes is 0: give 1 or more"),
+        (["--presets", "ddp", "--output", "README.md/here"], "--output README.md/here cannot be made (Not a directory)"),
+        (["--presets", "ddp", "--output", "recipes"], "--output recipes exists and is not an empty folder: name a new one"),
+    ],
+)
+def test_what_is_wrong_is_reported_before_anything_runs(
+    launched: list[Any], capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+) -> None:
+    assert run(*arguments) == 2
+    assert capsys.readouterr().err.startswith(f"error: {sentence}")
+    assert not launched
+
+
+def test_the_recipe_stands_after_two_dashes(launched: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--presets", "ddp", recipe="recipes/nosuch.py") == 2
+    assert "error: there is no recipe recipes/nosuch.py: give its file after --" in capsys.readouterr().err
+    for arguments in (["--presets", "ddp"], ["--presets", "ddp", "--"]):
+        with patch.object(sys, "argv", ["toolkit", "compare", *arguments]), pytest.raises(SystemExit) as end:
+            main()
+        assert end.value.code == 2
+        assert "error: compare needs a recipe after its own options: add -- recipes/t5.py" in capsys.readouterr().err
+    with patch.object(sys, "argv", ["toolkit", "compare", "--presets", "ddp", "recipes/t5.py"]), pytest.raises(SystemExit):
+        main()
+    assert "unrecognized arguments: recipes/t5.py: write the recipe and its flags after --" in capsys.readouterr().err
+    assert not launched
+
+
+def test_changes_of_a_preset_are_checked_as_its_file_is() -> None:
+    changed = load_preset("fsdp2_compile:dynamo_backend=AOT_EAGER+fsdp_reshard_after_forward=false+num_processes=4")
+    assert changed["dynamo_config"]["dynamo_backend"] == "AOT_EAGER" and changed["num_processes"] == 4
+    assert changed["fsdp_config"]["fsdp_reshard_after_forward"] is False
+    for preset, sentence in [
+        ("ddp:fsdp_ofload=true", "--presets ddp:fsdp_ofload=true: unknown key fsdp_config.fsdp_ofload: did you mean"),
+        ("fsdp2_cpu:offload", "--presets fsdp2_cpu:offload: offload is not a change: write key=value"),
+        ("ddp:num_processes=two", "--presets ddp:num_processes=two: num_processes is 'two': write a whole number"),
+    ]:
+        with pytest.raises(UserError) as caught:
+            load_preset(preset)
+        assert str(caught.value).startswith(sentence)

@@ -1,0 +1,312 @@
+"""`generate` as it is called: rows window by window, one sentence for what cannot be used, and nothing that is code or lies
+outside of the model's folder."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+
+from toolkit.data.tokens.tokenizer import train_byte_level_tokenizer
+from toolkit.files.json_lines import load_json_lines
+from toolkit.tools.generate import generate as command
+from toolkit.tools.main import main
+
+POSITIONS, NEW = 64, 4
+TEMPLATE = (
+    "{% for m in messages %}{% if 'never' in m.content %}{{ raise_exception('never') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`llama` and `t5`, models of one layer, and `adapter`, a LoRA on the former."""
+    parent = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    tokenizer = train_byte_level_tokenizer(["hello"], 300)
+    sizes: dict[str, Any] = {"vocab_size": 300, "pad_token_id": 0, "eos_token_id": 1}
+    llama: Any = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=POSITIONS,
+            bos_token_id=1,
+            **sizes,
+        )  # fmt: skip
+    )
+    t5 = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0, **sizes)
+    )
+    t5.save_pretrained(parent / "t5")
+    tokenizer.save_pretrained(parent / "t5")
+    llama.save_pretrained(parent / "llama")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(parent / "llama")
+    adapted = get_peft_model(llama, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False))
+    adapted.peft_config["default"].base_model_name_or_path = str(parent / "llama")
+    adapted.save_pretrained(parent / "adapter")
+    tokenizer.save_pretrained(parent / "adapter")
+    return parent
+
+
+@pytest.fixture
+def copies(folders: Path, tmp_path: Path) -> Path:
+    """Copies of the models, to be changed."""
+    return Path(shutil.copytree(folders, tmp_path / "models"))
+
+
+def change_json(path: Path, **changes: Any) -> None:
+    settings = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**settings, **changes}))
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: object, stdin: bytes = b"") -> int:
+    """The exit status of `python -m toolkit generate`, in this process."""
+    if "--chat" not in arguments:
+        arguments = (*arguments, "--max-new-tokens", NEW)
+    monkeypatch.setattr(sys, "argv", ["toolkit", "generate", *map(str, arguments)])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), "utf-8"))
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object, stdin: bytes = b"") -> str:
+    """The sentence of a call that a user's mistake ends."""
+    capsys.readouterr()
+    assert call(monkeypatch, *arguments, stdin=stdin) == 2
+    [sentence] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    return sentence.removeprefix("error: ")
+
+
+def save_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def predictions(output: Path) -> list[str]:
+    lines = load_json_lines(output)
+    assert [line["row"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["prediction"] for line in lines]
+
+
+def test_a_row_that_is_refused_keeps_the_texts_before_and_is_gone_on_from(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"text": chr(97 + i) * (1 + i % 5)} for i in range(12)]
+    file, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    arguments = (folders / "llama", "--file", file, "--batch-size-rows", 2, "--output")
+    save_rows(file, rows)
+    assert call(monkeypatch, *arguments, tmp_path / "expected.jsonl") == 0
+    expected = predictions(tmp_path / "expected.jsonl")
+    assert len(expected) == 12 and len(set(expected)) > 1
+
+    monkeypatch.setattr(command, "BATCHES_AT_ONCE", 2)  # windows of 4 rows
+    kept = f"{output} keeps its 8 texts, and the same command goes on after them"
+    save_rows(file, [*rows[:10], {"text": "y" * 100}, *rows[11:]])
+    assert refused(monkeypatch, capsys, *arguments, output) == (
+        f"{file}, row 11 has 106 tokens, with --max-new-tokens 4 more than the model's 64 positions: shorten the text, or lower "
+        f"--max-new-tokens; {kept}"
+    )
+    save_rows(file, [*rows[:10], {"text": "never"}, *rows[11:]])
+    assert refused(monkeypatch, capsys, *arguments, output) == (
+        f"{file}, row 11: the chat template refuses this chat (never): change the row; {kept}"
+    )
+    # Rows that have a text are not changed below it.
+    save_rows(file, [rows[0], {"text": "other"}, *rows[2:]])
+    sentence = f"--output {output} has texts of other rows than the first 8 now: name another file"
+    assert refused(monkeypatch, capsys, *arguments, output) == sentence
+    save_rows(file, rows[:7])
+    assert refused(monkeypatch, capsys, *arguments, output) == sentence
+    save_rows(file, [*rows[:10], {"text": "hello"}, *rows[11:]])
+    assert call(monkeypatch, *arguments, output) == 0
+    assert predictions(output)[:10] + predictions(output)[11:] == expected[:10] + expected[11:]
+    assert sorted(path.name for path in tmp_path.glob("out*")) == ["out.jsonl"]
+
+
+def test_rows_are_read_window_by_window(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows were read and made into tokens before the first text."""
+    num_read, num_written = 0, 0
+
+    class Lines(io.BytesIO):
+        def read1(self, size: int | None = -1) -> bytes:
+            nonlocal num_read
+            assert num_read <= num_written + 8  # the window, and the next line
+            num_read += 1
+            return b"hello\n" * (num_read <= 40)
+
+    def write(output: Path | None, first: int, texts: list[str], digest: str) -> None:
+        nonlocal num_written
+        assert first == num_written
+        num_written += len(texts)
+
+    monkeypatch.setattr(command, "BATCHES_AT_ONCE", 2)
+    monkeypatch.setattr(command, "append_texts", write)
+    monkeypatch.setattr(sys, "argv", ["toolkit", "generate", str(folders / "t5"), "--file", "-", "--batch-size-rows", "2"])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(Lines(), "utf-8"))
+    main()
+    assert num_written == 40
+
+
+@pytest.mark.parametrize("model", ["t5", "llama"])
+def test_what_is_no_text_is_one_sentence(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    def refusal(*arguments: object, stdin: bytes = b"") -> str:
+        return refused(monkeypatch, capsys, folders / model, *arguments, stdin=stdin)
+
+    encoding = "give --encoding, or convert the text"
+    assert refusal("--file", "-", stdin=b"one\nM\xfcller\n") == (
+        f"line 2 of standard input: byte 0xfc is not text in this encoding: {encoding}"
+    )
+    assert refusal("--text", "M\udcfcller") == f"--text 1: byte 0xfc is not text in this encoding: {encoding}"
+    assert refusal("--file", "-", "--encoding", "utf-16", stdin=b"one").startswith("standard input is not valid UTF-16 (")
+    assert refusal("--file", "-", stdin=b"one\n\n") == (
+        "line 2 of standard input is a row with an empty prompt, which has nothing to generate for: correct or remove it"
+    )
+    assert (
+        refusal("--file", "-", stdin=b"a\0\n")
+        == "line 1 of standard input, column text: the text holds a NUL character: remove it"
+    )
+    file = tmp_path / "a.csv"
+    file.write_bytes("text\nMüller\n".encode("cp1252"))
+    assert refusal("--file", file).startswith(
+        f"{file}, line 2: byte 0xfc is not valid UTF-8 (invalid start byte): set --encoding ("
+    )
+    file = save_rows(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b\ud800"}])
+    assert refusal("--file", file) == (
+        f"{file}, row 2, column text: character 2 is half a surrogate pair, which is no text: write the whole character"
+    )
+    assert call(monkeypatch, folders / model, "--file", "-", "--encoding", "cp1252", stdin=b"M\xfcller\n") == 0
+
+
+def test_a_byte_order_mark_before_standard_input_is_not_text(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Windows' shells and editors write it."""
+    seen: list[Any] = []
+    monkeypatch.setattr(command.Generator, "encode", lambda self, rows, plain: seen.extend(rows) or [])
+    monkeypatch.setattr(command, "_generate_window", lambda *_: [])
+    assert call(monkeypatch, folders / "t5", "--file", "-", stdin="\ufeffone\n\ufefftwo\n".encode()) == 0
+    assert [row.prompt for _, row in seen] == ["one", "\ufefftwo"]
+
+
+def test_tools_and_inputs_of_late_rows_are_read(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only keys of the first thousand rows were."""
+    seen: list[Any] = []
+    monkeypatch.setattr(command.Generator, "encode", lambda self, rows, plain: seen.extend(rows) or [])
+    monkeypatch.setattr(command, "_generate_window", lambda *_: [])
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    file = save_rows(tmp_path / "a.jsonl", [chat] * 1001 + [{**chat, "tools": [{"name": "add"}]}])
+    assert call(monkeypatch, folders / "llama", "--file", file) == 0
+    assert seen[-1][1].tools == [{"name": "add"}]
+    file = save_rows(tmp_path / "b.jsonl", [{"instruction": "add"}] * 1001 + [{"instruction": "add", "input": "1, 2"}])
+    assert call(monkeypatch, folders / "llama", "--file", file) == 0
+    assert seen[-1][1].messages == [{"role": "user", "content": "add\n\n1, 2"}]
+    assert call(monkeypatch, folders / "t5", "--file", file) == 0
+    assert seen[-1][1].prompt.endswith("### Instruction:\nadd\n\n### Input:\n1, 2\n\n### Response:\n")
+
+
+def test_a_chat_beyond_the_positions_ends_with_a_sentence(
+    folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = iter(["hello", "x" * 60, "never", "hello"])
+    monkeypatch.setattr("builtins.input", lambda _: next(turns, None) or (_ for _ in ()).throw(EOFError))
+    assert call(monkeypatch, folders / "llama", "--chat", "--max-new-tokens", NEW) == 0
+    printed = capsys.readouterr().out
+    assert "error: this chat has " in printed and "more than the model's 64 positions: shorten the text" in printed
+    assert "error: this chat: the chat template refuses this chat (never): change the row" in printed
+    assert printed.count("(a new chat)") == 2
+
+
+def test_a_folder_reaches_no_code(
+    copies: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It asked on stdin, and ran the folder's code after "y"."""
+    ran = tmp_path / "ran"
+    code = f"open({str(ran)!r}, 'w')\n"
+    for name in ("modeling", "configuration", "tokenization"):
+        (copies / "llama" / f"{name}.py").write_text(code)
+    (copies / "llama" / "custom_generate").mkdir()
+    (copies / "llama" / "custom_generate" / "generate.py").write_text(code)
+    arguments = (copies / "llama", "--text", "hello")
+    yes = b"y\ny\ny\ny\n"
+    assert call(monkeypatch, *arguments, stdin=yes) == 0
+    for model in ("llama", "adapter"):
+        change_json(copies / model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization.A", None]})
+    auto_map = {"AutoConfig": "configuration.A", "AutoModelForCausalLM": "modeling.A"}
+    change_json(copies / "llama" / "config.json", auto_map=auto_map)
+    call(monkeypatch, *arguments, stdin=yes)
+    change_json(copies / "llama" / "config.json", model_type="unheard", architectures=["A"])
+    sentence = refused(monkeypatch, capsys, *arguments, stdin=yes)
+    assert sentence.startswith(
+        f"the model {copies / 'llama'} could not be read (The repository {copies / 'llama'} contains custom"
+    )
+    change_json(copies / "adapter" / "adapter_config.json", base_model_name_or_path=str(copies / "llama"))
+    assert refused(monkeypatch, capsys, copies / "adapter", "--text", "hello", stdin=yes) == sentence
+    assert not ran.exists()
+
+
+def test_a_folder_reaches_no_kernel_and_no_mode_of_the_hub(
+    copies: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copies / "llama"
+    change_json(folder / "generation_config.json", penalty_alpha=0.6, top_k=4)
+    assert refused(monkeypatch, capsys, folder, "--text", "hello") == (
+        f"the generation_config.json of {folder} asks for transformers-community/contrastive-search, which is code of the hub: "
+        "take that setting out"
+    )
+    change_json(folder / "generation_config.json", max_new_tokens="x")
+    sentence = refused(monkeypatch, capsys, folder, "--text", "hello")
+    assert sentence.startswith(f"the generation_config.json of {folder} cannot be read (")
+    (folder / "generation_config.json").unlink()
+    for given in ("user/kernel", "user/kernel@v1:name"):
+        change_json(folder / "config.json", attn_implementation=given)
+        assert refused(monkeypatch, capsys, folder, "--text", "hello") == (
+            f"the config.json of {folder} names the attention {given}, which is code of the hub: take that line out"
+        )
+
+
+def test_weights_are_those_of_the_folder(
+    copies: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copies / "llama"
+    (folder / "model.safetensors").rename(copies / "outside.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": "../outside.safetensors"}}))
+    assert refused(monkeypatch, capsys, folder, "--text", "hello") == (
+        f"the model.safetensors.index.json of the model {folder} names '../outside.safetensors' in its weight_map, and only "
+        "safetensors files of the same folder are read: save the model again with transformers' save_pretrained"
+    )
+    (folder / "model.safetensors.index.json").unlink()
+    sentence = refused(monkeypatch, capsys, folder, "--text", "hello")
+    assert sentence.startswith(f"model {folder} has no loadable safetensors weights (") and "from_scratch" not in sentence
+
+
+def test_an_adapter_is_read_as_for_training(
+    copies: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = copies / "adapter"
+    capsys.readouterr()
+    assert call(monkeypatch, adapter, "--text", "hello") == 0
+    assert capsys.readouterr().out.count("\n") == 1
+    change_json(adapter / "adapter_config.json", megatron_config={"a": 1}, megatron_core="evil")  # peft would import it
+    assert refused(monkeypatch, capsys, adapter, "--text", "hello") == (
+        f"the adapter {adapter} has megatron_config {{'a': 1}} in its adapter_config.json, which is not supported"
+    )
+    torch.save({}, adapter / "adapter_model.bin")
+    (adapter / "adapter_model.safetensors").unlink()
+    assert refused(monkeypatch, capsys, adapter, "--text", "hello") == (
+        f"the adapter {adapter} has no adapter_model.safetensors (pickled .bin weights are not loaded): give the folder of an "
+        "adapter saved by peft"
+    )

@@ -1,0 +1,553 @@
+"""The planner against closed forms, against memory that is really allocated, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from toolkit.errors import UserError
+from toolkit.loss import summed_loss
+from toolkit.models import load as models
+from toolkit.models.shard_reader import PIECE_BYTES
+from toolkit.parallel import chunked_loss, masks
+from toolkit.tools import main as command
+from toolkit.tools.plan.peak import OPTIMIZER, estimate_peak, trace_rank
+from toolkit.tools.plan.plan import Plan, _notes, build_plan
+from toolkit.tools.plan.report import plan_as_dict, plan_as_text
+from toolkit.tools.plan.strategy import Strategy, load_strategy
+from toolkit.tools.plan.subject import Subject, build_batch, build_subject
+from toolkit.tools.plan.trace import (
+    ACTIVATIONS,
+    GRADIENTS,
+    LOGITS,
+    SHARDED_PARAMETERS,
+    TEMPORARIES,
+    UNSHARDED,
+    UNSHARDED_GRADIENTS,
+    Trace,
+    fake_ranks,
+)
+
+PRESETS = Path(__file__).parents[4] / "accelerate_configs"
+HIDDEN, INNER, VOCAB, LAYERS, HEADS = 256, 512, 2048, 3, 4
+LLAMA = {
+    "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "vocab_size": VOCAB,
+    "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "max_position_embeddings": 1024, "tie_word_embeddings": False,
+}  # fmt: skip
+T5 = {
+    "model_type": "t5", "d_model": HIDDEN, "d_kv": 64, "d_ff": INNER, "num_layers": LAYERS, "num_heads": HEADS,
+    "vocab_size": VOCAB, "dropout_rate": 0.1, "pad_token_id": 0, "decoder_start_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+BART = {
+    "model_type": "bart", "d_model": HIDDEN, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": HEADS,
+    "decoder_attention_heads": HEADS, "encoder_ffn_dim": INNER, "decoder_ffn_dim": INNER, "vocab_size": VOCAB,
+    "max_position_embeddings": 512, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2,
+}  # fmt: skip
+PEGASUS = BART | {"model_type": "pegasus", "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+GPT2 = {"model_type": "gpt2", "n_embd": HIDDEN, "n_layer": 1, "n_head": HEADS, "vocab_size": VOCAB, "n_positions": 512}
+BLOCK = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER + 2 * HIDDEN
+END = VOCAB * HIDDEN
+"""The embedding, and the head: units of their own, where they are not tied."""
+NUM_PARAMETERS = LAYERS * BLOCK + 2 * END + HIDDEN
+TOKENS = 256
+UNPACKED = (f"--data.max_length_tokens={TOKENS}", "--data.packing=false")
+LORA = ("--adapter.method=lora", "--adapter.rank=8", "--adapter.target_modules=[q_proj]")
+NUM_LORA = LAYERS * 2 * 8 * HIDDEN
+FSDP2 = Strategy(kind="fsdp2", num_shards=4, num_replicas=1, num_machines=1, compute_dtype=torch.bfloat16)
+CPU = Strategy(kind="single", num_shards=1, num_replicas=1, num_machines=1, compute_dtype=torch.float32, is_cpu=True)
+
+
+def model_folder(settings: dict[str, Any]) -> str:
+    """A model folder with a config alone."""
+    return _folder_of(json.dumps(settings))
+
+
+@functools.cache
+def _folder_of(text: str) -> str:
+    path = Path(_folders().name, f"model-{len(os.listdir(_folders().name))}")
+    path.mkdir()
+    (path / "config.json").write_text(text)
+    return str(path)
+
+
+@functools.cache
+def _folders() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="planned-")
+
+
+@functools.cache
+def _subject(model: str, strategy: Strategy, arguments: tuple[str, ...]) -> Subject:
+    return build_subject(model, strategy, list(arguments), None)
+
+
+@functools.cache
+def _trace(model: str, strategy: Strategy, arguments: tuple[str, ...], rows: int) -> Trace:
+    subject = _subject(model, strategy, arguments)
+    with fake_ranks(strategy.num_processes):
+        return trace_rank(subject, strategy, subject.skeleton, rows)[0]
+
+
+def trace(settings: dict, strategy: Strategy, arguments: tuple[str, ...], rows: int = 1) -> Trace:
+    """One that several tests look at is made once."""
+    return _trace(model_folder(settings), strategy, arguments, rows)
+
+
+def with_(**changes: Any) -> Strategy:
+    return dataclasses.replace(FSDP2, **changes)
+
+
+def highest(traced: Trace, kind: str) -> int:
+    return max(peak[kind] for peak in traced.peaks)
+
+
+def at_the_end(traced: Trace) -> dict[str, int]:
+    return {kind: traced.peaks[-1][kind] for kind in (SHARDED_PARAMETERS, GRADIENTS, OPTIMIZER)}
+
+
+def plan(
+    settings: dict, preset: str | Path, num_processes: int, *arguments: str, gib: float = 0.2, searches: bool = False
+) -> Plan:
+    path = preset if isinstance(preset, Path) else PRESETS / f"{preset}.yaml"
+    return build_plan(model_folder(settings), path, num_processes, list(arguments), None, gib, searches=searches)
+
+
+@pytest.fixture
+def edited(tmp_path: Path) -> Iterator[Any]:
+    """A preset with some of its text replaced."""
+
+    def save(preset: str, old: str, new: str) -> Path:
+        text = (PRESETS / f"{preset}.yaml").read_text()
+        assert old in text
+        (tmp_path / f"{preset}.yaml").write_text(text.replace(old, new))
+        return tmp_path / f"{preset}.yaml"
+
+    return save
+
+
+@pytest.mark.parametrize("num_shards", [4, 8])
+def test_ranks_share_parameters_gradients_and_moments_and_nothing_else(num_shards: int) -> None:
+    traced, share = trace(LLAMA, with_(num_shards=num_shards), UNPACKED), NUM_PARAMETERS * 4 / num_shards
+    # Weights of 256 elements take more than their share: the allocator's 512 bytes are the least.
+    assert at_the_end(traced) == pytest.approx({SHARDED_PARAMETERS: share, GRADIENTS: share, OPTIMIZER: 2 * share}, rel=0.005)
+    assert traced.peak[OPTIMIZER] == 2 * share
+    fewer = trace(LLAMA, FSDP2, UNPACKED)
+    for kind in (ACTIVATIONS, LOGITS, UNSHARDED):
+        assert highest(traced, kind) == highest(fewer, kind)
+
+
+def test_more_ranks_than_rows_of_a_weight_pad_it_and_take_no_longer_to_plan() -> None:
+    traced = trace(LLAMA, with_(num_shards=2048), UNPACKED)
+    # One row of a matrix at least, and of a norm one element, in 512 bytes at least.
+    weights = LAYERS * 7 + 2
+    largest_row = LAYERS * INNER + weights * HIDDEN
+    assert traced.peak[SHARDED_PARAMETERS] <= 4 * largest_row + 512 * (2 * LAYERS + 1)
+    assert traced.gathered_bytes > trace(LLAMA, FSDP2, UNPACKED).gathered_bytes
+
+
+def test_one_rank_under_fsdp2_unshards_casts_alone() -> None:
+    traced = trace(LLAMA, with_(num_shards=1), UNPACKED)
+    assert traced.gathered_bytes == 0
+    assert 2 * END <= highest(traced, UNSHARDED) <= 2 * (END + 3 * BLOCK)
+    assert highest(traced, ACTIVATIONS) == highest(trace(LLAMA, FSDP2, UNPACKED), ACTIVATIONS)
+
+
+def test_every_block_and_the_embedding_are_gathered_twice_and_the_head_once() -> None:
+    traced = trace(LLAMA, FSDP2, UNPACKED)
+    # torch keeps the last block gathered no longer than the others; the head stays from its forward to its backward.
+    assert traced.gathered_bytes == pytest.approx(2 * (2 * LAYERS * BLOCK + 3 * END), rel=0.001)
+    assert highest(traced, UNSHARDED) <= 2 * (END + 2 * BLOCK) * 1.001, "embedding and head are not there at the same time"
+    assert traced.reduced_bytes == pytest.approx(4 * NUM_PARAMETERS, rel=0.001)
+    assert traced.largest_gather_bytes == pytest.approx(2 * max(BLOCK, END), rel=0.001)
+    kept = trace(LLAMA, with_(reshard_after_forward=False), UNPACKED)
+    assert kept.gathered_bytes == pytest.approx(2 * NUM_PARAMETERS, rel=0.001)
+    assert highest(kept, UNSHARDED) == pytest.approx(2 * NUM_PARAMETERS, rel=0.001)
+    # A unit's gradients are whole in bf16 until they are reduced.
+    assert highest(traced, UNSHARDED_GRADIENTS) <= 2 * (END + BLOCK) * 1.001
+
+
+def test_doubling_the_sequence_doubles_activations_and_logits_alone() -> None:
+    short = trace(LLAMA, FSDP2, UNPACKED)
+    long = trace(LLAMA, FSDP2, (f"--data.max_length_tokens={2 * TOKENS}", "--data.packing=false"))
+    assert highest(long, ACTIVATIONS) == pytest.approx(2 * highest(short, ACTIVATIONS), rel=0.02)
+    # A row's first token has no label. Logits in bf16 and fp32, then fp32 and log-softmax, then with the gradient of that.
+    assert highest(short, LOGITS) == pytest.approx((TOKENS - 1) * VOCAB * 12, rel=0.01)
+    assert highest(long, LOGITS) == pytest.approx((2 * TOKENS - 1) * VOCAB * 12, rel=0.01)
+    assert at_the_end(long) == at_the_end(short)
+    assert (long.gathered_bytes, long.reduced_bytes) == (short.gathered_bytes, short.reduced_bytes)
+
+
+def test_packed_rows_keep_a_mask_in_every_block_where_they_are_not_attended_to_by_document() -> None:
+    dense = (*UNPACKED[:1], "--model.attn_implementation=sdpa")
+    unpacked, packed, by_document = (trace(LLAMA, FSDP2, arguments) for arguments in (UNPACKED, dense, UNPACKED[:1]))
+    for kind in (ACTIVATIONS, TEMPORARIES):
+        assert highest(by_document, kind) == pytest.approx(highest(unpacked, kind), rel=0.001)
+    masks = LAYERS * TOKENS * TOKENS * 2
+    # And the one of booleans that they are made from.
+    assert highest(packed, ACTIVATIONS) - highest(unpacked, ACTIVATIONS) == pytest.approx(masks, abs=TOKENS * TOKENS)
+    for attention in ("flash_attention_2", "flex_attention"):
+        assert trace(LLAMA, FSDP2, (*UNPACKED[:1], f"--model.attn_implementation={attention}")).peak == unpacked.peak
+
+
+def test_why_packed_rows_keep_their_mask_is_a_note(edited: Any) -> None:
+    one_graph = edited("fsdp2_compile", "dynamo_config:", "dynamo_config:\n  dynamo_use_fullgraph: true")
+    named = plan(LLAMA, "fsdp2_full_shard", 4, UNPACKED[0], "--model.attn_implementation=sdpa")
+    for planned, reason in ((named, "model.attn_implementation is sdpa"), (plan(LLAMA, one_graph, 4, UNPACKED[0]), "dynamo_use")):
+        assert f"keeps packed rows apart by a dense mask, because {reason}" in plan_as_text(planned)
+    by_document = plan(LLAMA, "fsdp2_full_shard", 4, UNPACKED[0])
+    assert "dense mask" not in plan_as_text(by_document) and by_document.total < named.total
+
+
+def test_checkpointing_keeps_a_block_s_input_alone() -> None:
+    whole, checkpointed = (trace(LLAMA, with_(activation_checkpointing=on), UNPACKED) for on in (False, True))
+    # Forward's end, before the loss: the inputs of all blocks, and what one block and the last norm need.
+    a_block = highest(whole, ACTIVATIONS) / LAYERS
+    inputs = TOKENS * HIDDEN * 2 * LAYERS
+    assert inputs <= highest(checkpointed, ACTIVATIONS) <= inputs + 2 * a_block
+    assert at_the_end(checkpointed) == at_the_end(whole)
+    assert highest(checkpointed, LOGITS) == highest(whole, LOGITS)
+    assert (checkpointed.gathered_bytes, checkpointed.reduced_bytes) == (whole.gathered_bytes, whole.reduced_bytes)
+
+
+def test_checkpointing_takes_away_equally_much_with_each_block() -> None:
+    few, more = (
+        trace(LLAMA | {"num_hidden_layers": layers}, with_(activation_checkpointing=True), UNPACKED) for layers in (4, 6)
+    )
+    grown = [high[ACTIVATIONS] - low[ACTIVATIONS] for low, high in zip(few.peaks, more.peaks, strict=True)]
+    assert max(grown) == 2 * TOKENS * HIDDEN * 2  # two more inputs in bf16
+
+
+def test_an_adapter_leaves_a_frozen_bf16_base_without_gradients_and_moments() -> None:
+    traced = trace(LLAMA, FSDP2, (*UNPACKED, *LORA))
+    assert traced.peak[SHARDED_PARAMETERS] == pytest.approx((NUM_PARAMETERS * 2 + NUM_LORA * 4) / 4, rel=0.01)
+    assert traced.peak[OPTIMIZER] == NUM_LORA * 8 // 4
+    assert traced.peaks[-1][GRADIENTS] == NUM_LORA * 4 // 4
+    assert traced.reduced_bytes == 4 * NUM_LORA
+    # Every unit but the root's frozen rest goes through the backward again.
+    assert traced.gathered_bytes == pytest.approx(2 * (2 * (LAYERS * BLOCK + NUM_LORA) + 2 * END), rel=0.002)
+
+
+def test_whole_logits_are_kept_as_bf16_and_as_fp32() -> None:
+    lengths = ("--data.max_source_length_tokens=64", "--data.max_target_length_tokens=128")
+    # At the loss: logits, their fp32 copy, its log-softmax, and on the way back the gradient of the last.
+    assert highest(trace(T5, FSDP2, lengths, rows=3), LOGITS) == 3 * 128 * VOCAB * (4 + 4 + 4)
+
+
+@pytest.mark.parametrize(
+    ("model", "rows"),
+    [
+        (LLAMA, ("--data.max_length_tokens={n}", "--data.packing=false")),
+        (T5, ("--data.max_source_length_tokens=64", "--data.max_target_length_tokens={n}")),
+        (BART | {"max_position_embeddings": 1024}, ("--data.max_source_length_tokens=64", "--data.max_target_length_tokens={n}")),
+    ],
+    ids=["llama", "t5", "bart"],
+)
+def test_chunked_logits_do_not_grow_beyond_a_chunk(
+    model: dict[str, Any], rows: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vocab_size = 16384
+    monkeypatch.setattr(chunked_loss, "MAX_LOGITS_AT_ONCE", 128 * vocab_size)
+    lengths = [tuple(flag.format(n=n) for flag in rows) for n in (256, 1024)]
+    short, long = (trace(model | {"vocab_size": vocab_size}, FSDP2, length) for length in lengths)
+    assert 0 < highest(long, LOGITS) <= 128 * vocab_size * 12
+    assert highest(long, LOGITS) == pytest.approx(highest(short, LOGITS), rel=0.02)
+
+
+def test_chunks_of_logits_follow_the_memory_of_the_gpu() -> None:
+    model = LLAMA | {"vocab_size": 65536}
+    on = [dataclasses.replace(FSDP2, gpu_bytes=gib * 2**30) for gib in (1, 16)]
+    small, large = (
+        highest(trace(model, strategy, ("--data.max_length_tokens=1024", "--data.packing=false")), LOGITS) for strategy in on
+    )
+    assert 0 < small <= 2**24 * 12 and large == pytest.approx(2 * small, rel=0.02)
+
+
+def test_autocast_keeps_a_copy_of_linear_weights_and_an_fp32_residual_stream() -> None:
+    """The figures of docs/planning.md: what grows with the tokens, and what does not."""
+    kept = {}
+    for strategy in (with_(kind="single", num_shards=1), with_(num_shards=1)):
+        rows = (("--data.packing=false", f"--data.max_length_tokens={n}") for n in (TOKENS, 2 * TOKENS))
+        short, long = (highest(trace(LLAMA, strategy, row), ACTIVATIONS) for row in rows)
+        kept[strategy.kind] = long - short, 2 * short - long
+    num_cast = NUM_PARAMETERS - VOCAB * HIDDEN - (2 * LAYERS + 1) * HIDDEN  # all but embeddings and norms
+    assert kept["single"][1] == pytest.approx(2 * num_cast, rel=0.01) and kept["fsdp2"][1] < 2**12
+    assert 1.2 < kept["single"][0] / kept["fsdp2"][0] < 1.4
+
+
+def test_gradients_are_there_from_the_start_where_they_accumulate() -> None:
+    batch = ("--train.global_batch_size_rows=8", "--train.micro_batch_size_rows=1")
+    assert trace(LLAMA, FSDP2, (*UNPACKED, *batch)).peaks[0][GRADIENTS] == pytest.approx(NUM_PARAMETERS, rel=0.005)
+    assert trace(LLAMA, FSDP2, UNPACKED).peaks[0][GRADIENTS] == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments"),
+    [
+        (T5 | {"num_layers": 1}, ()),
+        (BART, ()),
+        (PEGASUS, ()),
+        (GPT2, UNPACKED),
+        (LLAMA, (*UNPACKED, "--adapter.method=dora", *LORA[1:])),
+    ],
+    ids=["t5", "bart", "pegasus", "gpt2", "dora"],
+)
+def test_every_family_is_sharded_by_what_trains(settings: dict, arguments: tuple[str, ...]) -> None:
+    traced = trace(settings, FSDP2, arguments)
+    parameters = list(_subject(model_folder(settings), FSDP2, arguments).skeleton.parameters())
+    trainable = sum(p.numel() for p in parameters if p.requires_grad)
+    rounded = 512 * len(parameters)
+    assert traced.peak[SHARDED_PARAMETERS] == pytest.approx(sum(p.nbytes for p in parameters) / 4, rel=0.02)
+    assert traced.peak[OPTIMIZER] == pytest.approx(trainable * 2, rel=0.002)
+    assert traced.peaks[-1][GRADIENTS] == pytest.approx(trainable, rel=0.01, abs=rounded)
+    assert traced.reduced_bytes == pytest.approx(4 * trainable, rel=0.01)
+
+
+def test_the_sum_of_position_bias_and_padding_is_counted_in_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What sdpa is given as a T5's mask (rows, heads, queries, keys); without it the bias alone would be left."""
+    from transformers.integrations import sdpa_attention
+
+    rows, source, target = 4, 256, 8
+    lengths = (f"--data.max_source_length_tokens={source}", f"--data.max_target_length_tokens={target}")
+    counted = highest(trace(T5, FSDP2, lengths, rows), ACTIVATIONS)
+    monkeypatch.setattr(sdpa_attention, "create_position_bias_mask", lambda bias, *_: bias)
+    without = highest(_trace.__wrapped__(model_folder(T5), FSDP2, lengths, rows), ACTIVATIONS)
+    masks_of_an_encoder = T5["num_layers"] * rows * T5["num_heads"] * source * source * torch.bfloat16.itemsize
+    assert counted - without == pytest.approx(masks_of_an_encoder, rel=0.1)
+
+
+@pytest.mark.parametrize(("settings", "kind"), [(LLAMA, "fsdp2"), (T5, "fsdp2"), (LLAMA, "ddp")], ids=["llama", "t5", "ddp"])
+def test_few_blocks_tell_of_many(settings: dict, kind: str) -> None:
+    deep = settings | {"num_hidden_layers" if settings is LLAMA else "num_layers": 7}
+    strategy = with_(kind=kind, num_shards=4 if kind == "fsdp2" else 1, num_replicas=1 if kind == "fsdp2" else 4)
+    arguments = UNPACKED if settings is LLAMA else ()
+    whole = trace(deep, strategy, arguments, rows=4)
+    with fake_ranks(4):
+        estimated = estimate_peak(_subject(model_folder(deep), strategy, arguments), strategy, rows=4)
+    assert estimated == pytest.approx(sum(whole.peak.values()), rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("settings", "attention", "dtype", "is_cpu", "smoothing"),
+    [
+        (LLAMA, "sdpa", torch.bfloat16, True, 0.0),
+        (LLAMA, "sdpa", torch.bfloat16, False, 0.0),  # fused kernels of the CPU keep what CUDA's do
+        (LLAMA, "sdpa", torch.bfloat16, True, 0.1),  # which is planned as if there was none
+        (LLAMA, "documents", torch.bfloat16, True, 0.0),
+        (LLAMA, "eager", torch.bfloat16, True, 0.0),  # packed, with a dense mask
+        (T5, "sdpa", torch.bfloat16, True, 0.0),
+    ],
+    ids=["sdpa-cpu", "sdpa-cuda", "smoothed", "packed", "dense", "t5"],
+)
+def test_the_trace_is_what_a_real_micro_batch_allocates(
+    settings: dict, attention: str, dtype: torch.dtype, is_cpu: bool, smoothing: float, request: pytest.FixtureRequest
+) -> None:
+    strategy = dataclasses.replace(CPU, compute_dtype=dtype, is_cpu=is_cpu)
+    is_packed, by_document = attention in ("documents", "eager"), attention == "documents"
+    own = () if by_document else (f"--model.attn_implementation={attention}",)
+    lengths = ("--data.max_source_length_tokens=96", "--data.max_target_length_tokens=32")
+    rows = UNPACKED[: 1 if is_packed else 2] if settings is LLAMA else lengths
+    arguments = ("--model.from_scratch=true", *own, *rows)
+    traced = trace(settings, strategy, arguments, rows=2)
+    subject = _subject(model_folder(settings), strategy, arguments)
+    auto_class = "AutoModelForCausalLM" if settings is LLAMA else "AutoModelForSeq2SeqLM"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    request.addfinalizer(lambda: torch.set_num_threads(threads))
+    model = models.load_model(subject.config.model, subject.model_config, auto_class, seed=0).train()
+    model.set_attn_implementation(attention)
+    chunked_loss.install(model)
+    masks.install(model)
+    batch = build_batch(subject, rows=2)
+    assert (batch.get("position_ids") is not None, "document_lengths" in batch) == (is_packed, by_document)
+    tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
+    at_start = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *tensors))
+    expected = at_start + _allocated_peak(model, batch, dtype, smoothing)
+    assert sum(traced.peak.values()) - traced.peak[OPTIMIZER] == pytest.approx(expected, rel=0.002)
+
+
+def _allocated_peak(model: torch.nn.Module, batch: dict[str, torch.Tensor], dtype: torch.dtype, smoothing: float) -> int:
+    """Most bytes beyond those there before, as the CPU's allocator reports them, in a forward (autocast) and backward."""
+
+    def forward() -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            return summed_loss(model, batch, smoothing)[0]
+
+    forward().backward()  # lazily made things
+    model.zero_grad(set_to_none=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        forward().backward()
+    now = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        now += event.nbytes() if event.name() == "[memory]" else 0
+        peak = max(peak, now)
+    return peak
+
+
+def test_ddp_holds_whole_gradients_in_its_buckets() -> None:
+    planned = plan(LLAMA, "ddp", 4, *UNPACKED)
+    assert planned.device[SHARDED_PARAMETERS] == pytest.approx(NUM_PARAMETERS * 4, rel=0.001)
+    assert planned.device[GRADIENTS] == NUM_PARAMETERS * 4
+    assert planned.device[OPTIMIZER] == NUM_PARAMETERS * 8
+    assert planned.moved["all-reduce"] == pytest.approx(2 * NUM_PARAMETERS * 4 * 3 / 4, rel=1e-6)
+    assert any("derived" in note for note in planned.notes)
+    alone = plan(LLAMA, "single", 1, *UNPACKED)
+    assert alone.total < planned.total <= alone.total + NUM_PARAMETERS * 4  # there, gradients come during the backward
+    assert sum(alone.moved.values()) == 0
+
+
+def test_fsdp1_s_flat_gradient_covers_the_frozen_base_and_is_said_to_be_derived() -> None:
+    planned = plan(LLAMA, "fsdp1_full_shard", 4, *UNPACKED, *LORA)
+    assert planned.device[SHARDED_PARAMETERS] == pytest.approx((NUM_PARAMETERS + NUM_LORA) * 4 / 4, rel=0.01)  # fp32 base
+    traced = trace(LLAMA, with_(kind="fsdp1"), (*UNPACKED, *LORA))
+    assert traced.peaks[-1][GRADIENTS] == pytest.approx(LAYERS * BLOCK * 4 / 4 + NUM_LORA * 4 / 4, rel=0.01)
+    assert any("derived" in note for note in planned.notes)
+
+
+def test_offloaded_shards_are_the_host_s() -> None:
+    planned = plan(LLAMA, "fsdp2_offload", 4, *UNPACKED)
+    assert planned.device[SHARDED_PARAMETERS] == planned.device[GRADIENTS] == planned.device[OPTIMIZER] == 0
+    assert planned.device[UNSHARDED] > 0
+    assert planned.host["offloaded shards"] == pytest.approx(NUM_PARAMETERS * 16 / 4, rel=0.001)
+
+
+def test_fsdp2_alone_loads_a_model_piece_by_piece() -> None:
+    assert plan(LLAMA, "fsdp2_full_shard", 4, *UNPACKED).host["while loading"] == 2 * PIECE_BYTES
+    for preset, flags in (("fsdp2_full_shard", ["--model.from_scratch=true"]), ("ddp", []), ("fsdp1_full_shard", [])):
+        assert plan(LLAMA, preset, 4, *UNPACKED, *flags).host["while loading"] == NUM_PARAMETERS * 4
+
+
+def test_float8_is_planned_as_bf16_and_says_so() -> None:
+    float8, bf16 = (plan(LLAMA, preset, 4, *UNPACKED) for preset in ("fsdp2_fp8", "fsdp2_compile"))
+    assert float8.device == bf16.device
+    assert [note for note in float8.notes if note not in bf16.notes] == [
+        "float8: planned as bf16; the weights of converted Linears are gathered in half the bytes"
+    ]
+
+
+def test_hybrid_shards_are_reduced_over_the_replicas_too(edited: Any) -> None:
+    preset = edited("fsdp2_hsdp", "dp_shard_size: 8", "dp_shard_size: 4")
+    preset.write_text(preset.read_text().replace("num_processes: 16", "num_processes: 8"))
+    planned = plan(LLAMA, preset, 8, *UNPACKED)
+    assert planned.device[SHARDED_PARAMETERS] == pytest.approx(NUM_PARAMETERS, rel=0.005)
+    assert planned.moved["all-reduce"] == pytest.approx(2 * NUM_PARAMETERS * 4 / 4 / 2, rel=0.01)
+    with pytest.raises(UserError, match=r"dp_replicate_size 2 x dp_shard_size 4 = 8 ranks"):
+        load_strategy(preset, 6)
+
+
+def test_size_based_wrap_and_the_dynamo_section_are_taken_as_the_launcher_takes_them(edited: Any) -> None:
+    preset = edited("fsdp2_full_shard", "TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP")
+    assert load_strategy(preset, 4).min_num_parameters == 10**8  # of the launcher, where the file has none
+    assert [unit.name for unit in plan(LLAMA, preset, 4, *UNPACKED).units] == [""]
+    preset = edited("fsdp2_full_shard", "TRANSFORMER_BASED_WRAP", f"SIZE_BASED_WRAP\n  fsdp_min_num_params: {BLOCK}")
+    assert len(plan(LLAMA, preset, 4, *UNPACKED).units) > LAYERS
+    assert load_strategy(PRESETS / "fsdp2_compile.yaml", 4).is_compiled
+    preset = edited("fsdp2_full_shard", "fsdp_config:", "dynamo_config:\n  dynamo_backend: 'NO'\nfsdp_config:")
+    assert not load_strategy(preset, 4).is_compiled
+
+
+def test_verdict_names_the_largest_micro_batch_and_the_cheapest_change() -> None:
+    model = LLAMA | {"num_hidden_layers": 1}
+    roomy = plan(model, "fsdp2_full_shard", 4, *UNPACKED)
+    gib = roomy.total / 2**30 / 0.92
+    exact = plan(model, "fsdp2_full_shard", 4, *UNPACKED, gib=gib * 1.001, searches=True)
+    assert exact.fits and exact.largest_micro_batch_rows == 1 and exact.change is None
+    assert "FITS" in plan_as_text(exact) and "has 1 row" in plan_as_text(exact)
+    tight = plan(model, "fsdp2_full_shard", 4, *UNPACKED, gib=gib * 0.98, searches=True)
+    assert not tight.fits and tight.largest_micro_batch_rows == 0
+    assert tight.change == "fsdp_activation_checkpointing: true"
+    assert "DOES NOT FIT" in plan_as_text(tight) and "fsdp_activation_checkpointing: true" in plan_as_text(tight)
+    hopeless = plan(model, "fsdp2_full_shard", 4, *UNPACKED, gib=0.001, searches=True)
+    assert hopeless.change is None and "no change" in plan_as_text(hopeless)
+
+
+def test_with_offload_fewer_micro_batches_are_proposed_where_they_fit() -> None:
+    batch = (*UNPACKED, "--train.global_batch_size_rows=16", "--train.micro_batch_size_rows=1")
+
+    def proposed(strategy: Strategy, largest: int | None) -> list[str]:
+        return [note for note in _notes(_subject(model_folder(LLAMA), strategy, batch), strategy, largest) if "offload: " in note]
+
+    sentence = "offload: gradients of 4 micro-batches are added on the host while the GPU waits; train.micro_batch_size_rows "
+    assert proposed(with_(offload=True), 64) == [f"{sentence}4 fits too, and takes 1"]
+    assert proposed(with_(offload=True), 2) == [f"{sentence}2 fits too, and takes 2"]
+    assert proposed(with_(offload=True), 1) == proposed(with_(offload=True), None) == proposed(FSDP2, 64) == []
+
+
+def test_units_and_ties_are_listed_and_json_has_all() -> None:
+    planned = plan(LLAMA | {"tie_word_embeddings": True}, "fsdp2_full_shard", 4, *UNPACKED)
+    described = json.loads(json.dumps(plan_as_dict(planned)))
+    assert [unit["count"] for unit in described["units"]] == [LAYERS, 1]
+    assert described["units"][0]["parameters"] == BLOCK
+    assert described["tied"] == [["model.embed_tokens.weight", "lm_head.weight"]]
+    assert described["checkpoint_bytes"] == {
+        "trainable parameters": (NUM_PARAMETERS - VOCAB * HIDDEN) * 4,
+        OPTIMIZER: (NUM_PARAMETERS - VOCAB * HIDDEN) * 8,
+    }
+    assert described["device_bytes_total"] == sum(described["device_bytes"].values()) == planned.total
+    assert min(planned.device.values()) >= 0
+
+
+def test_bad_input_is_reported_in_a_sentence(edited: Any) -> None:
+    with pytest.raises(UserError, match=r"nowhere is not a folder here"):
+        build_plan("./nowhere", PRESETS / "fsdp2_full_shard.yaml", 4, [], None, 80.0)
+    with pytest.raises(UserError, match=r"could not be read"):
+        plan({"layers": 3}, "fsdp2_full_shard", 4)
+    with pytest.raises(UserError, match=r"distributed_type NO, which starts 1"):
+        plan(LLAMA, "single", 4)
+    with pytest.raises(UserError, match=r"--num-processes is 0"):
+        plan(LLAMA, "single", 0)
+    with pytest.raises(UserError, match=r"--gpu-memory-gib is nan"):
+        plan(LLAMA, "single", 1, gib=float("nan"))
+    with pytest.raises(UserError, match=r"max_length_tokens to at most 1024"):
+        plan(LLAMA, "fsdp2_full_shard", 4, "--data.max_length_tokens=4096")
+    with pytest.raises(UserError, match=r"global_batch_size_rows is 3, smaller than the 4 processes"):
+        plan(LLAMA, "fsdp2_full_shard", 4, *UNPACKED, "--train.global_batch_size_rows=3")
+    with pytest.raises(UserError, match=r"names T6Block, which is not in .* LlamaDecoderLayer"):
+        plan(LLAMA, edited("fsdp2_full_shard", "fsdp_config:", "fsdp_config:\n  fsdp_transformer_layer_cls_to_wrap: T6Block"), 4)
+    with pytest.raises(UserError, match=r"fsdp_forward_prefetch has no effect under FSDP2"):
+        plan(LLAMA, edited("fsdp2_full_shard", "fsdp_config:", "fsdp_config:\n  fsdp_forward_prefetch: true"), 4)
+    with pytest.raises(UserError, match=r"cannot spread evenly over its num_machines 2"):
+        load_strategy(PRESETS / "fsdp2_multi_node.yaml", 5)
+
+
+def test_a_hub_id_out_of_reach_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def fail(name: str, **_: Any) -> None:
+        asked.append(name)
+        raise OSError("We couldn't connect to 'https://huggingface.co'.\nCheck your connection")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", fail)
+    with pytest.raises(
+        UserError, match=r"model some/model is not a local folder .*\(We couldn't connect to 'https://huggingface.co'\)"
+    ):
+        build_plan("some/model", PRESETS / "single.yaml", 1, [], None, 80.0)
+    assert asked == ["some/model"]
+
+
+@pytest.mark.parametrize(
+    ("gib", "flag", "code"), [("0.2", "--data.packing=false", None), ("0.001", "", 1), ("0.2", "--data.x=1", 2)]
+)
+def test_the_command_s_exit_code_is_its_verdict(
+    gib: str, flag: str, code: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    preset = str(PRESETS / "fsdp2_full_shard.yaml")
+    words = ["--model", model_folder(LLAMA | {"num_hidden_layers": 1}), "--accelerate-config", preset, "--num-processes", "4"]
+    flags = ["--gpu-memory-gib", gib, "--data.max_length_tokens=32", *filter(None, [flag])]
+    monkeypatch.setattr(sys, "argv", ["toolkit", "plan", *words, *flags])
+    if code is None:
+        command.main()
+    else:
+        with pytest.raises(SystemExit) as end:
+            command.main()
+        assert end.value.code == code
+    printed = capsys.readouterr()
+    assert {None: "\nFITS", 1: "\nDOES NOT FIT", 2: "error: "}[code] in printed.out + printed.err

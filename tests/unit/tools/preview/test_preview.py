@@ -1,0 +1,231 @@
+"""`preview`: its views hold what the run will take, whatever stands in the rows, and its refusals are sentences."""
+
+from __future__ import annotations
+
+import html
+import html.parser
+import io
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.cells import cell_len
+from rich.console import Console
+
+from tests.support.previews import (
+    CASES,
+    GOLDEN,
+    HOSTILE,
+    HOSTILE_ROWS,
+    LONG,
+    LONG_ROW,
+    call_preview,
+    save_hostile_rows,
+    save_inputs,
+)
+from toolkit.errors import visible
+from toolkit.launch.log import start_logging
+from toolkit.tools.preview import preview
+from toolkit.tools.preview.facts import collect
+from toolkit.tools.preview.page import TOKENS_OF_A_BLOCK, render_page
+from toolkit.tools.preview.terminal import print_preview
+from toolkit.tools.preview.wording import NAMES, padding_behind
+
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u061c\u2028\u202a-\u202e\u2066-\u2069\ufeff]")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("preview")
+    save_inputs(folder)
+    save_hostile_rows(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _at_the_inputs(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(inputs)
+
+
+class Page(html.parser.HTMLParser):
+    """The elements of a page, and its texts by the class of their element."""
+
+    def __init__(self, content: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self._pieces: dict[str, list[list[str]]] = {"text": [], "tokens": []}
+        self._blocks: list[str | None] = []
+        self.feed(content)
+        self.close()
+        self.texts = {kind: ["".join(pieces) for pieces in of_kind] for kind, of_kind in self._pieces.items()}
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag == "div":
+            kind = dict(attrs).get("class")
+            self._blocks.append(kind)
+            if kind in self._pieces:
+                self._pieces[kind].append([])
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "div":
+            self._blocks.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self._blocks and self._blocks[-1] in self._pieces:
+            self._pieces[self._blocks[-1]][-1].append(data)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_piped_view_is_the_golden_text(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call_preview(CASES[case]) == 0
+    golden = (GOLDEN / f"{case}.txt").read_text(encoding="utf-8")
+    assert f"$ python -m toolkit preview {CASES[case]}\n{capsys.readouterr().out}" == golden
+    assert "\x1b" not in golden
+
+
+def test_it_needs_no_weights_and_no_process_group(inputs: Path) -> None:
+    from accelerate import PartialState
+
+    assert not [*inputs.rglob("*.safetensors")]  # the golden texts are made without
+    assert call_preview(CASES["t5"]) == 0
+    assert not torch.distributed.is_initialized() and not PartialState._shared_state
+    assert not Path("runs").exists()
+
+
+def test_a_terminal_gets_colours_in_place_of_marks_and_its_own_width(capsys: pytest.CaptureFixture[str]) -> None:
+    found = collect(["--config=chats.yaml"], None, None, 4, None)
+    written = io.StringIO()
+    print_preview(found, Console(file=written, force_terminal=True, color_system="truecolor", width=60, no_color=False))
+    assert "\x1b[" in written.getvalue()
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", written.getvalue())
+    assert "[[" not in plain and "~~" not in plain
+    sections = plain.partition("tokens, with | between two")[2]
+    assert max(map(cell_len, sections.splitlines())) <= 60
+    # Wrapped, but complete.
+    for row in found.rows:
+        for side in row.sides:
+            tokens = "|".join(token.replace("\n", "⏎\n") for span in side.spans for token in span.tokens)
+            assert re.sub(r"\s", "", tokens) in re.sub(r"\s", "", plain)
+
+
+def test_hostile_texts_stay_text_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call_preview(HOSTILE_ROWS) == 0
+    printed = capsys.readouterr().out
+    assert not CONTROLS.search(printed.replace("\n", ""))
+    for text in HOSTILE:
+        # Tabs aside, what is printed is the text with its controls as escapes.
+        assert f"    answer {visible(text)}<|im_end|>\n" in printed
+
+
+def test_hostile_texts_stay_text_in_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "page.html"
+    assert call_preview(f"{HOSTILE_ROWS} --html {file}") == 0
+    content = file.read_text(encoding="utf-8")
+    page = Page(content)
+    assert page.tags.count("style") == 1 and not {"script", "img", "link", "iframe", "b>"}.intersection(page.tags)
+    allowed = {"class", "style", "title", "dir", "lang", "charset", "name", "content", "http-equiv", "tabindex"}
+    assert {name for name, _ in page.attributes} <= allowed
+    assert not re.search(r"(?i)https?:|url\(|@import", content)
+    assert not CONTROLS.search(content.replace("\n", ""))
+    chat = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\nanswer {}<|im_end|>\n"
+    expected = {chat.format(visible(text), visible(text)) for text in HOSTILE}
+    assert expected == set(page.texts["text"])
+    # The tokens spell the same text.
+    assert {text.replace("⏎\n", "\n") for text in page.texts["tokens"]} == expected
+    assert not [*tmp_path.glob("*.tmp")]
+
+
+@pytest.mark.parametrize("config", ["t5.yaml", "chats.yaml"])
+def test_the_page_has_the_tokens_kinds_and_places_of_the_view(config: str) -> None:
+    found = collect([f"--config={config}", "--run.name=<i>name"], None, None, 4, None)
+    found.rows[0].sides[0].spans[0].tokens.append("</s>")  # as T5's last token
+    content = render_page(found)
+    assert found.step is not None and content.count("&lt;i&gt;name") == 2
+    sides = [(row, side) for row in found.rows for side in row.sides]
+    shown = ["".join(token for span in side.spans for token in span.tokens) for _, side in sides]
+    assert [text.replace("⏎\n", "\n") for text in Page(content).texts["tokens"]] == [visible(text) for text in shown]
+    kinds = []
+    for row, side in sides:
+        kinds += [span.kind for span in side.spans] + ["padding"] * (padding_behind(row, found.step, side) > 0)
+    assert re.findall(rf"<span class=({'|'.join(NAMES)})>", content) == kinds
+    places = dict.fromkeys((str(pack.rank), str(pack.micro_batch + 1)) for pack in found.step.first_packs)
+    assert re.findall(r"Process (\d+), micro-batch (\d+)", content) == [*places]
+    assert content.count(' begins"') == sum(len(pack.begins) - 1 for pack in found.step.first_packs)
+    assert f"<td>{html.escape('</s>' if config == 't5.yaml' else '<|im_end|>')}</td>" in content
+
+
+def test_a_long_row_is_shortened_and_row_shows_it_in_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call_preview(LONG_ROW) == 0
+    shown = capsys.readouterr().out
+    assert len(shown) < 20_000
+    assert re.search(r"… 1,[0-9,]{7} characters are not shown: --row 0 shows all …", shown)
+    assert re.search(r"48 of [0-9]{3},[0-9]{3} tokens, [0-9]{3},[0-9]{3} lost", shown)
+    assert len(re.findall(r"… [0-9,]+ tokens are not shown: --row 0 shows all …", shown)) == 1
+    assert call_preview(f"{LONG_ROW} --row 0 --html {tmp_path / 'row.html'}") == 0
+    page = Page((tmp_path / "row.html").read_text(encoding="utf-8"))
+    assert all(LONG in shown.replace("⏎", "") for shown in (*page.texts["text"], *page.texts["tokens"]))
+    assert page.attributes.count(("class", "part")) == -(-page.tags.count("i") // TOKENS_OF_A_BLOCK) > 100
+    print_preview(collect([*shlex.split(LONG_ROW)], None, None, 0, 0), Console())
+    assert LONG in capsys.readouterr().out
+
+
+BAD: list[tuple[str, str]] = [
+    ("--config chats.yaml --row 99", "--row is 99: give an id from 0 to 10"),
+    ("--config t5.yaml --row 13", r"--row is 13, rows.jsonl, row 14, which is left out: the remarks above say why"),
+    ("--config chats.yaml --rows -1", "--rows is -1: give 0 or more"),
+    (
+        "--config chats.yaml --html gone/page.html",
+        "--html gone/page.html cannot be written .*: give a file in a folder that exists",
+    ),
+    ("--config chats.yaml --html .", "--html . cannot be written .it is a folder.: give a file"),
+    ("--config gone.yaml", "gone.yaml cannot be read"),
+    ("--config chats.yaml --optim.lrr 1", "did you mean --optim.lr"),
+    ("--config chats.yaml --accelerate-config gone.yaml", "gone.yaml: there is no such accelerate config"),
+    ("--config chats.yaml --data.files gone.jsonl", "gone.jsonl"),
+    ("--config t5.yaml --recipe llm", "is not a key|unknown|data.max_source_length_tokens"),
+    ("--config t5.yaml --data.target_column nothing", "nothing"),
+    ("--config chats.yaml --model.name_or_path ./nowhere", "nowhere"),
+    ("", "model.name_or_path"),
+]
+
+
+@pytest.mark.parametrize(("flags", "sentence"), BAD)
+def test_bad_input_is_one_sentence(flags: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call_preview(shlex.split(flags)) == 2
+    printed = capsys.readouterr().err
+    assert re.search(sentence, printed) and printed.count("error: ") == 1 and "Traceback" not in printed
+
+
+def test_a_reader_that_stops_early_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as closed_pipe:
+        monkeypatch.setattr(preview, "collect", lambda *_: None)
+        monkeypatch.setattr(preview, "print_preview", lambda _, console: console.print("a line"))
+        monkeypatch.setattr("sys.stdout", closed_pipe)
+        start_logging()
+        preview.preview([], config=[], accelerate_config=None, recipe=None, num_rows=1, row_id=None, html=None)
+        # Python flushes once more at its exit: into nothing, not into the pipe.
+        assert os.path.samestat(os.fstat(closed_pipe.fileno()), os.stat(os.devnull))
+
+
+def test_it_is_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert call_preview("--config chats.yaml") == 2
+    assert "start it without accelerate launch" in capsys.readouterr().err
+
+
+def test_the_summary_is_plain_values() -> None:
+    summary = collect(["--config=chats.yaml", "--config=mix.yaml"], None, None, 0, None).summary
+    assert summary is not None
+    values: dict[str, Any] = json.loads(json.dumps(summary.as_dict()))
+    assert values["sources"][0]["weight_share"] == 0.75
+    assert values["splits"][0]["num_rows"] == sum(source["num_rows"] for source in values["sources"])

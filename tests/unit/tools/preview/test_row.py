@@ -1,0 +1,147 @@
+"""A row's view: the text of its tokens, its turns, and what a limit has cut off."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.chats import CHATML, build_chat_tokenizer, say
+from tests.support.tokenizer_kinds import EXACT_KINDS, draw_text
+from toolkit.config.data import DataConfig, LLMDataConfig
+from toolkit.config.schema import ModelConfig
+from toolkit.data.tokens.prepare import TokenizedRows, prepare_rows
+from toolkit.errors import UserError
+from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, RowView, Span, find_cut_row, token_texts, view_row
+
+
+class Rows:
+    """Tokenized rows with their settings."""
+
+    def __init__(self, folder: Path, rows: list[dict[str, Any]], is_llm: bool, **settings: Any) -> None:
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        tokenizer = build_chat_tokenizer("<|im_start|>", "<|im_end|>", template=CHATML)
+        if not is_llm:
+            tokenizer._tokenizer.post_processor = _ends_texts(tokenizer.eos_token_id)
+        tokenizer.save_pretrained(folder / "model")
+        self.model = ModelConfig(name_or_path=str(folder / "model"))
+        kind: Any = LLMDataConfig if is_llm else DataConfig
+        files = {"files": str(folder / "rows.jsonl"), "cache_dir": str(folder / "cache")}
+        self.config = kind(**{"eval_fraction": 0.0, **files, **settings})
+        self.rows: TokenizedRows = prepare_rows(self.config, self.model, 400)
+
+    def view(self, row_id: int) -> RowView:
+        return view_row(self.rows, self.config, self.model, row_id)
+
+
+def _ends_texts(eos: int) -> Any:
+    from tokenizers import processors
+
+    return processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", eos)])
+
+
+def kinds(spans: list[Span]) -> list[tuple[str, str]]:
+    return [(span.kind, "".join(span.tokens)) for span in spans]
+
+
+@pytest.mark.parametrize("kind", EXACT_KINDS)
+def test_the_tokens_spell_what_they_decode_to(kind: str) -> None:
+    tokenizer = EXACT_KINDS[kind]()
+    draw = random.Random(1)
+    for text in ["a\n👩‍👩‍👧 日本", *(draw_text(draw) for _ in range(30))]:
+        ids = tokenizer(text)["input_ids"]
+        texts = token_texts(tokenizer, ids)
+        assert len(texts) == len(ids)
+        decoded = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        spelt = "".join(texts)
+        assert spelt.replace(" ", "") == decoded.replace(" ", ""), text  # some decoders drop a space at the start
+        assert spelt.endswith(decoded.removeprefix("<s>")) or "<s>" in text
+
+
+def test_a_chat_has_its_turns_and_what_was_cut_from_each(tmp_path: Path) -> None:
+    chat = say("hello there", "it is four", "thanks", "welcome", system="be brief")
+    whole = Rows(tmp_path, [{"messages": chat}], True).view(0)
+    assert [(turn.role, turn.says) for turn in whole.turns] == [
+        ("system", "context"),
+        ("user", "context"),
+        ("assistant", "4 tokens count"),
+        ("user", "context"),
+        ("assistant", "2 tokens count"),
+    ]
+    (side,) = whole.sides
+    assert side.num_lost == 0 and side.text.endswith("<|im_start|>assistant\nwelcome<|im_end|>\n")
+    assert [text for kind, text in kinds(side.spans) if kind == LOSS] == ["it is four<|im_end|>", "welcome<|im_end|>"]
+    assert "".join(text for _, text in kinds(side.spans)) == side.text
+    # Cut within the first answer.
+    limit = side.num_tokens - 14
+    cut = Rows(tmp_path, [{"messages": chat}], True, max_length_tokens=limit)
+    row = cut.view(0)
+    (side,) = row.sides
+    off = "the others are cut off"
+    assert [turn.says for turn in row.turns[2::2]] == [f"3 of 4 tokens count, {off}", f"0 of 2 tokens count, {off}"]
+    assert (side.num_tokens, side.num_lost, side.limit) == (limit, 14, limit)
+    assert kinds(side.spans)[1:] == [
+        (LOSS, "it is four"),
+        (LOST, "<|im_end|>\n<|im_start|>user\nthanks<|im_end|>\n<|im_start|>assistant\nwelcome<|im_end|>\n"),
+    ]
+    found = find_cut_row(cut.rows, cut.config, cut.model)
+    assert found is not None and found.row_id == 0
+
+
+def test_turns_that_do_not_count_are_named(tmp_path: Path) -> None:
+    first, last = say("hello there", "it is four", "thanks", "welcome"), say("hello there", "it is four")
+    first[1]["weight"] = 0  # type: ignore[assignment]
+    rows = Rows(tmp_path, [{"messages": first}, {"prompt": first[:3], "completion": first[3:]}, {"messages": last}][:1], True)
+    assert [turn.says for turn in rows.view(0).turns] == ["context", "context, as its weight is 0", "context", "2 tokens count"]
+    rows = Rows(tmp_path, [{"prompt": say("hello there", "it is four", "thanks"), "completion": first[3:]}], True)
+    assert [turn.says for turn in rows.view(0).turns] == [
+        "context",
+        "context, as a part of the prompt",
+        "context",
+        "2 tokens count",
+    ]
+    rows = Rows(tmp_path, [{"messages": last}], True, loss_on="all")
+    assert {turn.says for turn in rows.view(0).turns} == {"counts, as data.loss_on is all"}
+
+
+def test_a_pair_counts_its_completion(tmp_path: Path) -> None:
+    row = Rows(tmp_path, [{"prompt": "hello there ", "completion": "it is four"}], True).view(0)
+    assert kinds(row.sides[0].spans) == [(CONTEXT, "hello there "), (LOSS, "it is four</s>")]
+    assert row.sides[0].text == "hello there it is four" and row.turns == []
+
+
+def test_a_long_text_is_split_and_loses_nothing(tmp_path: Path) -> None:
+    rows = Rows(tmp_path, [{"text": "hello there " * 20}], True, max_length_tokens=16)
+    pieces = [rows.view(int(row_id)) for row_id in rows.rows.train["row_id"]]
+    assert [piece.piece for piece in pieces] == [(i + 1, len(pieces)) for i in range(len(pieces))]
+    assert all(side.num_lost == 0 for piece in pieces for side in piece.sides)
+    counted = "".join(text for piece in pieces for kind, text in kinds(piece.sides[0].spans) if kind == LOSS)
+    assert counted.count("there") == 20 and counted.endswith("there </s>")
+    assert find_cut_row(rows.rows, rows.config, rows.model) is None
+
+
+def test_an_encoder_decoders_sides_keep_their_end_token_after_a_cut(tmp_path: Path) -> None:
+    pair = {"source": "hello there thanks welcome", "target": "what is two and two"}
+    rows = Rows(tmp_path, [pair], False, prefix="so ", max_source_length_tokens=6, max_target_length_tokens=4)
+    source, target = rows.view(0).sides
+    assert source.text == "so hello there thanks welcome"
+    for side, kind, limit in ((source, CONTEXT, 6), (target, LOSS, 4)):
+        (first, kept), (second, lost), (third, end) = kinds(side.spans)
+        assert (first, second, third, end) == (kind, LOST, kind, "</s>")
+        assert kept + lost == side.text and side.num_tokens == limit and side.num_lost > 0
+    assert list(rows.rows.train[0]["labels"])[-1] == rows.rows.tokenizer.eos_token_id
+
+
+def test_a_row_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
+    rows = Rows(tmp_path, [{"text": "hello"}, {"text": ""}, {"text": "there"}], True)
+    with pytest.raises(UserError, match=r"--row is 1, .*rows.jsonl, row 2, which is left out"):
+        rows.view(1)
+    with pytest.raises(UserError, match="--row is 3: give an id from 0 to 2"):
+        rows.view(3)
+    chat = {"messages": say("it is four " * 30, "welcome")}
+    rows = Rows(tmp_path, [chat, {"messages": say("so", "it is")}], True, max_length_tokens=24)
+    with pytest.raises(UserError, match="row 1, which has no token that counts in the loss"):
+        rows.view(0)

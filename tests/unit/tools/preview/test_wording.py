@@ -1,0 +1,41 @@
+"""A long text is shown at its start, around cuts and at its end, each part once and in order."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from toolkit.tools.preview.row import CONTEXT, LOST, Span
+from toolkit.tools.preview.wording import padding_behind, shorten_spans, shorten_text
+
+
+def test_the_begin_the_cuts_and_the_end_are_shown_once() -> None:
+    numbers = [str(number) for number in range(1000)]
+    kinds = [(CONTEXT, 0, 10), (LOST, 10, 15), (CONTEXT, 15, 500), (LOST, 500, 1000)]
+    spans = [Span(kind, numbers[first:last]) for kind, first, last in kinds]
+    pieces = shorten_spans(spans, 7, is_whole=False)
+    remarks = ["… 300 tokens are not shown: --row 7 shows all …", "… 380 tokens are not shown: --row 7 shows all …"]
+    assert [piece for piece in pieces if isinstance(piece, str)] == remarks
+    shown = [span for piece in pieces if not isinstance(piece, str) for span in piece]
+    assert [token for span in shown for token in span.tokens] == numbers[:160] + numbers[460:540] + numbers[920:]
+    assert {token for span in shown if span.kind == LOST for token in span.tokens} == {
+        *numbers[10:15],
+        *numbers[500:540],
+        *numbers[920:],
+    }
+    assert shorten_spans(spans, 7, is_whole=True) == [spans]
+
+
+def test_a_long_text_is_shown_at_its_begin_and_its_end() -> None:
+    text = "".join(map(chr, range(1000, 3500)))
+    remark = "… 1,300 characters are not shown: --row 7 shows all …"
+    assert shorten_text(text, 7, is_whole=False) == [text[:800], remark, text[2100:]]
+    assert shorten_text(text[:1200], 7, is_whole=False) == shorten_text(text[:1200], 7, is_whole=True) == [text[:1200]]
+
+
+def test_padding_follows_the_last_row_of_a_pack() -> None:
+    pack = SimpleNamespace(row_ids=[4, 5], padding={"row": 3})
+    step: Any = SimpleNamespace(packs_of_rows={4: pack, 5: pack})
+    side: Any = SimpleNamespace(name="row")
+    rows: list[Any] = [SimpleNamespace(row_id=row_id) for row_id in (4, 5, 6)]
+    assert [padding_behind(row, step, side) for row in rows] == [0, 3, 0] and padding_behind(rows[1], None, side) == 0

@@ -1,0 +1,235 @@
+"""`report.html`, read back as a browser would parse it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.report_runs import HOSTILE, evaluation, long_texts, save_long_run, save_run, save_whole_run, train
+from toolkit.errors import UserError, escape_controls
+from toolkit.tools.report import page as page_module
+from toolkit.tools.report.charts import NUM_BUCKETS, thinned
+from toolkit.tools.report.page import save_page, save_run_page
+
+SECTIONS = ["Summary", "Curves", "Predictions", "Data", "Checkpoints", "Memory", "Shard units", "Config", "Versions and commands"]
+
+
+class Page(HTMLParser):
+    """The texts, attributes and scripts of a page."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.scripts: list[tuple[dict[str, str | None], str]] = []
+        self._open: list[str] = [""]
+        self.feed(path.read_text(encoding="utf-8"))
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._open.append(tag)
+        if tag == "script":
+            self.scripts.append((dict(attrs), ""))
+
+    def handle_data(self, data: str) -> None:
+        if self._open[-1] == "script":
+            self.scripts[-1] = (self.scripts[-1][0], self.scripts[-1][1] + data)
+        else:
+            self.texts.setdefault(self._open[-1], []).append(data)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._open.append("")
+
+    def data(self, name: str) -> Any:
+        return next(json.loads(text) for attributes, text in self.scripts if attributes.get("id") == f"data-{name}")
+
+    @property
+    def words(self) -> str:
+        return " ".join(part for tag, parts in self.texts.items() if tag != "style" for part in parts)
+
+
+def write(tmp_path: Path, *folders: Path) -> Page:
+    save_page(folders, tmp_path / "page.html")
+    return Page(tmp_path / "page.html")
+
+
+def test_a_run_is_shown_whole_and_without_a_request(tmp_path: Path) -> None:
+    page = write(tmp_path, save_whole_run(tmp_path / "run"))
+
+    # All sections, with a table and a name for each chart.
+    assert page.texts["h2"] == SECTIONS
+    titles = ["Loss", "ROUGE-L", "Learning rate", "Gradient norm", "Speed", "Step time", "Peak memory"]
+    assert page.texts["h3"] == titles
+    assert [text for text in page.texts["summary"] if text.endswith("as a table")] == [f"{title} as a table" for title in titles]
+    names = [attributes["aria-label"] or "" for tag, attributes in page.tags if attributes.get("role") == "img"]
+    assert re.search(r"training: from [\d.]+ at step 1 to [\d.]+ at step 2", names[0])
+    assert len(names) == len(titles) == len(page.data("charts"))
+    # Baselines, marks, memory beside its plan, units, versions and commands.
+    for words in (
+        "lead sentence",
+        "17.00",
+        "skipped update",
+        "resume",
+        "rank 1",
+        "planned",
+        "3.00",
+        "T5Block",
+        "50.0%",
+        "2.13",
+        "median 7",
+        "1,234",
+    ):
+        assert words in page.words, words
+    assert "accelerate launch recipes/t5.py" in page.texts["pre"] and "lr" in page.words
+    # Texts are those of the files; half a surrogate pair too.
+    predictions = page.data("predictions")
+    assert predictions["columns"] == ["before training", "after step 2"] and predictions["metrics"] == ["rougeL"]
+    assert [row["texts"] for row in predictions["rows"]] == [["a", "c"], ["b", HOSTILE]]
+    assert [row["source"] for row in predictions["rows"]] == ["source 0", HOSTILE]
+    assert [[scores["rougeL"] for scores in row["scores"]] for row in predictions["rows"]] == [[0, 20], [10, 10]]
+    # Two scripts run, which the policy names; nothing is requested.
+    run_scripts = [text for attributes, text in page.scripts if attributes.get("type") != "application/json"]
+    assert len(run_scripts) == 2 and not any(attributes.get("src") for attributes, _ in page.scripts)
+    policy = next(a["content"] or "" for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'") and policy.count("'sha256-") == 2 and "http" not in policy
+    for tag, attributes in page.tags:
+        assert tag not in ("link", "img", "iframe", "object", "base")
+        assert not {"src", "srcset", "onerror", "onclick", "onload"} & set(attributes)
+        assert str(attributes.get("href", "#")).startswith("#")
+    assert not re.search(r"url\(|@import", "".join(page.texts["style"]))
+
+
+def test_names_and_settings_stay_text(tmp_path: Path) -> None:
+    lines = [evaluation(0, loss=3.0), {**evaluation(1, loss=2.0), "<b>own</b>": 1.0}]
+    run = save_run(tmp_path / "<script>alert(2)<", *lines)
+    (run / "config.yaml").write_text(json.dumps({"data": {"files": HOSTILE}}))
+    page = write(tmp_path, run)
+    assert len(page.scripts) == 4 and not any(tag in ("img", "b") for tag, _ in page.tags)
+    assert page.texts["h1"] == ["<script>alert(2)<"] and escape_controls(HOSTILE).replace("\ud800", "?") in page.texts["td"]
+    # Beside another one, names are in each legend and in the description of each chart.
+    page = write(tmp_path, run, save_run(tmp_path / '" onload="<b>', *lines))
+    assert page.data("charts"), "a name that opens a script hides the data behind it"
+    assert len(page.scripts) == 4 and not any(tag in ("img", "b") or "onload" in attributes for tag, attributes in page.tags)
+
+
+def test_several_runs_with_the_keys_that_differ(tmp_path: Path) -> None:
+    lines = [evaluation(0, loss=3.0), train(1), evaluation(1, loss=2.0, rougeL=9.0)]
+    one = save_run(tmp_path / "one", *lines, lr=0.1, predictions={1: ["a", "b"]})
+    two = save_run(tmp_path / "two", *lines, lr=0.2, predictions={1: ["c"]})
+    page = write(tmp_path, one, two)
+    cells = page.texts["td"]
+    place = cells.index("optim.lr")
+    assert cells[place : place + 3] == ["optim.lr", "0.1", "0.2"]
+    assert [cells.count(f"optim.{name}") for name in ("lr", "beta1")] == [3, 2], "each run's whole config, and the one difference"
+    assert {"one: training", "two: training", "one: evaluation"} <= set(page.texts["span"])
+    predictions = page.data("predictions")
+    assert predictions["columns"] == ["one: after step 1", "two: after step 1"]
+    assert [row["texts"] for row in predictions["rows"]] == [["a", "c"], ["b", None]]
+
+
+def test_runs_of_other_rows_are_said_to_be_and_are_apart(tmp_path: Path) -> None:
+    runs = [save_run(tmp_path / rows, evaluation(0, loss=3.0, measured_on={"rows": rows})) for rows in "ab"]
+    page = write(tmp_path, *runs)
+    assert "The figures of a and of b were measured on other rows: they do not compare, and share no axis." in page.texts["p"]
+    assert [cell for cell in page.texts["td"] if "training" in cell] == ["a, before training", "b, before training"]
+    assert page.texts["h3"].count("Loss") == 2
+
+
+def test_10_000_steps_and_1_000_rows_are_5_mb_and_no_spike_is_lost(tmp_path: Path) -> None:
+    long = long_texts()
+    page = write(tmp_path, save_long_run(tmp_path / "run"))
+    assert (tmp_path / "page.html").stat().st_size <= 5_000_000
+    assert "1000" in json.dumps(page.data("charts")["chart-0"]) and f"each of {NUM_BUCKETS} ranges of steps" in page.words
+    predictions = page.data("predictions")
+    assert len(predictions["rows"]) == 1000 and predictions["num_cut"] == 1000
+    assert f"Texts longer than {predictions['limit']:,} characters are cut (in 1,000 of 1,000 rows)" in page.words
+    assert all(row["texts"][1] == text[: predictions["limit"]] for row, text in zip(predictions["rows"], long, strict=True))
+
+
+def test_thinning_keeps_the_extremes() -> None:
+    values = [float(i % 10) for i in range(5000)]
+    values[1234], values[4321] = 99.0, -99.0
+    steps, kept = thinned(range(5000), values)
+    assert len(steps) <= 2 * NUM_BUCKETS + 2 and steps == sorted(steps) and steps[0] == 0 and steps[-1] == 4999
+    assert all(values[step] == value for step, value in zip(steps, kept, strict=True)) and {99.0, -99.0} <= set(kept)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "memory.json", "record.json"])
+def test_what_is_missing_or_broken_is_a_sentence(tmp_path: Path, name: str) -> None:
+    run = save_run(tmp_path / "run", train(1), {"kind": "train", "step": 2, "loss": None, "loss_is": "nan"})
+    (run / "memory.json").unlink(missing_ok=True)
+    (run / name).unlink(missing_ok=True)
+    page = write(tmp_path, run)
+    assert page.texts["h2"] == SECTIONS and f"{name} is not in the folder: " in page.words
+    (run / name).write_text('{"a": [\n{')
+    assert f"{name} cannot be read (" in write(tmp_path, run).words
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("record.json", lambda record: record["data"].pop("fingerprint")),
+        ("record.json", lambda record: record["units"][0].pop("count")),
+        ("record.json", lambda record: record.update(versions=["2.13"])),
+        ("record.json", lambda record: record.update(num_processes="two", sources=None)),
+        ("memory.json", lambda memory: memory.pop("device")),
+    ],
+    ids=["data", "units", "versions", "processes", "memory"],
+)
+def test_a_file_that_lacks_something_costs_one_section_of_its_run(
+    tmp_path: Path, file: str, change: Callable[[dict[str, Any]], Any]
+) -> None:
+    run, other = save_whole_run(tmp_path / "run"), save_whole_run(tmp_path / "other")
+    content = json.loads((run / file).read_text())
+    change(content)
+    (run / file).write_text(json.dumps(content))
+    sentence = "This cannot be shown of run, as one of its files is not what a run writes ("
+    assert write(tmp_path, run).words.count(sentence) == 1
+    both = write(tmp_path, other, run)
+    assert both.words.count(sentence) == 1 and both.texts["h2"] == SECTIONS
+
+
+def test_a_run_that_is_still_training_is_shown(tmp_path: Path) -> None:
+    run = save_run(tmp_path / "run", evaluation(0, loss=3.0), train(1), train(2))
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')
+    (run / "checkpoints" / "step-00000002").mkdir(parents=True)
+    (run / "checkpoints" / "step-00000003.tmp").mkdir()
+    page = write(tmp_path, run)
+    assert "2 steps." in page.words and "training: from 2 at step 1 to 2 at step 2" in str(page.tags)
+    assert "not valid: has no manifest.json: it was never finished" in page.texts["td"]
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    one, other = (
+        save_run(tmp_path / place / "run", train(1), evaluation(1, loss=loss)) for place, loss in (("a", 2.0), ("b", 3.0))
+    )
+    page = write(tmp_path, one, other, one)
+    assert page.texts["h1"] == [f"{one} · {other}"] and {"2.00", "3.00"} <= set(page.texts["td"])
+
+
+def test_no_run_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not a run folder"):
+        save_page([tmp_path], tmp_path / "page.html")
+    with pytest.raises(UserError, match="could not be written"):
+        save_page([save_run(tmp_path / "run", train(1))], tmp_path / "gone" / "page.html")
+
+
+def test_a_page_that_fails_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = save_run(tmp_path / "run", train(1))
+    save_run_page(run)
+    before = (run / "report.html").read_bytes()
+    monkeypatch.setattr(page_module, "render_page", lambda runs: 1 / 0)
+    save_run_page(run)
+    (message,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "was not written (division by zero)" in message and message.endswith(f"python -m toolkit report {run}")
+    assert (run / "report.html").read_bytes() == before

@@ -1,0 +1,68 @@
+"""The texts of a page stand beside their own row's source, reference and scores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.report_runs import evaluation, save_run
+from toolkit.tools.report import facts, record
+from toolkit.tools.report.facts import read_runs
+from toolkit.tools.report.predictions import collect_predictions
+
+
+def save_texts(folder: Path, first_reference: str, sources: dict[str, str], **texts: list[str]) -> Path:
+    """A run that predicts rows 7 and 8 in every second step; other rows at first."""
+    lines = [evaluation(step, rougeL=step) for step in (2, 4, 6)]
+    run = save_run(folder, evaluation(0, rougeL=0.0, measured_on={"rows": "b"}), *lines)
+    for step, predicted in ((0, ["old", "old"]), (2, texts["first"]), (4, ["no", "no"]), (6, texts["last"])):
+        rows = [
+            {"row_id": 7 + place, "reference": reference, "prediction": predicted[place], "rougeL": 10 * step + place}
+            for place, reference in enumerate((first_reference, "both"))
+        ]
+        (run / f"predictions-{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "record.json").write_text(json.dumps({"sources": sources}))
+    return run
+
+
+def collected(*runs: Path) -> tuple[list[str], list[tuple[Any, ...]]]:
+    found = collect_predictions(read_runs(runs))
+    assert found is not None
+    names = ("id", "reference", "source", "texts", "scores")
+    return found["columns"], [tuple(row[name] for name in names) for row in found["rows"]]
+
+
+def test_first_and_last_texts_of_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = save_texts(tmp_path / "one", "ref", {"7": "source 7", "8": "source 8"}, first=["a", "b"], last=["c", "d"])
+    assert collected(one) == (
+        ["after step 2", "after step 6"],
+        [
+            ("7", "ref", "source 7", ["a", "c"], [{"rougeL": 20}, {"rougeL": 60}]),
+            ("8", "both", "source 8", ["b", "d"], [{"rougeL": 21}, {"rougeL": 61}]),
+        ],
+    )
+    monkeypatch.setattr(facts, "MOST_PREDICTIONS", 1)
+    assert [row[0] for row in collected(one)[1]] == ["7"]
+
+
+def test_a_row_of_another_run_has_the_source_of_its_own_run(tmp_path: Path) -> None:
+    """Runs on other data number other rows: an id says nothing about another run's row."""
+    one = save_texts(tmp_path / "one", "ref", {"7": "source 7"}, first=["a", "b"], last=["c", "d"])
+    two = save_texts(tmp_path / "two", "other", {"7": "their 7", "8": "source 8"}, first=["e", "f"], last=["g", "h"])
+    assert collected(one, two) == (
+        ["one: after step 6", "two: after step 6"],
+        [
+            ("7", "ref", "source 7", ["c", None], [{"rougeL": 60}, {}]),
+            ("8", "both", "source 8", ["d", "h"], [{"rougeL": 61}, {"rougeL": 61}]),
+            ("7", "other", "their 7", [None, "g"], [{}, {"rougeL": 60}]),
+        ],
+    )
+
+
+def test_a_text_that_is_cut_is_counted(tmp_path: Path) -> None:
+    run = save_texts(tmp_path / "run", "ref", {}, first=["a", "b"], last=["c", "d" * (record.LONGEST_TEXT + 1)])
+    found = collect_predictions(read_runs([run]))
+    assert found is not None and found["num_cut"] == 1 and len(found["rows"][1]["texts"][1]) == record.LONGEST_TEXT

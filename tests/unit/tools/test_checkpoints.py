@@ -1,0 +1,168 @@
+"""`python -m toolkit checkpoints`."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoint_files import change_manifest, make_checkpoint
+from toolkit.checkpoint import entries
+from toolkit.checkpoint.manifest import MANIFEST
+from toolkit.tools import checkpoints as checkpoint_table
+from toolkit.tools.main import main
+
+
+def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    """Exit code of `python -m toolkit checkpoints …`."""
+    monkeypatch.setattr(sys, "argv", ["toolkit", "checkpoints", *map(str, arguments)])
+    try:
+        main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def flip_a_byte(folder: Path) -> None:
+    content = (folder / "state" / ".metadata").read_bytes()
+    (folder / "state" / ".metadata").write_bytes(bytes([content[0] ^ 1]) + content[1:])
+
+
+def test_one_row_for_each_checkpoint_and_leftover(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    for step, loss in ((3, 2.5), (6, 1.25), (9, None)):
+        folder = make_checkpoint(tmp_path, step, loss)
+        os.utime(folder / MANIFEST, (1e9, 1e9 + step))
+    change_manifest(folder, lambda m: m["identity"]["config"].update({"eval.best_metric": "accuracy"}))
+    change_manifest(folder, lambda m: m["metrics"].update(accuracy=0.5, perplexity=9.0))
+    (folder / "state" / ".metadata").write_bytes(bytes(2**20))
+    for leftover in ("step-00000012.tmp", "step-00000003.old", "step-00000001.removing"):
+        shutil.copytree(tmp_path / "checkpoints" / "step-00000003", tmp_path / "checkpoints" / leftover)
+    assert run_command(monkeypatch, tmp_path) == 1
+    header, *rows, hint = capsys.readouterr().out.splitlines()
+    assert header.split() == ["size", "written", "processes", "loss", "accuracy"]
+    assert [row.split()[0] for row in rows] == [
+        "step-00000001.removing", "step-00000003", "step-00000003.old", "step-00000006", "step-00000009", "step-00000012.tmp",
+    ]  # fmt: skip
+    assert rows[1].split()[3] == "2001-09-09"
+    assert [rows[1].split()[at] for at in (-4, -3, -2, -1)] == ["1", "2.50", "–", "valid"]
+    assert rows[4].endswith("0.50  NOT VALID: state/.metadata has 1048576 bytes instead of 130") and " 1.0 MiB " in rows[4]
+    assert "leftover: half removed" in rows[0]
+    assert "leftover: replaced by another of that step" in rows[2]
+    assert "leftover: unfinished" in rows[5]
+    assert hint.endswith("--verify hashes them too.")
+
+
+def test_a_changed_byte_is_reported_by_verify(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    make_checkpoint(tmp_path, 3)
+    flip_a_byte(make_checkpoint(tmp_path, 6))
+    assert run_command(monkeypatch, tmp_path) == 0
+    assert "NOT VALID" not in capsys.readouterr().out
+    assert run_command(monkeypatch, tmp_path, "--verify") == 1
+    _, whole, damaged = capsys.readouterr().out.splitlines()
+    assert whole.endswith("  valid")
+    assert damaged.endswith("NOT VALID: state/.metadata does not have the sha256 of the manifest: its content changed")
+
+
+def test_valid_ones_exit_with_0_whatever_lies_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    folder = make_checkpoint(tmp_path, 3)
+    (folder / "state" / ".nfs0001").touch()
+    folder.with_name("step-00000006.tmp").mkdir()
+    assert run_command(monkeypatch, tmp_path, "--verify") == 0
+    assert "valid: also holds 'state/.nfs0001', which nothing reads" in capsys.readouterr().out
+
+
+def test_json_is_strict_and_holds_all_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    make_checkpoint(tmp_path, 3, loss=float("nan"))
+    (make_checkpoint(tmp_path, 6) / MANIFEST).unlink()
+    make_checkpoint(tmp_path, 9).rename(tmp_path / "checkpoints" / "step-00000009.tmp")
+    assert run_command(monkeypatch, tmp_path, "--json") == 1
+    nan, damaged, leftover = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert (nan["step"], nan["valid"], nan["metrics"], nan["world_size"]) == (3, True, {"loss": None}, 1)
+    assert (damaged["valid"], damaged["note"]) == (False, "has no manifest.json: it was never finished")
+    assert (leftover["name"], leftover["is_checkpoint"], leftover["valid"]) == ("step-00000009.tmp", False, None)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda run: None, "{run} is not a folder: give the folder of a run"),
+        (lambda run: run.mkdir(), "{run} has no checkpoints folder: give the folder of a run"),
+        (lambda run: (run / "checkpoints").mkdir(parents=True), "{run}/checkpoints holds no checkpoint: let the run reach"),
+        (
+            lambda run: (run / "checkpoints" / "step-00000003.tmp").mkdir(parents=True),
+            "{run}/checkpoints holds no checkpoint, only step-00000003.tmp: let the run reach",
+        ),
+    ],
+)
+def test_a_run_without_checkpoints_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, make, sentence: str
+) -> None:
+    run = tmp_path / "run"
+    make(run)
+    assert run_command(monkeypatch, run) == 2
+    assert capsys.readouterr().err.startswith(f"error: {sentence.format(run=run)}")
+
+
+def test_what_a_run_prunes_meanwhile_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    pruned = make_checkpoint(tmp_path, 3)
+    make_checkpoint(tmp_path, 6)
+    listed = entries.list_checkpoints(tmp_path)
+    shutil.rmtree(pruned)
+    monkeypatch.setattr(entries, "list_checkpoints", lambda run: listed)
+    assert run_command(monkeypatch, tmp_path, "--verify") == 0
+    assert "step-00000003" not in capsys.readouterr().out
+
+
+def test_who_waits_at_a_terminal_sees_how_far_the_hashing_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    make_checkpoint(tmp_path, 3)
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert run_command(monkeypatch, tmp_path, "--verify") == 0
+    assert terminal.getvalue() == ""  # it takes no time
+    monkeypatch.setattr(checkpoint_table, "_LARGE_BYTES", 1)
+    assert run_command(monkeypatch, tmp_path, "--verify") == 0
+    assert "hashing step-00000003:   0%" in terminal.getvalue() and "0.00/145" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\r"), "the bar is gone"
+    monkeypatch.setattr(sys, "stderr", file := io.StringIO())
+    assert run_command(monkeypatch, tmp_path, "--verify") == 0
+    assert file.getvalue() == ""
+
+
+def test_it_starts_without_torch() -> None:
+    code = "import sys, toolkit.tools.main, toolkit.checkpoint.find; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_figures_that_are_no_equals_are_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    make_checkpoint(tmp_path, 3, 0.5, {"rows": "b", "num_beams": 1})
+    make_checkpoint(tmp_path, 6, 0.6, {"rows": "a", "num_beams": 4})
+    make_checkpoint(tmp_path, 9, 0.7)
+    make_checkpoint(tmp_path, 12, 0.8)
+    make_checkpoint(tmp_path, 15)
+    assert run_command(monkeypatch, tmp_path) == 0
+    _, *rows, _ = capsys.readouterr().out.splitlines()
+    assert rows[0].endswith("valid: metrics are of other rows than step-00000012's")
+    assert rows[1].endswith("valid: texts were generated or scored in another way than step-00000012's")
+    assert all(row.endswith("  valid") for row in rows[2:])

@@ -1,0 +1,313 @@
+"""What `verify` makes of what runs have left, on records written by hand; and what it refuses before any run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tests.support.launch import REPOSITORY
+from toolkit.errors import UserError
+from toolkit.files.json_lines import load_json_lines
+from toolkit.tools.main import main
+from toolkit.tools.verify import checks
+from toolkit.tools.verify.records import NotReached
+from toolkit.tools.verify.runs import PlannedRun, WatchedRun, launch_all, plan_runs
+from toolkit.tools.verify.verify import build_box, verify
+
+FSDP = {"distributed_type": "FSDP", "num_processes": 2}
+WEIGHTS = {"a": np.arange(1.0, 5.0), "b": np.array([1e-9])}
+
+
+def watched(folder: Path, name: str, mapping: dict[str, Any] = FSDP, **about: Any) -> WatchedRun:
+    """A run of four steps with losses 4, 3, 2, 1 that has left everything."""
+    run = WatchedRun(PlannedRun(name=name, title=name, mapping=mapping, flags={}), folder / name, folder / name, None, None)
+    run.folder.mkdir(parents=True)
+    same = {"kind": "train", "grad_norm": 1.0, "learning_rate": 0.1, "num_tokens": 7}
+    lines = [same | {"step": 5 - loss, "loss": loss} for loss in (4, 3, 2, 1)]
+    write_lines(run, [*lines, {"kind": "eval", "step": 4, "loss": 0.5, "num_rows": 3}])
+    rows = [{"step": step, "micro_batch": 0, "row_ids": [step, step + 10]} for step in (1, 2, 3, 4)]
+    (run.folder / "rows-00000.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rows))
+    save_file(WEIGHTS, run.records / "gradients.safetensors")
+    for record in ("loaded", "saved-2", "saved-4", "trained"):
+        save_file({f"model.{name}": weight for name, weight in WEIGHTS.items()}, run.records / f"{record}.safetensors")
+        parameters = {name: {"shape": [3, 2], "itemsize": 4, "is_trainable": True} for name in ("a", "b")}
+        held = {"parameter_bytes": 32, "moment_bytes": 48}
+        ties = {"tied": [["a", "c"]], "broken": []}
+        known = {
+            "ranks": [held, held],
+            "placements": [],
+            "parameters": parameters,
+            "ties": ties,
+            "frozen": {"d": "0"},
+            "has_relu": False,
+        }
+        (run.records / f"{record}.json").write_text(json.dumps(known | about))
+    return run
+
+
+def write_lines(run: WatchedRun, lines: list[dict[str, Any]]) -> None:
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def change_line(run: WatchedRun, step: int, **figures: Any) -> None:
+    lines = load_json_lines(run.folder / "metrics.jsonl")
+    write_lines(run, [line | figures if line["kind"] == "train" and line["step"] == step else line for line in lines])
+
+
+def test_equal_runs_pass(tmp_path: Path) -> None:
+    one, two = watched(tmp_path, "one"), watched(tmp_path, "two")
+    proofs = [
+        checks.compare_starts(one, two),
+        checks.compare_rows(one, two),
+        checks.compare_losses(one, two, 1e-5),
+        checks.compare_gradients(one, two, 1e-5),
+        checks.compare_evaluations(one, two, 1e-5),
+        checks.check_ties(two),
+        checks.check_frozen(two, True),
+        checks.compare_loaded(one, two),
+    ]
+    assert [(proof.passed, proof.difference) for proof in proofs if proof] == [(True, 0.0)] * 8
+
+
+@pytest.mark.parametrize(("loss", "passed"), [(3.0 + 2e-5, True), (3.0 + 4e-5, False), (float("nan"), False), (None, False)])
+def test_a_loss_may_differ_by_the_tolerance(tmp_path: Path, loss: float | None, passed: bool) -> None:
+    one, two = watched(tmp_path, "one"), watched(tmp_path, "two")
+    change_line(two, 2, loss=loss)
+    proof = checks.compare_losses(one, two, 1e-5)
+    assert (proof.passed, proof.detail) == (passed, "" if passed else "that of step 2")
+
+
+def test_figures_that_are_finite_on_no_side_prove_nothing(tmp_path: Path) -> None:
+    one, two = watched(tmp_path, "one"), watched(tmp_path, "two")
+    for run in (one, two):
+        change_line(run, 4, loss=None, loss_is="nan", grad_norm=None, grad_norm_is="nan")
+    for compare in (checks.compare_losses, checks.compare_gradients):
+        proof = compare(one, two, 1e-5)
+        assert not proof.passed and "step 4" in proof.detail
+
+
+def test_a_gradient_of_rounding_errors_is_compared_with_the_others(tmp_path: Path) -> None:
+    one, two = watched(tmp_path, "one"), watched(tmp_path, "two")
+    save_file(WEIGHTS | {"b": np.array([-3e-9])}, two.records / "gradients.safetensors")
+    assert checks.compare_gradients(one, two, 1e-5).passed
+    save_file(WEIGHTS | {"b": np.array([1e-5])}, two.records / "gradients.safetensors")
+    proof = checks.compare_gradients(one, two, 1e-5)
+    assert not proof.passed and proof.detail == "largest in b"
+
+
+def test_a_relu_may_open_in_one_run_only(tmp_path: Path) -> None:
+    one, two = watched(tmp_path, "one", has_relu=True), watched(tmp_path, "two", has_relu=True)
+    change_line(two, 2, grad_norm=1.0 + 3.5e-5)
+    proof = checks.compare_gradients(one, two, 1e-5)
+    assert proof.passed and proof.compared.endswith("(with ReLU)") and proof.tolerance == 0.01
+    change_line(two, 2, grad_norm=1.02)
+    assert checks.compare_gradients(one, two, 1e-5).detail == "largest in the norm of step 2"
+
+
+def test_bf16_is_compared_with_fp32_to_its_own_tolerance(tmp_path: Path) -> None:
+    one, two = watched(tmp_path, "one"), watched(tmp_path, "two")
+    change_line(two, 3, loss=2.04, grad_norm=0.96)
+    assert checks.compare_bf16(one, two).passed
+    change_line(two, 3, grad_norm=0.94)
+    assert checks.compare_bf16(one, two).detail == "largest in grad_norm of step 3"
+
+
+def test_gradients_that_are_only_scaled_fail(tmp_path: Path) -> None:
+    one, two = watched(tmp_path, "one"), watched(tmp_path, "two")
+    save_file({name: 2 * gradient for name, gradient in WEIGHTS.items()}, two.records / "gradients.safetensors")
+    assert checks.compare_gradients(one, two, 1e-5).difference == pytest.approx(1.0)
+
+
+def test_a_gradient_that_is_zero_at_first_is_compared_in_the_next_step(tmp_path: Path) -> None:
+    one, two = watched(tmp_path, "one"), watched(tmp_path, "two")
+    assert checks.compare_late_gradients(one, two) is None
+    for run in (one, two):
+        save_file(WEIGHTS | {"b": np.zeros(1)}, run.records / "gradients.safetensors")
+        save_file({"b": np.ones(1)}, run.records / "late_gradients.safetensors")
+    proof = checks.compare_late_gradients(one, two)
+    assert proof is not None and (proof.passed, proof.difference) == (True, 0.0)
+    save_file({"b": np.full(1, 1.02)}, two.records / "late_gradients.safetensors")
+    proof = checks.compare_late_gradients(one, two)
+    assert proof is not None and (proof.passed, proof.detail) == (False, "largest in b")
+    (two.records / "late_gradients.safetensors").unlink()
+    with pytest.raises(NotReached):
+        checks.compare_late_gradients(one, two)
+
+
+@pytest.mark.parametrize(
+    ("held", "detail"),
+    [
+        ({"parameter_bytes": 32, "moment_bytes": 48}, ""),  # two of three rows of each of two tensors
+        ({"parameter_bytes": 48, "moment_bytes": 48}, "a rank holds 100% of the parameters"),
+        ({"parameter_bytes": 32, "moment_bytes": 96}, "a rank holds 100% of the moments"),
+    ],
+)
+def test_a_rank_holds_its_shard_only(tmp_path: Path, held: dict[str, int], detail: str) -> None:
+    run = watched(tmp_path, "run", ranks=[{"parameter_bytes": 16, "moment_bytes": held["moment_bytes"]}, held])
+    proof = checks.check_shards(run)
+    assert (proof.passed, proof.detail) == (not detail, detail)
+
+
+def test_replicas_hold_a_shard_each(tmp_path: Path) -> None:
+    mesh = {"parallelism_config": {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}}
+    run = watched(tmp_path, "run", FSDP | {"num_processes": 4} | mesh)
+    assert run.plan.num_shards == 2
+    assert replace(run.plan, mapping={"distributed_type": "MULTI_GPU", "num_processes": 2}).num_shards is None
+
+
+def test_what_did_not_move_or_changed_or_came_apart_is_named(tmp_path: Path) -> None:
+    run = watched(tmp_path, "run", ties={"tied": [["a", "c"]], "broken": [["a", "c"]]})
+    assert checks.check_moved(run).detail == "model.a has not moved, and 1 more"
+    ties = checks.check_ties(run)
+    assert ties is not None and ties.detail == "no longer one weight: a = c"
+    trained = json.loads((run.records / "trained.json").read_text())
+    (run.records / "trained.json").write_text(json.dumps(trained | {"frozen": {"d": "1"}}))
+    frozen = checks.check_frozen(run, True)
+    assert frozen is not None and frozen.detail == "d has changed"
+
+
+def test_weights_that_start_otherwise_are_named(tmp_path: Path) -> None:
+    one, two, three = watched(tmp_path, "one"), watched(tmp_path, "two", frozen={"d": "1"}), watched(tmp_path, "three")
+    assert checks.compare_starts(one, two).detail == "d is not what one process loads"
+    save_file({"model.a": WEIGHTS["a"], "model.b": 2 * WEIGHTS["b"]}, three.records / "loaded.safetensors")
+    assert checks.compare_starts(one, three).detail == "model.b differs"
+
+
+def test_a_base_that_should_be_frozen_and_is_not_fails(tmp_path: Path) -> None:
+    run = watched(tmp_path, "run", frozen={})
+    assert checks.check_frozen(run, False) is None
+    frozen = checks.check_frozen(run, True)
+    assert frozen is not None and not frozen.passed
+
+
+def test_a_resume_is_exact_to_the_last_bit(tmp_path: Path) -> None:
+    whole, resumed, plain = (watched(tmp_path, name) for name in ("whole", "resumed", "plain"))
+    change_line(plain, 1, loss=4.1)
+    assert checks.compare_resumed(whole, resumed, plain).detail == "steps [1, 2, 3, 4] were logged"
+    lines = load_json_lines(whole.folder / "metrics.jsonl")
+    write_lines(resumed, [line for line in lines if line["step"] > 2])
+    assert checks.compare_resumed(whole, resumed, plain).passed
+    assert "dropout changes nothing" not in checks.compare_resumed(whole, resumed, plain).compared
+    change_line(plain, 1, loss=4)
+    assert "dropout changes nothing" in checks.compare_resumed(whole, resumed, plain).compared
+    nearly = {f"model.{name}": np.nextafter(weight, 9) for name, weight in WEIGHTS.items()}
+    save_file(nearly, resumed.records / "saved-4.safetensors")
+    assert checks.compare_resumed(whole, resumed, plain).detail == "model.a differs, and 1 more"
+    change_line(resumed, 4, loss=float(np.nextafter(1.0, 2)))
+    assert checks.compare_resumed(whole, resumed, plain).detail == "loss of step 4 differs"
+
+
+def test_a_run_that_ended_early_fails_its_check_and_the_rest_is_not_reached(tmp_path: Path) -> None:
+    names = ("reference", "ddp", "preset-0", "resharded", "dropout", "resumed")
+    runs = {name: watched(tmp_path, name) for name in names}
+    runs["preset-0"] = replace(runs["preset-0"], failure="disk full", failed_check="save")
+    runs["resharded"] = replace(runs["resharded"], failure="disk full")
+    for left in ("trained.json", "trained.safetensors", "saved-4.json", "saved-4.safetensors"):
+        (runs["preset-0"].records / left).unlink()
+    for left in runs["resharded"].folder.iterdir():
+        left.unlink()
+    proofs = checks.check_all(runs, 1e-5, expects_frozen=True)
+    of_preset = {proof.check: proof for proof in proofs if proof.compared == "preset-0"}
+    assert (of_preset["save"].is_reached, of_preset["save"].detail) == (True, "disk full")
+    assert not of_preset["moved"].is_reached and not of_preset["frozen"].is_reached
+    assert {proof.check for proof in proofs if proof.compared == "resharded"} == {"rows", "loss", "evaluation", "ties", "save"}
+    assert not any(proof.passed for proof in proofs if proof.compared in ("preset-0", "resharded"))
+
+
+def test_a_tie_that_a_load_breaks_is_named(tmp_path: Path) -> None:
+    names = ("reference", "ddp", "preset-0", "resharded", "dropout", "resumed")
+    broken = {"resumed": {"tied": [["a", "c"]], "broken": [["a", "c"]]}}
+    runs = {name: watched(tmp_path, name, **({"ties": broken[name]} if name in broken else {})) for name in names}
+    proofs = checks.check_all(runs, 1e-5, expects_frozen=True)
+    assert [proof.compared for proof in proofs if proof.check == "ties" and not proof.passed] == [
+        "resumed: 2 names in 1 group(s)"
+    ]
+
+
+def test_a_run_that_ended_well_but_left_nothing_fails(tmp_path: Path) -> None:
+    names = ("reference", "ddp", "preset-0", "resharded", "dropout", "resumed")
+    runs = {name: watched(tmp_path, name) for name in names}
+    (runs["preset-0"].records / "gradients.safetensors").unlink()
+    gradients = {
+        proof.compared: proof for proof in checks.check_all(runs, 1e-5, expects_frozen=True) if proof.check == "gradients"
+    }
+    assert gradients["preset-0"].is_reached and not gradients["preset-0"].passed
+
+
+@pytest.mark.parametrize(("passed", "code"), [(True, None), (False, 1)])
+def test_command_exits_1_where_a_check_fails(monkeypatch: pytest.MonkeyPatch, passed: bool, code: int | None) -> None:
+    called: list[Any] = []
+    monkeypatch.setattr("toolkit.tools.verify.verify.verify", lambda *args, **settings: called.append((args, settings)) or passed)
+    monkeypatch.setattr("sys.argv", ["toolkit", "verify", "--model", "m", "--presets", "a,b", "--adapter.method", "lora"])
+    with pytest.raises(SystemExit) if code else contextlib.nullcontext() as end:
+        main()
+    assert (end.value.code if end else None) == code
+    ((arguments,), settings) = called[0]
+    assert arguments == ["--adapter.method", "lora"] and settings["model"] == "m" and settings["presets"] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "sentence"),
+    [
+        ({"num_processes": 1}, [], "--num-processes is 1, but verify compares several"),
+        ({"num_processes": 0}, [], "--num-processes is 0, but verify compares several"),
+        ({"presets": ["nosuch"]}, [], "preset nosuch is neither a file"),
+        ({"presets": ["single"]}, [], "--presets names single, which has one process"),
+        ({"presets": ["fsdp2_hsdp"]}, [], "4 or more, not 2"),
+        ({"presets": ["fsdp2_cpu", "fsdp1_hybrid_shard"]}, [], "names fsdp1_hybrid_shard, which cannot run here: .*HYBRID_SHARD"),
+        ({"presets": ["fsdp2_fp8"]}, [], "names fsdp2_fp8, whose float8"),
+        ({}, ["--optim.lrr", "1"], "optim.lrr"),
+        ({}, ["--model.name_or_path=llama"], "give the model as --model"),
+        ({}, ["--model.attn_implementation", "flash_attention_2"], "fp32.*: add --model.attn_implementation null"),
+        ({"config": "nosuch.yaml"}, [], "nosuch.yaml"),
+        ({"output": "taken"}, [], "not from an earlier verify"),
+        ({"output": "taken/thesis.tex/below"}, [], "cannot be written .Not a directory"),
+    ],
+)
+def test_mistakes_are_reported_before_any_run(
+    tmp_path: Path, settings: dict[str, Any], arguments: list[str], sentence: str
+) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "thesis.tex").touch()
+    settings = {"num_processes": 2, **settings, "output": tmp_path / settings.get("output", "output")}
+
+    def launch(*_: Any) -> int:
+        raise AssertionError("it was launched")
+
+    with pytest.raises(UserError, match=sentence):
+        verify(arguments, use_cpu=True, launch=launch, **settings)
+
+
+def test_checkpoints_that_no_later_run_loads_are_dropped(tmp_path: Path) -> None:
+    box = build_box([], None, None, None, ["fsdp2_cpu"], 2, True, tmp_path)
+    kept: list[list[str]] = []
+
+    def launch(preset: Path, command: list[str], log: Path) -> int:
+        kept.append(sorted(folder.parent.name for folder in (tmp_path / "runs").glob("*/checkpoints")))
+        (tmp_path / "runs" / preset.stem / "checkpoints").mkdir(parents=True)
+        return 0
+
+    list(launch_all(box, plan_runs(box), launch))
+    assert kept == [[], [], [], ["preset-0"], [], ["dropout"]]
+
+
+def test_each_preset_that_recomputes_is_run_once_more_without(tmp_path: Path) -> None:
+    """Under both names of the key that accelerate takes; the run with dropout of the first preset is there already."""
+    preset = (REPOSITORY / "accelerate_configs" / "fsdp2_activation_checkpointing.yaml").read_text()
+    (tmp_path / "short.yaml").write_text(preset.replace("fsdp_activation_checkpointing", "activation_checkpointing"))
+    presets = ["fsdp2_activation_checkpointing", "fsdp2_cpu", str(tmp_path / "short.yaml")]
+    plans = plan_runs(build_box([], None, None, None, presets, 2, True, tmp_path))
+    assert list(plans)[-3:] == ["kept-0", "recomputed-2", "kept-2"]
+    for recomputed, kept in (("dropout", "kept-0"), ("recomputed-2", "kept-2")):
+        one, other = plans[recomputed], plans[kept]
+        assert other.flags == one.flags | {"run.name": kept} and one.flags["model.dropout"] > 0
+        (changed,) = one.mapping["fsdp_config"].items() - other.mapping["fsdp_config"].items()
+        assert changed[0].endswith("activation_checkpointing") and changed[1] is True
+        assert other.mapping | {"fsdp_config": None} == one.mapping | {"fsdp_config": None}

@@ -1,0 +1,213 @@
+"""`python -m toolkit compare`: runs a recipe under several presets, and writes a table, a picture and JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import UserError, escape_controls, one_line
+from toolkit.launch.accelerate_yaml import SECTIONS, check_accelerate_yaml
+from toolkit.launch.relaunch import adapt_preset, find_preset, launch, reason_of_failure, save_preset
+from toolkit.tools.compare.picture import draw_comparison
+from toolkit.tools.compare.table import Outcome, as_json, common_changes, find_reference, format_comparison, read_figures
+
+logger = logging.getLogger("toolkit")
+
+CHANGES_NOT_SHOWN = ("main_process_ip", "main_process_port", "machine_rank")
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What is the same for all presets."""
+
+    command: list[str]
+    """The recipe and its arguments."""
+    num_steps: int
+    """Optimizer updates, including those of the warm-up."""
+    warmup_steps: int
+    """Steps at the start that are not timed."""
+    num_processes: int | None = None
+    """None takes each preset's number, or the number of GPUs (on the CPU: cores) if that is smaller."""
+    use_cpu: bool = False
+    mixed_precision: str | None = None
+    """`no` or `bf16` replaces the presets' precision."""
+
+
+def compare(presets: Sequence[str], conditions: Conditions, output: Path) -> bool:
+    """Run the recipe under each preset, print the table and write it into `output`. Returns whether all runs succeeded.
+
+    Args:
+        presets: names or paths, optionally with changes, as in `ddp` and
+            `fsdp2_size_wrap:fsdp_min_num_params=1000000+fsdp_offload_params=true`.
+        output: a new folder. It gets comparison.md, comparison.json, comparison.png, and each run's folder, accelerate YAML and
+            log.
+
+    Raises:
+        UserError: before anything runs: an unknown preset or one given twice, a change to an unknown key, no such recipe, nothing
+            to time, a folder that is not empty or cannot be created.
+    """
+    _check(presets, conditions, output)
+    mappings = {preset: load_preset(preset) for preset in presets}
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {output} cannot be made ({error.strerror}): name a folder that you can write to") from None
+    outcomes: list[Outcome] = []
+    for place, (preset, mapping) in enumerate(mappings.items(), start=1):
+        start_s = time.perf_counter()
+        name = f"{place}-{Path(preset.partition(':')[0]).stem}"
+        logger.info(f"{place}/{len(presets)} {preset}: running, output in {output / name}.log")
+        outcomes.append(_run(preset, mapping, name, conditions, output))
+        how = f"failed: {outcomes[-1].failure}" if outcomes[-1].failure else "done"
+        logger.info(f"{place}/{len(presets)} {preset}: {how} ({time.perf_counter() - start_s:.0f} s)")
+    _report(outcomes, conditions, output)
+    return all(outcome.failure is None for outcome in outcomes)
+
+
+def load_preset(preset: str) -> dict[str, Any]:
+    """The accelerate YAML named before the colon, with the changes `key=value+key=value` after it.
+
+    Raises:
+        UserError: there is none, a change is not `key=value`, or the result is not valid.
+    """
+    name, _, changes = preset.partition(":")
+    mapping = check_accelerate_yaml(find_preset(name))
+    for change in filter(None, changes.split("+")):
+        key, equals, value = change.partition("=")
+        if not equals:
+            raise UserError(f"--presets {preset}: {change} is not a change: write key=value, as in fsdp_offload_params=true")
+        section = next((section for section, prefix in SECTIONS.items() if key.startswith(prefix)), None)
+        # Not parsed as YAML, which reads `no` as false.
+        parsed: Any = int(value) if value.isdecimal() else {"true": True, "false": False}.get(value, value)
+        mapping = mapping | ({section: {**(mapping.get(section) or {}), key: parsed}} if section else {key: parsed})
+    if changes:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                save_preset(mapping, path := Path(folder, "changed.yaml"))
+            except UserError as error:
+                raise UserError(f"--presets {preset}: {str(error).removeprefix(f'{path}: ')}") from None
+    return mapping
+
+
+def _check(presets: Sequence[str], conditions: Conditions, output: Path) -> None:
+    if not presets:
+        raise UserError("--presets is empty: give names in accelerate_configs/, as in ddp_cpu,fsdp2_cpu")
+    if twice := next((preset for preset in presets if presets.count(preset) > 1), None):
+        raise UserError(f"--presets names {twice} twice: give each once")
+    if conditions.num_processes is not None and conditions.num_processes < 1:
+        raise UserError(f"--num-processes is {conditions.num_processes}: give 1 or more")
+    if conditions.warmup_steps < 0:
+        raise UserError(f"--warmup-steps is {conditions.warmup_steps}: give 0 or more")
+    if conditions.num_steps <= conditions.warmup_steps:
+        raise UserError(
+            f"--steps {conditions.num_steps} leaves no step to time after --warmup-steps {conditions.warmup_steps}: give more"
+        )
+    if not Path(conditions.command[0]).is_file():
+        raise UserError(f"there is no recipe {conditions.command[0]}: give its file after --, as in -- recipes/t5.py --config …")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"--output {output} exists and is not an empty folder: name a new one")
+
+
+def _run(preset: str, mapping: dict[str, Any], name: str, conditions: Conditions, output: Path) -> Outcome:
+    """Launch the recipe and read its metrics. A failure is an outcome too."""
+    # The preset as it can run here.
+    adapted, failure = mapping, None
+    try:
+        adapted = _adapt(mapping, conditions)
+        path = save_preset(adapted, output / f"{name}.yaml")
+        _check_devices(adapted)
+    except UserError as error:
+        failure = str(error)
+    about: dict[str, Any] = {
+        "preset": preset,
+        "num_processes": adapted.get("num_processes", 1),
+        "precision": adapted.get("mixed_precision") or "no",
+        "changes": _changes(mapping, adapted),
+    }
+    if failure is not None:
+        return Outcome(**about, failure=failure)
+
+    # Launch, and read the metrics.
+    flags = {
+        "run.output_dir": output,
+        "run.name": name,
+        "train.num_epochs": "null",
+        "train.max_steps": conditions.num_steps,
+        # One log line after the warm-up, and then as rarely: each reads the device, and times are known per log line.
+        "log_every_steps": conditions.warmup_steps or conditions.num_steps,
+    }
+    log_path = output / f"{name}.log"
+    exit_status = launch(path, [*conditions.command, *(f"--{key}={value}" for key, value in flags.items())], log_path)
+    if exit_status != 0:
+        return Outcome(**about, failure=reason_of_failure(log_path))
+    try:
+        return Outcome(**about, figures=read_figures(output / name / "metrics.jsonl", conditions.warmup_steps))
+    except (OSError, ValueError) as error:
+        return Outcome(**about, failure=f"no figures: {error}")
+
+
+def _adapt(mapping: dict[str, Any], conditions: Conditions) -> dict[str, Any]:
+    """The preset with the processes, device and precision of this comparison."""
+    import torch
+
+    use_cpu = conditions.use_cpu or mapping.get("use_cpu", False)
+    num_here = (os.cpu_count() or 1) if use_cpu else torch.accelerator.device_count()
+    own = mapping.get("num_processes", 1)
+    num_processes = conditions.num_processes or (min(own, num_here) if num_here else own)
+    adapted = adapt_preset(mapping, num_processes=num_processes, use_cpu=use_cpu)
+    return adapted | ({"mixed_precision": conditions.mixed_precision} if conditions.mixed_precision else {})
+
+
+def _check_devices(mapping: dict[str, Any]) -> None:
+    """Raise here for missing GPUs, because the ranks would do so only after seconds of imports."""
+    import torch
+
+    if mapping["distributed_type"] == "NO" or mapping.get("use_cpu"):
+        return
+    if (num_gpus := torch.accelerator.device_count()) < mapping["num_processes"]:
+        wanted, seen = mapping["num_processes"], num_gpus or "none"
+        raise UserError(f"it needs {wanted} GPUs, but torch sees {seen} here: add --use-cpu, or give fewer --num-processes")
+
+
+def _changes(mapping: dict[str, Any], adapted: dict[str, Any]) -> list[str]:
+    """The differences between two accelerate YAMLs, as in "num_processes 8 → 2"."""
+    changes = []
+    for key, value in adapted.items():
+        before = mapping.get(key)
+        if isinstance(value, dict):
+            changes += _changes(before or {}, value)
+        elif value != before and key not in CHANGES_NOT_SHOWN and (before, value) != (None, 1):
+            changes.append(f"{key} {_spelt(before)} → {_spelt(value)}")
+    return changes
+
+
+def _spelt(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _report(outcomes: list[Outcome], conditions: Conditions, output: Path) -> None:
+    """Print the table, and write it with the picture and the JSON."""
+    recipe = Path(conditions.command[0]).name
+    reference = find_reference(outcomes)
+    heading = f"{recipe}: {conditions.num_steps} steps, timed from step {conditions.warmup_steps + 1} on"
+    remarks = [f"loss difference: the largest over the steps, relative to {reference.preset}"] if reference else []
+    if changes := common_changes(outcomes):
+        remarks.append(f"changed in all presets: {', '.join(changes)}")
+    heading_with_remarks = "; ".join([heading, *remarks])
+    table = format_comparison(outcomes)
+    command = shlex.join(conditions.command)
+    (output / "comparison.md").write_text(f"`{command}`\n\n{heading_with_remarks}.\n\n{table}\n", encoding="utf-8")
+    about = {"command": conditions.command, "num_steps": conditions.num_steps, "warmup_steps": conditions.warmup_steps}
+    plain = {**about, "compared_with": reference.preset if reference else None, "presets": as_json(outcomes)}
+    (output / "comparison.json").write_text(json.dumps(plain, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    draw_comparison(outcomes, heading, output / "comparison.png")
+    written = f"written to {one_line(str(output))}: comparison.md, comparison.json, comparison.png"
+    print(escape_controls(f"\n{heading_with_remarks}.\n\n{table}\n\n{written}"), flush=True)

@@ -1,0 +1,157 @@
+"""`python -m toolkit export`: any checkpoint of a run as a Hugging Face folder, by the proof of a run's own export.
+
+The run folder is only read, so a run may be training in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from toolkit.checkpoint.init_from import find_weights
+from toolkit.checkpoint.load import load_weights
+from toolkit.config.load import RecipeConfig
+from toolkit.config.schema import LLMConfig
+from toolkit.data.collate import CausalCollator, Collator, SummarizationCollator, own_label_shift
+from toolkit.data.tokens.languages import start_generation
+from toolkit.distributed.comm import on_all_ranks, on_rank_0, rank, world_size
+from toolkit.distributed.watchdog import working
+from toolkit.errors import UserError
+from toolkit.evaluation.rows import EvaluationRows
+from toolkit.export.card import Origin
+from toolkit.export.next_commands import list_commands
+from toolkit.export.run_data import RunData, load_run_data
+from toolkit.export.write import export_model
+from toolkit.launch.accelerate_yaml import find_accelerate_yaml
+from toolkit.launch.accelerator import build_accelerator, connect_devices, frozen_dtype
+from toolkit.launch.environment import is_launched
+from toolkit.launch.same_run import describe_config
+from toolkit.models.config import special_tokens
+from toolkit.models.lora import is_enabled
+from toolkit.parallel.wrap import shard_model
+from toolkit.tools.export.choose import Options, choose_checkpoint, choose_places, load_run_config, load_settings, read_whole
+from toolkit.tools.report.facts import read_runs
+from toolkit.training.model import build_skeleton, identity_of, load_model
+from toolkit.training.run import release
+from toolkit.training.setup import RunContext
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+logger = logging.getLogger("toolkit")
+
+
+def export(options: Options) -> None:
+    """Export a checkpoint. Collective.
+
+    Raises:
+        UserError: no such run or checkpoint, a damaged one, another base than the run's, or a folder that cannot be written; on
+            every rank.
+    """
+    config = load_run_config(options.run_folder, options.flags)
+    if options.merge and not is_enabled(config.adapter):
+        raise UserError(f"--merge is given, but {options.run_folder} trained no adapter: leave it out")
+    try:
+        _export(options, config)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"the model does not fit this device ({str(error).splitlines()[0]}): set ACCELERATE_USE_CPU=true to export on the "
+            "CPU, or use accelerate launch with a preset that shards it"
+        ) from None
+    finally:
+        if world_size() == 1:
+            release()
+
+
+def _export(options: Options, config: RecipeConfig) -> None:
+    # Processes, the checkpoint, and whether its folder may be written.
+    any_settings = load_settings(options.run_folder)
+    precision = None
+    if not is_launched() and find_accelerate_yaml() is None:  # one process; weights that were frozen in bf16 compute in it
+        precision = "bf16" if any_settings.get("model.frozen_dtype") == "bfloat16" else "no"
+    chosen = {f"--{name}": value for name, value in vars(options).items() if not isinstance(value, Path)}
+    started_with = describe_config(config) | chosen
+    accelerator = build_accelerator(config.run.timeout_s, config.run.num_threads, precision, started_with=started_with)
+    connect_devices(accelerator)
+    working("choosing the checkpoint")
+    checkpoint = choose_checkpoint(options, config)
+    manifest = on_rank_0(lambda: read_whole(checkpoint))
+    settings = manifest["identity"]["config"]
+    places = on_rank_0(lambda: choose_places(options, config, manifest["step"]))
+
+    # The model as the run built it, then the checkpoint's weights.
+    has_adapter = is_enabled(config.adapter)
+    stored = settings.get("model.frozen_dtype", "float32")
+    dtype = on_all_ranks(lambda: frozen_dtype(accelerator, stored, has_adapter=has_adapter))
+    init_from = find_weights(config.model.init_from) if config.model.init_from and config.model.freeze else None
+    context = RunContext(accelerator, dtype, options.run_folder, settings, checkpoint, init_from, metrics=())
+    config, model_config, skeleton = build_skeleton(config, context)
+    data, evaluation = _load_data(options.run_folder, config, model_config, skeleton, manifest["identity"]["data_fingerprint"])
+    model, sources = load_model(config, context, model_config, skeleton)
+    if isinstance(evaluation.collator, SummarizationCollator):
+        start_generation(model, evaluation.tokenizer, evaluation.collator)
+    identity = identity_of(context, model_config, data.fingerprint, model, sources)
+    on_rank_0(lambda: _check_base(config, checkpoint, manifest["identity"], dataclasses.asdict(identity)))
+    sharded = shard_model(accelerator, model, sources)
+    load_weights(checkpoint, sharded)
+
+    # The folder, and what to do with it.
+    computed_in = "float32" if settings.get("mixed_precision", "no") == "no" else "bfloat16"
+    about = _load_about(options.run_folder) if rank() == 0 else ([], None)
+    origin = Origin(manifest["step"], computed_in, manifest["world_size"], data, *about, identity.frozen_hashes)
+    export_model(config, sharded, evaluation, origin, places)
+    logger.info(f"exported to {places.model or places.adapter}")
+    for line in list_commands(config, sharded.skeleton, places):
+        logger.info(line)
+    release()
+
+
+def _load_data(
+    run_folder: Path, config: RecipeConfig, model_config: PretrainedConfig, skeleton: PreTrainedModel, fingerprint: str
+) -> tuple[RunData, EvaluationRows]:
+    """What the run kept of its rows. Collective.
+
+    Raises:
+        UserError: it is not there, or of other rows; on every rank.
+    """
+    from datasets import Dataset
+
+    data, tokenizer = on_all_ranks(lambda: load_run_data(run_folder, fingerprint))
+    collator = _build_collator(config, model_config, skeleton, tokenizer)
+    return data, EvaluationRows(Dataset.from_list(data.check_rows), tokenizer, collator, tuple(data.stop_token_ids))
+
+
+def _build_collator(config: RecipeConfig, model_config: PretrainedConfig, skeleton: PreTrainedModel, tokenizer: Any) -> Collator:
+    if isinstance(config, LLMConfig):
+        return CausalCollator(tokenizer.pad_token_id)
+    return SummarizationCollator(*special_tokens(model_config, config.model.name_or_path), own_label_shift(skeleton))
+
+
+def _check_base(config: RecipeConfig, checkpoint: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Compare the base model with the one that the run had; a checkpoint has no frozen weights of its own.
+
+    Raises:
+        UserError: it is another one.
+    """
+    name = config.model.name_or_path
+    if theirs.get("model_config_hash") != ours["model_config_hash"]:
+        raise UserError(f"the config.json of {name} is not the one that {checkpoint} was trained with: give that model back")
+    frozen, found = theirs["frozen_hashes"], ours["frozen_hashes"]
+    if changed := [key for key in {**frozen, **found} if frozen.get(key) != found.get(key)]:
+        raise UserError(
+            f"the weights of {name} are not those that {checkpoint} was trained on: {len(changed)} differ, {changed[0]} first; "
+            "give that model back"
+        )
+
+
+def _load_about(run_folder: Path) -> tuple[list[dict[str, Any]], dict[str, str] | None]:
+    """The run's figures so far and the versions that it ran with, for the model card."""
+    [facts] = read_runs([run_folder])
+    if "curves" in facts.missing:
+        logger.warning(f"the model card has no figures: {facts.missing['curves']}")
+    versions = facts.record.get("versions")
+    return facts.lines, {str(k): str(v) for k, v in versions.items()} if isinstance(versions, dict) else None

@@ -1,0 +1,162 @@
+"""`python -m toolkit generate`: reads rows, generates in batches as an evaluation does, and writes the texts in input order.
+
+Rows are read, made into tokens, generated for and written window by window, so memory does not grow with their number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from toolkit.distributed.comm import gather_objects, on_all_ranks, on_rank_0, rank, world_size
+from toolkit.distributed.progress import Phase
+from toolkit.distributed.watchdog import at, working
+from toolkit.errors import UserError, one_line
+from toolkit.launch.accelerator import build_accelerator
+from toolkit.launch.environment import is_launched
+from toolkit.launch.log import lost_outputs
+from toolkit.launch.same_run import describe_files
+from toolkit.tools.generate.inputs import Options, Row, Rows, open_rows
+from toolkit.tools.generate.model import Generator, find_folder, in_own_words, load_generator, open_model
+from toolkit.tools.generate.output import append_texts, begin_output, end_output, read_notes
+from toolkit.training.run import release
+
+logger = logging.getLogger("toolkit")
+
+BATCHES_AT_ONCE = 64
+"""Batches of each process that are a window: read, sorted by length and written together."""
+
+
+def generate(options: Options) -> None:
+    """Generate a text for every item, and write or print them in input order. Collective under `accelerate launch`.
+
+    An output that was not finished is continued.
+
+    Raises:
+        UserError: model, input or output are not usable; with file and row.
+    """
+    is_one_of_several = is_launched() or int(os.environ.get("WORLD_SIZE", "1")) > 1  # torchrun sets this alone
+    with in_own_words():
+        if is_one_of_several:
+            found = describe_files(Path(find_folder(options.model)))
+            given = vars(options) | {"model": None, "file": None, "output": options.output is not None}  # paths may differ
+            started_with = {f"{name} of generate": value for name, value in given.items()}
+            build_accelerator(started_with=started_with | {f"{name} of the model": about for name, about in found.items()})
+        _generate(options)
+    if is_one_of_several:  # after an error, others may still be in a collective
+        release()
+
+
+def _generate(options: Options) -> None:
+    working("reading the rows")
+    # What can be known before the weights are read. Rank 0 alone reads rows, and gives each window of them to all.
+    opened = on_all_ranks(lambda: open_model(options.model))
+    open_input = partial(open_rows, options, opened.usage, has_chat_template=opened.takes_chats(plain=options.plain))
+    rows = on_all_ranks(lambda: open_input() if rank() == 0 else None)
+    num_done = on_rank_0(lambda: begin_output(options)) if options.output else 0
+    batch_size = options.batch_size_rows or opened.usage.batch_size_rows
+    windows = _read_windows(rows, options.output, num_done, batch_size * BATCHES_AT_ONCE * world_size()) if rows else iter(())
+    read_window = partial(on_rank_0, partial(next, windows, ([], "")))
+    window, digest = read_window()
+    working("loading the model")  # one GPU may lack room
+    generator = on_all_ranks(lambda: load_generator(opened, options.dtype, options.settings))
+    if rows:
+        _describe(generator, options, rows, num_done)
+    num_cut, num_rows = 0, rows.num_rows if rows else None
+    with Phase("generating", num_rows, "texts", done=num_done, enabled=options.output is not None) as generating:
+        while window:
+            try:
+                encoded = on_all_ranks(partial(generator.encode, window, plain=options.plain))
+                num_cut += sum(row["num_lost_tokens"] > 0 for row in encoded)
+                texts = _generate_window(generator, encoded, batch_size)
+                on_rank_0(partial(append_texts, options.output, num_done, texts, digest))
+                num_done += len(window)
+                generating.add(len(window))
+                if options.output is None and on_rank_0(lambda: "stdout" in lost_outputs()):
+                    break  # nobody reads more of them
+                working("reading the rows")
+                window, digest = read_window()
+            except UserError as error:
+                if options.output and num_done:
+                    kept = f"{options.output} keeps its {num_done:,} texts, and the same command goes on after them"
+                    error.args = (f"{error}; {kept}",)
+                raise
+    if num_cut:
+        _say(options, f"cut {num_cut:,} of {num_done:,} texts to {opened.usage.max_source_length_tokens} tokens")
+    for what, num in sorted(generator.omitted.items()):
+        _say(options, f"the chat template left out context of {num:,} of {num_done:,} rows: {what}")
+    if options.output and rank() == 0:
+        end_output(options.output)
+        logger.info(f"{num_done:,} texts are in {options.output}")
+
+
+def _read_windows(rows: Rows, output: Path | None, num_done: int, size: int) -> Iterator[tuple[list[Row], str]]:
+    """The rows without a text, window by window, each with a digest of all rows up to its end.
+
+    An unfinished output notes these digests. So it is continued after a row has been corrected or added, but not with other rows
+    than those that its texts were generated for.
+
+    Raises:
+        UserError: they are others; a row that cannot be read.
+    """
+    notes = read_notes(output) if output and num_done else {}
+    digest, window, number = hashlib.sha256(), [], 0
+    for number, row in enumerate(rows.read(), start=1):
+        digest.update(repr(row[1]).encode())
+        if number <= num_done and notes.get(number, digest.hexdigest()) != digest.hexdigest():
+            number = 0
+            break
+        if number > num_done:
+            window.append(row)
+        if len(window) == size:
+            yield window, digest.hexdigest()
+            window = []
+    if number < num_done:
+        raise UserError(f"--output {output} has texts of other rows than the first {num_done:,} now: name another file")
+    if window:
+        yield window, digest.hexdigest()
+
+
+def _generate_window(generator: Generator, rows: list[dict[str, Any]], batch_size: int) -> list[str]:
+    """The texts of a window, in its order. Collective.
+
+    Rows are sorted by length, longest first, and batches are dealt out to the ranks, as in an evaluation.
+    """
+    order = sorted(range(len(rows)), key=lambda i: -len(rows[i]["input_ids"]))
+    batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+    own: dict[int, str] = {}
+    for batch in batches[rank() :: world_size()]:
+        at("generating")
+        own.update(zip(batch, generator.generate([rows[i] for i in batch]), strict=True))
+    gathered = {index: text for part in gather_objects(own) for index, text in part.items()}
+    return [gathered[index] for index in sorted(gathered)]
+
+
+def _describe(generator: Generator, options: Options, rows: Rows, num_done: int) -> None:
+    """Print what will be done, with which settings."""
+    if rows.how:
+        _say(options, rows.how)
+    config, usage = generator.model.generation_config, generator.usage
+    settings = f"max_new_tokens {config.max_new_tokens}, num_beams {config.num_beams or 1}"
+    form = "a text is a user's turn of its chat template"
+    if not generator.takes_chats(plain=options.plain):
+        form = f"prefix {usage.prefix!r}" if generator.config.is_encoder_decoder else "a text is the prompt"
+    dtype = str(next(generator.model.parameters()).dtype).removeprefix("torch.")
+    _say(options, f"{generator.folder} on {generator.model.device} in {dtype}: {settings}; {form}")
+    if num_done:
+        of = "" if rows.num_rows is None else f" of {rows.num_rows:,}"
+        _say(options, f"{options.output} has {num_done:,}{of} texts already")
+
+
+def _say(options: Options, sentence: str) -> None:
+    """Print a remark; on stderr where the texts go to stdout."""
+    if options.output:
+        logger.info(sentence)
+    elif rank() == 0:
+        print(one_line(sentence), file=sys.stderr, flush=True)

@@ -1,0 +1,118 @@
+"""The rows to generate for: from the command line, a file or standard input, read as rows to train on, without their answers."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from toolkit.data.rows.columns import Columns, choose_prompt_column
+from toolkit.data.rows.example import Example, build_example
+from toolkit.data.rows.inputs import open_file, read_rows
+from toolkit.data.sources.files import find_kind, hash_file
+from toolkit.data.sources.text_files import build_form
+from toolkit.errors import UserError
+from toolkit.export.usage import Usage
+
+Row = tuple[str, Example]
+"""Where it stands, for messages, and a prompt or a chat."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command line."""
+
+    model: str
+    file: str | None
+    texts: list[str]
+    column: str | None
+    csv_delimiter: str | None = None
+    encoding: str | None = None
+    plain: bool
+    """Whether a text is the prompt itself, not a user's turn of a chat."""
+    output: Path | None
+    batch_size_rows: int | None
+    dtype: str | None
+    settings: dict[str, Any]
+    """Of generation, that replace the model's own: `max_new_tokens`, `num_beams`."""
+
+
+class Rows(NamedTuple):
+    """The rows of an input, read one by one."""
+
+    read: Callable[[], Iterator[Row]]
+    num_rows: int | None
+    """None: standard input, which is read once."""
+    how: str
+    """A sentence on how they are read."""
+
+
+def open_rows(options: Options, usage: Usage, *, has_chat_template: bool = False) -> Rows:
+    """Check and count all rows of `--file` or `--text`; those of standard input are checked when they are read.
+
+    Args:
+        usage: how the run read its files. A file in UTF-8 is read as such without `--encoding`, and standard input is UTF-8.
+        has_chat_template: whether Alpaca's rows become chats.
+
+    Raises:
+        UserError: no such file, column or text; with file and row.
+    """
+    form = build_form(options.csv_delimiter or usage.csv_delimiter, options.encoding)
+    if options.file == "-":
+        return Rows(lambda: _read_texts(_read_lines(form.encoding)), None, "")
+    if options.file is None:
+        named = [(f"--text {i}", text) for i, text in enumerate(options.texts, start=1)]
+        return Rows(lambda: _read_texts(named), sum(1 for _ in _read_texts(named)), "")
+    path = Path(options.file)
+    if not path.is_file():
+        raise UserError(f"--file {path} does not exist, or is not a file: check the path")
+    kind, how = find_kind(path, "--file"), ""
+    saved = build_form(None, usage.encoding).encoding
+    if options.encoding is None and saved != "utf-8" and kind not in ("parquet", "arrow"):
+        try:
+            hash_file(path, is_text=True)
+            how = ", read as utf-8"
+        except UserError:
+            form = form._replace(encoding=saved)
+    choose = partial(choose_prompt_column, wanted=options.column, saved=usage.source_column, has_chat_template=has_chat_template)
+    item = open_file(path, kind, choose, form, for_generation=True)
+
+    def read() -> Iterator[Row]:
+        return _check((f"{path}, row {number}", row) for number, row in enumerate(read_rows(item), start=1))
+
+    num_rows = sum(1 for _ in read())
+    if not num_rows:
+        raise UserError(f"--file {path} has no rows: give a file with rows")
+    return Rows(read, num_rows, f"{path}: {num_rows:,} rows, read as {item.reading}{how}")
+
+
+def _read_texts(texts: Iterable[tuple[str, str]]) -> Iterator[Row]:
+    for where, text in texts:
+        if found := next((ord(character) for character in text if "\udc80" <= character <= "\udcff"), None):
+            raise UserError(
+                f"{where}: byte 0x{found - 0xDC00:02x} is not text in this encoding: give --encoding, or convert the text"
+            )
+        row = build_example({"text": text}, Columns("prompt", ("text",)), where, for_generation=True)
+        yield from _check([(where, row)])
+
+
+def _read_lines(encoding: str) -> Iterator[tuple[str, str]]:
+    """The lines of standard input; a byte that is not text becomes half a surrogate pair."""
+    try:
+        for number, line in enumerate(io.TextIOWrapper(sys.stdin.buffer, encoding, errors="surrogateescape"), start=1):
+            line = line.removeprefix("\ufeff") if number == 1 else line  # a byte order mark
+            yield f"line {number} of standard input", line.removesuffix("\n")
+    except UnicodeError as error:
+        raise UserError(f"standard input is not valid {encoding.upper()} ({error}): give --encoding, or convert it") from None
+
+
+def _check(rows: Iterable[tuple[str, Example | str]]) -> Iterator[Row]:
+    """The rows, of which each must have something to generate for."""
+    for where, row in rows:
+        if isinstance(row, str):
+            raise UserError(f"{where} is a row {row}, which has nothing to generate for: correct or remove it")
+        yield where, row

@@ -1,0 +1,248 @@
+"""Builds a memory plan: what a run needs on each rank, from running its own code on tensors without data.
+
+FSDP2 is traced (`trace`). A single process and DDP are traced as the plain model under autocast, with DDP's buckets by
+arithmetic. FSDP1 is derived from FSDP2's trace over the same units. Optimizer state, host memory and traffic are arithmetic.
+
+The plan itself traces the full model. The searches for other micro-batches and presets trace two models with few blocks and
+extrapolate: memory in every phase of a micro-batch grows linearly with the number of blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from toolkit.errors import UserError
+from toolkit.models.attention import warn_of_full_rows
+from toolkit.models.freeze import aliases
+from toolkit.models.shard_reader import PIECE_BYTES
+from toolkit.parallel.units import ShardUnit, local_tensor
+from toolkit.tools.plan.peak import OPTIMIZER, estimate_peak, trace_rank
+from toolkit.tools.plan.strategy import Strategy, load_strategy
+from toolkit.tools.plan.subject import Subject, build_subject, num_micro_batches, row_tokens
+from toolkit.tools.plan.trace import Bytes, Trace, fake_ranks
+from toolkit.training.optim import MOMENT_BYTES
+
+USABLE_SHARE = 0.92
+"""Usable share of a GPU's memory. The CUDA context, NCCL's buffers and fragmentation take the rest. Not measured."""
+MOST_ROWS = 4096
+"""Upper limit of the search for the largest micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The memory plan of a run, in bytes."""
+
+    model: str
+    preset: str
+    strategy: Strategy
+    micro_batch_size_rows: int
+    num_micro_batches: int
+    """Micro-batches of one step and rank; an upper bound if rows are packed."""
+    row_tokens: dict[str, int]
+    """Length of the longest row: `row`, or `source` and `target`."""
+    device: Bytes
+    """One rank's device memory at the peak, by kind."""
+    host: Bytes
+    checkpoint: Bytes
+    moved: Bytes
+    """Bytes that each rank receives in one step."""
+    units: list[ShardUnit]
+    largest_gather_bytes: int
+    tied: list[list[str]]
+    """All names of each tied weight."""
+    usable_bytes: int
+    largest_micro_batch_rows: int | None
+    """0: none fits; None: no search."""
+    change: str | None
+    """The cheapest change of the preset that makes the run fit; None if it fits already, or with no change."""
+    notes: list[str]
+
+    @property
+    def total(self) -> int:
+        """Peak bytes of one rank's device."""
+        return sum(self.device.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run fits the usable part of the GPU."""
+        return self.total <= self.usable_bytes
+
+
+def build_plan(
+    model: str,
+    preset: Path,
+    num_processes: int,
+    run_arguments: list[str],
+    recipe: str | None,
+    gpu_memory_gib: float,
+    *,
+    searches: bool = True,
+) -> Plan:
+    """Build a run's memory plan; downloads only the model's config.
+
+    Args:
+        run_arguments: `--config FILE` and dotted flags, as for a recipe; may be empty.
+        recipe: `llm` or `t5`; None: chosen by the model.
+        searches: search for the largest micro-batch and for changes of the preset.
+
+    Raises:
+        UserError: whatever the run itself would raise, or the mesh has another number of ranks.
+    """
+    if not 0 < gpu_memory_gib < float("inf"):
+        raise UserError(f"--gpu-memory-gib is {gpu_memory_gib}: give a GPU's memory, as in 80")
+    # What to plan for.
+    strategy = load_strategy(preset, num_processes, gpu_memory_gib)
+    subject = build_subject(model, strategy, run_arguments, recipe)
+    usable = int(gpu_memory_gib * 2**30 * USABLE_SHARE)
+    rows = subject.config.train.micro_batch_size_rows
+    # Trace the run, then search for the largest micro-batch and, if the run does not fit, a change of the preset.
+    with fake_ranks(num_processes):
+        trace, sharded = trace_rank(subject, strategy, subject.skeleton, rows)
+        largest = largest_micro_batch(subject, strategy, usable) if searches else None
+        fits = sum(trace.peak.values()) <= usable
+        change = _find_change(subject, strategy, usable) if searches and not fits else None
+    # The rest is arithmetic.
+    return Plan(
+        model=model,
+        preset=str(preset),
+        strategy=strategy,
+        micro_batch_size_rows=rows,
+        num_micro_batches=num_micro_batches(subject.config, strategy, rows),
+        row_tokens=row_tokens(subject.config),
+        device=trace.peak,
+        host=_host_bytes(subject, strategy, sharded.model),
+        checkpoint=_checkpoint_bytes(subject.skeleton),
+        moved=_moved_bytes(subject, strategy, trace, rows),
+        units=sharded.units,
+        largest_gather_bytes=trace.largest_gather_bytes,
+        tied=[names for names in aliases(subject.skeleton).values() if len(names) > 1],
+        usable_bytes=usable,
+        largest_micro_batch_rows=largest,
+        change=change,
+        notes=_notes(subject, strategy, largest),
+    )
+
+
+def largest_micro_batch(subject: Subject, strategy: Strategy, usable: int) -> int:
+    """Most rows of a micro-batch that fit in `usable` bytes: secant search with bisection bounds, as memory is near linear."""
+    fits, fails, rows = 0, MOST_ROWS + 1, 1
+    before = (0, 0)
+    while fails - fits > 1:
+        needed = estimate_peak(subject, strategy, rows)
+        fits, fails = (rows, fails) if needed <= usable else (fits, rows)
+        slope = max(1.0, (needed - before[1]) / (rows - before[0])) if before[0] else float("inf")
+        guess = rows + int((usable - needed) // slope) if before[0] else 2
+        before = rows, needed
+        rows = min(max(guess, fits + 1), fails - 1)
+    return fits
+
+
+def _find_change(subject: Subject, strategy: Strategy, usable: int) -> str | None:
+    """The first change with which the micro-batch fits; tries each alone, then each on top of those before it."""
+    changes = list(_changes(strategy))
+    tried: list[tuple[str, dict[str, Any]]] = changes[:]
+    for end in range(2, len(changes) + 1):
+        together = {key: value for _, change in changes[:end] for key, value in change.items()}
+        tried.append((" and ".join(text for text, _ in changes[:end]), together))
+    for text, change in tried:
+        changed = dataclasses.replace(strategy, **change)
+        if estimate_peak(subject, changed, subject.config.train.micro_batch_size_rows) <= usable:
+            return text
+    return None
+
+
+def _changes(strategy: Strategy) -> Iterable[tuple[str, dict[str, Any]]]:
+    """Changes of a preset that save memory, the cheapest in time first."""
+    whole: dict[str, Any] = {"num_shards": strategy.num_processes, "num_replicas": 1}
+    if not strategy.is_fsdp:
+        if strategy.num_processes > 1:
+            yield "accelerate_configs/fsdp2_shard_grad_op.yaml", {**whole, "kind": "fsdp2", "reshard_after_forward": False}
+        yield "accelerate_configs/fsdp2_full_shard.yaml", {**whole, "kind": "fsdp2", "reshard_after_forward": True}
+        yield "fsdp_activation_checkpointing: true", {**whole, "kind": "fsdp2", "activation_checkpointing": True}
+        yield "fsdp_offload_params: true", {**whole, "kind": "fsdp2", "offload": True}
+        return
+    if not strategy.reshard_after_forward:
+        key = "fsdp_reshard_after_forward: true" if strategy.kind == "fsdp2" else "fsdp_sharding_strategy: FULL_SHARD"
+        yield key, {"reshard_after_forward": True}
+    if strategy.num_replicas > 1:
+        yield "no parallelism_config (full shard over all ranks)", whole
+    if not strategy.activation_checkpointing:
+        yield "fsdp_activation_checkpointing: true", {"activation_checkpointing": True}
+    if not strategy.offload:
+        yield "fsdp_offload_params: true", {"offload": True}
+
+
+def _host_bytes(subject: Subject, strategy: Strategy, model: nn.Module) -> Bytes:
+    """One rank's host memory: what loading needs besides the shards, what is offloaded, and the copy staged for a checkpoint."""
+    trainable = sum(local_tensor(p).numel() for p in model.parameters() if p.requires_grad)
+    loads_parts = strategy.kind == "fsdp2" and not subject.config.model.from_scratch
+    # A piece as stored and as converted; otherwise the full model.
+    loaded = 2 * PIECE_BYTES if loads_parts else sum(p.nbytes for p in subject.skeleton.parameters())
+    shards = sum(local_tensor(p).nbytes for p in model.parameters())
+    return {
+        "while loading": loaded,
+        "offloaded shards": shards + trainable * (4 + MOMENT_BYTES) if strategy.offload else 0,
+        "copy for an asynchronous save": trainable * (4 + MOMENT_BYTES) if subject.config.checkpoint.async_save else 0,
+    }
+
+
+def _checkpoint_bytes(skeleton: nn.Module) -> Bytes:
+    """Size of a checkpoint over all ranks, without frozen weights."""
+    num_trainable = sum(p.numel() for p in skeleton.parameters() if p.requires_grad)
+    return {"trainable parameters": num_trainable * 4, OPTIMIZER: num_trainable * MOMENT_BYTES}
+
+
+def _moved_bytes(subject: Subject, strategy: Strategy, trace: Trace, rows: int) -> Bytes:
+    """Bytes that each rank receives in a step, assuming ring algorithms."""
+    num, shards, replicas = num_micro_batches(subject.config, strategy, rows), strategy.num_shards, strategy.num_replicas
+    trainable_bytes = 4 * sum(p.numel() for p in subject.skeleton.parameters() if p.requires_grad)
+    # FSDP2 reduces between replicas once a step, and gathers once what stays gathered (`wrap.accumulating`).
+    times_reduced = 1 if strategy.kind == "fsdp2" and not strategy.offload else num
+    times_gathered = 1 if strategy.kind == "fsdp2" and not strategy.reshard_after_forward else num
+    reduced = trace.reduced_bytes if strategy.is_fsdp else trainable_bytes
+    between = reduced * (times_reduced if strategy.is_fsdp else 1)
+    return {
+        "all-gather": trace.gathered_bytes * times_gathered * (shards - 1) // shards,
+        "reduce-scatter": reduced * num * (shards - 1) // shards,
+        "all-reduce": 2 * between // shards * (replicas - 1) // replicas,
+    }
+
+
+def _notes(subject: Subject, strategy: Strategy, largest: int | None) -> list[str]:
+    """What would be faster, and where the plan differs from a trace of the real run."""
+    rows = subject.config.train.micro_batch_size_rows
+    num = num_micro_batches(subject.config, strategy, rows)
+    notes = []
+    if strategy.offload and num > 1 and (fits := min(largest or 0, num * rows)) > rows:
+        # FSDP2 waits for each later micro-batch's gradients on the host, and adds them there (_fsdp_collectives.py:712).
+        fewer = num_micro_batches(subject.config, strategy, fits)
+        notes.append(
+            f"offload: gradients of {num} micro-batches are added on the host while the GPU waits; "
+            f"train.micro_batch_size_rows {fits} fits too, and takes {fewer}"
+        )
+    if strategy.kind == "fsdp1":
+        notes.append("FSDP1: derived from a trace of FSDP2 over the same units, not traced itself")
+    if strategy.is_cpu:
+        notes.append("processes on the CPU: its kernels, in the host's memory; the verdict takes each for a GPU")
+    if strategy.kind == "ddp":
+        notes.append("DDP: derived, a trace of the plain model with gradients in DDP's buckets by arithmetic")
+    if not strategy.is_fsdp:
+        whose = "" if strategy.is_cpu else ", as the CPU has it"
+        notes.append(f"traced under autocast{whose}; casts of weights count as activations")
+    if subject.is_flash:
+        notes.append("flash or flex attention: planned as sdpa without a mask, whose kernels keep the same")
+    if warning := warn_of_full_rows(subject.skeleton, subject.why_dense):
+        notes.append(warning)
+    if strategy.is_float8:
+        notes.append("float8: planned as bf16; the weights of converted Linears are gathered in half the bytes")
+    if strategy.is_compiled:
+        notes.append("torch.compile: not planned; compiled blocks usually keep less")
+    notes.append("of training: an evaluation that generates, or with longer rows, may need more (eval.unshard)")
+    notes.append("largest micro-batch and changes: extrapolated from models of few blocks")
+    return notes

@@ -1,0 +1,130 @@
+"""Prints a memory plan as text or JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import one_line
+from toolkit.parallel.units import ShardUnit
+from toolkit.tools.plan.plan import MOST_ROWS, USABLE_SHARE, Plan, build_plan
+from toolkit.tools.plan.trace import Bytes
+
+GIB = 2**30
+
+
+def show_plan(
+    model: str,
+    preset: Path,
+    num_processes: int,
+    run_arguments: list[str],
+    *,
+    recipe: str | None = None,
+    gpu_memory_gib: float = 80.0,
+    as_json: bool = False,
+) -> bool:
+    """Build and print a run's memory plan, and return whether the run fits; arguments and errors of `plan.build_plan`."""
+    plan = build_plan(model, preset, num_processes, run_arguments, recipe, gpu_memory_gib)
+    print(json.dumps(plan_as_dict(plan), indent=2) if as_json else plan_as_text(plan))
+    return plan.fits
+
+
+def plan_as_text(plan: Plan) -> str:
+    """The plan as tables, with the verdict last."""
+    tokens = ", ".join(f"{name} of {length} tokens" for name, length in plan.row_tokens.items())
+    lines = [
+        f"{plan.model}, {plan.preset}, {plan.strategy.num_processes} processes: {plan.strategy.num_shards} shards x "
+        f"{plan.strategy.num_replicas} replicas",
+        f"micro-batch of {plan.micro_batch_size_rows} rows ({tokens}), {plan.num_micro_batches} a step and rank",
+        "",
+        *_table("at the peak, GiB a rank", plan.device),
+        "",
+        *_table("host, GiB a rank", plan.host, with_total=False),
+        "",
+        *_table("checkpoint, GiB in all", plan.checkpoint),
+        "",
+        *_table("received, GiB a step and rank", plan.moved),
+        "",
+        f"{'shard unit':<38}{'count':>6}{'parameters':>16}  {'dtype':<18}{'trainable':>10}{'all-gather MiB':>16}",
+        *(_unit_line(row) for row in _unit_rows(plan)),
+        f"largest all-gather: {plan.largest_gather_bytes / 2**20:,.1f} MiB",
+        *(f"tied: {' = '.join(names)}" for names in plan.tied),
+        *(f"note: {note}" for note in plan.notes),
+        "",
+        _verdict(plan),
+    ]
+    return "\n".join(map(one_line, lines))
+
+
+def plan_as_dict(plan: Plan) -> dict[str, Any]:
+    """The plan for JSON, in bytes."""
+    return {
+        "model": plan.model,
+        "preset": plan.preset,
+        "kind": plan.strategy.kind,
+        "num_processes": plan.strategy.num_processes,
+        "num_shards": plan.strategy.num_shards,
+        "num_replicas": plan.strategy.num_replicas,
+        "micro_batch_size_rows": plan.micro_batch_size_rows,
+        "num_micro_batches": plan.num_micro_batches,
+        "row_tokens": plan.row_tokens,
+        "device_bytes": plan.device,
+        "device_bytes_total": plan.total,
+        "host_bytes": plan.host,
+        "checkpoint_bytes": plan.checkpoint,
+        "moved_bytes": plan.moved,
+        "units": _unit_rows(plan),
+        "largest_gather_bytes": plan.largest_gather_bytes,
+        "tied": plan.tied,
+        "usable_bytes": plan.usable_bytes,
+        "fits": plan.fits,
+        "largest_micro_batch_rows": plan.largest_micro_batch_rows,
+        "change": plan.change,
+        "notes": plan.notes,
+    }
+
+
+def _table(title: str, by_kind: Bytes, *, with_total: bool = True) -> list[str]:
+    rows = {**by_kind, "total": sum(by_kind.values())} if with_total else by_kind
+    return [title, *(f"  {kind:<36}{num_bytes / GIB:>10.2f}" for kind, num_bytes in rows.items())]
+
+
+def _unit_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Equal units share a row."""
+    kinds: dict[tuple, list[ShardUnit]] = {}
+    for unit in plan.units:
+        kinds.setdefault((unit.class_name, unit.num_parameters, unit.num_trainable, unit.dtypes), []).append(unit)
+    return [
+        {
+            "block": class_name,
+            "first": equal[0].name,
+            "count": len(equal),
+            "parameters": num,
+            "dtypes": list(dtypes),
+            "trainable_share": num_trainable / max(1, num),
+            "gather_bytes": num * plan.strategy.compute_dtype.itemsize if plan.strategy.is_fsdp else 0,
+        }
+        for (class_name, num, num_trainable, dtypes), equal in kinds.items()
+    ]
+
+
+def _unit_line(row: dict[str, Any]) -> str:
+    name = row["block"] if row["count"] > 1 else f"{row['block']} {row['first'] or '(the rest)'}"
+    return (
+        f"{name:<38}{row['count']:>6}{row['parameters']:>16,}  {'+'.join(row['dtypes']):<18}{row['trainable_share']:>10.2%}"
+        f"{row['gather_bytes'] / 2**20:>16,.1f}"
+    )
+
+
+def _verdict(plan: Plan) -> str:
+    need, usable = plan.total / GIB, plan.usable_bytes / GIB
+    of = f"{need:.1f} of {usable:.1f} usable GiB ({USABLE_SHARE:.0%} of the GPU)"
+    largest, rows = "", plan.largest_micro_batch_rows
+    if rows is not None:
+        how_many = f"{rows} row{'' if rows == 1 else 's'}{' or more' if rows == MOST_ROWS else ''}"
+        largest = f"; the largest micro-batch that fits has {how_many}" if rows else "; no micro-batch fits"
+    if plan.fits:
+        return f"FITS: {of}{largest}"
+    change = f"the cheapest change with which it fits: {plan.change}" if plan.change else "no change of the preset makes it fit"
+    return f"DOES NOT FIT: {of}{largest}" + ("" if rows is None else f"; {change}")

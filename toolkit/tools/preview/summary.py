@@ -1,0 +1,226 @@
+"""All rows in figures: lengths, the share of labels, duplicates, special tokens, what was left out."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from toolkit.config.data import DataConfig, LLMDataConfig
+from toolkit.config.load import RecipeConfig
+from toolkit.data.rows.example import read_examples
+from toolkit.data.rows.load import TextRows
+from toolkit.data.tokens.prepare import TokenizedRows
+from toolkit.evaluation.rows import EvaluationRows, even_places
+from toolkit.tools.report.record import LONGEST_TEXT, MOST_PREDICTIONS
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
+MOST_BINS = 16
+_MOST_DUPLICATES = 3
+_ROWS_AT_ONCE = 1000
+_MOST_TOKENS_RECORDED = 10**9
+"""Counting these takes seconds, before the first step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """The lengths of the training rows in one respect."""
+
+    name: str
+    """`row`, `source` or `target`, or `counted`: the tokens that count in the loss."""
+    setting: str | None
+    """The setting that limits it, with its value."""
+    percentiles: dict[int, int]
+    """Tokens, by percent of the rows; 0 is the shortest, 100 the longest."""
+    bins: list[tuple[int, int, int]]
+    """(fewest tokens, most tokens, number of rows)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """One split."""
+
+    name: str
+    num_rows: int
+    num_tokens: int
+    num_label_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source(Split):
+    """One entry of `data.mix`."""
+
+    weight_share: float
+    """Of an epoch's rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a run reads and how long it is. All values are plain, so that `asdict` gives JSON."""
+
+    model: str
+    readings: list[str]
+    """How each input is read, from which columns."""
+    remarks: list[str]
+    """What was left out, cut or split."""
+    splits: list[Split]
+    sources: list[Source]
+    """Empty without a mix."""
+    lengths: list[Lengths]
+    duplicates: list[str]
+    """Sentences; empty if all rows differ."""
+    special_tokens: list[dict[str, Any]]
+    """Each has `text`, `token_id`, its `roles` as the tokenizer names them, as in `eos_token, pad_token`, and `num_in_training`:
+    how often it stands in the training rows."""
+    stop_tokens: list[str]
+    """What ends a generated text of a causal model."""
+    chat_template: bool
+    tokenizer: str
+    """Its class and size."""
+    fingerprint: str
+    """Of the tokens; a resume compares it."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def summarize(
+    rows: TokenizedRows, evaluation: Dataset, config: DataConfig | LLMDataConfig, model: str, *, finds_duplicates: bool = True
+) -> Summary:
+    """The summary of a run's rows, for the process that has read them.
+
+    Args:
+        evaluation: the rows to evaluate, of `rows.evaluation`.
+        model: its name.
+        finds_duplicates: also give examples of duplicates, for which all texts are read.
+    """
+    assert rows.texts is not None, "each node's first process has them"
+    tokenizer = rows.tokenizer
+    roles: dict[str, list[str]] = {}
+    for role, token in tokenizer.special_tokens_map.items():
+        for text in token if isinstance(token, list) else [token]:
+            roles.setdefault(str(text), []).append(role)
+    for text in tokenizer.all_special_tokens:
+        roles.setdefault(str(text), ["special"])
+    ids: dict[str, Any] = {text: tokenizer.convert_tokens_to_ids(text) for text in roles}
+    used = _count_tokens(rows.train, max(len(tokenizer), *ids.values()) + 1)
+    return Summary(
+        model=model,
+        readings=rows.texts.readings,
+        remarks=[remark for remark in rows.remarks if remark not in rows.texts.repeats],
+        splits=[_describe("training", rows.train), _describe("evaluation", evaluation)],
+        sources=_list_sources(rows.train, config),
+        lengths=_measure(rows.train, config),
+        duplicates=[*rows.texts.repeats, *(_find_duplicates(rows.texts) if finds_duplicates and rows.texts.repeats else [])],
+        special_tokens=[
+            {"roles": ", ".join(names), "text": text, "token_id": ids[text], "num_in_training": int(used[ids[text]])}
+            for text, names in roles.items()
+        ],
+        stop_tokens=[str(tokenizer.convert_ids_to_tokens(i)) for i in rows.stop_token_ids],
+        chat_template=bool(tokenizer.chat_template),
+        tokenizer=f"{type(tokenizer).__name__}, {len(tokenizer):,} tokens",
+        fingerprint=rows.fingerprint,
+    )
+
+
+def _describe(name: str, part: Dataset) -> Split:
+    columns = part.with_format("numpy")
+    return Split(name=name, **_count(columns["num_tokens"][:], columns["num_label_tokens"][:]))
+
+
+def _list_sources(train: Dataset, config: DataConfig | LLMDataConfig) -> list[Source]:
+    if isinstance(config, DataConfig) or not config.mix:
+        return []
+    columns = train.with_format("numpy")
+    sources, tokens, labels = (columns[name][:] for name in ("source_index", "num_tokens", "num_label_tokens"))
+    shares = [entry.weight / sum(entry.weight for entry in config.mix) for entry in config.mix]
+    names = [f"data.mix[{place}] {entry.source}".rstrip() for place, entry in enumerate(config.mix)]
+    counts = [_count(tokens[sources == place], labels[sources == place]) for place in range(len(names))]
+    return [Source(name=name, weight_share=share, **of) for name, share, of in zip(names, shares, counts, strict=True)]
+
+
+def _count(tokens: np.ndarray, labels: np.ndarray) -> dict[str, int]:
+    return {"num_rows": len(tokens), "num_tokens": int(tokens.sum()), "num_label_tokens": int(labels.sum())}
+
+
+def _measure(train: Dataset, config: DataConfig | LLMDataConfig) -> list[Lengths]:
+    columns = train.with_format("numpy")
+    tokens, labels = columns["num_tokens"][:], columns["num_label_tokens"][:]
+    if isinstance(config, DataConfig):
+        return [
+            _spread("source", tokens - labels, f"data.max_source_length_tokens {config.max_source_length_tokens}"),
+            _spread("target", labels, f"data.max_target_length_tokens {config.max_target_length_tokens}"),
+        ]
+    return [_spread("row", tokens, f"data.max_length_tokens {config.max_length_tokens}"), _spread("counted", labels, None)]
+
+
+def _spread(name: str, lengths: np.ndarray, setting: str | None) -> Lengths:
+    """Percentiles are lengths that rows have. Bins are equally wide, by 1, 2 or 5 times a power of 10."""
+    values = np.percentile(lengths, PERCENTILES, method="inverted_cdf")
+    first, last = int(lengths.min()), int(lengths.max())
+    steps = (digit * 10**power for power in range(10) for digit in (1, 2, 5))
+    width = next(step for step in steps if last // step - first // step < MOST_BINS)
+    edges = np.arange(first // width, last // width + 2) * width
+    counts, _ = np.histogram(lengths, edges)
+    bins = [(int(low), min(int(low) + width - 1, last), int(count)) for low, count in zip(edges[:-1], counts, strict=True)]
+    return Lengths(name=name, setting=setting, percentiles=dict(zip(PERCENTILES, map(int, values), strict=True)), bins=bins)
+
+
+def _count_tokens(train: Dataset, vocab_size: int) -> np.ndarray:
+    """How often each token stands in the rows."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    names = [name for name in ("input_ids", "labels") if name == "input_ids" or "prompt_length" not in train.column_names]
+    for name in names:  # a causal model's labels are its tokens again
+        for chunk in train.data.column(name).chunks:
+            found = np.bincount(chunk.flatten().to_numpy(zero_copy_only=False), minlength=vocab_size)
+            counts = counts + found[:vocab_size]
+    return counts
+
+
+def _find_duplicates(texts: TextRows) -> list[str]:
+    """The first few rows that repeat another, as one sentence."""
+    train_ids, train = _hash_contents(texts.train)
+    held_out_ids, held_out = _hash_contents(texts.evaluation)
+    contents, firsts, of_row = np.unique(train, return_index=True, return_inverse=True)
+    again = np.flatnonzero(firsts[of_row] != np.arange(len(train)))[:_MOST_DUPLICATES]
+    pairs = [f"row {train_ids[row]} repeats row {train_ids[firsts[of_row[row]]]}" for row in again]
+    for row in np.flatnonzero(np.isin(held_out, train))[:_MOST_DUPLICATES]:
+        first = firsts[np.searchsorted(contents, held_out[row])]
+        pairs.append(f"row {held_out_ids[row]} (evaluation) is row {train_ids[first]} (training) again")
+    return [f"for example: {'; '.join(pairs)}"]
+
+
+def _hash_contents(part: Dataset) -> tuple[np.ndarray, np.ndarray]:
+    """The id of each row, and a 64-bit hash of what makes two rows duplicates."""
+    hashes = array("Q")
+    for batch in part.iter(_ROWS_AT_ONCE):
+        for example in read_examples(batch):
+            hashes.append(int.from_bytes(hashlib.blake2b(example.content.encode(), digest_size=8).digest(), "big"))
+    return part.with_format("numpy")["row_id"][:], np.asarray(hashes)
+
+
+def describe_rows(config: RecipeConfig, rows: TokenizedRows, evaluation: EvaluationRows) -> dict[str, Any]:
+    """What `preview` says of all rows, but examples of duplicates, and the sources of the rows that texts are generated for."""
+    num_tokens = rows.train.with_format("numpy")["num_tokens"][:].sum()
+    about: dict[str, Any] = {"data": {}, "sources": {}}
+    if 0 < num_tokens <= _MOST_TOKENS_RECORDED:
+        summary = summarize(rows, evaluation.rows, config.data, config.model.name_or_path, finds_duplicates=False)
+        about["data"] = summary.as_dict()
+    if config.eval.generate and evaluation.prompted:
+        about["sources"] = _sources(evaluation)
+    return about
+
+
+def _sources(evaluation: EvaluationRows) -> dict[str, str]:
+    """The source text of each row that a page shows, by its `row_id`."""
+    places = [evaluation.prompted[i] for i in even_places(len(evaluation.prompted), MOST_PREDICTIONS)]
+    columns = evaluation.rows.select(places).select_columns(["row_id", "lead_text"])
+    # A character more than a page shows, so that it is seen to be cut.
+    return {str(row["row_id"]): row["lead_text"][: LONGEST_TEXT + 1] for row in columns}

@@ -1,0 +1,237 @@
+"""Reads what a report shows from a run folder, which may be of any age, incomplete, or of a run that is still training."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from toolkit.checkpoint.entries import Entry, read_entries
+from toolkit.errors import UserError
+from toolkit.evaluation.generate import BASELINE
+from toolkit.evaluation.rows import even_places
+from toolkit.files.json_lines import load_json_lines
+from toolkit.tools.report.record import MOST_PREDICTIONS, RECORD_FILE
+from toolkit.tracking.memory import MEMORY_FILE, load_plan
+from toolkit.tracking.metrics_log import load_metrics
+
+T = TypeVar("T")
+
+NOT_AS_WRITTEN = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
+"""What reading values of a file raises that is no longer, or not yet, what a run writes."""
+_NOT_METRICS = ("step", "num_rows", "rows_per_s")
+_OF_ROWS_ALONE = ("loss", "perplexity", "bits_per_byte", "token_accuracy", "accuracy")
+"""Metrics that do not depend on how texts are generated; nor does the loss of a source, `loss/NAME`."""
+_LAST_STEP = 2**53
+"""Up to here, floats and the page's script know every whole number."""
+
+
+@dataclass
+class RunFacts:
+    """What there is to know about a run. What could not be read is empty, with a sentence in `missing`."""
+
+    folder: Path
+    name: str
+    """The folder's name; its path, where several runs have one name."""
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    """Of metrics.jsonl."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """By dotted name."""
+    checkpoints: list[Entry] = field(default_factory=list)
+    memory: dict[str, Any] = field(default_factory=dict)
+    """Of memory.json."""
+    planned_bytes: int | None = None
+    """Planned for one rank, if a plan was made."""
+    record: dict[str, Any] = field(default_factory=dict)
+    """Of record.json."""
+    missing: dict[str, str] = field(default_factory=dict)
+    """A sentence by section."""
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Lines of evaluations, in order."""
+        return [line for line in self.lines if line["kind"] == "eval"]
+
+    @property
+    def comparable(self) -> list[dict[str, Any]]:
+        """Evaluations that were measured as the last one was."""
+        evaluations = self.evaluations
+        return [line for line in evaluations if line.get("measured_on") == evaluations[-1].get("measured_on")]
+
+    @property
+    def baselines(self) -> dict[str, dict[str, float]]:
+        """Figures of texts that need no model, by name, measured as the last evaluation was."""
+        if not self.evaluations:
+            return {}
+        measured_on = self.evaluations[-1].get("measured_on")
+        lines = [line for line in self.lines if line["kind"] == BASELINE and line.get("measured_on") == measured_on]
+        return {str(line.get("name")): _numbers(line) for line in lines}
+
+    @property
+    def metric_names(self) -> list[str]:
+        """Metrics of the evaluations, in their order."""
+        return list(dict.fromkeys(name for line in self.evaluations for name in _numbers(line)))
+
+    @property
+    def last_step(self) -> int:
+        """The last step that a line is of."""
+        return max((line["step"] for line in self.lines), default=0)
+
+    def series(self, kind: str, name: str) -> tuple[list[int], list[float]]:
+        """Steps and values of one figure, without lines where it is missing or not finite; in the order of steps."""
+        lines = self.comparable if kind == "eval" else [line for line in self.lines if line["kind"] == kind]
+        points = sorted((line["step"], line[name]) for line in lines if is_number(line.get(name)))
+        return [step for step, _ in points], [value for _, value in points]
+
+    def steps_of(self, kind: str) -> list[int]:
+        """Steps of the lines of a kind."""
+        return sorted({line["step"] for line in self.lines if line["kind"] == kind})
+
+    def best_evaluation(self) -> tuple[str, float, int] | None:
+        """`eval.best_metric`, its best value so far, and the step that had it first; None before the first one that counts.
+
+        Which value is better is not derived again: each checkpoint has the run's best value so far.
+        """
+        metric = str(self.config.get("eval.best_metric"))
+        best = next((c.best_value for c in reversed(self.checkpoints) if c.best_value is not None), None)
+        steps = [line["step"] for line in self.evaluations if line["step"] > 0 and line.get(metric) == best]
+        return (metric, best, steps[0]) if best is not None and steps else None
+
+
+def group_alike(runs: Sequence[RunFacts], metric: str) -> list[list[RunFacts]]:
+    """The runs, grouped by what their last evaluation of `metric` was measured on: rows, and for texts how they were generated.
+
+    One without an evaluation goes with the first that has one.
+    """
+    groups: dict[str, list[RunFacts]] = {}
+    first: list[dict[str, Any]] = next((run.evaluations for run in runs if run.evaluations), [{}])
+    for run in runs:
+        measured_on = (run.evaluations or first)[-1].get("measured_on")
+        if metric.partition("/")[0] in _OF_ROWS_ALONE and isinstance(measured_on, dict):
+            measured_on = measured_on.get("rows")
+        groups.setdefault(json.dumps(measured_on, sort_keys=True), []).append(run)
+    return list(groups.values())
+
+
+def describe_unlike(runs: Sequence[RunFacts]) -> str:
+    """A sentence on runs whose figures do not compare; empty if all do."""
+    for metric, why in (("loss", "were measured on other rows"), ("rougeL", "are of texts generated with other settings")):
+        if len(groups := group_alike(runs, metric)) > 1:
+            names = " and of ".join(", ".join(run.name for run in group) for group in groups)
+            return f"The figures of {names} {why}: they do not compare, and share no axis."
+    return ""
+
+
+def read_runs(folders: Sequence[Path]) -> list[RunFacts]:
+    """Read run folders, each once.
+
+    Raises:
+        UserError: a folder is not a run's.
+    """
+    unique = {folder.resolve(): folder for folder in folders}
+    names = [folder.name for folder in unique]
+    return [_read_run(folder, path.name if names.count(path.name) == 1 else str(folder)) for path, folder in unique.items()]
+
+
+def _read_run(folder: Path, name: str) -> RunFacts:
+    """Read a run folder.
+
+    Raises:
+        UserError: the folder is not a run's.
+    """
+    names = ("metrics.jsonl", "config.yaml", "checkpoints")
+    if not any((folder / name).exists() for name in names):
+        raise UserError(
+            f"{folder} is not a run folder (it has no {', '.join(names[:-1])} or {names[-1]}): give one, as in runs/NAME"
+        )
+    facts = RunFacts(folder, name)
+
+    def read(section: str, name: str, reader: Callable[[Path], T], default: T, consequence: str) -> T:
+        path = folder / name
+        if not path.exists():
+            facts.missing[section] = f"{name} is not in the folder: {consequence}"
+            return default
+        try:
+            return reader(path)
+        except (*NOT_AS_WRITTEN, OSError, RecursionError) as error:
+            facts.missing[section] = f"{name} cannot be read ({error}): {consequence}"
+            return default
+
+    facts.lines = read("curves", "metrics.jsonl", _load_lines, [], "there are no curves and no evaluations")
+    facts.config = read("config", "config.yaml", _load_config, {}, "the settings are not known")
+    facts.checkpoints = read(
+        "checkpoints", "checkpoints", lambda path: read_entries(path.parent), [], "there is none to resume from"
+    )
+    facts.memory = read("memory", MEMORY_FILE, _load_memory, {}, "the memory of the ranks is not known, or not yet")
+    facts.record = read("record", RECORD_FILE, _load_mapping, {}, "versions, command, sources and shard units are not known")
+    facts.planned_bytes = load_plan(folder, facts.memory)
+    return facts
+
+
+def read_predictions(facts: RunFacts, step: int) -> list[dict[str, Any]] | None:
+    """The shown rows of `predictions-STEP.jsonl`; None without a file that can be read."""
+    try:
+        rows = load_json_lines(facts.folder / f"predictions-{step}.jsonl", skip_torn_end=True)
+        are_ours = all(isinstance(row, dict) and isinstance(row["prediction"], str) for row in rows)
+        return [rows[place] for place in even_places(len(rows), MOST_PREDICTIONS)] if are_ours else None
+    except (UserError, OSError, KeyError):
+        return None
+
+
+def _load_lines(path: Path) -> list[dict[str, Any]]:
+    return lines_of_steps(load_metrics(path))
+
+
+def lines_of_steps(lines: list[Any]) -> list[dict[str, Any]]:
+    """The lines that have a kind and a step; others were added or changed by hand."""
+    return [line for line in lines if isinstance(line, dict) and _is_step(line.get("step")) and isinstance(line.get("kind"), str)]
+
+
+def _is_step(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _LAST_STEP
+
+
+def _load_mapping(path: Path) -> dict[str, Any]:
+    value = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise ValueError("it is not a mapping")
+    return value
+
+
+def _load_memory(path: Path) -> dict[str, Any]:
+    memory = _load_mapping(path)
+    for name in ("peak_gib", "before_model_gib"):
+        if not all(map(is_number, memory[name])):
+            raise ValueError(f"{name} is not a list of numbers")
+    return memory
+
+
+def _load_config(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(str(error).partition("\n")[0]) from None
+    if not isinstance(value, dict):
+        raise ValueError("it is not a mapping")
+    return dict(_flatten(value))
+
+
+def _flatten(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found = []
+    for key, part in value.items():
+        found += _flatten(part, f"{prefix}{key}.") if isinstance(part, dict) else [(f"{prefix}{key}", part)]
+    return found
+
+
+def _numbers(line: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in line.items() if name not in _NOT_METRICS and is_number(value)}
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number, which a float can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

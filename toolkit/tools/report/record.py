@@ -1,0 +1,77 @@
+"""`record.json` in the run folder: what a report needs and only the run itself knows.
+
+These are the versions, the command, the shard units, the data in figures, and the sources of the evaluated rows, whose
+predictions are files already.
+"""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.distributed.comm import rank, world_size
+from toolkit.files.durable import save_json, written_beside
+from toolkit.launch.accelerate_yaml import find_accelerate_yaml
+from toolkit.launch.same_run import installed_versions
+from toolkit.parallel.units import ShardUnit
+
+logger = logging.getLogger("toolkit")
+
+RECORD_FILE = "record.json"
+MOST_PREDICTIONS = 1000
+"""Rows whose texts a page shows, at even distances."""
+LONGEST_TEXT = 4000
+"""Characters of a text on a page."""
+
+
+def save_record(run_folder: Path, units: Sequence[ShardUnit], about_rows: Callable[[], dict[str, Any]] = dict) -> None:
+    """Write `record.json` on rank 0. What fails there is a warning: a run is worth more than its report.
+
+    Args:
+        about_rows: its part about the rows, `describe_rows`.
+    """
+    if rank() != 0:
+        return
+    try:
+        record = {
+            "versions": installed_versions(),
+            "command": _command(),
+            "num_processes": world_size(),
+            "units": _describe_units(units),
+            **about_rows(),
+        }
+        with written_beside(run_folder / RECORD_FILE) as beside:
+            save_json(beside, record)
+    except Exception as error:
+        logger.warning(f"{run_folder / RECORD_FILE} could not be written ({error}): the report lacks what it holds")
+
+
+def _command() -> str | None:
+    """The command that began this process; None in a notebook or another program."""
+    if not sys.argv[0].endswith(".py") or Path(sys.argv[0]).name == "ipykernel_launcher.py":
+        return None
+    preset = find_accelerate_yaml()
+    launch = ["accelerate", "launch", "--config_file", str(preset)] if preset else ["python"]
+    return shlex.join([*launch, *sys.argv])
+
+
+def _describe_units(units: Sequence[ShardUnit]) -> list[dict[str, Any]]:
+    """The kinds of units; equal ones share an entry."""
+    kinds: dict[tuple, list[ShardUnit]] = {}
+    for unit in units:
+        kinds.setdefault((unit.class_name, unit.num_parameters, unit.num_trainable, unit.dtypes), []).append(unit)
+    return [
+        {
+            "unit": class_name if len(equal) > 1 else f"{class_name} {equal[0].name or '(the rest)'}",
+            "count": len(equal),
+            "num_parameters": num,
+            "num_trainable": num_trainable,
+            "dtypes": list(dtypes),
+            "bytes_on_rank_0": sum(unit.local_bytes() for unit in equal),
+        }
+        for (class_name, num, num_trainable, dtypes), equal in kinds.items()
+    ]

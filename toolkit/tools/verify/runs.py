@@ -1,0 +1,274 @@
+"""The short runs of a recipe that `verify` compares: the preset and flags of each, and what it is for."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.load import RecipeConfig
+from toolkit.config.schema import LLMConfig
+from toolkit.errors import UserError
+from toolkit.launch.accelerate_yaml import check_accelerate_yaml
+from toolkit.launch.relaunch import adapt_preset, find_preset, reason_of_failure, save_preset
+from toolkit.tools.verify import EXPORT, LEAVE
+
+NUM_STEPS = 4
+"""Length of every run. The recipe itself checks after three updates that all trainables have moved."""
+SAVED_STEP = 2
+DROPOUT = 0.1
+"""Dropout of the runs that prove a resume. The other runs have none, because masks differ between ranks."""
+LARGEST_LR = 1e-4
+"""Limit of the learning rate: if a gradient is zero up to rounding, Adam makes a full step of the learning rate of it."""
+
+LARGEST_GRAD_NORM = 0.1
+"""Small enough that clipping takes effect."""
+NUM_EVAL_ROWS = 11
+"""A prime, which no number of processes times rows per batch divides, so the last batches are not full."""
+GENERATION = {"eval.generate": True, "eval.num_beams": 2, "eval.no_repeat_ngram_size": 2, "eval.max_new_tokens": 8}
+"""Generation settings of the exported run; each changes the generated texts."""
+
+Launch = Callable[[Path, list[str], Path], int]
+"""Signature of `relaunch.launch`: preset, command and log → exit status."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """The machine, recipe and model to verify."""
+
+    recipe: Path
+    arguments: list[str]
+    """The recipe's arguments, as the user would give them."""
+    config: RecipeConfig
+    """The config that the arguments give."""
+    num_positions: int | None
+    """Position limit of a causal model; None if there is none."""
+    presets: list[str]
+    num_processes: int
+    use_cpu: bool
+    output: Path
+    in_bf16: bool = False
+    """Whether one more run computes in bf16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """One run to launch."""
+
+    name: str
+    """Name of its folder."""
+    title: str
+    """Its name in the table."""
+    mapping: dict[str, Any]
+    """Its accelerate YAML."""
+    flags: dict[str, Any]
+    exports: bool = False
+    after: str | None = None
+    """The run whose checkpoint it loads."""
+
+    @property
+    def num_shards(self) -> int | None:
+        """Number of ranks over which a parameter is sharded; None without FSDP."""
+        if self.mapping["distributed_type"] != "FSDP":
+            return None
+        mesh = self.mapping.get("parallelism_config") or {}
+        return mesh.get("parallelism_config_dp_shard_size", self.mapping["num_processes"])
+
+
+@dataclass(frozen=True)
+class WatchedRun:
+    """A run that has ended, successfully or not."""
+
+    plan: PlannedRun
+    folder: Path
+    """The recipe's run folder."""
+    records: Path
+    """Folder of the records that `watched_run` wrote."""
+    failure: str | None
+    """The error that ended it, or that ended the run whose checkpoint it needs."""
+    failed_check: str | None
+    """The check that this error fails; None also if it is another run's error."""
+
+    @property
+    def title(self) -> str:
+        """Its name in the table."""
+        return self.plan.title
+
+
+def plan_runs(box: Box) -> dict[str, PlannedRun]:
+    """All runs by name, in order. `preset-0`, … are the user's presets; `preset-0` is the first with FSDP, resumed and exported.
+
+    Raises:
+        UserError: a preset does not exist, is wrong, or does not fit the number of processes.
+    """
+    # The user's presets, the first with FSDP in front.
+    processes, rows = box.num_processes, 4 * box.num_processes
+    chosen = [(name, _adapted(box, name, processes)) for name in box.presets]
+    if alone := [name for name, mapping in chosen if mapping["distributed_type"] == "NO"]:
+        raise UserError(
+            f"--presets names {alone[0]}, which has one process: leave it out, the others are compared with one process anyway"
+        )
+    is_sharded = [mapping["distributed_type"] == "FSDP" for _, mapping in chosen]
+    main = is_sharded.index(True) if any(is_sharded) else 0
+    chosen = [chosen[main], *chosen[:main], *chosen[main + 1 :]]
+    single, ddp = _adapted(box, "single", None), _adapted(box, "ddp", processes)
+    (main_name, main_mapping), dropout = chosen[0], _flags(box, rows=rows, micro=1, dropout=DROPOUT)
+
+    def planned(name: str, where: str, mapping: dict[str, Any], flags: dict[str, Any], after: str | None = None) -> PlannedRun:
+        checkpoint = box.output / "runs" / after / "checkpoints" / f"step-{SAVED_STEP:08d}" if after else "never"
+        flags = {**flags, "checkpoint.resume": checkpoint, "run.name": name, **(GENERATION if name == "preset-0" else {})}
+        return PlannedRun(name=name, title=where, mapping=mapping, flags=flags, exports=name == "preset-0", after=after)
+
+    def title(name: str) -> str:
+        return f"{Path(name).stem} x {processes}"
+
+    # One process is the reference; DDP and the presets are compared with it.
+    runs = [planned("reference", "single", single, _flags(box, rows=rows, micro=4))]
+    if not any(mapping["distributed_type"] == "MULTI_GPU" for _, mapping in chosen):
+        runs.append(planned("ddp", title("ddp"), ddp, _flags(box, rows=rows, micro=2)))
+    for place, (name, mapping) in enumerate(chosen):
+        runs.append(planned(f"preset-{place}", title(name), mapping, _flags(box, rows=rows, micro=1 + place % 2)))
+    # Resumes: on one process, and on the same processes with dropout.
+    moved = _flags(box, rows=rows, micro=2)
+    runs += [
+        planned("resharded", f"{title(main_name)}, resumed as single", single, moved, after="preset-0"),
+        planned("dropout", f"{title(main_name)}, dropout {DROPOUT}", main_mapping, dropout),
+        planned("resumed", f"{title(main_name)}, resumed", main_mapping, dropout, after="dropout"),
+    ]
+    # With dropout, once more without recomputation, for each preset that recomputes activations.
+    for place, (name, mapping) in enumerate(chosen):
+        fsdp = mapping.get("fsdp_config") or {}
+        recomputing = {key: False for key in fsdp if key.removeprefix("fsdp_") == "activation_checkpointing" and fsdp[key]}
+        if recomputing:
+            where, keeping = f"{title(name)}, dropout {DROPOUT}", mapping | {"fsdp_config": fsdp | recomputing}
+            runs += [planned(f"recomputed-{place}", where, mapping, dropout)] if place else []  # the first is `dropout`
+            runs.append(planned(f"kept-{place}", f"{where}, not recomputed", keeping, dropout))
+    if box.in_bf16:
+        runs.append(planned("bf16", f"{title(main_name)}, bf16", main_mapping | {"mixed_precision": "bf16"}, moved))
+    return {run.name: run for run in runs}
+
+
+def launch_all(box: Box, plans: dict[str, PlannedRun], launch: Launch) -> Iterator[WatchedRun]:
+    """Launch the runs one after the other, and print how long each took.
+
+    Raises:
+        UserError: the first run, on one process, refuses the settings; that is the user's mistake and no failed check.
+    """
+    width = max(len(plan.title) for plan in plans.values())
+    failures: dict[str, str | None] = {}
+    for number, plan in enumerate(plans.values(), start=1):
+        records, log = box.output / "records" / plan.name, box.output / "logs" / f"{plan.name}.txt"
+        preset = save_preset(plan.mapping, box.output / "presets" / f"{plan.name}.yaml")
+        flags = [f"--{key}={value if isinstance(value, str | Path) else json.dumps(value)}" for key, value in plan.flags.items()]
+        end = EXPORT if plan.exports else LEAVE
+        command = ["-m", "toolkit.tools.verify.watched_run", str(box.recipe), str(records), end, *box.arguments, *flags]
+        print(f"run {number} of {len(plans)}: {plan.title:<{width}}", end="  ", flush=True)
+
+        # Launch it, unless the run whose checkpoint it loads has failed.
+        start_s = time.perf_counter()
+        failure, check = None, None
+        if plan.after and (reason := failures[plan.after]):
+            failure = reason
+            print("not started", flush=True)
+        else:
+            if launch(preset, command, log):
+                failure, check = _failure(records, log)
+            print(f"{time.perf_counter() - start_s:5.1f} s{'  failed' if failure else ''}", flush=True)
+
+        # A refusal of the first run is raised; other failures are rows of the table.
+        if failure and number == 1 and f"error: {failure}" in log.read_text(encoding="utf-8", errors="replace").split("\n"):
+            raise UserError(failure)
+        failures[plan.name] = failure
+        if not failure:
+            _drop_checkpoints(box, plan, needed={later.after for later in list(plans.values())[number:]})
+        yield WatchedRun(plan, box.output / "runs" / plan.name, records, failure, check)
+
+
+def _drop_checkpoints(box: Box, ended: PlannedRun, needed: set[str | None]) -> None:
+    """Remove the checkpoints of an ended run and of the run it loaded, unless needed: all together might fill the disk."""
+    for name in {ended.name, ended.after} - needed - {None}:
+        shutil.rmtree(box.output / "runs" / str(name) / "checkpoints", ignore_errors=True)
+
+
+def _failure(records: Path, log: Path) -> tuple[str, str]:
+    """The error that ended a run and the check that it fails, from the rank that failed first."""
+    failures = [json.loads(path.read_text(encoding="utf-8")) for path in records.glob("failed-*.json")]
+    if not failures:
+        return reason_of_failure(log), "run"
+    first = min(failures, key=lambda about: about["time_s"])
+    return first["reason"], first["check"]
+
+
+def _adapted(box: Box, name: str, num_processes: int | None) -> dict[str, Any]:
+    """A preset adapted to fp32 and to this machine, and checked.
+
+    Raises:
+        UserError: names the preset.
+    """
+    mapping = check_accelerate_yaml(find_preset(name))
+    if mapping.get("mixed_precision") == "fp8":
+        raise UserError(f"--presets names {name}, whose float8 products only approximate those of one process: leave it out")
+    adapted = adapt_preset(mapping, num_processes=num_processes, use_cpu=box.use_cpu) | {
+        "mixed_precision": "no",
+        "use_cpu": box.use_cpu,  # as in all runs that it is compared with, whatever the preset says
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            save_preset(adapted, path := Path(folder, "adapted.yaml"))
+        except UserError as error:
+            raise UserError(f"--presets names {name}, which cannot run here: {str(error).removeprefix(f'{path}: ')}") from None
+    return adapted
+
+
+def _flags(box: Box, *, rows: int, micro: int, dropout: float = 0.0) -> dict[str, Any]:
+    """Flags that override the user's config: few steps and rows, everything logged and saved.
+
+    Args:
+        rows: rows per step.
+        micro: maximum rows per micro-batch, capped at the user's, which fit into memory.
+    """
+    config = box.config
+    micro = min(micro, config.train.micro_batch_size_rows)
+    has_adapter = config.adapter.method != "none"
+    # A prompt of the maximum length would leave no position for generated tokens.
+    room = (box.num_positions or math.inf) - GENERATION["eval.max_new_tokens"]
+    is_cut = isinstance(config, LLMConfig) and config.data.max_length_tokens > room
+    return {
+        **({"data.max_length_tokens": room} if is_cut else {}),
+        "model.dropout": dropout,
+        "model.frozen_dtype": "float32",
+        **({"adapter.dropout": dropout, "export.merge": True} if has_adapter else {}),
+        "train.max_steps": NUM_STEPS,
+        "train.num_epochs": None,
+        "train.global_batch_size_rows": rows,
+        "train.global_batch_size_tokens": None,
+        "train.micro_batch_size_rows": micro,
+        "optim.lr": min(float(config.optim.lr), LARGEST_LR),
+        "optim.warmup_steps": 0,
+        "optim.warmup_ratio": 0,
+        "optim.max_grad_norm": min(config.optim.max_grad_norm or LARGEST_GRAD_NORM, LARGEST_GRAD_NORM),
+        "optim.skip_beyond_sigmas": None,
+        "eval.every_steps": None,
+        "eval.every_epochs": None,
+        "eval.at_start": False,
+        "eval.num_rows": NUM_EVAL_ROWS,
+        "eval.batch_size_rows": micro,
+        "eval.generate": False,
+        "eval.best_metric": "loss",
+        "eval.early_stopping_patience": None,
+        "checkpoint.every_steps": SAVED_STEP,
+        "checkpoint.keep_last": NUM_STEPS,
+        "checkpoint.keep_best": 0,
+        "export.weights": "last",
+        "tracking.log_with": [],
+        "profile.steps": None,
+        "log_every_steps": 1,
+        "log_row_ids": True,
+        "run.output_dir": box.output / "runs",
+    }

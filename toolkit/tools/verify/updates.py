@@ -1,0 +1,96 @@
+"""Checks of steps on their own, without another run: AdamW against its formula, and dropout masks that must differ."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from toolkit.config.schema import OptimConfig
+from toolkit.tools.verify import PROBED_STEPS
+from toolkit.tools.verify.proofs import Proof, exact, prove, within
+from toolkit.tools.verify.records import Tensors, load_about, load_lines, load_list, load_tensors
+from toolkit.tools.verify.runs import LARGEST_GRAD_NORM, SAVED_STEP, WatchedRun
+
+UPDATE_TOLERANCE = 1e-4
+"""Tolerance for moments and for a weight's change, relative to their norms and beyond the weight's last bits."""
+
+
+def check_all_updates(runs: dict[str, WatchedRun], config: OptimConfig) -> list[Proof]:
+    """Rows for the updates of one process, DDP and the presets, and for dropout."""
+    updated = [run for name, run in runs.items() if name in ("reference", "ddp") or name.startswith("preset-")]
+    proofs = [prove("update", run, lambda run: check_updates(run, config)) for run in updated]
+    proofs.append(prove("dropout", runs["dropout"], check_dropout))
+    return [proof for proof in proofs if proof is not None]
+
+
+def check_updates(run: WatchedRun, config: OptimConfig) -> Proof:
+    """Check weights and moments after steps 1 and 2 against clipping and AdamW in fp64 (Loshchilov and Hutter 2019, algorithm 2),
+    computed from those before, the recorded gradients and the logged learning rate."""
+    lrs = {line["step"]: line["learning_rate"] for line in load_lines(run, "train")}
+    decay = load_about(run, "updated-1")["weight_decay"]
+    states = [load_tensors(run, name) for name in ("loaded", "updated-1", f"saved-{SAVED_STEP}")]
+    worst, clips = (0.0, ""), []
+    for step, record in enumerate(("gradients", "late_gradients"), start=1):
+        gradients = load_tensors(run, record)
+        norm = math.sqrt(sum(float(np.square(g, dtype=np.float64).sum()) for g in gradients.values()))
+        clips.append(min(1.0, min(config.max_grad_norm or LARGEST_GRAD_NORM, LARGEST_GRAD_NORM) / (norm + 1e-6)))
+        for name, gradient in gradients.items():
+            clipped = gradient.astype(np.float64) * clips[-1]
+            wrong = _difference(name, clipped, states[step - 1], states[step], step, lrs[step], decay[name], config)
+            worst = max(worst, (wrong, f"{name} after step {step} is not what AdamW makes of its gradient"))
+    clipping = f"clipped to {min(clips):.0%}" if min(clips) < 1 else "nothing to clip"
+    title = f"{run.title}: AdamW written out, 2 steps, {len(decay)} tensors, {clipping}"
+    return within("update", title, *worst, UPDATE_TOLERANCE, "{}")
+
+
+def _difference(
+    name: str, gradient: np.ndarray, before: Tensors, after: Tensors, step: int, lr: float, decay: float, config: OptimConfig
+) -> float:
+    """The largest relative difference of a weight's change and of its two moments."""
+
+    def moment(state: Tensors, kind: str) -> np.ndarray:
+        return state.get(f"optimizer.state.{name}.{kind}", np.zeros_like(gradient)).astype(np.float64)
+
+    old, new = (state[f"model.{name}"].astype(np.float64) for state in (before, after))
+    first = config.beta1 * moment(before, "exp_avg") + (1 - config.beta1) * gradient
+    second = config.beta2 * moment(before, "exp_avg_sq") + (1 - config.beta2) * gradient**2
+    root = np.sqrt(second / (1 - config.beta2**step))
+    change = -lr * decay * old - lr * first / (1 - config.beta1**step) / (root + config.eps)
+    last_bits = 2 * np.spacing(np.maximum(np.abs(old), np.abs(new)).astype(np.float32))
+    beyond = np.maximum(0, np.abs(new - old - change) - last_bits)
+    pairs = [(beyond, change), (moment(after, "exp_avg") - first, first), (moment(after, "exp_avg_sq") - second, second)]
+    differences = [float(np.linalg.norm(wrong)) / max(float(np.linalg.norm(right)), 1e-30) for wrong, right in pairs]
+    return max(math.inf if math.isnan(difference) else difference for difference in differences)
+
+
+def check_dropout(run: WatchedRun) -> Proof | None:
+    """Check that no two ranks, micro-batches or steps drop the same elements; None if the model has no dropout."""
+    # What each rank and micro-batch drew in each step.
+    seen = load_list(run, "dropout")
+    if all(probe["loss"] == probe["plain_loss"] for probe in seen):
+        return None
+    drawn = {kind: {(p["rank"], p["micro_batch"], p["step"]): p[kind] for p in seen} for kind in ("loss", "mask")}
+    places = sorted({place[:2] for place in drawn["loss"]})
+
+    def of_place(place: tuple[int, int], kind: str) -> list[Any]:
+        return [drawn[kind][*place, step] for step in PROBED_STEPS]  # both steps: two losses may be equal by chance
+
+    def of_step(step: int, kind: str) -> list[Any]:
+        return [drawn[kind][*place, step] for place in places]
+
+    # Compare places with each other, then the steps.
+    equal = [
+        pair for pair in combinations(places, 2) if any(of_place(pair[0], kind) == of_place(pair[1], kind) for kind in drawn)
+    ]
+    first, second = PROBED_STEPS
+    is_step_repeated = any(of_step(first, kind) == of_step(second, kind) for kind in drawn)
+    num_ranks, num_micro_batches = (len({place[i] for place in places}) for i in (0, 1))
+    detail = f"steps {first} and {second} drop the same elements" if is_step_repeated else ""
+    if equal:
+        (one, two), *_ = equal
+        detail = f"the same elements are dropped on rank {one[0]}, micro-batch {one[1]} and rank {two[0]}, micro-batch {two[1]}"
+    title = f"{run.title}: masks of {num_ranks} ranks, {num_micro_batches} micro-batches"
+    return exact("dropout", title, float(len(equal)), detail)

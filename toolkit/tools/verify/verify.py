@@ -1,0 +1,222 @@
+"""`python -m toolkit verify`: launches short runs of the recipe with the user's model, and prints a table of what they prove."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any, Final
+
+from toolkit.config.load import RecipeConfig, find_model, load_config
+from toolkit.config.schema import LLMConfig, SummarizationConfig
+from toolkit.errors import UserError, align, escape_controls, one_line
+from toolkit.launch.relaunch import PRESET_FOLDER, launch
+from toolkit.models.config import AutoClass, is_encoder_decoder, load_model_config
+from toolkit.tools.verify.checks import check_all
+from toolkit.tools.verify.proofs import Proof
+from toolkit.tools.verify.runs import Box, Launch, launch_all, plan_runs
+
+RECIPE_FOLDER = PRESET_FOLDER.parent / "recipes"
+DEFAULT_PRESETS = ("fsdp2_full_shard",)
+DEFAULT_TOLERANCE = 1e-5
+SMALL_ROWS: Final = {
+    "t5": {
+        "data.source": f"{RECIPE_FOLDER}/sources/docstrings.py:load_rows",
+        "data.max_source_length_tokens": 64,
+        "data.max_target_length_tokens": 32,
+    },
+    "llm": {"data.source": f"{RECIPE_FOLDER}/sources/functions.py:load_rows", "data.max_length_tokens": 128},
+}
+"""Data without a run YAML: docstrings of this Python."""
+TITLES = ("check", "compared with one process, or as said", "difference", "tolerance", "")
+
+
+def verify(
+    run_arguments: list[str],
+    *,
+    model: str | None = None,
+    config: str | None = None,
+    recipe: str | None = None,
+    presets: list[str] | None = None,
+    num_processes: int | None = None,
+    use_cpu: bool = False,
+    bf16: bool = False,
+    output: Path = Path("runs/verify"),
+    tolerance: float = DEFAULT_TOLERANCE,
+    launch: Launch = launch,
+) -> bool:
+    """Launch the runs, compare them and print the table; returns whether all checks passed. The table is also in `output`.
+
+    Args:
+        run_arguments: dotted flags of the recipe.
+        model: folder or hub id. If unset, that of `config`, else the small T5 of the recipes.
+        config: run YAML, whose rows the runs train on. If unset, docstrings.
+        recipe: `t5` or `llm`. If unset, chosen by the model.
+        presets: names or paths of accelerate YAMLs to check, in addition to one process and DDP.
+        num_processes: if unset, the GPUs of this machine, else 2.
+        bf16: whether to add a run in bf16, which is compared with fp32 to 5 %.
+        tolerance: largest relative difference of losses and gradients in fp32.
+
+    Raises:
+        UserError: settings that a run would refuse, or more processes than GPUs.
+    """
+    # Plan the runs and launch them, one after the other.
+    box = build_box(run_arguments, model, config, recipe, presets or list(DEFAULT_PRESETS), num_processes, use_cpu, output)
+    plans = plan_runs(dataclasses.replace(box, in_bf16=bf16))
+    _clear(output)
+    where = "the CPU, fp32" if box.use_cpu else "GPUs, fp32 (products in ieee precision, attention by torch's math kernel)"
+    what = f"{box.config.model.name_or_path} by recipes/{box.recipe.name}, {box.num_processes} processes on {where}"
+    print(one_line(f"{what}: {len(plans)} runs"), flush=True)
+    runs = {run.plan.name: run for run in launch_all(box, plans, launch)}
+
+    # Compare what they left. These imports take seconds.
+    from toolkit.tools.verify.exports import check_exports
+    from toolkit.tools.verify.updates import check_all_updates
+
+    expects_frozen = box.config.adapter.method != "none" or bool(box.config.model.freeze)
+    auto_class: AutoClass = "AutoModelForCausalLM" if isinstance(box.config, LLMConfig) else "AutoModelForSeq2SeqLM"
+    proofs = check_all(runs, tolerance, expects_frozen=expects_frozen)
+    proofs += check_all_updates(runs, box.config.optim)
+    proofs += check_exports(runs["preset-0"], box.config, auto_class)
+    passed = all(proof.passed for proof in proofs)
+    _show(proofs, output, passed)
+    return passed
+
+
+def build_box(
+    run_arguments: list[str],
+    model: str | None,
+    config: str | None,
+    recipe: str | None,
+    presets: list[str],
+    num_processes: int | None,
+    use_cpu: bool,
+    output: Path,
+) -> Box:
+    """What to verify, with defaults for all arguments that `verify` did not get.
+
+    Raises:
+        UserError: as `verify`.
+    """
+    if not RECIPE_FOLDER.is_dir():
+        raise UserError(f"{RECIPE_FOLDER} is not there: install the toolkit with `pip install -e` from its checkout")
+    if any(argument.partition("=")[0] == "--model.name_or_path" for argument in run_arguments):
+        raise UserError("--model.name_or_path is given: give the model as --model, from which verify chooses recipe and weights")
+
+    # The model chooses the recipe, and with it the default rows.
+    if model is None and config is None:
+        model = str(RECIPE_FOLDER / "models" / "t5_gelu")
+        run_arguments = ["--model.from_scratch=true", *run_arguments]
+    is_t5 = is_encoder_decoder(model or find_model([f"--config={config}"])) if recipe is None else recipe == "t5"
+    name = "t5" if is_t5 else "llm"
+    given = [f"--config={config}"] if config else [f"--{key}={value}" for key, value in SMALL_ROWS[name].items()]
+    arguments = [*given, *([f"--model.name_or_path={model}"] if model else []), *run_arguments]
+    config_class: Any = SummarizationConfig if is_t5 else LLMConfig
+    # Every config needs a length; that of the runs is set later.
+    parsed = load_config(config_class, arguments if config else ["--train.max_steps=1", *arguments])
+    if "flash" in (attention := parsed.model.attn_implementation or ""):
+        raise UserError(
+            f"model.attn_implementation is {attention}, which cannot compute in fp32, but verify does, to separate rounding from "
+            "mistakes: add --model.attn_implementation null"
+        )
+    on_cpu, chosen = _processes(num_processes, use_cpu)
+    return Box(
+        recipe=RECIPE_FOLDER / f"{name}.py",
+        arguments=arguments,
+        config=parsed,
+        num_positions=None if is_t5 else _num_positions(parsed),
+        presets=presets,
+        num_processes=chosen,
+        use_cpu=on_cpu,
+        output=output.absolute(),
+    )
+
+
+def _num_positions(config: RecipeConfig) -> int | None:
+    """The position limit of a causal model, if its config has one."""
+    model_config = load_model_config(config.model, "AutoModelForCausalLM")
+    return getattr(model_config.get_text_config(), "max_position_embeddings", None)
+
+
+def _processes(num_processes: int | None, use_cpu: bool) -> tuple[bool, int]:
+    """Whether to run on the CPU, and with how many processes."""
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    on_cpu = use_cpu or num_gpus == 0
+    chosen = num_processes if num_processes is not None else (2 if on_cpu else num_gpus)
+    if chosen < 2:
+        raise UserError(
+            f"--num-processes is {chosen}, but verify compares several with one: give 2 or more, with --use-cpu if need be"
+        )
+    if not on_cpu and chosen > num_gpus:
+        raise UserError(f"--num-processes is {chosen}, but there are {num_gpus} GPUs here: give fewer, or --use-cpu")
+    return on_cpu, chosen
+
+
+def _clear(output: Path) -> None:
+    """Create the folder, or remove what an earlier `verify` left in it.
+
+    Raises:
+        UserError: the folder holds anything else, or cannot be created.
+    """
+    if output.exists() and (not output.is_dir() or (any(output.iterdir()) and not (output / "verify.json").exists())):
+        raise UserError(f"--output {output} exists and is not from an earlier verify: take another folder")
+    for name in ("runs", "records", "logs", "presets"):
+        shutil.rmtree(output / name, ignore_errors=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "verify.md").unlink(missing_ok=True)
+        (output / "verify.json").write_text('{"passed": null}\n', encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--output {output} cannot be written ({error.strerror}): name a folder that you can write to") from None
+
+
+def _show(proofs: list[Proof], output: Path, passed: bool) -> None:
+    """Print the table and write it. If all checks passed, remove the runs: they are as large as their checkpoints."""
+    # The table, and a line for each cause of failures.
+    lines = align([TITLES, *(_cells(proof) for proof in proofs)], left=range(len(TITLES)))
+    failed = [proof for proof in proofs if proof.is_reached and not proof.passed]
+    causes: dict[tuple[str, str], list[str]] = {}
+    for proof in failed:
+        causes.setdefault((proof.check, proof.detail), []).append(proof.compared)
+    lines += ["", *(f"FAILED {check} ({'; '.join(where)}): {detail}" for (check, detail), where in causes.items())]
+    open_checks = dict.fromkeys(proof.check for proof in proofs if not proof.is_reached)
+    if passed:
+        lines.append(f"all {len(proofs)} proven")
+    else:
+        names = ", ".join(dict.fromkeys(proof.check for proof in failed))
+        lines.append(f"FAILED: {names}" + (f"; not reached: {', '.join(open_checks)}" if open_checks else ""))
+    text = "\n".join(lines)
+
+    # Print it, and write it as Markdown and as JSON.
+    print(escape_controls(f"\n{text}"))
+    (output / "verify.md").write_text(f"```\n{text}\n```\n", encoding="utf-8")
+    about = {"passed": passed, "proofs": [_plain(dataclasses.asdict(proof)) for proof in proofs]}
+    (output / "verify.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    if passed:
+        shutil.rmtree(output / "runs")
+        shutil.rmtree(output / "records")
+    else:
+        print(one_line(f"{output} has the runs' output and files"))
+
+
+def _cells(proof: Proof) -> tuple[str, ...]:
+    def number(value: float) -> str:
+        if proof.check == "sharding":
+            return f"{value:.1%}"
+        is_count = proof.check in ("rows", "ties", "moved", "frozen")
+        return f"{value:.0f}" if is_count or value == 0 else f"{value:.1e}"
+
+    state = "passed" if proof.passed else ("FAILED" if proof.is_reached else "not reached")
+    if proof.difference is None:
+        return proof.check, proof.compared, "-", "-", state
+    tolerance = "exact" if proof.tolerance == 0 else number(proof.tolerance)
+    return proof.check, proof.compared, number(proof.difference), tolerance, state
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    """Replace infinities, which JSON cannot express, by None."""
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}

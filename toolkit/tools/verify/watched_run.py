@@ -1,0 +1,273 @@
+"""Runs in each rank of `python -m toolkit verify`: the unchanged recipe, with its calls wrapped to record what they do.
+
+    accelerate launch --config_file PRESET.yaml -m toolkit.tools.verify.watched_run RECIPE.py FOLDER export|leave FLAG...
+
+Rank 0 writes the records into FOLDER:
+
+    loaded.*        after the checkpoint is loaded, or before the first step
+    gradients.*     in the first step, before clipping; late_gradients.*: in the second
+    updated-1.*     after the first step
+    saved-<step>.*  whenever a checkpoint is saved
+    dropout.json    losses of one row, with the dropout of each rank and micro-batch (`rank_probes`)
+    generated.json  prompts and generated texts (`rank_probes`)
+    trained.*       after the last step; then the run exports, or ends
+    failed-<rank>.json   the error that ended the rank, and the check that it fails
+
+`*.safetensors` holds unsharded tensors, `*.json` what each rank holds of them. torch's own full state dict gathers them, because
+the toolkit's functions are what is being checked. Rank 0 takes everything into host memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import runpy
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from toolkit.checkpoint.save import CheckpointWriter, Save
+from toolkit.checkpoint.state import TrainState
+from toolkit.data.batch_plan import Step
+from toolkit.distributed.comm import gather_objects, rank, world_size
+from toolkit.errors import UserError
+from toolkit.models.freeze import aliases
+from toolkit.parallel.units import clean, local_tensor
+from toolkit.parallel.wrap import ShardedModel
+from toolkit.tools.verify import EXPORT
+from toolkit.tools.verify.rank_probes import watch_dropout, watch_generation
+from toolkit.tracking.step_log import StepFigures
+from toolkit.training import finetune, loop
+from toolkit.training import run as run_module
+from toolkit.training.run import Run, leave
+
+CHECK_OF_FUNCTION = {
+    ("toolkit.checkpoint.load", "load_checkpoint"): "save",
+    ("toolkit.training.parameter_checks", "check_gradients"): "gradients",
+    ("toolkit.training.parameter_checks", "check_moments"): "moved",
+    ("toolkit.training.parameter_checks", "check_moved"): "moved",
+    ("toolkit.training.parameter_checks", "check_frozen"): "frozen",
+}
+CHECK_OF_MODULE = {
+    "toolkit.checkpoint.save": "save",
+    "toolkit.evaluation.loop": "evaluation",
+    "toolkit.export.write": "export",
+}
+"""A run checks itself: the check that fails if an error comes from this function or module."""
+
+
+def main() -> None:
+    """Run a recipe with all its flags, and record it."""
+    recipe, folder, end, *flags = sys.argv[1:]
+    if torch.cuda.is_available():
+        take_exact_kernels()
+    watch(Path(folder), exports=end == EXPORT)
+    sys.argv = [recipe, *flags]
+    try:
+        runpy.run_path(recipe, run_name="__main__")
+    except BaseException as error:  # re-raised below; a `UserError` is a SystemExit by now
+        if not isinstance(error, SystemExit) or error.code:
+            _note_failure(Path(folder), error)
+        raise
+
+
+def take_exact_kernels() -> None:
+    """Take kernels of a GPU that add in a fixed order. A run in bf16 is there to try the attention that training takes.
+
+    With `warn_only` memory-efficient attention splits its backward's sums (attention_backward.cu, num_splits_key); without it
+    some operators fail."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "no":
+        for kernel in ("flash", "mem_efficient", "cudnn"):
+            getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
+
+
+def watch(folder: Path, *, exports: bool) -> None:
+    """Wrap the recorded calls, for the rest of this process.
+
+    Args:
+        exports: whether the recipe exports, which takes as long as a run of a few steps.
+    """
+    # The original calls, and the probes of dropout and generation.
+    resume, clip, save, finish = run_module.resume, loop.clip_gradients, CheckpointWriter.save, finetune.finish
+    train_step = loop.train_step
+    records = ["gradients", "late_gradients"]
+    masks = watch_dropout()
+    texts = watch_generation(masks)
+
+    # Each wrapper records before or after the original call.
+    def resume_and_look(run: Run, saved: Path | None) -> None:
+        resume(run, saved)
+        _record(folder / "loaded", run.sharded, run.optimizer)
+
+    def look_and_clip(model: Any, *rest: Any) -> torch.Tensor:
+        if records:  # the same on all ranks
+            _save(folder / records.pop(0), _whole_gradients(model))
+        return clip(model, *rest)
+
+    def step_and_look(run: Run, step: Step, *args: Any) -> StepFigures:
+        masks.run = run
+        figures = train_step(run, step, *args)
+        if step.step == 1:
+            _record(folder / "updated-1", run.sharded, run.optimizer)
+        return figures
+
+    def look_and_save(writer: CheckpointWriter, state: TrainState, *, wait: bool = False) -> Save | None:
+        _record(folder / f"saved-{state.step}", writer.sharded, writer.optimizer)
+        return save(writer, state, wait=wait)
+
+    def look_and_finish(run: Run) -> None:
+        _record(folder / "trained", run.sharded)
+        for name, seen in (("dropout", masks.seen), ("generated", texts)):
+            every = [item for part in gather_objects(seen) for item in part]
+            if rank() == 0 and every:
+                (folder / f"{name}.json").write_text(json.dumps(every), encoding="utf-8")
+        if exports:
+            finish(run)
+        else:
+            leave()
+
+    run_module.resume, finetune.finish = resume_and_look, look_and_finish  # type: ignore[assignment]
+    loop.clip_gradients, loop.train_step = look_and_clip, step_and_look  # type: ignore[assignment]
+    CheckpointWriter.save = look_and_save  # type: ignore[method-assign,assignment]
+
+
+def _note_failure(folder: Path, error: BaseException) -> None:
+    """Write the error that ended the rank, with its time: peers may fail later because of it, with meaningless errors."""
+    cause = error.__context__ if isinstance(error, SystemExit) and error.__context__ else error
+    frames = [(str(frame.f_globals.get("__name__")), frame.f_code.co_name) for frame, _ in traceback.walk_tb(cause.__traceback__)]
+    checks = (CHECK_OF_FUNCTION.get(frame) or CHECK_OF_MODULE.get(frame[0]) for frame in frames)
+    text = " ".join(str(cause).split())
+    reason = text if isinstance(cause, UserError) else f"{type(cause).__name__}: {text}"
+    about = {"check": next(filter(None, checks), "run"), "reason": reason, "time_s": time.time()}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"failed-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(about), encoding="utf-8")
+
+
+def _record(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Write unsharded parameters and moments (a hash for frozen parameters), and what each rank holds of them. Collective.
+
+    Args:
+        optimizer: None records parameters only.
+    """
+    # Gather weights and moments on rank 0.
+    named = dict(sharded.skeleton.named_parameters())
+    weights = _on_rank_0(get_model_state_dict(sharded.model, options=_whole(sharded.model)))
+    assert rank() != 0 or weights.keys() >= named.keys(), f"not gathered: {sorted(named.keys() - weights.keys())}"
+    moments = {}
+    if optimizer is not None and optimizer.state:  # without state, torch would take a step to create it
+        options = _whole(sharded.model, flatten_optimizer_state_dict=True)
+        state: dict[str, Any] = get_optimizer_state_dict(sharded.model, optimizer, options=options)
+        moments = _on_rank_0({name: t for name, t in state.items() if name.startswith("state.")})
+
+    # What this rank holds, and how it is sharded.
+    local = {
+        "parameter_bytes": sum(_num_bytes(local_tensor(p)) for p in sharded.model.parameters()),
+        "moment_bytes": sum(
+            _num_bytes(local_tensor(t))
+            for state in (optimizer.state.values() if optimizer is not None else ())
+            for t in state.values()
+            if isinstance(t, torch.Tensor) and t.dim()
+        ),
+    }
+    about = {
+        "ranks": gather_objects(local),
+        "placements": sorted({str(p.placements) for p in sharded.model.parameters() if isinstance(p, DTensor)}),
+        "weight_decay": _weight_decay(sharded.model, optimizer),
+        "parameters": {
+            name: {"shape": list(p.shape), "itemsize": p.element_size(), "is_trainable": p.requires_grad}
+            for name, p in named.items()
+        },
+        "ties": _ties(sharded),
+        "has_relu": any(isinstance(module, torch.nn.ReLU) for module in sharded.skeleton.modules()),
+        "frozen": {name: hash_tensor(t) for name, t in weights.items() if name in named and not named[name].requires_grad},
+    }
+    trained = {f"model.{name}": t for name, t in weights.items() if name in named and named[name].requires_grad}
+    _save(path, trained | {f"optimizer.{name}": t for name, t in moments.items()}, about)
+
+
+def _weight_decay(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, float]:
+    """Weight decay of each trainable parameter, by clean name."""
+    groups = optimizer.param_groups if optimizer is not None else []
+    decay = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
+    named = {clean(name).removeprefix("module."): id(parameter) for name, parameter in model.named_parameters()}
+    return {name: decay[parameter] for name, parameter in named.items() if parameter in decay}
+
+
+def _whole(model: torch.nn.Module, *, flatten_optimizer_state_dict: bool = False) -> StateDictOptions:
+    """Options to gather on rank 0's CPU only. FSDP1 on a CPU gathers on all ranks: its offload to the CPU segfaults."""
+    gathers = world_size() > 1
+    offloads = gathers and not (isinstance(model, FullyShardedDataParallel) and next(model.parameters()).device.type == "cpu")
+    return StateDictOptions(
+        full_state_dict=gathers, cpu_offload=offloads, flatten_optimizer_state_dict=flatten_optimizer_state_dict
+    )
+
+
+def _on_rank_0(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    if rank() != 0:
+        return {}
+    return {clean(name): t.detach().to("cpu", copy=True).contiguous() for name, t in state.items()}
+
+
+def _whole_gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Unsharded gradients of trainables, by clean name. Collective."""
+
+    def whole(gradient: torch.Tensor) -> torch.Tensor:
+        return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).detach().to("cpu", copy=True).contiguous()
+
+    def of_parameters() -> dict[str, torch.Tensor]:
+        named = {clean(name).removeprefix("module."): p for name, p in model.named_parameters()}
+        return {name: whole(p.grad) for name, p in named.items() if p.requires_grad and p.grad is not None}
+
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True, writeback=False):
+            return of_parameters()
+    return of_parameters()
+
+
+def _ties(sharded: ShardedModel) -> dict[str, list[list[str]]]:
+    """Groups of names that share one weight in the model as transformers builds it, and those that no longer share it here."""
+    with torch.device("meta"):
+        plain: Any = type(sharded.skeleton)(sharded.skeleton.config)  # type: ignore[arg-type]
+    here = {}
+    for name, parameter in sharded.plain.named_parameters(remove_duplicate=False):
+        name = clean(name)
+        if ".original_module." not in name:
+            here[name.replace(".modules_to_save.default.", ".").replace(".base_layer.", ".")] = id(parameter)
+    tied = [names for names in aliases(plain).values() if len(names) > 1]
+    return {"tied": tied, "broken": [names for names in tied if len({here.get(name, name) for name in names}) > 1]}
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def hash_tensor(tensor: torch.Tensor) -> str:
+    """sha256 of dtype, shape and bytes of a tensor on the CPU."""
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _save(path: Path, tensors: dict[str, torch.Tensor], about: dict[str, Any] | None = None) -> None:
+    """Write a record on rank 0. The JSON is written last, so that a record with it is complete."""
+    if rank() != 0:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path.with_suffix(".safetensors"))
+    if about is not None:
+        path.with_suffix(".json").write_text(json.dumps(about), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
