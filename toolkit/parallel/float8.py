@@ -85,7 +85,8 @@ def refresh_scales(model: nn.Module) -> None:
 def no_float8(model: nn.Module) -> Iterator[None]:
     """Multiply without float8, by the weights as they are gathered, in a forward without gradients.
 
-    A float8 scale is of all tokens of a micro-batch (torchao/float8/float8_linear.py:56): each token's products are of all."""
+    A float8 scale is of all tokens of a micro-batch (torchao/float8/float8_linear.py:56): each token's products are of all.
+    """
     linears: list[Any] = [m for m in model.modules() if any(kind.__name__ == "Float8Linear" for kind in type(m).__mro__)]
     for linear in linears:
         linear.forward = functools.partial(_multiply, linear)
