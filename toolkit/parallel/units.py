@@ -101,7 +101,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
     A layer that shares a weight with a module outside is left out: BERT lists its embeddings, and its head ties them.
     """
-    listed = private("_no_split_modules", model) if hasattr(model, "config") else ()  # a convnet is none of transformers'
+    listed = private("_no_split_modules", model) if hasattr(model, "config") else ()  # a convnet is not from transformers
     unsplit = set(listed or ()) & set(_class_names(model))
     blocks = _outermost(model, unsplit or _repeated_classes(model))
     owners_of: dict[int, set[str]] = {}
