@@ -62,7 +62,7 @@ def test_a_missing_name_ends_the_run_with_a_sentence(name: str, monkeypatch: pyt
 
 
 def test_a_missing_module_is_missing_too() -> None:
-    names = private.listed(("torch.no_such_module", "name", "nothing"))
+    names = private.listed(("torch", "no_such_module.name", "nothing"))
     with pytest.raises(UserError, match=r"^torch \S+ has no torch.no_such_module.name: nothing cannot work; "):
         private.find(names, "name")
 

@@ -8,17 +8,14 @@ from unittest import mock
 
 from toolkit import private as core
 
-_FSDP2 = "torch.distributed.fsdp._fully_shard"
 NAMES = core.listed(
-    ("torch.testing._internal.distributed.fake_pg", "FakeStore", "the memory plan"),
-    ("torch._subclasses.fake_tensor", "FakeTensorMode", "the memory plan"),
-    ("torch.utils._python_dispatch", "TorchDispatchMode", "the memory plan"),
-    ("torch.utils._pytree", "tree_leaves", "the memory plan"),
-    ("torch._C", "_current_graph_task_id", "the memory plan"),
-    ("torch.ops.c10d", "_allgather_base_ _reduce_scatter_base_", "the memory plan"),
-    (f"{_FSDP2}._fsdp_collectives.DefaultAllocMixin", "allocate", "the memory plan"),
-    (f"{_FSDP2}._fsdp_param", "_chunk_with_empty", "the memory plan"),
-    (f"{_FSDP2}._fsdp_param.FSDPParam", "alloc_all_gather_outputs init_unsharded_param _unsharded_param", "the memory plan"),
+    ("torch", "testing._internal.distributed.fake_pg.FakeStore _subclasses.fake_tensor.FakeTensorMode", "the memory plan"),
+    ("torch.utils", "_python_dispatch.TorchDispatchMode _pytree.tree_leaves", "the memory plan"),
+    ("torch", "_C._current_graph_task_id ops.c10d._allgather_base_ ops.c10d._reduce_scatter_base_", "the memory plan"),
+    ("torch.distributed.fsdp._fully_shard", "_fsdp_collectives.DefaultAllocMixin.allocate", "the memory plan"),
+    ("torch.distributed.fsdp._fully_shard._fsdp_param", "_chunk_with_empty FSDPParam._unsharded_param", "the memory plan"),
+    ("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam.alloc_all_gather_outputs", "the memory plan"),
+    ("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam.init_unsharded_param", "the memory plan"),
     ("transformers.generation.utils", "GENERATION_MODES_MAPPING", "generating with a model's own settings"),
 )
 FAKE_POINTER_READ = "Accessing the data pointer of FakeTensor"  # by a copy; nothing reads what is there
