@@ -18,16 +18,15 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
 from toolkit.distributed.comm import control_group, on_all_ranks, rank
 from toolkit.distributed.progress import Phase
 from toolkit.errors import UserError, refused
+from toolkit.private import NO_PROCESS_GROUP, private
 
-# DCP warns whenever one process saves without a process group, as with the `single` preset.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+warnings.filterwarnings("ignore", message=NO_PROCESS_GROUP)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -103,7 +102,7 @@ def _is_on_host(tensor: torch.Tensor) -> bool:
     Of FSDP1's tensors with fewer rows than ranks, some ranks have no part. Under nccl their `device` is then the thread's, GPU 0
     (torch/distributed/_shard/sharded_tensor/_ops/tensor_ops.py:54).
     """
-    parts = [shard.tensor for shard in tensor.local_shards()] if isinstance(tensor, ShardedTensor) else [tensor]
+    parts = [shard.tensor for shard in tensor.local_shards()] if isinstance(tensor, private("ShardedTensor")) else [tensor]
     return all(part.device.type == "cpu" for part in parts)
 
 
@@ -201,8 +200,9 @@ class _SafeReader(dcp.FileSystemReader):
         """One stored tensor: a full one, or one rank's shard."""
         about: Any = self.read_metadata().state_dict_metadata[index.fqn]
         shape = next(tuple(chunk.sizes) for chunk in about.chunks if chunk.offsets == index.offset)
+        cut = private("_slice_file", self)
         try:
-            stored = torch.load(self._slice_file(file, self.storage_data[index]), map_location="cpu", weights_only=True)
+            stored = torch.load(cut(file, self.storage_data[index]), map_location="cpu", weights_only=True)
         except Exception as error:  # as above; torch's message advises weights_only=False
             raise ValueError(
                 f"{self.folder / name} holds no tensor for {index.fqn} ({refused(error) or type(error).__name__})"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 from toolkit.checkpoint.dcp import Tensors
+from toolkit.private import private
 
 
 class HostCopier:
@@ -32,7 +32,7 @@ class HostCopier:
     def copy(self, tensors: Tensors) -> Tensors:
         """Copies with the same placements; complete after `wait`, and valid until the next call."""
         # torch's stager does not support FSDP1's ShardedTensors; its older one does, but allocates each time.
-        fsdp1 = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, ShardedTensor)}
+        fsdp1 = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, private("ShardedTensor"))}
         others = {name: tensor for name, tensor in tensors.items() if name not in fsdp1}
         if self.staged.keys() != others.keys():
             self.staged = self.stager.stage(others)  # type: ignore[assignment]

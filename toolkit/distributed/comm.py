@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.errors import UserError, as_user_error
+from toolkit.private import private
 
 T = TypeVar("T")
 
@@ -51,8 +52,9 @@ def limit_groups(timeout: datetime.timedelta) -> None:
     The groups of an HSDP mesh (torch/distributed/device_mesh.py:586) and of FSDP1's hybrid shards (fsdp/_init_utils.py:212) are
     created without a timeout. They would get torch's own (distributed_c10d.py:836): 10 minutes under nccl, 30 under gloo.
     """
-    c10d: Any = dist.distributed_c10d
-    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        private(name)
+        setattr(dist.distributed_c10d, name, timeout)
 
 
 @functools.lru_cache(maxsize=1)
@@ -61,11 +63,8 @@ def control_group() -> dist.ProcessGroup | None:
     `build_accelerator`."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    world: Any = dist.group.WORLD
-    # gloo gets no longer to connect than the job's own group, which under nccl connects later.
-    connect_timeout = world._get_backend(world._device_types[0]).options._timeout
-    group: Any = dist.new_group(backend="gloo", timeout=connect_timeout)
-    group._get_backend(torch.device("cpu"))._set_default_timeout(CONTROL_TIMEOUT)
+    group: Any = dist.new_group(backend="gloo")  # it gets as long to connect as `limit_groups` says
+    group.set_timeout(CONTROL_TIMEOUT)
     return group
 
 

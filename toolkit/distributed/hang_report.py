@@ -12,11 +12,9 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from torch.distributed.distributed_c10d import _world
 
 from toolkit.errors import one_line
+from toolkit.private import private
 
 
 @dataclass(frozen=True)
@@ -129,11 +127,12 @@ def line_of_main_thread() -> str:
 
 
 def num_collectives() -> dict[str, int]:
-    """Collectives that this process has issued, by process group and device. The counters are private: torch has no other."""
-    counts = {"new groups": _world.group_count}  # creating a group is collective too
-    for group in list(_world.pg_map):
-        for device in group._device_types:
+    """Collectives that this process has issued, by process group and device."""
+    world = private("_world")
+    counts = {"new groups": world.group_count}  # creating a group is collective too
+    for group in list(world.pg_map):
+        for device in private("_device_types", group):
             with suppress(RuntimeError):  # the backend does not count
-                backend: Any = group._get_backend(device)
-                counts[f"{group.group_name}/{device.type}"] = backend._get_sequence_number_for_group()
+                backend = private("_get_backend", group)(device)
+                counts[f"{group.group_name}/{device.type}"] = private("_get_sequence_number_for_group", backend)()
     return counts

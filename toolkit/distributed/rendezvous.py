@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from toolkit.distributed.store import LINGER_S, POLL_S, Meeting, find_meeting, open_store, refusal
 from toolkit.errors import refused
+from toolkit.private import GLOO
 
 ALL_ARE_HERE = "all are here"
 
@@ -70,8 +71,8 @@ def connecting() -> Iterator[None]:
 
 
 def is_connection_error(error: Exception) -> bool:
-    """Whether torch lost another rank or never reached it. gloo raises plain RuntimeErrors."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    """Whether torch lost another rank or never reached it."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and GLOO in str(error))
 
 
 def _name_attempt(store: dist.Store, meeting: Meeting) -> str:

@@ -44,6 +44,7 @@ from toolkit.distributed.peers import ANSWER_S, LOOK_S, Peers, store_bytes_per_s
 from toolkit.distributed.rendezvous import is_connection_error
 from toolkit.distributed.store import LINGER_S
 from toolkit.errors import EXIT_HANG, RankLost
+from toolkit.private import private
 
 WINDOW_S = 30.0
 """Longest time between two looks at the process's own activity."""
@@ -115,7 +116,7 @@ def naming_lost_ranks() -> Iterator[None]:
         time.sleep(0.2)  # a dying process closes its sockets one by one; and in a hang, the watchdog ends this process too
         try:
             store: Any = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
-            server = store._underlying_non_prefix_store
+            server = private("_underlying_non_prefix_store", store)
             if isinstance(server, dist.TCPStore):  # torch would warn in 20 lines, and try again until the timeout
                 socket.create_connection((server.host, server.port), timeout=ANSWER_S).close()
             store.set_timeout(datetime.timedelta(seconds=ANSWER_S))
@@ -156,6 +157,7 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         # Stored here because the process group may end before its watchdog.
         self._rank, self._world_size = rank(), world_size()
+        num_collectives()  # a torch without these counters is refused here, and not in a thread
         # The launcher hosts the store, or rank 0: its reads and writes are not work of the run.
         look_s = min(LOOK_S, self.timeout_s / 10)
         of_store = store_bytes_per_s(self._world_size, self._interval_s, look_s) if self._rank == 0 else 0

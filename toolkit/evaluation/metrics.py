@@ -18,6 +18,7 @@ from typing import Any
 
 from toolkit.distributed.comm import broadcast_object, on_all_ranks, rank
 from toolkit.errors import UserError
+from toolkit.private import private
 
 NUM_ROWS_TRIED = 8
 """Number of references on which each metric runs before the model loads."""
@@ -156,7 +157,7 @@ def _load_module(name: str) -> TextMetric:
             f"eval.metrics {name} cannot be loaded ({_line(error)}): name a metric of huggingface.co/evaluate-metric, or, on a "
             "machine without network, a folder with its script, as in ./my_metric with my_metric.py in it"
         ) from error
-    return TextMetric(metric_name(name), str(module._hash), functools.partial(_compute_module, module, name))
+    return TextMetric(metric_name(name), str(private("_hash", module)), functools.partial(_compute_module, module, name))
 
 
 def _compute_module(module: Any, name: str, predictions: list[str], references: list[str]) -> Any:

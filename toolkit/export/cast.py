@@ -8,6 +8,7 @@ import torch
 
 from toolkit.errors import UserError
 from toolkit.parallel.wrap import copy_on_meta
+from toolkit.private import private
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,11 +23,9 @@ def name_of(dtype: torch.dtype) -> str:
 
 def cast_on_meta(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """A copy on the meta device with parameters in `dtype`, or in fp32 where transformers would load them so (T5's `wo`)."""
-    from transformers.core_model_loading import build_glob_alternation
-
     model = copy_on_meta(model)
-    plan = model._get_dtype_plan(dtype)
-    kept = build_glob_alternation(list(plan))[0] if plan else None
+    plan = private("_get_dtype_plan", model)(dtype)
+    kept = private("build_glob_alternation")(list(plan))[0] if plan else None
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(torch.float32 if kept is not None and kept.search(name) else dtype)
     return model

@@ -13,6 +13,7 @@ from torch import nn
 from toolkit.distributed.comm import local_world_size
 from toolkit.distributed.device import GIB, free_memory_bytes
 from toolkit.errors import UserError
+from toolkit.private import private
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,7 +35,7 @@ FLOP_PER_S = {"cpu": 2e10, "cuda": 1e13}
 
 def reload(skeleton: PreTrainedModel, name_or_path: str | Path, device: torch.device, **options: Any) -> PreTrainedModel:
     """A model of the skeleton's class, loaded by plain transformers in fp32 on `device`."""
-    attention = skeleton.config._attn_implementation
+    attention = private("_attn_implementation", skeleton.config)
     # The CPU has no flash attention. Keep the others: a model may differ between them (Gemma 2 caps scores in `eager` only).
     if attention in ("eager", "sdpa"):
         options["attn_implementation"] = attention

@@ -15,6 +15,7 @@ from toolkit.export.compare import reload
 from toolkit.models.lora_files import BASE_FILE, BASE_HASHES, WEIGHTS_FILE, base_name, file_names
 from toolkit.parallel.gather import assign_parameters
 from toolkit.parallel.wrap import copy_on_meta
+from toolkit.private import ASKED_BY_PEFT
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,8 +73,7 @@ def load_adapter(folder: Path, skeleton: PreTrainedModel, device: torch.device) 
     lora = _lora_config(skeleton)
     base: Any = reload(skeleton, lora.base_model_name_or_path, device, revision=lora.revision or "main")
     with warnings.catch_warnings():
-        # peft 0.21 asks transformers for it; and on the meta device nothing is loaded.
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated|.*is a no-op")
+        warnings.filterwarnings("ignore", message=ASKED_BY_PEFT)
         return PeftModel.from_pretrained(base, str(folder), low_cpu_mem_usage=device.type == "meta").eval()
 
 

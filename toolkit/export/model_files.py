@@ -19,6 +19,7 @@ from toolkit.export.compare import check_names
 from toolkit.models.config import WEIGHTS_INDEX
 from toolkit.models.freeze import aliases
 from toolkit.models.safetensors_index import DTYPES
+from toolkit.private import private
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,17 +53,15 @@ class ModelFiles:
         """Write the configs, the index, the header of each weights file, and the buffers."""
         from huggingface_hub import split_state_dict_into_shards_factory
         from huggingface_hub.serialization import get_torch_storage_size
-        from transformers.core_model_loading import revert_weight_conversion
-        from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
         # Names, without aliases; which tensors the files have.
         model = self._model
-        ignored = set(model._keys_to_ignore_on_save or ())
+        ignored = set(private("_keys_to_ignore_on_save", model) or ())
         state = {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
-        state = remove_tied_weights_from_state_dict(state, model)
+        state = private("remove_tied_weights_from_state_dict")(state, model)
         first_names = {name: names[0] for names in aliases(model).values() for name in names}
         self._stored_names = {first_names.get(name, name): name for name in state}
-        converted = revert_weight_conversion(model, state)
+        converted = private("revert_weight_conversion")(model, state)
         # What cannot be converted alone: here, one tensor of the model can become many, but not many one.
         self._together = {name for name, tensor in state.items() if not self._converts_alone(name, tensor, converted)}
         if self._together:
@@ -75,7 +74,7 @@ class ModelFiles:
         split = split_state_dict_into_shards_factory(
             converted,
             get_storage_size=get_torch_storage_size,
-            get_storage_id=lambda tensor: tensor.untyped_storage()._cdata,
+            get_storage_id=lambda tensor: private("_cdata", tensor.untyped_storage()),
             filename_pattern="model{suffix}.safetensors",
             max_shard_size=self._max_shard_size,
         )
@@ -103,14 +102,12 @@ class ModelFiles:
         Raises:
             RuntimeError: the file does not hold what was written.
         """
-        from transformers.core_model_loading import revert_weight_conversion
-
         stored = self._stored_names.get(name)
         if stored in self._together:
             self._collected[stored] = weight.to("cpu", copy=True)
         elif stored is not None:
             # A copy: FSDP1 frees the memory that it gathered into, which torch forbids once numpy has seen it.
-            self._write(revert_weight_conversion(self._model, {stored: weight.to("cpu", copy=True)}))
+            self._write(private("revert_weight_conversion")(self._model, {stored: weight.to("cpu", copy=True)}))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -119,10 +116,8 @@ class ModelFiles:
         Raises:
             RuntimeError: a tensor was not written, or plain transformers misses one, or finds another or one of another shape.
         """
-        from transformers.core_model_loading import revert_weight_conversion
-
         if self._together:
-            self._write(revert_weight_conversion(self._model, self._collected))
+            self._write(private("revert_weight_conversion")(self._model, self._collected))
             self._collected = {}
         if self._places:
             raise RuntimeError(f"{self._folder}: {min(self._places)} was not gathered")
@@ -130,10 +125,9 @@ class ModelFiles:
 
     def _converts_alone(self, name: str, tensor: torch.Tensor, converted: Tensors) -> bool:
         """Whether the files' tensors that are made of this one are made of this one only."""
-        from transformers.core_model_loading import revert_weight_conversion
-
+        revert = private("revert_weight_conversion")
         try:
-            alone = revert_weight_conversion(self._model, {name: tensor})
+            alone = revert(self._model, {name: tensor})
         except Exception:  # an operation without its other tensors raises nothing more exact
             return False
         return all(other in converted and converted[other].shape == part.shape for other, part in alone.items())

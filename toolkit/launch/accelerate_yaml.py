@@ -16,6 +16,7 @@ from typing import Any, get_args, get_type_hints
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_rules import check_accumulation, check_rules
 from toolkit.launch.launchers import launch_arguments
+from toolkit.private import private
 
 PATH_VARIABLE = "TOOLKIT_ACCELERATE_YAML"
 """Names the file if no launching command line can be read, as under another launcher or in another PID namespace."""
@@ -84,13 +85,10 @@ def check_accelerate_yaml(path: Path) -> dict[str, Any]:
 
 def _config_file(arguments: list[str], folder: Path) -> Path | None:
     """`--config_file`, relative to the launcher's folder, else accelerate's default file if the launcher reads it."""
-    from accelerate.commands.config.config_args import default_config_file
-    from accelerate.commands.launch import launch_command_parser
-
-    args = launch_command_parser().parse_known_args(arguments)[0]
+    args = private("launch_command_parser")().parse_known_args(arguments)[0]
     if args.config_file is not None:
         return folder / args.config_file
-    default = Path(default_config_file)
+    default = Path(private("default_config_file"))
     return default if default.is_file() and not args.cpu else None
 
 
@@ -156,24 +154,19 @@ def _check_section(name: str, section: dict[str, Any]) -> dict[str, Any]:
 
 def _top_level_kinds() -> dict[str, tuple[Any, ...]]:
     """Accelerate's top-level keys, each with its allowed types."""
-    from accelerate.commands.config.config_args import ClusterConfig
-
-    return {key: get_args(hint) or (hint,) for key, hint in get_type_hints(ClusterConfig).items()}
+    return {key: get_args(hint) or (hint,) for key, hint in get_type_hints(private("ClusterConfig")).items()}
 
 
 def _launcher_flags() -> set[str]:
-    from accelerate.commands.launch import launch_command_parser
-
-    return {action.dest for action in launch_command_parser()._actions if action.option_strings}
+    return {action.dest for action in private("launch_command_parser")()._actions if action.option_strings}
 
 
 def _section_kinds(prefix: str) -> dict[str, Any]:
     """The launcher's options with a prefix, each with its allowed types or the list of its choices."""
-    from accelerate.commands.launch import launch_command_parser
     from accelerate.utils import constants
 
     kinds: dict[str, Any] = {}
-    for action in launch_command_parser()._actions:
+    for action in private("launch_command_parser")()._actions:
         if action.dest.startswith(prefix):
             is_bool = action.nargs == 0 or isinstance(action.default, bool) or action.default in ("true", "false")
             plain = (bool,) if is_bool else (int,) if action.type is int else (str, NoneType)

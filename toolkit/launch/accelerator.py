@@ -26,6 +26,7 @@ from toolkit.launch.environment import asked_for_cpu, read_launch
 from toolkit.launch.environment_checks import check_environment, check_hardware
 from toolkit.launch.launchers import watch_launchers
 from toolkit.launch.same_run import compare_ranks, describe_launch
+from toolkit.private import private
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -77,7 +78,7 @@ def build_accelerator(
     on_cpu = asked_for_cpu()
     if not on_cpu and torch.cuda.is_available() and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         # Rows differ in length from step to step: memory of fixed segments would fragment. This comes before any allocation.
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        private("_accelerator_setAllocatorSettings")("expandable_segments:True")
     # Connect the ranks: `PartialState` chooses the backend, and the `Accelerator` then reuses it.
     meeting = rendezvous_arguments(timeout_s)
     timeout = datetime.timedelta(seconds=2 * timeout_s)
@@ -142,8 +143,8 @@ def forget_accelerator() -> None:
     """Drop accelerate's state of this process: the next run may be another one, and its process groups are new."""
     from accelerate.state import AcceleratorState, GradientState
 
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    private("_reset_state", AcceleratorState)(reset_partial_state=True)
+    private("_reset_state", GradientState)()
 
 
 def uses_fsdp(accelerator: Accelerator) -> bool:
@@ -235,11 +236,9 @@ def _put_cpu_in_an_accelerators_place() -> None:
     """
     if not asked_for_cpu() or os.environ.get("ACCELERATE_USE_FSDP", "false") != "true":
         return
-    from accelerate import PartialState
     from accelerate.utils import DistributedType
 
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    PartialState._shared_state["device"] = torch.device("cpu")
+    private("_shared_state").update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
 
 
 def _keep_fp32_products() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml, find_accelerate_yaml
+from toolkit.private import private
 
 
 def read_launch() -> None:
@@ -82,19 +83,16 @@ def join_launch(path: Path, mapping: dict[str, Any]) -> None:
         os.environ.setdefault("LOCAL_RANK", str(int(rank) % num_local) if rank.isdecimal() else "0")
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(num_local))
         if given == "1":  # torch needs an address even for one process
-            from accelerate.utils.other import get_free_port
-
             os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-            os.environ.setdefault("MASTER_PORT", str(get_free_port()))
+            os.environ.setdefault("MASTER_PORT", str(private("get_free_port")()))
 
 
 def launched_environment(path: Path, num_processes: int) -> dict[str, str]:
     """This environment plus what `accelerate launch --config_file` sets for every process, without ranks and addresses."""
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+    from accelerate.utils import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
     words = ["--config_file", str(path), "--num_processes", str(num_processes), "script.py"]
-    args = _validate_launch_command(launch_command_parser().parse_args(words))[0]
+    args = private("_validate_launch_command")(private("launch_command_parser")().parse_args(words))[0]
     if not (args.use_fsdp or args.multi_gpu):
         return prepare_simple_launcher_cmd_env(args)[1]
     args.main_process_port = 0  # no launcher listens; another port would be checked for being free

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 
-_SHARED_LIBRARY = re.compile(r"Failed to load \S*/torchao/_C\w*(\.[\w-]+)*\.so: ")
+from toolkit.private import ENUM_OF_TORCHAO, NOT_LOADED_BY_TORCHAO
 
 
 def filter_import_noise() -> None:
@@ -21,10 +21,10 @@ def filter_import_noise() -> None:
 def _is_no_library_of_other_formats(record: logging.LogRecord) -> bool:
     """Drop warnings about torchao's shared libraries. They hold CUDA kernels of formats that are not used here (MX, sparse), and
     do not load without CUDA or under a Python that they were not built for. Float8 uses torch's own kernels."""
-    return _SHARED_LIBRARY.match(record.getMessage()) is None
+    return re.match(NOT_LOADED_BY_TORCHAO, record.getMessage()) is None
 
 
 def _is_no_enum_of_torchao(record: logging.LogRecord) -> bool:
     """Drop warnings about torchao's enums, which it registers in a way that torch 2.13 deprecates. Goes with pytorch/ao#4848."""
     kind = record.args[0] if isinstance(record.args, tuple) and record.args else None
-    return not ("register_constant()" in str(record.msg) and str(getattr(kind, "__module__", "")).startswith("torchao."))
+    return not (ENUM_OF_TORCHAO in str(record.msg) and str(getattr(kind, "__module__", "")).startswith("torchao."))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from toolkit.models import documents
+from toolkit.private import private
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,7 +42,7 @@ def choose_packed_attention(
 
 def attends_by_document(model: PreTrainedModel) -> bool:
     """Whether packed rows must form one row of the tensors; see `CausalCollator`."""
-    return _has_flash(model) or model.config._attn_implementation == documents.BY_DOCUMENT
+    return _has_flash(model) or private("_attn_implementation", model.config) == documents.BY_DOCUMENT
 
 
 def describe_attention(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, *, packing: bool) -> str:
@@ -49,7 +50,7 @@ def describe_attention(model: PreTrainedModel, device: torch.device, dtype: torc
 
     Source: `use_flash_attention` and `priority_order` in torch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
     """
-    name = model.config._attn_implementation or "of its own"
+    name = private("_attn_implementation", model.config) or "of its own"
     if name == documents.BY_DOCUMENT:
         on_cpu = "one causal sdpa each"
         if longest := documents.longest_eager(device.type, dtype):
@@ -69,7 +70,7 @@ def describe_attention(model: PreTrainedModel, device: torch.device, dtype: torc
 
 def warn_of_full_rows(model: PreTrainedModel, why_dense: str) -> str | None:
     """The warning that attention costs full rows in packed ones; None where it costs what their texts cost."""
-    name = model.config._attn_implementation or "of its own"
+    name = private("_attn_implementation", model.config) or "of its own"
     if not why_dense or "flex" in name:
         return None
     return (
@@ -79,7 +80,7 @@ def warn_of_full_rows(model: PreTrainedModel, why_dense: str) -> str | None:
 
 
 def _has_flash(model: PreTrainedModel) -> bool:
-    return "flash" in (model.config._attn_implementation or "")
+    return "flash" in (private("_attn_implementation", model.config) or "")
 
 
 def _why_dense(model: PreTrainedModel, named: str | None, device_type: str, dtype: torch.dtype, *, is_one_graph: bool) -> str:
@@ -89,10 +90,10 @@ def _why_dense(model: PreTrainedModel, named: str | None, device_type: str, dtyp
         return ""
     if named is not None:
         return f"model.attn_implementation is {named} (leave it out, and packed rows are attended to document by document)"
-    if model.config._attn_implementation != "sdpa":
+    if private("_attn_implementation", model.config) != "sdpa":
         return f"{name} has no sdpa (a soft cap, sinks or an attention of its own)"
     # Code that also works with flash attention makes its masks by transformers' functions, and does not look into them.
-    if not (model._supports_attention_backend and model._supports_flash_attn):
+    if not (private("_supports_attention_backend", model) and private("_supports_flash_attn", model)):
         return f"{name} has attention or masks of its own"
     if is_one_graph:
         return "dynamo_use_fullgraph allows nothing uncompiled in a block"

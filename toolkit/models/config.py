@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import UserError
 from toolkit.files.modes import check_readable
+from toolkit.private import private
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -39,7 +40,7 @@ def load_model_config(config: ModelConfig, auto_class: AutoClass, *, is_trained:
     """
     import transformers
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
 
     name = config.name_or_path
     folder = Path(name)
@@ -56,7 +57,7 @@ def load_model_config(config: ModelConfig, auto_class: AutoClass, *, is_trained:
         check_weight_files(folder, f"model.name_or_path {name}")
     try:
         model_config = AutoConfig.from_pretrained(name, revision=config.revision, trust_remote_code=config.trust_remote_code)
-        index = None if folder.is_dir() or config.from_scratch else _download_index(name, model_config)
+        index = None if folder.is_dir() or config.from_scratch else _download_index(config)
     except (OSError, ValueError, StrictDataclassError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
         if isinstance(error, StrictDataclassError):  # the first line has the key, the second the reason
@@ -74,13 +75,14 @@ def load_model_config(config: ModelConfig, auto_class: AutoClass, *, is_trained:
         )
     # A config nested in it, as of a model of text and images, may name its own.
     parts = [model_config, *(getattr(model_config, key, None) for key in model_config.sub_configs)]
-    kernels = [own for part in parts if "/" in (own := getattr(part, "_attn_implementation", None) or "")]
+    named = [private("_attn_implementation", part) for part in parts if isinstance(part, PreTrainedConfig)]
+    kernels = [own for own in named if "/" in (own or "")]
     if kernels and not (config.attn_implementation or config.trust_remote_code):
         raise UserError(
             f"the config.json of {name} names the attention {kernels[0]}, which is code of the hub: set "
             "model.attn_implementation sdpa or eager, or model.trust_remote_code true"
         )
-    is_known = config.trust_remote_code or type(model_config) in getattr(transformers, auto_class)._model_mapping
+    is_known = config.trust_remote_code or type(model_config) in private("_model_mapping", getattr(transformers, auto_class))
     if not is_known or (auto_class == "AutoModelForCausalLM" and _has_encoder(model_config)):
         raise UserError(f"model.name_or_path {name} is a {model_config.model_type} model, not {KINDS[auto_class]}")
     if is_trained:
@@ -183,13 +185,24 @@ def _check_index(index: Path, what: str) -> None:
         )
 
 
-def _download_index(name: str, model_config: PretrainedConfig) -> Path | None:
+def hub_commit(config: ModelConfig) -> str | None:
+    """The commit that a hub model was read at, as the hub's cache has it; None for a folder."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    with contextlib.suppress(HFValidationError):  # a path is not a hub id
+        file = try_to_load_from_cache(config.name_or_path, "config.json", revision=config.revision)
+        return Path(file).parent.name if isinstance(file, str) else None
+    return None
+
+
+def _download_index(config: ModelConfig) -> Path | None:
     """Download the index of a hub model's shards, if it has one; loading the weights needs it anyway."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
     with contextlib.suppress(EntryNotFoundError):
-        return Path(hf_hub_download(name, WEIGHTS_INDEX, revision=getattr(model_config, "_commit_hash", None)))
+        return Path(hf_hub_download(config.name_or_path, WEIGHTS_INDEX, revision=hub_commit(config) or config.revision))
     return None
 
 
@@ -221,7 +234,7 @@ def _other_inputs(model_config: PretrainedConfig, auto_class: AutoClass) -> str 
     """What a model in transformers' encoder-decoder mapping takes besides text, such as `audio` or `image`; None: nothing."""
     import transformers
 
-    mapping = getattr(transformers, auto_class)._model_mapping
+    mapping = private("_model_mapping", getattr(transformers, auto_class))
     if auto_class != "AutoModelForSeq2SeqLM" or type(model_config) not in mapping:
         return None
     if hasattr(model_config, "speech_encoder_layers"):  # SeamlessM4T's text model is only a part of it, but declares text alone
@@ -245,4 +258,5 @@ def _has_encoder(model_config: PretrainedConfig) -> bool:
     from transformers import AutoModelForMaskedLM
 
     is_decoder = getattr(model_config, "is_decoder", True)  # also False for GPT-NeoX, which does not use it
-    return model_config.is_encoder_decoder or (type(model_config) in AutoModelForMaskedLM._model_mapping and not is_decoder)
+    is_masked = type(model_config) in private("_model_mapping", AutoModelForMaskedLM)
+    return model_config.is_encoder_decoder or (is_masked and not is_decoder)

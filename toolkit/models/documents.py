@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from toolkit.private import private
+
 BY_DOCUMENT = "documents"
 """Name of the attention in a model's config."""
 LONGEST_EAGER, LONGEST_EAGER_AMX = 1024, 512
@@ -117,7 +119,7 @@ class _Eager(torch.autograd.Function):
         query_HLD, key_HLD, value_HLD, weights_HLL = ctx.saved_tensors
         grad_HLD = grad_HLD.contiguous()
         of_weights_HLL = torch.bmm(grad_HLD, value_HLD.transpose(1, 2))
-        of_scores_HLL = torch._softmax_backward_data(of_weights_HLL, weights_HLL, -1, weights_HLL.dtype)
+        of_scores_HLL = private("_softmax_backward_data")(of_weights_HLL, weights_HLL, -1, weights_HLL.dtype)
         of_key_HLD = torch.bmm(of_scores_HLL.transpose(1, 2), query_HLD)
         return torch.bmm(of_scores_HLL, key_HLD), of_key_HLD, torch.bmm(weights_HLL.transpose(1, 2), grad_HLD), None
 
@@ -126,11 +128,9 @@ def _eager_a_document(
     query_1HTD: torch.Tensor, key_1KTD: torch.Tensor, value_1KTD: torch.Tensor, documents: Documents, scaling: float | None
 ) -> torch.Tensor:
     """As transformers' eager attention: scores and probabilities in bf16, the softmax's sums in fp32."""
-    from transformers.integrations.sdpa_attention import repeat_kv
-
     groups, longest = query_1HTD.shape[1] // key_1KTD.shape[1], max(documents.lengths)
     query_1HTD = (query_1HTD * (query_1HTD.shape[-1] ** -0.5 if scaling is None else scaling)).bfloat16()
-    key_1HTD, value_1HTD = (repeat_kv(tensor.bfloat16(), groups) for tensor in (key_1KTD, value_1KTD))
+    key_1HTD, value_1HTD = (private("repeat_kv")(tensor.bfloat16(), groups) for tensor in (key_1KTD, value_1KTD))
     is_seen_LL = torch.ones(longest, longest, dtype=torch.bool).tril().triu(1 - (documents.window or longest))
     mask_LL = torch.zeros(longest, longest, dtype=torch.bfloat16).masked_fill_(~is_seen_LL, -torch.inf)
     parts = zip(*(tensor[0].split(documents.lengths, dim=1) for tensor in (query_1HTD, key_1HTD, value_1HTD)), strict=True)

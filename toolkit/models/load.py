@@ -12,6 +12,7 @@ from toolkit.config.schema import ModelConfig
 from toolkit.distributed.rng import seed_all
 from toolkit.errors import UserError
 from toolkit.models.config import AutoClass
+from toolkit.private import private
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -49,11 +50,10 @@ def build_on_meta(
     # Structure and ties, without drawing weights.
     import transformers
     from accelerate import init_empty_weights
-    from transformers.initialization import no_init_weights
 
     model_config = copy.deepcopy(model_config)
     model_config.name_or_path = config.name_or_path
-    with no_init_weights(), init_empty_weights(include_buffers=False):
+    with private("no_init_weights")(), init_empty_weights(include_buffers=False):
         model = getattr(transformers, auto_class).from_config(model_config, dtype=dtype, **_attention(config))
     model.tie_weights()
     # Recompute buffers that are in no file, as `from_pretrained` does: a constructor in bf16 rounds GPT-J's positions.
@@ -134,7 +134,7 @@ def fastest_attention(model_config: PretrainedConfig, device_type: str) -> str |
     the scores. A GPU's sdpa holds no scores, but in each layer a mask of their size, the sum of bias and padding (transformers'
     `create_position_bias_mask`): 2 bytes a row, head, query and key in bf16, kept for the backward. `plan` counts it.
     """
-    own = model_config._attn_implementation
+    own = private("_attn_implementation", model_config)
     has_bias = hasattr(model_config, "relative_attention_num_buckets")
     return "eager" if own is None and device_type == "cpu" and has_bias else own
 

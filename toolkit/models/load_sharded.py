@@ -31,6 +31,7 @@ from toolkit.models.safetensors_index import (
     match_names,
 )
 from toolkit.models.shard_reader import Box, Source, Sources, hash_sources, pieces, whole_source
+from toolkit.private import private
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -68,7 +69,7 @@ def open_weights(
             raise WholeOnly(f"model.init_from {init_from} is a checkpoint, which says what it lacks only when it is loaded")
         # Every parameter must be in the files, in its shape.
         model = build_on_meta(config, model_config, auto_class, dtype)
-        if model._get_dtype_plan(dtype):
+        if private("_get_dtype_plan", model)(dtype):
             raise WholeOnly("transformers keeps some of its weights in fp32")
         files, match = _match(model, config.name_or_path, config.revision, f"model.name_or_path {config.name_or_path}")
         if match.missing:

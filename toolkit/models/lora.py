@@ -13,6 +13,7 @@ from torch import nn
 from toolkit.config.schema import AdapterConfig, ModelConfig
 from toolkit.distributed.rng import derive_seed
 from toolkit.errors import UserError
+from toolkit.models.config import hub_commit
 from toolkit.models.freeze import aliases
 from toolkit.models.lora_files import base_name, check_base, find_adapter, hash_base, load_adapter_weights, read_lora_config
 
@@ -82,7 +83,7 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
     lora = read_lora_config(folder, config) if folder else _new_lora(model, config)
     lora.task_type = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
     lora.base_model_name_or_path = base.name_or_path
-    lora.revision = base.revision or getattr(model.config, "_commit_hash", None)
+    lora.revision = base.revision or hub_commit(base)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     if folder and not is_meta:
         check_base(folder, base.name_or_path, hash_base(model), what)

@@ -24,6 +24,7 @@ from toolkit.errors import UserError
 from toolkit.models.config import WEIGHTS_FILES, WEIGHTS_INDEX
 from toolkit.models.freeze import aliases
 from toolkit.models.shard_reader import Box, Source, pieces
+from toolkit.private import private
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -110,13 +111,13 @@ def find_weight_files(name_or_path: str, revision: str | None, named: str | None
     Raises:
         WholeOnly: there are none; transformers may still find weights, or raises the error.
     """
-    from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+    from transformers.utils import cached_file
 
     try:
         for file in [named] if named else WEIGHTS_FILES:
             found = cached_file(name_or_path, file, revision=revision, _raise_exceptions_for_missing_entries=False)
             if found is not None and file == WEIGHTS_INDEX:
-                return [Path(path) for path in get_checkpoint_shard_files(name_or_path, found, revision=revision)[0]]
+                return [Path(path) for path in private("get_checkpoint_shard_files")(name_or_path, found, revision=revision)[0]]
             if found is not None:
                 return [Path(found)]
     except OSError as error:
@@ -131,21 +132,19 @@ def match_names(model: PreTrainedModel, files: WeightFiles) -> Match:
         WholeOnly: transformers converts a tensor from others.
     """
     # transformers' conversion rules for this model.
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    conversions = get_model_conversion_mapping(model)
-    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    conversions = private("get_model_conversion_mapping")(model)
+    renamings = [entry for entry in conversions if isinstance(entry, private("WeightRenaming"))]
+    converters = [entry for entry in conversions if isinstance(entry, private("WeightConverter"))]
     wanted: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     prefix = model.base_model_prefix
     # Rename each key as transformers does.
+    rename = private("rename_source_key")
     tensors: dict[str, str] = {}
     unknown = []
     for key in sorted(files.stored):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
+        name, pattern = rename(key, renamings, converters, prefix, wanted)
         if name not in wanted and key in wanted:
-            name, pattern = rename_source_key(key, [], [], prefix, wanted)
+            name, pattern = rename(key, [], [], prefix, wanted)
         if name not in wanted:
             unknown.append(key)
         elif pattern is not None:
@@ -172,7 +171,7 @@ def check_computed(model: PreTrainedModel, match: Match) -> None:
     Raises:
         WholeOnly: one is.
     """
-    patterns = model._keys_to_ignore_on_load_missing or ()
+    patterns = private("_keys_to_ignore_on_load_missing", model) or ()
     for name in match.missing:
         if any(re.search(pattern, name) for pattern in patterns):
             raise WholeOnly(f"{name} is in no file, but computed")

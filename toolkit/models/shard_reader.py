@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.distributed.comm import gather_objects, on_all_ranks, rank, world_size
 from toolkit.distributed.progress import Phase
+from toolkit.private import private
 
 PIECE_BYTES = 2**24
 """Most bytes of a tensor in host memory at once, counted in fp32."""
@@ -57,14 +58,13 @@ def fill_shards(model: nn.Module, sources: Sources) -> None:
 
 
 def _fill_shards(model: nn.Module, sources: Sources, loading: Phase) -> None:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
+    place_of = private("compute_local_shape_and_global_offset")
     for name, parameter in model.named_parameters():
         source = sources[name]
         assert source.shape == tuple(parameter.shape), f"{name} is {tuple(parameter.shape)}, its source {source.shape}"
         assert isinstance(parameter, DTensor), name
         local = parameter.to_local()
-        shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+        shape, offset = place_of(parameter.shape, parameter.device_mesh, parameter.placements)
         assert tuple(shape) == tuple(local.shape), f"{name}: {tuple(local.shape)} is not this rank's {tuple(shape)}"
         for piece in pieces(tuple(local.shape)):
             box = tuple(slice(begin + p.start, begin + p.stop) for begin, p in zip(offset, piece, strict=True))

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from toolkit.parallel.units import repeated_blocks
+from toolkit.private import private
 
 logger = logging.getLogger("toolkit")
 
@@ -43,7 +44,7 @@ def compile_blocks(accelerator: Accelerator, model: PreTrainedModel) -> None:
             "blocks are compiled (dynamo_backend INDUCTOR), which on a CPU takes minutes and slows steps with dropout: leave "
             "dynamo_config out of the accelerate YAML, unless the run is long and without dropout"
         )
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+    torch._dynamo.config.recompile_limit = max(private("recompile_limit"), RECOMPILE_LIMIT)
     options = {"backend": plugin.backend.value.lower(), "mode": None if plugin.mode == "default" else plugin.mode}
     for block in repeated_blocks(model).values():
         compiled = torch.compile(block.forward, **options, fullgraph=plugin.fullgraph, dynamic=plugin.dynamic or None)

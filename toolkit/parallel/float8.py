@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
+from toolkit.private import private
 
 MULTIPLE_OF = 16
 """The float8 kernels need both sizes of a weight to be multiples of this."""
@@ -67,7 +68,7 @@ def convert(model: nn.Module, linears: dict[str, nn.Linear], config: Any) -> Non
 
 def is_sharded_with_cast(model: nn.Module) -> bool:
     """Whether the model has weights that FSDP2 casts to float8 before it gathers them."""
-    return any(isinstance(p, DTensor) and _is_wrapper(p._local_tensor) for p in model.parameters())
+    return any(isinstance(p, DTensor) and _is_wrapper(private("_local_tensor", p)) for p in model.parameters())
 
 
 def refresh_scales(model: nn.Module) -> None:
@@ -106,11 +107,11 @@ def _multiply(linear: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without torchao's wrapper, sharing its memory; any other tensor is returned as it is."""
     if not isinstance(tensor, DTensor):
-        return tensor._tensor if _is_wrapper(tensor) else tensor  # type: ignore[attr-defined]
-    if not _is_wrapper(tensor._local_tensor):
+        return private("_tensor", tensor) if _is_wrapper(tensor) else tensor
+    local, spec = private("_local_tensor", tensor), private("_spec", tensor)
+    if not _is_wrapper(local):
         return tensor
-    local, spec = tensor._local_tensor, tensor._spec
-    inside: torch.Tensor = local._tensor  # type: ignore[attr-defined]
+    inside = private("_tensor", local)
     return DTensor.from_local(
         inside.detach(), spec.mesh, spec.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
@@ -123,5 +124,4 @@ def _fits(linear: nn.Linear, num_shards: int) -> bool:
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether torchao wraps the tensor; if torchao is not imported, nothing can be wrapped."""
-    module = sys.modules.get("torchao.float8.fsdp_utils")
-    return module is not None and isinstance(tensor, module.WeightWithDynamicFloat8CastTensor)
+    return "torchao.float8" in sys.modules and isinstance(tensor, private("WeightWithDynamicFloat8CastTensor"))

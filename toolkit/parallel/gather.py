@@ -22,6 +22,7 @@ from toolkit.parallel import chunked_loss, masks
 from toolkit.parallel.float8 import plain
 from toolkit.parallel.units import clean, repeated_blocks
 from toolkit.parallel.wrap import ShardedModel, copy_on_meta
+from toolkit.private import private
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -97,8 +98,9 @@ def evaluation_model(sharded: ShardedModel, unshard: str) -> Iterator[tuple[PreT
         sharded.model.train()
         # After a forward without a backward, FSDP2 leaves units gathered, and gathers under way: a generation's root asks for the
         # encoder, which runs once only. A save needs shards, and a later forward must not take weights from before a change.
-        if isinstance(sharded.model, FSDPModule) and sharded.model._get_fsdp_state()._is_root:  # None before the first forward
-            sharded.model.reset_iter_state()
+        model: Any = sharded.model
+        if isinstance(model, FSDPModule) and private("_is_root", private("_get_fsdp_state", model)()):  # None: no forward yet
+            model.reset_iter_state()
 
 
 @contextlib.contextmanager

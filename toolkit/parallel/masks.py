@@ -23,6 +23,7 @@ import torch
 from toolkit.config.schema import LLMConfig
 from toolkit.errors import UserError
 from toolkit.models.documents import Documents
+from toolkit.private import private
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,7 +46,7 @@ def install(model: PreTrainedModel) -> None:
     of_generate = ("encoder_outputs", "decoder_attention_mask") if model.config.is_encoder_decoder else ("attention_mask",)
     arguments = inspect.signature(model.base_model.forward).parameters.values()
     hands_down = any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments)
-    is_flash = hands_down and "flash" in (model.config._attn_implementation or "")
+    is_flash = hands_down and "flash" in (private("_attn_implementation", model.config) or "")
 
     @functools.wraps(forward)  # generate inspects its signature
     def forward_with_known_masks(
@@ -78,10 +79,11 @@ def choose_packing(config: ConfigT, model: PreTrainedModel) -> ConfigT:
         return config
     name, signature = type(model).__name__, str(inspect.signature(model.base_model.forward))
     packing = "position_ids" in signature or "**" in signature
-    if packing and "flash" not in (model.config._attn_implementation or ""):  # flash attention gets the documents' lengths
+    is_flash = "flash" in (private("_attn_implementation", model.config) or "")
+    if packing and not is_flash:  # flash attention gets the documents' lengths
         _silence_padding(model)
         tokens_BT = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-        with contextlib.suppress(Exception), known_masks(is_packed=True, documents=None) as packed_positions:
+        with known_masks(is_packed=True, documents=None) as packed_positions, contextlib.suppress(Exception):
             model.base_model(input_ids=tokens_BT, position_ids=tokens_BT, use_cache=False)
             packing = bool(packed_positions)
     if not packing and config.data.packing is True:
@@ -93,19 +95,16 @@ def choose_packing(config: ConfigT, model: PreTrainedModel) -> ConfigT:
 
 @contextlib.contextmanager
 def known_masks(*, is_packed: bool, documents: Documents | None) -> Iterator[list[torch.Tensor]]:
-    """Replace the functions of transformers' masks that read; a version that lacks one keeps its reads. Yields the positions by
-    which masks were asked to keep packed rows apart.
+    """Replace the functions of transformers' masks that read. Yields the positions by which masks were asked to keep packed rows
+    apart.
 
     The masks are those that transformers itself makes for padded or packed rows. A mask function that keeps `documents` apart
     and is otherwise causal, within a window or not, has them as its attribute; `documents.build_mask` looks for it.
     """
     from transformers import masking_utils
 
-    ignore_causal = getattr(masking_utils, "_ignore_causal_mask_sdpa", None)
-    slide = getattr(masking_utils, "sliding_window_causal_mask_function", None)
-    keep_apart = getattr(masking_utils, "packed_sequence_compatibility_function", None)
-
     asked: list[torch.Tensor] = []
+    causal = private("causal_mask_function")
 
     def find_packed(position_ids_BT: torch.Tensor) -> torch.Tensor | None:
         """Number of each token's packed row, BT; None where no row is packed."""
@@ -118,17 +117,17 @@ def known_masks(*, is_packed: bool, documents: Documents | None) -> Iterator[lis
 
     def can_ignore_causal(padding_mask: Any, *sizes: Any, **more: Any) -> bool:
         """No token sees the padding, which comes last. BART's decoder makes a mask of ones where it gets none."""
-        return ignore_causal is not None and ignore_causal(None, *sizes, **more)
+        return bool(kept["_ignore_causal_mask_sdpa"](None, *sizes, **more))
 
     def slide_within(window: int) -> Any:
-        mask_function: Any = slide(window)  # type: ignore[misc]  # replaces only what is there
+        mask_function = kept["sliding_window_causal_mask_function"](window)
         mask_function.window = window
         return mask_function
 
     def keep_documents_apart(mask_function: Any, *positions: torch.Tensor) -> Any:
-        packed: Any = keep_apart(mask_function, *positions)  # type: ignore[misc]  # the same
+        packed = kept["packed_sequence_compatibility_function"](mask_function, *positions)
         window = getattr(mask_function, "window", None)
-        if documents is not None and (window is not None or mask_function is masking_utils.causal_mask_function):
+        if documents is not None and (window is not None or mask_function is causal):
             packed.documents = dataclasses.replace(documents, window=window)
         return packed
 
@@ -139,9 +138,9 @@ def known_masks(*, is_packed: bool, documents: Documents | None) -> Iterator[lis
         "sliding_window_causal_mask_function": slide_within,
         "packed_sequence_compatibility_function": keep_documents_apart,
     }
-    kept = {name: getattr(masking_utils, name) for name in known if hasattr(masking_utils, name)}
-    for name in kept:
-        setattr(masking_utils, name, known[name])
+    kept = {name: private(name) for name in known}
+    for name, function in known.items():
+        setattr(masking_utils, name, function)
     try:
         yield asked
     finally:
@@ -157,9 +156,11 @@ def _flash_arguments(documents: Documents) -> dict[str, Any]:
 
 def _silence_padding(model: PreTrainedModel) -> None:
     """GPT-2 and BERT look for padding ids where they get no mask, to warn. Here padding comes last."""
+    name = "warn_if_padding_and_no_attention_mask"
+    private(name)
     for module in model.modules():
-        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
-            setattr(module, "warn_if_padding_and_no_attention_mask", _no_warning)  # noqa: B010  # no field that mypy knows
+        if hasattr(module, name):  # modules of transformers that are models themselves
+            setattr(module, name, _no_warning)
 
 
 def _no_warning(*_: Any) -> None:

@@ -19,6 +19,7 @@ from toolkit.errors import UserError
 from toolkit.models.freeze import aliases
 from toolkit.parallel.chunked_loss import called_once, find_head
 from toolkit.parallel.float8 import plain
+from toolkit.private import private
 
 if TYPE_CHECKING:
     from accelerate.utils import FullyShardedDataParallelPlugin
@@ -100,7 +101,8 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
     A layer that shares a weight with a module outside is left out: BERT lists its embeddings, and its head ties them.
     """
-    unsplit = set(getattr(model, "_no_split_modules", None) or []) & set(_class_names(model))
+    listed = private("_no_split_modules", model) if hasattr(model, "config") else ()  # a convnet is not from transformers
+    unsplit = set(listed or ()) & set(_class_names(model))
     blocks = _outermost(model, unsplit or _repeated_classes(model))
     owners_of: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

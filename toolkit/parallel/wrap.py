@@ -33,6 +33,7 @@ from toolkit.parallel import chunked_loss, masks
 from toolkit.parallel.blocks import checkpoint_activations, compile_blocks
 from toolkit.parallel.float8 import choose_linears, convert
 from toolkit.parallel.units import ShardUnit, build_units, check_ties, find_blocks, find_ends
+from toolkit.private import VIEW_RETURNED, private
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -148,7 +149,7 @@ def reduction_groups(model: nn.Module) -> list[dist.ProcessGroup]:
     if world_size() == 1:
         return []
     if isinstance(model, FullyShardedDataParallel):
-        replicas = [model._inter_node_pg] if hasattr(model, "_inter_node_pg") else []  # hybrid shards
+        replicas = [private("_inter_node_pg", model)] if "HYBRID" in model.sharding_strategy.name else []
         return [cast(dist.ProcessGroup, model.process_group), *replicas]
     mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
     return mesh.get_all_groups() if mesh is not None else [cast(dist.ProcessGroup, dist.group.WORLD)]
@@ -166,7 +167,7 @@ def _leave_casts_to_autocast(model: nn.Module) -> None:
     DoRA keeps the casts, because it computes norms.
     """
     for module in model.modules():
-        if hasattr(module, "cast_input_dtype_enabled") and not getattr(module, "lora_variant", None):
+        if hasattr(module, "lora_A") and private("cast_input_dtype_enabled", module) and not private("lora_variant", module):
             setattr(module, "cast_input_dtype_enabled", False)  # noqa: B010  # no field that mypy knows
 
 
@@ -183,7 +184,7 @@ def _fully_shard(accelerator: Accelerator, model: nn.Module, modules: list[nn.Mo
     plugin = accelerator.state.fsdp_plugin
     mesh = fsdp_mesh(accelerator) or init_device_mesh(accelerator.device.type, (world_size(),))
     # T5's blocks return their position bias, a view. Nothing changes it in place: the tests compare gradients.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    warnings.filterwarnings("ignore", message=VIEW_RETURNED)
     policies = {"mesh": mesh, "mp_policy": plugin.mixed_precision_policy, "offload_policy": plugin.cpu_offload}
     # The forward ends with the head, and the backward starts with it: it stays gathered between, as torch keeps the root.
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -202,7 +203,7 @@ def _read_shards(accelerator: Accelerator, model: nn.Module, sources: Sources) -
     device = torch.device("cpu") if offloads else accelerator.device
     num_parameters = len(list(model.parameters()))
     # Not `to_empty`, which would also empty the buffers. FSDP2's `_apply` pads and pins the new shards.
-    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    private("_apply", model)(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     fill_shards(model, sources)
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert num_parameters == len(list(model.parameters())), "tied weights came apart"

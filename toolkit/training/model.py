@@ -24,7 +24,7 @@ from toolkit.launch.accelerator import compute_dtype, fsdp_version
 from toolkit.launch.same_run import compare_ranks
 from toolkit.models import load, load_sharded
 from toolkit.models.attention import attends_by_document, choose_packed_attention, describe_attention, warn_of_full_rows
-from toolkit.models.config import AutoClass, hash_model_config, load_model_config
+from toolkit.models.config import AutoClass, hash_model_config, hub_commit, load_model_config
 from toolkit.models.freeze import cast_frozen, freeze, freeze_as, hash_frozen
 from toolkit.models.load_sharded import complete_sources, open_weights
 from toolkit.models.lora import add_adapter, is_enabled
@@ -33,6 +33,7 @@ from toolkit.models.shard_reader import Sources
 from toolkit.parallel.chunked_loss import holds_all_logits
 from toolkit.parallel.masks import choose_packing
 from toolkit.parallel.wrap import ShardedModel, check_wrap, shard_model
+from toolkit.private import private
 from toolkit.tracking.memory import note_before_model
 from toolkit.training.model_checks import check_causal_model, check_seq2seq_model
 from toolkit.training.optim import MOMENT_BYTES, build_optimizer
@@ -59,7 +60,7 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeCon
     working("building the model")
     auto_class = _auto_class(config)
     model_config = on_all_ranks(lambda: load_model_config(config.model, auto_class))
-    of_hub = {"the commit of model.name_or_path": getattr(model_config, "_commit_hash", None)}
+    of_hub = {"the commit of model.name_or_path": hub_commit(config.model)}
     settings = {f"{key} of the model's config": value for key, value in model_config.to_diff_dict().items() if key[0] != "_"}
     compare_ranks(settings | of_hub)
     why = on_all_ranks(lambda: _take_fastest_attention(config, context, model_config))
@@ -144,7 +145,7 @@ def load_model(
     # Adapter, freezing and dtypes.
     on_all_ranks(lambda: _adapt(model, config))
     if attends_by_document(skeleton):
-        model.set_attn_implementation(skeleton.config._attn_implementation)
+        model.set_attn_implementation(private("_attn_implementation", skeleton.config))
     freeze_as(model, skeleton)
     cast_frozen(model, context.frozen_dtype)
     if opened is None:
@@ -167,7 +168,7 @@ def _take_fastest_attention(config: RecipeConfig, context: RunContext, model_con
 
     A run goes on with what it began with: results differ in the last bits. Runs from before the rule noted nothing.
     """
-    own = model_config._attn_implementation
+    own = private("_attn_implementation", model_config)
     chosen = fastest = (
         own if config.model.attn_implementation else load.fastest_attention(model_config, context.accelerator.device.type)
     )

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from toolkit.config.schema import OptimConfig, as_written
 from toolkit.data.batch_plan import BatchPlan
 from toolkit.parallel.float8 import is_sharded_with_cast, refresh_scales
+from toolkit.private import private
 
 MOMENT_BYTES = 8
 """AdamW's two fp32 moments of a trainable parameter."""
@@ -40,7 +41,7 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.AdamW:
         eps=config.eps,
         fused=True,
     )
-    optimizer._init_group = functools.partial(_collect_shards, optimizer._init_group)  # type: ignore[method-assign]
+    optimizer._init_group = functools.partial(_collect_shards, private("_init_group", optimizer))  # type: ignore[method-assign]
     if is_sharded_with_cast(model):
         optimizer.register_step_post_hook(lambda *_: refresh_scales(model))
     return optimizer
@@ -53,7 +54,7 @@ def _collect_shards(collect: Callable[..., bool], group: dict[str, Any], *collec
     """
     has_complex = collect(group, *collected)
     for tensors in collected:
-        tensors[:] = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+        tensors[:] = [private("_local_tensor", t) if isinstance(t, DTensor) else t for t in tensors]
     return has_complex
 
 
@@ -120,7 +121,7 @@ def clip_gradients(model: nn.Module, max_norm: float | None, parameters: Iterabl
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     filled = [g for g in local if g.numel()]  # a small parameter has empty shards on some ranks
     if filled:
-        squares = torch.stack(list(torch._foreach_norm(filled, 2.0, dtype=torch.float32))).square().sum()
+        squares = torch.stack(list(private("_foreach_norm")(filled, 2.0, dtype=torch.float32))).square().sum()
     else:
         squares = torch.zeros((), dtype=torch.float32, device=next(model.parameters()).device)
     for group in _shard_groups(model, gradients):
@@ -128,7 +129,7 @@ def clip_gradients(model: nn.Module, max_norm: float | None, parameters: Iterabl
     norm = squares.sqrt()
     if max_norm is not None and filled:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(filled, scale)
+        private("_foreach_mul_")(filled, scale)
     return norm
 
 

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from huggingface_hub.errors import EntryNotFoundError
 
-from toolkit.config.schema import ModelConfig
+from toolkit.config.schema import AdapterConfig, ModelConfig
 from toolkit.errors import UserError
 from toolkit.models.config import AutoClass, _has_experts, load_model_config
+from toolkit.models.lora import add_adapter
 from toolkit.models.positions import warn_of_shared_rope
 
 DROPOUT_RATES: dict[str, tuple[AutoClass, list[str]]] = {
@@ -107,3 +109,25 @@ def test_an_attention_that_is_code_of_the_hub_is_refused_where_it_is_nested_too(
     (tmp_path / "config.json").write_text(json.dumps(transformers.Gemma3Config().to_dict() | {"attn_implementation": named}))
     with pytest.raises(UserError, match=r"names the attention user/kernel, which is code of the hub"):
         load_model_config(ModelConfig(name_or_path=str(tmp_path)), "AutoModelForCausalLM")
+
+
+def test_a_hub_models_files_are_of_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A branch may move while a run loads; and an adapter says at which commit it was trained."""
+    commit, asked = "0123456789abcdef" * 2 + "01234567", []
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+    transformers.LlamaConfig(**sizes).save_pretrained(tmp_path / "models--user--tiny" / "snapshots" / commit)
+    (tmp_path / "models--user--tiny" / "refs").mkdir()
+    (tmp_path / "models--user--tiny" / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+    def has_no_index(name: str, file: str, revision: str | None) -> None:
+        asked.append(revision)
+        raise EntryNotFoundError(file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", has_no_index)
+    base = ModelConfig(name_or_path="user/tiny")
+    model: Any = transformers.AutoModelForCausalLM.from_config(load_model_config(base, "AutoModelForCausalLM"))
+    add_adapter(model, AdapterConfig(method="lora", target_modules=["q_proj"]), base, seed=0)
+    assert asked == [commit]
+    assert model.peft_config["default"].revision == commit

@@ -176,3 +176,23 @@ def test_what_was_replaced_is_put_back_after_an_error() -> None:
     with pytest.raises(IndexError):
         model(input_ids=torch.tensor([[10**6]]), use_cache=False)
     assert {name: getattr(masking_utils, name) for name in dir(masking_utils)} == kept
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "find_packed_sequence_indices", "_ignore_bidirectional_mask_sdpa", "_ignore_causal_mask_sdpa",
+        "sliding_window_causal_mask_function", "packed_sequence_compatibility_function", "causal_mask_function",
+    ],
+)  # fmt: skip
+def test_a_function_that_transformers_lacks_is_not_skipped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows would be packed without a look at them, or masks read in every micro-batch."""
+    model = build_causal("llama")
+    config = LLMConfig(model=ModelConfig(name_or_path="llama"), data=LLMDataConfig())
+    monkeypatch.delattr(f"transformers.masking_utils.{name}")
+    sentence = rf"^transformers \S+ has no transformers.masking_utils.{name}: .* cannot work; "
+    with pytest.raises(UserError, match=sentence):
+        masks.choose_packing(config, model)
+    masks.install(model)
+    with pytest.raises(UserError, match=sentence):
+        model(input_ids=torch.tensor([[5, 6]]), use_cache=False)

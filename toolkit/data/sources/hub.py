@@ -27,6 +27,7 @@ from toolkit.data.sources.files import name_kind
 from toolkit.data.sources.row import count_rows_at_once
 from toolkit.data.sources.text_files import Cells
 from toolkit.errors import UserError, escape_controls
+from toolkit.private import private
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder
@@ -47,15 +48,13 @@ def check_hub_name(name: str, setting: str, other_sources: tuple[str, ...]) -> N
     Raises:
         UserError: such a name, or an empty one.
     """
-    from datasets.packaged_modules import _EXTENSION_TO_MODULE, _PACKAGED_DATASETS_MODULES
-
     if not name.strip():
         raise UserError(f"{setting} is empty: give one of {', '.join(other_sources)}, a hub id, or a folder")
     lower, known = name.casefold(), ", ".join(other_sources)
     if lower in other_sources:
         raise UserError(f"{setting} {name} is written {lower}: give that")
-    if lower in _PACKAGED_DATASETS_MODULES:
-        ours = {_EXTENSION_TO_MODULE.get(f".{source}", (source,))[0]: source for source in other_sources}
+    if lower in private("_PACKAGED_DATASETS_MODULES"):
+        ours = {private("_EXTENSION_TO_MODULE").get(f".{source}", (source,))[0]: source for source in other_sources}
         way_out = f"did you mean {ours[lower]}?" if lower in ours else f"give one of {known}, or a hub id as in user/{name}"
         folder = f" (./{name} for the folder)" if Path(name).is_dir() else ""
         raise UserError(f"{setting} {name} is a kind of file, not a dataset: {way_out}{folder}")
@@ -192,16 +191,14 @@ def check_inside(name: str, folder: Path, place: Path | str) -> None:
 
 def _read_subsets(folder: Path, name: str) -> dict[str, dict[str, Any]]:
     """What a folder's README says of each subset, read as by `datasets` (load.py, line 416). Refuses names that lead out."""
-    from datasets.data_files import sanitize_patterns
-    from datasets.utils.metadata import MetadataConfigs
     from huggingface_hub import DatasetCard, DatasetCardData
 
     readme, more = folder / "README.md", folder / ".huggingface.yaml"
     card = DatasetCard.load(readme).data.to_dict() if readme.is_file() else {}
     card |= (yaml.safe_load(more.read_text(encoding="utf-8")) or {}) if more.is_file() else {}
-    subsets = MetadataConfigs.from_dataset_card_data(DatasetCardData(**card))
+    subsets = private("MetadataConfigs").from_dataset_card_data(DatasetCardData(**card))
     for settings in subsets.values():
-        patterns = sanitize_patterns(settings.get("data_files") or [])
+        patterns = private("sanitize_patterns")(settings.get("data_files") or [])
         for given in (settings.get("data_dir") or ".", *(pattern for some in patterns.values() for pattern in some)):
             if ":" in given or f"{posixpath.normpath(given)}/".startswith(("/", "../")):  # a colon follows fsspec's protocols
                 raise UserError(f"data.source {name} names a file outside of it in its README, {given}: give that in data.files")
@@ -225,10 +222,8 @@ def _check_files(builder: DatasetBuilder, name: str, folder: Path | None) -> Non
 
 def _list_files(folder: Path) -> list[Path]:
     """All files except the dataset's own remarks, hidden ones last. A linked folder is not entered and stands for its files."""
-    from datasets.data_files import FILES_TO_IGNORE
-
     files = (file.relative_to(folder) for file in folder.rglob("*") if file.is_symlink() or not file.is_dir())
-    kept = (file for file in files if file.name not in (*FILES_TO_IGNORE, "state.json"))
+    kept = (file for file in files if file.name not in (*private("FILES_TO_IGNORE"), "state.json"))
     return sorted(kept, key=lambda file: (any(part.startswith(".") for part in file.parts), file))
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jinja2
 
 from toolkit.errors import UserError
+from toolkit.private import private
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -233,14 +234,12 @@ def _render(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: list[Any] | None, **options: bool
 ) -> tuple[str, list[tuple[int, int]]]:
     """The text and, on request, the spans that `{% generation %}` markers mark."""
-    from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
-
     template = _get_template(tokenizer, tools)
     variables: dict[str, Any] = {**tokenizer.special_tokens_map, "date_string": _CLOCK.strftime("%d %b %Y"), **options}
     try:
         # Variables can only be plain data, so our clock function is set on the compiled template, which is cached.
-        _compile_jinja_template(template).environment.globals["strftime_now"] = _CLOCK.strftime
-        rendered: Any = render_jinja_template(conversations=[messages], tools=tools, chat_template=template, **variables)
+        private("_compile_jinja_template")(template).environment.globals["strftime_now"] = _CLOCK.strftime
+        rendered = private("render_jinja_template")(conversations=[messages], tools=tools, chat_template=template, **variables)
     except jinja2.TemplateSyntaxError as error:
         raise UserError(
             f"the chat template is broken in line {error.lineno} ({error.message}): {_get_line(template, error.lineno)!r:.80}; "

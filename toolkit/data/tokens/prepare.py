@@ -28,6 +28,7 @@ from toolkit.distributed.comm import gather_objects, local_rank, local_world_siz
 from toolkit.distributed.progress import Phase
 from toolkit.distributed.watchdog import working
 from toolkit.errors import UserError
+from toolkit.private import WORKER_KILLED, private
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -222,12 +223,12 @@ def tokenize_rows(
             fn_kwargs=arguments,
             # A fingerprint of our own, because that of `datasets` hashes the tokenizer, which differs between processes. It is
             # never used for a look-up: the token cache is ours.
-            new_fingerprint=hashlib.sha256(f"{dataset._fingerprint} {folder} {name}".encode()).hexdigest()[:16],
+            new_fingerprint=hashlib.sha256(f"{private('_fingerprint', dataset)} {folder} {name}".encode()).hexdigest()[:16],
             load_from_cache_file=False,
             cache_file_name=str(folder / f"{name}.arrow"),
         )
     except RuntimeError as error:
-        if "abruptly died" not in str(error):  # the wording of `datasets`
+        if WORKER_KILLED not in str(error):
             raise
         raise UserError(
             f"one of the {num_workers} processes that tokenize the {name} rows was killed, as the system does where memory runs "

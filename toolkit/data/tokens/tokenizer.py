@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.schema import ModelConfig
 from toolkit.data.cache_folders import find_or_build
 from toolkit.errors import UserError
+from toolkit.private import VOCABULARY_TOO_SMALL
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -119,8 +120,8 @@ def train_tokenizer(rows: Dataset, vocab_size: int, prefix: str = "") -> PreTrai
     )
     try:
         tokenizer.train_from_iterator(texts, trainer)
-    except Exception as error:  # the library raises nothing more specific
-        if "vocabulary is not large enough" not in str(error):
+    except Exception as error:
+        if VOCABULARY_TOO_SMALL not in str(error):
             raise
         raise UserError(
             f"the model has {vocab_size} token embeddings, fewer than the rows have different characters: raise vocab_size in "

@@ -33,6 +33,7 @@ from toolkit.models.load import build_skeleton, fastest_attention, load_model, n
 from toolkit.models.lora import add_adapter
 from toolkit.models.lora_files import CONFIG_FILE, find_adapter, read_base_name
 from toolkit.models.positions import num_positions
+from toolkit.tools.private import private
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -194,7 +195,6 @@ def load_generator(generator: Generator, dtype: str | None, settings: dict[str, 
         UserError: the weights cannot be read or do not fit the device; they generate in a way that is code of the hub.
     """
     from transformers import GenerationConfig
-    from transformers.generation.utils import GENERATION_MODES_MAPPING
     from transformers.utils.logging import disable_progress_bar
 
     folder, config, device = generator.folder, generator.config, _choose_device()
@@ -215,7 +215,7 @@ def load_generator(generator: Generator, dtype: str | None, settings: dict[str, 
     if generation.max_new_tokens is None:  # no export of ours; `generate` would stop after 20 tokens
         settings = {"max_new_tokens": EvalConfig().max_new_tokens, **settings}
     generation.update(use_cache=True, **settings)
-    if "/" in (code := GENERATION_MODES_MAPPING[generation.get_generation_mode()]):
+    if "/" in (code := private("GENERATION_MODES_MAPPING")[generation.get_generation_mode()]):
         raise UserError(
             f"the generation_config.json of {folder} asks for {code}, which is code of the hub: take that setting out"
         )

@@ -22,6 +22,7 @@ from toolkit.tools.plan.trace import (
     first_shards,
     trace_micro_batch,
 )
+from toolkit.tools.private import FAKE_POINTER_READ, private
 from toolkit.training.optim import MOMENT_BYTES
 
 if TYPE_CHECKING:
@@ -38,8 +39,6 @@ def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, 
     Raises:
         UserError: a wrap class is not in the model, or a weight is tied across shard units.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     accelerator = planned_accelerator(strategy)
     batch = build_batch(subject, rows)
     off_device = frozenset({SHARDED_PARAMETERS, GRADIENTS}) if strategy.offload else frozenset()
@@ -50,9 +49,8 @@ def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, 
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_autocast):
             return summed_loss(model, batch)[0]  # label smoothing has the same peak
 
-    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
-        # The copy accesses the pointer, but nothing reads it.
-        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+    with warnings.catch_warnings(), private("FakeTensorMode")(allow_non_fake_inputs=True):
+        warnings.filterwarnings("ignore", message=FAKE_POINTER_READ)
         # The sharded model; accumulated gradients exist if a step has several micro-batches.
         with first_shards():
             sharded = shard_model(accelerator, cast("PreTrainedModel", fake_copy(skeleton)), gpu_bytes=strategy.gpu_bytes)

@@ -21,10 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from toolkit.tools.plan.kernels import kernels_of_cuda
+from toolkit.tools.private import private, replaced
 
 SHARDED_PARAMETERS, GRADIENTS, UNSHARDED = "sharded parameters", "gradients", "unsharded block"
 UNSHARDED_GRADIENTS, ACTIVATIONS, LOGITS = "unsharded gradients", "activations", "logits and loss"
@@ -61,10 +60,8 @@ class Trace:
 @contextlib.contextmanager
 def fake_ranks(num_processes: int) -> Iterator[None]:
     """Context with a process group of `num_processes` ranks: this process is rank 0, and the others do not exist."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     assert not dist.is_initialized()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_processes)
+    dist.init_process_group("fake", store=private("FakeStore")(), rank=0, world_size=num_processes)
     try:
         yield
     finally:
@@ -78,7 +75,7 @@ def first_shards() -> Iterator[None]:
     def first_chunk(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
         return [tensor.narrow(dim, 0, -(-tensor.size(dim) // num_chunks))]
 
-    with mock.patch("torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty", first_chunk):
+    with replaced("_chunk_with_empty", first_chunk):
         yield
 
 
@@ -142,7 +139,10 @@ def _end_phases(tracker: _Tracker, block: nn.Module, args: tuple[Any, ...], inpu
         hidden.register_hook(lambda _: tracker.end_phase())
 
 
-class _Tracker(TorchDispatchMode):
+_DispatchMode: Any = private("TorchDispatchMode")
+
+
+class _Tracker(_DispatchMode):
     """Counts the bytes of every storage while it is alive."""
 
     def __init__(self, vocab_size: int, off_device: frozenset[str], is_cpu: bool) -> None:
@@ -161,18 +161,18 @@ class _Tracker(TorchDispatchMode):
             return args[0]
         result = func(*args, **(kwargs or {}))
         # Collectives: their buffers and traffic.
-        if func is torch.ops.c10d._allgather_base_.default:
+        if func is private("_allgather_base_").default:
             self.tag(args[0], GATHERED)
             self.trace.gathered_bytes += args[0].nbytes
             self.trace.largest_gather_bytes = max(self.trace.largest_gather_bytes, args[0].nbytes)
-        elif func is torch.ops.c10d._reduce_scatter_base_.default:
+        elif func is private("_reduce_scatter_base_").default:
             self.tag(args[1], GATHERED)
             self.tag(args[0], GRADIENTS)
             if self.is_cpu:  # gloo reduces a copy
                 self.tag(torch.empty_like(args[1]), GATHERED)
             self.trace.reduced_bytes += args[1].nbytes
         # Everything else.
-        for leaf in tree_leaves(result):
+        for leaf in private("tree_leaves")(result):
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and leaf.device.type != "meta":
                 self._see(leaf)
         return result
@@ -180,14 +180,14 @@ class _Tracker(TorchDispatchMode):
     def tag(self, tensor: torch.Tensor, kind: str) -> None:
         """Count the tensor's storage under `kind`, whether it was counted before or not."""
         storage = tensor.untyped_storage()
-        self._forget(storage._cdata)
+        self._forget(_key(storage))
         self._count(storage, kind)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Count a known storage with its new size."""
-        if storage._cdata in self.alive:
-            kind = self.alive[storage._cdata][0]
-            self._forget(storage._cdata)
+        if (key := _key(storage)) in self.alive:
+            kind = self.alive[key][0]
+            self._forget(key)
             self._count(storage, kind)
 
     def end_phase(self) -> None:
@@ -200,13 +200,13 @@ class _Tracker(TorchDispatchMode):
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage._cdata in self.alive:
+        if _key(storage) in self.alive:
             return
         is_logits = tensor.ndim > 1 and tensor.shape[-1] == self.vocab_size
         self._count(storage, LOGITS if is_logits else TEMPORARIES if _in_backward() else ACTIVATIONS)
 
     def _count(self, storage: torch.UntypedStorage, kind: str) -> None:
-        key = storage._cdata
+        key = _key(storage)
         num_bytes = -(-storage.nbytes() // ALLOCATED_MULTIPLE_BYTES) * ALLOCATED_MULTIPLE_BYTES
         self.alive[key] = kind, num_bytes
         self.references[key] = weakref.ref(storage, lambda _: self._forget(key))
@@ -231,11 +231,8 @@ def _watched(tracker: _Tracker) -> Iterator[None]:
 
     FSDP2 frees and allocates gathered parameters by resizing storages, which a dispatch mode does not see.
     """
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-
-    resize, allocate = torch.UntypedStorage.resize_, DefaultAllocMixin.allocate
-    unshard, initialize = FSDPParam.alloc_all_gather_outputs, FSDPParam.init_unsharded_param
+    resize, allocate = torch.UntypedStorage.resize_, private("allocate")
+    unshard, initialize = private("alloc_all_gather_outputs"), private("init_unsharded_param")
 
     # Wrappers around what allocates FSDP2's buffers; each tags its result.
     def seen_resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -248,31 +245,35 @@ def _watched(tracker: _Tracker) -> Iterator[None]:
         tracker.tag(buffer, GATHERED)
         return buffer
 
-    def seen_unshard(self: FSDPParam) -> None:
+    def seen_unshard(self: Any) -> None:
         unshard(self)
         for tensor in self.all_gather_outputs:
             tracker.tag(tensor, UNSHARDED)
 
-    def seen_initialize(self: FSDPParam) -> None:
+    def seen_initialize(self: Any) -> None:
         is_first = not hasattr(self, "_unsharded_param")
         initialize(self)
         for tensor in self.all_gather_outputs:  # with one rank there is no gather
             tracker.tag(tensor, UNSHARDED)
-        if is_first and self._unsharded_param.requires_grad:
-            self._unsharded_param.register_post_accumulate_grad_hook(lambda p: tracker.tag(p.grad, UNSHARDED_GRADIENTS))
+        if is_first and (parameter := private("_unsharded_param", self)).requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda p: tracker.tag(p.grad, UNSHARDED_GRADIENTS))
 
     with (
         mock.patch.object(torch.UntypedStorage, "resize_", seen_resize),
-        mock.patch.object(DefaultAllocMixin, "allocate", seen_allocate),
-        mock.patch.object(FSDPParam, "alloc_all_gather_outputs", seen_unshard),
-        mock.patch.object(FSDPParam, "init_unsharded_param", seen_initialize),
+        replaced("allocate", seen_allocate),
+        replaced("alloc_all_gather_outputs", seen_unshard),
+        replaced("init_unsharded_param", seen_initialize),
     ):
         yield
 
 
+def _key(storage: torch.UntypedStorage) -> int:
+    return int(private("_cdata", storage))
+
+
 def _in_backward() -> bool:
     """Whether a backward runs. A checkpointed block's recomputed forward records gradients, and does not count."""
-    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+    return private("_current_graph_task_id")() != -1 and not torch.is_grad_enabled()
 
 
 def _sums_gradients(args: Any) -> bool:

@@ -1,0 +1,131 @@
+"""Every listed name of a library exists, a missing one ends a run with its sentence, and no private name is used unlisted."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import pkgutil
+import re
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit import private
+from toolkit.errors import UserError
+from toolkit.tools import main
+from toolkit.tools import private as of_tools
+
+ALL = private.NAMES | of_tools.NAMES
+TOOLKIT = Path(private.__file__).parent
+LISTS = [Path(private.__file__), Path(of_tools.__file__)]
+OF_PYTHON = {"_replace", "_exit", "_run_exitfuncs", "_current_frames", "_actions"}
+"""Private names of the standard library, and a method of named tuples."""
+WRITTEN = {
+    private.NO_PROCESS_GROUP: "torch/distributed/checkpoint/state_dict_loader.py",
+    private.VIEW_RETURNED.partition(" .* ")[2]: "torch/distributed/fsdp/_fully_shard/_fsdp_state.py",
+    private.ASKED_BY_PEFT.partition("|")[0]: "transformers/modeling_utils.py",
+    private.ASKED_BY_PEFT.partition(".*")[2]: "torch/nn/modules/module.py",
+    private.VOCABULARY_TOO_SMALL: "tokenizers/tokenizers.abi3.so",
+    private.WORKER_KILLED: "datasets/utils/py_utils.py",
+    private.ENUM_OF_TORCHAO: "torch/utils/_pytree.py",
+    private.NOT_LOADED_BY_TORCHAO.partition(r" \S")[0]: "torchao/__init__.py",
+    of_tools.FAKE_POINTER_READ: "torch/lib/libc10.so",
+}
+"""What libraries write, and the file that has it."""
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_installed_version_has_the_name(name: str) -> None:
+    home: Any = pkgutil.resolve_name(ALL[name][0])
+    if hasattr(home, name):
+        return
+    # An attribute that objects of the class get, or that the module's functions look for on a tensor.
+    source = inspect.getsource(inspect.getmodule(home))  # type: ignore[arg-type]
+    assert re.search(rf"(\w\.{name}\b|^    {name}: |getattr\(\w+, \"{name}\")", source, re.MULTILINE), f"{ALL[name][0]}.{name}"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_missing_name_ends_the_run_with_a_sentence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, what = ALL[name]
+    library = place.partition(".")[0]
+    sentence = f"{library} {version(library)} has no {place}.{name}: {what} cannot work; "
+    sentence += f"take the version of {library} in constraints.txt"
+    with pytest.raises(UserError, match=f"^{re.escape(sentence)}$"):
+        of_tools.private(name, object())
+    monkeypatch.setattr(private, "_home", lambda place: object())
+    with pytest.raises(UserError, match=f"^{re.escape(sentence)}$"):
+        of_tools.private(name)
+
+
+def test_a_missing_module_is_missing_too() -> None:
+    names = private.listed(("torch", "no_such_module.name", "nothing"))
+    with pytest.raises(UserError, match=r"^torch \S+ has no torch.no_such_module.name: nothing cannot work; "):
+        private.find(names, "name")
+
+
+def test_a_command_that_needs_a_missing_name_exits_with_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.yaml").write_text("distributed_type: 'NO'\n")
+    monkeypatch.delattr("accelerate.commands.config.config_args.ClusterConfig")
+    monkeypatch.setattr(sys, "argv", ["toolkit", "check", str(tmp_path / "a.yaml")])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1 and "ClusterConfig: reading an accelerate YAML cannot work; " in err
+
+
+@pytest.mark.parametrize("wording", WRITTEN)
+def test_the_installed_version_writes_the_wording(wording: str) -> None:
+    spec = importlib.util.find_spec(WRITTEN[wording].partition("/")[0])
+    assert spec is not None and spec.origin is not None
+    assert wording.encode() in (Path(spec.origin).parents[1] / WRITTEN[wording]).read_bytes()
+
+
+def test_every_private_name_is_listed_and_every_listed_one_used() -> None:
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in TOOLKIT.rglob("*.py") if path not in LISTS}
+    nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
+    texts = {node.value for _, node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    written = {node.attr for _, node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    assert not ALL.keys() - texts - written, "listed, but used nowhere"
+
+    own = {node.name for _, node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    own |= {node.id for _, node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    own |= {node.attr for _, node in nodes if isinstance(node, ast.Attribute) and _is_of_self(node) and node.attr not in ALL}
+    own |= {str(node.args[1].value) for _, node in nodes if _is_call_of("setattr", node)}
+    places = {part for place, _ in ALL.values() for part in place.split(".")}
+    unlisted = [
+        f"{path.relative_to(TOOLKIT)}:{node.lineno}: {name}"
+        for path, node in nodes
+        for name in _private_names(node)
+        if name not in own | places | OF_PYTHON
+    ]
+    assert not unlisted, unlisted
+
+
+def _is_of_self(node: ast.Attribute) -> bool:
+    return isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+def _is_call_of(function: str, node: Any) -> bool:
+    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function
+    return is_call and isinstance(node.args[1], ast.Constant)
+
+
+def _private_names(node: Any) -> list[str]:
+    """Private names that this node reads, imports or looks for, and those that it writes but nobody has listed."""
+    names: list[str] = []
+    if isinstance(node, ast.Attribute) and not (isinstance(node.ctx, ast.Store) and node.attr in ALL):
+        names = [node.attr]
+    elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] not in ("toolkit", "__future__"):
+        names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+    elif isinstance(node, ast.Import):
+        names = [part for alias in node.names for part in alias.name.split(".")]
+    elif _is_call_of("getattr", node) or (_is_call_of("hasattr", node) and node.args[1].value not in ALL):
+        names = [node.args[1].value]
+    return [name for name in names if name.startswith("_") and not name.endswith("__")]
