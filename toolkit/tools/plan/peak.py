@@ -22,7 +22,6 @@ from toolkit.tools.plan.trace import (
     first_shards,
     trace_micro_batch,
 )
-from toolkit.training.optim import MOMENT_BYTES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -70,7 +69,7 @@ def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, 
     if strategy.kind == "fsdp1":
         _add_flat_gradients(trace, sharded.units, strategy)
     for peak in trace.peaks:
-        peak[OPTIMIZER] = 0 if strategy.offload else num_trainable * MOMENT_BYTES
+        peak[OPTIMIZER] = 0 if strategy.offload else num_trainable * subject.config.optim.state_bytes
         if strategy.kind == "ddp" and strategy.num_processes > 1:
             peak[GRADIENTS] = num_trainable * 4  # views of DDP's buckets, which it allocates at the start
     return trace, sharded

@@ -1,0 +1,5 @@
+"""The optimizers by name. Another one is a file like `adamw.py`, an entry here, and a base of `OptimConfig`."""
+
+from toolkit.optimizers.adamw import AdamW
+
+OPTIMIZERS = {"adamw": AdamW}
