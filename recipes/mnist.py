@@ -109,8 +109,8 @@ def train(
     import torch
 
     from toolkit.checkpoint.state import SkipHistory
+    from toolkit.distributed.progress import Progress
     from toolkit.distributed.watchdog import at
-    from toolkit.tracking.progress import Progress
     from toolkit.tracking.step_log import StepLog
 
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=config.optim.gamma)
