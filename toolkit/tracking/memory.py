@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,7 @@ from toolkit.tracking.metrics_log import MetricsLog
 
 logger = logging.getLogger("toolkit")
 
-MEMORY_FILE, ACCELERATE_FILE, PLAN_FILE = "memory.json", "accelerate.yaml", "memory_plan.json"
-PLANNED_FOR = ("num_processes", "micro_batch_size_rows", "row_tokens")
+MEMORY_FILE, ACCELERATE_FILE = "memory.json", "accelerate.yaml"
 _before_model_gib = [0.0]
 
 
@@ -90,12 +88,3 @@ def save_memory(folder: Path, memory: StepMemory, metrics: MetricsLog) -> None:
         f"memory of training steps: {max(peaks):.2f} GiB on the rank with most; `python -m toolkit report --text {folder}` "
         "compares it with the memory plan"
     )
-
-
-def load_plan(run_folder: Path, memory: dict[str, Any]) -> int | None:
-    """Predicted bytes of one rank, if they were predicted for the same processes and micro-batch."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        plan = json.loads((run_folder / PLAN_FILE).read_text(encoding="utf-8"))
-        if all(plan[key] == memory[key] for key in PLANNED_FOR):
-            return int(plan["device_bytes_total"])
-    return None
