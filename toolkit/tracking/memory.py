@@ -48,10 +48,8 @@ class StepMemory:
         return peak_gib
 
     def see(self, batch: dict[str, torch.Tensor]) -> None:
-        """Record the shape of a micro-batch of token ids; for others there is no memory plan."""
+        """Record the shape of a micro-batch."""
         targets = batch.get("decoder_input_ids")
-        if "input_ids" not in batch:
-            return
         num_rows, length = batch["input_ids"].shape
         row_tokens = {"row": length} if targets is None else {"source": length, "target": targets.shape[1]}
         if num_rows * sum(row_tokens.values()) > self.num_tokens:
