@@ -30,6 +30,7 @@ from toolkit.models.load_sharded import complete_sources, open_weights
 from toolkit.models.lora import add_adapter, is_enabled
 from toolkit.models.safetensors_index import WholeOnly
 from toolkit.models.shard_reader import Sources
+from toolkit.optimizers import OPTIMIZERS
 from toolkit.parallel.chunked_loss import holds_all_logits
 from toolkit.parallel.masks import choose_packing
 from toolkit.parallel.wrap import ShardedModel, check_wrap, shard_model
@@ -70,7 +71,7 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeCon
     if isinstance(config, LLMConfig):
         context.settings["data.packing"] = config.data.packing
     _choose_packed_attention(config, context.accelerator, skeleton, why)
-    _note_needless_shards(context.accelerator, skeleton, context.frozen_dtype, config.optim.state_bytes)
+    _note_needless_shards(context.accelerator, skeleton, context.frozen_dtype, OPTIMIZERS[config.optim.name].state_bytes)
     return config, model_config, skeleton
 
 

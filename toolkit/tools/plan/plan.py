@@ -21,6 +21,7 @@ from toolkit.errors import UserError
 from toolkit.models.attention import warn_of_full_rows
 from toolkit.models.freeze import aliases
 from toolkit.models.shard_reader import PIECE_BYTES
+from toolkit.optimizers import OPTIMIZERS
 from toolkit.parallel.units import ShardUnit, local_tensor
 from toolkit.tools.plan.peak import OPTIMIZER, estimate_peak, trace_rank
 from toolkit.tools.plan.strategy import Strategy, load_strategy
@@ -180,7 +181,7 @@ def _changes(strategy: Strategy) -> Iterable[tuple[str, dict[str, Any]]]:
 def _host_bytes(subject: Subject, strategy: Strategy, model: nn.Module) -> Bytes:
     """One rank's host memory: what loading needs besides the shards, what is offloaded, and the copy staged for a checkpoint."""
     num_trainable = sum(local_tensor(p).numel() for p in model.parameters() if p.requires_grad)
-    trained = num_trainable * (4 + subject.config.optim.state_bytes)
+    trained = num_trainable * (4 + OPTIMIZERS[subject.config.optim.name].state_bytes)
     loads_parts = strategy.kind == "fsdp2" and not subject.config.model.from_scratch
     # A piece as stored and as converted; otherwise the full model.
     loaded = 2 * PIECE_BYTES if loads_parts else sum(p.nbytes for p in subject.skeleton.parameters())
@@ -195,7 +196,10 @@ def _host_bytes(subject: Subject, strategy: Strategy, model: nn.Module) -> Bytes
 def _checkpoint_bytes(subject: Subject) -> Bytes:
     """Size of a checkpoint over all ranks, without frozen weights."""
     num_trainable = sum(p.numel() for p in subject.skeleton.parameters() if p.requires_grad)
-    return {"trainable parameters": num_trainable * 4, OPTIMIZER: num_trainable * subject.config.optim.state_bytes}
+    return {
+        "trainable parameters": num_trainable * 4,
+        OPTIMIZER: num_trainable * OPTIMIZERS[subject.config.optim.name].state_bytes,
+    }
 
 
 def _moved_bytes(subject: Subject, strategy: Strategy, trace: Trace, rows: int) -> Bytes:
