@@ -10,16 +10,19 @@ import logging
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
+from mnist_config import ConvNetConfig, MnistConfig, check_mnist_config
+
 from toolkit.config.load import load_config
-from toolkit.config.mnist import ConvNetConfig, MnistConfig, check_mnist_config
 from toolkit.errors import exit_on_user_error
 from toolkit.launch.log import start_logging
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
+    from mnist_images import ImageSets
 
     from toolkit.data.batch_plan import BatchPlan, Step
-    from toolkit.data.sources.images import ImageSets
     from toolkit.parallel.wrap import ShardedModel
     from toolkit.tracking.metrics_log import MetricsLog
     from toolkit.tracking.step_log import StepFigures
@@ -36,10 +39,9 @@ def main() -> None:
     # These imports take seconds, so a wrong flag has been reported before them.
     import numpy as np
     import torch
+    from mnist_images import load_images
 
-    from toolkit.checkpoint.single_file import save_whole_state
     from toolkit.data.batch_plan import BatchPlan
-    from toolkit.data.sources.images import load_images
     from toolkit.distributed.comm import on_all_ranks, on_rank_0, world_size
     from toolkit.distributed.device import describe_device
     from toolkit.distributed.rng import seed_all
@@ -87,7 +89,7 @@ def main() -> None:
     save_record(run_folder, sharded.units)
     train(config, sharded, optimizer, images, plan, num_steps, metrics)
     at("saving", num_steps)
-    metrics.write("checkpoint", num_steps, **save_whole_state(sharded, run_folder / "model.safetensors"))
+    metrics.write("checkpoint", num_steps, **save_weights(sharded, run_folder / "model.safetensors"))
     working("drawing the curves")
     on_rank_0(lambda: draw_curves(metrics.load(), run_folder / "curves.png"))
     save_run_page(run_folder)
@@ -107,9 +109,8 @@ def train(
     import torch
 
     from toolkit.checkpoint.state import SkipHistory
+    from toolkit.distributed.progress import Progress
     from toolkit.distributed.watchdog import at
-    from toolkit.evaluation.accuracy import evaluate_accuracy
-    from toolkit.tracking.progress import Progress
     from toolkit.tracking.step_log import StepLog
 
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=config.optim.gamma)
@@ -124,7 +125,7 @@ def train(
             log.flush()
         if evaluates:
             at("evaluation", number)
-            figures = evaluate_accuracy(sharded, images, config.eval_batch_size_rows)
+            figures = evaluate(sharded, images, config.eval_batch_size_rows)
             metrics.write("eval", number, **figures)
             logger.info(f"evaluation at step {number}: loss {figures['loss']:.4f}, accuracy {figures['accuracy']:.2f} %")
             log.restart_clock()
@@ -175,6 +176,83 @@ def train_step(
     if world_size() > 1:
         dist.all_reduce(loss_sum)
     return StepFigures(step, lr, loss_sum, grad_norm, skipped=torch.zeros_like(loss_sum))
+
+
+def evaluate(sharded: ShardedModel, images: ImageSets, batch_size_rows: int) -> dict[str, float]:
+    """Return `loss` (nats per image), `accuracy` (percent), `num_rows` and `rows_per_s`; each image counts once. Collective.
+
+    Args:
+        batch_size_rows: images per batch and process; in fp32 it never changes the result.
+    """
+    import time
+
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+
+    from toolkit.data.batch_plan import cut
+    from toolkit.distributed.comm import rank, reduce_on_cpu, world_size
+    from toolkit.loss import summed_cross_entropy
+    from toolkit.parallel.gather import evaluation_model
+
+    start_s = time.perf_counter()
+    device, num_rows = sharded.accelerator.device, len(images.evaluation)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    num_correct = torch.zeros((), dtype=torch.int64, device=device)
+    with torch.no_grad(), evaluation_model(sharded, unshard="never") as (model, _):
+        for of_ranks in cut(np.arange(num_rows), np.ones(num_rows), world_size(), batch_size_rows):
+            rows = of_ranks[rank()]
+            # A rank without rows runs one whose label does not count, so that the collectives of all ranks match.
+            pixels_B1HW, labels_B = images.collate(images.evaluation, rows or [0], device, is_dummy=not rows)
+            logits_BC = model(pixels_B1HW)
+            loss_sum += summed_cross_entropy(logits_BC, labels_B)
+            num_correct += (logits_BC.argmax(dim=-1) == labels_B).sum()
+    totals = torch.tensor([loss_sum.item(), num_correct.item()], dtype=torch.float64)
+    total_loss, total_correct = reduce_on_cpu(totals, dist.ReduceOp.SUM).tolist()
+    rows_per_s = num_rows / (time.perf_counter() - start_s)
+    accuracy = 100 * total_correct / num_rows
+    return {"loss": total_loss / num_rows, "accuracy": accuracy, "num_rows": num_rows, "rows_per_s": rows_per_s}
+
+
+def save_weights(sharded: ShardedModel, path: Path) -> dict[str, float]:
+    """Gather the parameters into rank 0's host memory and write them as safetensors, whole or not at all. Collective.
+
+    Returns:
+        `blocking_s`, the time that every rank waited; `write_s`; and `num_bytes` of the file.
+
+    Raises:
+        UserError: the file cannot be written; on every rank.
+    """
+    import time
+
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    from toolkit.distributed.comm import on_rank_0, rank
+    from toolkit.distributed.watchdog import working
+    from toolkit.errors import UserError
+    from toolkit.files.durable import written_beside
+    from toolkit.files.modes import give_usual_mode
+    from toolkit.parallel.gather import whole_parameters
+
+    start_s = time.perf_counter()
+    gathered = whole_parameters(sharded)  # all ranks gather, one unit at a time
+    weights = {name: whole.to("cpu", copy=True).contiguous() for name, whole in gathered if rank() == 0}
+    gathered_s = time.perf_counter()
+
+    def write() -> int:
+        try:
+            with written_beside(path) as unfinished:
+                save_file(weights, unfinished)
+                give_usual_mode(unfinished)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path} could not be written: {error}") from None
+        return path.stat().st_size
+
+    working("saving")
+    num_bytes = on_rank_0(write)
+    end_s = time.perf_counter()
+    return {"blocking_s": end_s - start_s, "write_s": end_s - gathered_s, "num_bytes": num_bytes}
 
 
 if __name__ == "__main__":

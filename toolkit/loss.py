@@ -91,12 +91,9 @@ def share_of_global_mean(loss_sum: torch.Tensor, num_label_tokens: int, world_si
 def _chunk_loss(
     hidden_nD: torch.Tensor, labels_n: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], label_smoothing: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `chunked_cross_entropy`, of one chunk; the second is 0 while training, where nothing reads it."""
     logits_nV = head(hidden_nD)
-    return summed_cross_entropy(logits_nV, labels_n, label_smoothing), _num_correct(logits_nV, labels_n)
-
-
-def _num_correct(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Number of labels with the highest logit; 0 while training, where nothing reads it."""
-    if torch.is_grad_enabled():
-        return torch.zeros((), device=logits.device, dtype=torch.int64)
-    return (logits.argmax(dim=-1) == labels).sum()
+    num_correct = torch.zeros((), device=logits_nV.device, dtype=torch.int64)
+    if not torch.is_grad_enabled():
+        num_correct = (logits_nV.argmax(dim=-1) == labels_n).sum()
+    return summed_cross_entropy(logits_nV, labels_n, label_smoothing), num_correct

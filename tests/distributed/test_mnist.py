@@ -66,12 +66,12 @@ def test_one_process_trains_as_the_tutorial_does(expected: tuple[list[dict[str, 
     """Against a plain loop of torch: mean loss, Adadelta, StepLR after each epoch."""
     import torch
     import torch.nn.functional as F
+    from mnist_config import ImageDataConfig
+    from mnist_images import load_images
     from torch import nn
 
-    from toolkit.config.mnist import ImageDataConfig
     from toolkit.config.schema import TrainConfig
     from toolkit.data.batch_plan import BatchPlan
-    from toolkit.data.sources.images import load_images
     from toolkit.distributed.rng import seed_all
 
     images = load_images(ImageDataConfig(num_rows=NUM_ROWS, eval_fraction=0.15), 6)
@@ -142,9 +142,10 @@ def test_machines_with_other_images_are_refused(tmp_path: Path) -> None:
 
 def run_with_own_images(argv: list[str]) -> str:
     """The sentence of the error where one label differs between the ranks; "" without one."""
+    import mnist_images as images
+    from mnist_config import ImageDataConfig
+
     from toolkit import errors
-    from toolkit.config.mnist import ImageDataConfig
-    from toolkit.data.sources import images
     from toolkit.distributed.comm import rank
 
     def load(config: ImageDataConfig, smallest_side: int) -> images.ImageSets:

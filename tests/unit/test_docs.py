@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 
 import pytest
 import yaml
+from mnist_config import MnistConfig, check_mnist_config
 
 from tests.support.launch import REPOSITORY
 from toolkit.config.load import load_config
-from toolkit.config.mnist import MnistConfig, check_mnist_config
 from toolkit.config.schema import LLMConfig, SummarizationConfig
 from toolkit.config.validate import check_config
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml

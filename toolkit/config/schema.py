@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from jsonargparse.typing import (
     ClosedUnitInterval,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -20,6 +19,7 @@ from jsonargparse.typing import (
 )
 
 from toolkit.config.data import DataConfig, LLMDataConfig
+from toolkit.optimizers import AdamW
 
 HalfOpenUnitInterval = restricted_number_type("HalfOpenUnitInterval", float, [(">=", 0), ("<", 1)])
 NumEpochs = restricted_number_type("NumEpochs", float, [(">", 0), ("<", math.inf)])
@@ -116,19 +116,9 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig:
-    """AdamW and its learning-rate schedule."""
+class OptimConfig(AdamW):
+    """The optimizer, its learning-rate schedule, and which updates are clipped or skipped."""
 
-    lr: PositiveFloat = 1e-3  # type: ignore[valid-type]
-    """Peak learning rate."""
-    beta1: ClosedUnitInterval = 0.9  # type: ignore[valid-type]
-    """Decay rate of the first moment."""
-    beta2: ClosedUnitInterval = 0.999  # type: ignore[valid-type]
-    """Decay rate of the second moment."""
-    eps: PositiveFloat = 1e-8  # type: ignore[valid-type]
-    """Term added to the root of the second moment."""
-    weight_decay: NonNegativeFloat = 0.0  # type: ignore[valid-type]
-    """Decoupled weight decay. Norms and biases are excluded."""
     schedule: Literal["linear", "cosine", "constant", "step"] = "linear"
     """Shape of the learning-rate schedule after the warm-up."""
     warmup_steps: NonNegativeInt = 0  # type: ignore[valid-type]

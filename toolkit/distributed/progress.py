@@ -1,4 +1,4 @@
-"""Shows how far a long phase has come, on rank 0: as a bar on a terminal, elsewhere as lines of the log."""
+"""Shows how far the steps and a long phase have come, on rank 0: as a bar on a terminal, elsewhere as lines of the log."""
 
 from __future__ import annotations
 
@@ -72,11 +72,51 @@ class Phase:
         self._line_s, self._num_logged = time.monotonic(), self._done
         numbers = [number for number in (self._done, self.total) if number is not None]
         shown = [f"{number / 1e9:.2f}" if self._unit == "B" else f"{number:,}" for number in numbers]
-        left = ""
-        if self.total is not None and self._done_before < self._done < self.total:
-            pace_s = (self._line_s - self._start_s) / (self._done - self._done_before)
-            left = f", {readable_duration(pace_s * (self.total - self._done))} left"
+        left = _time_left(self._start_s, self._done_before, self._done, self.total or 0)
         logger.info(f"{self._name}: {' of '.join(shown)} {'GB' if self._unit == 'B' else self._unit}{left}")
+
+
+class Progress:
+    """The steps: a bar on a terminal; elsewhere a line of the log every `every_steps` and at the last one. Silent on other ranks
+    than 0.
+
+    Args:
+        start_step: the step that a resumed run continues from.
+    """
+
+    def __init__(self, num_steps: int, start_step: int, every_steps: int) -> None:
+        self._num_steps, self._start_step, self._every_steps = num_steps, start_step, every_steps
+        self._start_s = time.monotonic()
+        self._bar: Any = None
+        if rank() == 0 and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            # Without steps/s, so that 80 columns hold the figures.
+            form = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+            self._bar = tqdm(total=num_steps, initial=start_step, bar_format=form, dynamic_ncols=True, smoothing=0.1)
+
+    def update(self, step: int, *, loss: float, learning_rate: float, tokens_per_s: float) -> None:
+        """Report `step` as done. Loss in nats per label token; `tokens_per_s` without padding, over all ranks."""
+        figures = f"loss {loss:.4f}, lr {learning_rate:.2e}, {tokens_per_s:,.0f} tokens/s"
+        if self._bar is not None:
+            self._bar.set_postfix_str(figures, refresh=False)
+            self._bar.update(step - self._bar.n)
+        elif rank() == 0 and (step == self._num_steps or step % self._every_steps == 0):
+            left = _time_left(self._start_s, self._start_step, step, self._num_steps)
+            logger.info(f"step {step}/{self._num_steps}, {figures}{left}")
+
+    def close(self) -> None:
+        """End the bar; it stays on the terminal."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _time_left(start_s: float, done_before: int, done: int, total: int) -> str:
+    """At the mean pace since the start, whatever else was done meanwhile; empty where there is none."""
+    if not done_before < done < total:
+        return ""
+    pace_s = (time.monotonic() - start_s) / (done - done_before)
+    return f", {readable_duration(pace_s * (total - done))} left"
 
 
 def readable_duration(duration_s: float) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from toolkit.distributed.comm import gather_objects, on_rank_0
 from toolkit.distributed.watchdog import working
 from toolkit.errors import UserError
 from toolkit.evaluation.metrics import compute_figures
-from toolkit.evaluation.rouge import ROUGE_KEYS, rouge_scores
+from toolkit.evaluation.rouge import ROUGE_KEYS, mean_scores, rouge_scores
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.files.json_lines import save_json_lines
 from toolkit.parallel.gather import generation_ready
@@ -36,7 +35,7 @@ class Score:
 
     index: int
     prediction: str
-    rouge: tuple[float, ...]
+    rouge: dict[str, float]
 
 
 @contextlib.contextmanager
@@ -88,10 +87,7 @@ def generate_texts(
         return []
     predictions = data.tokenizer.batch_decode(data.collator.new_tokens(tokens_BT, prompts), skip_special_tokens=True)
     per_row = rouge_scores(predictions, [row["target"] for row in rows], data.rouge_tokenizer)
-    return [
-        Score(index, prediction, tuple(per_row[name][place] for name in ROUGE_KEYS))
-        for place, (index, prediction) in enumerate(zip(indices, predictions, strict=True))
-    ]
+    return [Score(*scored) for scored in zip(indices, predictions, per_row, strict=True)]
 
 
 def gather_scores(scores: list[Score], data: EvaluationRows, predictions_path: Path) -> dict[str, float]:
@@ -114,9 +110,7 @@ def gather_scores(scores: list[Score], data: EvaluationRows, predictions_path: P
 
 def _mean_scores(ordered: list[Score], data: EvaluationRows) -> dict[str, float]:
     """ROUGE and the like, and the figures of `data.metrics`."""
-    figures: dict[str, float] = {}
-    for place, name in enumerate(ROUGE_KEYS):
-        figures[name] = math.fsum(score.rouge[place] for score in ordered) / len(ordered)
+    figures = mean_scores([score.rouge for score in ordered])
     predictions, references = [score.prediction for score in ordered], data.references
     pairs = zip(predictions, references, strict=True)
     figures["exact_match"] = 100 * sum(ours.strip() == theirs.strip() for ours, theirs in pairs) / len(ordered)
@@ -131,7 +125,7 @@ def _write_predictions(scores: list[Score], data: EvaluationRows, path: Path) ->
     for score in scores:
         row = data.rows[score.index]
         line = {"row_id": row["row_id"], "prediction": score.prediction, "reference": row["target"]}
-        line |= {name: round(value, 4) for name, value in zip(ROUGE_KEYS, score.rouge, strict=True)}
+        line |= {name: round(value, 4) for name, value in score.rouge.items()}
         lines.append(line)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)  # the run folder may have been removed

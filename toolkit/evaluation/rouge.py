@@ -20,8 +20,8 @@ ROUGE_KEYS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
 def rouge_scores(
     predictions: Sequence[str], references: Sequence[str], tokenizer: Tokenizer | None = None
-) -> dict[str, list[float]]:
-    """F-measure in percent of every row, by key of `ROUGE_KEYS`; 0 if the prediction or the reference has no word.
+) -> list[dict[str, float]]:
+    """F-measures of every row in percent, by key of `ROUGE_KEYS`; 0 if the prediction or the reference has no word.
 
     Args:
         tokenizer: None chooses it by these references. Pass it if they are only a part of all references.
@@ -31,23 +31,11 @@ def rouge_scores(
     """
     from rouge_score.rouge_scorer import RougeScorer
 
-    if len(predictions) != len(references):
-        raise ValueError(f"{len(predictions)} predictions for {len(references)} references")
     scorer = RougeScorer(list(ROUGE_KEYS), tokenizer=tokenizer or choose_tokenizer(references))
-    rows: dict[str, list[float]] = {key: [] for key in ROUGE_KEYS}
-    for prediction, reference in zip(predictions, references, strict=True):
-        row = scorer.score(reference, prediction)
-        for key in ROUGE_KEYS:
-            rows[key].append(100.0 * row[key].fmeasure)
-    return rows
+    rows = [scorer.score(reference, text) for text, reference in zip(predictions, references, strict=True)]
+    return [{key: 100.0 * row[key].fmeasure for key in ROUGE_KEYS} for row in rows]
 
 
-def mean_scores(rows: dict[str, list[float]]) -> dict[str, float]:
-    """Mean over the rows, by key. The sum is exact, so any order of the rows gives the same bits.
-
-    Raises:
-        ValueError: there are no rows.
-    """
-    if not all(rows.values()):
-        raise ValueError("ROUGE of no rows: give at least one prediction and its reference")
-    return {key: math.fsum(values) / len(values) for key, values in rows.items()}
+def mean_scores(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Mean over at least one row, by key. The sum is exact, so any order of the rows gives the same bits."""
+    return {key: math.fsum(row[key] for row in rows) / len(rows) for key in ROUGE_KEYS}

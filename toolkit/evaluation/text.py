@@ -12,6 +12,7 @@ import unicodedata
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import regex
 
@@ -96,7 +97,7 @@ def stemmed_tokens(text: str) -> list[str]:
     """
     from rouge_score.tokenize import tokenize
 
-    return tokenize(text, _CachedStemmer)
+    return tokenize(text, _stemmer())
 
 
 def unicode_tokens(text: str) -> list[str]:
@@ -105,7 +106,7 @@ def unicode_tokens(text: str) -> list[str]:
     The text is NFKC-normalized, so that é is one letter however it is encoded. Runs of a-z and 0-9 are stemmed as in
     `stemmed_tokens`; there is no stemmer for the others.
     """
-    return [_CachedStemmer.stem(word) if len(word) > 3 and word.isascii() else word for word in _split_words(text)]
+    return [_stemmer().stem(word) if len(word) > 3 and word.isascii() else word for word in _split_words(text)]
 
 
 ROUGE_SCORE_WORDS = Tokenizer("rouge_score", "words as rouge_score does: a-z and 0-9, stemmed", stemmed_tokens)
@@ -121,17 +122,11 @@ def _split_words(text: str) -> list[str]:
     return _WORD.findall(unicodedata.normalize("NFKC", text).lower())
 
 
-class _CachedStemmer:
-    """The part of nltk's stemmer that `rouge_score` calls, with a cache of 100,000 stems."""
-
-    @staticmethod
-    @lru_cache(maxsize=100_000)
-    def stem(word: str) -> str:
-        return _porter_stemmer().stem(word)
-
-
 @lru_cache(maxsize=1)
-def _porter_stemmer():
+def _stemmer() -> Any:
+    """nltk's stemmer, with a cache of 100,000 stems."""
     from nltk.stem.porter import PorterStemmer
 
-    return PorterStemmer()
+    stemmer = PorterStemmer()
+    stemmer.stem = lru_cache(maxsize=100_000)(stemmer.stem)
+    return stemmer

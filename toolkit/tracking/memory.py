@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,7 @@ from toolkit.tracking.metrics_log import MetricsLog
 
 logger = logging.getLogger("toolkit")
 
-MEMORY_FILE, ACCELERATE_FILE, PLAN_FILE = "memory.json", "accelerate.yaml", "memory_plan.json"
-PLANNED_FOR = ("num_processes", "micro_batch_size_rows", "row_tokens")
+MEMORY_FILE, ACCELERATE_FILE = "memory.json", "accelerate.yaml"
 _before_model_gib = [0.0]
 
 
@@ -50,10 +48,8 @@ class StepMemory:
         return peak_gib
 
     def see(self, batch: dict[str, torch.Tensor]) -> None:
-        """Record the shape of a micro-batch of token ids; for others there is no memory plan."""
+        """Record the shape of a micro-batch."""
         targets = batch.get("decoder_input_ids")
-        if "input_ids" not in batch:
-            return
         num_rows, length = batch["input_ids"].shape
         row_tokens = {"row": length} if targets is None else {"source": length, "target": targets.shape[1]}
         if num_rows * sum(row_tokens.values()) > self.num_tokens:
@@ -90,12 +86,3 @@ def save_memory(folder: Path, memory: StepMemory, metrics: MetricsLog) -> None:
         f"memory of training steps: {max(peaks):.2f} GiB on the rank with most; `python -m toolkit report --text {folder}` "
         "compares it with the memory plan"
     )
-
-
-def load_plan(run_folder: Path, memory: dict[str, Any]) -> int | None:
-    """Predicted bytes of one rank, if they were predicted for the same processes and micro-batch."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        plan = json.loads((run_folder / PLAN_FILE).read_text(encoding="utf-8"))
-        if all(plan[key] == memory[key] for key in PLANNED_FOR):
-            return int(plan["device_bytes_total"])
-    return None

@@ -162,11 +162,6 @@ class MetricsLog:
 
         on_all_ranks(truncate)
 
-    def close(self) -> None:
-        """Close the file; nothing can be written afterwards."""
-        if self._file is not None:
-            self._file.close()
-
     def _open(self) -> None:
         self._file = self.path.open("ab", buffering=0)
         self._opened = os.fstat(self._file.fileno())

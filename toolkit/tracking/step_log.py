@@ -14,11 +14,11 @@ from toolkit.checkpoint.state import SkipHistory
 from toolkit.data.batch_plan import MicroBatch, Step
 from toolkit.distributed.comm import gather_objects, raise_together, reduce_on_cpu
 from toolkit.distributed.device import synchronize
+from toolkit.distributed.progress import Progress
 from toolkit.errors import UserError
 from toolkit.parallel.wrap import ShardedModel
 from toolkit.tracking.memory import StepMemory
 from toolkit.tracking.metrics_log import MetricsLog
-from toolkit.tracking.progress import Progress
 from toolkit.tracking.trackers import log_to_trackers
 
 if TYPE_CHECKING:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
 import sys
 import textwrap
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,12 +15,10 @@ from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
 from toolkit.config.schema import CheckpointConfig, EvalConfig
 from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.distributed.comm import rank, world_size
-from toolkit.distributed.device import GIB
 from toolkit.launch.accelerate_yaml import find_accelerate_yaml
 from toolkit.launch.accelerator import fsdp_mesh, fsdp_version
 from toolkit.models.lora import is_enabled
 from toolkit.parallel.units import describe
-from toolkit.tracking.memory import MEMORY_FILE, load_plan
 from toolkit.training.own_loss import describe_memory
 from toolkit.training.run import Run
 
@@ -46,7 +42,6 @@ def log_first_lines(run: Run, rows: TokenizedRows) -> None:
         "preset": _describe_preset(run.sharded.accelerator),
         "steps": _describe_steps(run),
         "loss": describe_memory(run.sharded, run.plan) if run.own.loss else "",
-        "memory": _describe_memory(run),
         "folder": _describe_places(run),
     }
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
@@ -112,17 +107,6 @@ def _describe_steps(run: Run) -> str:
     batch = f"{tokens:,} tokens" if tokens else f"{train.global_batch_size_rows:,} rows"
     on_each = f"{_count(num_micro_batches, 'micro-batch')} x {train.micro_batch_size_rows} rows"
     return f"{steps}, {plan.steps_per_epoch:,} an epoch, each of {batch}: {_count(world_size(), 'process')} x {on_each}"
-
-
-def _describe_memory(run: Run) -> str:
-    """What an earlier part of this run was planned to take; nothing is planned for it."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        memory = json.loads((run.folder / MEMORY_FILE).read_text(encoding="utf-8"))
-        now = (world_size(), run.config.train.micro_batch_size_rows)
-        planned = load_plan(run.folder, memory) if (memory["num_processes"], memory["micro_batch_size_rows"]) == now else None
-        if planned is not None:
-            return f"{planned / GIB:.2f} GiB a rank, as planned"
-    return ""
 
 
 def _describe_places(run: Run) -> str:

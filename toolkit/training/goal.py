@@ -14,11 +14,7 @@ from toolkit.evaluation.rouge import ROUGE_KEYS
 from toolkit.evaluation.rows import EvaluationRows
 
 TEXT_METRICS = (*ROUGE_KEYS, "exact_match", "percent_distinct")
-
-
 LOSS_METRICS = ("loss", "perplexity", "bits_per_byte", "token_accuracy")
-
-
 HIGHER_IS_BETTER = (*TEXT_METRICS, "token_accuracy")
 _GENERATION = ("max_new_tokens", "num_beams", "no_repeat_ngram_size")
 

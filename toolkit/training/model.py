@@ -30,13 +30,14 @@ from toolkit.models.load_sharded import complete_sources, open_weights
 from toolkit.models.lora import add_adapter, is_enabled
 from toolkit.models.safetensors_index import WholeOnly
 from toolkit.models.shard_reader import Sources
+from toolkit.optimizers import OPTIMIZERS
 from toolkit.parallel.chunked_loss import holds_all_logits
 from toolkit.parallel.masks import choose_packing
 from toolkit.parallel.wrap import ShardedModel, check_wrap, shard_model
 from toolkit.private import private
 from toolkit.tracking.memory import note_before_model
 from toolkit.training.model_checks import check_causal_model, check_seq2seq_model
-from toolkit.training.optim import MOMENT_BYTES, build_optimizer
+from toolkit.training.optim import build_optimizer
 from toolkit.training.own_loss import check_own_loss
 from toolkit.training.setup import RunContext
 
@@ -71,7 +72,7 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeCon
     if isinstance(config, LLMConfig):
         context.settings["data.packing"] = config.data.packing
     _choose_packed_attention(config, context.accelerator, skeleton, why)
-    _note_needless_shards(context.accelerator, skeleton, context.frozen_dtype)
+    _note_needless_shards(context.accelerator, skeleton, context.frozen_dtype, OPTIMIZERS[config.optim.name].state_bytes)
     return config, model_config, skeleton
 
 
@@ -199,12 +200,18 @@ def _choose_packed_attention(config: RecipeConfig, accelerator: Accelerator, ske
         logger.warning(warning)
 
 
-def _note_needless_shards(accelerator: Accelerator, skeleton: PreTrainedModel, frozen_dtype: torch.dtype) -> None:
-    """Log a line if FSDP shards a model whose training state takes at most `ROOMY_SHARE` of the smallest GPU. Collective."""
+def _note_needless_shards(
+    accelerator: Accelerator, skeleton: PreTrainedModel, frozen_dtype: torch.dtype, optimizer_bytes: int
+) -> None:
+    """Log a line if FSDP shards a model whose training state takes at most `ROOMY_SHARE` of the smallest GPU. Collective.
+
+    Args:
+        optimizer_bytes: of a trainable parameter.
+    """
     if fsdp_version(accelerator) is None or accelerator.mixed_precision == "fp8":  # which needs FSDP2
         return
     gpu_bytes = smallest_gpu_bytes(accelerator.device)
-    needed = sum(p.numel() * (8 + MOMENT_BYTES if p.requires_grad else frozen_dtype.itemsize) for p in skeleton.parameters())
+    needed = sum(p.numel() * (8 + optimizer_bytes if p.requires_grad else frozen_dtype.itemsize) for p in skeleton.parameters())
     if gpu_bytes is not None and needed <= ROOMY_SHARE * gpu_bytes:
         logger.info(
             f"the preset shards a model that one GPU holds with room to spare: weights, gradients and moments take "

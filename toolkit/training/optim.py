@@ -1,11 +1,10 @@
-"""AdamW with parameter groups, the learning rate as a function of the step, and clipping by the global gradient norm."""
+"""The optimizer with parameter groups, the learning rate as a function of the step, and clipping by the global gradient norm."""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -14,18 +13,16 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.config.schema import OptimConfig, as_written
 from toolkit.data.batch_plan import BatchPlan
+from toolkit.optimizers import OPTIMIZERS
 from toolkit.parallel.float8 import is_sharded_with_cast, refresh_scales
 from toolkit.private import private
 
-MOMENT_BYTES = 8
-"""AdamW's two fp32 moments of a trainable parameter."""
 
-
-def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters of a sharded model, without weight decay on norms and biases.
+def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of the trainable parameters of a sharded model, without weight decay on norms and biases.
 
     Call it after sharding: FSDP2 replaces parameters, and accelerate's remapping of an earlier optimizer fails on the meta
-    device. `fused` needs one kernel for all parameters.
+    device.
     """
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
@@ -34,28 +31,10 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.AdamW:
         if parameter.requires_grad:
             (decayed if name in decayed_names else plain).append(parameter)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=True,
-    )
-    optimizer._init_group = functools.partial(_collect_shards, private("_init_group", optimizer))  # type: ignore[method-assign]
+    optimizer = OPTIMIZERS[config.name].build(config, [group for group in groups if group["params"]])
     if is_sharded_with_cast(model):
         optimizer.register_step_post_hook(lambda *_: refresh_scales(model))
     return optimizer
-
-
-def _collect_shards(collect: Callable[..., bool], group: dict[str, Any], *collected: list[torch.Tensor]) -> bool:
-    """Collect what AdamW's kernel takes (torch/optim/adam.py:139), with this rank's shards in place of DTensors.
-
-    A dispatch over DTensors takes the host 4 to 10 ms a step. Weights, gradients and moments stay DTensors, over the same memory.
-    """
-    has_complex = collect(group, *collected)
-    for tensors in collected:
-        tensors[:] = [private("_local_tensor", t) if isinstance(t, DTensor) else t for t in tensors]
-    return has_complex
 
 
 def _decayed_parameters(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:

@@ -49,10 +49,7 @@ def take_metrics(config: RecipeConfig, metrics: Any) -> tuple[RecipeConfig, Mapp
         return config, metrics or {}
     if isinstance(metrics, str) or not isinstance(metrics, Sequence) or not all(isinstance(name, str) for name in metrics):
         raise UserError(f"metrics is {metrics!r:.60}: give a dict of functions by the names of their figures, or a list of names")
-    names = [*config.eval.metrics, *metrics]
-    if not config.eval.generate:
-        raise UserError(f"metrics {', '.join(names)} score generated texts: set eval.generate to true")
-    return dataclasses.replace(config, eval=dataclasses.replace(config.eval, metrics=names)), {}
+    return dataclasses.replace(config, eval=dataclasses.replace(config.eval, metrics=[*config.eval.metrics, *metrics])), {}
 
 
 def check_own(config: RecipeConfig, own: Own) -> None:
@@ -71,5 +68,6 @@ def check_own(config: RecipeConfig, own: Own) -> None:
             f"optim.label_smoothing is {config.optim.label_smoothing}, but loss takes the place of cross-entropy: smooth there, "
             "or leave one of them out"
         )
-    if own.metrics and not config.eval.generate:
-        raise UserError(f"metrics {', '.join(own.metrics)} score generated texts: set eval.generate to true")
+    names = [*config.eval.metrics, *own.metrics]
+    if names and not config.eval.generate:
+        raise UserError(f"metrics {', '.join(names)} score generated texts: set eval.generate to true")

@@ -17,7 +17,6 @@ from toolkit.data.collate import Batch, labels_at_positions
 from toolkit.errors import UserError
 from toolkit.launch.accelerator import compute_dtype
 from toolkit.loss import IGNORED_LABEL
-from toolkit.parallel.chunked_loss import MAX_LOGITS_AT_ONCE, holds_all_logits
 from toolkit.parallel.wrap import ShardedModel
 
 OwnLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -65,17 +64,14 @@ def check_own_loss(loss: OwnLoss, vocab_size: int, device: torch.device) -> None
 
 
 def describe_memory(sharded: ShardedModel, plan: BatchPlan) -> str:
-    """A line on what the logits of a micro-batch take at most, which chunked cross-entropy would not."""
+    """A line on what the logits of a micro-batch take at most, which chunked cross-entropy would not hold at once."""
     config = sharded.plain.config
     vocab_size, num_rows = config.get_text_config().vocab_size, plan.train.micro_batch_size_rows
     longest = int((plan.num_label_tokens if config.is_encoder_decoder else plan.num_tokens).max(initial=0))
     num_tokens = num_rows * (plan.pack_length_tokens or longest)
     itemsize = compute_dtype(sharded.accelerator).itemsize
     gib = 2 * num_tokens * vocab_size * itemsize / 2**30
-    chunk = min(sharded.max_logits or MAX_LOGITS_AT_ONCE, num_tokens * vocab_size) * 4 / 2**30
-    chunked = "" if holds_all_logits(sharded.plain) else f" (cross-entropy by chunks: {chunk:.3g} GiB of logits at a time)"
     return (
         "a loss of your own trains, and cross-entropy evaluates; the logits of a micro-batch and their gradient take up to 2 × "
         f"{num_tokens:,} tokens × {vocab_size:,} words × {itemsize} bytes = {gib:.3g} GiB a rank, beside what the loss keeps"
-        f"{chunked}"
     )

@@ -22,6 +22,7 @@ from toolkit.data.batch_plan import BatchPlan
 from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.distributed.comm import close_groups, on_all_ranks, on_rank_0, rank, world_size
 from toolkit.distributed.device import all_cores
+from toolkit.distributed.progress import Progress
 from toolkit.distributed.signals import StopRequests
 from toolkit.distributed.watchdog import stop, working
 from toolkit.evaluation.rows import EvaluationRows
@@ -34,7 +35,6 @@ from toolkit.launch.accelerator import compute_dtype, forget_accelerator
 from toolkit.launch.run_folder import restore_run_folder, save_run_config, unlock_run_folders
 from toolkit.parallel.wrap import ShardedModel
 from toolkit.tracking.metrics_log import MetricsLog
-from toolkit.tracking.progress import Progress
 from toolkit.tracking.step_log import StepLog
 from toolkit.tracking.summary import measure_baselines, show_results
 from toolkit.tracking.trackers import close_trackers

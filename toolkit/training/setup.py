@@ -11,7 +11,6 @@ import torch
 from toolkit.checkpoint.init_from import find_weights
 from toolkit.checkpoint.load import choose_checkpoint
 from toolkit.config.load import RecipeConfig, dotted_keys
-from toolkit.config.mnist import MnistConfig
 from toolkit.config.paths import write_paths
 from toolkit.data.batch_plan import check_global_batch_size
 from toolkit.distributed.comm import on_all_ranks, on_rank_0, world_size
@@ -87,8 +86,8 @@ def begin(config: RecipeConfig, own: Own) -> RunContext:
     return RunContext(accelerator, dtype, run_folder, settings, resume_from, init_from, metrics, own)
 
 
-def open_run(config: RecipeConfig | MnistConfig) -> Path:
-    """Open the run folder and lock it against a second run. Collective.
+def open_run(config: Any) -> Path:
+    """Open the run folder of a config with `run` and `train`, and lock it against a second run. Collective.
 
     Raises:
         UserError: the folder cannot be used, or the batch does not fit the number of processes; on every rank.

@@ -1,8 +1,8 @@
 """Skips harmful updates: the device decides, alike on all ranks, without a host sync.
 
 An update is skipped if the loss or the gradient is not finite on any rank and, with `optim.skip_beyond_sigmas`, if the
-gradient norm spikes. Weights, moments and their step counts then stay unchanged: the fused AdamW kernel does nothing when
-`found_inf` is 1. The schedule does not shift, because learning rate and rows are functions of the step number.
+gradient norm spikes. Weights, moments and their step counts then stay unchanged: the optimizer does nothing where
+its `found_inf` is 1. The schedule does not shift, because learning rate and rows are functions of the step number.
 """
 
 from __future__ import annotations

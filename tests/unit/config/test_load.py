@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import yaml
+from mnist_config import MnistConfig, check_mnist_config
 
 from tests.support.launch import REPOSITORY
 from toolkit.config import names as config_names
 from toolkit.config.load import dotted_keys, field_names, load_config, save_config
 from toolkit.config.messages import known_keys
-from toolkit.config.mnist import MnistConfig, check_mnist_config
 from toolkit.config.schema import LLMConfig, OptimConfig, SummarizationConfig
 from toolkit.config.validate import EXCLUSIVE, check_evaluation_rows, check_num_steps
 from toolkit.errors import UserError

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import yaml
+from mnist_config import MnistConfig, check_mnist_config
 
 from tests.support.launch import REPOSITORY
 from toolkit.config.load import dotted_keys, load_config, save_config
-from toolkit.config.mnist import MnistConfig, check_mnist_config
 from toolkit.config.paths import write_paths
 from toolkit.config.schema import LLMConfig, SummarizationConfig
 from toolkit.errors import UserError

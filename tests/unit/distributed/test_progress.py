@@ -1,8 +1,9 @@
-"""Phases: their bar on a terminal, also below that of the steps, and their lines elsewhere."""
+"""Steps and phases: their bars on a terminal, that of a phase also below that of the steps, and their lines elsewhere."""
 
 from __future__ import annotations
 
 import io
+import logging
 import re
 import sys
 import threading
@@ -14,8 +15,9 @@ from datasets import Dataset
 
 from toolkit.data.tokens import prepare
 from toolkit.distributed import progress as module
-from toolkit.distributed.progress import Phase
-from toolkit.tracking.progress import Progress
+from toolkit.distributed.progress import Phase, Progress
+
+FIGURES: dict[str, Any] = {"loss": 2.5, "learning_rate": 1e-3, "tokens_per_s": 12345.6}
 
 
 @pytest.mark.parametrize(
@@ -101,17 +103,16 @@ def test_a_save_in_its_thread_does_not_tear_the_bar_of_the_steps(monkeypatch: py
             phase.add(2_000_000_000)
 
     thread = threading.Thread(target=save)
-    figures: dict[str, Any] = {"loss": 2.5, "learning_rate": 1e-3, "tokens_per_s": 1e5}
-    steps.update(200, **figures)
+    steps.update(200, **FIGURES)
     thread.start()
     half.wait()
-    steps.update(300, **figures)
+    steps.update(300, **FIGURES)
     steps._bar.refresh()
     above, below, *rest = terminal.screen()
     assert "300/400" in above and below.startswith("writing step-00000200:  50%") and "2.00G/4.00G" in below and not any(rest)
     go_on.set()
     thread.join()
-    steps.update(400, **figures)
+    steps.update(400, **FIGURES)
     steps.close()
     above, *rest = terminal.screen()
     assert "400/400" in above and not any(rest)
@@ -134,3 +135,49 @@ def test_tokenizing_reports_rows_from_the_first_process(
     numbers = [int(found.replace(",", "")) for found in re.findall(r"^tokenizing train rows: ([\d,]+) of 4,001 rows", out, re.M)]
     assert numbers == ([1000, 2000, 3000, 4000, 4001] if num_workers == 1 else [2000, 4000, 4001])
     assert err == ""
+
+
+def test_a_line_at_the_stated_steps_and_at_the_last_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now_s)
+    progress = Progress(num_steps=4003, start_step=1000, every_steps=1000)
+    for step in (1001, 2000, 2200, 3000, 4000, 4003):  # checks, evaluations and saves read the figures too
+        now_s = 9.0 * (step - 1000)
+        progress.update(step, **FIGURES)
+        if step == 2200:
+            logging.getLogger("toolkit").info("saved")
+    progress.close()
+    figures = "loss 2.5000, lr 1.00e-03, 12,346 tokens/s"
+    assert capsys.readouterr().out.splitlines() == [
+        f"step 2000/4003, {figures}, 5 h 00 min left",
+        "saved",
+        f"step 3000/4003, {figures}, 2 h 30 min left",
+        f"step 4000/4003, {figures}, 27 s left",
+        f"step 4003/4003, {figures}",
+    ]
+
+
+def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "rank", lambda: 1)
+    progress = Progress(num_steps=2, start_step=0, every_steps=1)
+    progress.update(2, **FIGURES)
+    progress.close()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "80")
+    progress = Progress(num_steps=8, start_step=2, every_steps=1)
+    progress.update(5, **FIGURES)
+    logging.getLogger("toolkit").info("evaluated")
+    progress.update(8, **FIGURES | {"loss": 1.0})
+    progress.close()
+    shown = terminal.getvalue()
+    assert "2/8" in shown and "8/8" in shown and "loss 1.0000" in shown
+    last = shown.rpartition("\r")[2].rstrip()
+    assert "####" in last and last.endswith("00:00, loss 1.0000, lr 1.00e-03, 12,346 tokens/s]") and len(last) <= 80
+    assert capsys.readouterr().out == "evaluated\n"

@@ -58,6 +58,10 @@ def test_figures_are_equals_where_rows_are_the_same_and_texts_are_generated_alik
 CHANGED_CELLS: list[dict[str, Any]] = [{"input_ids": [1]}, {"labels": [4]}, {"labels": [4, 1]}, {"target": "text"}]
 
 
+def rouge(value: float) -> dict[str, float]:
+    return dict.fromkeys(generate.ROUGE_KEYS, value)
+
+
 def test_predictions_stand_beside_their_own_rows_and_are_reported_if_they_cannot_be_written(tmp_path: Path) -> None:
     import datasets
 
@@ -65,13 +69,13 @@ def test_predictions_stand_beside_their_own_rows_and_are_reported_if_they_cannot
     rows = datasets.Dataset.from_list([{"row_id": 6 + i, "target": t, "prompt_length": n} for i, (t, n) in enumerate(targets)])
     tokenizer: Any = None
     data = EvaluationRows(rows=rows, tokenizer=tokenizer, collator=SummarizationCollator(0, 0))
-    scores = [Score(2, " c\n", (100.0, 0.0, 100.0, 100.0)), Score(1, "a", (50.0, 0.0, 50.0, 50.0))]
+    scores = [Score(2, " c\n", rouge(100.0)), Score(1, "a", rouge(50.0))]
     figures = gather_scores(scores, data, tmp_path / "predictions.jsonl")
     assert figures["rouge1"] == 75.0 and figures["exact_match"] == 50.0 and figures["percent_distinct"] == 100.0
     lines = load_json_lines(tmp_path / "predictions.jsonl")
     names = ("row_id", "reference", "prediction", "rouge1")
     assert [tuple(line[name] for name in names) for line in lines] == [(7, "a b", "a", 50.0), (8, "c", " c\n", 100.0)]
-    scores = [Score(1, "b", (0.0, 0.0, 0.0, 0.0)), Score(2, "b", (0.0, 0.0, 0.0, 0.0))]
+    scores = [Score(1, "b", rouge(0.0)), Score(2, "b", rouge(0.0))]
     assert gather_scores(scores, data, tmp_path / "predictions.jsonl")["percent_distinct"] == 50.0  # one text of two
     with pytest.raises(UserError, match="predictions .* could not be written: Is a directory$"):
         gather_scores(scores, data, tmp_path)
@@ -114,9 +118,9 @@ def test_figures_are_sums_over_rows_by_the_names_that_they_have(tmp_path: Path, 
     data = replace(data, rows=rows, source_names=("a", "b"))
     model.train()
 
-    def scores(predictions: list[str], references: list[str], tokenizer: Any) -> dict[str, list[float]]:
+    def scores(predictions: list[str], references: list[str], tokenizer: Any) -> list[dict[str, float]]:
         assert tokenizer is data.rouge_tokenizer, "words are split as in all references, not as in a batch's"
-        return {name: [float(place)] * len(references) for place, name in enumerate(generate.ROUGE_KEYS)}
+        return [{name: float(place) for place, name in enumerate(generate.ROUGE_KEYS)}] * len(references)
 
     monkeypatch.setattr(generate, "rouge_scores", scores)
     found = loop.evaluate(EvalConfig(max_new_tokens=2, batch_size_rows=2), sharded, data, tmp_path / "p.jsonl", lambda: None)

@@ -27,7 +27,6 @@ def test_the_largest_micro_batch_is_remembered_by_its_tokens() -> None:
     for rows, source, target in ((4, 10, 5), (2, 40, 20), (8, 10, 4)):
         memory.see({"input_ids": torch.zeros(rows, source), "decoder_input_ids": torch.zeros(rows, target)})
     assert (memory.num_rows, memory.row_tokens) == (2, {"source": 40, "target": 20})
-    memory.see({"pixels": torch.zeros(1000, 28, 28)})
     assert memory.num_rows == 2
 
 

@@ -37,7 +37,6 @@ def test_other_ranks_write_nothing(tmp_path):
     log = MetricsLog(tmp_path / "metrics.jsonl", is_writer=False)
     log.write("train", 1, loss=1.0)
     log.truncate_after(0)
-    log.close()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -47,7 +46,6 @@ def test_resume_drops_later_steps_and_a_torn_line_and_goes_on(tmp_path):
     for step in (1, 2, 3):
         log.write("train", step, loss=float(step))
     log.write("checkpoint", 2)
-    log.close()
     path.write_bytes(path.read_bytes() + b'{"kind": "train", "st')
     before = path.read_bytes().splitlines(keepends=True)
 

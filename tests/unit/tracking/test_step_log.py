@@ -12,9 +12,9 @@ import torch
 
 from toolkit.checkpoint.state import SkipHistory
 from toolkit.data.batch_plan import MicroBatch, Step
+from toolkit.distributed.progress import Progress
 from toolkit.errors import UserError
 from toolkit.tracking.metrics_log import MetricsLog, load_metrics
-from toolkit.tracking.progress import Progress
 from toolkit.tracking.step_log import StepFigures, StepLog
 
 NAN = math.nan

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -101,3 +103,22 @@ def test_a_signal_comes_before_an_evaluation_that_is_due(monkeypatch: pytest.Mon
     calls = train(state, 6, monkeypatch, signals={6: SIGNAL})
     assert calls == [("train", 6), ("save", 6, {}, True), ("stop", SIGNAL), "stopped"]
     assert state.evaluation_due  # so that the checkpoint says so
+
+
+def test_what_a_caller_froze_stays_frozen() -> None:
+    """In a process of its own: unfreezing here would unfreeze what this one has frozen."""
+    code = """
+import gc
+from toolkit.training.loop import _garbage_kept
+
+gc.unfreeze()
+with _garbage_kept():
+    assert gc.get_freeze_count() and not gc.isenabled()
+assert not gc.get_freeze_count() and gc.isenabled()
+gc.freeze()
+frozen = gc.get_freeze_count()
+with _garbage_kept():
+    assert not gc.isenabled()
+assert gc.get_freeze_count() == frozen and gc.isenabled()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,1 +1,1 @@
-"""Readers of rows: files, hub datasets, images, and the demo corpora."""
+"""Readers of rows: files, hub datasets, and functions of one's own."""

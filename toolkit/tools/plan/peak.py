@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from toolkit.loss import summed_loss
+from toolkit.optimizers import OPTIMIZERS
 from toolkit.parallel.units import ShardUnit, local_tensor
 from toolkit.parallel.wrap import ShardedModel, shard_model
 from toolkit.tools.plan.strategy import Strategy, planned_accelerator
@@ -23,7 +24,6 @@ from toolkit.tools.plan.trace import (
     trace_micro_batch,
 )
 from toolkit.tools.private import FAKE_POINTER_READ, private
-from toolkit.training.optim import MOMENT_BYTES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,7 +68,7 @@ def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, 
     if strategy.kind == "fsdp1":
         _add_flat_gradients(trace, sharded.units, strategy)
     for peak in trace.peaks:
-        peak[OPTIMIZER] = 0 if strategy.offload else num_trainable * MOMENT_BYTES
+        peak[OPTIMIZER] = 0 if strategy.offload else num_trainable * OPTIMIZERS[subject.config.optim.name].state_bytes
         if strategy.kind == "ddp" and strategy.num_processes > 1:
             peak[GRADIENTS] = num_trainable * 4  # views of DDP's buckets, which it allocates at the start
     return trace, sharded

@@ -21,12 +21,12 @@ from toolkit.errors import UserError
 from toolkit.models.attention import warn_of_full_rows
 from toolkit.models.freeze import aliases
 from toolkit.models.shard_reader import PIECE_BYTES
+from toolkit.optimizers import OPTIMIZERS
 from toolkit.parallel.units import ShardUnit, local_tensor
 from toolkit.tools.plan.peak import OPTIMIZER, estimate_peak, trace_rank
 from toolkit.tools.plan.strategy import Strategy, load_strategy
 from toolkit.tools.plan.subject import Subject, build_subject, num_micro_batches, row_tokens
 from toolkit.tools.plan.trace import Bytes, Trace, fake_ranks
-from toolkit.training.optim import MOMENT_BYTES
 
 USABLE_SHARE = 0.92
 """Usable share of a GPU's memory. The CUDA context, NCCL's buffers and fragmentation take the rest. Not measured."""
@@ -117,7 +117,7 @@ def build_plan(
         row_tokens=row_tokens(subject.config),
         device=trace.peak,
         host=_host_bytes(subject, strategy, sharded.model),
-        checkpoint=_checkpoint_bytes(subject.skeleton),
+        checkpoint=_checkpoint_bytes(subject),
         moved=_moved_bytes(subject, strategy, trace, rows),
         units=sharded.units,
         largest_gather_bytes=trace.largest_gather_bytes,
@@ -180,22 +180,26 @@ def _changes(strategy: Strategy) -> Iterable[tuple[str, dict[str, Any]]]:
 
 def _host_bytes(subject: Subject, strategy: Strategy, model: nn.Module) -> Bytes:
     """One rank's host memory: what loading needs besides the shards, what is offloaded, and the copy staged for a checkpoint."""
-    trainable = sum(local_tensor(p).numel() for p in model.parameters() if p.requires_grad)
+    num_trainable = sum(local_tensor(p).numel() for p in model.parameters() if p.requires_grad)
+    trained = num_trainable * (4 + OPTIMIZERS[subject.config.optim.name].state_bytes)
     loads_parts = strategy.kind == "fsdp2" and not subject.config.model.from_scratch
     # A piece as stored and as converted; otherwise the full model.
     loaded = 2 * PIECE_BYTES if loads_parts else sum(p.nbytes for p in subject.skeleton.parameters())
     shards = sum(local_tensor(p).nbytes for p in model.parameters())
     return {
         "while loading": loaded,
-        "offloaded shards": shards + trainable * (4 + MOMENT_BYTES) if strategy.offload else 0,
-        "copy for an asynchronous save": trainable * (4 + MOMENT_BYTES) if subject.config.checkpoint.async_save else 0,
+        "offloaded shards": shards + trained if strategy.offload else 0,
+        "copy for an asynchronous save": trained if subject.config.checkpoint.async_save else 0,
     }
 
 
-def _checkpoint_bytes(skeleton: nn.Module) -> Bytes:
+def _checkpoint_bytes(subject: Subject) -> Bytes:
     """Size of a checkpoint over all ranks, without frozen weights."""
-    num_trainable = sum(p.numel() for p in skeleton.parameters() if p.requires_grad)
-    return {"trainable parameters": num_trainable * 4, OPTIMIZER: num_trainable * MOMENT_BYTES}
+    num_trainable = sum(p.numel() for p in subject.skeleton.parameters() if p.requires_grad)
+    return {
+        "trainable parameters": num_trainable * 4,
+        OPTIMIZER: num_trainable * OPTIMIZERS[subject.config.optim.name].state_bytes,
+    }
 
 
 def _moved_bytes(subject: Subject, strategy: Strategy, trace: Trace, rows: int) -> Bytes:

@@ -14,8 +14,9 @@ from toolkit.errors import UserError
 from toolkit.evaluation.generate import BASELINE
 from toolkit.evaluation.rows import even_places
 from toolkit.files.json_lines import load_json_lines
+from toolkit.tools.report.memory_plan import load_plan
 from toolkit.tools.report.record import MOST_PREDICTIONS, RECORD_FILE
-from toolkit.tracking.memory import MEMORY_FILE, load_plan
+from toolkit.tracking.memory import MEMORY_FILE
 from toolkit.tracking.metrics_log import load_metrics
 
 T = TypeVar("T")

@@ -11,7 +11,10 @@ from toolkit.config.paths import find_path
 from toolkit.distributed.device import GIB
 from toolkit.errors import UserError
 from toolkit.files.durable import save_json, written_beside
-from toolkit.tracking.memory import ACCELERATE_FILE, MEMORY_FILE, PLAN_FILE, PLANNED_FOR, load_plan
+from toolkit.tracking.memory import ACCELERATE_FILE, MEMORY_FILE
+
+PLAN_FILE = "memory_plan.json"
+PLANNED_FOR = ("num_processes", "micro_batch_size_rows", "row_tokens")
 
 
 def compare_with_plan(run_folder: Path) -> str:
@@ -33,6 +36,15 @@ def compare_with_plan(run_folder: Path) -> str:
         return f"not planned: {error}"
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         return f"not compared: {path} cannot be read ({error})"
+
+
+def load_plan(run_folder: Path, memory: dict[str, Any]) -> int | None:
+    """Predicted bytes of one rank, if they were predicted for the same processes and micro-batch."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        plan = json.loads((run_folder / PLAN_FILE).read_text(encoding="utf-8"))
+        if all(plan[key] == memory[key] for key in PLANNED_FOR):
+            return int(plan["device_bytes_total"])
+    return None
 
 
 def describe_memory(memory: dict[str, Any], predicted_bytes: int) -> str:

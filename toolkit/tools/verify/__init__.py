@@ -6,7 +6,7 @@ watched_run.py   in every rank: the unchanged recipe, with its calls wrapped to 
 rank_probes.py   in every rank: dropout masks and generated texts
 records.py       reads the records of a watched run
 checks.py        what is compared, and with which tolerance
-updates.py       AdamW computed in fp64, and dropout masks
+updates.py       the optimizer computed in fp64, and dropout masks
 exports.py       exports, loaded by plain transformers and peft
 """
 

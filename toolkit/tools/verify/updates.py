@@ -1,4 +1,4 @@
-"""Checks of steps on their own, without another run: AdamW against its formula, and dropout masks that must differ."""
+"""Checks of steps on their own, without another run: the optimizer against its formula, and dropout masks that must differ."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.config.schema import OptimConfig
+from toolkit.optimizers import OPTIMIZERS
 from toolkit.tools.verify import PROBED_STEPS
 from toolkit.tools.verify.proofs import Proof, exact, prove, within
 from toolkit.tools.verify.records import Tensors, load_about, load_lines, load_list, load_tensors
@@ -27,8 +28,9 @@ def check_all_updates(runs: dict[str, WatchedRun], config: OptimConfig) -> list[
 
 
 def check_updates(run: WatchedRun, config: OptimConfig) -> Proof:
-    """Check weights and moments after steps 1 and 2 against clipping and AdamW in fp64 (Loshchilov and Hutter 2019, algorithm 2),
+    """Check weights and moments after steps 1 and 2 against clipping and the optimizer written out in fp64,
     computed from those before, the recorded gradients and the logged learning rate."""
+    kind = OPTIMIZERS[config.name].__name__
     lrs = {line["step"]: line["learning_rate"] for line in load_lines(run, "train")}
     decay = load_about(run, "updated-1")["weight_decay"]
     states = [load_tensors(run, name) for name in ("loaded", "updated-1", f"saved-{SAVED_STEP}")]
@@ -40,28 +42,26 @@ def check_updates(run: WatchedRun, config: OptimConfig) -> Proof:
         for name, gradient in gradients.items():
             clipped = gradient.astype(np.float64) * clips[-1]
             wrong = _difference(name, clipped, states[step - 1], states[step], step, lrs[step], decay[name], config)
-            worst = max(worst, (wrong, f"{name} after step {step} is not what AdamW makes of its gradient"))
+            worst = max(worst, (wrong, f"{name} after step {step} is not what {kind} makes of its gradient"))
     clipping = f"clipped to {min(clips):.0%}" if min(clips) < 1 else "nothing to clip"
-    title = f"{run.title}: AdamW written out, 2 steps, {len(decay)} tensors, {clipping}"
+    title = f"{run.title}: {kind} written out, 2 steps, {len(decay)} tensors, {clipping}"
     return within("update", title, *worst, UPDATE_TOLERANCE, "{}")
 
 
 def _difference(
     name: str, gradient: np.ndarray, before: Tensors, after: Tensors, step: int, lr: float, decay: float, config: OptimConfig
 ) -> float:
-    """The largest relative difference of a weight's change and of its two moments."""
-
-    def moment(state: Tensors, kind: str) -> np.ndarray:
-        return state.get(f"optimizer.state.{name}.{kind}", np.zeros_like(gradient)).astype(np.float64)
-
+    """The largest relative difference of a weight's change and of its optimizer state."""
+    prefix = f"optimizer.state.{name}."
     old, new = (state[f"model.{name}"].astype(np.float64) for state in (before, after))
-    first = config.beta1 * moment(before, "exp_avg") + (1 - config.beta1) * gradient
-    second = config.beta2 * moment(before, "exp_avg_sq") + (1 - config.beta2) * gradient**2
-    root = np.sqrt(second / (1 - config.beta2**step))
-    change = -lr * decay * old - lr * first / (1 - config.beta1**step) / (root + config.eps)
+    kept, found = (
+        {key.removeprefix(prefix): tensor.astype(np.float64) for key, tensor in state.items() if key.startswith(prefix)}
+        for state in (before, after)
+    )
+    change, expected = OPTIMIZERS[config.name].write_out(config, old, gradient, kept, step, lr, decay)
     last_bits = 2 * np.spacing(np.maximum(np.abs(old), np.abs(new)).astype(np.float32))
     beyond = np.maximum(0, np.abs(new - old - change) - last_bits)
-    pairs = [(beyond, change), (moment(after, "exp_avg") - first, first), (moment(after, "exp_avg_sq") - second, second)]
+    pairs = [(beyond, change), *((found.get(name, 0) - state, state) for name, state in expected.items())]
     differences = [float(np.linalg.norm(wrong)) / max(float(np.linalg.norm(right)), 1e-30) for wrong, right in pairs]
     return max(math.inf if math.isnan(difference) else difference for difference in differences)
 

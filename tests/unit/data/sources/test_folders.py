@@ -12,12 +12,12 @@ from typing import Any
 
 import PIL.Image
 import pytest
+from mnist_config import ImageDataConfig
+from mnist_images import load_images
 
 from toolkit.config.data import LLMDataConfig
-from toolkit.config.mnist import ImageDataConfig
 from toolkit.data.rows.load import TextRows, load_rows
 from toolkit.data.sources.hub import _check_files
-from toolkit.data.sources.images import load_images
 from toolkit.errors import UserError
 
 

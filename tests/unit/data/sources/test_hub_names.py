@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+from mnist_config import ImageDataConfig
+from mnist_images import load_images
 
 from toolkit.config.data import DataConfig, LLMDataConfig, MixEntry
-from toolkit.config.mnist import ImageDataConfig
 from toolkit.data.rows.load import load_rows
-from toolkit.data.sources.images import load_images
 from toolkit.errors import UserError
 
 NAMES = sorted(_PACKAGED_DATASETS_MODULES)

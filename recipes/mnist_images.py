@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from mnist_config import ImageDataConfig
 
-from toolkit.config.mnist import ImageDataConfig
 from toolkit.data.sources.files import check_columns
 from toolkit.data.sources.hub import check_inside, load_hub_dataset
 from toolkit.distributed.rng import derive_seed

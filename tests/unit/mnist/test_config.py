@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+from mnist_config import MnistConfig, check_mnist_config
 
 from tests.support.launch import REPOSITORY
 from toolkit.config.load import load_config, save_config
 from toolkit.config.messages import known_keys
-from toolkit.config.mnist import MnistConfig, check_mnist_config
 from toolkit.errors import UserError
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from mnist_config import ImageDataConfig
+from mnist_images import IDX_FILES, load_images
 
-from toolkit.config.mnist import ImageDataConfig
-from toolkit.data.sources.images import IDX_FILES, load_images
 from toolkit.errors import UserError
 
 CPU = torch.device("cpu")
