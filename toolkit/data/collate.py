@@ -240,10 +240,14 @@ def _leave_signals_to_the_rank(worker: int) -> None:
 
 
 def _end_workers() -> None:
-    """At the exit of a rank: multiprocessing ends the workers by SIGTERM, which they ignore, and waits for them for ever."""
+    """At the exit of a rank: multiprocessing ends the workers by SIGTERM, which they ignore, and waits for them for ever.
+
+    Workers are daemons. Other children are the caller's own: multiprocessing waits for them.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises where a worker was killed
-    for worker in multiprocessing.active_children():
-        worker.kill()
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
 
 
 def _unchanged(item: tuple[MicroBatch, Batch]) -> tuple[MicroBatch, Batch]:
