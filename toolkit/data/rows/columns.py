@@ -46,10 +46,6 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
     "alpaca": ("input", "system", "history"),
     "alpaca_text": ("input", "system", "history"),
 }
-_OF_PROMPTS = {"messages": "messages", "conversations": "sharegpt", "instruction": "alpaca"}
-"""The reading of a row without its answer by the name of its column; other columns have a text or a chat."""
-PROMPT_COLUMNS = (*_OF_PROMPTS, "source", "article", "document", "prompt", "text")
-"""Columns to generate for, unless one is named."""
 _SETTINGS = "data.messages_column, data.text_column, or data.prompt_column and data.completion_column"
 
 
@@ -72,7 +68,7 @@ def choose_columns(
     if config.format != "auto":
         names = readings[config.format]
         check_columns(where, existing, names, way_out=f"data.format {config.format} reads {' and '.join(map(repr, names))}")
-        return _with_optional(config.format, names, existing, has_chat_template=has_chat_template)
+        return with_optional(config.format, names, existing, has_chat_template=has_chat_template)
     fitting = [reading for reading, names in readings.items() if all(name in existing for name in names)]
     configured = set(configured_columns(config).values())
     # ShareGPT's and Alpaca's columns are not set, so no setting chooses them.
@@ -91,24 +87,7 @@ def choose_columns(
         )
     (reading,) = chosen
     check_columns(where, existing, readings[reading])
-    return _with_optional(reading, readings[reading], existing, has_chat_template=has_chat_template)
-
-
-def choose_prompt_column(
-    where: object, existing: Sequence[str], wanted: str | None, saved: str | None, *, has_chat_template: bool
-) -> Columns:
-    """As `choose_columns`, to generate for rows without their answers: from the column `wanted` by the user, else that `saved` by
-    the run, else one of `PROMPT_COLUMNS`, else the only one.
-
-    Raises:
-        UserError: no such column; more than one that could be meant.
-    """
-    named = wanted or (saved if saved in existing else None)
-    names = [named] if named else [name for name in PROMPT_COLUMNS if name in existing] or list(existing)
-    if len(names) != 1 or (not named and set(",;\t|").intersection(names[0])):  # several names in one cell
-        raise UserError(f"{where} has the columns {', '.join(names)}: name the one to generate for as --column")
-    check_columns(where, existing, names, way_out="correct --column")
-    return _with_optional(_OF_PROMPTS.get(names[0], "prompt"), (names[0],), existing, has_chat_template=has_chat_template)
+    return with_optional(reading, readings[reading], existing, has_chat_template=has_chat_template)
 
 
 def _list_readings(config: LLMDataConfig) -> dict[str, tuple[str, ...]]:
@@ -126,7 +105,8 @@ def _list_readings(config: LLMDataConfig) -> dict[str, tuple[str, ...]]:
     return readings
 
 
-def _with_optional(reading: str, names: tuple[str, ...], existing: Sequence[str], *, has_chat_template: bool) -> Columns:
+def with_optional(reading: str, names: tuple[str, ...], existing: Sequence[str], *, has_chat_template: bool) -> Columns:
+    """The columns of a reading (a value of `data.format`, or `prompt`), with those optional ones that there are."""
     kind = "alpaca_text" if reading == "alpaca" and not has_chat_template else _KINDS.get(reading, reading)
     return Columns(kind, names + tuple(name for name in _OPTIONAL.get(kind, ()) if name in existing and name not in names))
 

@@ -86,7 +86,7 @@ def build_example(
     Args:
         row: its cells by column, those of `columns` at least.
         where: file and row, for messages.
-        for_generation: `columns` are those of `choose_prompt_column`; the example has no answer at its end.
+        for_generation: `columns` has one column with a prompt; the example has no answer at its end.
         known: `group`, `held_out` and `lead_text`, where the source knows them.
 
     Raises:

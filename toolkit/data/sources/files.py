@@ -14,13 +14,24 @@ import hashlib
 import logging
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from toolkit.data.sources.columnar import list_names, read_columnar
 from toolkit.data.sources.json_files import list_keys, read_json
 from toolkit.data.sources.row import show_names
-from toolkit.data.sources.text_files import Cells, Form, find_quotes, open_bytes, read_csv, read_header, read_tsv, read_txt
+from toolkit.data.sources.text_files import (
+    Cells,
+    Form,
+    find_quotes,
+    open_bytes,
+    open_text,
+    read_csv,
+    read_header,
+    read_tsv,
+    read_txt,
+)
 from toolkit.errors import UserError
 
 logger = logging.getLogger("toolkit")
@@ -70,16 +81,15 @@ def find_files(patterns: list[str] | str, setting: str) -> list[Path]:
 
 
 def hash_file(path: Path, *, is_text: bool, encoding: str = "utf-8") -> str:
-    """Hex sha256 of a file's contents, of text uncompressed. The same pass checks that a text file is readable, and
-    warns of UTF-8 that would be read as something else.
+    """Hex sha256 of a file's contents, of text uncompressed. The same pass checks that a text file is readable. UTF-8 that would
+    be read as something else is a warning.
 
     Raises:
         UserError: the file cannot be opened or is empty, or (for text) is compressed otherwise than by gzip, has another encoding
             or a NUL character; names the line.
     """
     digest = hashlib.sha256()
-    decoder, utf_8 = codecs.getincrementaldecoder(encoding)(), codecs.getincrementaldecoder("utf-8")()
-    num_lines, begin, is_ascii, is_mistaken = 0, b"", True, is_text and encoding not in ("utf-8", "utf-8-sig")
+    decoder, num_lines, begin = codecs.getincrementaldecoder(encoding)(), 0, b""
     try:
         with open_bytes(path) if is_text else path.open("rb") as file:
             while True:
@@ -94,11 +104,6 @@ def hash_file(path: Path, *, is_text: bool, encoding: str = "utf-8") -> str:
                         line = num_lines + text[: text.index("\0")].count("\n") + 1
                         raise UserError(f"{path}, line {line}: a NUL byte: is this a text file, saved as UTF-8?")
                     num_lines += text.count("\n")
-                if is_mistaken:
-                    try:
-                        is_ascii &= utf_8.decode(block, final=not block).isascii()
-                    except UnicodeDecodeError:
-                        is_mistaken = False
                 if not block:
                     break
             if file.tell() == 0:
@@ -109,8 +114,11 @@ def hash_file(path: Path, *, is_text: bool, encoding: str = "utf-8") -> str:
         raise UserError(f"{path} is not a complete gzip file ({str(error).rstrip('.')}): copy or write it again") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): check the path and its permissions") from None
-    if is_mistaken and not is_ascii:
-        logger.warning(f"{path} is valid UTF-8, but is read as {encoding}, with other letters: leave data.encoding out for UTF-8")
+    if is_text and encoding not in ("utf-8", "utf-8-sig"):
+        with suppress(UnicodeDecodeError), open_text(path, Form()) as file:
+            if sum(not line.isascii() for line in file):
+                trouble = f"{path} is valid UTF-8, but is read as {encoding}, with other letters"
+                logger.warning(f"{trouble}: leave data.encoding out for UTF-8")
     return digest.hexdigest()
 
 
