@@ -125,8 +125,8 @@ def describe_columns(columns: Columns, existing: Sequence[str]) -> str:
         "alpaca": "alpaca, as chats for the chat template",
         "alpaca_text": "alpaca, as prompts in Alpaca's own words with completions, because the tokenizer has no chat template",
     }.get(columns.kind, reading)
-    *first, last = [name for name in columns.names if name in existing]
-    used = f"{show_names(first)} and {show_names([last])}" if first else show_names([last])
+    *first, last = [show_names([name]) for name in columns.names if name in existing]
+    used = f"{', '.join(first)} and {last}" if first else last
     left_out = show_names(name for name in existing if name not in columns.names)
     return f"{how}, from {used}; {f'not read: {left_out}' if left_out else 'no other columns'}"
 

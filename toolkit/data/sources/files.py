@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from toolkit.data.sources.columnar import list_names, read_columnar
 from toolkit.data.sources.json_files import list_keys, read_json
@@ -24,12 +25,10 @@ from toolkit.data.sources.row import show_names
 from toolkit.data.sources.text_files import (
     Cells,
     Form,
-    find_quotes,
     open_bytes,
     open_text,
     read_csv,
     read_header,
-    read_tsv,
     read_txt,
 )
 from toolkit.errors import UserError
@@ -134,14 +133,25 @@ def _encoding_error(path: Path, error: UnicodeError, encoding: str, num_lines: i
     return UserError(f"{path}, line {line}: byte 0x{byte:02x} is not valid {encoding.upper()} ({error.reason}): {way_out}")
 
 
-READERS: dict[str, Callable[[Path, Sequence[str], Form], Iterator[Cells]]] = {
-    "csv": read_csv,
-    "tsv": read_tsv,
-    "json": read_json,
-    "jsonl": read_json,
-    "parquet": partial(read_columnar, kind="parquet"),
-    "arrow": partial(read_columnar, kind="arrow"),
-    "txt": read_txt,
+class FileKind(NamedTuple):
+    """How a kind of file is read."""
+
+    read: Callable[[Path, Sequence[str], Form], Iterator[Cells]]
+    """Yields the cells of some columns, row by row."""
+    list_columns: Callable[[Path, Form], list[str]]
+    """From the header, the schema, or the keys of the first thousand objects."""
+    is_text: bool = True
+
+
+_DELIMITED, _JSON = FileKind(read_csv, read_header), FileKind(read_json, list_keys)
+READERS = {
+    "csv": _DELIMITED,
+    "tsv": _DELIMITED,
+    "json": _JSON,
+    "jsonl": _JSON,
+    "parquet": FileKind(partial(read_columnar, kind="parquet"), partial(list_names, kind="parquet"), is_text=False),
+    "arrow": FileKind(partial(read_columnar, kind="arrow"), partial(list_names, kind="arrow"), is_text=False),
+    "txt": FileKind(read_txt, lambda path, form: ["text"]),
 }
 """By the kind of file, which is a value of `data.source`."""
 _ENDINGS = {"ndjson": "jsonl", "feather": "arrow"}
@@ -165,22 +175,6 @@ def name_kind(path: Path) -> str | None:
     ending = Path(path.name.lower().removesuffix(".gz")).suffix.lstrip(".")
     kind = _ENDINGS.get(ending, ending)
     return kind if kind in READERS else None
-
-
-def list_columns(path: Path, kind: str, form: Form) -> list[str]:
-    """A file's column names: from the header, the schema, or the keys of the first thousand objects; `text` of plain text.
-
-    Args:
-        kind: one of `READERS`.
-
-    Raises:
-        UserError: the file cannot be read as this kind.
-    """
-    if kind in ("csv", "tsv"):
-        return read_header(path, form if kind == "csv" else find_quotes(path, form))
-    if kind in ("json", "jsonl"):
-        return list_keys(path, form)
-    return ["text"] if kind == "txt" else list_names(path, kind)
 
 
 def check_columns(

@@ -242,13 +242,10 @@ def _render(
         _compile_jinja_template(template).environment.globals["strftime_now"] = _CLOCK.strftime
         rendered: Any = render_jinja_template(conversations=[messages], tools=tools, chat_template=template, **variables)
     except jinja2.TemplateSyntaxError as error:
+        line = re.split(r"\r\n|\r|\n", template)[error.lineno - 1].strip()  # as jinja counts; splitlines() splits at more
         raise UserError(
-            f"the chat template is broken in line {error.lineno} ({error.message}): {_get_line(template, error.lineno)!r:.80}; "
-            "correct it, or set data.chat_template"
+            f"the chat template is broken in line {error.lineno} ({error.message}): {line!r:.80}; correct it, or set "
+            "data.chat_template"
         ) from None
     texts, all_spans = rendered
     return texts[0], all_spans[0] if all_spans else []
-
-
-def _get_line(text: str, number: int) -> str:
-    return re.split(r"\r\n|\r|\n", text)[number - 1].strip()  # lines as jinja counts them; splitlines() splits at more characters

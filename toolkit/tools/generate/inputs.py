@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from toolkit.data.rows.columns import Columns, with_optional
 from toolkit.data.rows.example import Example, build_example
 from toolkit.data.rows.inputs import open_file, read_rows
-from toolkit.data.sources.files import check_columns, find_kind, hash_file
+from toolkit.data.sources.files import READERS, check_columns, find_kind, hash_file
 from toolkit.data.sources.text_files import build_form
 from toolkit.errors import UserError
 from toolkit.export.usage import Usage
@@ -77,7 +77,7 @@ def open_rows(options: Options, usage: Usage, *, has_chat_template: bool = False
         raise UserError(f"--file {path} does not exist, or is not a file: check the path")
     kind, how = find_kind(path, "--file"), ""
     saved = build_form(None, usage.encoding).encoding
-    if options.encoding is None and saved != "utf-8" and kind not in ("parquet", "arrow"):
+    if options.encoding is None and saved != "utf-8" and READERS[kind].is_text:
         try:
             hash_file(path, is_text=True)
             how = ", read as utf-8"
