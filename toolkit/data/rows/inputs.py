@@ -110,11 +110,7 @@ def _check_form_used(config: DataConfig | LLMDataConfig, inputs: list[RowInput])
 
 
 def check_columns_used(config: DataConfig | LLMDataConfig, inputs: list[RowInput]) -> None:
-    """Refuse a column that the config names and no input has used.
-
-    Raises:
-        UserError: names the setting.
-    """
+    """Refuse a column that the config names and no input has used, by a `UserError` with the setting."""
     used = {name for item in inputs for name in (item.columns.names if item.columns else item.used)}
     for setting, column in configured_columns(config).items():
         if column not in used:

@@ -186,11 +186,7 @@ def read_tools(tools: Any, where: str) -> list[Any] | None:
 
 
 def read_list(value: Any, what: str, where: str, way_out: str) -> list[Any]:
-    """The value of a cell that is a list, or JSON text of one; empty where it is missing, null or blank.
-
-    Raises:
-        UserError: it is something else.
-    """
+    """A cell that is a list, or JSON text of one; empty where it is missing, null or blank; a `UserError` for anything else."""
     if isinstance(value, str):
         value = read_json(value, where) if value.strip() else None
     if value is None or is_nan(value):
@@ -201,11 +197,7 @@ def read_list(value: Any, what: str, where: str, way_out: str) -> list[Any]:
 
 
 def read_json(text: str, where: str) -> Any:
-    """The value of a cell that is JSON text.
-
-    Raises:
-        UserError: it is not JSON.
-    """
+    """The value of a cell that is JSON text; a `UserError` if it is not."""
     try:
         return DECODER.decode(text)
     except (ValueError, RecursionError) as error:

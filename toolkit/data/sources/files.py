@@ -158,11 +158,7 @@ _ENDINGS = {"ndjson": "jsonl", "feather": "arrow"}
 
 
 def find_kind(path: Path, setting: str) -> str:
-    """The kind that a file's ending names, without `.gz`.
-
-    Raises:
-        UserError: another ending.
-    """
+    """The kind that a file's ending names, without `.gz`; a `UserError` for another ending."""
     kind = name_kind(path)
     if kind is None:
         known = ", ".join(f".{ending}" for ending in READERS)
@@ -183,11 +179,7 @@ def check_columns(
     wanted: Sequence[str],
     way_out: str = "set data.source_column and data.target_column to columns that exist",
 ) -> None:
-    """Check that every wanted column exists exactly once.
-
-    Raises:
-        UserError: names the column at fault and those that exist.
-    """
+    """Check that every wanted column exists exactly once; a `UserError` names the one at fault and those that exist."""
     for column in wanted:
         if (count := existing.count(column)) != 1:
             found = f"column {column!r} (its columns: {show_names(existing) or 'none'})"

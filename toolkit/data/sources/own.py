@@ -123,11 +123,8 @@ def read_own_rows(own: OwnSource) -> Iterator[dict[str, Any]]:
 
 
 def read_options(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """The optional columns of a row that are given: `group`, `lead_text`, `skip`, and `split` as `held_out`.
-
-    Raises:
-        UserError: a wrong value.
-    """
+    """The optional columns of a row that are given: `group`, `lead_text`, `skip`, and `split` as `held_out`. A wrong value is a
+    `UserError`."""
     fields = {name: row[name] for name in ("group", "lead_text", "skip") if row.get(name) is not None}
     for name, value in fields.items():
         check_text(value, f"{where}, column {name}")

@@ -51,11 +51,7 @@ class NoMaskError(Exception):
 
 
 def read_chat_template(setting: str) -> str:
-    """The template in `data.chat_template`, or in the file that it names.
-
-    Raises:
-        UserError: the file does not exist or is not text.
-    """
+    """The template in `data.chat_template`, or in the file that it names; a `UserError` if that cannot be read."""
     if any(mark in setting for mark in ("{{", "{%", "\n")):
         return setting
     path = Path(setting).expanduser()
@@ -68,11 +64,7 @@ def read_chat_template(setting: str) -> str:
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a broken template before any row is read.
-
-    Raises:
-        UserError: a syntax error; names the line.
-    """
+    """Refuse a template with a syntax error before any row is read, by a `UserError` with its line."""
     if tokenizer.chat_template is not None:
         try:
             render_chat(tokenizer, [{"role": "user", "content": "a"}], None)
