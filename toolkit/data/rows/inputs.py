@@ -16,7 +16,7 @@ from toolkit.data.rows.columns import Columns, add_optional, choose_columns, con
 from toolkit.data.rows.example import Example, build_example
 from toolkit.data.sources.files import READERS, find_files, find_kind, hash_file
 from toolkit.data.sources.hub import check_hub_name, list_folder, load_hub_dataset, read_hub_rows
-from toolkit.data.sources.own import OwnSource, load_own_source, read_options, read_own_rows
+from toolkit.data.sources.own_function import OwnSource, load_own_source, read_options, read_own_rows
 from toolkit.data.sources.row import show_names
 from toolkit.data.sources.text_files import Form, build_form, find_quotes, suggest_delimiter
 from toolkit.errors import UserError

@@ -22,7 +22,7 @@ from toolkit.data.rows.example import Example, list_cells
 from toolkit.data.rows.load import TextRows, load_rows
 from toolkit.data.sources.row import count_rows_at_once
 from toolkit.data.tokens import causal, seq2seq
-from toolkit.data.tokens.contents import hash_contents
+from toolkit.data.tokens.fingerprint import hash_contents
 from toolkit.data.tokens.tokenizer import has_tokenizer, hash_tokenizer, keep_trained_tokenizer, load_tokenizer
 from toolkit.distributed.comm import gather_objects, local_rank, local_world_size, on_all_ranks, rank
 from toolkit.distributed.progress import Phase
