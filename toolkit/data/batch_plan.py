@@ -225,11 +225,7 @@ class BatchPlan:
 
 
 def check_global_batch_size(train: TrainConfig, world_size: int) -> None:
-    """Refuse a global batch with fewer rows than ranks.
-
-    Raises:
-        UserError: names both numbers.
-    """
+    """Refuse a global batch with fewer rows than ranks, by a `UserError` with both numbers."""
     if train.global_batch_size_tokens is None and train.global_batch_size_rows < world_size:
         raise UserError(
             f"train.global_batch_size_rows is {train.global_batch_size_rows}, smaller than the {world_size} processes: give "

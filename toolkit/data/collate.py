@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class SummarizationCollator:
-    """Collates batches for an encoder-decoder. Rows have `input_ids` (the source) and `labels` (the target)."""
+    """For an encoder-decoder. Rows have `input_ids` (the source) and `labels` (the target)."""
 
     pad_token_id: int
     decoder_start_token_id: int
@@ -80,12 +80,9 @@ class SummarizationCollator:
 
     def prompts(self, rows: Sequence[Row]) -> Batch:
         """Arguments of `generate`: `input_ids` and `attention_mask`, BS int64, padded at the end."""
-        input_ids_BS = _pad([row["input_ids"] for row in rows], self.pad_token_id, self.multiples[0], self.longest[0])
-        lengths_B = torch.tensor([len(row["input_ids"]) for row in rows])
-        return {
-            "input_ids": input_ids_BS,
-            "attention_mask": (torch.arange(input_ids_BS.shape[1]) < lengths_B[:, None]).long(),
-        }
+        sources, grid = [row["input_ids"] for row in rows], (self.multiples[0], self.longest[0])
+        masks = [np.ones(len(source)) for source in sources]
+        return {"input_ids": _pad(sources, self.pad_token_id, *grid), "attention_mask": _pad(masks, 0, *grid)}
 
     def new_tokens(self, generated_BT: torch.Tensor, prompts: Batch) -> torch.Tensor:
         """The generated tokens: everything that `generate` returns."""
@@ -94,7 +91,7 @@ class SummarizationCollator:
 
 @dataclass(frozen=True)
 class CausalCollator:
-    """Collates batches for a causal model.
+    """For a causal model.
 
     Rows have `input_ids`, `labels` of the same length (not shifted; `IGNORED_LABEL` where a token does not count, always so
     at the first position) and `prompt_length`, the number of tokens before the generated text.
@@ -148,11 +145,9 @@ class CausalCollator:
 
     def prompts(self, rows: Sequence[Row]) -> Batch:
         """Arguments of `generate`: `input_ids` and `attention_mask`, BS int64, padded at the start, as `generate` appends."""
-        prompts = [row["input_ids"][: row["prompt_length"]] for row in rows]
-        input_ids_BS = _pad([prompt[::-1] for prompt in prompts], self.pad_token_id).flip(1)
-        lengths_B = torch.tensor([len(prompt) for prompt in prompts])
-        places_S = torch.arange(input_ids_BS.shape[1]).flip(0)
-        return {"input_ids": input_ids_BS, "attention_mask": (places_S < lengths_B[:, None]).long()}
+        prompts = [row["input_ids"][: row["prompt_length"]][::-1] for row in rows]
+        masks = [np.ones(len(prompt)) for prompt in prompts]
+        return {"input_ids": _pad(prompts, self.pad_token_id).flip(1), "attention_mask": _pad(masks, 0).flip(1)}
 
     def new_tokens(self, generated_BT: torch.Tensor, prompts: Batch) -> torch.Tensor:
         """The tokens that `generate` has appended to the prompts."""
@@ -240,10 +235,14 @@ def _leave_signals_to_the_rank(worker: int) -> None:
 
 
 def _end_workers() -> None:
-    """At the exit of a rank: multiprocessing ends the workers by SIGTERM, which they ignore, and waits for them for ever."""
+    """At the exit of a rank: multiprocessing ends the workers by SIGTERM, which they ignore, and waits for them for ever.
+
+    Workers are daemons. Other children are the caller's own: multiprocessing waits for them.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises where a worker was killed
-    for worker in multiprocessing.active_children():
-        worker.kill()
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
 
 
 def _unchanged(item: tuple[MicroBatch, Batch]) -> tuple[MicroBatch, Batch]:

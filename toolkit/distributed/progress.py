@@ -47,10 +47,10 @@ class Phase:
             self._log()
 
     def add(self, number: int) -> None:
-        """Report so much more as done."""
+        """Report so much more as done, at most `total`."""
         if not self._enabled:
             return
-        self._done += number
+        self._done = self._done + number if self.total is None else min(self._done + number, self.total)
         if self._is_on_terminal:
             if self._bar is None:  # a bar without a total has no truth value
                 self._bar = self._build_bar()

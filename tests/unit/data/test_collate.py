@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
+
+import pytest
 import torch
 
+from toolkit.data import collate
 from toolkit.data.collate import CausalCollator, SummarizationCollator, labels_at_positions, own_label_shift, shift_right
 from toolkit.loss import IGNORED_LABEL
 
@@ -101,3 +106,17 @@ def test_flash_attention_gets_packs_in_one_row_without_padding() -> None:
     assert batch["labels"].tolist() == [7, 8, 4, 2, 1] and batch["label_positions"].tolist() == [1, 2, 4, 6, 7]
     unpacked = [[row] for row in CAUSAL_ROWS]
     assert collator.collate(unpacked)["input_ids"].shape == (3, 4)
+
+
+def test_only_data_workers_are_ended_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its handlers
+    processes = multiprocessing.get_context("fork")
+    receiver, sender = processes.Pipe()
+    own, worker = (processes.Process(target=receiver.poll, args=(60,), daemon=is_daemon) for is_daemon in (False, True))
+    for process in (own, worker):
+        process.start()
+    collate._end_workers()
+    sender.send(None)  # ends the one that is left
+    for process in (own, worker):
+        process.join()
+    assert (own.exitcode, worker.exitcode) == (0, -signal.SIGKILL)

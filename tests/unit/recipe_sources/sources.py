@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.support.launch import REPOSITORY
-from toolkit.data.sources.own import run_file
+from toolkit.data.sources.own_function import run_file
 
 SOURCES = REPOSITORY / "recipes" / "sources"
 docstrings, functions, stdlib, wikihow = (

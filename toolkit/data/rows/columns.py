@@ -20,36 +20,36 @@ class Columns(NamedTuple):
     """The columns of an input that its examples are made from. Its text is part of the rows' fingerprint."""
 
     kind: str
-    """One of `CELLS`."""
+    """One of `KINDS`."""
     names: tuple[str, ...]
-    """The column of each cell of the kind, then the columns of `_OPTIONAL` that there are."""
+    """The column of each cell of the kind, then the optional columns that there are."""
 
 
-CELLS = {
-    "prompt": ("prompt",),
-    "seq2seq": ("source", "target"),
-    "pair": ("prompt", "completion"),
-    "chat": ("chat",),
-    "text": ("text",),
-    "sharegpt": ("conversation",),
-    "alpaca": ("instruction", "output"),
-    "alpaca_text": ("instruction", "output"),
+class Kind(NamedTuple):
+    """A kind of row."""
+
+    cells: tuple[str, ...]
+    """Those that must not be empty, as messages name them."""
+    how: str
+    """How rows of it are read, for messages."""
+    optional: tuple[str, ...] = ()
+    """Columns that are used where they are there."""
+
+
+_ALPACA = Kind(("instruction", "output"), "alpaca, as chats for the chat template", ("input", "system", "history"))
+_ALPACA_TEXT = "alpaca, as prompts in Alpaca's own words with completions, because the tokenizer has no chat template"
+KINDS = {
+    "prompt": Kind(("prompt",), "prompts", (TOOLS_COLUMN,)),
+    "seq2seq": Kind(("source", "target"), "a source with its target"),
+    "pair": Kind(("prompt", "completion"), "prompt_completion", (TOOLS_COLUMN,)),
+    "chat": Kind(("chat",), "messages", ("system", TOOLS_COLUMN)),
+    "text": Kind(("text",), "text"),
+    "sharegpt": Kind(("conversation",), "sharegpt", ("system", TOOLS_COLUMN)),
+    "alpaca": _ALPACA,
+    "alpaca_text": _ALPACA._replace(how=_ALPACA_TEXT),
 }
-"""The cells of each kind of row that must not be empty, as messages name them."""
-_KINDS = {"messages": "chat", "sharegpt": "sharegpt", "alpaca": "alpaca", "prompt_completion": "pair", "text": "text"}
-"""The kind of each value of `data.format`."""
-_OPTIONAL: dict[str, tuple[str, ...]] = {
-    "prompt": (TOOLS_COLUMN,),
-    "chat": ("system", TOOLS_COLUMN),
-    "pair": (TOOLS_COLUMN,),
-    "sharegpt": ("system", TOOLS_COLUMN),
-    "alpaca": ("input", "system", "history"),
-    "alpaca_text": ("input", "system", "history"),
-}
-_OF_PROMPTS = {"messages": "messages", "conversations": "sharegpt", "instruction": "alpaca"}
-"""The reading of a row without its answer by the name of its column; other columns have a text or a chat."""
-PROMPT_COLUMNS = (*_OF_PROMPTS, "source", "article", "document", "prompt", "text")
-"""Columns to generate for, unless one is named."""
+_OF_FORMATS = {"messages": "chat", "prompt_completion": "pair"}
+"""The kind of each value of `data.format` that has another name."""
 _SETTINGS = "data.messages_column, data.text_column, or data.prompt_column and data.completion_column"
 
 
@@ -72,7 +72,7 @@ def choose_columns(
     if config.format != "auto":
         names = readings[config.format]
         check_columns(where, existing, names, way_out=f"data.format {config.format} reads {' and '.join(map(repr, names))}")
-        return _with_optional(config.format, names, existing, has_chat_template=has_chat_template)
+        return with_optional(config.format, names, existing, has_chat_template=has_chat_template)
     fitting = [reading for reading, names in readings.items() if all(name in existing for name in names)]
     configured = set(configured_columns(config).values())
     # ShareGPT's and Alpaca's columns are not set, so no setting chooses them.
@@ -91,24 +91,7 @@ def choose_columns(
         )
     (reading,) = chosen
     check_columns(where, existing, readings[reading])
-    return _with_optional(reading, readings[reading], existing, has_chat_template=has_chat_template)
-
-
-def choose_prompt_column(
-    where: object, existing: Sequence[str], wanted: str | None, saved: str | None, *, has_chat_template: bool
-) -> Columns:
-    """As `choose_columns`, to generate for rows without their answers: from the column `wanted` by the user, else that `saved` by
-    the run, else one of `PROMPT_COLUMNS`, else the only one.
-
-    Raises:
-        UserError: no such column; more than one that could be meant.
-    """
-    named = wanted or (saved if saved in existing else None)
-    names = [named] if named else [name for name in PROMPT_COLUMNS if name in existing] or list(existing)
-    if len(names) != 1 or (not named and set(",;\t|").intersection(names[0])):  # several names in one cell
-        raise UserError(f"{where} has the columns {', '.join(names)}: name the one to generate for as --column")
-    check_columns(where, existing, names, way_out="correct --column")
-    return _with_optional(_OF_PROMPTS.get(names[0], "prompt"), (names[0],), existing, has_chat_template=has_chat_template)
+    return with_optional(reading, readings[reading], existing, has_chat_template=has_chat_template)
 
 
 def _list_readings(config: LLMDataConfig) -> dict[str, tuple[str, ...]]:
@@ -126,29 +109,23 @@ def _list_readings(config: LLMDataConfig) -> dict[str, tuple[str, ...]]:
     return readings
 
 
-def _with_optional(reading: str, names: tuple[str, ...], existing: Sequence[str], *, has_chat_template: bool) -> Columns:
-    kind = "alpaca_text" if reading == "alpaca" and not has_chat_template else _KINDS.get(reading, reading)
-    return Columns(kind, names + tuple(name for name in _OPTIONAL.get(kind, ()) if name in existing and name not in names))
+def with_optional(reading: str, names: tuple[str, ...], existing: Sequence[str], *, has_chat_template: bool) -> Columns:
+    """The columns of a reading (a value of `data.format`, or `prompt`), with those optional ones that there are."""
+    kind = "alpaca_text" if reading == "alpaca" and not has_chat_template else _OF_FORMATS.get(reading, reading)
+    return Columns(kind, names + tuple(name for name in KINDS[kind].optional if name in existing and name not in names))
 
 
 def add_optional(columns: Columns) -> Columns:
     """With all optional columns of the kind, for JSON: they may come in later rows than were looked at."""
-    return Columns(columns.kind, tuple(dict.fromkeys(columns.names + _OPTIONAL.get(columns.kind, ()))))
+    return Columns(columns.kind, tuple(dict.fromkeys(columns.names + KINDS[columns.kind].optional)))
 
 
 def describe_columns(columns: Columns, existing: Sequence[str]) -> str:
     """The reading, the columns used and those left out, as in "messages, from messages and tools; not read: id"."""
-    reading = {kind: reading for reading, kind in _KINDS.items()}.get(columns.kind, "")
-    how = {
-        "prompt": "prompts",
-        "seq2seq": "a source with its target",
-        "alpaca": "alpaca, as chats for the chat template",
-        "alpaca_text": "alpaca, as prompts in Alpaca's own words with completions, because the tokenizer has no chat template",
-    }.get(columns.kind, reading)
-    *first, last = [name for name in columns.names if name in existing]
-    used = f"{show_names(first)} and {show_names([last])}" if first else show_names([last])
+    *first, last = [show_names([name]) for name in columns.names if name in existing]
+    used = f"{', '.join(first)} and {last}" if first else last
     left_out = show_names(name for name in existing if name not in columns.names)
-    return f"{how}, from {used}; {f'not read: {left_out}' if left_out else 'no other columns'}"
+    return f"{KINDS[columns.kind].how}, from {used}; {f'not read: {left_out}' if left_out else 'no other columns'}"
 
 
 def seq2seq_columns(config: DataConfig) -> Columns:

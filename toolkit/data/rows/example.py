@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from toolkit.data.rows.columns import CELLS, Columns
+from toolkit.data.rows.columns import KINDS, Columns
 from toolkit.data.rows.instructions import read_alpaca, read_sharegpt
 from toolkit.data.rows.messages import TOOLS_COLUMN, read_chat
 from toolkit.data.sources.row import check_text, is_nan, read_optional_text
@@ -86,14 +86,14 @@ def build_example(
     Args:
         row: its cells by column, those of `columns` at least.
         where: file and row, for messages.
-        for_generation: `columns` are those of `choose_prompt_column`; the example has no answer at its end.
+        for_generation: `columns` has one column with a prompt; the example has no answer at its end.
         known: `group`, `held_out` and `lead_text`, where the source knows them.
 
     Raises:
         UserError: a cell of the wrong type; a malformed conversation.
     """
     kind = columns.kind
-    wanted = CELLS[kind][:1] if for_generation else CELLS[kind]
+    wanted = KINDS[kind].cells[:1] if for_generation else KINDS[kind].cells
     cells = {name: row[name] for name in columns.names[: len(wanted)]}
     others = {name: row[name] for name in columns.names[len(cells) :]}
     for what, value in zip(wanted, cells.values(), strict=True):

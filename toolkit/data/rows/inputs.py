@@ -14,9 +14,9 @@ from toolkit.config.data import DataConfig, LLMDataConfig, MixEntry
 from toolkit.config.paths import split_own_source
 from toolkit.data.rows.columns import Columns, add_optional, choose_columns, configured_columns, describe_columns
 from toolkit.data.rows.example import Example, build_example
-from toolkit.data.sources.files import READERS, find_files, find_kind, hash_file, list_columns
+from toolkit.data.sources.files import READERS, find_files, find_kind, hash_file
 from toolkit.data.sources.hub import check_hub_name, list_folder, load_hub_dataset, read_hub_rows
-from toolkit.data.sources.own import OwnSource, load_own_source, read_options, read_own_rows
+from toolkit.data.sources.own_function import OwnSource, load_own_source, read_options, read_own_rows
 from toolkit.data.sources.row import show_names
 from toolkit.data.sources.text_files import Form, build_form, find_quotes, suggest_delimiter
 from toolkit.errors import UserError
@@ -32,8 +32,10 @@ class RowInput:
     """Its name in messages."""
     source: str
     """The kind of file, or the value of `data.source`."""
-    place: Any
-    """What its rows are read from: a file, a dataset, or a function of the user's."""
+    read: Callable[[], Iterator[Any]]
+    """Yields its rows by column."""
+    own: OwnSource | None = None
+    """The function of the user's that it is."""
     columns: Columns | None
     """None: each row has its own."""
     digest: str
@@ -52,8 +54,6 @@ class RowInput:
     """Whether Alpaca's rows become chats."""
     for_generation: bool = False
     """Whether its rows need no answer, see `build_example`."""
-    form: Form = Form()
-    """How a text file is written."""
     used: set[str] = field(default_factory=set)
     """The columns that were used of rows that have their own."""
     keys: frozenset[str] = frozenset()
@@ -110,11 +110,7 @@ def _check_form_used(config: DataConfig | LLMDataConfig, inputs: list[RowInput])
 
 
 def check_columns_used(config: DataConfig | LLMDataConfig, inputs: list[RowInput]) -> None:
-    """Refuse a column that the config names and no input has used.
-
-    Raises:
-        UserError: names the setting.
-    """
+    """Refuse a column that the config names and no input has used, by a `UserError` with the setting."""
     used = {name for item in inputs for name in (item.columns.names if item.columns else item.used)}
     for setting, column in configured_columns(config).items():
         if column not in used:
@@ -151,37 +147,27 @@ def read_rows(item: RowInput) -> Iterator[Example | str]:
     Raises:
         UserError: a row that cannot be read, a cell of the wrong type, a malformed conversation; other rows than were hashed.
     """
-    if item.hashed is None:
-        yield from _read_examples(item)
-        return
     digest, number = hashlib.sha256(), 0
     changed = UserError(f"{item.label} gives other rows when it is called again: seed what is random, sort what has no order")
     for number, row in enumerate(_read_examples(item), start=1):
-        digest.update(repr(row).encode())
-        if number == item.hashed[0] and digest.hexdigest() != item.hashed[1]:
-            raise changed
+        if item.hashed:
+            digest.update(repr(row).encode())
+            if number == item.hashed[0] and digest.hexdigest() != item.hashed[1]:
+                raise changed
         yield row
-    if number != item.hashed[0]:
+    if item.hashed and number != item.hashed[0]:
         raise changed
 
 
 def _read_examples(item: RowInput) -> Iterator[Example | str]:
-    names = item.columns.names if item.columns else ()
-    rows: Iterable[Any]
-    if item.source in READERS:
-        rows = READERS[item.source](item.place, names, item.form)
-    elif isinstance(item.place, OwnSource):
-        rows = read_own_rows(item.place)
-    else:
-        rows = read_hub_rows(item.place, names)
-    for number, row in enumerate(rows, start=1):
+    for number, row in enumerate(item.read(), start=1):
         where = f"{item.label}, row {number}"
         if item.keys and not row.keys() <= item.keys:
             for key in sorted(row.keys() - item.keys):
                 key = show_names([key]) if len(item.late_keys) < _MAX_LATE_KEYS else "and others"
                 item.late_keys.setdefault(key, number)
         # In files and datasets, a column `group` or `split` is the user's and means nothing here.
-        options = read_options(row, where) if isinstance(item.place, OwnSource) else {}
+        options = read_options(row, where) if item.own else {}
         if "skip" in options:
             yield options["skip"]
         else:
@@ -191,7 +177,8 @@ def _read_examples(item: RowInput) -> Iterator[Example | str]:
 
 def _choose_own_columns(item: RowInput, row: dict[str, Any], where: str) -> Columns:
     """The columns of one row of a function, which may give rows of several kinds."""
-    own: OwnSource = item.place
+    own = item.own
+    assert own is not None, "all rows of a file or dataset have the same columns"
     names = [key if isinstance(key, str) else f"{key!r} of type {type(key).__name__}" for key in row]
     columns = choose_columns(where, names, own.config, has_chat_template=item.has_chat_template)
     item.used.update(columns.names)
@@ -230,11 +217,11 @@ def open_file(path: Path, kind: str, choose: Callable[..., Columns], form: Form,
     Raises:
         UserError: a file that is broken, or without usable columns.
     """
-    is_text = kind not in ("parquet", "arrow")
+    read, list_columns, is_text = READERS[kind]
     digest = hash_file(path, is_text=is_text, encoding=form.encoding)  # first, because it reports unreadable files best
     form = find_quotes(path, form) if kind == "tsv" else form
     about = f"; double quotes are text, as in line {form.text_quote}" if form.text_quote else ""
-    existing = list_columns(path, kind, form)
+    existing = list_columns(path, form)
     if not existing:
         raise UserError(f"{path} holds no rows: give a source with at least one")
     try:
@@ -247,11 +234,10 @@ def open_file(path: Path, kind: str, choose: Callable[..., Columns], form: Form,
     return RowInput(
         label=str(path),
         source=kind,
-        place=path,
+        read=partial(read, path, columns.names, form),
         columns=columns,
         digest=f"{digest} {kind} {columns}{details}",
         reading=describe_columns(columns, existing) + "; a row is a paragraph between blank lines" * (kind == "txt") + about,
-        form=form,
         keys=frozenset((*existing, *columns.names)),
         **known,
     )
@@ -267,7 +253,8 @@ def _open_own(
     item = RowInput(
         label=own.label,
         source=entry.source,
-        place=own,
+        read=partial(read_own_rows, own),
+        own=own,
         columns=None,
         digest=digest,
         mix_entry=mix_entry,
@@ -286,11 +273,12 @@ def _open_hub(entry: MixEntry, config: DataConfig | LLMDataConfig, choose: Calla
     dataset = load_hub_dataset(entry.source, entry.hub_subset, entry.hub_split, other_sources=tuple(READERS))
     columns = choose(entry.source, dataset.column_names)
     # The fingerprint of `datasets` depends on paths and times; only the rows themselves are the same on every machine.
-    _, digest = _hash_rows(islice(read_hub_rows(dataset, columns.names), config.num_rows))
+    read = partial(read_hub_rows, dataset, columns.names)
+    _, digest = _hash_rows(islice(read(), config.num_rows))
     return RowInput(
         label=entry.source,
         source=entry.source,
-        place=dataset,
+        read=read,
         columns=columns,
         digest=f"{digest} {columns}",
         mix_entry=mix_entry,

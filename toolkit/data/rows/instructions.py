@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.data.rows.messages import read_chat, read_json
-from toolkit.data.sources.row import check_text, is_nan, read_optional_text
+from toolkit.data.rows.messages import read_chat, read_json, read_list
+from toolkit.data.sources.row import check_text, read_optional_text
 from toolkit.errors import UserError
 
 _ROLES = {
@@ -32,13 +32,8 @@ def read_sharegpt(
     Raises:
         UserError: an unknown role; a malformed conversation.
     """
-    turns = row[column]
-    if isinstance(turns, str):
-        turns = read_json(turns, f"{where}, column {column}")
-    if not isinstance(turns, list):
-        raise UserError(
-            f'{where}, column {column}: {turns!r:.60} is not a list of turns: write a list of {{"from": ..., "value": ...}}'
-        )
+    way_out = 'write a list of {"from": ..., "value": ...}'
+    turns = read_list(row[column], "a list of turns", f"{where}, column {column}", way_out)
     messages = [read_turn(turn, f"{where}, turn {number}") for number, turn in enumerate(turns, start=1)]
     roles = [message["role"] for message in messages if message["role"] != "system"]
     if roles[:1] == ["assistant"]:
@@ -100,12 +95,7 @@ def read_alpaca(row: Mapping[str, Any], where: str, *, is_chat: bool) -> dict[st
 
 
 def _read_history(history: Any, where: str) -> list[list[str]]:
-    if isinstance(history, str) and history.strip():
-        history = read_json(history, f"{where}, column history")
-    if not history or is_nan(history):
-        return []
-    if not isinstance(history, list):
-        raise UserError(f"{where}, column history: {history!r:.60} is not a list: write [[instruction, answer], ...]")
+    history = read_list(history, "a list", f"{where}, column history", "write [[instruction, answer], ...]")
     for number, pair in enumerate(history, start=1):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise UserError(f"{where}, history {number}: {pair!r:.60} is not a pair: write [instruction, answer]")

@@ -274,12 +274,9 @@ class _RowFile:
         self._stream = pa.ipc.new_stream(self._file, self._schema)
 
     def add(self, cells: list[Any]) -> None:
-        num_characters = sum(len(cell) for cell in cells if isinstance(cell, str))
-        if self._num_characters + num_characters > _CHARACTERS_PER_BLOCK:
-            self._write_block()
         self._block.append(cells)
         self.num_rows += 1
-        self._num_characters += num_characters
+        self._num_characters += sum(len(cell) for cell in cells if isinstance(cell, str))
         if len(self._block) == _ROWS_PER_BLOCK or self._num_characters > _CHARACTERS_PER_BLOCK:
             self._write_block()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.data.sources.row import check_text
+from toolkit.data.sources.row import check_text, is_nan
 from toolkit.errors import UserError
 from toolkit.files.json_lines import DECODER
 
@@ -53,14 +53,9 @@ def read_chat(
                 "make both text, or both lists of messages"
             )
     prompt, column = first[0] if first else [], names[-1]
-    if isinstance(completion, str):
-        completion = read_json(completion, f"{where}, column {column}")
-    if not isinstance(completion, list):
-        raise UserError(
-            f"{where}, column {column}: {completion!r:.60} is not a list of messages: {_MESSAGE_FORM} for each in a list"
-        )
+    completion = read_list(completion, "a list of messages", f"{where}, column {column}", f"{_MESSAGE_FORM} for each in a list")
     # Broken conversations are errors.
-    messages = read_messages([*prompt, *completion], where)
+    messages = [_read_message(item, f"{where}, message {i}") for i, item in enumerate([*prompt, *completion], start=1)]
     _check_order(messages, where, calls_may_be_text=calls_may_be_text)
     while for_generation and messages and messages[-1]["role"] == "assistant":
         messages.pop()
@@ -84,17 +79,9 @@ def read_chat(
     return {"messages": messages, "tools": read_tools(tools, where), "first_trained": len(prompt), "weight_0": weight_0}
 
 
-def read_messages(items: list[Any], where: str) -> list[dict[str, Any]]:
-    """The messages of a chat in one form: content and calls as templates expect them. Keys of a message, or of a call, that
-    are null are left out; nulls in arguments and in the schemas of tools are the user's own.
-
-    Raises:
-        UserError: a malformed message.
-    """
-    return [_read_message(item, f"{where}, message {i}") for i, item in enumerate(items, start=1)]
-
-
 def _read_message(item: Any, where: str) -> dict[str, Any]:
+    """A message with content and calls as templates expect them. Keys of a message, or of a call, that are null are left out;
+    nulls in arguments and in the schemas of tools are the user's own."""
     if not isinstance(item, dict):
         raise UserError(f"{where}: {item!r:.60} is not a message: {_MESSAGE_FORM}")
     message = _without_nulls(item)
@@ -187,28 +174,30 @@ def _check_order(messages: list[dict[str, Any]], where: str, *, calls_may_be_tex
 
 
 def read_tools(tools: Any, where: str) -> list[Any] | None:
-    if isinstance(tools, str) and tools.strip():
-        tools = read_json(tools, f"{where}, column {TOOLS_COLUMN}")
-    if not tools:
-        return None
-    if not isinstance(tools, list):
-        raise UserError(f"{where}, column {TOOLS_COLUMN}: {tools!r:.60} is not a list of tools: write a list of JSON schemas")
     read = []
+    tools = read_list(tools, "a list of tools", f"{where}, column {TOOLS_COLUMN}", "write a list of JSON schemas")
     for number, tool in enumerate(tools, start=1):
         tool = read_json(tool, f"{where}, tool {number}") if isinstance(tool, str) else tool
         if not isinstance(tool, dict):
             raise UserError(f"{where}, tool {number}: {tool!r:.60} is not a tool: write its JSON schema as an object")
         _check_values(tool, f"{where}, tool {number}")
         read.append(tool)
-    return read
+    return read or None
+
+
+def read_list(value: Any, what: str, where: str, way_out: str) -> list[Any]:
+    """A cell that is a list, or JSON text of one; empty where it is missing, null or blank; a `UserError` for anything else."""
+    if isinstance(value, str):
+        value = read_json(value, where) if value.strip() else None
+    if value is None or is_nan(value):
+        return []
+    if not isinstance(value, list):
+        raise UserError(f"{where}: {value!r:.60} is not {what}: {way_out}")
+    return value
 
 
 def read_json(text: str, where: str) -> Any:
-    """The value of a cell that is JSON text.
-
-    Raises:
-        UserError: it is not JSON.
-    """
+    """The value of a cell that is JSON text; a `UserError` if it is not."""
     try:
         return DECODER.decode(text)
     except (ValueError, RecursionError) as error:

@@ -23,7 +23,7 @@ def read_columnar(path: Path, columns: Sequence[str], form: Form, *, kind: str) 
         yield from read_batches(path, read(list(columns)), columns)
 
 
-def list_names(path: Path, kind: str) -> list[str]:
+def list_names(path: Path, form: Form, *, kind: str) -> list[str]:
     """The column names of such a file; raises as `read_columnar`."""
     with _open(path, kind) as (names, _):
         return names

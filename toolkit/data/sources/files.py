@@ -14,13 +14,23 @@ import hashlib
 import logging
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from toolkit.data.sources.columnar import list_names, read_columnar
 from toolkit.data.sources.json_files import list_keys, read_json
 from toolkit.data.sources.row import show_names
-from toolkit.data.sources.text_files import Cells, Form, find_quotes, open_bytes, read_csv, read_header, read_tsv, read_txt
+from toolkit.data.sources.text_files import (
+    Cells,
+    Form,
+    open_bytes,
+    open_text,
+    read_csv,
+    read_header,
+    read_txt,
+)
 from toolkit.errors import UserError
 
 logger = logging.getLogger("toolkit")
@@ -70,16 +80,15 @@ def find_files(patterns: list[str] | str, setting: str) -> list[Path]:
 
 
 def hash_file(path: Path, *, is_text: bool, encoding: str = "utf-8") -> str:
-    """Hex sha256 of a file's contents, of text uncompressed. The same pass checks that a text file is readable, and
-    warns of UTF-8 that would be read as something else.
+    """Hex sha256 of a file's contents, of text uncompressed. The same pass checks that a text file is readable. UTF-8 that would
+    be read as something else is a warning.
 
     Raises:
         UserError: the file cannot be opened or is empty, or (for text) is compressed otherwise than by gzip, has another encoding
             or a NUL character; names the line.
     """
     digest = hashlib.sha256()
-    decoder, utf_8 = codecs.getincrementaldecoder(encoding)(), codecs.getincrementaldecoder("utf-8")()
-    num_lines, begin, is_ascii, is_mistaken = 0, b"", True, is_text and encoding not in ("utf-8", "utf-8-sig")
+    decoder, num_lines, begin = codecs.getincrementaldecoder(encoding)(), 0, b""
     try:
         with open_bytes(path) if is_text else path.open("rb") as file:
             while True:
@@ -94,11 +103,6 @@ def hash_file(path: Path, *, is_text: bool, encoding: str = "utf-8") -> str:
                         line = num_lines + text[: text.index("\0")].count("\n") + 1
                         raise UserError(f"{path}, line {line}: a NUL byte: is this a text file, saved as UTF-8?")
                     num_lines += text.count("\n")
-                if is_mistaken:
-                    try:
-                        is_ascii &= utf_8.decode(block, final=not block).isascii()
-                    except UnicodeDecodeError:
-                        is_mistaken = False
                 if not block:
                     break
             if file.tell() == 0:
@@ -109,8 +113,11 @@ def hash_file(path: Path, *, is_text: bool, encoding: str = "utf-8") -> str:
         raise UserError(f"{path} is not a complete gzip file ({str(error).rstrip('.')}): copy or write it again") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): check the path and its permissions") from None
-    if is_mistaken and not is_ascii:
-        logger.warning(f"{path} is valid UTF-8, but is read as {encoding}, with other letters: leave data.encoding out for UTF-8")
+    if is_text and encoding not in ("utf-8", "utf-8-sig"):
+        with suppress(UnicodeDecodeError), open_text(path, Form()) as file:
+            if sum(not line.isascii() for line in file):
+                trouble = f"{path} is valid UTF-8, but is read as {encoding}, with other letters"
+                logger.warning(f"{trouble}: leave data.encoding out for UTF-8")
     return digest.hexdigest()
 
 
@@ -126,25 +133,32 @@ def _encoding_error(path: Path, error: UnicodeError, encoding: str, num_lines: i
     return UserError(f"{path}, line {line}: byte 0x{byte:02x} is not valid {encoding.upper()} ({error.reason}): {way_out}")
 
 
-READERS: dict[str, Callable[[Path, Sequence[str], Form], Iterator[Cells]]] = {
-    "csv": read_csv,
-    "tsv": read_tsv,
-    "json": read_json,
-    "jsonl": read_json,
-    "parquet": partial(read_columnar, kind="parquet"),
-    "arrow": partial(read_columnar, kind="arrow"),
-    "txt": read_txt,
+class FileKind(NamedTuple):
+    """How a kind of file is read."""
+
+    read: Callable[[Path, Sequence[str], Form], Iterator[Cells]]
+    """Yields the cells of some columns, row by row."""
+    list_columns: Callable[[Path, Form], list[str]]
+    """From the header, the schema, or the keys of the first thousand objects."""
+    is_text: bool = True
+
+
+_DELIMITED, _JSON = FileKind(read_csv, read_header), FileKind(read_json, list_keys)
+READERS = {
+    "csv": _DELIMITED,
+    "tsv": _DELIMITED,
+    "json": _JSON,
+    "jsonl": _JSON,
+    "parquet": FileKind(partial(read_columnar, kind="parquet"), partial(list_names, kind="parquet"), is_text=False),
+    "arrow": FileKind(partial(read_columnar, kind="arrow"), partial(list_names, kind="arrow"), is_text=False),
+    "txt": FileKind(read_txt, lambda path, form: ["text"]),
 }
 """By the kind of file, which is a value of `data.source`."""
 _ENDINGS = {"ndjson": "jsonl", "feather": "arrow"}
 
 
 def find_kind(path: Path, setting: str) -> str:
-    """The kind that a file's ending names, without `.gz`.
-
-    Raises:
-        UserError: another ending.
-    """
+    """The kind that a file's ending names, without `.gz`; a `UserError` for another ending."""
     kind = name_kind(path)
     if kind is None:
         known = ", ".join(f".{ending}" for ending in READERS)
@@ -159,33 +173,13 @@ def name_kind(path: Path) -> str | None:
     return kind if kind in READERS else None
 
 
-def list_columns(path: Path, kind: str, form: Form) -> list[str]:
-    """A file's column names: from the header, the schema, or the keys of the first thousand objects; `text` of plain text.
-
-    Args:
-        kind: one of `READERS`.
-
-    Raises:
-        UserError: the file cannot be read as this kind.
-    """
-    if kind in ("csv", "tsv"):
-        return read_header(path, form if kind == "csv" else find_quotes(path, form))
-    if kind in ("json", "jsonl"):
-        return list_keys(path, form)
-    return ["text"] if kind == "txt" else list_names(path, kind)
-
-
 def check_columns(
     where: object,
     existing: Sequence[str],
     wanted: Sequence[str],
     way_out: str = "set data.source_column and data.target_column to columns that exist",
 ) -> None:
-    """Check that every wanted column exists exactly once.
-
-    Raises:
-        UserError: names the column at fault and those that exist.
-    """
+    """Check that every wanted column exists exactly once; a `UserError` names the one at fault and those that exist."""
     for column in wanted:
         if (count := existing.count(column)) != 1:
             found = f"column {column!r} (its columns: {show_names(existing) or 'none'})"

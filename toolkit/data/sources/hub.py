@@ -206,11 +206,7 @@ def _read_subsets(folder: Path, name: str) -> dict[str, dict[str, Any]]:
 
 
 def _check_files(builder: DatasetBuilder, name: str, folder: Path | None) -> None:
-    """Refuse files outside of the dataset's own folder, or of its repository on the hub.
-
-    Raises:
-        UserError: names the first such file.
-    """
+    """Refuse files outside of the dataset's own folder, or of its repository on the hub, by a `UserError` with the first."""
     repository, at, _ = str(builder.base_path).casefold().partition("@")  # a bucket has no revision
     for file in (file for files in (builder.config.data_files or {}).values() for file in files):
         place = file.rpartition("::")[2]  # for a member of an archive, the archive
@@ -234,10 +230,7 @@ def _name_files(files: Sequence[Path], remarks: dict[Path, str] | None = None) -
 
 
 def _can_reach_hub() -> bool:
-    """False if the hub's name does not resolve or nothing answers there.
-
-    `datasets` would retry for 23 s before it fails. All other failures are left to `datasets`.
-    """
+    """False if the hub's name does not resolve or nothing answers there, for which `datasets` would retry for 23 s."""
     from huggingface_hub.constants import ENDPOINT, is_offline_mode
 
     if is_offline_mode():

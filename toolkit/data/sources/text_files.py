@@ -38,8 +38,8 @@ class Form(NamedTuple):
     encoding: str = "utf-8"
     delimiter: str = ","
     """Between the cells of CSV files."""
-    text_quote: int | None = None
-    """Of a TSV file, once looked at: the line that shows that double quotes are text in it; 0 where they stand around cells."""
+    text_quote: int = 0
+    """Of a TSV file: the line that shows that double quotes are text in it; 0 where they stand around cells."""
 
 
 def build_form(delimiter: str | None, encoding: str | None) -> Form:
@@ -83,6 +83,7 @@ def open_text(path: Path, form: Form, newline: str | None = None) -> TextIO:
 
 def read_csv(path: Path, columns: Sequence[str], form: Form) -> Iterator[Cells]:
     """Yield the cells of some columns of a delimited file with a header, row by row. A cell is text, or NaN if it is `MISSING`.
+    A TSV file needs the form of `find_quotes`.
 
     Raises:
         UserError: a row with too many or too few cells, broken quoting; names the line.
@@ -101,19 +102,12 @@ def read_csv(path: Path, columns: Sequence[str], form: Form) -> Iterator[Cells]:
         yield {column: math.nan if cells[place].strip() in MISSING else cells[place] for column, place in places.items()}
 
 
-def read_tsv(path: Path, columns: Sequence[str], form: Form) -> Iterator[Cells]:
-    """As `read_csv`, with tabs between cells; see `find_quotes`."""
-    return read_csv(path, columns, find_quotes(path, form))
-
-
 def find_quotes(path: Path, form: Form) -> Form:
     """The form of a TSV file. Excel and pandas put double quotes around some cells, others write them as text: never both.
 
     They are text if one does not stand around a cell, is not doubled inside one or never closes, or if a quoted cell would join
     lines, while every line has as many cells as the header.
     """
-    if form.text_quote is not None:
-        return form
     num_tabs, starts, first_start, is_torn = -1, 0, 0, False
     with open_text(path, form, newline="") as file:
         for number, line in enumerate(file, start=1):
@@ -132,7 +126,7 @@ def find_quotes(path: Path, form: Form) -> Form:
 
 
 def read_header(path: Path, form: Form) -> list[str]:
-    """The column names of a delimited file, for TSV in the form of `find_quotes`."""
+    """The column names of a delimited file."""
     return next(_read_records(path, form), (1, []))[1]
 
 

@@ -127,7 +127,9 @@ def tokenize(
             {**part, **of_row, "row_id": row_id + piece * ROW_IDS_OF_A_PIECE, "piece": piece}
             for piece, part in enumerate(columns)
         ]
-    return {name: [columns[name] for columns in all_columns] for name in all_columns[0]}
+    by_name = {name: [columns[name] for columns in all_columns] for name in all_columns[0]}
+    num_label_tokens = [int(np.count_nonzero(labels != IGNORED_LABEL)) for labels in by_name["labels"]]
+    return {**by_name, "num_tokens": list(map(len, by_name["input_ids"])), "num_label_tokens": num_label_tokens}
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], are_chats: Sequence[bool]) -> list[list[int]]:
@@ -220,8 +222,6 @@ def _split(item: Prepared, tokens: TokenizedText, num_prefix: int, max_length_to
         {
             "input_ids": piece.input_ids,
             "labels": piece.labels,
-            "num_tokens": len(piece.input_ids),
-            "num_label_tokens": int((piece.labels != IGNORED_LABEL).sum()),
             # The first token has no label, so its text does not count either.
             "target_bytes": len(item.text[tokens.ends[max(piece.begin - 1, 0)] : tokens.ends[piece.end - 1]].encode()),
             "prompt_length": 0,
@@ -257,8 +257,6 @@ def _mask(item: Prepared, tokens: TokenizedText, max_length_tokens: int, special
     return {
         "input_ids": input_ids,
         "labels": labels,
-        "num_tokens": len(input_ids),
-        "num_label_tokens": int(np.count_nonzero(labels != IGNORED_LABEL)),
         "target_bytes": sum(len(piece.encode()) for piece in pieces),
         "prompt_length": prompt_length,
         "target": target.strip(),

@@ -52,11 +52,7 @@ class NoMaskError(Exception):
 
 
 def read_chat_template(setting: str) -> str:
-    """The template in `data.chat_template`, or in the file that it names.
-
-    Raises:
-        UserError: the file does not exist or is not text.
-    """
+    """The template in `data.chat_template`, or in the file that it names; a `UserError` if that cannot be read."""
     if any(mark in setting for mark in ("{{", "{%", "\n")):
         return setting
     path = Path(setting).expanduser()
@@ -69,11 +65,7 @@ def read_chat_template(setting: str) -> str:
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a broken template before any row is read.
-
-    Raises:
-        UserError: a syntax error; names the line.
-    """
+    """Refuse a template with a syntax error before any row is read, by a `UserError` with its line."""
     if tokenizer.chat_template is not None:
         try:
             render_chat(tokenizer, [{"role": "user", "content": "a"}], None)
@@ -241,13 +233,10 @@ def _render(
         private("_compile_jinja_template")(template).environment.globals["strftime_now"] = _CLOCK.strftime
         rendered = private("render_jinja_template")(conversations=[messages], tools=tools, chat_template=template, **variables)
     except jinja2.TemplateSyntaxError as error:
+        line = re.split(r"\r\n|\r|\n", template)[error.lineno - 1].strip()  # as jinja counts; splitlines() splits at more
         raise UserError(
-            f"the chat template is broken in line {error.lineno} ({error.message}): {_get_line(template, error.lineno)!r:.80}; "
-            "correct it, or set data.chat_template"
+            f"the chat template is broken in line {error.lineno} ({error.message}): {line!r:.80}; correct it, or set "
+            "data.chat_template"
         ) from None
     texts, all_spans = rendered
     return texts[0], all_spans[0] if all_spans else []
-
-
-def _get_line(text: str, number: int) -> str:
-    return re.split(r"\r\n|\r|\n", text)[number - 1].strip()  # lines as jinja counts them; splitlines() splits at more characters

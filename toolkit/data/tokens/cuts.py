@@ -1,5 +1,8 @@
 """Applies the limit on a row's tokens: plain text is split into rows that together hold every token; all other rows are cut, and
-a sentence reports the share of lost tokens, another one that of tokens that stand for text unknown to the tokenizer."""
+a sentence reports the share of lost tokens, another one that of tokens that stand for text unknown to the tokenizer.
+
+In all of them `name` is `train` or `evaluation`, and `limit` the setting with its value.
+"""
 
 from __future__ import annotations
 
@@ -39,15 +42,12 @@ def split_text(input_ids: np.ndarray, num_prefix: int, max_length_tokens: int) -
         num_prefix: length of the prefix; at least two less than `max_length_tokens`.
     """
     begin, end = 0, min(max_length_tokens, len(input_ids))
-    labels = input_ids[:end].copy()
-    labels[:1] = IGNORED_LABEL
-    yield Piece(input_ids[:end], labels, begin, end)
-    while end < len(input_ids):
-        begin, end = end, min(end + max_length_tokens - num_prefix - 1, len(input_ids))
-        row = np.concatenate([input_ids[:num_prefix], input_ids[begin - 1 : end]])
+    while begin < len(input_ids):
+        row = np.concatenate([input_ids[:num_prefix], input_ids[begin - 1 : end]]) if begin else input_ids[:end]
         labels = row.copy()
-        labels[: num_prefix + 1] = IGNORED_LABEL
+        labels[: num_prefix + 1 if begin else 1] = IGNORED_LABEL
         yield Piece(row, labels, begin, end)
+        begin, end = end, min(end + max_length_tokens - num_prefix - 1, len(input_ids))
 
 
 def describe_split(piece: np.ndarray, name: str, limit: str) -> list[str]:
@@ -55,15 +55,12 @@ def describe_split(piece: np.ndarray, name: str, limit: str) -> list[str]:
 
     Args:
         piece: the 0-based number of each row in its text.
-        name: `train` or `evaluation`.
-        limit: the setting and its value.
     """
     num_texts, num_further = int((piece == 1).sum()), int((piece > 0).sum())
     if not num_texts:
         return []
-    side = SIDES[name]
     return [
-        f"split {num_texts} of {(piece == 0).sum()} {side} rows, plain text longer than {limit}, into "
+        f"split {num_texts} of {(piece == 0).sum()} {SIDES[name]} rows, plain text longer than {limit}, into "
         f"{num_texts + num_further:,} rows that hold every token"
     ]
 
@@ -75,19 +72,14 @@ def describe_cut(num_given: np.ndarray, num_lost: np.ndarray, num_rows: int, nam
         num_given: tokens of each row before the cut.
         num_lost: tokens of each row that the cut removes.
         num_rows: rows of the split; the pieces of a text count as one.
-        name: `train` or `evaluation`.
-        limit: the setting and its value.
         what: the part of the row that is cut, if not the entire row.
     """
     num_cut, side = int((num_lost > 0).sum()), SIDES[name]
     if not num_cut:
         return []
-    share = num_lost.sum() / num_given.sum()
-    percent = f"{100 * share:.1f}" if share >= 0.001 else "less than 0.1"
+    share, tokens = _measure(num_lost, num_given, f"{side} {what or 'row'}")
     of_what = f"the {what} of " if what else ""
-    sentence = (
-        f"cut {of_what}{num_cut} of {num_rows} {side} rows to {limit}: {percent} % of all {side} {what or 'row'} tokens lost"
-    )
+    sentence = f"cut {of_what}{num_cut} of {num_rows} {side} rows to {limit}: {tokens} lost"
     if share <= _MOST_TOKENS_LOST:
         return [sentence]
     longest = f"the longest {what or 'row'} has {num_given.max():,} tokens"
@@ -100,17 +92,22 @@ def describe_unknown(num_tokens: np.ndarray, num_unknown: np.ndarray, name: str,
     Args:
         num_tokens: tokens of each row.
         num_unknown: those of them that are unknown.
-        name: `train` or `evaluation`.
         what: `source` or `target`.
         examples: characters that are unknown.
     """
     if not num_unknown.any():
         return []
-    share, side = num_unknown.sum() / num_tokens.sum(), SIDES[name]
-    percent = f"{100 * share:.1f}" if share >= 0.001 else "less than 0.1"
+    share, tokens = _measure(num_unknown, num_tokens, f"{SIDES[name]} {what}")
     such_as = f" (such as {', '.join(dict.fromkeys(examples[:5]))})" if examples else ""
     sentence = (
-        f"{percent} % of all {side} {what} tokens, in {(num_unknown > 0).sum()} of {len(num_unknown)} rows, are unknown to the "
+        f"{tokens}, in {(num_unknown > 0).sum()} of {len(num_unknown)} rows, are unknown to the "
         f"tokenizer{such_as}: the model neither reads nor writes them"
     )
     return [f"WARNING: {sentence}" if share > _MOST_TOKENS_LOST else sentence]
+
+
+def _measure(part: np.ndarray, whole: np.ndarray, of_what: str) -> tuple[float, str]:
+    """The share of one count of tokens in another, as a number and in words."""
+    share = part.sum() / whole.sum()
+    percent = f"{100 * share:.1f}" if share >= 0.001 else "less than 0.1"
+    return share, f"{percent} % of all {of_what} tokens"

@@ -10,10 +10,10 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.config.schema import ModelConfig
@@ -22,7 +22,7 @@ from toolkit.data.rows.example import Example, list_cells
 from toolkit.data.rows.load import TextRows, load_rows
 from toolkit.data.sources.row import count_rows_at_once
 from toolkit.data.tokens import causal, seq2seq
-from toolkit.data.tokens.contents import hash_contents
+from toolkit.data.tokens.fingerprint import hash_contents
 from toolkit.data.tokens.tokenizer import has_tokenizer, hash_tokenizer, keep_trained_tokenizer, load_tokenizer
 from toolkit.distributed.comm import gather_objects, local_rank, local_world_size, on_all_ranks, rank
 from toolkit.distributed.progress import Phase
@@ -71,15 +71,6 @@ class TokenizedRows:
     """What they were made of, on each node's first process; None on the others."""
 
 
-class Written(NamedTuple):
-    """Tokenized rows on disk."""
-
-    name: str
-    """The name of their folder in the cache: a sha256 of everything that decides them."""
-    contents: str
-    """sha256 of their contents, see `TokenizedRows.fingerprint`."""
-
-
 def prepare_rows(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab_size: int) -> TokenizedRows:
     """Read, tokenize and cache the rows on the first process of each node; the others load the cache. Collective.
 
@@ -93,10 +84,10 @@ def prepare_rows(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab_s
     # Build, or verify, on the first process of each node.
     working("tokenizing")
     built = on_all_ranks(lambda: _find_or_build(config, model, vocab_size) if local_rank() == 0 else None)
-    written, texts = built or (None, None)
+    name, fingerprint, texts = built or (None, None, None)
     # All nodes must have the same rows.
-    all_written = {item for item in gather_objects(written) if item is not None}
-    names, contents = (sorted(set(values)) for values in zip(*all_written, strict=True))
+    written = gather_objects((name, fingerprint))
+    names, contents = (sorted({value for value in values if value}) for values in zip(*written, strict=True))
     if len(names) > 1:
         raise UserError(f"the nodes read different data or tokenizers (fingerprints {', '.join(name[:12] for name in names)})")
     if len(contents) > 1:
@@ -126,8 +117,13 @@ def prepare_rows(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab_s
     return on_all_ranks(load)
 
 
-def _find_or_build(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab_size: int) -> tuple[Written, TextRows]:
-    """Read the rows, and tokenize them unless their tokens are in the cache. For one process per node."""
+def _find_or_build(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab_size: int) -> tuple[str, str, TextRows]:
+    """Read the rows, and tokenize them unless their tokens are in the cache. For one process per node.
+
+    Returns:
+        The name of the tokens' folder in the cache, a sha256 of everything that decides them; that of their contents, see
+        `TokenizedRows.fingerprint`; the rows.
+    """
     kind = causal if isinstance(config, LLMDataConfig) else seq2seq
     tokenizer = load_tokenizer(model, vocab_size) if has_tokenizer(model) else None
     if tokenizer is not None:
@@ -145,7 +141,7 @@ def _find_or_build(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab
     }
     folder = cache_folder(config.cache_dir) / name_folder(identity)
     about = find_or_build("the token cache", folder, _write_tokens, config, model, vocab_size, rows, tokenizer, identity)
-    return Written(folder.name, about["contents"]), rows
+    return folder.name, about["contents"], rows
 
 
 def _write_tokens(
@@ -210,10 +206,10 @@ def tokenize_rows(
         )
     num_workers = num_workers or min(8, (os.cpu_count() or 1) // local_world_size())
     has_workers = num_workers > 1 and len(dataset) > _ROWS_WORTH_SEVERAL_PROCESSES
-    shown = _Shown(tokenize, Phase(f"tokenizing {name} rows", len(dataset), "rows"), num_workers if has_workers else 1)
+    num_processes, phase = num_workers if has_workers else 1, Phase(f"tokenizing {name} rows", len(dataset), "rows")
     try:
         tokenized = dataset.map(
-            shown,
+            partial(_tokenize_shown, tokenize=tokenize, phase=phase, num_processes=num_processes),
             batched=True,
             with_rank=True,
             # A batch is in memory as text and as tokens at once, so long rows need smaller batches.
@@ -237,29 +233,24 @@ def tokenize_rows(
     return tokenized.select([]) if is_empty else tokenized
 
 
-@dataclass
-class _Shown:
-    """A function that tokenizes, with its progress. Of several processes the first shows its own, which stands for all."""
+def _tokenize_shown(
+    rows: Mapping[str, list],
+    process: int | None,
+    *,
+    tokenize: Callable[..., dict[str, list]],
+    phase: Phase,
+    num_processes: int,
+    **arguments: Any,
+) -> dict[str, list] | pa.Table:
+    """What `tokenize` returns. Of several processes the first shows its own progress, which stands for all."""
+    tokenized = tokenize(rows, **arguments)
+    if not process:
+        phase.add(len(next(iter(rows.values()))) * num_processes)
+    if hasattr(next(iter(tokenized.get("labels", ())), None), "dtype"):  # `datasets` reads numpy arrays 20 times as slowly
+        import pyarrow as pa
 
-    tokenize: Callable[..., dict[str, list]]
-    phase: Phase
-    num_processes: int
-    num_left: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.num_left = self.phase.total or 0
-
-    def __call__(self, rows: Mapping[str, list], process: int | None, **arguments: Any) -> dict[str, list] | pa.Table:
-        tokenized = self.tokenize(rows, **arguments)
-        if not process:
-            number = min(self.num_left, len(next(iter(rows.values()))) * self.num_processes)
-            self.num_left -= number
-            self.phase.add(number)
-        if hasattr(next(iter(tokenized.get("labels", ())), None), "dtype"):  # `datasets` reads numpy arrays 20 times as slowly
-            import pyarrow as pa
-
-            return pa.table(tokenized)
-        return tokenized
+        return pa.table(tokenized)
+    return tokenized
 
 
 def save_tokens(tokenized: Dataset, name: str, folder: Path) -> None:

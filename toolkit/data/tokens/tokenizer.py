@@ -75,13 +75,8 @@ def load_tokenizer(config: ModelConfig, vocab_size: int) -> PreTrainedTokenizerB
 def keep_trained_tokenizer(cache: Path, trained_on: str, train: Callable[[], PreTrainedTokenizerBase]) -> PreTrainedTokenizerBase:
     """The tokenizer that `train` makes, or made for an earlier run: trained again on the same rows, it would differ.
 
-    It has a folder of its own in `cache`, so that tokens that are damaged are built again as they were.
-
-    Args:
-        trained_on: everything that decides what it is trained on.
-
-    Raises:
-        UserError: the cache cannot be written or read.
+    It has a folder of its own in `cache`, so that tokens that are damaged are built again as they were. `trained_on` is
+    everything that decides it. A cache that cannot be written or read is a `UserError`.
     """
     from transformers import AutoTokenizer
 

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from toolkit.data.rows.columns import Columns, choose_prompt_column
+from toolkit.data.rows.columns import Columns, with_optional
 from toolkit.data.rows.example import Example, build_example
 from toolkit.data.rows.inputs import open_file, read_rows
-from toolkit.data.sources.files import find_kind, hash_file
+from toolkit.data.sources.files import READERS, check_columns, find_kind, hash_file
 from toolkit.data.sources.text_files import build_form
 from toolkit.errors import UserError
 from toolkit.export.usage import Usage
+
+_READINGS = {"messages": "messages", "conversations": "sharegpt", "instruction": "alpaca"}
+"""The reading of a row without its answer by the name of its column; other columns have a text or a chat."""
+_COLUMNS = (*_READINGS, "source", "article", "document", "prompt", "text")
+"""Columns to generate for, unless one is named."""
 
 Row = tuple[str, Example]
 """Where it stands, for messages, and a prompt or a chat."""
@@ -72,13 +77,13 @@ def open_rows(options: Options, usage: Usage, *, has_chat_template: bool = False
         raise UserError(f"--file {path} does not exist, or is not a file: check the path")
     kind, how = find_kind(path, "--file"), ""
     saved = build_form(None, usage.encoding).encoding
-    if options.encoding is None and saved != "utf-8" and kind not in ("parquet", "arrow"):
+    if options.encoding is None and saved != "utf-8" and READERS[kind].is_text:
         try:
             hash_file(path, is_text=True)
             how = ", read as utf-8"
         except UserError:
             form = form._replace(encoding=saved)
-    choose = partial(choose_prompt_column, wanted=options.column, saved=usage.source_column, has_chat_template=has_chat_template)
+    choose = partial(_choose_column, wanted=options.column, saved=usage.source_column, has_chat_template=has_chat_template)
     item = open_file(path, kind, choose, form, for_generation=True)
 
     def read() -> Iterator[Row]:
@@ -88,6 +93,23 @@ def open_rows(options: Options, usage: Usage, *, has_chat_template: bool = False
     if not num_rows:
         raise UserError(f"--file {path} has no rows: give a file with rows")
     return Rows(read, num_rows, f"{path}: {num_rows:,} rows, read as {item.reading}{how}")
+
+
+def _choose_column(
+    where: object, existing: Sequence[str], wanted: str | None, saved: str | None, *, has_chat_template: bool
+) -> Columns:
+    """The column to generate for: the one `wanted` by the user, else that `saved` by the run, else one of `_COLUMNS`, else the
+    only one.
+
+    Raises:
+        UserError: no such column; more than one that could be meant.
+    """
+    named = wanted or (saved if saved in existing else None)
+    names = [named] if named else [name for name in _COLUMNS if name in existing] or list(existing)
+    if len(names) != 1 or (not named and set(",;\t|").intersection(names[0])):  # several names in one cell
+        raise UserError(f"{where} has the columns {', '.join(names)}: name the one to generate for as --column")
+    check_columns(where, existing, names, way_out="correct --column")
+    return with_optional(_READINGS.get(names[0], "prompt"), (names[0],), existing, has_chat_template=has_chat_template)
 
 
 def _read_texts(texts: Iterable[tuple[str, str]]) -> Iterator[Row]:

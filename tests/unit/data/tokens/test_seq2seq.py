@@ -16,7 +16,7 @@ from toolkit.config.data import DataConfig
 from toolkit.config.schema import ModelConfig
 from toolkit.data.cache_folders import find_or_build
 from toolkit.data.tokens import seq2seq
-from toolkit.data.tokens.contents import hash_contents
+from toolkit.data.tokens.fingerprint import hash_contents
 from toolkit.data.tokens.prepare import prepare_rows
 from toolkit.data.tokens.tokenizer import train_tokenizer
 from toolkit.errors import UserError

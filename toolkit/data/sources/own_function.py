@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
-import inspect
 import itertools
 import json
 import logging
@@ -62,7 +61,7 @@ def load_own_source(config: DataConfig | LLMDataConfig, setting: str) -> OwnSour
         setting: where the source is given, for messages: `data` or `data.mix[i]`.
 
     Raises:
-        UserError: no such file or function, an error in the file, a function that does not take the config.
+        UserError: no such file or function, an error in the file.
     """
     label = config.source or ""
     file, name = split_own_source(label) or ("", "")
@@ -80,7 +79,6 @@ def load_own_source(config: DataConfig | LLMDataConfig, setting: str) -> OwnSour
     function = _find_function(module, name, label)
     identify = getattr(module, IDENTIFY, None)
     if identify is not None:
-        _check_signature(identify, label)
         with _errors_of(path, label):
             identity = identify(config)
         check_text(identity, f"{label}: the result of {IDENTIFY}")
@@ -97,11 +95,7 @@ def load_own_source(config: DataConfig | LLMDataConfig, setting: str) -> OwnSour
 
 
 def read_own_rows(own: OwnSource) -> Iterator[dict[str, Any]]:
-    """Call the function and yield its rows.
-
-    Raises:
-        UserError: an error in the function; no rows; a row that is not a dict.
-    """
+    """Call the function and yield its rows, of which each must be a dict; an error in it is a `UserError`."""
     with _errors_of(own.path, own.label):
         rows = own.function(own.config)
     if isinstance(rows, dict):  # a DatasetDict is one
@@ -129,11 +123,8 @@ def read_own_rows(own: OwnSource) -> Iterator[dict[str, Any]]:
 
 
 def read_options(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """The optional columns of a row that are given: `group`, `lead_text`, `skip`, and `split` as `held_out`.
-
-    Raises:
-        UserError: a wrong value.
-    """
+    """The optional columns of a row that are given: `group`, `lead_text`, `skip`, and `split` as `held_out`. A wrong value is a
+    `UserError`."""
     fields = {name: row[name] for name in ("group", "lead_text", "skip") if row.get(name) is not None}
     for name, value in fields.items():
         check_text(value, f"{where}, column {name}")
@@ -147,11 +138,7 @@ def read_options(row: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def run_file(path: Path, label: str) -> tuple[types.ModuleType, list[Path]]:
-    """Run the file; return its module, and the files beside it that it imported. Anything that is installed comes before those.
-
-    Raises:
-        UserError: an error in the file.
-    """
+    """Run the file; return its module, and the files beside it that it imported, before which anything installed comes."""
     content = path.read_bytes()
     # Its own name, which no import statement can hit, in sys.modules: dataclasses look themselves up there.
     module = types.ModuleType(f"{path.stem}-{hashlib.sha256(content).hexdigest()[:12]}")
@@ -181,20 +168,7 @@ def _find_function(module: types.ModuleType, name: str, label: str) -> Callable[
         near = difflib.get_close_matches(name, defined, n=1, cutoff=0.5)
         names = f"did you mean {near[0]}?" if near else f"it defines {', '.join(defined) or 'none'}"
         raise UserError(f"{label}: the file has no function {name}: {names}")
-    _check_signature(function, label)
     return function
-
-
-def _check_signature(function: Callable[..., Any], label: str) -> None:
-    name = getattr(function, "__name__", type(function).__name__)
-    try:
-        signature = inspect.signature(function)
-    except (ValueError, TypeError):  # some builtins have none
-        return
-    try:
-        signature.bind(None)
-    except TypeError:
-        raise UserError(f"{label}: {name}{signature} cannot be called with the config alone: write def {name}(config)") from None
 
 
 @contextmanager
