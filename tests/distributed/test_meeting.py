@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from tests.support import launch as launcher
-from tests.support.launch import REPOSITORY, LaunchResult, free_port, launch, start
+from tests.support.launch import REPOSITORY, LaunchResult, launch, start
+from tests.support.ports import free_port
 from tests.support.small_run import read_lines, write_inputs
 from toolkit.errors import EXIT_USER_ERROR
 
