@@ -110,9 +110,7 @@ def owe_an_evaluation(run: Path) -> None:
 OLD, REMOVING = f"{step_name(4)}.old", f"{step_name(2)}.removing"
 MOMENTS = {
     "before the first write": file_moment("os.mkdir", "{4}.tmp", 2),
-    "before the first shard of rank 0": file_moment("open", r"{4}.tmp/state/__0_0\.distcp w ", 2),
     "before the first shard of rank 1": file_moment("open", r"{4}.tmp/state/__1_0\.distcp w ", 2, rank=1),
-    "in the shard of rank 0": Moment(in_shard, 2),
     "in the shard of rank 1": Moment(in_shard, 2, rank=1),
     "while hashing": file_moment("open", r"{4}.tmp/rng-00001\.safetensors r ", 2, rank=1),
     "between shards and manifest": file_moment("open", r"{4}.tmp/manifest\.json w ", 2),
