@@ -21,11 +21,12 @@ llm: $(VENV)/.installed
 	  --model.name_or_path runs/llm_docstrings/merged --adapter.method none --export.merge false --train.max_steps 0 --optim.warmup_steps 0
 	$(BIN)/python -m toolkit report --text runs/llm_stdlib runs/llm_docstrings runs/llm_docstrings_merged
 
-# The unit tests, a process for each core; then the tests that start ranks, one after the other.
+# The unit tests, a process for each core; then the tests that start ranks, two at a time: ranks that wait for each other leave a
+# core idle. Those that measure GPUs or a tracker run alone.
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile tests/unit
-	$(BIN)/python -m pytest --ignore=tests/unit --ignore=tests/faults --ignore=tests/browser \
-	  $(foreach tracker,wandb trackio mlflow,--ignore=tests/trackers/test_$(tracker).py)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/recipes tests/distributed
+	$(BIN)/python -m pytest tests/gpu tests/trackers $(foreach tracker,wandb trackio mlflow,--ignore=tests/trackers/test_$(tracker).py)
 
 # Kills, damaged files, full disks, signals, bad numbers, hangs, other process counts: 2 real processes each.
 test-faults: $(VENV)/.installed-test

@@ -33,7 +33,7 @@ PRESET = "fsdp2_fp8"
 ON_CPU: dict[str, Any] = {"use_cpu": True, "num_processes": 2, "dynamo_config": {"dynamo_backend": "NO"}}
 BF16: dict[str, Any] = {"mixed_precision": "bf16", "fp8_config": None}
 FOUR = {"num_processes": 4, "parallelism_config": {f"parallelism_config_dp_{name}_size": 2 for name in ("replicate", "shard")}}
-SAVED_STEP = 4
+SAVED_STEP = 3
 LLAMA_CONFIG = {"model_type": "llama", "vocab_size": 512, **CAUSAL_FAMILIES["llama"][1]}
 FLOAT8_TOLERANCE = 0.4
 """Relative distance of a gradient from that in bf16: e4m3 keeps 3 bits behind the leading one, the gradient of an output 2."""
@@ -205,7 +205,7 @@ def check_llama(folder: Path, train: Callable[..., dict[str, np.ndarray]], where
     finished = run_recipes(folder, {name: {"preset": PRESET, "recipe": "llm", **how} for name, how in runs.items()})
     curves = {name: figures(lines, "train")["loss"] for name, (lines, _) in finished.items()}
     for name in ("float8", "packed"):
-        assert curves[name][-1] < curves[name][0] - 0.2
+        assert curves[name][-1] < curves[name][0] - 0.1
         np.testing.assert_allclose(curves[name], curves["bf16"], rtol=0.01, err_msg=name)
         assert (curves[name] != curves["bf16"]).all() and (folder / "runs" / name / "export" / "model.safetensors").is_file()
 

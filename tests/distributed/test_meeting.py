@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from tests.support import launch as launcher
-from tests.support.launch import REPOSITORY, LaunchResult, free_port, launch, start
+from tests.support.launch import REPOSITORY, LaunchResult, launch, start
+from tests.support.ports import free_port
 from tests.support.small_run import read_lines, write_inputs
 from toolkit.errors import EXIT_USER_ERROR
 
@@ -173,11 +174,9 @@ def test_ranks_that_met_but_have_no_way_to_each_other(script: Path) -> None:
             {"MASTER_ADDR": "localhost", "MASTER_PORT": "many"},
             "the ranks cannot meet at tcp://localhost:many: write tcp://host:port",
         ),
-        ({"TOOLKIT_INIT_METHOD": "tcp://localhost"}, "the ranks cannot meet at tcp://localhost: write tcp://host:port"),
         ({"TOOLKIT_INIT_METHOD": f"tcp://{'a' * 70}:29500"}, "that is not the name of a host"),
         ({"TOOLKIT_INIT_METHOD": "mpi://"}, "the ranks cannot meet at mpi://: write tcp://host:port, file:///path or env://"),
         ({"TOOLKIT_INIT_METHOD": "file://here"}, "TOOLKIT_INIT_METHOD is file://here: write file:///folder/name, in a folder"),
-        ({"TOOLKIT_INIT_METHOD": "file:///no/such/folder/name"}, "in a folder that exists on every machine"),
         ({"TOOLKIT_INIT_METHOD": f"file:///{'a' * 300}/name"}, "which cannot be written (File name too long)"),
         ({"RANK": "2"}, "RANK is 2, but WORLD_SIZE is 2: ranks go from 0 to 1"),
         ({"RANK": "one"}, "RANK is 'one': every rank needs RANK (from 0) and WORLD_SIZE"),

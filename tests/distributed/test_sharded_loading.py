@@ -24,7 +24,7 @@ SMALL_PIECE_BYTES = 1024
 LORA: dict[str, Any] = {"adapter.method": "lora", "adapter.rank": 2}
 DORA = LORA | {"adapter.method": "dora"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{family: (family, {}) for family in ("t5", "bart", "pegasus", "gemma3", "gpt2", "phi3")},
+    **{family: (family, {}) for family in ("t5", "bart", "gemma3", "gpt2", "phi3")},
     "several-files-in-bf16": ("several_files", {}),
     "names-without-prefix": ("without_prefix", {}),
     "tied-weight-stored-twice": ("tied_twice", {}),
@@ -34,13 +34,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-lora": ("gpt2", LORA | {"adapter.modules_to_save": ["lm_head"]}),
     "several-files-rslora": ("several_files", LORA | {"adapter.method": "rslora", "adapter.target_modules": ["embed_tokens"]}),
     "llama-dora": ("several_files", DORA),
-    "gpt2-dora": ("gpt2", DORA),
     "gptj-lora-in-bf16": ("gptj", LORA | {"model.frozen_dtype": "bfloat16"}),  # its positions are computed in fp32
     "existing-adapter": ("llama_tied", LORA | {"adapter.name_or_path": "{adapter}"}),
 }
 """Model folder and flags."""
 COMPARED = ("parameters", "buffers", "placed", "aliases", "frozen_hashes", "others")
-HAVE_FROZEN = ("pegasus", "frozen-part", "existing-adapter")
+HAVE_FROZEN = ("frozen-part", "existing-adapter")
 """Beside LoRA and DoRA."""
 HYBRID_CASES = ("t5", "several-files-in-bf16", "gpt2-lora")
 LEFT_WHOLE: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -59,10 +58,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "not-safetensors": ("torn", {}, "model.safetensors of model.name_or_path {folder} cannot be read as safetensors ("),
     "init-from-another-model": (
         "llama_tied", {"model.init_from": "{without_tensor}"}, "model.init_from {without_tensor} does not fit {folder}: it lacks"
-    ),
-    "other-base": (
-        "several_files", LORA | {"adapter.name_or_path": "{adapter}"},
-        "was trained on another base than model.name_or_path {folder}",
     ),
 }  # fmt: skip
 """Model folder, flags, and the beginning or a part of the sentence."""

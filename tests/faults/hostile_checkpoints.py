@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import pickle
-import shutil
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
@@ -36,10 +35,6 @@ def run_by_tensor(checkpoint: Path, canary: Path) -> None:
     put(checkpoint, "model.shared.weight", saved(Attack(canary)))
 
 
-def run_by_tensor_of_old_format(checkpoint: Path, canary: Path) -> None:
-    put(checkpoint, "model.shared.weight", pickle.dumps(Attack(canary)), part=1)
-
-
 def run_by_random_state(checkpoint: Path, canary: Path) -> None:
     (checkpoint / "rng-00001.safetensors").write_bytes(pickle.dumps(Attack(canary)))
 
@@ -48,47 +43,15 @@ def run_by_manifest(checkpoint: Path, canary: Path) -> None:
     (checkpoint / "manifest.json").write_bytes(pickle.dumps(Attack(canary)))
 
 
-def change_shape(checkpoint: Path, canary: Path) -> None:
-    put(checkpoint, "model.shared.weight", saved(torch.zeros(3)))
-
-
-def change_dtype(checkpoint: Path, canary: Path) -> None:
-    shape = pickle.loads((checkpoint / "state/.metadata").read_bytes()).state_dict_metadata["model.shared.weight"].chunks[0].sizes
-    put(checkpoint, "model.shared.weight", saved(torch.zeros(shape, dtype=torch.float64)))
-
-
-def leave_a_part_out(checkpoint: Path, canary: Path) -> None:
-    metadata = pickle.loads((checkpoint / "state/.metadata").read_bytes())
-    del metadata.state_dict_metadata["model.shared.weight"].chunks[1]
-    (checkpoint / "state/.metadata").write_bytes(pickle.dumps(metadata))
-
-
-def point_outside(checkpoint: Path, canary: Path) -> None:
-    """The file that it names is there, and fits."""
-    shutil.copy(checkpoint / "state/__0_0.distcp", checkpoint.parent / "elsewhere.distcp")
-    metadata = pickle.loads((checkpoint / "state/.metadata").read_bytes())
-    for info in metadata.storage_data.values():
-        info.relative_path = info.relative_path.replace("__0_0.distcp", "../../elsewhere.distcp")
-    (checkpoint / "state/.metadata").write_bytes(pickle.dumps(metadata))
-
-
 def link_outside(checkpoint: Path, canary: Path) -> None:
     shard = checkpoint / "state/__0_0.distcp"
     shard.symlink_to(shard.rename(checkpoint.parent / "linked.distcp"))
 
 
-def link_outside_unnamed(checkpoint: Path, canary: Path) -> None:
-    """Whoever checks only the files that the manifest names does not see it."""
-    link_outside(checkpoint, canary)
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    del manifest["files"]["state/__0_0.distcp"]
-    (checkpoint / "manifest.json").write_text(json.dumps(seal(manifest)))
-
-
-def put(checkpoint: Path, name: str, content: bytes, part: int = 0) -> None:
-    """Have the metadata name other bytes for a part of a tensor, which lies in the shard of the rank of that number."""
+def put(checkpoint: Path, name: str, content: bytes) -> None:
+    """Have the metadata name other bytes for rank 0's part of a tensor."""
     metadata = pickle.loads((checkpoint / "state/.metadata").read_bytes())
-    info = metadata.storage_data[MetadataIndex(name, metadata.state_dict_metadata[name].chunks[part].offsets)]
+    info = metadata.storage_data[MetadataIndex(name, metadata.state_dict_metadata[name].chunks[0].offsets)]
     with (checkpoint / "state" / info.relative_path).open("ab") as file:
         info.offset, info.length = file.tell(), file.write(content)
     (checkpoint / "state/.metadata").write_bytes(pickle.dumps(metadata))
@@ -115,10 +78,6 @@ SHARD = LOADING.replace("{run}", "{{run}}") + "{{run}}/checkpoints/step-00000002
 CHECKPOINTS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "code in the metadata": (run_by_metadata, METADATA + "posix.mkdir is not allowed"),
     "code in a tensor": (run_by_tensor, SHARD.format(0) + "no tensor for model.shared.weight (UnpicklingError)"),
-    "code in a tensor of the old format": (
-        run_by_tensor_of_old_format,
-        SHARD.format(1) + "no tensor for model.shared.weight (UnpicklingError)",
-    ),
     "code in a random state": (
         run_by_random_state,
         "the random state {run}/checkpoints/step-00000002/rng-00001.safetensors cannot be restored (…): resume from another "
@@ -128,23 +87,9 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
         run_by_manifest,
         "no checkpoint in {run}/checkpoints is valid (step-00000002/manifest.json cannot be read (…)): move them away …",
     ),
-    "a tensor of another shape": (
-        change_shape,
-        SHARD.format(0) + "model.shared.weight with shape (3,) as torch.float32, not (…) as torch.float32",
-    ),
-    "a tensor of another dtype": (
-        change_dtype,
-        SHARD.format(0) + "model.shared.weight with shape (…) as torch.float64, not (…) as torch.float32",
-    ),
-    "a tensor with a part in no file": (leave_a_part_out, METADATA + "it does not say where all of model.shared.weight is"),
-    "a shard outside": (point_outside, METADATA + "it names ../../elsewhere.distcp, which is no shard of the checkpoint"),
     "a link that leads outside": (
         link_outside,
         "no checkpoint in {run}/checkpoints is valid (… outside the checkpoint: state/__0_0.distcp is a link): …",
-    ),
-    "a link that the manifest does not name": (
-        link_outside_unnamed,
-        "no checkpoint in {run}/checkpoints is valid (… does not name state/__0_0.distcp): …",
     ),
 }
 """What is done to a checkpoint, given the canary too, and the sentence; `{run}` is the run folder, `…` stands for anything."""

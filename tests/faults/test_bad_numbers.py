@@ -140,16 +140,13 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
 # Name: fault, skipped steps, preset.
 CASES: dict[str, tuple[Any, list[int], dict[str, Any]]] = {
     "fsdp2, loss": (bad_loss("nan", (3, 1, 0)), [3], {}),
-    "fsdp2, loss in the first step": (bad_loss("inf", (1, 0, 1)), [1], {}),
     "fsdp2, gradient": (bad_gradient("nan", 1, 4, rank=1), [1, 4], {}),
     "fsdp2, bf16, loss": (bad_loss("nan", (2, 0, 1)), [2], BF16),
-    "ddp, loss": (bad_loss("nan", (3, 1, 1)), [3], {"preset": "ddp_cpu"}),
     "ddp, gradient of one replica": (bad_gradient("inf", 1, 2, rank=1), [1, 2], {"preset": "ddp_cpu"}),
     "ddp, bf16, loss": (bad_loss("inf", (1, 1, 0)), [1], {"preset": "ddp_cpu", **BF16}),
     "fsdp1, loss": (bad_loss("-inf", (3, 0, 0)), [3], FSDP1),
     "fsdp1, gradient": (bad_gradient("nan", 1, rank=0), [1], FSDP1),
     "single, loss": (bad_loss("nan", (1, 0, 1), (5, 0, 0)), [1, 5], {"preset": "single"}),
-    "single, gradient": (bad_gradient("inf", 3, rank=0), [3], {"preset": "single"}),
 }  # fmt: skip
 
 

@@ -34,24 +34,11 @@ CHANGED_DATA = f"the data is not what {{checkpoint}} was trained on, {OTHER_DATA
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "learning rate": ({"optim__lr": 0.002}, "optim.lr is 0.002, but {checkpoint} was made with 0.001"),
-    "seed": ({"train__seed": 7}, "train.seed is 7, but {checkpoint} was made with 0"),
-    "global batch": (
-        {"train__global_batch_size_rows": 4},
-        "train.global_batch_size_rows is 4, but {checkpoint} was made with 8",
-    ),
-    "dropout": ({"model__dropout": 0.2}, "model.dropout is 0.2, but {checkpoint} was made with 0.1"),
-    "schedule": ({"optim__schedule": "linear"}, "optim.schedule is 'linear', but {checkpoint} was made with 'constant'"),
-    "guard": (
-        {"optim__skip_beyond_sigmas": 6},
-        "optim.skip_beyond_sigmas is 6.0, but {checkpoint} was made with None",
-    ),
     "frozen": ({"model__freeze": ["encoder.*"]}, "model.freeze is ['encoder.*'], but {checkpoint} was made with []"),
-    "held-out rows": ({"data__eval_fraction": 0.2}, "data.eval_fraction is 0.2, but {checkpoint} was made with 0.1"),
     "precision": (
         {"overrides": {"mixed_precision": "bf16"}},
         "mixed_precision is 'bf16', but {checkpoint} was made with 'no'",
     ),
-    "data": ({"data__files": "other.jsonl"}, CHANGED_DATA),
     "one row of the data": ({"data__files": "edited.jsonl"}, CHANGED_DATA),
 }  # fmt: skip
 
@@ -62,7 +49,6 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
     bench = new_bench(tmp_path_factory, "changed")
     run_with(bench, "four", **CHANGES)
     run_with(bench, "six", **CHANGES | LONGER)
-    save_jsonl(bench.runs / "other.jsonl", make_rows(60, seed=1))
     rows = make_rows(60)
     rows[17]["target"] += " alpha"
     save_jsonl(bench.runs / "edited.jsonl", rows)
@@ -89,8 +75,7 @@ def test_change_is_refused_by_name(bench: Workbench, what: str) -> None:
     changes, sentence = REFUSED[what]
     if file := changes.get("data__files"):
         changes = {"data__files": bench.runs / file}
-    preset = "single" if what in ("seed", "dropout", "schedule", "guard", "frozen") else "fsdp2_cpu"  # a process is quicker
-    result = refused(bench, "four", preset=preset, **CHANGES | LONGER | changes)
+    result = refused(bench, "four", **CHANGES | LONGER | changes)
     checkpoint = bench.runs / "four" / "checkpoints" / "step-00000004"
     (said,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert said.startswith(f"error: {sentence.format(checkpoint=checkpoint)}: set it back to resume"), said
@@ -158,7 +143,7 @@ def tell_finalization() -> None:
 
 
 # Stopped in the middle of the first epoch, between two micro-batches, and resumed with other loader workers.
-WORKERS = [(0, 0), (2, 2), (0, 2), (2, 0)]
+WORKERS = [(2, 2), (0, 2)]
 
 
 @pytest.mark.parametrize(("before", "after"), WORKERS)

@@ -17,7 +17,7 @@ import pytest
 from tests.faults.harness import attempt_with, run_with
 from tests.faults.workers.faulty_recipe import wrap
 from tests.recipes.bad_input import Case, check
-from tests.recipes.llm_bad_row_cases import ROW, chats
+from tests.recipes.llm_bad_input_cases import ROW, chats
 from tests.recipes.test_llm_bad_input import working_run
 from tests.support.launch import LaunchResult
 from tests.support.model_folders import make_rows, save_jsonl

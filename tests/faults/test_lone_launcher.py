@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launch import free_port
+from tests.support.ports import free_port
 from tests.support.real_launch import accelerate_launch, finish
 
 

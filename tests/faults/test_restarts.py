@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.launch import free_port
+from tests.support.ports import free_port
 from tests.support.real_launch import accelerate_launch, finish
 from tests.support.workbench import FP32, RECIPE, Workbench, new_bench
 

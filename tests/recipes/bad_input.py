@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import re
 from collections.abc import Callable
@@ -16,11 +15,6 @@ from tests.support.workbench import RECIPES
 from toolkit.errors import EXIT_USER_ERROR
 
 TIMEOUT_S = 60
-TOO_MANY_TOKENS = {
-    "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None, "post_processor": None,
-    "pre_tokenizer": {"type": "Whitespace"}, "decoder": None,
-    "model": {"type": "WordLevel", "unk_token": "<pad>", "vocab": {"<pad>": 0} | {f"word{i}": i for i in range(1, 100)}},
-}  # fmt: skip
 OTHER_DATA = "in its rows or in the tokens that this version makes of them"
 WAYS_OUT = "set it back to resume, or take another run.name (model.init_from starts a new run from these weights)"
 
@@ -92,24 +86,13 @@ def check(here: Path, case: Case, result: LaunchResult) -> None:
 
 
 def fill(text: str, here: Path) -> str:
-    """Put folder and tracker in."""
-    return text.replace("{here}", str(here)).replace("{tracker}", absent_tracker())
-
-
-def absent_tracker() -> str:
-    """One that is known but not installed here."""
-    return next(name for name in ("swanlab", "dvclive", "aim", "clearml", "wandb") if importlib.util.find_spec(name) is None)
+    """Put the folder in."""
+    return text.replace("{here}", str(here))
 
 
 def model_files(config: dict[str, Any] | str, folder: str = "other", **others: str) -> Files:
     """A model folder with a `config.json`."""
     return {f"{folder}/config.json": config if isinstance(config, str) else json.dumps(config), **others}
-
-
-def tokenizer_files(tokenizer: dict[str, Any], folder: str = "other", **special_tokens: str) -> Files:
-    """A fast tokenizer's files."""
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", **special_tokens}
-    return {f"{folder}/tokenizer.json": json.dumps(tokenizer), f"{folder}/tokenizer_config.json": json.dumps(about)}
 
 
 def contents(folder: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Cases of test_llm_bad_input.py that are refused before a row is looked for; the others are in llm_bad_row_cases.py."""
+"""The cases of test_llm_bad_input.py: what is wrong, and the one sentence that must be printed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.recipes.bad_input import TOO_MANY_TOKENS, Case, Files, model_files, tokenizer_files
+from tests.recipes.bad_input import OTHER_DATA, WAYS_OUT, Case, Files, model_files
+from tests.support.chats import LLAMA2, say
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU
 
 LLAMA = {
@@ -16,24 +17,15 @@ LLAMA = {
 }  # fmt: skip
 
 
-def adapter(
-    size: int, *, extra: dict[str, tuple[int, ...]] | None = None, base: dict[str, Any] | None = None, **own: Any
-) -> Files:
-    """A LoRA of rank 2 on the query projections of two layers, in a model of that hidden size.
-
-    Args:
-        extra: shapes of more tensors.
-        base: what its `base.json` says, if it has one.
-    """
-    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], **own}
-    places = [f"model.layers.{layer}.self_attn.q_proj.lora" for layer in range(2)]
-    shapes = {f"{place}_{kind}.weight": shape for place in places for kind, shape in (("A", (2, size)), ("B", (size, 2)))}
+def adapter(size: int, base: dict[str, Any] | None = None) -> Files:
+    """A LoRA of rank 2 on the query projections of two layers, in a model of that hidden size; what its `base.json` says."""
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    names = [f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{kind}.weight" for layer in (0, 1) for kind in "AB"]
 
     def weights() -> bytes:
         from safetensors.numpy import save
 
-        zeros = {name: np.zeros(shape, np.float32) for name, shape in {**shapes, **(extra or {})}.items()}
-        return save({f"base_model.model.{name}": zero for name, zero in zeros.items()})
+        return save({name: np.zeros((2, size) if "lora_A" in name else (size, 2), np.float32) for name in names})
 
     files: Files = {"adapter/adapter_config.json": json.dumps(settings), "adapter/adapter_model.safetensors": weights}
     return files | ({"adapter/base.json": json.dumps(base)} if base else {})
@@ -46,27 +38,13 @@ OWN_ADAPTER = f"{LORA} --adapter.name_or_path {{here}}/adapter"
 MIX = "--data.source null --data.files null --data.mix"
 
 FSDP1 = {"preset": "fsdp1_full_shard", "overrides": GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"]}
-NOT_RESIZED = (
-    "the vocabulary is not resized under sharding: resize the model with transformers' resize_token_embeddings, save it and give "
-    "that as"
-)
-LINEAR = "linear ones end in: down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
-NOT_CAUSAL = "not a causal language model: take one such as Llama, Qwen or Gemma"
 
 EARLY = {
-    # The run config; tests/unit/config/test_load.py and test_mix.py have the others.
+    # The run config.
     "resized vocabulary": Case(
         flags="--model.resize_token_embeddings 512",
-        sentence=f"unknown flag --model.resize_token_embeddings: {NOT_RESIZED} --model.name_or_path",
-    ),
-    "resized vocabulary in the YAML": Case(
-        flags="--config {here}/run.yaml",
-        files={"run.yaml": "model:\n  resize_token_embeddings: true\n"},
-        sentence=f"{{here}}/run.yaml, line 2: unknown key model.resize_token_embeddings: {NOT_RESIZED} model.name_or_path",
-    ),
-    "adapter and freezing": Case(
-        flags=f"{LORA} --model.freeze ['lm_head.*']",
-        sentence="model.freeze is ['lm_head.*'], but adapter.method lora freezes the whole base: leave it out",
+        sentence="unknown flag --model.resize_token_embeddings: the vocabulary is not resized under sharding: resize the model "
+        "with transformers' resize_token_embeddings, save it and give that as --model.name_or_path",
     ),
     "an adapter's weights in the model's place": Case(
         flags="--model.init_from {here}/adapter",
@@ -78,11 +56,6 @@ EARLY = {
         sentence="adapter.dropout is 1, which leaves the adapter no input: give less",
     ),
     # The accelerate YAML.
-    "whole model compiled": Case(
-        overrides={"dynamo_config": {"dynamo_backend": "INDUCTOR"}},
-        sentence="…/fsdp2_cpu.yaml: dynamo_config.dynamo_use_regional_compilation is not true: set it, blocks are compiled one "
-        "by one (the loss and generation around them are not)",
-    ),
     "frozen bf16 under FSDP1": Case(
         flags=f"{LORA} --model.frozen_dtype bfloat16",
         **FSDP1,
@@ -99,17 +72,8 @@ EARLY = {
     "T5": Case(
         flags=OTHER_MODEL,
         files=model_files({"model_type": "t5"}),
-        sentence=f"model.name_or_path {{here}}/other is a t5 model, {NOT_CAUSAL}",
-    ),
-    "BART, whose decoder transformers takes for a causal model": Case(
-        flags=OTHER_MODEL,
-        files=model_files({"model_type": "bart"}),
-        sentence=f"model.name_or_path {{here}}/other is a bart model, {NOT_CAUSAL}",
-    ),
-    "BERT, which transformers takes for a causal model": Case(
-        flags=OTHER_MODEL,
-        files=model_files({"model_type": "bert"}),
-        sentence=f"model.name_or_path {{here}}/other is a bert model, {NOT_CAUSAL}",
+        sentence="model.name_or_path {here}/other is a t5 model, not a causal language model: take one such as Llama, Qwen or "
+        "Gemma",
     ),
     "mixture of experts": Case(
         flags=OTHER_MODEL,
@@ -123,33 +87,83 @@ EARLY = {
         sentence="model.name_or_path {here}/adapter is an adapter: give its base there, and this folder as adapter.name_or_path "
         "with adapter.method",
     ),
-    # The adapter; tests/unit/models/test_lora_refusals.py has more of these.
-    "adapter of a wider model": Case(
-        flags=OWN_ADAPTER,
-        files=adapter(32),
-        sentence="adapter.name_or_path {here}/adapter does not fit {here}/model: it has "
-        "model.layers.0.self_attn.q_proj.lora_A.weight of shape (2, 32) instead of (2, 16)",
-    ),
-    # The tokenizer, before a row is looked for.
-    "no end token": Case(
-        flags=OTHER_MODEL,
-        files=model_files(LLAMA) | tokenizer_files(TOO_MANY_TOKENS, pad_token="<pad>"),
-        sentence="the tokenizer {here}/other has no end token to put after texts: set eos_token in its tokenizer_config.json",
-    ),
-    "broken chat template": Case(
-        flags="--data.chat_template {here}/chat.jinja",
-        files={"chat.jinja": "{% for message in messages %}\n{{ message.content }\n{% endfor %}"},
-        sentence="the chat template is broken in line 2 (unexpected '}'): '{{ message.content }'; correct it, or set "
-        "data.chat_template",
-    ),
+    # The tokenizer.
     "no such chat template": Case(
         flags="--data.chat_template {here}/chat.jinja",
         sentence="data.chat_template {here}/chat.jinja cannot be read (No such file or directory): give a file, or the template",
     ),
-    # The first thing to be reported once rows are looked for.
-    "missing file": Case(
-        flags="--data.files {here}/rws.jsonl",
-        files={"rows.json": ""},
-        sentence="data.files: there is no file {here}/rws.jsonl: did you mean {here}/rows.json?",
+}
+
+NUM_CHATS = 16
+CHATS = [say(f"hello there {i:b}", "it is four", "thanks", "welcome " * (1 + i % 4), system="be brief") for i in range(NUM_CHATS)]
+NEXT = NUM_CHATS + 1
+"""Number of the first row behind those of the working run."""
+
+
+def rows(*rows: dict[str, Any]) -> Files:
+    """The rows of a run."""
+    return {"rows.jsonl": "".join(json.dumps(row) + "\n" for row in rows)}
+
+
+def chats(*conversations: list[dict[str, Any]]) -> Files:
+    """The rows of the working run, and behind them others."""
+    return rows(*({"messages": messages} for messages in [*CHATS, *conversations]))
+
+
+TEXT = rows(*({"text": f"hello there {i:b}"} for i in range(12)))
+
+ROW = f"{{here}}/rows.jsonl, row {NEXT}"
+DATA = {
+    "no assistant turn": Case(
+        files=chats(say("a")),
+        sentence=f"{ROW}, column messages: no assistant turn, so there is nothing to train on: leave the row out",
+    ),
+    "missing file of a mix": Case(
+        flags=f'{MIX} [{{"source":"jsonl","files":"{{here}}/rows.jsonl"}},{{"source":"csv","files":"{{here}}/rws.csv"}}]',
+        sentence="data.mix[1].files: there is no file {here}/rws.csv: …",
+    ),
+    "rows longer than the model's positions": Case(
+        files=model_files({**LLAMA, "max_position_embeddings": 16}, "model"),
+        sentence="the longest row has … tokens, but {here}/model has only 16 positions: set data.max_length_tokens to at most 16",
+    ),
+    "generated texts longer than the model's positions": Case(
+        flags="--eval.generate true --eval.max_new_tokens 100",
+        sentence="a prompt has up to … tokens and eval.max_new_tokens is 100, together … tokens, but {here}/model has only 128 "
+        "positions: set data.max_length_tokens plus eval.max_new_tokens to at most 128",
+    ),
+    "best metric that plain text does not give": Case(
+        flags="--eval.best_metric rougeL --eval.generate true --data.eval_fraction 0.4",
+        files=TEXT,
+        sentence="eval.best_metric is rougeL, but no held-out row has a prompt: choose loss or the like",
+    ),
+}
+
+# Only the weights, or the model at work, show it. `base` is a whole model.
+MODEL = {
+    "adapter of another base": Case(
+        flags=f"--model.name_or_path {{here}}/base {OWN_ADAPTER}",
+        files=TEXT | adapter(32, base={"name_or_path": "theirs", "revision": "v2", "bf16_sha256": {"model.norm.weight": "0"}}),
+        sentence="adapter.name_or_path {here}/adapter was trained on another base than model.name_or_path {here}/base: 21 "
+        "tensors differ, lm_head.weight the first; its base was theirs at revision v2",
+    ),
+    "model whose tokens see later ones": Case(
+        flags=f"{OTHER_MODEL} {FROM_SCRATCH}",
+        files=TEXT | model_files({**LLAMA, "is_causal": False}),
+        sentence="LlamaForCausalLM cannot be trained here: its tokens see later ones, so it is not a causal language model",
+    ),
+}
+
+# In the folder of a finished run, which must stay as it is. All but the last are refused before a row is looked for.
+NOWHERE = "--data.files {here}/nowhere.jsonl"
+CHECKPOINT = "{here}/runs/run/checkpoints/step-00000002"
+AFTER_A_RUN = {
+    "another packing": Case(
+        flags=f"{FROM_SCRATCH} --data.packing false {NOWHERE}",
+        sentence=f"data.packing is False, but {CHECKPOINT} was made with True: {WAYS_OUT}",
+    ),
+    "another chat template": Case(
+        flags=FROM_SCRATCH,
+        files={"model/chat_template.jinja": LLAMA2},
+        sentence=f"the data is not what {CHECKPOINT} was trained on, {OTHER_DATA}: {WAYS_OUT}",
     ),
 }

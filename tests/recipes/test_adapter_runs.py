@@ -90,19 +90,6 @@ def trained(bench: Workbench) -> list[str]:
     return list(TRAINED)
 
 
-def test_a_checkpoint_has_every_ranks_slice(bench: Workbench, tmp_path: Path) -> None:
-    base = bench.models["llama"]
-    slices = run_on_ranks(save_slices, preset="fsdp2_cpu", overrides=FP32, args=(base, tmp_path))
-    loaded = run_on_ranks(load_whole, preset="single", overrides=FP32, args=(base, tmp_path))[0]
-    assert loaded.keys() == slices[0].keys() == slices[1].keys()
-    assert {name.rpartition("/")[2] for name in loaded} == {"weight", "exp_avg", "exp_avg_sq"}
-    assert any(len(slices[0][name]) != len(slices[1][name]) for name in loaded), "all slices have one size"
-    for name, whole in loaded.items():
-        by_hand = np.concatenate([of_rank[name] for of_rank in slices])
-        assert len(np.unique(by_hand)) == by_hand.size
-        np.testing.assert_array_equal(whole, by_hand, err_msg=name)
-
-
 def test_the_exported_adapter_is_the_one_gathered_by_hand(bench: Workbench, gathered: dict[str, np.ndarray]) -> None:
     from safetensors.numpy import load_file
 
@@ -192,21 +179,6 @@ def test_a_run_with_an_adapter_is_no_start_for_one_without(bench: Workbench) -> 
     assert "step-00000003 is of a run that trained an adapter: give its export as adapter.name_or_path, or" in refused.stderr
 
 
-def test_embeddings_and_all_but_the_last_block_are_frozen(bench: Workbench) -> None:
-    from safetensors.numpy import load_file
-
-    freeze = {"model": "llama_tied", "model__freeze": [r"lm_head\.weight", r"model\.layers\.0\..*"], **NO_TEXTS}
-    bench.run("frozen", **freeze)
-    assert "after step 3\n" in bench.run("frozen", train__max_steps=5, **freeze)
-    base = load_file(bench.models["llama_tied"] / "model.safetensors")
-    exported = load_file(bench.runs / "frozen" / "export" / "model.safetensors")
-    assert exported.keys() == base.keys()
-    is_frozen = {name: name.startswith(("model.embed_tokens.", "model.layers.0.")) for name in base}
-    assert {name: bool((exported[name] == base[name]).all()) for name in base} == is_frozen
-    stored = on_one_process(list_tensors, bench.runs / "frozen" / "checkpoints" / "step-00000005" / "state")
-    assert {name.removeprefix("model.") for name in stored if name.startswith("model.")} == {n for n in base if not is_frozen[n]}
-
-
 def train_and_gather(argv: list[str]) -> dict[str, np.ndarray]:
     """On every rank: the recipe, with B drawn anew between training and export; all parameters, whole, by name."""
     from toolkit.training import finetune
@@ -228,76 +200,3 @@ def train_and_gather(argv: list[str]) -> dict[str, np.ndarray]:
     with patch.object(finetune, "finish", draw_gather_and_finish):
         run_in_this_process("llm", argv)
     return gathered
-
-
-def save_slices(base: Path, folder: Path) -> dict[str, np.ndarray]:
-    """On every rank: save an adapter and its moments with values that occur nowhere else; this rank's slices, by name."""
-    import torch
-
-    from toolkit.checkpoint.find import Goal
-    from toolkit.checkpoint.save import CheckpointWriter
-    from toolkit.checkpoint.state import TrainState
-    from toolkit.config.schema import CheckpointConfig
-
-    goal = Goal("loss", higher_is_better=False, measured_on={}, compared=())
-
-    sharded, optimizer = build_adapted(base)
-    next_value = 10_000_000 * int(os.environ["RANK"])  # fp32 has all whole numbers up to 2^24
-    slices = {}
-    for name, tensor in tensors_by_name(sharded, optimizer).items():
-        local = tensor.to_local()
-        local.copy_(torch.arange(next_value, next_value + local.numel()).view(local.shape))
-        next_value += local.numel()
-        slices[name] = local.clone().numpy()
-    assert next_value % 10_000_000 < 6_000_000
-    with CheckpointWriter(folder, sharded, optimizer, identity(), CheckpointConfig(), goal) as writer:
-        writer.save(TrainState(step=1), wait=True)
-    return slices
-
-
-def load_whole(base: Path, folder: Path) -> dict[str, np.ndarray]:
-    """On one process: the same from the checkpoint, into a new model that is not sharded."""
-    from toolkit.checkpoint.load import load_checkpoint
-
-    sharded, optimizer = build_adapted(base)
-    load_checkpoint(folder / "checkpoints" / "step-00000001", sharded, optimizer, identity())
-    return {name: tensor.numpy() for name, tensor in tensors_by_name(sharded, optimizer).items()}
-
-
-def build_adapted(base: Path) -> tuple[Any, Any]:
-    """A sharded model with an adapter, and an optimizer that has moments."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from toolkit.config.schema import AdapterConfig, ModelConfig, OptimConfig
-    from toolkit.launch.accelerator import build_accelerator
-    from toolkit.models.lora import add_adapter
-    from toolkit.parallel.wrap import shard_model
-    from toolkit.training.optim import build_optimizer
-
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    add_adapter(model, AdapterConfig(method="lora", rank=3), ModelConfig(name_or_path=str(base)), seed=0)
-    sharded = shard_model(build_accelerator(), model)
-    optimizer = build_optimizer(OptimConfig(), sharded.model)
-    for parameter in sharded.model.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    return sharded, optimizer
-
-
-def tensors_by_name(sharded: Any, optimizer: Any) -> dict[str, Any]:
-    """`…/weight`, `…/exp_avg` and `…/exp_avg_sq` of each trainable parameter, as this rank holds them."""
-    found = {}
-    for name, parameter in sharded.model.named_parameters():
-        if parameter.requires_grad:
-            found[f"{name}/weight"] = parameter.data
-            found |= {f"{name}/{moment}": optimizer.state[parameter][moment] for moment in ("exp_avg", "exp_avg_sq")}
-    return found
-
-
-def identity() -> Any:
-    """Of no particular run."""
-    from toolkit.checkpoint.state import Identity
-
-    return Identity({"eval.best_metric": "loss"}, model_config_hash="m", data_fingerprint="d", frozen_hashes={})

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from tests.recipes.bad_input import Case, Files, WorkingRun, check, contents, model_files
-from tests.recipes.llm_bad_input_cases import EARLY, FROM_SCRATCH, LLAMA
-from tests.recipes.llm_bad_row_cases import AFTER_A_RUN, DATA, MODEL, NEXT, NUM_CHATS, chats
+from tests.recipes.llm_bad_input_cases import AFTER_A_RUN, DATA, EARLY, FROM_SCRATCH, LLAMA, MODEL, NEXT, NUM_CHATS, chats
 from tests.support.chats import CHATML, build_chat_tokenizer, say
 from tests.support.launch import LaunchResult
 from toolkit.models.documents import longest_eager

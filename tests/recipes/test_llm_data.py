@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from pathlib import Path
@@ -98,22 +97,6 @@ def test_plain_text_counts_whole_and_nothing_is_generated(llm_workbench: Workben
     assert not list((llm_workbench.runs / "texts").glob("predictions-*"))
 
 
-def test_a_mix_takes_each_file_by_its_weight(llm_workbench: Workbench, tmp_path: Path) -> None:
-    """30 prompts of weight 1 and 10 texts of weight 3: an epoch of 40 rows has 10 of the prompts and each text three times."""
-    pairs = [{"prompt": row["source"], "completion": " " + row["target"]} for row in make_rows(30)]
-    texts = [{"text": row["source"]} for row in make_rows(10, seed=1)]
-    files = [save_jsonl(tmp_path / f"{name}.jsonl", rows) for name, rows in (("pairs", pairs), ("texts", texts))]
-    mix = [{"source": "jsonl", "files": str(file), "weight": weight} for file, weight in zip(files, (1, 3), strict=True)]
-    of_mix = {"data__source": None, "data__files": None, "data__mix": mix, "data__eval_fraction": 0}
-    printed = llm_workbench.run("mix", train__max_steps=None, train__num_epochs=1, log_row_ids=True, **of_mix)
-    assert ": 40 training rows of " in printed and "\nevaluation  no held-out rows\npreset " in printed
-    assert "\nsteps       5, 5 an epoch, each of 8 rows: " in printed
-    taken = [row for rows in rows_by_step(llm_workbench.runs / "mix").values() for row in rows]
-    from_pairs = [row for row in taken if row < len(pairs)]
-    assert len(from_pairs) == len(set(from_pairs)) == 10
-    assert sorted(row for row in taken if row >= len(pairs)) == sorted(3 * list(range(30, 40)))
-
-
 def test_a_mix_reports_the_loss_of_each_source_beside_the_whole(llm_workbench: Workbench, tmp_path: Path) -> None:
     """Rows are held out by a hash of their text, so a file alone holds out the rows that it does in a mix."""
     pairs = [{"prompt": row["source"], "completion": " " + row["target"]} for row in make_rows(40)]
@@ -138,36 +121,3 @@ def test_a_mix_reports_the_loss_of_each_source_beside_the_whole(llm_workbench: W
     llm_workbench.run("files", preset="single", data__eval_files=held_out, **of_mix)
     (line,) = llm_workbench.lines("files", "eval")
     assert not [name for name in line if name.startswith("loss/")], "the rows of data.eval_files are of no entry"
-
-
-def test_every_kind_of_file_gives_the_same_run(llm_workbench: Workbench, tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    rows = load_json_lines(llm_workbench.data / "prompts.jsonl")
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    with (tmp_path / "rows.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["question", "answer"])
-        writer.writeheader()
-        writer.writerows({"question": row["prompt"], "answer": row["completion"]} for row in rows)
-    llm_workbench.run("jsonl", **NO_TEXTS)
-    llm_workbench.run("parquet", data__source="parquet", data__files=tmp_path / "rows.parquet", **NO_TEXTS)
-    columns = {"data__prompt_column": "question", "data__completion_column": "answer"}
-    llm_workbench.run("csv", data__source="csv", data__files=tmp_path / "rows.csv", **columns, **NO_TEXTS)
-    jsonl, parquet, of_csv = (
-        [line["loss"] for line in llm_workbench.lines(name, "train")] for name in ("jsonl", "parquet", "csv")
-    )
-    assert len(jsonl) == 3 and jsonl == parquet == of_csv
-
-
-def test_a_budget_of_tokens_fills_every_step(llm_workbench: Workbench) -> None:
-    budget = {"train__global_batch_size_tokens": 200, "train__max_steps": None, "train__num_epochs": 1}
-    llm_workbench.run("budget", log_row_ids=True, **budget, **NO_TEXTS)
-    lines = llm_workbench.lines("budget", "train")
-    assert max(line["num_tokens"] for line in lines) <= 200
-    assert all(line["num_tokens"] > 200 - 40 for line in lines[:-1]), "another row would have fitted"
-    assert len({line["num_rows"] for line in lines}) > 1
-    steps = rows_by_step(llm_workbench.runs / "budget")
-    assert [len(steps[line["step"]]) for line in lines] == [line["num_rows"] for line in lines]
-    taken = [row for rows in steps.values() for row in rows]
-    assert len(taken) == len(set(taken)) == sum(line["num_rows"] for line in lines) > 50

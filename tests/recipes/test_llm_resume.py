@@ -17,7 +17,6 @@ from tests.recipes.test_resume import (
     kill_after,
     on_one_process,
     rows_by_place,
-    rows_by_step,
 )
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU
 from tests.support.model_folders import make_rows, save_jsonl
@@ -136,21 +135,6 @@ def test_resume_refuses_another_dtype_of_the_frozen_base_by_name(bench: Workbenc
     refused = bench.attempt("run", train__max_steps=2, eval__generate=False, **fsdp1, **LORA)
     assert all(refused.returncodes) and "Traceback" not in refused.stderr
     assert "error: model.frozen_dtype is 'float32', but " in refused.stderr and "was made with 'bfloat16': " in refused.stderr
-
-
-def test_adapter_goes_on_with_the_same_rows_on_another_number_of_processes(bench: Workbench) -> None:
-    bench = bench_of(bench, "elastic")
-    settings = EXACT | PACKED | LORA | {"model__dropout": 0, "adapter__dropout": 0, "eval__generate": False}
-    settings |= {"train__max_steps": 4, "checkpoint__every_steps": 2, "eval__every_steps": None}
-    bench.run("two", **settings)
-    shutil.copytree(bench.runs / "two", bench.runs / "one", ignore=shutil.ignore_patterns("step-00000004", "rows-*", "export"))
-    printed = bench.run("one", preset="single", **settings)
-    assert "step-00000002, after step 2\n" in printed and ": 1 process x " in printed
-    one, two = bench.lines("one", "train"), bench.lines("two", "train")
-    for figure in ("loss", "grad_norm"):
-        assert [line[figure] for line in one] == pytest.approx([line[figure] for line in two], rel=1e-5)
-    rows_of_two = rows_by_step(bench.runs / "two")
-    assert rows_by_step(bench.runs / "one") == {step: rows_of_two[step] for step in (3, 4)}
 
 
 def test_run_of_no_steps_only_evaluates(bench: Workbench) -> None:

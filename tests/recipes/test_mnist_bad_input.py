@@ -15,12 +15,6 @@ CASES = {
         flags="--data.source idx --data.folder {here}",
         sentence="data.folder {here} has neither train-images-idx3-ubyte nor train-images-idx3-ubyte.gz: check the path",
     ),
-    "no-such-wrap": Case(
-        flags="",
-        preset="fsdp2_cpu",
-        sentence="no repeated block found in Sequential: name one in fsdp_transformer_layer_cls_to_wrap; classes that exist: "
-        "Conv2d, Dropout, Flatten, Linear, MaxPool2d, ReLU, Sequential",
-    ),
     "fewer-rows-than-ranks": Case(
         flags="--train.global_batch_size_rows 1",
         preset="ddp_cpu",

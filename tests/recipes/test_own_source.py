@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from tests.recipes.test_resume import rows_by_step
@@ -17,13 +16,6 @@ def load_rows(config):
         ranks.write(os.environ["RANK"])
     for i in range(40):
         yield {"source": f"alpha {i:b} beta", "target": f"beta {i:b}", "split": "eval" if i % 8 == 0 else "train"}
-"""
-LLM_ROWS = """
-from datasets import Dataset
-
-def load_rows(config):
-    return Dataset.from_list([{"prompt": f"alpha {i:b} ", "completion": f"beta {i:b}", "split": "eval" if i == 7 else "train"}
-                              for i in range(40)])
 """
 
 
@@ -40,11 +32,3 @@ def test_t5_trains_on_rows_of_ones_own_and_resumes_where_the_file_has_moved(work
     assert "after step 2" in printed
     calls = [(tmp_path / folder / "ranks").read_text() for folder in (".", "elsewhere")]
     assert calls == ["00", "0"]  # hashed and read, then hashed; never on rank 1
-
-
-def test_an_llm_trains_on_a_dataset_of_ones_own(llm_workbench: Workbench, tmp_path: Path) -> None:
-    (tmp_path / "my_rows.py").write_text(LLM_ROWS)
-    source = os.path.relpath(tmp_path / "my_rows.py")
-    llm_workbench.run("run", preset="single", data__source=f"{source}:load_rows", data__files=None)
-    assert len(llm_workbench.lines("run", "train")) == 3
-    assert llm_workbench.lines("run", "eval")[-1]["num_rows"] == 1

@@ -86,24 +86,6 @@ def test_complete_run_says_so_and_exports_again(uninterrupted: Workbench) -> Non
     assert (bench.runs / "elsewhere" / "export" / "model.safetensors").read_bytes() == weights
 
 
-def test_resume_on_another_number_of_processes_takes_the_same_rows(bench: Workbench) -> None:
-    exact = EXACT | {"model__dropout": 0, "train__max_steps": 4, "checkpoint__every_steps": 2, "eval__every_steps": None}
-    bench.run("two", **exact)
-    shutil.copytree(bench.runs / "two", bench.runs / "one", ignore=shutil.ignore_patterns("step-00000004", "rows-*", "export"))
-    printed = bench.run("one", preset="single", **exact)
-    assert "step-00000002, after step 2\n" in printed and "each of 8 rows: 1 process x 4 micro-batches x 2 rows\n" in printed
-    one, two = bench.lines("one", "train"), bench.lines("two", "train")
-    assert [line["step"] for line in one] == [1, 2, 3, 4]
-    resumes = [
-        [{key: line[key] for key in ("step", "num_processes")} for line in bench.lines(run, "resume")] for run in ("two", "one")
-    ]
-    assert resumes == [[], [{"step": 2, "num_processes": 1}]]
-    for figure in ("loss", "grad_norm"):
-        assert [line[figure] for line in one] == pytest.approx([line[figure] for line in two], rel=1e-5)
-    rows_of_two = rows_by_step(bench.runs / "two")
-    assert rows_by_step(bench.runs / "one") == {step: rows_of_two[step] for step in (3, 4)}
-
-
 def test_frozen_weights_stay_and_are_not_in_the_checkpoint(bench: Workbench) -> None:
     from safetensors.numpy import load_file, save_file
 

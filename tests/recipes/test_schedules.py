@@ -66,6 +66,8 @@ def test_a_resumed_run_evaluates_and_saves_at_the_same_steps(bench: Workbench, p
     change_manifest(bench.checkpoint(preset, 6), lambda manifest: manifest["identity"].update(config=config))
     printed = bench.run(preset, preset=preset)
     assert "step-00000006, after step 6\n" in printed
+    [resumed_at] = bench.lines(preset, "resume")
+    assert (resumed_at["step"], resumed_at["num_processes"]) == (6, 1 if preset == "single" else 2)
     assert "the learning rate drops to" in printed and "schedule now ends with step 11, before with step 14" in printed
     assert [line["step"] for line in bench.lines(preset, "eval")] == EVALUATED
     assert [line["step"] for line in bench.lines(preset, "checkpoint")] == SAVED

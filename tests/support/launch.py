@@ -17,7 +17,6 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from unittest.mock import patch
 
 import yaml
 
+from tests.support.ports import free_port
 from tests.support.rank import SERVER_ENVIRONMENT, World, run_rank
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -272,14 +272,6 @@ def _merge(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     for key, value in overrides.items():
         merged[key] = _merge(merged.get(key) or {}, value) if isinstance(value, dict) else value
     return merged
-
-
-def free_port() -> int:
-    """A TCP port that nobody uses now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def preloaded() -> list[str]:

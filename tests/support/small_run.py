@@ -18,8 +18,8 @@ from tests.support.launch import REPOSITORY, Running, start_on_ranks
 from toolkit.files.json_lines import load_json_lines
 
 RELATIVE_TOLERANCE = 1e-5
-NUM_STEPS = 8
-NUM_ROWS = 100  # with 16 rows a step and about 10 % held out, an epoch ends inside the run, with a smaller batch
+NUM_STEPS = 6
+NUM_ROWS = 80  # with 16 rows a step and about 10 % held out, an epoch ends inside the run, with a smaller batch
 T5_CONFIG = {
     "architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "d_model": 32, "d_ff": 64, "d_kv": 8, "num_heads": 4,
     "num_layers": 2, "num_decoder_layers": 2, "vocab_size": 256, "pad_token_id": 0, "eos_token_id": 1,

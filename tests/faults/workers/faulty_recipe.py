@@ -7,7 +7,6 @@ it (`before`); then they kill ranks, or raise what a file system would. A fault 
 
 from __future__ import annotations
 
-import errno
 import multiprocessing
 import os
 import pickle
@@ -82,10 +81,6 @@ def refuse(number: int) -> NoReturn:
     """Raise what the file system would."""
     tell()
     raise OSError(number, os.strerror(number))
-
-
-def refuse_to_write() -> NoReturn:
-    refuse(errno.EROFS)
 
 
 def tell() -> None:

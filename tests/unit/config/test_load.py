@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -17,7 +14,7 @@ from mnist_config import MnistConfig, check_mnist_config
 
 from tests.support.launch import REPOSITORY
 from toolkit.config import names as config_names
-from toolkit.config.load import dotted_keys, field_names, load_config, save_config
+from toolkit.config.load import dotted_keys, load_config, save_config
 from toolkit.config.messages import known_keys
 from toolkit.config.schema import LLMConfig, OptimConfig, SummarizationConfig
 from toolkit.config.validate import EXCLUSIVE, check_evaluation_rows, check_num_steps
@@ -171,13 +168,10 @@ def test_the_run_configs_of_the_t5_recipe_are_read() -> None:
     ("key", "suggested"),
     [
         ("optim.lrr", "optim.lr"),
-        ("optmi.lr", "optim.lr"),
         ("lr", "optim.lr"),
         ("train.batch_size_rows", "eval.batch_size_rows"),
-        ("evla.num_rows", "eval.num_rows"),
         ("log_every", "log_every_steps"),
         ("train.global_batch_size", "train.global_batch_size_rows"),
-        ("checkpoint.keep_lats", "checkpoint.keep_last"),
         ("checkpoint.evry_steps", "checkpoint.every_steps"),
     ],
 )
@@ -192,14 +186,11 @@ def test_a_typo_gets_the_nearest_key(tmp_path: Path, key: str, suggested: str) -
     [
         ("report_to", "tracking.log_with (a list; not set for none)"),
         ("learning_rate", "optim.lr"),
-        ("train.learning-rate", "optim.lr"),
         ("per_device_train_batch_size", "train.micro_batch_size_rows"),
         ("num_train_epochs", "train.num_epochs"),
         ("train.logging_steps", "log_every_steps"),
         ("save_steps", "checkpoint.every_steps"),
-        ("eval_steps", "eval.every_steps"),
         ("warmup_ratio", "optim.warmup_ratio"),
-        ("saves_per_epoch", "checkpoint.every_epochs"),
         ("eval.batch_size", "eval.batch_size_rows"),
         ("max_seq_length", "data.max_source_length_tokens"),
         ("lora_r", "adapter.rank"),
@@ -247,8 +238,6 @@ def test_abbreviations_are_no_flags() -> None:
 
 WRONG_TYPES = {
     ("optim.lr", "fast"): "a number above 0",
-    ("optim.lr", "0"): "a number above 0",
-    ("optim.lr", "true"): "a number above 0",
     ("optim.weight_decay", "-0.1"): "a number of 0 or more",
     ("train.seed", "-1"): "a whole number of 0 or more",
     ("train.global_batch_size_rows", "1.5"): "a whole number of 1 or more",
@@ -263,7 +252,6 @@ WRONG_TYPES = {
     ("model.dropout", "half"): "a number from 0 to 1 or null",
     ("model.freeze", "{a: b}"): "a list as in ['a', 'b']",
     ("profile.steps", "[0, 1]"): "a list as in [10, 12] or null",
-    ("profile.steps", "[a, b]"): "a list as in [10, 12] or null",
 }
 
 
@@ -286,16 +274,13 @@ def test_a_wrong_type_is_reported_of_the_file_or_of_the_flag(tmp_path: Path) -> 
 BROKEN_FILES = {
     "optmi:\n  lr: 3\n": "{path}, line 1: unknown key optmi: did you mean optim?",
     "": "{path} holds no keys and values: write them as in `log_every_steps: 10`",
-    "- 1\n": "{path} holds no keys and values: write them as in `log_every_steps: 10`",
     "optim:\n": "{path}, line 1: optim is empty: indent its keys under it, such as optim.lr, or leave it out",
-    "optim: 3\n": "{path}, line 1: optim is 3: indent its keys under it, such as optim.lr, or leave it out",
     "optim: {lr: 1}\ntrain: [a]\n": "{path}, line 2: train is [a]: indent its keys under it, such as "
     "train.global_batch_size_rows, or leave it out",
     "optim:\n  lr: 1\n  gamma: 1\n  lr: 2\n": "{path}, line 4: optim.lr was given before, on line 2: keep one of them",
     "run: {}\noptim:\n  lr: 1\nrun:\n  name: a\n": "{path}, line 4: run was given before, on line 1: keep one of them",
     "optim:\n  lr: 1\noptim.lr: 2\n": "{path}, line 3: optim.lr was given before, on line 2: keep one of them",
     "model:\n  freeze: null\n": "{path}, line 2: model.freeze is null: write a list as in ['a', 'b']",
-    "optim:\n  lr:\n": "{path}, line 2: optim.lr is null: write a number above 0",
     "log_every_steps: !!int abc\n": "{path}, line 1: log_every_steps has !!int abc: write a plain value, without the tag",
     "data:\n  files: [a.csv,\n    !env DATA]\n": "{path}, line 3: data.files has !env DATA: write a plain value, without the tag",
     "model:\n  from_scratch: !!bool maybe\n": "{path}, line 2: model.from_scratch has !!bool maybe: write a plain value, "
@@ -355,10 +340,6 @@ def test_missing_keys_are_named() -> None:
             "eval.every_steps is 5 and eval.every_epochs is 0.5: give one of them",
         ),
         (
-            ["--checkpoint.every_steps=5", "--checkpoint.every_epochs=2"],
-            "checkpoint.every_steps is 5 and checkpoint.every_epochs is 2.0: give one of them",
-        ),
-        (
             ["--optim.warmup_steps=5", "--optim.warmup_ratio=0.1"],
             "optim.warmup_steps is 5 and optim.warmup_ratio is 0.1: give one of them",
         ),
@@ -368,7 +349,6 @@ def test_missing_keys_are_named() -> None:
             "optim.skip_window_steps is 1, and one step has no standard deviation: give 2 or more, as in 100",
         ),
         (["--run.name=a/b"], "run.name 'a/b' is not a plain folder name: take one without slashes"),
-        (["--run.name=.."], "run.name '..' is not a plain folder name: take one without slashes"),
     ],
 )
 def test_keys_that_do_not_go_together(flags: list[str], sentence: str) -> None:
@@ -398,13 +378,6 @@ def test_held_out_rows_are_asked_for_once_they_are_counted(name: str, flags: lis
         UserError, match=f"^{name} needs held-out rows, but there are none: raise data.eval_fraction, or give data.eval_files$"
     ):
         check_evaluation_rows(load(*flags), 0)
-
-
-def test_configs_are_frozen() -> None:
-    config: Any = load()
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.optim.lr = 1.0
-    assert not math.isnan(config.optim.lr) and field_names(OptimConfig)[0] == "lr"
 
 
 def write(folder: Path, text: str, name: str = "run.yaml") -> Path:

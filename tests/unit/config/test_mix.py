@@ -65,7 +65,6 @@ def test_a_mix_is_saved_read_again_and_flattened(tmp_path):
             "  mix: some/rows",
             ["line 2: data.mix is not a list of keys with values: write a list as in [{source: ..., weight: ...}"],
         ),
-        ("  mix: [some/rows]", ["line 2: data.mix is not a list of keys with values"]),
         ("  mix: null", ["line 2: data.mix is null: write a list as in [{source"]),
         ("  mix: [{source: csv}]", ["data.mix[0].source csv needs data.mix[0].files"]),
         (
@@ -76,7 +75,6 @@ def test_a_mix_is_saved_read_again_and_flattened(tmp_path):
             "  mix: [{source: some/rows}]\n  source: other/rows",
             ["data.source is given beside data.mix: move it into an entry of data.mix"],
         ),
-        ("  mix: [{source: some/rows}]\n  files: a.csv", ["data.files is given beside data.mix"]),
         ("  mix: []", ["give data.files or data.source, or data.mix for several sources: none is given"]),
         ("  source: jsonl", ["data.source jsonl needs data.files"]),
     ],

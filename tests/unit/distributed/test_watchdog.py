@@ -125,17 +125,6 @@ def test_after_its_end_it_is_quiet(tmp_path: Path) -> None:
     assert not hang_file(tmp_path, 0).exists()
 
 
-def test_leaving_by_an_error_stops_it_too(tmp_path: Path) -> None:
-    before = threading.active_count()
-    with pytest.raises(KeyError), Bitten(0.3, tmp_path):
-        raise KeyError("a")
-    assert threading.active_count() == before
-
-
-def test_without_a_run_folder_stacks_are_on_stderr() -> None:
-    assert explain({0: WAITS}, set(), 30, None).endswith(" Stacks are on stderr.")
-
-
 def test_a_folder_with_any_name_is_one_line_that_can_be_written() -> None:
     sentence = explain({0: WAITS}, set(), 30, Path("runs/a\nb\udce9"))
     assert sentence.endswith(r" Stacks are in runs/a\nb\udce9/hang-rank-*.txt.") and sentence.encode()

@@ -55,16 +55,6 @@ def write_package(library: Path, text: str) -> None:
     (library.parent / "packages" / "boats_for_tests" / "__init__.py").write_text(text)
 
 
-@pytest.fixture(scope="module")
-def functions() -> list[dict[str, str]]:
-    return sources.functions.read_functions(("no_such_package",))
-
-
-@pytest.fixture(scope="module")
-def modules() -> list[dict[str, str]]:
-    return stdlib.load_rows(None)
-
-
 def test_prompt_is_the_function_with_its_name_as_docstring_then_its_head_up_to_the_quotes(library: Path) -> None:
     (library / f"{HELD_OUT_MODULE}.py").write_text(BOATS)
     (row,) = sources.functions.read_functions(())
@@ -166,29 +156,11 @@ def test_training_rows_hold_a_docstring_and_held_out_rows_need_not(library: Path
     assert len(held_out) > 1 and "".join(held_out) == text.replace("\n\n\n", "\n")
 
 
-def test_base_and_adapter_hold_out_the_same_modules(modules: list[dict[str, str]], functions: list[dict[str, str]]) -> None:
-    trained = {row["group"] for row in modules if row["split"] == "train"}
-    evaluated = {row["group"] for row in functions if row["split"] == "eval"}
-    assert not trained & evaluated
-    assert not trained & {row["group"] for row in modules if row["split"] == "eval"}
-    assert not evaluated & {row["group"] for row in functions if row["split"] == "train"}
-
-
-def test_the_real_library_gives_enough_rows(modules: list[dict[str, str]], functions: list[dict[str, str]]) -> None:
-    assert sum(len(row["text"]) for row in modules if row["split"] == "train") > 2e6
-    assert max(len(row["text"]) for row in modules) < stdlib.MAX_ROW_CHARACTERS + 1000
-    held_out = [row for row in functions if row["split"] == "eval"]
-    assert 200 < len(held_out) < 2000
-    assert len(functions) - len(held_out) > 2000
-    assert all(
-        len(row["completion"]) in docstrings.HEADLINE_CHARACTERS and row["completion"] not in row["prompt"] for row in held_out
-    )
-
-
-def test_the_first_rows_are_a_fair_sample(modules: list[dict[str, str]], functions: list[dict[str, str]]) -> None:
-    for rows in (modules, functions):
-        held_out = [row for row in rows if row["split"] == "eval"][:100]
-        assert len({row["group"] for row in held_out}) > 20
+def test_base_and_adapter_hold_out_the_same_modules(library: Path) -> None:
+    for module in (HELD_OUT_MODULE, SEEN_MODULE):
+        (library / f"{module}.py").write_text(BOATS.replace("oar", module).replace("Oar", module))
+    for rows in (stdlib.load_rows(None), sources.functions.read_functions(())):
+        assert {(row["group"], row["split"]) for row in rows} == {(HELD_OUT_MODULE, "eval"), (SEEN_MODULE, "train")}
 
 
 def test_identities_follow_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:

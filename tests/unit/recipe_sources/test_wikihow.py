@@ -125,11 +125,6 @@ def test_headline_length_is_compared_as_the_authors_do(tmp_path, load, headline_
     assert ("a" * headline_length in [row["target"] for row in load("wikihowAll.csv")]) is is_kept
 
 
-def test_text_after_a_closing_quote_is_taken_as_the_authors_reader_does(tmp_path, load):
-    (tmp_path / "wikihowAll.csv").write_text(f'headline,title,text\n"Do" it.,How to Do It,"{article("doing")}"\n')
-    assert [row["target"] for row in load("wikihowAll.csv")] == ["Do it."]
-
-
 def test_titles_of_one_article_share_a_group():
     same = [
         "How to Be an Organized Artist1",

@@ -53,10 +53,8 @@ def write(folder: Path, text: str) -> Path:
     ("text", "code", "stderr"),
     [
         ("print('done')", 0, ""),
-        ("import sys; sys.exit()", 0, ""),
         ("import sys; sys.exit(7)", 7, ""),
         ("import sys; sys.exit('one sentence')", 1, "one sentence\n"),
-        ("raise KeyError('the key')", 1, "KeyError: 'the key'"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9, ""),
         ("import atexit, sys; atexit.register(lambda: print('at the end', file=sys.stderr))", 0, "at the end\n"),
         ("import sys, threading; threading.Timer(0.2, lambda: sys.stderr.write('from a thread')).start()", 0, "from a thread"),
@@ -66,11 +64,6 @@ def test_exit_code_and_stderr_are_those_of_a_process(tmp_path: Path, text: str, 
     result = launch(write(tmp_path, text), [], preset="single", timeout_s=30)
     assert result.returncodes == [code]
     assert stderr in result.stderr
-
-
-def test_outputs_come_back_in_rank_order(tmp_path: Path) -> None:
-    script = write(tmp_path, "import os, time\nif os.environ['RANK'] == '0': time.sleep(0.3)\nprint('rank', os.environ['RANK'])")
-    assert launch(script, [], preset="ddp_cpu", timeout_s=30).stdout == "rank 0\nrank 1\n"
 
 
 def test_environment_is_that_of_accelerate_launch(tmp_path: Path) -> None:
@@ -102,17 +95,6 @@ def test_forks_of_a_server_on_gpus_can_use_them(num_gpus: int, monkeypatch: pyte
     assert launcher.preloaded() == ([] if num_gpus else launcher.PRELOADED)
 
 
-def test_overrides_merge_into_nested_mappings(tmp_path: Path) -> None:
-    overrides = {"mixed_precision": "no", "fsdp_config": {"fsdp_reshard_after_forward": False}}
-    script = write(tmp_path, REPORT_SCRIPT)
-    launch(script, [str(tmp_path)], preset="fsdp2_cpu", overrides=overrides, num_processes=1, timeout_s=30)
-    environment = json.loads((tmp_path / "0.json").read_text())["environment"]
-    assert environment["ACCELERATE_MIXED_PRECISION"] == "no"
-    assert environment["FSDP_RESHARD_AFTER_FORWARD"] == "false"
-    assert environment["FSDP_VERSION"] == "2"
-    assert environment["WORLD_SIZE"] == "1"
-
-
 def test_a_killed_rank_takes_the_others_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "PEER_GRACE_S", 0.2)
     with start(write(tmp_path, "import time\nprint('up')\ntime.sleep(60)"), [], preset="ddp_cpu") as running:
@@ -126,12 +108,6 @@ def test_a_rank_that_ignores_term_is_killed(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(launcher, "TERM_TO_KILL_S", 0.2)
     script = write(tmp_path, IGNORES_TERM)
     assert launch(script, [str(tmp_path / "ready")], preset="ddp_cpu", timeout_s=30).returncodes == [-9, 3]
-
-
-def test_waiting_for_output_of_ranks_that_have_ended_is_an_error(tmp_path: Path) -> None:
-    script = write(tmp_path, "print('only this')")
-    with start(script, [], preset="ddp_cpu") as running, pytest.raises(AssertionError, match="'that' was not printed 1 times"):
-        running.wait_for_output("that", timeout_s=30)
 
 
 def test_a_timeout_names_itself_shows_the_output_and_leaves_no_process(tmp_path: Path) -> None:
@@ -158,14 +134,6 @@ def test_preload_took_every_library() -> None:
     assert run_on_ranks(what_is_imported, preset="single", args=(launcher.PRELOADED,), timeout_s=30) == [
         [True] * len(launcher.PRELOADED)
     ]
-
-
-def rank_times(factor: int) -> int:
-    return int(os.environ["RANK"]) * factor
-
-
-def test_results_come_back_in_rank_order() -> None:
-    assert run_on_ranks(rank_times, preset="ddp_cpu", args=(5,), num_processes=3, timeout_s=30) == [0, 5, 10]
 
 
 def fail_on_rank_1() -> None:

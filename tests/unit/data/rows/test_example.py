@@ -232,34 +232,22 @@ def test_text_in_parts_is_one_text():
     ("messages", "fragments"),
     [
         (3, ["column messages: 3 is not a list of messages", 'write {"role": ..., "content": ...}']),
-        (
-            {"role": "user"},
-            [
-                "column messages: {'role': 'user'} is not a list of messages: write ",
-                'write {"role": ..., "content": ...} for each in a list',
-            ],
-        ),
         ("[{'role': 'user'}]", ["column messages: not JSON (Expecting property name"]),
         (["hi"], ["message 1: 'hi' is not a message"]),
         ([{"from": "human", "value": "hi"}], ["message 1 has from and value, as ShareGPT's turns do: set data.format sharegpt"]),
         ([{"role": "user"}], ['message 1 has no content (its keys: role): write {"role": ..., "content": ...}']),
-        ([{"role": "user", "content": None}], ["message 1 has no content"]),
         (
             [*say("a"), {"role": "bot", "content": "b"}],
             ["message 2: 'bot' is not a role: write one of system, user, assistant, tool"],
         ),
-        ([{"role": 1, "content": "b"}], ["message 1: 1 is not a role"]),
         (say("a", "b")[1:], ["message 1: roles out of order, the assistant speaks first: begin with a user turn"]),
-        ([*say(system="a"), *say("a", "b")[1:]], ["message 2: roles out of order, the assistant speaks first"]),
         ([*say("a", "b"), *say(system="s")], ["message 3: roles out of order, a system turn comes after others: put it first"]),
-        ([*say("a", "b"), {"role": "tool", "content": "4"}], ["message 3: roles out of order, a tool turn follows no assistant"]),
         (
             [*say("a"), {"role": "tool", "content": "4"}],
             ["message 2: roles out of order, a tool turn follows no assistant turn with tool_calls: put it behind its call"],
         ),
         (say("a"), ["column messages: no assistant turn, so there is nothing to train on"]),
         ([*say("a"), {"role": "assistant", "content": ["b"]}], ["message 2, content: 'b' is not a part of type text"]),
-        (say("a\0", "b"), ["message 1, content: the text holds a NUL character"]),
         (say("a", "b\ud83d"), ["message 2, content: character 2 is half a surrogate pair"]),
         ([*say("a"), {"role": "assistant", "content": "b", "name": "c\0"}], ["message 2, name: the text holds a NUL"]),
         ([*say("a"), {"role": "assistant", "content": "b", "at": b"c"}], ["message 2, at: b'c' is of type bytes"]),
@@ -274,8 +262,6 @@ def test_text_in_parts_is_one_text():
             weighted(0.5),
             ["message 2: weight 0.5: write 0 for a turn that does not count in the loss, 1 or none for one that does"],
         ),
-        (weighted(2), ["message 2: weight 2: write 0"]),
-        (weighted("0"), ["message 2: weight '0': write 0"]),
         (
             [say("a")[0] | {"weight": 1}, *say("a", "b")[1:]],
             ["message 1: weight 1 on a user turn: only assistant turns are trained"],

@@ -119,11 +119,6 @@ def test_missing_file_suggests_the_nearest_name(tmp_path, load):
     refuse(load, "csv", "*.tsv", "no file matches", "*.tsv")
 
 
-def test_folder_as_a_file_is_refused(tmp_path, load):
-    (tmp_path / "rows").mkdir()
-    refuse(load, "csv", "rows", f"{tmp_path / 'rows'} is a folder")
-
-
 def test_unreadable_file_is_refused(tmp_path, load, monkeypatch):
     path = tmp_path / "rows.csv"
     path.write_text("source,target\na,b\n")
@@ -205,20 +200,12 @@ def test_nul_byte_is_refused_by_line(tmp_path, load, kind):
     refuse(load, kind, path.name, f"{path}, line 3: a NUL byte")
 
 
-def test_utf16_file_is_refused(tmp_path, load):
-    (tmp_path / "rows.csv").write_bytes("source,target\na,b\n".encode("utf-16"))
-    refuse(load, "csv", "rows.csv", "line 1", "is not valid UTF-8", "convert the file")
-
-
 @pytest.mark.parametrize(
     ("line", "fragment"),
     [
         ('{"source": "a" "target": "b"}', "not JSON (Expecting ',' delimiter: column 16"),
         ('{"source": "a", "tar', "not JSON (Unterminated string"),
-        ("[" * 100_000, "not JSON (maximum recursion depth"),
         ('["a", "b"]', "a JSON array, not an object"),
-        ('"a"', "a JSON string, not an object"),
-        ("null", "a JSON null, not an object"),
         ("3", "a JSON number, not an object"),
     ],
 )
@@ -233,11 +220,6 @@ def test_jsonl_cells_that_are_not_text_are_refused_by_row(tmp_path, load, value,
     path = tmp_path / "rows.jsonl"
     path.write_text(f'{{"source": "a", "target": "b"}}\n{{"source": "c", "target": {value}}}\n')
     refuse(load, "jsonl", "rows.jsonl", f"{path}, row 2, column target", f"is of type {type_name}, not text")
-
-
-def test_parquet_column_of_numbers_is_refused(tmp_path, load):
-    write_parquet(tmp_path / "rows.parquet", {"source": ["a", "b"], "target": [None, 7]})
-    refuse(load, "parquet", "rows.parquet", "row 2, column target: 7 is of type int, not text")
 
 
 @pytest.mark.parametrize(("text", "fragment"), [(r"a\u0000b", "NUL character"), (r"ab\ud83d", "character 3 is half a surrogate")])

@@ -150,11 +150,6 @@ def test_names_with_controls_are_escaped() -> None:
     assert split_line() == r"data: split train is a\x1b]0;.csv; left out: .b\nc"
 
 
-def test_a_file_that_name_and_folder_put_into_a_split_is_read_once() -> None:
-    write("data/train/train-1/rows.csv")
-    assert texts() == ["a row"]
-
-
 def test_an_unknown_split_is_refused_with_the_files_of_the_others() -> None:
     write("data/test-notes.jsonl", '{"text": "a"}\n')
     sentence = (

@@ -257,7 +257,6 @@ def test_command_exits_1_where_a_check_fails(monkeypatch: pytest.MonkeyPatch, pa
     ("settings", "arguments", "sentence"),
     [
         ({"num_processes": 1}, [], "--num-processes is 1, but verify compares several"),
-        ({"num_processes": 0}, [], "--num-processes is 0, but verify compares several"),
         ({"presets": ["nosuch"]}, [], "preset nosuch is neither a file"),
         ({"presets": ["single"]}, [], "--presets names single, which has one process"),
         ({"presets": ["fsdp2_hsdp"]}, [], "4 or more, not 2"),
@@ -266,7 +265,6 @@ def test_command_exits_1_where_a_check_fails(monkeypatch: pytest.MonkeyPatch, pa
         ({}, ["--optim.lrr", "1"], "optim.lrr"),
         ({}, ["--model.name_or_path=llama"], "give the model as --model"),
         ({}, ["--model.attn_implementation", "flash_attention_2"], "fp32.*: add --model.attn_implementation null"),
-        ({"config": "nosuch.yaml"}, [], "nosuch.yaml"),
         ({"output": "taken"}, [], "not from an earlier verify"),
         ({"output": "taken/thesis.tex/below"}, [], "cannot be written .Not a directory"),
     ],
