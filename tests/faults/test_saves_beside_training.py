@@ -70,6 +70,7 @@ def load_after_save() -> None:
     from toolkit.checkpoint import load as checkpoint
     from toolkit.checkpoint import save as checkpoint_writer
     from toolkit.checkpoint.folders import step_folder
+    from toolkit.checkpoint.manifest import read_checkpoint
     from toolkit.distributed.rng import capture_random_state, seed_all
 
     save = checkpoint_writer.CheckpointWriter.save
@@ -85,7 +86,7 @@ def load_after_save() -> None:
                     getattr(tensor, "to_local", lambda tensor=tensor: tensor)().fill_(3)
             seed_all("something else")
             folder = step_folder(self.run_folder, 2)
-            assert checkpoint.load_checkpoint(folder, self.sharded, self.optimizer, self.identity) == state
+            assert checkpoint.load_checkpoint(read_checkpoint(folder), self.sharded, self.optimizer, self.identity) == state
             assert all(torch.equal(value, random_state[name]) for name, value in capture_random_state().items())
             tell()
         return done

@@ -258,9 +258,10 @@ def save_slices(base: Path, folder: Path) -> dict[str, np.ndarray]:
 def load_whole(base: Path, folder: Path) -> dict[str, np.ndarray]:
     """On one process: the same from the checkpoint, into a new model that is not sharded."""
     from toolkit.checkpoint.load import load_checkpoint
+    from toolkit.checkpoint.manifest import read_checkpoint
 
     sharded, optimizer = build_adapted(base)
-    load_checkpoint(folder / "checkpoints" / "step-00000001", sharded, optimizer, identity())
+    load_checkpoint(read_checkpoint(folder / "checkpoints" / "step-00000001"), sharded, optimizer, identity())
     return {name: tensor.numpy() for name, tensor in tensors_by_name(sharded, optimizer).items()}
 
 

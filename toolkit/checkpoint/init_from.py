@@ -9,7 +9,7 @@ import torch
 
 from toolkit.checkpoint.dcp import load_tensors, stored_names
 from toolkit.checkpoint.find import newest_valid
-from toolkit.checkpoint.manifest import Unread, check_files, read_manifest
+from toolkit.checkpoint.manifest import Unread, read_checkpoint, read_manifest
 from toolkit.distributed.comm import on_all_ranks, on_rank_0
 from toolkit.errors import UserError
 from toolkit.files.modes import denials_named
@@ -55,12 +55,11 @@ def _find_weights(folder: Path) -> Path:
         raise UserError(f"model.init_from {folder} is an adapter: give it as adapter.name_or_path, with its adapter.method")
     if (folder / "manifest.json").is_file():
         try:
-            check_files(folder, read_manifest(folder))
+            return read_checkpoint(folder).folder
         except Unread as error:
             raise UserError(f"model.init_from {folder}: {error}") from None
         except ValueError as error:
             raise UserError(f"model.init_from {folder}: {error}: give a whole checkpoint, or its run folder") from None
-        return folder
     found, refused = newest_valid(folder)
     if found is None:
         why = f" ({'; '.join(refused)})" if refused else ""
@@ -68,7 +67,7 @@ def _find_weights(folder: Path) -> Path:
             f"model.init_from {folder} holds no valid checkpoint{why}: "
             "give a run folder that has one, the checkpoint itself, or an exported model"
         )
-    return found
+    return found.folder
 
 
 def _is_model_folder(folder: Path) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from toolkit.checkpoint.folders import put_in_place, step_folder, step_of_name
 from toolkit.files.durable import fsync_names, hash_file, save_json, seal
@@ -21,6 +21,36 @@ class Unread(ValueError):
     def __init__(self, name: str, error: OSError) -> None:
         self.is_denied = isinstance(error, PermissionError)
         super().__init__(f"{name} cannot be read ({error.strerror}){f': {WAY_IN}' * self.is_denied}")
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint's folder and its manifest."""
+
+    folder: Path
+    manifest: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """The step after which it was saved."""
+        step: int = self.manifest["step"]
+        return step
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """`Identity.config` of its run."""
+        settings: dict[str, Any] = self.manifest["identity"]["config"]
+        return settings
+
+
+def read_checkpoint(folder: Path, hashes: bool = True) -> Checkpoint:
+    """A checkpoint, after a check that its manifest can be read and matches its files.
+
+    Raises:
+        Unread, ValueError: as `read_manifest` and `check_files`.
+    """
+    manifest = read_manifest(folder)
+    check_files(folder, manifest, hashes)
+    return Checkpoint(folder, manifest)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from toolkit.checkpoint.init_from import load_into
-from toolkit.checkpoint.manifest import read_manifest
+from toolkit.checkpoint.load import check_settings
 from toolkit.checkpoint.state import Identity
 from toolkit.config.load import RecipeConfig
 from toolkit.config.schema import LLMConfig
@@ -68,7 +68,10 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeCon
     on_all_ranks(lambda: check_wrap(context.accelerator, skeleton))
     config = on_all_ranks(lambda: choose_packing(config, skeleton))
     if isinstance(config, LLMConfig):
-        context.settings["data.packing"] = config.data.packing
+        chosen = {"data.packing": config.data.packing}
+        context.settings.update(chosen)
+        if (checkpoint := context.resume_from) is not None:
+            on_all_ranks(lambda: check_settings(checkpoint, chosen))
     _choose_packed_attention(config, context.accelerator, skeleton, why)
     _note_needless_shards(context.accelerator, skeleton, context.frozen_dtype)
     return config, model_config, skeleton
@@ -172,7 +175,7 @@ def _take_fastest_attention(config: RecipeConfig, context: RunContext, model_con
         own if config.model.attn_implementation else load.fastest_attention(model_config, context.accelerator.device.type)
     )
     if fastest != own and context.resume_from is not None:
-        chosen = read_manifest(context.resume_from)["identity"]["config"].get("attention")
+        chosen = context.resume_from.settings.get("attention")
     model_config._attn_implementation = context.settings["attention"] = chosen
     if fastest == own:
         return ""

@@ -17,8 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.support.checkpoint_files import make_checkpoint, names
-from toolkit.checkpoint.find import find_checkpoint
+from tests.support.checkpoint_files import found_folder, make_checkpoint, names
 from toolkit.checkpoint.folders import checkpoints_folder
 from toolkit.checkpoint.init_from import find_weights
 from toolkit.config.python import load_config
@@ -109,7 +108,7 @@ def test_a_newest_checkpoint_that_may_not_be_read_stops_the_resume(shared: Path,
     newest = make_checkpoint(shared, 6)
     (newest / closed).chmod(0)
     with another_user(), pytest.raises(UserError) as caught:
-        find_checkpoint(shared, "auto")
+        found_folder(shared, "auto")
     assert "step-00000006" in str(caught.value)
     assert str(caught.value).endswith("cannot be read (Permission denied): ask its owner, or chmod")
     assert names(shared) == ["step-00000003", "step-00000006"]
@@ -121,7 +120,7 @@ def test_a_named_checkpoint_that_may_not_be_read_is_not_called_damaged(shared: P
     denial = "step-00000006/rng-00000.safetensors cannot be read (Permission denied): ask its owner, or chmod"
     with another_user():
         with pytest.raises(UserError) as caught:
-            find_checkpoint(shared, str(folder))
+            found_folder(shared, str(folder))
         assert str(caught.value) == f"checkpoint.resume is {folder}, but {denial}"
         with pytest.raises(UserError) as caught:
             find_weights(str(folder))
@@ -136,9 +135,9 @@ def test_checkpoints_that_may_not_be_listed_are_not_none(shared: Path) -> None:
     try:
         with another_user():
             with pytest.raises(UserError, match=f"^checkpoints: {folder} {denial}$"):
-                find_checkpoint(shared, "auto")
+                found_folder(shared, "auto")
             with pytest.raises(UserError, match=f"^checkpoint.resume: {newest} {denial}$"):
-                find_checkpoint(shared, str(newest))
+                found_folder(shared, str(newest))
             with pytest.raises(UserError, match=denial):
                 find_weights(str(newest))
     finally:
