@@ -7,9 +7,9 @@ import hashlib
 import json
 import logging
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from toolkit.config.schema import ModelConfig
+from toolkit.config.schema import AutoClass, ModelConfig
 from toolkit.errors import UserError
 from toolkit.files.modes import check_readable
 
@@ -23,7 +23,6 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 WEIGHTS_FILES = ("model.safetensors", WEIGHTS_INDEX)
 LAYER_DROP_RATES = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
-AutoClass = Literal["AutoModelForSeq2SeqLM", "AutoModelForCausalLM"]
 KINDS: dict[AutoClass, str] = {
     "AutoModelForSeq2SeqLM": "an encoder-decoder that generates text: take one such as T5, BART or Pegasus",
     "AutoModelForCausalLM": "a causal language model: take one such as Llama, Qwen or Gemma",

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from toolkit.config.schema import ModelConfig
+from toolkit.config.schema import AutoClass, ModelConfig
 from toolkit.distributed.rng import seed_all
 from toolkit.errors import UserError
-from toolkit.models.config import AutoClass
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

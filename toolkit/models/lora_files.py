@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +30,7 @@ from torch import nn
 from toolkit.config.schema import AdapterConfig
 from toolkit.errors import UserError
 from toolkit.files.modes import check_readable
-from toolkit.models.freeze import hash_header
+from toolkit.models.freeze import hash_tensor
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -166,11 +165,8 @@ def hash_base(model: nn.Module) -> dict[str, str]:
 
 
 def hash_weight(weight: torch.Tensor) -> str:
-    """sha256 of an unsharded weight in bf16, as `freeze.hash_parameters` has it: the same whether the base is stored in fp32 or
-    bf16."""
-    digest = hashlib.sha256(hash_header(torch.bfloat16, weight.shape).encode())
-    digest.update(weight.to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    """The hash of an unsharded weight of a base: in bf16, so that it is the same for a base that is stored in fp32."""
+    return hash_tensor(weight, torch.bfloat16)
 
 
 def check_base(folder: Path, name_or_path: str, tensors: dict[str, str], what: str) -> None:

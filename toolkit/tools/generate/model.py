@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toolkit.config.schema import AdapterConfig, EvalConfig, ModelConfig
+from toolkit.config.schema import AdapterConfig, AutoClass, EvalConfig, ModelConfig
 from toolkit.data.collate import CausalCollator, Collator, SummarizationCollator, move_to
 from toolkit.data.rows.example import Example
 from toolkit.data.tokens.causal import encode_prompts
@@ -28,7 +28,7 @@ from toolkit.data.tokens.tokenizer import load_tokenizer
 from toolkit.errors import UserError
 from toolkit.export.usage import Usage, load_usage
 from toolkit.launch.environment import asked_for_cpu
-from toolkit.models.config import AutoClass, is_encoder_decoder, load_model_config, special_tokens
+from toolkit.models.config import is_encoder_decoder, load_model_config, special_tokens
 from toolkit.models.load import build_skeleton, fastest_attention, load_model, num_token_embeddings
 from toolkit.models.lora import add_adapter
 from toolkit.models.lora_files import CONFIG_FILE, find_adapter, read_base_name

@@ -15,7 +15,7 @@ from toolkit.evaluation.metrics import load_text_metrics
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.launch.environment import asked_for_cpu
 from toolkit.models.attention import choose_packed_attention
-from toolkit.models.config import AutoClass, is_encoder_decoder, load_model_config
+from toolkit.models.config import is_encoder_decoder, load_model_config
 from toolkit.models.load import build_skeleton
 from toolkit.parallel.masks import choose_packing
 from toolkit.tools.plan.strategy import Strategy, load_strategy
@@ -95,15 +95,14 @@ def _read_launch(accelerate_config: Path | None) -> tuple[Strategy, str]:
 
 def _build_skeleton(config: RecipeConfig, launch: Strategy) -> tuple[Any, Any]:
     """The model's config and the model on the meta device, also where the package of flash attention is missing."""
-    auto_class: AutoClass = "AutoModelForCausalLM" if isinstance(config, LLMConfig) else "AutoModelForSeq2SeqLM"
     attention = config.model.attn_implementation or ""
     is_flash = "flash" in attention
     model = replace(config.model, attn_implementation="eager") if is_flash else config.model
-    model_config = load_model_config(model, auto_class)
-    skeleton = build_skeleton(model, model_config, auto_class)
+    model_config = load_model_config(model, config.auto_class)
+    skeleton = build_skeleton(model, model_config, config.auto_class)
     if is_flash:
         skeleton.config._attn_implementation = attention  # by which the collator is chosen
-    elif isinstance(config, LLMConfig) and config.data.packing:
+    elif config.packs:
         device_type, one_graph = "cpu" if launch.is_cpu else "cuda", launch.is_one_graph
         choose_packed_attention(skeleton, attention or None, device_type, launch.compute_dtype, is_one_graph=one_graph)
     return model_config, skeleton

@@ -13,7 +13,7 @@ from toolkit.config.load import RecipeConfig, find_model, load_config
 from toolkit.config.schema import LLMConfig, SummarizationConfig
 from toolkit.errors import UserError, align, escape_controls, one_line
 from toolkit.launch.relaunch import PRESET_FOLDER, launch
-from toolkit.models.config import AutoClass, is_encoder_decoder, load_model_config
+from toolkit.models.config import is_encoder_decoder, load_model_config
 from toolkit.tools.verify.checks import check_all
 from toolkit.tools.verify.proofs import Proof
 from toolkit.tools.verify.runs import Box, Launch, launch_all, plan_runs
@@ -76,10 +76,9 @@ def verify(
     from toolkit.tools.verify.updates import check_all_updates
 
     expects_frozen = box.config.adapter.method != "none" or bool(box.config.model.freeze)
-    auto_class: AutoClass = "AutoModelForCausalLM" if isinstance(box.config, LLMConfig) else "AutoModelForSeq2SeqLM"
     proofs = check_all(runs, tolerance, expects_frozen=expects_frozen)
     proofs += check_all_updates(runs, box.config.optim)
-    proofs += check_exports(runs["preset-0"], box.config, auto_class)
+    proofs += check_exports(runs["preset-0"], box.config)
     passed = all(proof.passed for proof in proofs)
     _show(proofs, output, passed)
     return passed
