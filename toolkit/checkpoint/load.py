@@ -12,6 +12,7 @@ the manifest has their hashes.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,15 +91,10 @@ def load_checkpoint(
     Raises:
         UserError: model config, data or frozen weights differ from the checkpoint's, or it cannot be read; names which.
     """
-    # Weights and moments are read into the run's own tensors.
     state = on_all_ranks(lambda: _check_identity(checkpoint, identity))
-    options = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
-    at("loading the checkpoint")  # FSDP1 gathers over the device here, where waiting takes a core like work
-    tensors = state_tensors(sharded, optimizer)
-    _load(tensors, checkpoint.folder)
-    at("loading the checkpoint")
-    _put_back(sharded, tensors)
+    tensors = _load(checkpoint.folder, sharded, lambda: state_tensors(sharded, optimizer))
     # The checkpoint has no hyperparameters: take those of the optimizer.
+    options = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
     everything: dict[str, Any] = get_optimizer_state_dict(sharded.model, optimizer, options=options)
     everything |= {name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")}
     set_optimizer_state_dict(sharded.model, optimizer, everything, options=options)
@@ -108,11 +104,7 @@ def load_checkpoint(
 
 def load_weights(folder: Path, sharded: ShardedModel) -> None:
     """Load only a checkpoint's parameters and buffers, in place. Collective."""
-    at("loading the checkpoint")
-    tensors = model_tensors(sharded)
-    _load(tensors, folder)
-    at("loading the checkpoint")
-    _put_back(sharded, tensors)
+    _load(folder, sharded, lambda: model_tensors(sharded))
 
 
 def forget_unequal(state: TrainState, manifest: dict[str, Any], goal: Goal) -> str | None:
@@ -214,14 +206,15 @@ def _ways_out() -> str:
     return "set it back to resume, or take another run.name (model.init_from starts a new run from these weights)"
 
 
-def _put_back(sharded: ShardedModel, tensors: Tensors) -> None:
-    """Copy loaded tensors into the parameters: only under FSDP1 are they not views of them already. Collective."""
+def _load(folder: Path, sharded: ShardedModel, own_tensors: Callable[[], Tensors]) -> Tensors:
+    """Read a checkpoint into the run's own tensors, and return them; if one rank fails, all raise its UserError. Collective."""
+    at("loading the checkpoint")  # FSDP1 gathers over the device here, where waiting takes a core like work
+    tensors = own_tensors()
+    working("loading the checkpoint")
+    load_tensors(tensors, folder / "state", f"checkpoint {folder} cannot be loaded")
+    at("loading the checkpoint")
+    # Only under FSDP1 are they not views of the parameters already.
     state: dict[str, Any] = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
     set_model_state_dict(sharded.model, state, options=StateDictOptions(strict=False))
     refresh_scales(sharded.model)
-
-
-def _load(tensors: Tensors, folder: Path) -> None:
-    """Fill `tensors` in place; if one rank fails, all raise its UserError. Collective."""
-    working("loading the checkpoint")
-    load_tensors(tensors, folder / "state", f"checkpoint {folder} cannot be loaded")
+    return tensors

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
+from toolkit.checkpoint.dcp import Tensors
 from toolkit.export.compare import reload
 from toolkit.models.lora_files import BASE_FILE, BASE_HASHES, WEIGHTS_FILE, base_name, file_names
 from toolkit.parallel.gather import assign_parameters
@@ -19,8 +20,6 @@ from toolkit.parallel.wrap import copy_on_meta
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
-
-Tensors = dict[str, torch.Tensor]
 
 
 def write_adapter(folder: Path, skeleton: PreTrainedModel, weights: Tensors, base_hashes: dict[str, str]) -> None:

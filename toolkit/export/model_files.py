@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import safe_open
 
+from toolkit.checkpoint.dcp import Tensors
 from toolkit.distributed.device import GIB
 from toolkit.export.compare import check_names
 from toolkit.models.config import WEIGHTS_INDEX
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("toolkit")
 
-Tensors = dict[str, torch.Tensor]
 _COMPARED_AS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their bytes: equal bits are equal, also those of NaN."""
 

@@ -103,29 +103,6 @@ def _set_for_training(model_config: PretrainedConfig, config: ModelConfig) -> No
         logger.warning(f"return_dict of {config.name_or_path} is set to true: outputs are read by their names")
 
 
-def is_encoder_decoder(name_or_path: str) -> bool:
-    """Whether the model is an encoder-decoder. False for an unreadable folder: `load_model_config` reports what is wrong.
-
-    Raises:
-        UserError: a hub id is out of reach; without this error, `load_model_config` would retry for half a minute.
-    """
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    try:
-        return bool(AutoConfig.from_pretrained(name_or_path, trust_remote_code=False).is_encoder_decoder)
-    except (ValueError, StrictDataclassError):
-        return False
-    except OSError as error:
-        if Path(name_or_path).is_dir() or Path(name_or_path).is_absolute() or name_or_path.startswith("."):
-            return False
-        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
-        raise UserError(
-            f"model {name_or_path} is not a local folder and could not be read from the hub ({reason}): give a folder with its "
-            "config.json"
-        ) from None
-
-
 def check_weight_files(folder: Path, what: str) -> None:
     """Refuse a folder whose weights transformers would unpickle or load from elsewhere.
 

@@ -177,7 +177,7 @@ def test_gathers_of_fsdp1_are_no_work(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(checkpoint, "model_tensors", gather)
     nothing: Any = None
     with pytest.raises(KeyboardInterrupt):
-        checkpoint.load_checkpoint(nothing, nothing, nothing, nothing)
+        checkpoint.load_checkpoint(Checkpoint(tmp_path, {}), nothing, nothing, nothing)
     phases.clear()
     with pytest.raises(KeyboardInterrupt):
         checkpoint.load_weights(tmp_path, nothing)

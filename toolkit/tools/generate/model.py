@@ -28,11 +28,12 @@ from toolkit.data.tokens.tokenizer import load_tokenizer
 from toolkit.errors import UserError
 from toolkit.export.usage import Usage, load_usage
 from toolkit.launch.environment import asked_for_cpu
-from toolkit.models.config import is_encoder_decoder, load_model_config, special_tokens
+from toolkit.models.config import load_model_config, special_tokens
 from toolkit.models.load import build_skeleton, fastest_attention, load_model, num_token_embeddings
 from toolkit.models.lora import add_adapter
 from toolkit.models.lora_files import CONFIG_FILE, find_adapter, read_base_name
 from toolkit.models.positions import num_positions
+from toolkit.tools.recipes import is_encoder_decoder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

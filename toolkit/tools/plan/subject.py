@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from toolkit.config.load import RecipeConfig, load_config
-from toolkit.config.schema import LLMConfig, SummarizationConfig
+from toolkit.config.schema import LLMConfig
 from toolkit.data.batch_plan import check_global_batch_size
 from toolkit.data.collate import Batch, CausalCollator, SummarizationCollator
 from toolkit.models.attention import attends_by_document, choose_packed_attention
-from toolkit.models.config import is_encoder_decoder, load_model_config, special_tokens
+from toolkit.models.config import load_model_config, special_tokens
 from toolkit.models.freeze import cast_frozen, freeze
 from toolkit.models.load import build_skeleton, fastest_attention
 from toolkit.models.lora import add_adapter, check_adapter_config, is_enabled
@@ -22,6 +22,7 @@ from toolkit.models.positions import check_positions
 from toolkit.parallel.masks import choose_packing
 from toolkit.parallel.units import repeated_blocks
 from toolkit.tools.plan.strategy import Strategy, planned_frozen_dtype
+from toolkit.tools.recipes import config_class_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -47,12 +48,10 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
         UserError: whatever the run itself would raise.
     """
     # The config; defaults take its place if the user gives none.
-    is_t5 = is_encoder_decoder(model) if recipe is None else recipe == "t5"
     if not any(argument.partition("=")[0] == "--config" for argument in run_arguments):
         defaults = ["--data.source=not/read", "--train.num_epochs=1", "--train.micro_batch_size_rows=1"]
         run_arguments = [*defaults, f"--train.global_batch_size_rows={strategy.num_processes}", *run_arguments]
-    config_class: Any = SummarizationConfig if is_t5 else LLMConfig
-    config: RecipeConfig = load_config(config_class, [*run_arguments, f"--model.name_or_path={model}"])
+    config: RecipeConfig = load_config(config_class_of(model, recipe), [*run_arguments, f"--model.name_or_path={model}"])
     check_global_batch_size(config.train, strategy.num_processes)
     check_adapter_config(config)
     # The model's config; `from_scratch`, because nothing of the weights is needed, not even their index.
