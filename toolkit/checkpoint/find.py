@@ -1,8 +1,6 @@
 """Finds, ranks and prunes a run's valid checkpoints. It reads files and manifests, but no tensors.
 
-A checkpoint is a folder `checkpoints/step-00000120/`. A save writes it as `step-00000120.tmp/`, adds `manifest.json` last
-(size and sha256 of every other file, and what a resume compares), and renames the folder. A checkpoint is valid only if the
-folder has its final name and a manifest that matches its files.
+A checkpoint is valid only if its folder has its final name and a manifest, which is written last, that matches its files.
 """
 
 from __future__ import annotations

@@ -41,14 +41,14 @@ def load_into(model: PreTrainedModel, folder: Path) -> None:
     Raises:
         UserError: they belong to another model, or the checkpoint's run froze weights that differ from the model's.
     """
-    if _is_model_folder(folder):
+    if (folder / "config.json").is_file():
         on_all_ranks(lambda: _load_exported(model, folder))
     else:
         _load_checkpoint(model, folder)
 
 
 def _find_weights(folder: Path) -> Path:
-    if _is_model_folder(folder):
+    if (folder / "config.json").is_file():
         check_weight_files(folder, f"model.init_from {folder}")
         return folder
     if (folder / CONFIG_FILE).is_file():
@@ -68,10 +68,6 @@ def _find_weights(folder: Path) -> Path:
             "give a run folder that has one, the checkpoint itself, or an exported model"
         )
     return found.folder
-
-
-def _is_model_folder(folder: Path) -> bool:
-    return (folder / "config.json").is_file()
 
 
 def _load_exported(model: PreTrainedModel, folder: Path) -> None:

@@ -1,9 +1,4 @@
-"""Chooses the checkpoint to resume from, and resumes from it exactly. `checkpoint.save` writes checkpoints:
-
-    checkpoints/step-00000120/
-      manifest.json            step, config, fingerprints, metrics, and every other file's size and sha256; written last
-      state/                   trainable parameters, buffers and optimizer moments, sharded (DCP)
-      rng-00000.safetensors    random state, one file per rank
+"""Chooses the checkpoint to resume from, and resumes from it exactly. docs/checkpoints.md names its files.
 
 The learning rate and the position in the batch plan are functions of the manifest's step. Frozen parameters are not saved;
 the manifest has their hashes.

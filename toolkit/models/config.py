@@ -91,8 +91,10 @@ def load_model_config(config: ModelConfig, auto_class: AutoClass, *, is_trained:
 def _set_for_training(model_config: PretrainedConfig, config: ModelConfig) -> None:
     """Set `model.dropout`, and what no run can train with; in place."""
     if config.dropout is not None:
-        for name_of_rate in _dropout_rates(model_config):
-            setattr(model_config, name_of_rate, config.dropout)
+        # Every family has names of its own: `attention_dropout`, `resid_pdrop`, …
+        for key, value in model_config.to_dict().items():
+            if "drop" in key and "layerdrop" not in key and type(value) in (int, float):
+                setattr(model_config, key, config.dropout)
     for rate in LAYER_DROP_RATES:
         if getattr(model_config, rate, None):
             # If one rank drops a layer, the others hang in its collectives (M2M100 has a rate of 0.05).
@@ -205,12 +207,6 @@ def _other_inputs(model_config: PretrainedConfig, auto_class: AutoClass) -> str 
     modalities = mapping[type(model_config)].input_modalities
     others = set([modalities] if isinstance(modalities, str) else modalities) - {"text"}
     return " and ".join(sorted(others)) or None
-
-
-def _dropout_rates(model_config: PretrainedConfig) -> list[str]:
-    """Config keys of dropout rates, but not of layerdrop. Every family has its own: `attention_dropout`, `resid_pdrop`, …"""
-    numbers = [key for key, value in model_config.to_dict().items() if type(value) in (int, float)]
-    return [key for key in numbers if "drop" in key and "layerdrop" not in key]
 
 
 def _has_encoder(model_config: PretrainedConfig) -> bool:

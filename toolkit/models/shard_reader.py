@@ -93,18 +93,19 @@ def hash_sources(sources: Sources, dtypes: dict[str, torch.dtype]) -> dict[str, 
             mine.append(name)
     num_bytes = {name: math.prod(sources[name].shape) * dtypes[name].itemsize for name in mine}
 
-    def digest_mine(threads: ThreadPoolExecutor, hashing: Phase) -> dict[str, str]:
+    def digest_mine() -> dict[str, str]:
         digests = {}
         for name, found in zip(mine, threads.map(digest, mine), strict=True):
             digests[name] = found
             hashing.add(num_bytes[name])
         return digests
 
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # hashing releases the GIL
-        with Phase("hashing the frozen weights", sum(num_bytes.values()), "B") as hashing:
-            hashes = on_all_ranks(lambda: digest_mine(threads, hashing))
-    gathered = {name: value for of_rank in gather_objects(hashes) for name, value in of_rank.items()}
-    return {name: gathered[name] for name in sorted(gathered)}
+    with (
+        ThreadPoolExecutor(torch.get_num_threads()) as threads,  # hashing releases the GIL
+        Phase("hashing the frozen weights", sum(num_bytes.values()), "B") as hashing,
+    ):
+        hashes = on_all_ranks(digest_mine)
+    return dict(sorted(pair for of_rank in gather_objects(hashes) for pair in of_rank.items()))
 
 
 def pieces(shape: tuple[int, ...]) -> Iterator[Box]:
