@@ -106,10 +106,7 @@ def _set_for_training(model_config: PretrainedConfig, config: ModelConfig) -> No
 
 
 def check_weight_files(folder: Path, what: str) -> None:
-    """Refuse a folder whose weights transformers would unpickle or load from elsewhere.
-
-    Args:
-        what: the folder's setting and path, for errors.
+    """Refuse a folder whose weights transformers would unpickle or load from elsewhere; `what` is its setting and path.
 
     Raises:
         UserError: naming the file and the entry.

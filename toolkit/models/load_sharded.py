@@ -19,7 +19,7 @@ from toolkit.config.schema import AdapterConfig, AutoClass, ModelConfig
 from toolkit.distributed.comm import broadcast_object, gather_objects, on_all_ranks
 from toolkit.errors import UserError
 from toolkit.models.freeze import aliases
-from toolkit.models.load import build_on_meta, missing_weights, other_shape
+from toolkit.models.load import build_on_meta, check_loaded
 from toolkit.models.lora import draw_new, magnitudes
 from toolkit.models.lora_files import BASE_FILE, WEIGHTS_FILE, base_name, check_base, file_names, find_adapter
 from toolkit.models.safetensors_index import (
@@ -71,10 +71,7 @@ def open_weights(
         if model._get_dtype_plan(dtype):
             raise WholeOnly("transformers keeps some of its weights in fp32")
         files, match = _match(model, config.name_or_path, config.revision, f"model.name_or_path {config.name_or_path}")
-        if match.missing:
-            raise missing_weights(config.name_or_path, match.missing)
-        for name, shape in match.other_shapes.items():
-            raise other_shape(config.name_or_path, name, shape, tuple(model.state_dict()[name].shape))
+        check_loaded(model, config.name_or_path, match.missing, match.other_shapes)
         if init_from is not None:
             files, match = _match(model, str(init_from), None, f"model.init_from {init_from}")
             _check_same(model, match, init_from)
@@ -99,7 +96,6 @@ def complete_sources(model: PreTrainedModel, weights: Sources, config: AdapterCo
 
     Args:
         weights: the base's sources, from `open_weights`.
-        base: where the base came from, for errors.
 
     Raises:
         UserError: an existing adapter has another base, or its weights cannot be read; on every rank.

@@ -4,6 +4,7 @@
     adapter_model.safetensors    the trainable tensors
     base.json                    where the base came from, and a hash of each of its tensors
 
+Errors name the adapter by `what`, its setting and folder.
 Names of parameters without → with the adapter (`…` is a module, `default` is peft's name of the adapter):
 
     ….weight → ….base_layer.weight                                     frozen
@@ -117,10 +118,6 @@ def read_lora_config(folder: Path, config: AdapterConfig) -> LoraConfig:
 def load_adapter_weights(model: PreTrainedModel, folder: Path, base: str, what: str) -> None:
     """Load the trainable parameters from a folder's safetensors; on the meta device, only compare names and shapes.
 
-    Args:
-        base: the model's name, for errors.
-        what: the adapter's setting and name, for errors.
-
     Raises:
         UserError: naming the first tensor that is missing, unknown or of another shape.
     """
@@ -170,12 +167,8 @@ def hash_weight(weight: torch.Tensor) -> str:
 
 
 def check_base(folder: Path, name_or_path: str, tensors: dict[str, str], what: str) -> None:
-    """Refuse a base that differs from the one recorded in an adapter's folder; adapters saved by peft alone record none.
-
-    Args:
-        name_or_path: the given base's name, for errors.
-        tensors: the given base's `hash_base`.
-        what: the adapter's setting and name, for errors.
+    """Refuse a base, of which `tensors` is `hash_base`, that differs from the one recorded in an adapter's folder; adapters saved
+    by peft alone record none.
 
     Raises:
         UserError: naming the first tensor that differs.
