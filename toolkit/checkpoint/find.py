@@ -83,10 +83,9 @@ def find_checkpoint(run_folder: Path, resume: str) -> tuple[Checkpoint | None, l
         )
     try:
         named = read_checkpoint(Path(resume))
-    except Unread as error:
-        raise UserError(f"checkpoint.resume is {resume}, but {error}") from None
     except ValueError as error:
-        raise UserError(f"checkpoint.resume is {resume}, but {error}: give a whole checkpoint, or auto for the newest") from None
+        way_out = "" if isinstance(error, Unread) else ": give a whole checkpoint, or auto for the newest"
+        raise UserError(f"checkpoint.resume is {resume}, but {error}{way_out}") from None
     if later := [other.name for step, other in list_checkpoints(run_folder) if step > named.step]:
         # Later ones would count as the newest, and the resumed run's saves would be pruned instead of them.
         raise UserError(

@@ -56,10 +56,9 @@ def _find_weights(folder: Path) -> Path:
     if (folder / "manifest.json").is_file():
         try:
             return read_checkpoint(folder).folder
-        except Unread as error:
-            raise UserError(f"model.init_from {folder}: {error}") from None
         except ValueError as error:
-            raise UserError(f"model.init_from {folder}: {error}: give a whole checkpoint, or its run folder") from None
+            way_out = "" if isinstance(error, Unread) else ": give a whole checkpoint, or its run folder"
+            raise UserError(f"model.init_from {folder}: {error}{way_out}") from None
     found, refused = newest_valid(folder)
     if found is None:
         why = f" ({'; '.join(refused)})" if refused else ""

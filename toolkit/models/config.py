@@ -37,7 +37,8 @@ def load_model_config(config: ModelConfig, auto_class: AutoClass, *, is_trained:
         UserError: no such model, no config, a model of another kind, or weights that are not safetensors files of its own.
     """
     import transformers
-    from huggingface_hub.errors import StrictDataclassError
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, StrictDataclassError
     from transformers import AutoConfig
 
     name = config.name_or_path
@@ -55,7 +56,10 @@ def load_model_config(config: ModelConfig, auto_class: AutoClass, *, is_trained:
         check_weight_files(folder, f"model.name_or_path {name}")
     try:
         model_config = AutoConfig.from_pretrained(name, revision=config.revision, trust_remote_code=config.trust_remote_code)
-        index = None if folder.is_dir() or config.from_scratch else _download_index(name, model_config)
+        index = None
+        if not (folder.is_dir() or config.from_scratch):
+            with contextlib.suppress(EntryNotFoundError):  # of weights in one file; loading sharded ones needs it anyway
+                index = Path(hf_hub_download(name, WEIGHTS_INDEX, revision=getattr(model_config, "_commit_hash", None)))
     except (OSError, ValueError, StrictDataclassError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
         if isinstance(error, StrictDataclassError):  # the first line has the key, the second the reason
@@ -156,16 +160,6 @@ def _check_index(index: Path, what: str) -> None:
             f"the {WEIGHTS_INDEX} of {what} names {foreign[0]!r} in its weight_map, and only safetensors files of the same "
             "folder are read: save the model again with transformers' save_pretrained"
         )
-
-
-def _download_index(name: str, model_config: PretrainedConfig) -> Path | None:
-    """Download the index of a hub model's shards, if it has one; loading the weights needs it anyway."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
-
-    with contextlib.suppress(EntryNotFoundError):
-        return Path(hf_hub_download(name, WEIGHTS_INDEX, revision=getattr(model_config, "_commit_hash", None)))
-    return None
 
 
 def _check_trainable(model_config: PretrainedConfig, name: str, auto_class: AutoClass) -> None:

@@ -63,10 +63,7 @@ def cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def hash_frozen(model: nn.Module) -> dict[str, str]:
-    """`hash_parameters` of the frozen parameters.
-
-    Checkpoints record these hashes instead of frozen weights, so that a resume detects another base.
-    """
+    """`hash_parameters` of the frozen parameters, which checkpoints record instead of their values."""
     return hash_parameters(model, {name for name, parameter in model.named_parameters() if not parameter.requires_grad})
 
 

@@ -133,9 +133,7 @@ def fastest_attention(model_config: PretrainedConfig, device_type: str) -> str |
     """The attention to take where the user names none: what the config names; None leaves it to transformers, which takes sdpa.
 
     On a CPU a position bias, which T5 and its kin add to the scores, keeps sdpa off its fast kernel: eager attention takes a
-    quarter off a training step, and a third off an evaluation (8 M parameters, sources of 512 tokens). In training both hold
-    the scores. A GPU's sdpa holds no scores, but in each layer a mask of their size, the sum of bias and padding (transformers'
-    `create_position_bias_mask`): 2 bytes a row, head, query and key in bf16, kept for the backward. `plan` counts it.
+    quarter off a training step, and a third off an evaluation (8 M parameters, sources of 512 tokens).
     """
     own = model_config._attn_implementation
     has_bias = hasattr(model_config, "relative_attention_num_buckets")

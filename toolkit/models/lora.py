@@ -111,11 +111,7 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
 
 
 def draw_new(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
-    """Values of a new LoRA parameter in fp32, drawn as peft does, but from its own seed, however the base loads.
-
-    Args:
-        name: the parameter's name in the adapted model.
-    """
+    """Values of a LoRA parameter of this name in the adapted model, in fp32, drawn as peft does, but from its own seed."""
     values = torch.zeros(shape)
     generator = torch.Generator().manual_seed(derive_seed("adapter", seed, name))
     if ".lora_A." in name:

@@ -71,18 +71,6 @@ def find_adapter(name_or_path: str) -> Path:
     return folder
 
 
-def read_base_name(folder: Path) -> str:
-    """The base that an adapter names: a path, from the directory of its run, or a hub id.
-
-    Raises:
-        UserError: it names none.
-    """
-    base = _read_json(folder / CONFIG_FILE, f"adapter.name_or_path {folder}").get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
-        raise UserError(f"the {CONFIG_FILE} of {folder} names no base (base_model_name_or_path): write its folder there")
-    return base
-
-
 def read_lora_config(folder: Path, config: AdapterConfig) -> LoraConfig:
     """peft's config of the adapter in `folder`, to continue training it, or to use it if `adapter.method` is none.
 
@@ -92,7 +80,7 @@ def read_lora_config(folder: Path, config: AdapterConfig) -> LoraConfig:
     from peft import LoraConfig
 
     what = f"adapter.name_or_path {config.name_or_path}"
-    settings = _read_json(folder / CONFIG_FILE, what)
+    settings = read_json(folder / CONFIG_FILE, what)
     if settings.get("peft_type") != "LORA":
         raise UserError(
             f"{what} is an adapter of type {settings.get('peft_type')}, and only LORA (LoRA, rsLoRA, DoRA) is supported"
@@ -175,7 +163,7 @@ def check_base(folder: Path, name_or_path: str, tensors: dict[str, str], what: s
     """
     if not (folder / BASE_FILE).is_file():
         return
-    recorded = _read_json(folder / BASE_FILE, what)
+    recorded = read_json(folder / BASE_FILE, what)
     theirs = recorded.get(BASE_HASHES)
     if not isinstance(theirs, dict):
         raise UserError(f"the {BASE_FILE} of {what} is not what an export writes: take it away, or export again")
@@ -188,7 +176,7 @@ def check_base(folder: Path, name_or_path: str, tensors: dict[str, str], what: s
         )
 
 
-def _read_json(file: Path, what: str) -> dict[str, Any]:
+def read_json(file: Path, what: str) -> dict[str, Any]:
     """The JSON object in a file of the adapter `what`."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))

@@ -72,9 +72,7 @@ class WeightFiles:
     """
 
     def __init__(self, paths: Iterable[Path], what: str) -> None:
-        """
-        Args:
-            what: their setting and path, for errors.
+        """Open the files; `what` is their setting and path.
 
         Raises:
             UserError: a file cannot be read.
