@@ -72,7 +72,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{where} cannot be read ({error})") from None
     # Version and hash come before the fields.
     _check_kind(manifest, dict, f"{where} is")
-    _check_version(manifest.get("format_version"), folder)
+    if type(version := manifest.get("format_version")) is not int:
+        raise ValueError(f"{folder.name} names no checkpoint format (format_version is {_short(version)}): it is not one of ours")
+    if version != FORMAT_VERSION:
+        older = "export it with the version that wrote it, and give the export as model.init_from"
+        way_out = older if version < FORMAT_VERSION else "update the toolkit"
+        raise ValueError(f"{folder.name} has checkpoint format {version}; this version reads {FORMAT_VERSION}: {way_out}")
     if manifest.get("sha256") != seal(manifest)["sha256"]:
         raise ValueError(f"{where} does not have the sha256 that it names: its content changed")
     # Fields and their types.
@@ -142,15 +147,6 @@ def commit(unfinished: Path, folder: Path, manifest: dict[str, Any]) -> None:
     save_json(unfinished / MANIFEST, seal({"format_version": FORMAT_VERSION, **manifest}))
     fsync_names(unfinished)
     put_in_place(unfinished, folder)
-
-
-def _check_version(version: Any, folder: Path) -> None:
-    if type(version) is not int:
-        raise ValueError(f"{folder.name} names no checkpoint format (format_version is {_short(version)}): it is not one of ours")
-    if version != FORMAT_VERSION:
-        older = "export it with the version that wrote it, and give the export as model.init_from"
-        way_out = older if version < FORMAT_VERSION else "update the toolkit"
-        raise ValueError(f"{folder.name} has checkpoint format {version}; this version reads {FORMAT_VERSION}: {way_out}")
 
 
 def _check_fields(mapping: dict[str, Any], kinds: dict[str, type], prefix: str) -> None:

@@ -80,11 +80,7 @@ class Merge:
     """Merges an adapter into its base, one weight at a time: by peft in fp32. `model` has the base's dtype."""
 
     def __init__(self, skeleton: PreTrainedModel, adapter: Tensors) -> None:
-        """
-        Args:
-            skeleton: the model with the adapter on the meta device.
-            adapter: the trained parameters, unsharded, by name, fp32 on the CPU.
-        """
+        """`skeleton` has the adapter, on the meta device; `adapter` are the trained parameters, unsharded, in fp32 on the CPU."""
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils import ModulesToSaveWrapper
 

@@ -34,11 +34,7 @@ class ModelFiles:
     """The files of a model's folder while they are written. For one rank; no function is collective."""
 
     def __init__(self, folder: Path, model: PreTrainedModel, max_shard_size: str) -> None:
-        """
-        Args:
-            model: on the meta device, with its buffers.
-            max_shard_size: as in `save_pretrained`.
-        """
+        """`model` is on the meta device, with its buffers; `max_shard_size` is as in `save_pretrained`."""
         self._folder, self._model, self._max_shard_size = folder, model, max_shard_size
         self._places: dict[str, tuple[Path, int]] = {}
         """File and offset of each tensor that is not written yet."""

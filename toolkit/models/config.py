@@ -41,8 +41,7 @@ def load_model_config(config: ModelConfig, auto_class: AutoClass, *, is_trained:
     from huggingface_hub.errors import EntryNotFoundError, StrictDataclassError
     from transformers import AutoConfig
 
-    name = config.name_or_path
-    folder = Path(name)
+    name, folder = config.name_or_path, Path(config.name_or_path)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise UserError(
             f"model.name_or_path {name} is an adapter: give its base there, and this folder as adapter.name_or_path with "

@@ -110,12 +110,7 @@ def load_model(
 def check_loaded(
     model: PreTrainedModel, name_or_path: str, missing: Iterable[str], other_shapes: dict[str, tuple[int, ...]]
 ) -> None:
-    """Refuse weights that are incomplete, which transformers would draw at random, or of other shapes than the config's.
-
-    Args:
-        missing: names in the model.
-        other_shapes: stored shapes by names in the model.
-    """
+    """Refuse weights that are incomplete, which transformers would draw at random, or have other (stored) shapes."""
     what = f"the weights of model.name_or_path {name_or_path}"
     if names := sorted(missing):
         raise UserError(

@@ -92,10 +92,7 @@ def open_weights(
 
 
 def complete_sources(model: PreTrainedModel, weights: Sources, config: AdapterConfig, base: ModelConfig, seed: int) -> Sources:
-    """The source of each parameter of the adapted model. Collective.
-
-    Args:
-        weights: the base's sources, from `open_weights`.
+    """The source of each parameter of the adapted model; `weights` are the base's, from `open_weights`. Collective.
 
     Raises:
         UserError: an existing adapter has another base, or its weights cannot be read; on every rank.

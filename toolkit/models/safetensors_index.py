@@ -97,8 +97,7 @@ class WeightFiles:
 def find_weight_files(name_or_path: str, revision: str | None, named: str | None = None) -> list[Path]:
     """The safetensors files that transformers would load from a folder or, after a download, from the hub's cache.
 
-    Args:
-        named: the config's `transformers_weights`: which of `WEIGHTS_FILES` to take.
+    The config may have `named` one of `WEIGHTS_FILES` (`transformers_weights`).
 
     Raises:
         WholeOnly: there are none; transformers may still find weights, or raises the error.

@@ -56,11 +56,7 @@ def choose_linears(model: nn.Module, blocks: dict[str, nn.Module], num_shards: i
 
 
 def convert(model: nn.Module, linears: dict[str, nn.Linear], config: Any) -> None:
-    """Replace each Linear by torchao's, in place; names and values of parameters stay.
-
-    Args:
-        config: a `torchao.float8.Float8LinearConfig`.
-    """
+    """Replace each Linear by torchao's, of a `Float8LinearConfig`, in place; names and values of parameters stay."""
     from torchao.float8 import convert_to_float8_training
 
     convert_to_float8_training(model, module_filter_fn=lambda _, name: name in linears, config=config)

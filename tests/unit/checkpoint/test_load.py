@@ -12,6 +12,7 @@ import pytest
 from tests.support.checkpoint_files import LOSS, make_checkpoint
 from toolkit import __version__
 from toolkit.checkpoint import load as checkpoint
+from toolkit.checkpoint import manifest
 from toolkit.checkpoint.find import best_value
 from toolkit.checkpoint.load import _check_identity, best_of_run, check_settings, describe_versions, forget_unequal
 from toolkit.checkpoint.manifest import Checkpoint
@@ -67,6 +68,17 @@ def test_precision_and_model_config_belong_to_a_run() -> None:
     assert _check_identity(saved(), identity()) == TrainState(3)
     with pytest.raises(UserError, match="^the model's config.json is not the one step-00000003 was trained with: set it back"):
         _check_identity(saved(), identity("other"))
+
+
+def test_a_resume_reads_a_manifest_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its choice to the state that it takes over."""
+    make_checkpoint(tmp_path, 3)
+    read, real = [], manifest.read_manifest
+    monkeypatch.setattr(manifest, "read_manifest", lambda folder: read.append(folder) or real(folder))
+    chosen = checkpoint.choose_checkpoint(tmp_path, "auto", {})
+    ours: Any = Identity({}, None, "d", {})  # type: ignore[arg-type]  # the checkpoint names no model
+    assert chosen is not None and chosen.settings == {} and _check_identity(chosen, ours).step == 3
+    assert read == [chosen.folder]
 
 
 def test_files_of_a_mix_may_move_but_its_weights_may_not_change() -> None:
