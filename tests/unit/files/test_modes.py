@@ -25,7 +25,7 @@ from toolkit.data.cache_folders import find_or_build
 from toolkit.distributed.rng import capture_random_state, save_random_state
 from toolkit.errors import UserError
 from toolkit.export.card import Origin
-from toolkit.export.write import Places, _replaced, _write_rest
+from toolkit.export.write import Places, _Export, _replaced
 from toolkit.files.modes import give_usual_mode
 from toolkit.models.lora_files import CONFIG_FILE, WEIGHTS_FILE, find_adapter
 from toolkit.tools.checkpoints import show_checkpoints
@@ -75,7 +75,9 @@ def test_files_of_safetensors_get_the_mode_of_any_other_file(tmp_path: Path, uma
         config = load_config("llm", overrides={"model.name_or_path": "m", "data.source": "x", "train.max_steps": 1})
         places = Places(check_file=tmp_path / "export_check.safetensors")
         with patch("transformers.AutoTokenizer.from_pretrained"):  # reads what this tokenizer does not write
-            _write_rest(config, skeleton, tokenizer, tensors, Origin(), places, folder, "model", torch.float32)
+            sharded: Any = SimpleNamespace(skeleton=skeleton)
+            under_way = _Export(config, sharded, tokenizer, tensors, Origin(), places)
+            under_way._write_rest(folder, "model", torch.float32)
     name = save_random_state(capture_random_state(), tmp_path)
     export = tmp_path / "export"
     files = [
