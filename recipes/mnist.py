@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -184,7 +185,6 @@ def evaluate(sharded: ShardedModel, images: ImageSets, batch_size_rows: int) -> 
     Args:
         batch_size_rows: images per batch and process; in fp32 it never changes the result.
     """
-    import time
 
     import numpy as np
     import torch
@@ -223,7 +223,6 @@ def save_weights(sharded: ShardedModel, path: Path) -> dict[str, float]:
     Raises:
         UserError: the file cannot be written; on every rank.
     """
-    import time
 
     from safetensors import SafetensorError
     from safetensors.torch import save_file

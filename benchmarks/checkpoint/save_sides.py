@@ -155,9 +155,9 @@ def measure_blocking(config: SidesConfig) -> dict[str, Any]:
 
 def resume(ours: Trained) -> None:
     """Choose the newest checkpoint, compare all its hashes, and load it. Collective."""
-    folder = choose_checkpoint(ours.folder, "auto", IDENTITY.config)
-    assert folder is not None
-    load_checkpoint(folder, ours.sharded, ours.optimizer, IDENTITY)
+    newest = choose_checkpoint(ours.folder, "auto", IDENTITY.config)
+    assert newest is not None
+    load_checkpoint(newest, ours.sharded, ours.optimizer, IDENTITY)
 
 
 def measure_overhead(config: SidesConfig) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import pytest
 from tests.faults.harness import attempt_with, run_with
 from tests.faults.workers.faulty_recipe import wrap
 from tests.recipes.test_best_weights import WORSENING
+from tests.support.checkpoint_files import found_folder
 from tests.support.workbench import Workbench, new_bench
-from toolkit.checkpoint.load import find_checkpoint
 from toolkit.errors import EXIT_USER_ERROR
 
 CHANGES: dict[str, Any] = {
@@ -77,7 +77,7 @@ def test_a_folder_that_is_removed_is_made_again(bench: Workbench) -> None:
     assert [steps(bench, "all", kind) for kind in ("train", "eval", "checkpoint")] == [[4, 5, 6], [4, 6], [4, 6]]
     assert table_rows(printed) == TABLE and "generated:" in printed
     assert bench.checkpoints("all") == ["step-00000004", "step-00000006"]
-    assert find_checkpoint(run, "auto") == (run / "checkpoints/step-00000006", [])
+    assert found_folder(run, "auto") == (run / "checkpoints/step-00000006", [])
     for name in ("config.yaml", ".lock", "export/model.safetensors", "curves.png", "memory.json", "rows-00001.jsonl"):
         assert (run / name).exists(), name
 

@@ -22,10 +22,10 @@ from tests.faults.signals import (
     wait_for_signal,
 )
 from tests.faults.workers.faulty_recipe import wrap
+from tests.support.checkpoint_files import newest_folder
 from tests.support.launch import LaunchResult
 from tests.support.real_launch import accelerate_launch, finish
 from tests.support.workbench import FP32, Workbench, new_bench
-from toolkit.checkpoint.find import newest_valid
 from toolkit.errors import EXIT_STOPPED
 
 NUM_STEPS = 6
@@ -116,7 +116,7 @@ def check_stopped(bench: Workbench, name: str, result: LaunchResult) -> int:
     if said[0].endswith(" before the first step"):
         assert not (bench.runs / name / "checkpoints").exists()
         return 0
-    newest, refused = newest_valid(bench.runs / name)
+    newest, refused = newest_folder(bench.runs / name)
     assert newest is not None and refused == []
     step = int(newest.name.removeprefix("step-"))
     assert f" after step {step}, with a checkpoint" in said[0]
@@ -220,7 +220,7 @@ def test_what_ends_the_launcher_stops_every_rank_with_a_checkpoint(bench: Workbe
     assert time.monotonic() - start_s < GRACE_S and "terminate called" not in printed, "killed, not ended"
     sentence = f"stopped by {said} after step 5, with a checkpoint: the same command goes on from there\n"
     assert printed.count(sentence) == 1, printed
-    newest, refused = newest_valid(bench.runs / name)
+    newest, refused = newest_folder(bench.runs / name)
     assert (newest, refused) == (bench.runs / name / "checkpoints" / "step-00000005", [])
     if end != "terminated":
         return

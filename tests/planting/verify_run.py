@@ -54,8 +54,7 @@ def _prove(check: str, box: Box, runs: list[WatchedRun]) -> list[Proof | None]:
         return [check_dropout(runs[0])]
     if check == "evaluation":
         return [compare_evaluations(*runs, DEFAULT_TOLERANCE)]
-    auto_class = "AutoModelForCausalLM" if box.recipe.name == "llm.py" else "AutoModelForSeq2SeqLM"
-    return list(check_exports(runs[0], box.config, auto_class))
+    return list(check_exports(runs[0], box.config))
 
 
 def launch(preset: Path, command: list[str], log_path: Path) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.find import Goal, prune
+from toolkit.checkpoint.find import Goal, Ranked, find_checkpoint, newest_valid, prune, rank_checkpoints, whole_checkpoints
 from toolkit.checkpoint.folders import checkpoints_folder, step_folder
 from toolkit.checkpoint.manifest import MANIFEST, commit
 from toolkit.files.durable import describe_files, seal
@@ -54,6 +54,20 @@ def prune_to(
     run: Path, just_written: Path, keep_last: int = 1, keep_best: int = 0, goal: Goal = LOSS
 ) -> tuple[list[Path], list[str]]:
     return prune(run, keep_last, keep_best, goal, just_written)
+
+
+def newest_folder(run: Path) -> tuple[Path | None, list[str]]:
+    newest, refused = newest_valid(run)
+    return newest and newest.folder, refused
+
+
+def found_folder(run: Path, resume: str) -> tuple[Path | None, list[str]]:
+    found, sentences = find_checkpoint(run, resume)
+    return found and found.folder, sentences
+
+
+def ranked(run: Path, goal: Goal, last_step: int | None = None) -> list[Ranked]:
+    return rank_checkpoints(whole_checkpoints(run, last_step)[0], goal)
 
 
 def names(run: Path) -> list[str]:

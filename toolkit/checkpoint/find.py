@@ -1,8 +1,6 @@
 """Finds, ranks and prunes a run's valid checkpoints. It reads files and manifests, but no tensors.
 
-A checkpoint is a folder `checkpoints/step-00000120/`. A save writes it as `step-00000120.tmp/`, adds `manifest.json` last
-(size and sha256 of every other file, and what a resume compares), and renames the folder. A checkpoint is valid only if the
-folder has its final name and a manifest that matches its files.
+A checkpoint is valid only if its folder has its final name and a manifest, which is written last, that matches its files.
 """
 
 from __future__ import annotations
@@ -23,13 +21,13 @@ from toolkit.checkpoint.folders import (
     remove_folder,
     step_folder,
 )
-from toolkit.checkpoint.manifest import Unread, check_files, read_manifest
+from toolkit.checkpoint.manifest import Checkpoint, Unread, read_checkpoint
 from toolkit.errors import UserError
 from toolkit.files.durable import fsync_path
 from toolkit.files.modes import denials_named
 
 
-def newest_valid(run_folder: Path) -> tuple[Path | None, list[str]]:
+def newest_valid(run_folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest valid checkpoint of a run, and a sentence for each newer one that is not valid.
 
     A read error counts as not valid: an older checkpoint may lie on an intact part of a failing disk.
@@ -37,20 +35,18 @@ def newest_valid(run_folder: Path) -> tuple[Path | None, list[str]]:
     Raises:
         UserError: a newer one may not be read. It may be valid, and a run resumed from an older one would replace it.
     """
-    refused = []
+    refused: list[str] = []
     for _, folder in reversed(list_checkpoints(run_folder)):
         try:
-            check_files(folder, read_manifest(folder))
+            return read_checkpoint(folder), refused
         except ValueError as error:
             if isinstance(error, Unread) and error.is_denied:
                 raise UserError(f"{checkpoints_folder(run_folder)}/{error}") from None
             refused.append(str(error))
-        else:
-            return folder, refused
     return None, refused
 
 
-def find_checkpoint(run_folder: Path, resume: str) -> tuple[Path | None, list[str]]:
+def find_checkpoint(run_folder: Path, resume: str) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint that `checkpoint.resume` names, if any, and a sentence for each newer one that is not valid.
 
     It first restores what a crash left half replaced, so only one process may call it.
@@ -78,26 +74,25 @@ def find_checkpoint(run_folder: Path, resume: str) -> tuple[Path | None, list[st
             )
         return None, sentences
     # a named checkpoint: it must be valid, and the newest
-    folder = Path(resume)
-    if not _is_folder(folder):
+    with denials_named("checkpoint.resume"):
+        is_folder = Path(resume).is_dir()
+    if not is_folder:
         raise UserError(
             f"checkpoint.resume is {resume}, and there is no such folder: give auto, never or a checkpoint, as in "
             f"{step_folder(run_folder, 120)}"
         )
     try:
-        manifest = read_manifest(folder)
-        check_files(folder, manifest)
-    except Unread as error:
-        raise UserError(f"checkpoint.resume is {resume}, but {error}") from None
+        named = read_checkpoint(Path(resume))
     except ValueError as error:
-        raise UserError(f"checkpoint.resume is {resume}, but {error}: give a whole checkpoint, or auto for the newest") from None
-    if later := [other.name for step, other in list_checkpoints(run_folder) if step > manifest["step"]]:
+        way_out = "" if isinstance(error, Unread) else ": give a whole checkpoint, or auto for the newest"
+        raise UserError(f"checkpoint.resume is {resume}, but {error}{way_out}") from None
+    if later := [other.name for step, other in list_checkpoints(run_folder) if step > named.step]:
         # Later ones would count as the newest, and the resumed run's saves would be pruned instead of them.
         raise UserError(
             f"checkpoint.resume is {resume}, but {checkpoints_folder(run_folder)} has later ones: move "
             f"{', '.join(later)} away first"
         )
-    return folder, sentences
+    return named, sentences
 
 
 def restore_replaced(run_folder: Path) -> list[str]:
@@ -148,27 +143,49 @@ class Goal:
 class Ranked(NamedTuple):
     """A complete checkpoint that was evaluated."""
 
-    folder: Path
-    step: int
+    checkpoint: Checkpoint
     value: float
     """Value of the goal's metric."""
     is_comparable: bool
     """Whether it was measured on what the run evaluates on now."""
 
 
-def rank_checkpoints(run_folder: Path, goal: Goal, last_step: int | None = None) -> list[Ranked]:
-    """Checkpoints up to `last_step` whose value of the goal's metric is a number, best first; of equal ones, the earlier first.
+def whole_checkpoints(run_folder: Path, last_step: int | None = None) -> tuple[list[Checkpoint], list[str]]:
+    """Checkpoints up to `last_step` whose files are present in full size, oldest first; a sentence for each other."""
+    whole, sentences = [], []
+    for step, folder in list_checkpoints(run_folder):
+        if last_step is None or step <= last_step:
+            try:
+                whole.append(read_checkpoint(folder, hashes=False))
+            except ValueError as error:
+                sentences.append(str(error))
+    return whole, sentences
 
-    Files are checked by presence and size, not by hash. Checkpoints measured as the run measures now come first. The others
-    follow in groups that were measured alike, the group with the newest checkpoint first.
+
+def rank_checkpoints(whole: list[Checkpoint], goal: Goal) -> list[Ranked]:
+    """Those whose value of the goal's metric is a number, best first; of equal ones, the earlier first.
+
+    Checkpoints measured as the run measures now come first. The others follow in groups that were measured alike, the group
+    with the newest checkpoint first.
+
+    Args:
+        whole: oldest first.
     """
-    whole, _ = whole_manifests(run_folder)
-    return _rank([(folder, manifest) for folder, manifest in whole if last_step is None or manifest["step"] <= last_step], goal)
+    groups: dict[str, list[Ranked]] = {}
+    for checkpoint in reversed(whole):
+        measured_on, value = checkpoint.manifest["measured_on"], checkpoint.manifest["metrics"].get(goal.metric, math.nan)
+        if not math.isnan(value):
+            alike = json.dumps([measured_on.get(key) for key in goal.compared], sort_keys=True)
+            groups.setdefault(alike, []).append(Ranked(checkpoint, value, not goal.changes(measured_on)))
+    best_first = sorted(groups.values(), key=lambda group: not group[0].is_comparable)  # stable: others by newest
+    sign = -1 if goal.higher_is_better else 1
+    by_value = (sorted(group, key=lambda ranked: (sign * ranked.value, ranked.checkpoint.step)) for group in best_first)
+    return [ranked for group in by_value for ranked in group]
 
 
 def best_value(run_folder: Path, goal: Goal, last_step: int) -> float | None:
     """The best value among the checkpoints up to `last_step` that may be compared with this run's; None: there is none."""
-    ranked = rank_checkpoints(run_folder, goal, last_step)[:1]
+    ranked = rank_checkpoints(whole_checkpoints(run_folder, last_step)[0], goal)[:1]
     return ranked[0].value if ranked and ranked[0].is_comparable else None
 
 
@@ -184,15 +201,15 @@ def prune(run_folder: Path, keep_last: int, keep_best: int, goal: Goal, just_wri
     """
     # Nothing goes before the new checkpoint is complete.
     try:
-        step = _read_whole(just_written)["step"]
+        step = read_checkpoint(just_written, hashes=False).step
     except ValueError as error:
         return [], [f"no checkpoint was removed, as the one just written is not whole: {error}"]
     sentences = restore_replaced(run_folder)
     # Choose what to keep.
-    whole = [(folder, manifest) for folder, manifest in whole_manifests(run_folder)[0] if manifest["step"] <= step]
-    kept = {folder.name for folder, _ in whole[-keep_last:]}  # the one just written is the newest of these
-    kept |= {ranked.folder.name for ranked in _rank(whole, goal)[:keep_best]}
-    going = [folder for folder, _ in whole if folder.name not in kept]
+    whole, _ = whole_checkpoints(run_folder, step)
+    kept = {checkpoint.step for checkpoint in whole[-keep_last:]}  # the one just written is the newest of these
+    kept |= {ranked.checkpoint.step for ranked in rank_checkpoints(whole, goal)[:keep_best]}
+    going = [checkpoint.folder for checkpoint in whole if checkpoint.step not in kept]
     # An `.old` that is still there has a broken replacement. It must go before that, or the next restore would bring it back.
     leftovers = [path for path in list_leftovers(run_folder) if path.suffix != REPLACED or path.with_suffix("") in going]
     leftovers.sort(key=lambda path: path.suffix != REMOVING)  # the others are renamed to this before removal
@@ -208,45 +225,9 @@ def prune(run_folder: Path, keep_last: int, keep_best: int, goal: Goal, just_wri
     return [folder for folder in removed if folder in going], sentences
 
 
-def _is_folder(path: Path) -> bool:
-    with denials_named("checkpoint.resume"):
-        return path.is_dir()
-
-
 def _is_valid(folder: Path) -> bool:
     try:
-        check_files(folder, read_manifest(folder))
+        read_checkpoint(folder)
     except ValueError:
         return False
     return True
-
-
-def _rank(whole: list[tuple[Path, dict[str, Any]]], goal: Goal) -> list[Ranked]:
-    groups: dict[str, list[Ranked]] = {}
-    for folder, manifest in reversed(whole):
-        measured_on, value = manifest["measured_on"], manifest["metrics"].get(goal.metric, math.nan)
-        if not math.isnan(value):
-            alike = json.dumps([measured_on.get(key) for key in goal.compared], sort_keys=True)
-            ranked = Ranked(folder, manifest["step"], value, not goal.changes(measured_on))
-            groups.setdefault(alike, []).append(ranked)
-    best_first = sorted(groups.values(), key=lambda group: not group[0].is_comparable)  # stable: others by newest
-    sign = -1 if goal.higher_is_better else 1
-    return [ranked for group in best_first for ranked in sorted(group, key=lambda ranked: (sign * ranked.value, ranked.step))]
-
-
-def whole_manifests(run_folder: Path) -> tuple[list[tuple[Path, dict[str, Any]]], list[str]]:
-    """`(folder, manifest)` of every checkpoint whose files are present in full size, oldest first; a sentence for each other."""
-    whole, sentences = [], []
-    for _, folder in list_checkpoints(run_folder):
-        try:
-            whole.append((folder, _read_whole(folder)))
-        except ValueError as error:
-            sentences.append(str(error))
-    return whole, sentences
-
-
-def _read_whole(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, after a check that its files are present in full size."""
-    manifest = read_manifest(folder)
-    check_files(folder, manifest, hashes=False)
-    return manifest

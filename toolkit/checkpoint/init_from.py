@@ -9,7 +9,7 @@ import torch
 
 from toolkit.checkpoint.dcp import load_tensors, stored_names
 from toolkit.checkpoint.find import newest_valid
-from toolkit.checkpoint.manifest import Unread, check_files, read_manifest
+from toolkit.checkpoint.manifest import Unread, read_checkpoint, read_manifest
 from toolkit.distributed.comm import on_all_ranks, on_rank_0
 from toolkit.errors import UserError
 from toolkit.files.modes import denials_named
@@ -41,26 +41,24 @@ def load_into(model: PreTrainedModel, folder: Path) -> None:
     Raises:
         UserError: they belong to another model, or the checkpoint's run froze weights that differ from the model's.
     """
-    if _is_model_folder(folder):
+    if (folder / "config.json").is_file():
         on_all_ranks(lambda: _load_exported(model, folder))
     else:
         _load_checkpoint(model, folder)
 
 
 def _find_weights(folder: Path) -> Path:
-    if _is_model_folder(folder):
+    if (folder / "config.json").is_file():
         check_weight_files(folder, f"model.init_from {folder}")
         return folder
     if (folder / CONFIG_FILE).is_file():
         raise UserError(f"model.init_from {folder} is an adapter: give it as adapter.name_or_path, with its adapter.method")
     if (folder / "manifest.json").is_file():
         try:
-            check_files(folder, read_manifest(folder))
-        except Unread as error:
-            raise UserError(f"model.init_from {folder}: {error}") from None
+            return read_checkpoint(folder).folder
         except ValueError as error:
-            raise UserError(f"model.init_from {folder}: {error}: give a whole checkpoint, or its run folder") from None
-        return folder
+            way_out = "" if isinstance(error, Unread) else ": give a whole checkpoint, or its run folder"
+            raise UserError(f"model.init_from {folder}: {error}{way_out}") from None
     found, refused = newest_valid(folder)
     if found is None:
         why = f" ({'; '.join(refused)})" if refused else ""
@@ -68,11 +66,7 @@ def _find_weights(folder: Path) -> Path:
             f"model.init_from {folder} holds no valid checkpoint{why}: "
             "give a run folder that has one, the checkpoint itself, or an exported model"
         )
-    return found
-
-
-def _is_model_folder(folder: Path) -> bool:
-    return (folder / "config.json").is_file()
+    return found.folder
 
 
 def _load_exported(model: PreTrainedModel, folder: Path) -> None:

@@ -1,9 +1,4 @@
-"""Chooses the checkpoint to resume from, and resumes from it exactly. `checkpoint.save` writes checkpoints:
-
-    checkpoints/step-00000120/
-      manifest.json            step, config, fingerprints, metrics, and every other file's size and sha256; written last
-      state/                   trainable parameters, buffers and optimizer moments, sharded (DCP)
-      rng-00000.safetensors    random state, one file per rank
+"""Chooses the checkpoint to resume from, and resumes from it exactly. docs/checkpoints.md names its files.
 
 The learning rate and the position in the batch plan are functions of the manifest's step. Frozen parameters are not saved;
 the manifest has their hashes.
@@ -12,6 +7,7 @@ the manifest has their hashes.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from toolkit.checkpoint.dcp import Tensors, load_tensors
-from toolkit.checkpoint.find import Goal, Ranked, find_checkpoint, rank_checkpoints, whole_manifests
-from toolkit.checkpoint.folders import list_checkpoints
-from toolkit.checkpoint.manifest import check_files, read_manifest
+from toolkit.checkpoint.find import Goal, Ranked, find_checkpoint, rank_checkpoints, whole_checkpoints
+from toolkit.checkpoint.manifest import Checkpoint, read_checkpoint
 from toolkit.checkpoint.state import Identity, TrainState, model_tensors, state_tensors
 from toolkit.config.paths import split_own_source
 from toolkit.distributed.comm import on_all_ranks, on_rank_0
@@ -49,20 +44,20 @@ MAY_CHANGE_ON_RESUME = (
 """Config keys (or sections) that a resumed run may set differently. Data is compared by its tokens, not by its files."""
 
 
-def choose_checkpoint(run_folder: Path, resume: str, config: dict[str, Any]) -> Path | None:
+def choose_checkpoint(run_folder: Path, resume: str, settings: dict[str, Any]) -> Checkpoint | None:
     """The checkpoint to resume from, chosen by rank 0; prints which newer ones are not valid, and why. Collective.
 
     Args:
-        config: as in `Identity`; compared here, so that a wrong config fails before anything loads.
+        settings: `Identity.config`; compared here, so that a wrong config fails before anything loads.
 
     Raises:
         UserError: as `find_checkpoint`, or the checkpoint has another config; on every rank.
     """
 
-    def choose() -> tuple[Path | None, list[str]]:
+    def choose() -> tuple[Checkpoint | None, list[str]]:
         choice, refused = find_checkpoint(run_folder, resume)
         if choice is not None:
-            _check_config(choice, read_manifest(choice)["identity"]["config"], config)
+            check_settings(choice, settings)
         return choice, refused
 
     choice, refused = on_rank_0(choose)
@@ -71,35 +66,40 @@ def choose_checkpoint(run_folder: Path, resume: str, config: dict[str, Any]) -> 
     return choice
 
 
-def load_checkpoint(folder: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer, identity: Identity) -> TrainState:
+def check_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
+    """Refuse to resume with settings other than the checkpoint's, except those that may change.
+
+    Raises:
+        UserError: naming the first one.
+    """
+    for key, value in settings.items():
+        before = checkpoint.settings.get(key, value if value == 0 else None)  # one added since counts as None, a number as 0
+        if not key.startswith(MAY_CHANGE_ON_RESUME) and _without_places(before) != _without_places(value):
+            raise UserError(f"{key} is {value!r}, but {checkpoint.folder} was made with {before!r}: {_ways_out()}")
+
+
+def load_checkpoint(
+    checkpoint: Checkpoint, sharded: ShardedModel, optimizer: torch.optim.Optimizer, identity: Identity
+) -> TrainState:
     """Load weights, moments and random state in place, on any number of ranks. Collective.
 
     Raises:
-        UserError: run config, model config, data or frozen weights differ from the checkpoint's; names the difference.
+        UserError: model config, data or frozen weights differ from the checkpoint's, or it cannot be read; names which.
     """
-    # Weights and moments are read into the run's own tensors.
-    manifest = on_all_ranks(lambda: load_manifest(folder, identity))
-    options = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
-    at("loading the checkpoint")  # FSDP1 gathers over the device here, where waiting takes a core like work
-    tensors = state_tensors(sharded, optimizer)
-    _load(tensors, folder)
-    at("loading the checkpoint")
-    _put_back(sharded, tensors)
+    state = on_all_ranks(lambda: _check_identity(checkpoint, identity))
+    tensors = _load(checkpoint.folder, sharded, lambda: state_tensors(sharded, optimizer))
     # The checkpoint has no hyperparameters: take those of the optimizer.
+    options = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
     everything: dict[str, Any] = get_optimizer_state_dict(sharded.model, optimizer, options=options)
     everything |= {name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")}
     set_optimizer_state_dict(sharded.model, optimizer, everything, options=options)
-    load_random_state(folder, manifest["world_size"])
-    return TrainState.from_manifest(manifest)
+    load_random_state(checkpoint.folder, checkpoint.manifest["world_size"])
+    return state
 
 
 def load_weights(folder: Path, sharded: ShardedModel) -> None:
     """Load only a checkpoint's parameters and buffers, in place. Collective."""
-    at("loading the checkpoint")
-    tensors = model_tensors(sharded)
-    _load(tensors, folder)
-    at("loading the checkpoint")
-    _put_back(sharded, tensors)
+    _load(folder, sharded, lambda: model_tensors(sharded))
 
 
 def forget_unequal(state: TrainState, manifest: dict[str, Any], goal: Goal) -> str | None:
@@ -127,7 +127,7 @@ def describe_versions(manifest: dict[str, Any]) -> str | None:
     return f"the checkpoint was made with {', '.join(changed)}: later losses may differ a little" if changed else None
 
 
-def best_of_run(run_folder: Path, goal: Goal, setting: str = "export.weights") -> tuple[Path | None, str]:
+def best_of_run(run_folder: Path, goal: Goal, setting: str = "export.weights") -> tuple[Checkpoint | None, str]:
     """The best checkpoint that rank 0 finds, checked by hash, and a sentence on the choice. Collective.
 
     The checkpoint is None if all of them have been removed: then only the weights in memory are left. `setting` asked for it, for
@@ -136,56 +136,38 @@ def best_of_run(run_folder: Path, goal: Goal, setting: str = "export.weights") -
     Raises:
         UserError: no kept checkpoint has that metric, or the best one is damaged; on every rank.
     """
-
     working("choosing the best checkpoint")
 
-    def find() -> tuple[Path | None, str]:
-        if not list_checkpoints(run_folder):
+    def find() -> tuple[Checkpoint | None, str]:
+        whole, others = whole_checkpoints(run_folder)
+        if not whole and not others:
             return None, f"{run_folder} has no checkpoint any more to take the best from: exporting the last weights"
-        ranked = rank_checkpoints(run_folder, goal)
+        ranked = rank_checkpoints(whole, goal)
         if not ranked:
             raise UserError(f"{setting} is best, but no checkpoint in {run_folder} has {goal.metric}, or only NaN: take last")
-        best = ranked[0]
         try:
-            check_files(best.folder, read_manifest(best.folder))
+            best = read_checkpoint(ranked[0].checkpoint.folder)
         except ValueError as error:
             raise UserError(f"{setting} is best, but {error}: set it to last") from None
-        left_out = [f"left out, as {sentence}" for sentence in whole_manifests(run_folder)[1]]
-        return best.folder, "; ".join([_describe_choice(best, ranked, goal.metric), *left_out])
+        left_out = [f"left out, as {sentence}" for sentence in others]
+        return best, "; ".join([_describe_choice(ranked, goal.metric), *left_out])
 
     return on_rank_0(find)
 
 
-def load_manifest(folder: Path, identity: Identity) -> dict[str, Any]:
-    """The manifest of a checkpoint, after a check that it belongs to this run.
-
-    Raises:
-        UserError: as `load_checkpoint`.
-    """
-    try:
-        manifest = read_manifest(folder)
-    except ValueError as error:  # it has changed since it was chosen
-        raise UserError(f"checkpoint {folder} cannot be loaded: {error}") from None
-    _check_identity(folder, manifest["identity"], identity)
-    try:
-        TrainState.from_manifest(manifest)
-    except TypeError as error:
-        raise UserError(f"checkpoint {folder} cannot be loaded: its state is not of this version ({error})") from None
-    return manifest
-
-
-def _describe_choice(best: Ranked, ranked: list[Ranked], metric: str) -> str:
-    chosen = f"exporting the weights of step {best.step}, the best {metric} ({best.value:.4g}) of the checkpoints kept"
+def _describe_choice(ranked: list[Ranked], metric: str) -> str:
+    best = ranked[0]
+    chosen = f"exporting the weights of step {best.checkpoint.step}, the best {metric} ({best.value:.4g}) of the checkpoints kept"
     if not best.is_comparable:
         return f"{chosen}; none was measured on the rows, or with the settings, that this run evaluates with now"
-    if others := [other.folder.name for other in ranked if not other.is_comparable]:
+    if others := [other.checkpoint.folder.name for other in ranked if not other.is_comparable]:
         return f"{chosen}; not compared, as measured on other rows or with other settings: {', '.join(sorted(others))}"
     return chosen
 
 
-def _check_identity(folder: Path, theirs: dict[str, Any], ours: Identity) -> None:
-    """Refuse to resume with another config, model, data or frozen base."""
-    _check_config(folder, theirs["config"], ours.config)
+def _check_identity(checkpoint: Checkpoint, ours: Identity) -> TrainState:
+    """Refuse to resume with another model, data or frozen base; returns the saved state."""
+    folder, theirs = checkpoint.folder, checkpoint.manifest["identity"]
     if theirs.get("model_config_hash") != ours.model_config_hash:
         raise UserError(f"the model's config.json is not the one {folder} was trained with: {_ways_out()}")
     if theirs["data_fingerprint"] != ours.data_fingerprint:
@@ -198,13 +180,10 @@ def _check_identity(folder: Path, theirs: dict[str, Any], ours: Identity) -> Non
             f"the frozen base weights are not those {folder} was trained on: {len(changed)} differ, {base_name(changed[0])} "
             "first; give the same base, or take another run.name"
         )
-
-
-def _check_config(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    for key, value in ours.items():
-        before = theirs.get(key, value if value == 0 else None)  # a key that was added since counts as None, a number as 0
-        if not key.startswith(MAY_CHANGE_ON_RESUME) and _without_places(before) != _without_places(value):
-            raise UserError(f"{key} is {value!r}, but {folder} was made with {before!r}: {_ways_out()}")
+    try:
+        return TrainState.from_manifest(checkpoint.manifest)
+    except TypeError as error:
+        raise UserError(f"checkpoint {folder} cannot be loaded: its state is not of this version ({error})") from None
 
 
 def _without_places(value: Any) -> Any:
@@ -222,14 +201,15 @@ def _ways_out() -> str:
     return "set it back to resume, or take another run.name (model.init_from starts a new run from these weights)"
 
 
-def _put_back(sharded: ShardedModel, tensors: Tensors) -> None:
-    """Copy loaded tensors into the parameters: only under FSDP1 are they not views of them already. Collective."""
+def _load(folder: Path, sharded: ShardedModel, own_tensors: Callable[[], Tensors]) -> Tensors:
+    """Read a checkpoint into the run's own tensors, and return them; if one rank fails, all raise its UserError. Collective."""
+    at("loading the checkpoint")  # FSDP1 gathers over the device here, where waiting takes a core like work
+    tensors = own_tensors()
+    working("loading the checkpoint")
+    load_tensors(tensors, folder / "state", f"checkpoint {folder} cannot be loaded")
+    at("loading the checkpoint")
+    # Only under FSDP1 are they not views of the parameters already.
     state: dict[str, Any] = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
     set_model_state_dict(sharded.model, state, options=StateDictOptions(strict=False))
     refresh_scales(sharded.model)
-
-
-def _load(tensors: Tensors, folder: Path) -> None:
-    """Fill `tensors` in place; if one rank fails, all raise its UserError. Collective."""
-    working("loading the checkpoint")
-    load_tensors(tensors, folder / "state", f"checkpoint {folder} cannot be loaded")
+    return tensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from toolkit.checkpoint.folders import put_in_place, step_folder, step_of_name
 from toolkit.files.durable import fsync_names, hash_file, save_json, seal
@@ -21,6 +21,36 @@ class Unread(ValueError):
     def __init__(self, name: str, error: OSError) -> None:
         self.is_denied = isinstance(error, PermissionError)
         super().__init__(f"{name} cannot be read ({error.strerror}){f': {WAY_IN}' * self.is_denied}")
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint's folder and its manifest."""
+
+    folder: Path
+    manifest: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """The step after which it was saved."""
+        step: int = self.manifest["step"]
+        return step
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """`Identity.config` of its run."""
+        settings: dict[str, Any] = self.manifest["identity"]["config"]
+        return settings
+
+
+def read_checkpoint(folder: Path, hashes: bool = True) -> Checkpoint:
+    """A checkpoint, after a check that its manifest can be read and matches its files.
+
+    Raises:
+        Unread, ValueError: as `read_manifest` and `check_files`.
+    """
+    manifest = read_manifest(folder)
+    check_files(folder, manifest, hashes)
+    return Checkpoint(folder, manifest)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -42,7 +72,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{where} cannot be read ({error})") from None
     # Version and hash come before the fields.
     _check_kind(manifest, dict, f"{where} is")
-    _check_version(manifest.get("format_version"), folder)
+    if type(version := manifest.get("format_version")) is not int:
+        raise ValueError(f"{folder.name} names no checkpoint format (format_version is {_short(version)}): it is not one of ours")
+    if version != FORMAT_VERSION:
+        older = "export it with the version that wrote it, and give the export as model.init_from"
+        way_out = older if version < FORMAT_VERSION else "update the toolkit"
+        raise ValueError(f"{folder.name} has checkpoint format {version}; this version reads {FORMAT_VERSION}: {way_out}")
     if manifest.get("sha256") != seal(manifest)["sha256"]:
         raise ValueError(f"{where} does not have the sha256 that it names: its content changed")
     # Fields and their types.
@@ -112,15 +147,6 @@ def commit(unfinished: Path, folder: Path, manifest: dict[str, Any]) -> None:
     save_json(unfinished / MANIFEST, seal({"format_version": FORMAT_VERSION, **manifest}))
     fsync_names(unfinished)
     put_in_place(unfinished, folder)
-
-
-def _check_version(version: Any, folder: Path) -> None:
-    if type(version) is not int:
-        raise ValueError(f"{folder.name} names no checkpoint format (format_version is {_short(version)}): it is not one of ours")
-    if version != FORMAT_VERSION:
-        older = "export it with the version that wrote it, and give the export as model.init_from"
-        way_out = older if version < FORMAT_VERSION else "update the toolkit"
-        raise ValueError(f"{folder.name} has checkpoint format {version}; this version reads {FORMAT_VERSION}: {way_out}")
 
 
 def _check_fields(mapping: dict[str, Any], kinds: dict[str, type], prefix: str) -> None:

@@ -64,6 +64,7 @@ class _Snapshot:
     tensors: Tensors
     random_state: dict[str, torch.Tensor]
     manifest: dict[str, Any]
+    """Without `files`."""
 
 
 class CheckpointWriter:
@@ -135,7 +136,16 @@ class CheckpointWriter:
         behind = self.config.async_save and not wait
         if behind:
             tensors = self.copier.copy(tensors)
-        snapshot = _Snapshot(tensors, capture_random_state(), self._manifest(state))
+        manifest = {
+            "step": state.step,
+            "world_size": world_size(),
+            "versions": installed_versions(),
+            "identity": asdict(self.identity),
+            "state": state.in_manifest(),
+            "metrics": dict(state.metrics),
+            "measured_on": self.goal.measured_on,
+        }
+        snapshot = _Snapshot(tensors, capture_random_state(), manifest)
         if self.is_best(state):
             self.best_saved = state.metrics[self.goal.metric]
         # 3. Write, in a thread or here.
@@ -246,15 +256,3 @@ class CheckpointWriter:
             kind, sentence = first
             raise kind(f"checkpoint {folder} could not be written: {sentence}") from error
         return [result for result, _ in gathered]
-
-    def _manifest(self, state: TrainState) -> dict[str, Any]:
-        """The manifest without `files`."""
-        return {
-            "step": state.step,
-            "world_size": world_size(),
-            "versions": installed_versions(),
-            "identity": asdict(self.identity),
-            "state": state.in_manifest(),
-            "metrics": dict(state.metrics),
-            "measured_on": self.goal.measured_on,
-        }

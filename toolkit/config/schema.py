@@ -24,6 +24,8 @@ from toolkit.optimizers import AdamW
 HalfOpenUnitInterval = restricted_number_type("HalfOpenUnitInterval", float, [(">=", 0), ("<", 1)])
 NumEpochs = restricted_number_type("NumEpochs", float, [(">", 0), ("<", math.inf)])
 
+AutoClass = Literal["AutoModelForSeq2SeqLM", "AutoModelForCausalLM"]
+
 
 def as_written(number: float) -> Fraction:
     """The decimal number as it was written: 0.1 is a tenth, not the nearest binary number, of which three are more than 0.3."""
@@ -251,6 +253,16 @@ class _RecipeSections:
     loss and so waits for the device."""
     log_row_ids: bool = False
     """Write the row ids of every micro-batch to `rows-<rank>.jsonl` in the run folder."""
+
+    @property
+    def auto_class(self) -> AutoClass:
+        """The class of transformers that loads the model."""
+        return "AutoModelForCausalLM" if isinstance(self.data, LLMDataConfig) else "AutoModelForSeq2SeqLM"
+
+    @property
+    def packs(self) -> bool:
+        """Whether rows are packed, or may be: with `data.packing` auto, the model decides."""
+        return isinstance(self.data, LLMDataConfig) and bool(self.data.packing)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,7 +61,7 @@ def save_card(
         f"## Data\n\n{_data_section(config, origin)}",
         f"## Metrics\n\n{_metrics_section(origin)}",
         f"## Settings\n\n{_settings_section(config, origin)}",
-        f"## Versions\n\n{_versions(origin)}",
+        f"## Versions\n\n{_table(('library', ''), {**installed_versions(), **(origin.versions or {})}.items())}",
     ]
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n").save(folder / CARD_FILE)
 
@@ -196,10 +196,6 @@ def _changed(config: RecipeConfig, sections: Iterable[str]) -> list[tuple[str, A
             if value != default and f"{section}.{own.name}" not in _NOT_IN_CARD:
                 found.append((f"{section}.{own.name}", dotted_keys(part)[own.name]))
     return found
-
-
-def _versions(origin: Origin) -> str:
-    return _table(("library", ""), {**installed_versions(), **(origin.versions or {})}.items())
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:

@@ -100,16 +100,14 @@ def check_logits(
     num_parameters = sum(parameter.numel() for parameter in skeleton.parameters())
     num_tokens = sum(tensor.numel() for name, tensor in check.items() if name.endswith("input_ids"))
     chosen, reason = choose_device(device, num_parameters, num_tokens)
-    if chosen is None:
-        logger.info(f"{folder} holds the trained weights bit for bit; its logits are not compared: {reason}")
-        return
-    try:
-        compare_logits(check, load(chosen), folder, dtype, why)
-    except OSError as error:
-        raise UserError(f"{folder} stands, with the trained weights, but its logits cannot be compared: {error}") from None
-    except torch.OutOfMemoryError as error:  # a fragmented device has less than is free
-        reason = str(error).splitlines()[0]
-        logger.info(f"{folder} holds the trained weights bit for bit; its logits are not compared: {reason}")
+    if chosen is not None:
+        try:
+            return compare_logits(check, load(chosen), folder, dtype, why)
+        except OSError as error:
+            raise UserError(f"{folder} stands, with the trained weights, but its logits cannot be compared: {error}") from None
+        except torch.OutOfMemoryError as error:  # a fragmented device has less than is free
+            reason = str(error).splitlines()[0]
+    logger.info(f"{folder} holds the trained weights bit for bit; its logits are not compared: {reason}")
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
+from toolkit.checkpoint.dcp import Tensors
 from toolkit.export.compare import reload
 from toolkit.models.lora_files import BASE_FILE, BASE_HASHES, WEIGHTS_FILE, base_name, file_names
 from toolkit.parallel.gather import assign_parameters
@@ -20,8 +21,6 @@ from toolkit.private import ASKED_BY_PEFT
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
-
-Tensors = dict[str, torch.Tensor]
 
 
 def write_adapter(folder: Path, skeleton: PreTrainedModel, weights: Tensors, base_hashes: dict[str, str]) -> None:
@@ -81,11 +80,7 @@ class Merge:
     """Merges an adapter into its base, one weight at a time: by peft in fp32. `model` has the base's dtype."""
 
     def __init__(self, skeleton: PreTrainedModel, adapter: Tensors) -> None:
-        """
-        Args:
-            skeleton: the model with the adapter on the meta device.
-            adapter: the trained parameters, unsharded, by name, fp32 on the CPU.
-        """
+        """`skeleton` has the adapter, on the meta device; `adapter` are the trained parameters, unsharded, in fp32 on the CPU."""
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils import ModulesToSaveWrapper
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import safe_open
 
+from toolkit.checkpoint.dcp import Tensors
 from toolkit.distributed.device import GIB
 from toolkit.export.compare import check_names
 from toolkit.models.config import WEIGHTS_INDEX
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("toolkit")
 
-Tensors = dict[str, torch.Tensor]
 _COMPARED_AS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their bytes: equal bits are equal, also those of NaN."""
 
@@ -35,11 +35,7 @@ class ModelFiles:
     """The files of a model's folder while they are written. For one rank; no function is collective."""
 
     def __init__(self, folder: Path, model: PreTrainedModel, max_shard_size: str) -> None:
-        """
-        Args:
-            model: on the meta device, with its buffers.
-            max_shard_size: as in `save_pretrained`.
-        """
+        """`model` is on the meta device, with its buffers; `max_shard_size` is as in `save_pretrained`."""
         self._folder, self._model, self._max_shard_size = folder, model, max_shard_size
         self._places: dict[str, tuple[Path, int]] = {}
         """File and offset of each tensor that is not written yet."""

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from toolkit.checkpoint.dcp import Tensors
 from toolkit.checkpoint.folders import put_in_place
 from toolkit.config.load import RecipeConfig
 from toolkit.data.collate import move_to
@@ -39,12 +40,9 @@ from toolkit.parallel.gather import evaluation_model, whole_parameters
 from toolkit.parallel.wrap import ShardedModel
 
 if TYPE_CHECKING:
-    from torch import nn
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger("toolkit")
-
-Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,78 +73,109 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
     """Write the model, or its adapter, with tokenizer and model card to folders, and compare it. Collective.
 
     Parameters are gathered one at a time. Rank 0 writes each and compares the file's bytes with it, so that its host memory holds
-    one of them, not the model (`ModelFiles` prints what needs more).
-
-    A folder replaces an older one once plain transformers or peft finds every name in it, in its shape, and every byte is the
-    trained one. Then logits are compared, within the bounds of `choose_device`; a difference under bf16, whose rounding grows
-    with the model, only prints a remark.
-
-    Args:
-        data: of its rows only the first few are read.
+    one of them, not the model (`ModelFiles` prints what needs more). A folder replaces an older one once plain transformers or
+    peft finds every name in it, in its shape, and every byte is the trained one. Then logits are compared, within the bounds of
+    `choose_device`; a difference under bf16, whose rounding grows with the model, only prints a remark. Of the rows in `data` the
+    first few are read.
 
     Raises:
         RuntimeError: a folder does not hold the trained weights, and is not put in place; or its logits differ under fp32.
         UserError: a folder cannot be written; on every rank.
     """
     # What the exported model will generate with, and the trained model's logits for a few tokens.
-    skeleton, accelerator = sharded.skeleton, sharded.accelerator
-    device, computed = accelerator.device, compute_dtype(accelerator)
+    skeleton = sharded.skeleton
     set_generation(skeleton.generation_config, config.eval, data.stop_token_ids, data.collator.pad_token_id)
     at("export")
     check = _trained_logits(sharded, data)
     working("export")
-    has_adapter = is_enabled(config.adapter)
-    write_rest = functools.partial(_write_rest, config, skeleton, data.tokenizer, check, origin, places)
-    adapter: Tensors = {}
-
-    # The adapter is small: gather all of it, write and load it, put the folder in place, then compare logits.
-    if has_adapter:
+    export = _Export(config, sharded, data.tokenizer, check, origin, places)
+    merge = None
+    if is_enabled(config.adapter):
         adapter, base_hashes = _gather_adapter(sharded, origin.frozen_hashes, places)
-    if folder := places.adapter:
-        cast = Cast(dict.fromkeys(adapter, places.dtype or torch.float32))
-        stored: Tensors = {}
+        if places.adapter:
+            export.write_adapter(places.adapter, adapter, base_hashes)
+        merge = Merge(skeleton, adapter) if places.model else None
+    if places.model:
+        export.write_model(places.model, merge)
+
+
+@dataclass(frozen=True)
+class _Export:
+    """An export under way. `write_adapter` and `write_model` are collectives."""
+
+    config: RecipeConfig
+    sharded: ShardedModel
+    tokenizer: PreTrainedTokenizerBase
+    check: Tensors
+    """A few inputs, and the trained model's `logits` for them."""
+    origin: Origin
+    places: Places
+
+    def write_adapter(self, folder: Path, adapter: Tensors, base_hashes: dict[str, str]) -> None:
+        """Write and load the adapter, which is small, put the folder in place, then compare logits."""
+        skeleton, dtype = self.sharded.skeleton, self.places.dtype or torch.float32
+        cast = Cast(dict.fromkeys(adapter, dtype))
+
+        def write() -> None:
+            stored = {name: cast(name, weight) for name, weight in adapter.items()}
+            write_adapter(unfinished, skeleton, stored, base_hashes)
+            self._write_rest(unfinished, "adapter", dtype)
+            compare_adapter(unfinished, skeleton, stored)
+
         with _replaced(folder) as unfinished:
-            _on_rank_0(folder, lambda: stored.update({name: cast(name, weight) for name, weight in adapter.items()}))
-            _on_rank_0(folder, lambda: write_adapter(unfinished, skeleton, stored, base_hashes))
-            _on_rank_0(folder, lambda: write_rest(unfinished, "adapter", places.dtype or torch.float32))
-            _on_rank_0(folder, lambda: compare_adapter(unfinished, skeleton, stored))
-        load: Callable[[torch.device], nn.Module] = functools.partial(load_adapter, folder, skeleton)
+            _on_rank_0(folder, write)
+        device, computed = self.sharded.accelerator.device, compute_dtype(self.sharded.accelerator)
         why = f"the adapter is bit for bit the trained one, whose model computed in {computed}"
-        on_rank_0(lambda: check_logits(folder, skeleton, load, check, device, coarsest(skeleton, computed, places.dtype), why))
-        _explain_cast(cast, places)
+        load, coarse = functools.partial(load_adapter, folder, skeleton), coarsest(skeleton, computed, self.places.dtype)
+        on_rank_0(lambda: check_logits(folder, skeleton, load, self.check, device, coarse, why))
+        if self.places.dtype is not None:
+            logger.info(cast.describe())
 
-    # The model, or the merged one.
-    if target := places.model:
-        merge = Merge(skeleton, adapter) if has_adapter else None
-        _export_weights(config, sharded, merge, places, target, write_rest, check)
+    def write_model(self, folder: Path, merge: Merge | None) -> None:
+        """Gather, write and read back one weight after another, put the folder in place, then compare logits."""
+        model = merge.model if merge else self.sharded.skeleton
+        model = cast_on_meta(model, self.places.dtype) if self.places.dtype else model
+        cast = Cast({name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)})
 
+        def write(name: str, whole: torch.Tensor) -> None:
+            named = (name, whole) if merge is None else merge.merged(name, whole)
+            if named is not None:
+                files.add(named[0], cast(*named))
 
-def _export_weights(
-    config: RecipeConfig,
-    sharded: ShardedModel,
-    merge: Merge | None,
-    places: Places,
-    target: Path,
-    write_rest: Callable[[Path, Kind, torch.dtype], None],
-    check: Tensors,
-) -> None:
-    """Gather, write and read back one weight after another, put the folder in place, then compare logits. Collective."""
-    model = merge.model if merge else sharded.skeleton
-    model = cast_on_meta(model, places.dtype) if places.dtype else model
-    cast = Cast({name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)})
-    with _replaced(target) as unfinished:
-        files = ModelFiles(unfinished, model, config.export.max_shard_size)
-        _on_rank_0(target, files.begin)
-        _write_weights(sharded, files, merge, cast, target)
-        _on_rank_0(target, files.finish)
-        _on_rank_0(target, lambda: write_rest(unfinished, "merged" if merge else "model", model.dtype))
-    device, computed = sharded.accelerator.device, compute_dtype(sharded.accelerator)
-    why = f"its weights are bit for bit the trained ones, which computed in {computed}"
-    if merge or places.dtype:
-        why = f"its weights were rounded to {model.dtype}, and the trained model computed in {computed}"
-    load = functools.partial(reload, model, target)
-    on_rank_0(lambda: check_logits(target, model, load, check, device, coarsest(model, computed), why))
-    _explain_cast(cast, places)
+        with _replaced(folder) as unfinished:
+            files = ModelFiles(unfinished, model, self.config.export.max_shard_size)
+            _on_rank_0(folder, files.begin)
+            _gather(self.sharded, write, folder)
+            _on_rank_0(folder, files.finish)
+            _on_rank_0(folder, lambda: self._write_rest(unfinished, "merged" if merge else "model", model.dtype))
+        device, computed = self.sharded.accelerator.device, compute_dtype(self.sharded.accelerator)
+        why = f"its weights are bit for bit the trained ones, which computed in {computed}"
+        if merge or self.places.dtype:
+            why = f"its weights were rounded to {model.dtype}, and the trained model computed in {computed}"
+        load = functools.partial(reload, model, folder)
+        on_rank_0(lambda: check_logits(folder, model, load, self.check, device, coarsest(model, computed), why))
+        if self.places.dtype is not None:
+            logger.info(cast.describe())
+
+    def _write_rest(self, unfinished: Path, kind: Kind, dtype: torch.dtype) -> None:
+        """Write what every exported folder has beside weights, and the check of this export."""
+        from transformers import AutoTokenizer
+
+        self.tokenizer.save_pretrained(unfinished)
+        try:
+            AutoTokenizer.from_pretrained(unfinished)
+        except Exception as error:  # a damaged tokenizer may raise anything
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            fix = f"check the disk of {unfinished.parent}, and start the same command again"
+            raise UserError(f"transformers cannot load the tokenizer that was exported ({reason}): {fix}") from None
+        skeleton, origin = self.sharded.skeleton, self.origin
+        skeleton.generation_config.save_pretrained(unfinished)  # type: ignore[union-attr]
+        save_usage(self.config, unfinished, dtype=origin.computed_in, step=origin.step, weights_dtype=name_of(dtype))
+        save_card(unfinished, self.config, skeleton.config, origin, kind, name_of(dtype))
+        if self.places.check_file is not None:
+            with written_beside(self.places.check_file) as beside:
+                save_file(self.check, beside)
+                give_usual_mode(beside)
 
 
 def check_place(place: Path, way_out: str) -> None:
@@ -207,17 +236,6 @@ def _gather_adapter(sharded: ShardedModel, frozen: dict[str, str], places: Place
     return adapter, base_hashes
 
 
-def _write_weights(sharded: ShardedModel, files: ModelFiles, merge: Merge | None, cast: Cast, folder: Path) -> None:
-    """Write every parameter that the files want, merged with the adapter if there is one. Collective."""
-
-    def write(name: str, whole: torch.Tensor) -> None:
-        named = (name, whole) if merge is None else merge.merged(name, whole)
-        if named is not None:
-            files.add(named[0], cast(*named))
-
-    _gather(sharded, write, folder)
-
-
 def _gather(
     sharded: ShardedModel, take: Callable[[str, torch.Tensor], None], folder: Path, names: set[str] | None = None
 ) -> None:
@@ -238,42 +256,6 @@ def _gather(
             exporting.add(whole.nbytes)
             at("export")
     working("export")
-
-
-def _write_rest(
-    config: RecipeConfig,
-    skeleton: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    check: Tensors,
-    origin: Origin,
-    places: Places,
-    unfinished: Path,
-    kind: Kind,
-    dtype: torch.dtype,
-) -> None:
-    """Write what every exported folder has beside weights, and the check of this export."""
-    from transformers import AutoTokenizer
-
-    tokenizer.save_pretrained(unfinished)
-    try:
-        AutoTokenizer.from_pretrained(unfinished)
-    except Exception as error:  # a damaged tokenizer may raise anything
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        sentence = f"transformers cannot load the tokenizer that was exported ({reason}): check the disk of {unfinished.parent}"
-        raise UserError(f"{sentence}, and start the same command again") from None
-    skeleton.generation_config.save_pretrained(unfinished)  # type: ignore[union-attr]
-    save_usage(config, unfinished, dtype=origin.computed_in, step=origin.step, weights_dtype=name_of(dtype))
-    save_card(unfinished, config, skeleton.config, origin, kind, name_of(dtype))
-    if places.check_file is not None:
-        with written_beside(places.check_file) as beside:
-            save_file(check, beside)
-            give_usual_mode(beside)
-
-
-def _explain_cast(cast: Cast, places: Places) -> None:
-    """Log what a dtype that was asked for has rounded."""
-    if places.dtype is not None:
-        logger.info(cast.describe())
 
 
 @contextlib.contextmanager
@@ -302,15 +284,15 @@ def _replaced(folder: Path) -> Iterator[Path]:
 
 def _on_rank_0(folder: Path, work: Callable[[], None]) -> None:
     """Call `work` on rank 0. If the file system refuses it, raise a `UserError` on every rank. Collective."""
-    on_rank_0(lambda: _guarded(folder, work))
 
-
-def _guarded(folder: Path, work: Callable[[], None]) -> None:
-    try:
-        work()
-    except UserError:
-        raise
-    except Exception as error:  # a tokenizer raises nothing more exact
-        if not isinstance(error, OSError | SafetensorError) and refused(error) is None:
+    def guarded() -> None:
+        try:
+            work()
+        except UserError:
             raise
-        raise UserError(f"the export {folder} could not be written: {error}") from None
+        except Exception as error:  # a tokenizer raises nothing more exact
+            if not isinstance(error, OSError | SafetensorError) and refused(error) is None:
+                raise
+            raise UserError(f"the export {folder} could not be written: {error}") from None
+
+    on_rank_0(guarded)

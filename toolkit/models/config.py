@@ -7,9 +7,9 @@ import hashlib
 import json
 import logging
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from toolkit.config.schema import ModelConfig
+from toolkit.config.schema import AutoClass, ModelConfig
 from toolkit.errors import UserError
 from toolkit.files.modes import check_readable
 from toolkit.private import private
@@ -24,7 +24,6 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 WEIGHTS_FILES = ("model.safetensors", WEIGHTS_INDEX)
 LAYER_DROP_RATES = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
-AutoClass = Literal["AutoModelForSeq2SeqLM", "AutoModelForCausalLM"]
 KINDS: dict[AutoClass, str] = {
     "AutoModelForSeq2SeqLM": "an encoder-decoder that generates text: take one such as T5, BART or Pegasus",
     "AutoModelForCausalLM": "a causal language model: take one such as Llama, Qwen or Gemma",
@@ -42,8 +41,7 @@ def load_model_config(config: ModelConfig, auto_class: AutoClass, *, is_trained:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, PreTrainedConfig
 
-    name = config.name_or_path
-    folder = Path(name)
+    name, folder = config.name_or_path, Path(config.name_or_path)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise UserError(
             f"model.name_or_path {name} is an adapter: give its base there, and this folder as adapter.name_or_path with "
@@ -94,8 +92,10 @@ def load_model_config(config: ModelConfig, auto_class: AutoClass, *, is_trained:
 def _set_for_training(model_config: PretrainedConfig, config: ModelConfig) -> None:
     """Set `model.dropout`, and what no run can train with; in place."""
     if config.dropout is not None:
-        for name_of_rate in _dropout_rates(model_config):
-            setattr(model_config, name_of_rate, config.dropout)
+        # Every family has names of its own: `attention_dropout`, `resid_pdrop`, …
+        for key, value in model_config.to_dict().items():
+            if "drop" in key and "layerdrop" not in key and type(value) in (int, float):
+                setattr(model_config, key, config.dropout)
     for rate in LAYER_DROP_RATES:
         if getattr(model_config, rate, None):
             # If one rank drops a layer, the others hang in its collectives (M2M100 has a rate of 0.05).
@@ -106,34 +106,8 @@ def _set_for_training(model_config: PretrainedConfig, config: ModelConfig) -> No
         logger.warning(f"return_dict of {config.name_or_path} is set to true: outputs are read by their names")
 
 
-def is_encoder_decoder(name_or_path: str) -> bool:
-    """Whether the model is an encoder-decoder. False for an unreadable folder: `load_model_config` reports what is wrong.
-
-    Raises:
-        UserError: a hub id is out of reach; without this error, `load_model_config` would retry for half a minute.
-    """
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    try:
-        return bool(AutoConfig.from_pretrained(name_or_path, trust_remote_code=False).is_encoder_decoder)
-    except (ValueError, StrictDataclassError):
-        return False
-    except OSError as error:
-        if Path(name_or_path).is_dir() or Path(name_or_path).is_absolute() or name_or_path.startswith("."):
-            return False
-        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
-        raise UserError(
-            f"model {name_or_path} is not a local folder and could not be read from the hub ({reason}): give a folder with its "
-            "config.json"
-        ) from None
-
-
 def check_weight_files(folder: Path, what: str) -> None:
-    """Refuse a folder whose weights transformers would unpickle or load from elsewhere.
-
-    Args:
-        what: the folder's setting and path, for errors.
+    """Refuse a folder whose weights transformers would unpickle or load from elsewhere; `what` is its setting and path.
 
     Raises:
         UserError: naming the file and the entry.
@@ -242,12 +216,6 @@ def _other_inputs(model_config: PretrainedConfig, auto_class: AutoClass) -> str 
     modalities = mapping[type(model_config)].input_modalities
     others = set([modalities] if isinstance(modalities, str) else modalities) - {"text"}
     return " and ".join(sorted(others)) or None
-
-
-def _dropout_rates(model_config: PretrainedConfig) -> list[str]:
-    """Config keys of dropout rates, but not of layerdrop. Every family has its own: `attention_dropout`, `resid_pdrop`, …"""
-    numbers = [key for key, value in model_config.to_dict().items() if type(value) in (int, float)]
-    return [key for key in numbers if "drop" in key and "layerdrop" not in key]
 
 
 def _has_encoder(model_config: PretrainedConfig) -> bool:

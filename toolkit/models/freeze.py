@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -62,24 +63,23 @@ def cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def hash_frozen(model: nn.Module) -> dict[str, str]:
-    """`hash_parameters` of the frozen parameters.
-
-    Checkpoints record these hashes instead of frozen weights, so that a resume detects another base.
-    """
+    """`hash_parameters` of the frozen parameters, which checkpoints record instead of their values."""
     return hash_parameters(model, {name for name, parameter in model.named_parameters() if not parameter.requires_grad})
 
 
 def hash_parameters(model: nn.Module, names: set[str]) -> dict[str, str]:
-    """sha256 of dtype, shape and bytes of an unsharded model's parameters, by name."""
-    hashes = {}
-    for name, parameter in sorted(model.named_parameters()):
-        if name in names:
-            digest = hashlib.sha256(hash_header(parameter.dtype, parameter.shape).encode())
-            digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().data)
-            hashes[name] = digest.hexdigest()
-    return hashes
+    """`hash_tensor` of an unsharded model's parameters, in their own dtypes, by name."""
+    return {name: hash_tensor(p, p.dtype) for name, p in sorted(model.named_parameters()) if name in names}
 
 
-def hash_header(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
-    """The text that is hashed before a parameter's bytes."""
-    return f"{dtype} {tuple(shape)}"
+def hash_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> str:
+    """sha256 of dtype, shape and bytes of an unsharded tensor, cast to `dtype`."""
+    return hash_parts(dtype, tensor.shape, [tensor.detach().to("cpu")])
+
+
+def hash_parts(dtype: torch.dtype, shape: tuple[int, ...], parts: Iterable[torch.Tensor]) -> str:
+    """`hash_tensor` of a tensor on the CPU that is given in parts, in memory order."""
+    digest = hashlib.sha256(f"{dtype} {tuple(shape)}".encode())
+    for part in parts:
+        digest.update(part.to(dtype).contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
-from toolkit.config.schema import ModelConfig
+from toolkit.config.schema import AutoClass, ModelConfig
 from toolkit.distributed.rng import seed_all
 from toolkit.errors import UserError
-from toolkit.models.config import AutoClass
 from toolkit.private import private
 
 if TYPE_CHECKING:
@@ -102,37 +102,33 @@ def load_model(
                 f"model {config.name_or_path} has no loadable safetensors weights ({first_line}): "
                 "give a folder with them, or model.from_scratch true for random ones"
             ) from None
-        # transformers would draw missing weights at random.
-        if missing := sorted(report["missing_keys"]):
-            raise missing_weights(config.name_or_path, missing)
-        for name, stored, wanted in sorted(report["mismatched_keys"]):
-            raise other_shape(config.name_or_path, name, tuple(stored), tuple(wanted))
+        other_shapes = {name: tuple(stored) for name, stored, _ in report["mismatched_keys"]}
+        check_loaded(model, config.name_or_path, report["missing_keys"], other_shapes)
     return model
 
 
-def missing_weights(name_or_path: str, missing: list[str]) -> UserError:
-    """The error for incomplete weights."""
-    return UserError(
-        f"the weights of model.name_or_path {name_or_path} lack {len(missing)} of the model's parameters "
-        f"({', '.join(missing[:3])}, …), which would stay random: give complete weights, or model.from_scratch true"
-    )
-
-
-def other_shape(name_or_path: str, name: str, stored: tuple[int, ...], wanted: tuple[int, ...]) -> UserError:
-    """The error for a weight whose shape is not the config's; `name` is its name in the model."""
-    return UserError(
-        f"the weights of model.name_or_path {name_or_path} have {name} of shape {stored}, but its config.json makes it {wanted}: "
-        "give the config.json that the weights were saved with"
-    )
+def check_loaded(
+    model: PreTrainedModel, name_or_path: str, missing: Iterable[str], other_shapes: dict[str, tuple[int, ...]]
+) -> None:
+    """Refuse weights that are incomplete, which transformers would draw at random, or have other (stored) shapes."""
+    what = f"the weights of model.name_or_path {name_or_path}"
+    if names := sorted(missing):
+        raise UserError(
+            f"{what} lack {len(names)} of the model's parameters ({', '.join(names[:3])}, …), which would stay random: give "
+            "complete weights, or model.from_scratch true"
+        )
+    for name, stored in sorted(other_shapes.items()):
+        raise UserError(
+            f"{what} have {name} of shape {stored}, but its config.json makes it {tuple(model.state_dict()[name].shape)}: give "
+            "the config.json that the weights were saved with"
+        )
 
 
 def fastest_attention(model_config: PretrainedConfig, device_type: str) -> str | None:
     """The attention to take where the user names none: what the config names; None leaves it to transformers, which takes sdpa.
 
     On a CPU a position bias, which T5 and its kin add to the scores, keeps sdpa off its fast kernel: eager attention takes a
-    quarter off a training step, and a third off an evaluation (8 M parameters, sources of 512 tokens). In training both hold
-    the scores. A GPU's sdpa holds no scores, but in each layer a mask of their size, the sum of bias and padding (transformers'
-    `create_position_bias_mask`): 2 bytes a row, head, query and key in bf16, kept for the backward. `plan` counts it.
+    quarter off a training step, and a third off an evaluation (8 M parameters, sources of 512 tokens).
     """
     own = private("_attn_implementation", model_config)
     has_bias = hasattr(model_config, "relative_attention_num_buckets")

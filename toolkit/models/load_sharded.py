@@ -6,26 +6,26 @@ and single process need the full model on every rank anyway, and FSDP1 flattens 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
-from toolkit.config.schema import AdapterConfig, ModelConfig
+from toolkit.config.schema import AdapterConfig, AutoClass, ModelConfig
 from toolkit.distributed.comm import broadcast_object, gather_objects, on_all_ranks
 from toolkit.errors import UserError
-from toolkit.models.config import AutoClass
-from toolkit.models.freeze import aliases, hash_header
-from toolkit.models.load import build_on_meta, missing_weights, other_shape
+from toolkit.models.freeze import aliases
+from toolkit.models.load import build_on_meta, check_loaded
 from toolkit.models.lora import draw_new, magnitudes
 from toolkit.models.lora_files import BASE_FILE, WEIGHTS_FILE, base_name, check_base, file_names, find_adapter
 from toolkit.models.safetensors_index import (
     Match,
     WeightFiles,
     WholeOnly,
-    check_computed,
     check_ties,
     find_weight_files,
     match_names,
@@ -72,10 +72,7 @@ def open_weights(
         if private("_get_dtype_plan", model)(dtype):
             raise WholeOnly("transformers keeps some of its weights in fp32")
         files, match = _match(model, config.name_or_path, config.revision, f"model.name_or_path {config.name_or_path}")
-        if match.missing:
-            raise missing_weights(config.name_or_path, match.missing)
-        for name, shape in match.other_shapes.items():
-            raise other_shape(config.name_or_path, name, shape, tuple(model.state_dict()[name].shape))
+        check_loaded(model, config.name_or_path, match.missing, match.other_shapes)
         if init_from is not None:
             files, match = _match(model, str(init_from), None, f"model.init_from {init_from}")
             _check_same(model, match, init_from)
@@ -96,11 +93,7 @@ def open_weights(
 
 
 def complete_sources(model: PreTrainedModel, weights: Sources, config: AdapterConfig, base: ModelConfig, seed: int) -> Sources:
-    """The source of each parameter of the adapted model. Collective.
-
-    Args:
-        weights: the base's sources, from `open_weights`.
-        base: where the base came from, for errors.
+    """The source of each parameter of the adapted model; `weights` are the base's, from `open_weights`. Collective.
 
     Raises:
         UserError: an existing adapter has another base, or its weights cannot be read; on every rank.
@@ -131,22 +124,19 @@ def complete_sources(model: PreTrainedModel, weights: Sources, config: AdapterCo
         elif ".lora_magnitude_vector." in name:
             sources[name] = _norms(model, name, weights)
         else:
-            sources[name] = whole_source(parameter.shape, _drawing(name, parameter.shape, seed))
+            sources[name] = whole_source(parameter.shape, partial(draw_new, name, parameter.shape, seed))
     return sources
 
 
 def hash_base(model: nn.Module, weights: Sources) -> dict[str, str]:
     """`lora_files.hash_base` of a model whose weights are still in files. Collective."""
     names = {base for name, _ in model.named_parameters() if (base := base_name(name)) is not None}
-    headers = {name: hash_header(torch.bfloat16, weights[name].shape) for name in names}
-    return hash_sources(weights, headers, dict.fromkeys(names, torch.bfloat16))
+    return hash_sources(weights, dict.fromkeys(names, torch.bfloat16))
 
 
 def hash_frozen(model: nn.Module, sources: Sources) -> dict[str, str]:
     """`freeze.hash_frozen` of a model whose weights are still in files: the same hashes. Collective."""
-    frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    headers = {name: hash_header(parameter.dtype, parameter.shape) for name, parameter in frozen.items()}
-    return hash_sources(sources, headers, {name: parameter.dtype for name, parameter in frozen.items()})
+    return hash_sources(sources, {name: p.dtype for name, p in model.named_parameters() if not p.requires_grad})
 
 
 def _decided_together(work: Callable[[], T]) -> T:
@@ -168,7 +158,10 @@ def _match(model: PreTrainedModel, name_or_path: str, revision: str | None, what
     named = getattr(model.config, "transformers_weights", None)
     files = WeightFiles(find_weight_files(name_or_path, revision, named), what)
     match = match_names(model, files)
-    check_computed(model, match)
+    computed = private("_keys_to_ignore_on_load_missing", model) or ()
+    for name in match.missing:
+        if any(re.search(pattern, name) for pattern in computed):
+            raise WholeOnly(f"{name} is in no file, but computed")
     return files, match
 
 
@@ -189,10 +182,6 @@ def _sources_of(model: PreTrainedModel, files: WeightFiles, match: Match) -> Sou
         stored = next(name for name in names if name in match.tensors)
         sources |= dict.fromkeys(names, files.source(match.tensors[stored], parameter.dtype))
     return sources
-
-
-def _drawing(name: str, shape: torch.Size, seed: int) -> Callable[[], torch.Tensor]:
-    return lambda: draw_new(name, shape, seed)
 
 
 def _norms(model: nn.Module, name: str, weights: Sources) -> Source:

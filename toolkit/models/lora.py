@@ -112,11 +112,7 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
 
 
 def draw_new(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
-    """Values of a new LoRA parameter in fp32, drawn as peft does, but from its own seed, however the base loads.
-
-    Args:
-        name: the parameter's name in the adapted model.
-    """
+    """Values of a LoRA parameter of this name in the adapted model, in fp32, drawn as peft does, but from its own seed."""
     values = torch.zeros(shape)
     generator = torch.Generator().manual_seed(derive_seed("adapter", seed, name))
     if ".lora_A." in name:
@@ -221,16 +217,13 @@ def _check_ties(model: PreTrainedModel, what: str) -> None:
             )
         copies = {name: name.replace(".original_module.", ".modules_to_save.default.") for name in names}
         # peft replaces all modules except the input embedding by linear layers, which breaks T5's three embeddings.
-        same_kind = len(saved) == len(names) and all(_owner(model, old) is _owner(model, new) for old, new in copies.items())
+        owners = [[type(model.get_submodule(name.rpartition(".")[0])) for name in pair] for pair in copies.items()]
+        same_kind = len(saved) == len(names) and all(old is new for old, new in owners)
         if not same_kind or len({id(parameters[new]) for new in copies.values()}) > 1:
             raise UserError(
                 f"{what} trains {first}, which is one tied weight with {others}: peft keeps only a token embedding and an output "
                 f"head together, one of them named {' or '.join(TIED_NAMES)}; leave it out of adapter.modules_to_save"
             )
-
-
-def _owner(model: nn.Module, parameter_name: str) -> type[nn.Module]:
-    return type(model.get_submodule(parameter_name.rpartition(".")[0]))
 
 
 def _reset_magnitudes(model: nn.Module) -> None:

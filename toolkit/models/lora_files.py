@@ -4,6 +4,7 @@
     adapter_model.safetensors    the trainable tensors
     base.json                    where the base came from, and a hash of each of its tensors
 
+Errors name the adapter by `what`, its setting and folder.
 Names of parameters without → with the adapter (`…` is a module, `default` is peft's name of the adapter):
 
     ….weight → ….base_layer.weight                                     frozen
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +31,7 @@ from torch import nn
 from toolkit.config.schema import AdapterConfig
 from toolkit.errors import UserError
 from toolkit.files.modes import check_readable
-from toolkit.models.freeze import hash_header
+from toolkit.models.freeze import hash_tensor
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -71,18 +71,6 @@ def find_adapter(name_or_path: str) -> Path:
     return folder
 
 
-def read_base_name(folder: Path) -> str:
-    """The base that an adapter names: a path, from the directory of its run, or a hub id.
-
-    Raises:
-        UserError: it names none.
-    """
-    base = _read_json(folder / CONFIG_FILE, f"adapter.name_or_path {folder}").get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
-        raise UserError(f"the {CONFIG_FILE} of {folder} names no base (base_model_name_or_path): write its folder there")
-    return base
-
-
 def read_lora_config(folder: Path, config: AdapterConfig) -> LoraConfig:
     """peft's config of the adapter in `folder`, to continue training it, or to use it if `adapter.method` is none.
 
@@ -92,7 +80,7 @@ def read_lora_config(folder: Path, config: AdapterConfig) -> LoraConfig:
     from peft import LoraConfig
 
     what = f"adapter.name_or_path {config.name_or_path}"
-    settings = _read_json(folder / CONFIG_FILE, what)
+    settings = read_json(folder / CONFIG_FILE, what)
     if settings.get("peft_type") != "LORA":
         raise UserError(
             f"{what} is an adapter of type {settings.get('peft_type')}, and only LORA (LoRA, rsLoRA, DoRA) is supported"
@@ -117,10 +105,6 @@ def read_lora_config(folder: Path, config: AdapterConfig) -> LoraConfig:
 
 def load_adapter_weights(model: PreTrainedModel, folder: Path, base: str, what: str) -> None:
     """Load the trainable parameters from a folder's safetensors; on the meta device, only compare names and shapes.
-
-    Args:
-        base: the model's name, for errors.
-        what: the adapter's setting and name, for errors.
 
     Raises:
         UserError: naming the first tensor that is missing, unknown or of another shape.
@@ -166,27 +150,20 @@ def hash_base(model: nn.Module) -> dict[str, str]:
 
 
 def hash_weight(weight: torch.Tensor) -> str:
-    """sha256 of an unsharded weight in bf16, as `freeze.hash_parameters` has it: the same whether the base is stored in fp32 or
-    bf16."""
-    digest = hashlib.sha256(hash_header(torch.bfloat16, weight.shape).encode())
-    digest.update(weight.to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    """The hash of an unsharded weight of a base: in bf16, so that it is the same for a base that is stored in fp32."""
+    return hash_tensor(weight, torch.bfloat16)
 
 
 def check_base(folder: Path, name_or_path: str, tensors: dict[str, str], what: str) -> None:
-    """Refuse a base that differs from the one recorded in an adapter's folder; adapters saved by peft alone record none.
-
-    Args:
-        name_or_path: the given base's name, for errors.
-        tensors: the given base's `hash_base`.
-        what: the adapter's setting and name, for errors.
+    """Refuse a base, of which `tensors` is `hash_base`, that differs from the one recorded in an adapter's folder; adapters saved
+    by peft alone record none.
 
     Raises:
         UserError: naming the first tensor that differs.
     """
     if not (folder / BASE_FILE).is_file():
         return
-    recorded = _read_json(folder / BASE_FILE, what)
+    recorded = read_json(folder / BASE_FILE, what)
     theirs = recorded.get(BASE_HASHES)
     if not isinstance(theirs, dict):
         raise UserError(f"the {BASE_FILE} of {what} is not what an export writes: take it away, or export again")
@@ -199,7 +176,7 @@ def check_base(folder: Path, name_or_path: str, tensors: dict[str, str], what: s
         )
 
 
-def _read_json(file: Path, what: str) -> dict[str, Any]:
+def read_json(file: Path, what: str) -> dict[str, Any]:
     """The JSON object in a file of the adapter `what`."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))

@@ -21,35 +21,26 @@ def num_positions(model_config: PretrainedConfig) -> tuple[int | None, int | Non
 
 
 def check_positions(model_config: PretrainedConfig, name: str, longest: dict[str, int], evaluation: EvalConfig) -> None:
-    """Refuse rows or generated texts that exceed an encoder-decoder's positions; T5 and its relatives have no limit.
+    """Refuse rows or generated texts that exceed the model's positions; T5 and its relatives have no limit.
 
     Args:
-        longest: number of tokens of the longest `source` and `target`.
+        longest: number of tokens of an encoder-decoder's longest `source` and `target`, or of a causal model's longest `row` and
+            `prompt`, with which a generated text shares its positions.
 
     Raises:
         UserError: naming both lengths and the setting to lower.
     """
     encoder, decoder = num_positions(model_config)
     new = evaluation.max_new_tokens if evaluation.generate else 0
-    _check_fits(name, "the longest source has", longest["source"], encoder, "data.max_source_length_tokens")
-    _check_fits(name, "the longest target has", longest["target"], decoder, "data.max_target_length_tokens")
-    _check_fits(name, "a generated text may have", new, decoder, "eval.max_new_tokens")
-
-
-def check_causal_positions(model_config: PretrainedConfig, name: str, longest: dict[str, int], evaluation: EvalConfig) -> None:
-    """Refuse rows, or prompts with their generated texts, that exceed a causal model's positions.
-
-    Args:
-        longest: number of tokens of the longest `row` and `prompt`.
-
-    Raises:
-        UserError: naming both lengths and the setting to lower.
-    """
-    limit, _ = num_positions(model_config)
-    new = evaluation.max_new_tokens if evaluation.generate and longest["prompt"] else 0
-    _check_fits(name, "the longest row has", longest["row"], limit, "data.max_length_tokens")
-    what = f"a prompt has up to {longest['prompt']} tokens and eval.max_new_tokens is {new}, together"
-    _check_fits(name, what, longest["prompt"] + new, limit, "data.max_length_tokens plus eval.max_new_tokens")
+    if "source" in longest:
+        _check_fits(name, "the longest source has", longest["source"], encoder, "data.max_source_length_tokens")
+        _check_fits(name, "the longest target has", longest["target"], decoder, "data.max_target_length_tokens")
+        _check_fits(name, "a generated text may have", new, decoder, "eval.max_new_tokens")
+        return
+    _check_fits(name, "the longest row has", longest["row"], decoder, "data.max_length_tokens")
+    if prompt := longest.get("prompt"):
+        what = f"a prompt has up to {prompt} tokens and eval.max_new_tokens is {new}, together"
+        _check_fits(name, what, prompt + new, decoder, "data.max_length_tokens plus eval.max_new_tokens")
 
 
 def warn_of_shared_rope(model_config: PretrainedConfig, longest_row_tokens: int) -> str | None:

@@ -10,7 +10,6 @@ import json
 import math
 import mmap
 import os
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,9 +73,7 @@ class WeightFiles:
     """
 
     def __init__(self, paths: Iterable[Path], what: str) -> None:
-        """
-        Args:
-            what: their setting and path, for errors.
+        """Open the files; `what` is their setting and path.
 
         Raises:
             UserError: a file cannot be read.
@@ -92,10 +89,6 @@ class WeightFiles:
                 reason = next(iter(str(error).splitlines()), type(error).__name__)
                 raise UserError(f"{path.name} of {what} cannot be read as safetensors ({reason}): save the model again") from None
 
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of a tensor, by its name in the files."""
-        return self.stored[key].shape
-
     def source(self, key: str, dtype: torch.dtype) -> Source:
         """The source of a tensor, converted to `dtype` part by part."""
         stored = self.stored[key]
@@ -105,8 +98,7 @@ class WeightFiles:
 def find_weight_files(name_or_path: str, revision: str | None, named: str | None = None) -> list[Path]:
     """The safetensors files that transformers would load from a folder or, after a download, from the hub's cache.
 
-    Args:
-        named: the config's `transformers_weights`: which of `WEIGHTS_FILES` to take.
+    The config may have `named` one of `WEIGHTS_FILES` (`transformers_weights`).
 
     Raises:
         WholeOnly: there are none; transformers may still find weights, or raises the error.
@@ -156,25 +148,13 @@ def match_names(model: PreTrainedModel, files: WeightFiles) -> Match:
     # transformers keeps the conversions for saving.
     model._weight_conversions = [entry for entry in conversions if entry.was_used()]  # type: ignore[assignment]
     present = {id(wanted[name]) for name in tensors}
-    shapes = {name: files.shape(key) for name, key in tensors.items()}
+    shapes = {name: files.stored[key].shape for name, key in tensors.items()}
     return Match(
         tensors=tensors,
         missing=sorted(name for name, tensor in wanted.items() if id(tensor) not in present),
         other_shapes={name: shape for name, shape in shapes.items() if shape != tuple(wanted[name].shape)},
         unknown=unknown,
     )
-
-
-def check_computed(model: PreTrainedModel, match: Match) -> None:
-    """Check that no missing tensor is one that the model's class computes when transformers loads it.
-
-    Raises:
-        WholeOnly: one is.
-    """
-    patterns = private("_keys_to_ignore_on_load_missing", model) or ()
-    for name in match.missing:
-        if any(re.search(pattern, name) for pattern in patterns):
-            raise WholeOnly(f"{name} is in no file, but computed")
 
 
 def check_ties(model: PreTrainedModel, files: WeightFiles, match: Match) -> None:

@@ -5,7 +5,6 @@ Everything passes through host memory in pieces of at most `PIECE_BYTES`, whatev
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.distributed.comm import gather_objects, on_all_ranks, rank, world_size
 from toolkit.distributed.progress import Phase
+from toolkit.models.freeze import hash_parts
 from toolkit.private import private
 
 PIECE_BYTES = 2**24
@@ -72,46 +72,40 @@ def _fill_shards(model: nn.Module, sources: Sources, loading: Phase) -> None:
             loading.add(local[piece].nbytes)
 
 
-def hash_sources(sources: Sources, headers: dict[str, str], dtypes: dict[str, torch.dtype]) -> dict[str, str]:
-    """sha256 of each tensor's header and bytes, by name; one rank computes each, piece by piece. Collective.
-
-    Args:
-        headers: headers of the tensors to hash, by name.
-        dtypes: dtypes in which their bytes are hashed.
+def hash_sources(sources: Sources, dtypes: dict[str, torch.dtype]) -> dict[str, str]:
+    """`freeze.hash_tensor` of the tensors that `dtypes` names; one rank computes each, piece by piece. Collective.
 
     Raises:
         UserError: a file cannot be read; on every rank.
     """
 
     def digest(name: str) -> str:
-        hashed = hashlib.sha256(headers[name].encode())
-        for piece in pieces(sources[name].shape):
-            part = sources[name].read(piece).to(dtypes[name]).contiguous()
-            hashed.update(part.view(torch.uint8).numpy().data)
-        return hashed.hexdigest()
+        source = sources[name]
+        return hash_parts(dtypes[name], source.shape, map(source.read, pieces(source.shape)))
 
     # Share the tensors among ranks, the largest first, each to the rank with the least to hash.
     loads = [0] * world_size()
     mine = []
-    for name in sorted(headers, key=lambda name: (-math.prod(sources[name].shape), name)):
+    for name in sorted(dtypes, key=lambda name: (-math.prod(sources[name].shape), name)):
         least = loads.index(min(loads))
         loads[least] += math.prod(sources[name].shape)
         if least == rank():
             mine.append(name)
     num_bytes = {name: math.prod(sources[name].shape) * dtypes[name].itemsize for name in mine}
 
-    def digest_mine(threads: ThreadPoolExecutor, hashing: Phase) -> dict[str, str]:
+    def digest_mine() -> dict[str, str]:
         digests = {}
         for name, found in zip(mine, threads.map(digest, mine), strict=True):
             digests[name] = found
             hashing.add(num_bytes[name])
         return digests
 
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # hashing releases the GIL
-        with Phase("hashing the frozen weights", sum(num_bytes.values()), "B") as hashing:
-            hashes = on_all_ranks(lambda: digest_mine(threads, hashing))
-    gathered = {name: value for of_rank in gather_objects(hashes) for name, value in of_rank.items()}
-    return {name: gathered[name] for name in sorted(gathered)}
+    with (
+        ThreadPoolExecutor(torch.get_num_threads()) as threads,  # hashing releases the GIL
+        Phase("hashing the frozen weights", sum(num_bytes.values()), "B") as hashing,
+    ):
+        hashes = on_all_ranks(digest_mine)
+    return dict(sorted(pair for of_rank in gather_objects(hashes) for pair in of_rank.items()))
 
 
 def pieces(shape: tuple[int, ...]) -> Iterator[Box]:

@@ -104,7 +104,7 @@ def _summed_loss(
         inputs: the forward's arguments; tensors of shape (B, T), and (B, S) for an encoder.
     """
     if holds_all_logits(model):
-        states_BTX, logits = forward(**inputs).logits, _unchanged
+        states_BTX, logits = forward(**inputs).logits, lambda logits_nV: logits_nV
     else:
         states_BTX, logits = _hidden_states(model, **inputs), functools.partial(_logits, model, heads)
     # The collator computes the positions: indexing by a mask would be a host sync.
@@ -127,28 +127,14 @@ def _backbone(model: PreTrainedModel) -> nn.Module | None:
     return getattr(model, model.base_model_prefix, None)
 
 
-def _hidden_states(model: PreTrainedModel, **inputs: Any) -> torch.Tensor:
+def _hidden_states(model: Any, **inputs: Any) -> torch.Tensor:
     """Hidden states BTD of the last layer, as the model's own forward makes them."""
-    backbone = _backbone(model)
-    if backbone is not None:
+    if (backbone := _backbone(model)) is not None:
         return backbone(**inputs).last_hidden_state
-    return _hidden_states_of_t5(model, **inputs)
-
-
-def _hidden_states_of_t5(
-    model: Any,
-    input_ids: torch.Tensor,
-    decoder_input_ids: torch.Tensor,
-    use_cache: bool,
-    attention_mask: torch.Tensor | None = None,
-) -> torch.Tensor:
-    encoded_BSD = model.encoder(input_ids=input_ids, attention_mask=attention_mask)[0]
-    return model.decoder(
-        input_ids=decoder_input_ids,
-        encoder_hidden_states=encoded_BSD,
-        encoder_attention_mask=attention_mask,
-        use_cache=use_cache,
-    )[0]
+    padding_mask_BS = inputs.pop("attention_mask", None)
+    encoded_BSD = model.encoder(input_ids=inputs.pop("input_ids"), attention_mask=padding_mask_BS)[0]
+    decoder_inputs = {"input_ids": inputs.pop("decoder_input_ids"), "encoder_hidden_states": encoded_BSD, **inputs}
+    return model.decoder(encoder_attention_mask=padding_mask_BS, **decoder_inputs)[0]
 
 
 def _logits(model: PreTrainedModel, heads: dict[str, nn.Module], hidden_nD: torch.Tensor) -> torch.Tensor:
@@ -160,10 +146,6 @@ def _logits(model: PreTrainedModel, heads: dict[str, nn.Module], hidden_nD: torc
     stacks = ("encoder", "decoder") if _backbone(model) is None else (model.base_model_prefix,)
     stand_ins = dict.fromkeys(stacks, _Outputs(hidden_nD[None])) | {name: _StandIn(head) for name, head in heads.items()}
     return type(model).forward(_StandIn(model, stand_ins), input_ids=None, use_cache=False).logits[0]
-
-
-def _unchanged(logits_nV: torch.Tensor) -> torch.Tensor:
-    return logits_nV
 
 
 class _StandIn:

@@ -41,11 +41,12 @@ def choose_linears(model: nn.Module, blocks: dict[str, nn.Module], num_shards: i
         )
     in_blocks = {id(module) for block in blocks.values() for module in block.modules()}
     linears = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
-    chosen = {
-        name: linear
-        for name, linear in linears[1:]
-        if id(linear) in in_blocks and linear.weight.requires_grad and _fits(linear, num_shards)
-    }
+    chosen = {}
+    for name, linear in linears[1:]:
+        rows, columns = linear.weight.shape
+        fits = rows % MULTIPLE_OF == columns % MULTIPLE_OF == rows % num_shards == 0
+        if fits and id(linear) in in_blocks and linear.weight.requires_grad:
+            chosen[name] = linear
     if not chosen:
         raise UserError(
             f"mixed_precision is fp8, but none of the {len(linears)} Linears of {type(model).__name__} can be converted: they "
@@ -56,11 +57,7 @@ def choose_linears(model: nn.Module, blocks: dict[str, nn.Module], num_shards: i
 
 
 def convert(model: nn.Module, linears: dict[str, nn.Linear], config: Any) -> None:
-    """Replace each Linear by torchao's, in place; names and values of parameters stay.
-
-    Args:
-        config: a `torchao.float8.Float8LinearConfig`.
-    """
+    """Replace each Linear by torchao's, of a `Float8LinearConfig`, in place; names and values of parameters stay."""
     from torchao.float8 import convert_to_float8_training
 
     convert_to_float8_training(model, module_filter_fn=lambda _, name: name in linears, config=config)
@@ -115,11 +112,6 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(
         inside.detach(), spec.mesh, spec.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
-
-
-def _fits(linear: nn.Linear, num_shards: int) -> bool:
-    sizes = (linear.in_features, linear.out_features)
-    return all(size % MULTIPLE_OF == 0 for size in sizes) and linear.out_features % num_shards == 0
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -110,7 +111,9 @@ def shard_model(
     else:
         at("sharding the model")  # weights move through the device
         if version == 1:
-            _wrap_exactly(accelerator, list(wrapped_alone.values()))
+            chosen = {id(module) for module in wrapped_alone.values()}
+            policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: id(module) in chosen)
+            accelerator.state.fsdp_plugin.auto_wrap_policy = policy
         wrapped = accelerator.prepare_model(model)
         if isinstance(wrapped, DistributedDataParallel):
             wrapped.forward_sync_buffers = False  # training does not change buffers
@@ -231,12 +234,3 @@ def _prefetch_in_order(root: Any, modules: list[nn.Module]) -> None:
         is_skipped = here is embedding and not any(p.requires_grad for p in here.parameters())
         following.set_modules_to_backward_prefetch([root if is_skipped else here])
     root.set_modules_to_backward_prefetch(chain[1:][-1:])
-
-
-def _wrap_exactly(accelerator: Accelerator, blocks: list[nn.Module]) -> None:
-    """Make accelerate's FSDP1 wrap exactly these modules."""
-    from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
-
-    chosen = {id(block) for block in blocks}
-    plugin = accelerator.state.fsdp_plugin
-    plugin.auto_wrap_policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: id(module) in chosen)

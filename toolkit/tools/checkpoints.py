@@ -10,10 +10,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from toolkit.checkpoint.entries import Entry, read_entries, read_leftover
 from toolkit.checkpoint.folders import checkpoints_folder, list_leftovers
 from toolkit.checkpoint.manifest import check_file
 from toolkit.errors import UserError, align, one_line
+from toolkit.tools.entries import Entry, read_entries, read_leftover
 
 _METRICS = ("loss", "bits_per_byte", "token_accuracy", "rouge1", "rougeL", "exact_match")
 _LARGE_BYTES = 2**28  # takes about a second to hash

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.manifest import read_manifest
+from toolkit.checkpoint.manifest import Checkpoint
 from toolkit.config.load import RecipeConfig, dotted_keys
 from toolkit.config.schema import TrackingConfig
 from toolkit.distributed.comm import barrier, on_rank_0
@@ -63,7 +63,7 @@ def check_trackers(config: TrackingConfig) -> None:
         raise UserError(f"tracking.log_with: {name!r} {trouble}{install}; {choice} (metrics.jsonl is written in any case)")
 
 
-def start_trackers(accelerator: Any, config: RecipeConfig, run_folder: Path, resume_from: Path | None) -> None:
+def start_trackers(accelerator: Any, config: RecipeConfig, run_folder: Path, resume_from: Checkpoint | None) -> None:
     """Start the trackers of `tracking.log_with` on rank 0, or continue their runs; `accelerator.trackers` has them. Collective.
 
     Raises:
@@ -106,8 +106,8 @@ def close_trackers() -> None:
     barrier()
 
 
-def _start(accelerator: Any, config: RecipeConfig, run_folder: Path, resume_from: Path | None) -> None:
-    step = -1 if resume_from is None else read_manifest(resume_from)["step"]
+def _start(accelerator: Any, config: RecipeConfig, run_folder: Path, resume_from: Checkpoint | None) -> None:
+    step = -1 if resume_from is None else resume_from.step
     path = run_folder / TRACKERS_FILE
     known = json.loads(path.read_text(encoding="utf-8")) if resume_from and path.exists() else {"runs": {}, "sent": {}}
     sent = _last_steps(run_folder / "metrics.jsonl", known["sent"]) if resume_from else {}

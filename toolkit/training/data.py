@@ -20,7 +20,7 @@ from toolkit.launch.accelerator import bound_primitive_cache
 from toolkit.models.attention import attends_by_document
 from toolkit.models.config import special_tokens
 from toolkit.models.load import num_token_embeddings
-from toolkit.models.positions import check_causal_positions, check_positions, warn_of_shared_rope
+from toolkit.models.positions import check_positions, warn_of_shared_rope
 from toolkit.training.goal import check_metric_on_rows
 
 if TYPE_CHECKING:
@@ -106,13 +106,12 @@ def _check_lengths(
     """Refuse rows that exceed the model's positions; warn of rows that change the positions of others. Returns the longest."""
     if isinstance(config, LLMConfig):
         longest = {"row": _longest(rows, evaluation, "num_tokens"), "prompt": _longest(rows, evaluation, "prompt_length")}
-        check_causal_positions(model_config, config.model.name_or_path, longest, config.eval)
         if warning := warn_of_shared_rope(model_config, longest["row"]):
             logger.warning(warning)
     else:
         source = _longest(rows, evaluation, "num_tokens", minus="num_label_tokens")
         longest = {"source": source, "target": _longest(rows, evaluation, "num_label_tokens")}
-        check_positions(model_config, config.model.name_or_path, longest, config.eval)
+    check_positions(model_config, config.model.name_or_path, longest, config.eval)
     return longest
 
 

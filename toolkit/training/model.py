@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from toolkit.checkpoint.init_from import load_into
-from toolkit.checkpoint.manifest import read_manifest
+from toolkit.checkpoint.load import check_settings
 from toolkit.checkpoint.state import Identity
 from toolkit.config.load import RecipeConfig
 from toolkit.config.schema import LLMConfig
@@ -24,7 +24,7 @@ from toolkit.launch.accelerator import compute_dtype, fsdp_version
 from toolkit.launch.same_run import compare_ranks
 from toolkit.models import load, load_sharded
 from toolkit.models.attention import attends_by_document, choose_packed_attention, describe_attention, warn_of_full_rows
-from toolkit.models.config import AutoClass, hash_model_config, hub_commit, load_model_config
+from toolkit.models.config import hash_model_config, hub_commit, load_model_config
 from toolkit.models.freeze import cast_frozen, freeze, freeze_as, hash_frozen
 from toolkit.models.load_sharded import complete_sources, open_weights
 from toolkit.models.lora import add_adapter, is_enabled
@@ -59,7 +59,7 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeCon
         UserError: one of them is wrong; on every rank.
     """
     working("building the model")
-    auto_class = _auto_class(config)
+    auto_class = config.auto_class
     model_config = on_all_ranks(lambda: load_model_config(config.model, auto_class))
     of_hub = {"the commit of model.name_or_path": hub_commit(config.model)}
     settings = {f"{key} of the model's config": value for key, value in model_config.to_diff_dict().items() if key[0] != "_"}
@@ -70,7 +70,10 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeCon
     on_all_ranks(lambda: check_wrap(context.accelerator, skeleton))
     config = on_all_ranks(lambda: choose_packing(config, skeleton))
     if isinstance(config, LLMConfig):
-        context.settings["data.packing"] = config.data.packing
+        chosen = {"data.packing": config.data.packing}
+        context.settings.update(chosen)
+        if (checkpoint := context.resume_from) is not None:
+            on_all_ranks(lambda: check_settings(checkpoint, chosen))
     _choose_packed_attention(config, context.accelerator, skeleton, why)
     _note_needless_shards(context.accelerator, skeleton, context.frozen_dtype, OPTIMIZERS[config.optim.name].state_bytes)
     return config, model_config, skeleton
@@ -100,7 +103,7 @@ def build_model(
     if isinstance(collator, SummarizationCollator):
         check_seq2seq_model(sharded, collator, config.eval)
     else:
-        check_causal_model(sharded, collator, packing=_packs(config))
+        check_causal_model(sharded, collator, packing=config.packs)
     if context.own.loss is not None:
         check_own_loss(context.own.loss, sharded.plain.config.get_text_config().vocab_size, context.accelerator.device)
     return sharded, optimizer, identity
@@ -126,7 +129,7 @@ def load_model(
     working("loading the model")
     if rank() != 0 or not sys.stderr.isatty():  # bars are for terminals
         disable_progress_bar()
-    auto_class = _auto_class(config)
+    auto_class = config.auto_class
     note_before_model(context.accelerator.device)
     loaded_dtype = context.frozen_dtype if is_enabled(config.adapter) else torch.float32  # with an adapter the base is frozen
     opened = None
@@ -174,7 +177,7 @@ def _take_fastest_attention(config: RecipeConfig, context: RunContext, model_con
         own if config.model.attn_implementation else load.fastest_attention(model_config, context.accelerator.device.type)
     )
     if fastest != own and context.resume_from is not None:
-        chosen = read_manifest(context.resume_from)["identity"]["config"].get("attention")
+        chosen = context.resume_from.settings.get("attention")
     model_config._attn_implementation = context.settings["attention"] = chosen
     if fastest == own:
         return ""
@@ -184,19 +187,18 @@ def _take_fastest_attention(config: RecipeConfig, context: RunContext, model_con
 def _choose_packed_attention(config: RecipeConfig, accelerator: Accelerator, skeleton: PreTrainedModel, why: str) -> None:
     """Choose the attention of packed rows, and log a line on it, and on the processes' devices; `why` is its end. Collective."""
     device, dtype = accelerator.device, compute_dtype(accelerator)
-    packing = _packs(config)
     why_dense = ""
-    if packing:
+    if config.packs:
         is_one_graph = bool(accelerator.state.dynamo_plugin.fullgraph)
         named = config.model.attn_implementation
         why_dense = choose_packed_attention(skeleton, named, device.type, dtype, is_one_graph=is_one_graph)
-    attention = describe_attention(skeleton, device, dtype, packing=packing)
+    attention = describe_attention(skeleton, device, dtype, packing=config.packs)
     logger.info(f"{describe_device(device)}; attention: {attention}{why}")
     if holds_all_logits(skeleton):
         logger.info(
             f"the loss takes all logits of a micro-batch at once: {skeleton.config.model_type} does not compute them by chunks"
         )
-    if packing and (warning := warn_of_full_rows(skeleton, why_dense)):
+    if config.packs and (warning := warn_of_full_rows(skeleton, why_dense)):
         logger.warning(warning)
 
 
@@ -217,14 +219,6 @@ def _note_needless_shards(
             f"the preset shards a model that one GPU holds with room to spare: weights, gradients and moments take "
             f"{needed / GIB:.1f} of {gpu_bytes / GIB:.0f} GiB; {'ddp' if world_size() > 1 else 'single'}.yaml gathers nothing"
         )
-
-
-def _packs(config: RecipeConfig) -> bool:
-    return isinstance(config, LLMConfig) and bool(config.data.packing)
-
-
-def _auto_class(config: RecipeConfig) -> AutoClass:
-    return "AutoModelForCausalLM" if isinstance(config, LLMConfig) else "AutoModelForSeq2SeqLM"
 
 
 def _adapt(model: PreTrainedModel, config: RecipeConfig) -> None:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from toolkit.checkpoint.find import Goal, best_value
-from toolkit.checkpoint.folders import step_of_name
-from toolkit.checkpoint.load import best_of_run, describe_versions, forget_unequal, load_checkpoint, load_manifest, load_weights
+from toolkit.checkpoint.load import best_of_run, describe_versions, forget_unequal, load_checkpoint, load_weights
+from toolkit.checkpoint.manifest import Checkpoint
 from toolkit.checkpoint.save import CheckpointWriter
 from toolkit.checkpoint.state import Identity, TrainState
 from toolkit.config.load import RecipeConfig
@@ -121,19 +121,18 @@ def open_metrics(config: Any, run_folder: Path) -> MetricsLog:
     return on_all_ranks(lambda: MetricsLog(run_folder / "metrics.jsonl", rank() == 0, restore))
 
 
-def resume(run: Run, folder: Path | None) -> None:
-    """Load the checkpoint in `folder`, if any, and drop what the run logged after it. Collective.
+def resume(run: Run, checkpoint: Checkpoint | None) -> None:
+    """Load the checkpoint, if any, and drop what the run logged after it. Collective.
 
     Raises:
         UserError: the checkpoint belongs to another run; on every rank.
     """
     # Weights, moments, random state.
     working("loading the checkpoint")
-    if folder is None:
+    if checkpoint is None:
         return run.metrics.truncate_after(-1)
-    run.state = state = load_checkpoint(folder, run.sharded, run.optimizer, run.identity)
-    manifest = on_all_ranks(lambda: load_manifest(folder, run.identity))
-    theirs = manifest["identity"]["config"]
+    run.state = state = load_checkpoint(checkpoint, run.sharded, run.optimizer, run.identity)
+    manifest, theirs = checkpoint.manifest, checkpoint.settings
     # What is different now: the best metric's meaning, the learning rate.
     num_steps_before = theirs["train.max_steps"] or run.plan.num_steps(theirs["train.num_epochs"])
     remarks = [
@@ -141,7 +140,7 @@ def resume(run: Run, folder: Path | None) -> None:
         forget_unequal(state, manifest, run.goal),
         describe_rate_change(run.config.optim, state.step + 1, num_steps_before, run.num_steps, run.plan),
     ]
-    logger.info(f"resuming from {folder}, after step {state.step}")
+    logger.info(f"resuming from {checkpoint.folder}, after step {state.step}")
     for remark in filter(None, remarks):
         logger.info(remark)
     # A complete run is evaluated again where its figures lack the metric that is asked for now.
@@ -186,8 +185,8 @@ def finish(run: Run) -> Path | None:
         best, choice = best_of_run(run.folder, run.goal)
         logger.info(choice)
         if best is not None:
-            load_weights(best, run.sharded)
-            step = step_of_name(best.name) or step
+            load_weights(best.folder, run.sharded)
+            step = best.step
     working("showing the results")
     measured = run.metrics, run.state.step, run.train_rows, run.evaluation, run.goal.measured_on
     baselines = on_all_ranks(lambda: measure_baselines(*measured))

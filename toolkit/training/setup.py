@@ -10,6 +10,7 @@ import torch
 
 from toolkit.checkpoint.init_from import find_weights
 from toolkit.checkpoint.load import choose_checkpoint
+from toolkit.checkpoint.manifest import Checkpoint
 from toolkit.config.load import RecipeConfig, dotted_keys
 from toolkit.config.paths import write_paths
 from toolkit.data.batch_plan import check_global_batch_size
@@ -40,7 +41,7 @@ class RunContext:
     run_folder: Path
     settings: dict[str, Any]
     """As in `Identity.config`."""
-    resume_from: Path | None
+    resume_from: Checkpoint | None
     """This run's checkpoint to resume from."""
     init_from: Path | None
     """Another run's weights to start from; None if they are not needed."""

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoint_files import change_manifest, make_checkpoint
-from toolkit.checkpoint.find import find_checkpoint, newest_valid
+from tests.support.checkpoint_files import change_manifest, found_folder, make_checkpoint, newest_folder
 from toolkit.checkpoint.folders import list_checkpoints
 from toolkit.checkpoint.manifest import MANIFEST, check_files, read_manifest
 from toolkit.errors import UserError
@@ -21,13 +20,13 @@ from toolkit.models.config import hash_model_config
 def test_a_committed_checkpoint_is_the_newest_valid_one(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 3)
     newest = make_checkpoint(tmp_path, 12)
-    assert newest_valid(tmp_path) == (newest, [])
+    assert newest_folder(tmp_path) == (newest, [])
     assert [step for step, _ in list_checkpoints(tmp_path)] == [3, 12]
     assert not list(newest.parent.glob("*.tmp"))
 
 
 def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
-    assert newest_valid(tmp_path) == (None, [])
+    assert newest_folder(tmp_path) == (None, [])
 
 
 @pytest.mark.parametrize(
@@ -48,7 +47,7 @@ def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path: Path, damage, sentence: str) -> None:
     older = make_checkpoint(tmp_path, 3)
     damage(make_checkpoint(tmp_path, 12))
-    found, refused = newest_valid(tmp_path)
+    found, refused = newest_folder(tmp_path)
     assert found == older
     assert len(refused) == 1
     assert sentence in refused[0]
@@ -91,34 +90,34 @@ def test_a_file_that_the_disk_does_not_give_back_is_reported(tmp_path: Path, mon
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     monkeypatch.setattr("toolkit.checkpoint.manifest.hash_file", fail)
-    assert newest_valid(tmp_path) == (None, ["step-00000003/state/.metadata cannot be read (Input/output error)"])
+    assert newest_folder(tmp_path) == (None, ["step-00000003/state/.metadata cannot be read (Input/output error)"])
 
 
 def test_files_that_no_manifest_names_do_not_matter(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, 3)
     (folder / "state" / ".nfs000001").write_bytes(b"x")
-    assert newest_valid(tmp_path) == (folder, [])
+    assert newest_folder(tmp_path) == (folder, [])
 
 
 def test_a_named_checkpoint_is_refused_while_there_are_later_ones(tmp_path: Path) -> None:
     early, late = make_checkpoint(tmp_path, 3), make_checkpoint(tmp_path, 4)
-    assert find_checkpoint(tmp_path, str(late)) == (late, [])
+    assert found_folder(tmp_path, str(late)) == (late, [])
     sentence = f"checkpoint.resume is {early}, but {early.parent} has later ones: move step-00000004 away first"
     with pytest.raises(UserError, match=f"^{re.escape(sentence)}$"):
-        find_checkpoint(tmp_path, str(early))
+        found_folder(tmp_path, str(early))
     late.rename(tmp_path / "moved")
-    assert find_checkpoint(tmp_path, str(early)) == (early, [])
+    assert found_folder(tmp_path, str(early)) == (early, [])
 
 
 def test_auto_starts_anew_only_where_there_is_no_checkpoint(tmp_path: Path) -> None:
-    assert find_checkpoint(tmp_path, "auto") == (None, [])
+    assert found_folder(tmp_path, "auto") == (None, [])
     only = make_checkpoint(tmp_path, 3)
-    assert find_checkpoint(tmp_path, "auto") == (only, [])
+    assert found_folder(tmp_path, "auto") == (only, [])
     (only / "rng-00000.safetensors").unlink()
     with pytest.raises(
         UserError, match=r"is valid \(step-00000003 lacks rng-00000.safetensors\): move them away to start from the first step"
     ):
-        find_checkpoint(tmp_path, "auto")
+        found_folder(tmp_path, "auto")
 
 
 def test_a_model_config_is_named_by_what_it_says() -> None:

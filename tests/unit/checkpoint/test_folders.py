@@ -12,8 +12,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.checkpoint_files import make_checkpoint, manifest_of, names, prune_to, write_unfinished
-from toolkit.checkpoint.find import find_checkpoint, newest_valid
+from tests.support.checkpoint_files import (
+    found_folder,
+    make_checkpoint,
+    manifest_of,
+    names,
+    newest_folder,
+    prune_to,
+    write_unfinished,
+)
 from toolkit.checkpoint.folders import list_checkpoints, list_leftovers, step_folder
 from toolkit.checkpoint.manifest import commit, read_manifest
 from toolkit.errors import UserError
@@ -22,10 +29,10 @@ from toolkit.errors import UserError
 def test_what_stood_there_is_put_back_where_its_replacement_never_came(tmp_path: Path) -> None:
     before, replaced = (make_checkpoint(tmp_path, step) for step in (3, 12))
     replaced.rename(replaced.with_name("step-00000012.old"))
-    assert newest_valid(tmp_path) == (before, [])
+    assert newest_folder(tmp_path) == (before, [])
     sentence = "step-00000012.old is step-00000012 again: the save that should have replaced it never finished"
-    assert find_checkpoint(tmp_path, "auto") == (replaced, [sentence])
-    assert find_checkpoint(tmp_path, "auto") == (replaced, [])
+    assert found_folder(tmp_path, "auto") == (replaced, [sentence])
+    assert found_folder(tmp_path, "auto") == (replaced, [])
 
 
 def test_what_stood_there_goes_only_when_its_replacement_is_valid(tmp_path: Path) -> None:
@@ -33,7 +40,7 @@ def test_what_stood_there_goes_only_when_its_replacement_is_valid(tmp_path: Path
     replaced = Path(shutil.copytree(folder, folder.with_name("step-00000003.old")))
     (folder / "rng-00000.safetensors").write_bytes(b"state of chancE")
     with pytest.raises(UserError, match="is valid"):
-        find_checkpoint(tmp_path, "auto")
+        found_folder(tmp_path, "auto")
     assert replaced.exists()
     assert prune_to(tmp_path, make_checkpoint(tmp_path, 4), keep_last=2) == ([], [])
     assert replaced.exists()  # beside a replacement that is kept
@@ -43,7 +50,7 @@ def test_what_stood_there_goes_only_when_its_replacement_is_valid(tmp_path: Path
     assert names(tmp_path) == ["step-00000005"]  # with its replacement, and not put back
     last = make_checkpoint(tmp_path, 6)
     shutil.copytree(last, last.with_name("step-00000006.old"))
-    assert find_checkpoint(tmp_path, "auto") == (last, [])
+    assert found_folder(tmp_path, "auto") == (last, [])
     assert list_leftovers(tmp_path) == []
 
 
@@ -61,7 +68,7 @@ def test_committing_again_replaces_the_checkpoint_of_that_step(tmp_path: Path) -
     make_checkpoint(tmp_path, 3, loss=2.0)
     assert names(tmp_path) == ["step-00000003"]
     assert read_manifest(step_folder(tmp_path, 3))["metrics"] == {"loss": 2.0}
-    assert newest_valid(tmp_path)[0] == step_folder(tmp_path, 3)
+    assert newest_folder(tmp_path)[0] == step_folder(tmp_path, 3)
 
 
 def test_what_cannot_be_removed_yet_does_not_fail_the_save_and_goes_later(
@@ -148,12 +155,12 @@ def test_killed_at_any_moment_of_a_save_a_valid_one_is_left_and_the_next_save_ti
         moments = save_and_die(run, what, call)
         if len(moments) < call:
             break
-        found, _ = find_checkpoint(run, "auto")
+        found, _ = found_folder(run, "auto")
         assert found is not None, moments
         assert found >= step_folder(run, 2 if what == "a broken step once more" else 3), moments
         for _, folder in list_checkpoints(run):
             assert (folder / "state" / ".metadata").exists(), f"half removed under a name that counts: {moments}"
-        left = ["step-00000003"] if newest_valid(run)[1] else []  # broken from the start, and for the user to look at
+        left = ["step-00000003"] if newest_folder(run)[1] else []  # broken from the start, and for the user to look at
         assert prune_to(run, make_checkpoint(run, 5))[1] == [], moments
         assert names(run) == [*left, "step-00000005"], moments
     assert call > 10, moments

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,8 +12,10 @@ import pytest
 from tests.support.checkpoint_files import LOSS, make_checkpoint
 from toolkit import __version__
 from toolkit.checkpoint import load as checkpoint
+from toolkit.checkpoint import manifest
 from toolkit.checkpoint.find import best_value
-from toolkit.checkpoint.load import _check_identity, best_of_run, describe_versions, forget_unequal
+from toolkit.checkpoint.load import _check_identity, best_of_run, check_settings, describe_versions, forget_unequal
+from toolkit.checkpoint.manifest import Checkpoint
 from toolkit.checkpoint.state import Identity, TrainState
 from toolkit.errors import UserError
 from toolkit.launch.same_run import installed_versions
@@ -21,8 +23,14 @@ from toolkit.launch.same_run import installed_versions
 SETTINGS = {"optim.lr": 1e-3, "eval.best_metric": "loss", "mixed_precision": "bf16"}
 
 
-def identity(model_config_hash: str = "m", **changes: Any) -> Identity:
-    return Identity({**SETTINGS, **changes}, model_config_hash, data_fingerprint="d", frozen_hashes={})
+def identity(model_config_hash: str = "m") -> Identity:
+    return Identity(SETTINGS, model_config_hash, data_fingerprint="d", frozen_hashes={})
+
+
+def saved(settings: dict[str, Any] = SETTINGS, frozen_hashes: dict[str, str] | None = None) -> Checkpoint:
+    theirs = Identity(settings, "m", data_fingerprint="d", frozen_hashes=frozen_hashes or {})
+    state = TrainState(3).in_manifest()
+    return Checkpoint(Path("step-00000003"), {"step": 3, "metrics": {}, "state": state, "identity": asdict(theirs)})
 
 
 @pytest.mark.parametrize(
@@ -52,61 +60,60 @@ def test_the_best_value_is_forgotten_where_figures_would_not_be_equals(
         assert state == TrainState(7, metrics=metrics)
 
 
-@pytest.mark.parametrize(
-    ("ours", "sentence"),
-    [
-        (identity(mixed_precision="no"), "mixed_precision is 'no', but step-00000003 was made with 'bf16'"),
-        (identity("other"), "the model's config.json is not the one step-00000003 was trained with"),
-    ],
-)
-def test_precision_and_model_config_belong_to_a_run(ours: Identity, sentence: str) -> None:
-    theirs = {"config": SETTINGS, "model_config_hash": "m", "data_fingerprint": "d", "frozen_hashes": {}}
-    _check_identity(Path("step-00000003"), theirs, identity())
+def test_precision_and_model_config_belong_to_a_run() -> None:
+    check_settings(saved(), SETTINGS)
+    sentence = "mixed_precision is 'no', but step-00000003 was made with 'bf16'"
     with pytest.raises(UserError, match=f"^{sentence}: set it back"):
-        _check_identity(Path("step-00000003"), theirs, ours)
+        check_settings(saved(), SETTINGS | {"mixed_precision": "no"})
+    assert _check_identity(saved(), identity()) == TrainState(3)
+    with pytest.raises(UserError, match="^the model's config.json is not the one step-00000003 was trained with: set it back"):
+        _check_identity(saved(), identity("other"))
+
+
+def test_a_resume_reads_a_manifest_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its choice to the state that it takes over."""
+    make_checkpoint(tmp_path, 3)
+    read, real = [], manifest.read_manifest
+    monkeypatch.setattr(manifest, "read_manifest", lambda folder: read.append(folder) or real(folder))
+    chosen = checkpoint.choose_checkpoint(tmp_path, "auto", {})
+    ours: Any = Identity({}, None, "d", {})  # type: ignore[arg-type]  # the checkpoint names no model
+    assert chosen is not None and chosen.settings == {} and _check_identity(chosen, ours).step == 3
+    assert read == [chosen.folder]
 
 
 def test_files_of_a_mix_may_move_but_its_weights_may_not_change() -> None:
     ours, moved, reweighted = (
-        identity(**{"data.mix": [{"source": "jsonl", "weight": weight, "files": files}]})
+        {"data.mix": [{"source": "jsonl", "weight": weight, "files": files}]}
         for weight, files in ((2.0, "a.jsonl"), (2.0, "elsewhere/a.jsonl"), (1.0, "a.jsonl"))
     )
-    theirs = {"config": ours.config, "model_config_hash": "m", "data_fingerprint": "d", "frozen_hashes": {}}
-    _check_identity(Path("step-00000003"), theirs, moved)
+    check_settings(saved(ours), moved)
     with pytest.raises(UserError, match="^data.mix is "):
-        _check_identity(Path("step-00000003"), theirs, reweighted)
+        check_settings(saved(ours), reweighted)
 
 
 def test_ways_to_read_the_same_rows_may_change() -> None:
     """A run from before they were settings, and one whose columns fit two readings now, go on."""
-    ours = identity(**{"data.format": "text", "data.csv_delimiter": ";", "data.encoding": "cp1252"})
-    theirs = {"config": SETTINGS, "model_config_hash": "m", "data_fingerprint": "d", "frozen_hashes": {}}
-    _check_identity(Path("step-00000003"), theirs, ours)
+    check_settings(saved(), SETTINGS | {"data.format": "text", "data.csv_delimiter": ";", "data.encoding": "cp1252"})
 
 
 def test_other_tokens_are_refused_with_the_way_on() -> None:
     """Also those of the same rows, where another version of the toolkit makes them or trains their tokenizer again."""
-    theirs = {"config": SETTINGS, "model_config_hash": "m", "data_fingerprint": "d", "frozen_hashes": {}}
-    ours = Identity(SETTINGS, "m", data_fingerprint="e", frozen_hashes={})
     with pytest.raises(
         UserError, match="^the data is not what step-00000003 .*this version makes.*model.init_from starts a new run"
     ):
-        _check_identity(Path("step-00000003"), theirs, ours)
+        _check_identity(saved(), replace(identity(), data_fingerprint="e"))
 
 
 def test_a_changed_base_is_named_by_its_first_tensor() -> None:
-    theirs = {"config": SETTINGS, "model_config_hash": "m", "data_fingerprint": "d", "frozen_hashes": {"a": "1", "b": "2"}}
-    ours = Identity(SETTINGS, "m", data_fingerprint="d", frozen_hashes={"a": "1", "b": "3"})
     with pytest.raises(UserError, match="1 differ, b first"):
-        _check_identity(Path("step-00000003"), theirs, ours)
+        _check_identity(saved(frozen_hashes={"a": "1", "b": "2"}), replace(identity(), frozen_hashes={"a": "1", "b": "3"}))
 
 
 @pytest.mark.parametrize(("key", "off"), [("optim.skip_beyond_sigmas", None), ("optim.warmup_ratio", 0.0)])
 def test_a_key_newer_than_the_checkpoint_may_not_change_the_run(key: str, off: float | None) -> None:
-    theirs = {"config": SETTINGS, "model_config_hash": "m", "data_fingerprint": "d", "frozen_hashes": {}}
-    _check_identity(Path("step-00000003"), theirs, identity(**{key: off}))
+    check_settings(saved(), SETTINGS | {key: off})
     with pytest.raises(UserError, match=f"^{key} is 4.0, but step-00000003 was made with None"):
-        _check_identity(Path("step-00000003"), theirs, identity(**{key: 4.0}))
+        check_settings(saved(), SETTINGS | {key: 4.0})
 
 
 OTHER = {"rows": "b", "num_beams": 1}
@@ -157,10 +164,11 @@ def test_the_choice_of_the_best_names_what_was_not_compared(tmp_path: Path) -> N
     make_checkpoint(tmp_path, 3, 0.5)
     sentence = "exporting the weights of step 2, the best loss (0.25) of the checkpoints kept"
     why = "; not compared, as measured on other rows or with other settings: step-00000001"
-    assert best_of_run(tmp_path, LOSS) == (chosen, sentence + why)
+    best, choice = best_of_run(tmp_path, LOSS)
+    assert best is not None and (best.folder, choice) == (chosen, sentence + why)
     (make_checkpoint(tmp_path, 4, 0.1) / "rng-00000.safetensors").unlink()
     left_out = "; left out, as step-00000004 lacks rng-00000.safetensors"
-    assert best_of_run(tmp_path, LOSS) == (chosen, sentence + why + left_out)
+    assert best_of_run(tmp_path, LOSS) == (best, sentence + why + left_out)
     with pytest.raises(UserError, match="no checkpoint in .* has rougeL, or only NaN: take last$"):
         best_of_run(tmp_path, replace(LOSS, metric="rougeL"))
 
@@ -170,7 +178,7 @@ def test_gathers_of_fsdp1_are_no_work(monkeypatch: pytest.MonkeyPatch, tmp_path:
     phases: list[str] = []
     monkeypatch.setattr(checkpoint, "at", lambda phase: phases.append(f"at {phase}"))
     monkeypatch.setattr(checkpoint, "working", lambda phase: phases.append(f"working {phase}"))
-    monkeypatch.setattr(checkpoint, "load_manifest", lambda *_: {})
+    monkeypatch.setattr(checkpoint, "_check_identity", lambda *_: {})
     gathered: list[str] = []
 
     def gather(*_: Any) -> NoReturn:
@@ -181,7 +189,7 @@ def test_gathers_of_fsdp1_are_no_work(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(checkpoint, "model_tensors", gather)
     nothing: Any = None
     with pytest.raises(KeyboardInterrupt):
-        checkpoint.load_checkpoint(tmp_path, nothing, nothing, nothing)
+        checkpoint.load_checkpoint(Checkpoint(tmp_path, {}), nothing, nothing, nothing)
     phases.clear()
     with pytest.raises(KeyboardInterrupt):
         checkpoint.load_weights(tmp_path, nothing)

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.checkpoint_files import change_manifest, make_checkpoint
-from toolkit.checkpoint.find import newest_valid
+from tests.support.checkpoint_files import change_manifest, make_checkpoint, newest_folder
 from toolkit.checkpoint.manifest import MANIFEST
 
 
@@ -24,7 +23,7 @@ from toolkit.checkpoint.manifest import MANIFEST
 )
 def test_another_format_version_is_refused(tmp_path: Path, version: Any, sentence: str) -> None:
     change_manifest(make_checkpoint(tmp_path, 3), lambda manifest: manifest.update(format_version=version))
-    found, (refused,) = newest_valid(tmp_path)
+    found, (refused,) = newest_folder(tmp_path)
     assert found is None and refused.startswith(f"step-00000003 {sentence}")
 
 
@@ -55,7 +54,7 @@ def test_another_format_version_is_refused(tmp_path: Path, version: Any, sentenc
 def test_a_manifest_of_another_shape_is_reported_and_skipped(tmp_path: Path, change, sentence: str) -> None:
     older = make_checkpoint(tmp_path, 3)
     change_manifest(make_checkpoint(tmp_path, 12), change)
-    found, (refused,) = newest_valid(tmp_path)
+    found, (refused,) = newest_folder(tmp_path)
     assert found == older
     assert refused.startswith("step-00000012/manifest.json") and sentence in refused
 
@@ -63,5 +62,5 @@ def test_a_manifest_of_another_shape_is_reported_and_skipped(tmp_path: Path, cha
 @pytest.mark.parametrize("text", ["[]", "null", "7", "[" * 100_000, "\ufeff{}", '{"format_version": 3', ""])
 def test_a_manifest_that_is_no_mapping_is_reported_and_skipped(tmp_path: Path, text: str) -> None:
     (make_checkpoint(tmp_path, 3) / MANIFEST).write_text(text)
-    found, (refused,) = newest_valid(tmp_path)
+    found, (refused,) = newest_folder(tmp_path)
     assert found is None and refused.startswith("step-00000003/manifest.json ")

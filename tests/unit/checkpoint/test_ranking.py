@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.checkpoint_files import LOSS, make_checkpoint, names, prune_to
-from toolkit.checkpoint.find import rank_checkpoints
+from tests.support.checkpoint_files import LOSS, make_checkpoint, names, prune_to, ranked
 from toolkit.checkpoint.folders import list_checkpoints, step_folder
 from toolkit.checkpoint.manifest import MANIFEST
 
@@ -39,7 +38,7 @@ def test_a_nan_is_never_the_best(higher_is_better: bool, new: float, old: float 
 def test_a_nan_is_not_ranked(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 1, NAN)
     make_checkpoint(tmp_path, 2, 0.5)
-    assert [ranked.step for ranked in rank_checkpoints(tmp_path, LOSS)] == [2]
+    assert [found.checkpoint.step for found in ranked(tmp_path, LOSS)] == [2]
 
 
 def test_pruning_keeps_the_last_and_the_best(tmp_path: Path) -> None:
@@ -47,10 +46,10 @@ def test_pruning_keeps_the_last_and_the_best(tmp_path: Path) -> None:
         last = make_checkpoint(tmp_path, step, loss)
     assert prune_to(tmp_path, last, keep_last=2, keep_best=2) == ([step_folder(tmp_path, 1), step_folder(tmp_path, 4)], [])
     assert names(tmp_path) == [f"step-0000000{step}" for step in (2, 3, 5, 6)]
-    assert [ranked.step for ranked in rank_checkpoints(tmp_path, LOSS)] == [2, 3, 6, 5]
-    assert [ranked.step for ranked in rank_checkpoints(tmp_path, LOSS, last_step=5)] == [2, 3, 5]
-    assert [ranked.step for ranked in rank_checkpoints(tmp_path, replace(LOSS, higher_is_better=True))] == [5, 6, 3, 2]
-    assert rank_checkpoints(tmp_path, replace(LOSS, metric="rougeL")) == []
+    assert [found.checkpoint.step for found in ranked(tmp_path, LOSS)] == [2, 3, 6, 5]
+    assert [found.checkpoint.step for found in ranked(tmp_path, LOSS, last_step=5)] == [2, 3, 5]
+    assert [found.checkpoint.step for found in ranked(tmp_path, replace(LOSS, higher_is_better=True))] == [5, 6, 3, 2]
+    assert ranked(tmp_path, replace(LOSS, metric="rougeL")) == []
 
 
 def test_what_is_not_whole_is_neither_counted_nor_removed_nor_best(tmp_path: Path) -> None:
@@ -59,7 +58,7 @@ def test_what_is_not_whole_is_neither_counted_nor_removed_nor_best(tmp_path: Pat
     (bare / MANIFEST).unlink()
     last = make_checkpoint(tmp_path, 4, loss=2.0)
     assert prune_to(tmp_path, last, keep_last=2) == ([], [])
-    assert rank_checkpoints(tmp_path, LOSS)[0].folder == whole
+    assert ranked(tmp_path, LOSS)[0].checkpoint.folder == whole
 
 
 def test_pruning_keeps_what_was_just_written_beside_later_damaged_ones(tmp_path: Path) -> None:
@@ -104,8 +103,14 @@ def test_figures_of_other_rows_are_not_compared_with_those_of_these(tmp_path: Pa
     """Step 1 has the lowest loss, of rows that were easier; steps 2 and 3 were measured on the same."""
     for step, loss, rows in ((1, 0.1, THIRD), (2, 0.3, OTHER), (3, 0.2, OTHER), (4, 0.6, None), (5, 0.7, None)):
         last = make_checkpoint(tmp_path, step, loss, rows)
-    ranked = rank_checkpoints(tmp_path, LOSS)
-    assert [(found.step, found.is_comparable) for found in ranked] == [(4, True), (5, True), (3, False), (2, False), (1, False)]
+    order = [(found.checkpoint.step, found.is_comparable) for found in ranked(tmp_path, LOSS)]
+    assert order == [
+        (4, True),
+        (5, True),
+        (3, False),
+        (2, False),
+        (1, False),
+    ]
     removed, _ = prune_to(tmp_path, last, keep_last=1, keep_best=2)
     assert names(tmp_path) == ["step-00000004", "step-00000005"]
     assert removed == [step_folder(tmp_path, step) for step in (1, 2, 3)]
@@ -115,7 +120,7 @@ def test_the_newest_is_kept_whatever_it_was_measured_on(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 1, 0.5)
     last = make_checkpoint(tmp_path, 2, 0.4, OTHER)
     assert prune_to(tmp_path, last, keep_last=1, keep_best=1) == ([], [])
-    assert [found.step for found in rank_checkpoints(tmp_path, LOSS)] == [1, 2]
+    assert [found.checkpoint.step for found in ranked(tmp_path, LOSS)] == [1, 2]
 
 
 @pytest.mark.parametrize(("compared", "order"), [(("rows",), [1, 2]), (("rows", "num_beams"), [2, 1])])
@@ -124,4 +129,4 @@ def test_how_texts_are_generated_matters_to_figures_of_texts_alone(
 ) -> None:
     make_checkpoint(tmp_path, 1, 0.3, {"rows": "a", "num_beams": 4})
     make_checkpoint(tmp_path, 2, 0.5, {"rows": "a", "num_beams": 1})
-    assert [found.step for found in rank_checkpoints(tmp_path, replace(LOSS, compared=compared))] == order
+    assert [found.checkpoint.step for found in ranked(tmp_path, replace(LOSS, compared=compared))] == order

@@ -17,8 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.support.checkpoint_files import make_checkpoint, names
-from toolkit.checkpoint.find import find_checkpoint
+from tests.support.checkpoint_files import found_folder, make_checkpoint, names
 from toolkit.checkpoint.folders import checkpoints_folder
 from toolkit.checkpoint.init_from import find_weights
 from toolkit.config.python import load_config
@@ -26,7 +25,7 @@ from toolkit.data.cache_folders import find_or_build
 from toolkit.distributed.rng import capture_random_state, save_random_state
 from toolkit.errors import UserError
 from toolkit.export.card import Origin
-from toolkit.export.write import Places, _replaced, _write_rest
+from toolkit.export.write import Places, _Export, _replaced
 from toolkit.files.modes import give_usual_mode
 from toolkit.models.lora_files import CONFIG_FILE, WEIGHTS_FILE, find_adapter
 from toolkit.tools.checkpoints import show_checkpoints
@@ -76,7 +75,9 @@ def test_files_of_safetensors_get_the_mode_of_any_other_file(tmp_path: Path, uma
         config = load_config("llm", overrides={"model.name_or_path": "m", "data.source": "x", "train.max_steps": 1})
         places = Places(check_file=tmp_path / "export_check.safetensors")
         with patch("transformers.AutoTokenizer.from_pretrained"):  # reads what this tokenizer does not write
-            _write_rest(config, skeleton, tokenizer, tensors, Origin(), places, folder, "model", torch.float32)
+            sharded: Any = SimpleNamespace(skeleton=skeleton)
+            under_way = _Export(config, sharded, tokenizer, tensors, Origin(), places)
+            under_way._write_rest(folder, "model", torch.float32)
     name = save_random_state(capture_random_state(), tmp_path)
     export = tmp_path / "export"
     files = [
@@ -109,7 +110,7 @@ def test_a_newest_checkpoint_that_may_not_be_read_stops_the_resume(shared: Path,
     newest = make_checkpoint(shared, 6)
     (newest / closed).chmod(0)
     with another_user(), pytest.raises(UserError) as caught:
-        find_checkpoint(shared, "auto")
+        found_folder(shared, "auto")
     assert "step-00000006" in str(caught.value)
     assert str(caught.value).endswith("cannot be read (Permission denied): ask its owner, or chmod")
     assert names(shared) == ["step-00000003", "step-00000006"]
@@ -121,7 +122,7 @@ def test_a_named_checkpoint_that_may_not_be_read_is_not_called_damaged(shared: P
     denial = "step-00000006/rng-00000.safetensors cannot be read (Permission denied): ask its owner, or chmod"
     with another_user():
         with pytest.raises(UserError) as caught:
-            find_checkpoint(shared, str(folder))
+            found_folder(shared, str(folder))
         assert str(caught.value) == f"checkpoint.resume is {folder}, but {denial}"
         with pytest.raises(UserError) as caught:
             find_weights(str(folder))
@@ -136,9 +137,9 @@ def test_checkpoints_that_may_not_be_listed_are_not_none(shared: Path) -> None:
     try:
         with another_user():
             with pytest.raises(UserError, match=f"^checkpoints: {folder} {denial}$"):
-                find_checkpoint(shared, "auto")
+                found_folder(shared, "auto")
             with pytest.raises(UserError, match=f"^checkpoint.resume: {newest} {denial}$"):
-                find_checkpoint(shared, str(newest))
+                found_folder(shared, str(newest))
             with pytest.raises(UserError, match=denial):
                 find_weights(str(newest))
     finally:

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForC
 
 from toolkit.errors import UserError
 from toolkit.models import shard_reader as weight_sources
-from toolkit.models.freeze import hash_header, hash_parameters
+from toolkit.models.freeze import hash_parameters
 from toolkit.models.safetensors_index import DTYPES, WeightFiles, WholeOnly, find_weight_files, match_names
 from toolkit.models.shard_reader import hash_sources, pieces
 
@@ -118,7 +118,5 @@ def test_hashes_of_files_are_those_of_the_loaded_model(tmp_path: Path) -> None:
     files = WeightFiles([tmp_path / "model.safetensors"], "it")
     sources = {name: files.source(name, torch.float32) for name in named}
     with patch.object(weight_sources, "PIECE_BYTES", 256):
-        hashes = hash_sources(
-            sources, {n: hash_header(p.dtype, p.shape) for n, p in named.items()}, {n: p.dtype for n, p in named.items()}
-        )
+        hashes = hash_sources(sources, {name: parameter.dtype for name, parameter in named.items()})
     assert hashes == hash_parameters(model, set(named))

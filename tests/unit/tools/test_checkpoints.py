@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoint_files import change_manifest, make_checkpoint
-from toolkit.checkpoint import entries
 from toolkit.checkpoint.manifest import MANIFEST
 from toolkit.tools import checkpoints as checkpoint_table
+from toolkit.tools import entries
 from toolkit.tools.main import main
 
 

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.support.launch import run_on_ranks
+from toolkit.checkpoint.manifest import Checkpoint
 from toolkit.config.data import DataConfig
 from toolkit.config.schema import ModelConfig, RunConfig, SummarizationConfig, TrackingConfig
 from toolkit.errors import UserError
@@ -123,7 +124,6 @@ def test_one_that_cannot_start_is_one_sentence(seen, tmp_path, monkeypatch):
 
 def test_a_resume_sends_nothing_twice(seen, tmp_path, monkeypatch, capsys):
     """The run was killed after step 5, and goes on from its checkpoint of step 2; then again, killed after step 3."""
-    monkeypatch.setattr(trackers, "read_manifest", lambda folder: {"step": 2})
     config = config_with(tmp_path, "first", "trackio")
     start_trackers(SimpleNamespace(), config, tmp_path, None)
     for last in (5, 3):
@@ -132,7 +132,7 @@ def test_a_resume_sends_nothing_twice(seen, tmp_path, monkeypatch, capsys):
         for step in range(last + 1):
             log.write("train", step, loss=1.0)
         log.write("eval", 2, loss=1.0)
-        start_trackers(SimpleNamespace(), config, tmp_path, tmp_path / "step-00000002")
+        start_trackers(SimpleNamespace(), config, tmp_path, Checkpoint(tmp_path / "step-00000002", {"step": 2}))
         assert json.loads((tmp_path / "trackers.json").read_text()) == {
             "runs": {"trackio": "id of trackio"},
             "sent": {"train": 5, "eval": 2},

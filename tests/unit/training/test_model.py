@@ -11,6 +11,7 @@ import torch
 from transformers import BartConfig, PretrainedConfig, T5Config, UMT5Config
 
 from tests.support.checkpoint_files import change_manifest, make_checkpoint
+from toolkit.checkpoint.manifest import read_checkpoint
 from toolkit.config.schema import ModelConfig
 from toolkit.training import model
 from toolkit.training.model import _note_needless_shards, _take_fastest_attention
@@ -19,10 +20,11 @@ FASTER, BEGAN = ", faster on a CPU than sdpa where positions are a bias", ", wit
 
 
 def choose(
-    model_config: PretrainedConfig, device: str = "cpu", named: str | None = None, resume_from: Path | None = None
+    model_config: PretrainedConfig, device: str = "cpu", named: str | None = None, resumed: Path | None = None
 ) -> tuple[str | None, str, str | None]:
     """(what the model gets, the words, what a checkpoint notes)."""
     config: Any = SimpleNamespace(model=ModelConfig(name_or_path="tiny", attn_implementation=named))
+    resume_from = read_checkpoint(resumed) if resumed else None
     context: Any = SimpleNamespace(accelerator=SimpleNamespace(device=torch.device(device)), settings={}, resume_from=resume_from)
     why = _take_fastest_attention(config, context, model_config)
     return model_config._attn_implementation, why, context.settings["attention"]
@@ -42,11 +44,11 @@ def test_an_attention_that_is_named_is_kept() -> None:
 
 def test_a_run_goes_on_with_the_attention_that_it_began_with(tmp_path: Path) -> None:
     older = make_checkpoint(tmp_path, 1)
-    assert choose(T5Config(), resume_from=older) == (None, BEGAN, None), "a run from before the rule had sdpa"
+    assert choose(T5Config(), resumed=older) == (None, BEGAN, None), "a run from before the rule had sdpa"
     newer = make_checkpoint(tmp_path, 2)
     change_manifest(newer, lambda manifest: manifest["identity"]["config"].update(attention="eager"))
-    assert choose(T5Config(), resume_from=newer) == ("eager", FASTER, "eager")
-    assert choose(T5Config(), "cuda", resume_from=newer) == (None, "", None)
+    assert choose(T5Config(), resumed=newer) == ("eager", FASTER, "eager")
+    assert choose(T5Config(), "cuda", resumed=newer) == (None, "", None)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 from toolkit.checkpoint.find import newest_valid
 from toolkit.checkpoint.folders import list_checkpoints, step_folder, step_of_name
 from toolkit.checkpoint.load import best_of_run
-from toolkit.checkpoint.manifest import check_files, read_manifest
+from toolkit.checkpoint.manifest import Checkpoint, read_checkpoint, read_manifest
 from toolkit.config.load import RecipeConfig, load_config
 from toolkit.config.schema import LLMConfig, SummarizationConfig
 from toolkit.distributed.comm import on_rank_0
@@ -81,8 +81,8 @@ def load_settings(run_folder: Path) -> dict[str, Any]:
     return {}
 
 
-def choose_checkpoint(options: Options, config: RecipeConfig) -> Path:
-    """The folder of the checkpoint that is asked for. Collective.
+def choose_checkpoint(options: Options, config: RecipeConfig) -> Checkpoint:
+    """The checkpoint that is asked for, checked by hash. Collective.
 
     Raises:
         UserError: there is none, or it is damaged; on every rank.
@@ -96,35 +96,33 @@ def choose_checkpoint(options: Options, config: RecipeConfig) -> Path:
         if step not in steps:
             raise UserError(f"--checkpoint is {wanted}: give best, last or one of the steps {', '.join(map(str, steps))}")
         logger.info(f"exporting the weights of step {step}")
-        return step_folder(run_folder, step)
+        return on_rank_0(lambda: read_whole(step_folder(run_folder, step)))
     newest, refused = on_rank_0(lambda: newest_valid(run_folder))
     for sentence in refused:
         logger.warning(sentence)
     if newest is None:
         raise UserError(f"no checkpoint in {run_folder} is valid: {'; '.join(refused)}")
     if wanted == "best":
-        goal = goal_of(config.eval, on_rank_0(lambda: read_whole(newest))["measured_on"])
+        goal = goal_of(config.eval, newest.manifest["measured_on"])
         best, choice = best_of_run(run_folder, goal, "--checkpoint" if options.checkpoint else "export.weights")
         logger.info(choice)
         return best or newest
-    logger.info(f"exporting the weights of step {step_of_name(newest.name)}, the newest valid checkpoint")
+    logger.info(f"exporting the weights of step {newest.step}, the newest valid checkpoint")
     return newest
 
 
-def read_whole(checkpoint: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, whose files are compared with it by their hashes.
+def read_whole(folder: Path) -> Checkpoint:
+    """A checkpoint, whose files are compared with its manifest by their hashes.
 
     Raises:
         UserError: it is damaged, or a run has removed it meanwhile.
     """
     try:
-        manifest = read_manifest(checkpoint)
-        check_files(checkpoint, manifest)
+        return read_checkpoint(folder)
     except ValueError as error:
-        if not checkpoint.is_dir():
-            raise UserError(f"{checkpoint} was removed meanwhile, as by a run that keeps its newest ones: give another") from None
-        raise UserError(f"checkpoint {checkpoint} cannot be exported: {error}") from None
-    return manifest
+        if not folder.is_dir():
+            raise UserError(f"{folder} was removed meanwhile, as by a run that keeps its newest ones: give another") from None
+        raise UserError(f"checkpoint {folder} cannot be exported: {error}") from None
 
 
 def choose_places(options: Options, config: RecipeConfig, step: int) -> Places:

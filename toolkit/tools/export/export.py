@@ -33,7 +33,7 @@ from toolkit.launch.same_run import describe_config
 from toolkit.models.config import special_tokens
 from toolkit.models.lora import is_enabled
 from toolkit.parallel.wrap import shard_model
-from toolkit.tools.export.choose import Options, choose_checkpoint, choose_places, load_run_config, load_settings, read_whole
+from toolkit.tools.export.choose import Options, choose_checkpoint, choose_places, load_run_config, load_settings
 from toolkit.tools.report.facts import read_runs
 from toolkit.training.model import build_skeleton, identity_of, load_model
 from toolkit.training.run import release
@@ -79,9 +79,8 @@ def _export(options: Options, config: RecipeConfig) -> None:
     connect_devices(accelerator)
     working("choosing the checkpoint")
     checkpoint = choose_checkpoint(options, config)
-    manifest = on_rank_0(lambda: read_whole(checkpoint))
-    settings = manifest["identity"]["config"]
-    places = on_rank_0(lambda: choose_places(options, config, manifest["step"]))
+    settings, theirs = checkpoint.settings, checkpoint.manifest["identity"]
+    places = on_rank_0(lambda: choose_places(options, config, checkpoint.step))
 
     # The model as the run built it, then the checkpoint's weights.
     has_adapter = is_enabled(config.adapter)
@@ -90,19 +89,19 @@ def _export(options: Options, config: RecipeConfig) -> None:
     init_from = find_weights(config.model.init_from) if config.model.init_from and config.model.freeze else None
     context = RunContext(accelerator, dtype, options.run_folder, settings, checkpoint, init_from, metrics=())
     config, model_config, skeleton = build_skeleton(config, context)
-    data, evaluation = _load_data(options.run_folder, config, model_config, skeleton, manifest["identity"]["data_fingerprint"])
+    data, evaluation = _load_data(options.run_folder, config, model_config, skeleton, theirs["data_fingerprint"])
     model, sources = load_model(config, context, model_config, skeleton)
     if isinstance(evaluation.collator, SummarizationCollator):
         start_generation(model, evaluation.tokenizer, evaluation.collator)
     identity = identity_of(context, model_config, data.fingerprint, model, sources)
-    on_rank_0(lambda: _check_base(config, checkpoint, manifest["identity"], dataclasses.asdict(identity)))
+    on_rank_0(lambda: _check_base(config, checkpoint.folder, theirs, dataclasses.asdict(identity)))
     sharded = shard_model(accelerator, model, sources)
-    load_weights(checkpoint, sharded)
+    load_weights(checkpoint.folder, sharded)
 
     # The folder, and what to do with it.
     computed_in = "float32" if settings.get("mixed_precision", "no") == "no" else "bfloat16"
     about = _load_about(options.run_folder) if rank() == 0 else ([], None)
-    origin = Origin(manifest["step"], computed_in, manifest["world_size"], data, *about, identity.frozen_hashes)
+    origin = Origin(checkpoint.step, computed_in, checkpoint.manifest["world_size"], data, *about, identity.frozen_hashes)
     export_model(config, sharded, evaluation, origin, places)
     logger.info(f"exported to {places.model or places.adapter}")
     for line in list_commands(config, sharded.skeleton, places):

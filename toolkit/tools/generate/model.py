@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toolkit.config.schema import AdapterConfig, EvalConfig, ModelConfig
+from toolkit.config.schema import AdapterConfig, AutoClass, EvalConfig, ModelConfig
 from toolkit.data.collate import CausalCollator, Collator, SummarizationCollator, move_to
 from toolkit.data.rows.example import Example
 from toolkit.data.tokens.causal import encode_prompts
@@ -28,12 +28,13 @@ from toolkit.data.tokens.tokenizer import load_tokenizer
 from toolkit.errors import UserError
 from toolkit.export.usage import Usage, load_usage
 from toolkit.launch.environment import asked_for_cpu
-from toolkit.models.config import AutoClass, is_encoder_decoder, load_model_config, special_tokens
+from toolkit.models.config import load_model_config, special_tokens
 from toolkit.models.load import build_skeleton, fastest_attention, load_model, num_token_embeddings
 from toolkit.models.lora import add_adapter
-from toolkit.models.lora_files import CONFIG_FILE, find_adapter, read_base_name
+from toolkit.models.lora_files import CONFIG_FILE, find_adapter, read_json
 from toolkit.models.positions import num_positions
 from toolkit.tools.private import private
+from toolkit.tools.recipes import is_encoder_decoder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -161,7 +162,7 @@ def open_model(name: str) -> Generator:
     folder = Path(find_folder(name))
     usage = load_usage(folder) or Usage()
     is_adapter = (folder / CONFIG_FILE).is_file()
-    base = ModelConfig(name_or_path=read_base_name(folder) if is_adapter else str(folder))
+    base = ModelConfig(name_or_path=_read_base_name(folder) if is_adapter else str(folder))
     try:
         auto_class: AutoClass = "AutoModelForSeq2SeqLM" if is_encoder_decoder(base.name_or_path) else "AutoModelForCausalLM"
         config = load_model_config(base, auto_class, is_trained=False)
@@ -241,3 +242,15 @@ def _check_room(skeleton: Any, dtype: torch.dtype, device: torch.device) -> None
             f"the model's weights take {num_bytes / 2**30:.1f} GiB in {str(dtype).removeprefix('torch.')}, and {device} has "
             f"{free / 2**30:.1f} GiB free: try --dtype bfloat16, or serve it with a tool that splits a model over GPUs, as vLLM"
         )
+
+
+def _read_base_name(folder: Path) -> str:
+    """The base that an adapter names: a path, from the directory of its run, or a hub id.
+
+    Raises:
+        UserError: it names none.
+    """
+    base = read_json(folder / CONFIG_FILE, f"adapter.name_or_path {folder}").get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise UserError(f"the {CONFIG_FILE} of {folder} names no base (base_model_name_or_path): write its folder there")
+    return base

@@ -10,18 +10,19 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from toolkit.config.load import RecipeConfig, load_config
-from toolkit.config.schema import LLMConfig, SummarizationConfig
+from toolkit.config.schema import LLMConfig
 from toolkit.data.batch_plan import check_global_batch_size
 from toolkit.data.collate import Batch, CausalCollator, SummarizationCollator
 from toolkit.models.attention import attends_by_document, choose_packed_attention
-from toolkit.models.config import AutoClass, is_encoder_decoder, load_model_config, special_tokens
+from toolkit.models.config import load_model_config, special_tokens
 from toolkit.models.freeze import cast_frozen, freeze
 from toolkit.models.load import build_skeleton, fastest_attention
 from toolkit.models.lora import add_adapter, check_adapter_config, is_enabled
-from toolkit.models.positions import check_causal_positions, check_positions
+from toolkit.models.positions import check_positions
 from toolkit.parallel.masks import choose_packing
 from toolkit.parallel.units import repeated_blocks
 from toolkit.tools.plan.strategy import Strategy, planned_frozen_dtype
+from toolkit.tools.recipes import config_class_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -47,15 +48,12 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
         UserError: whatever the run itself would raise.
     """
     # The config; defaults take its place if the user gives none.
-    is_t5 = is_encoder_decoder(model) if recipe is None else recipe == "t5"
     if not any(argument.partition("=")[0] == "--config" for argument in run_arguments):
         defaults = ["--data.source=not/read", "--train.num_epochs=1", "--train.micro_batch_size_rows=1"]
         run_arguments = [*defaults, f"--train.global_batch_size_rows={strategy.num_processes}", *run_arguments]
-    config_class: Any = SummarizationConfig if is_t5 else LLMConfig
-    config: RecipeConfig = load_config(config_class, [*run_arguments, f"--model.name_or_path={model}"])
+    config: RecipeConfig = load_config(config_class_of(model, recipe), [*run_arguments, f"--model.name_or_path={model}"])
     check_global_batch_size(config.train, strategy.num_processes)
     check_adapter_config(config)
-    auto_class: AutoClass = "AutoModelForSeq2SeqLM" if is_t5 else "AutoModelForCausalLM"
     # The model's config; `from_scratch`, because nothing of the weights is needed, not even their index.
     skeleton_config = dataclasses.replace(config.model, from_scratch=True)
     # Flash and flex attention may lack their package or device here. sdpa's kernels keep the same tensors; flex attention
@@ -63,22 +61,17 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
     is_flash = any(name in (config.model.attn_implementation or "") for name in ("flash", "flex"))
     if is_flash:
         skeleton_config = dataclasses.replace(skeleton_config, attn_implementation="sdpa")
-    model_config = load_model_config(skeleton_config, auto_class)
+    model_config = load_model_config(skeleton_config, config.auto_class)
     model_config._attn_implementation = fastest_attention(model_config, "cpu" if strategy.is_cpu else "cuda")
-    lengths = row_tokens(config)
-    no_generation = dataclasses.replace(config.eval, generate=False)
-    if is_t5:
-        check_positions(model_config, model, lengths, no_generation)
-    else:
-        check_causal_positions(model_config, model, {**lengths, "prompt": 0}, no_generation)
+    check_positions(model_config, model, row_tokens(config), dataclasses.replace(config.eval, generate=False))
     # The model, adapted and frozen.
-    skeleton = build_skeleton(skeleton_config, model_config, auto_class)
+    skeleton = build_skeleton(skeleton_config, model_config, config.auto_class)
     if is_enabled(config.adapter):
         add_adapter(skeleton, config.adapter, config.model, config.train.seed)
     else:
         freeze(skeleton, config.model.freeze)
     why_dense, config = "", choose_packing(config, skeleton)
-    if isinstance(config, LLMConfig) and config.data.packing and not is_flash:
+    if config.packs and not is_flash:
         named, device_type = config.model.attn_implementation, "cpu" if strategy.is_cpu else "cuda"
         one_graph = strategy.is_one_graph
         why_dense = choose_packed_attention(skeleton, named, device_type, strategy.compute_dtype, is_one_graph=one_graph)

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from toolkit.config.load import RecipeConfig, find_model, load_config
-from toolkit.config.schema import LLMConfig, SummarizationConfig
+from toolkit.config.schema import LLMConfig
 from toolkit.data.batch_plan import check_global_batch_size
 from toolkit.evaluation.metrics import load_text_metrics
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.launch.environment import asked_for_cpu
 from toolkit.models.attention import choose_packed_attention
-from toolkit.models.config import AutoClass, is_encoder_decoder, load_model_config
+from toolkit.models.config import load_model_config
 from toolkit.models.load import build_skeleton
 from toolkit.parallel.masks import choose_packing
 from toolkit.tools.plan.strategy import Strategy, load_strategy
@@ -23,6 +23,7 @@ from toolkit.tools.preview.row import RowView, find_cut_row, view_row, view_rows
 from toolkit.tools.preview.step import StepView, view_step
 from toolkit.tools.preview.summary import Summary, summarize
 from toolkit.tools.preview.wording import plural
+from toolkit.tools.recipes import config_class_of
 from toolkit.training.data import num_steps, prepare_data
 
 MOST_PACKS = 24
@@ -48,7 +49,7 @@ def collect(
     run_arguments: list[str], accelerate_config: Path | None, recipe: str | None, num_rows: int, row_id: int | None
 ) -> Preview:
     """Prepare the data as the run does, and collect what is shown; arguments and errors of `preview`."""
-    config = _load_config(run_arguments, recipe)
+    config: RecipeConfig = load_config(config_class_of(find_model(run_arguments), recipe), run_arguments)
     launch, processes = _read_launch(accelerate_config)
     check_global_batch_size(config.train, launch.num_processes)
     # The run's own phases, without its accelerator: the model on the meta device, then its rows and its batch plan.
@@ -77,12 +78,6 @@ def collect(
     )
 
 
-def _load_config(run_arguments: list[str], recipe: str | None) -> RecipeConfig:
-    is_t5 = is_encoder_decoder(find_model(run_arguments)) if recipe is None else recipe == "t5"
-    config_class: Any = SummarizationConfig if is_t5 else LLMConfig
-    return load_config(config_class, run_arguments)
-
-
 def _read_launch(accelerate_config: Path | None) -> tuple[Strategy, str]:
     """How the run will be launched, and that in words; without an accelerate YAML, one process on this machine."""
     if accelerate_config is None:
@@ -95,15 +90,14 @@ def _read_launch(accelerate_config: Path | None) -> tuple[Strategy, str]:
 
 def _build_skeleton(config: RecipeConfig, launch: Strategy) -> tuple[Any, Any]:
     """The model's config and the model on the meta device, also where the package of flash attention is missing."""
-    auto_class: AutoClass = "AutoModelForCausalLM" if isinstance(config, LLMConfig) else "AutoModelForSeq2SeqLM"
     attention = config.model.attn_implementation or ""
     is_flash = "flash" in attention
     model = replace(config.model, attn_implementation="eager") if is_flash else config.model
-    model_config = load_model_config(model, auto_class)
-    skeleton = build_skeleton(model, model_config, auto_class)
+    model_config = load_model_config(model, config.auto_class)
+    skeleton = build_skeleton(model, model_config, config.auto_class)
     if is_flash:
         skeleton.config._attn_implementation = attention  # by which the collator is chosen
-    elif isinstance(config, LLMConfig) and config.data.packing:
+    elif config.packs:
         device_type, one_graph = "cpu" if launch.is_cpu else "cuda", launch.is_one_graph
         choose_packed_attention(skeleton, attention or None, device_type, launch.compute_dtype, is_one_graph=one_graph)
     return model_config, skeleton

@@ -16,7 +16,6 @@ from torch import nn
 from toolkit.config.load import RecipeConfig
 from toolkit.config.schema import AdapterConfig
 from toolkit.export.compare import LOGIT_TOLERANCE
-from toolkit.models.config import AutoClass
 from toolkit.models.load import fastest_attention
 from toolkit.tools.verify.proofs import Proof, exact, failed, named, not_reached, within
 from toolkit.tools.verify.records import load_list
@@ -30,7 +29,7 @@ NUM_TEXTS = 4
 """Number of texts to generate again, on the CPU, where a large model is slow."""
 
 
-def check_exports(run: WatchedRun, config: RecipeConfig, auto_class: AutoClass) -> list[Proof]:
+def check_exports(run: WatchedRun, config: RecipeConfig) -> list[Proof]:
     """Rows for the weights, logits and texts of `export/` and, for an adapter, also for `merged/` and its scale."""
     check_file = run.folder / "export_check.safetensors"
     if not check_file.is_file():
@@ -41,21 +40,21 @@ def check_exports(run: WatchedRun, config: RecipeConfig, auto_class: AutoClass) 
     frozen: dict[str, str] = json.loads((run.records / "trained.json").read_text(encoding="utf-8"))["frozen"]
     try:
         if config.adapter.method == "none":
-            model = _load(config, auto_class, run.folder / "export")
+            model = _load(config, run.folder / "export")
             weights = _compare_weights(run, "export", model, trained, frozen)
             return [weights, _compare_logits(run, "export", model, check), *_compare_texts(run, model)]
-        adapted = _load_adapter(_load(config, auto_class, config.model.name_or_path), run.folder / "export")
+        adapted = _load_adapter(_load(config, config.model.name_or_path), run.folder / "export")
         named = {f"base_model.model.{name}": t for name, t in trained.items()}
         frozen = {f"base_model.model.{name}": digest for name, digest in frozen.items()}
         weights = _compare_weights(run, "adapter and base", adapted, named, frozen)
-        merged = _load(config, auto_class, run.folder / "merged")
+        merged = _load(config, run.folder / "merged")
         logits = [_compare_logits(run, "adapter", adapted, check), _compare_logits(run, "merged model", merged, check)]
         return [weights, *logits, *_compare_scale(run, config.adapter, adapted, merged, trained), *_compare_texts(run, merged)]
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # of transformers and peft: they cannot load a folder
         return [failed("export", run.title, " ".join(str(error).split()))]
 
 
-def _load(config: RecipeConfig, auto_class: AutoClass, name_or_path: str | Path) -> nn.Module:
+def _load(config: RecipeConfig, name_or_path: str | Path) -> nn.Module:
     import transformers
 
     options: dict[str, Any] = {}
@@ -69,8 +68,8 @@ def _load(config: RecipeConfig, auto_class: AutoClass, name_or_path: str | Path)
         options["attn_implementation"] = fastest_attention(model_config, "cpu")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    model = getattr(transformers, auto_class).from_pretrained(name_or_path, dtype=torch.float32, use_safetensors=True, **options)
-    return model.eval()
+    auto_class: Any = getattr(transformers, config.auto_class)
+    return auto_class.from_pretrained(name_or_path, dtype=torch.float32, use_safetensors=True, **options).eval()
 
 
 def _load_adapter(base: Any, folder: Path) -> nn.Module:

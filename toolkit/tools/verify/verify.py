@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from toolkit.config.load import RecipeConfig, find_model, load_config
-from toolkit.config.schema import LLMConfig, SummarizationConfig
+from toolkit.config.schema import SummarizationConfig
 from toolkit.errors import UserError, align, escape_controls, one_line
 from toolkit.launch.relaunch import PRESET_FOLDER, launch
-from toolkit.models.config import AutoClass, is_encoder_decoder, load_model_config
+from toolkit.models.config import load_model_config
+from toolkit.tools.recipes import config_class_of
 from toolkit.tools.verify.checks import check_all
 from toolkit.tools.verify.proofs import Proof
 from toolkit.tools.verify.runs import Box, Launch, launch_all, plan_runs
@@ -76,10 +77,9 @@ def verify(
     from toolkit.tools.verify.updates import check_all_updates
 
     expects_frozen = box.config.adapter.method != "none" or bool(box.config.model.freeze)
-    auto_class: AutoClass = "AutoModelForCausalLM" if isinstance(box.config, LLMConfig) else "AutoModelForSeq2SeqLM"
     proofs = check_all(runs, tolerance, expects_frozen=expects_frozen)
     proofs += check_all_updates(runs, box.config.optim)
-    proofs += check_exports(runs["preset-0"], box.config, auto_class)
+    proofs += check_exports(runs["preset-0"], box.config)
     passed = all(proof.passed for proof in proofs)
     _show(proofs, output, passed)
     return passed
@@ -109,11 +109,10 @@ def build_box(
     if model is None and config is None:
         model = str(RECIPE_FOLDER / "models" / "t5_gelu")
         run_arguments = ["--model.from_scratch=true", *run_arguments]
-    is_t5 = is_encoder_decoder(model or find_model([f"--config={config}"])) if recipe is None else recipe == "t5"
-    name = "t5" if is_t5 else "llm"
+    config_class = config_class_of(model or find_model([f"--config={config}"]), recipe)
+    name = "t5" if config_class is SummarizationConfig else "llm"
     given = [f"--config={config}"] if config else [f"--{key}={value}" for key, value in SMALL_ROWS[name].items()]
     arguments = [*given, *([f"--model.name_or_path={model}"] if model else []), *run_arguments]
-    config_class: Any = SummarizationConfig if is_t5 else LLMConfig
     # Every config needs a length; that of the runs is set later.
     parsed = load_config(config_class, arguments if config else ["--train.max_steps=1", *arguments])
     if "flash" in (attention := parsed.model.attn_implementation or ""):
@@ -126,7 +125,7 @@ def build_box(
         recipe=RECIPE_FOLDER / f"{name}.py",
         arguments=arguments,
         config=parsed,
-        num_positions=None if is_t5 else _num_positions(parsed),
+        num_positions=None if name == "t5" else _num_positions(parsed),
         presets=presets,
         num_processes=chosen,
         use_cpu=on_cpu,

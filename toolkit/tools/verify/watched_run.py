@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from toolkit.checkpoint.manifest import Checkpoint
 from toolkit.checkpoint.save import CheckpointWriter, Save
 from toolkit.checkpoint.state import TrainState
 from toolkit.data.batch_plan import Step
@@ -106,7 +107,7 @@ def watch(folder: Path, *, exports: bool) -> None:
     texts = watch_generation(masks)
 
     # Each wrapper records before or after the original call.
-    def resume_and_look(run: Run, saved: Path | None) -> None:
+    def resume_and_look(run: Run, saved: Checkpoint | None) -> None:
         resume(run, saved)
         _record(folder / "loaded", run.sharded, run.optimizer)
 

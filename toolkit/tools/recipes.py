@@ -1,0 +1,38 @@
+"""Which recipe a model takes, for tools that are given a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.schema import LLMConfig, SummarizationConfig
+from toolkit.errors import UserError
+
+
+def config_class_of(model: str, recipe: str | None) -> Any:
+    """The config class of `recipe`, as in `t5`, else of the recipe that the model takes."""
+    is_t5 = is_encoder_decoder(model) if recipe is None else recipe == "t5"
+    return SummarizationConfig if is_t5 else LLMConfig
+
+
+def is_encoder_decoder(name_or_path: str) -> bool:
+    """Whether the model is an encoder-decoder. False for an unreadable folder: `load_model_config` reports what is wrong.
+
+    Raises:
+        UserError: a hub id is out of reach; without this error, `load_model_config` would retry for half a minute.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        return bool(AutoConfig.from_pretrained(name_or_path, trust_remote_code=False).is_encoder_decoder)
+    except (ValueError, StrictDataclassError):
+        return False
+    except OSError as error:
+        if Path(name_or_path).is_dir() or Path(name_or_path).is_absolute() or name_or_path.startswith("."):
+            return False
+        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+        raise UserError(
+            f"model {name_or_path} is not a local folder and could not be read from the hub ({reason}): give a folder with its "
+            "config.json"
+        ) from None
