@@ -45,13 +45,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger("toolkit")
 
 
-def export(options: Options) -> None:
+def export(run_flags: list[str], **given: Any) -> None:
     """Export a checkpoint. Collective.
+
+    Args:
+        given: `Options`.
 
     Raises:
         UserError: no such run or checkpoint, a damaged one, another base than the run's, or a folder that cannot be written; on
             every rank.
     """
+    options = Options(flags=run_flags, **given)
     config = load_run_config(options.run_folder, options.flags)
     if options.merge and not is_enabled(config.adapter):
         raise UserError(f"--merge is given, but {options.run_folder} trained no adapter: leave it out")

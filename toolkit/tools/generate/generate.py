@@ -22,6 +22,7 @@ from toolkit.launch.accelerator import build_accelerator
 from toolkit.launch.environment import is_launched
 from toolkit.launch.log import lost_outputs
 from toolkit.launch.same_run import describe_files
+from toolkit.tools.generate.chat import chat
 from toolkit.tools.generate.inputs import Options, Row, Rows, open_rows
 from toolkit.tools.generate.model import Generator, find_folder, in_own_words, load_generator, open_model
 from toolkit.tools.generate.output import append_texts, begin_output, end_output, read_notes
@@ -31,6 +32,23 @@ logger = logging.getLogger("toolkit")
 
 BATCHES_AT_ONCE = 64
 """Batches of each process that are a window: read, sorted by length and written together."""
+
+
+def run(*, is_chat: bool, max_new_tokens: int | None, num_beams: int | None, **options: Any) -> None:
+    """The command.
+
+    Raises:
+        UserError: as `generate` and `chat`; a number below 1.
+    """
+    numbers = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "batch_size_rows": options["batch_size_rows"]}
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {number}: give at least 1")
+    given = {name: numbers[name] for name in ("max_new_tokens", "num_beams") if numbers[name] is not None}
+    if is_chat:
+        chat(options["model"], options["dtype"], given)
+    else:
+        generate(Options(settings=given, **options))
 
 
 def generate(options: Options) -> None:

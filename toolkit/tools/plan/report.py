@@ -14,18 +14,10 @@ from toolkit.tools.plan.trace import Bytes
 GIB = 2**30
 
 
-def show_plan(
-    model: str,
-    preset: Path,
-    num_processes: int,
-    run_arguments: list[str],
-    *,
-    recipe: str | None = None,
-    gpu_memory_gib: float = 80.0,
-    as_json: bool = False,
-) -> bool:
+def show_plan(run_flags: list[str], *, accelerate_config: Path, config: str | None, as_json: bool, **options: Any) -> bool:
     """Build and print a run's memory plan, and return whether the run fits; arguments and errors of `plan.build_plan`."""
-    plan = build_plan(model, preset, num_processes, run_arguments, recipe, gpu_memory_gib)
+    run_arguments = [*([f"--config={config}"] if config else []), *run_flags]
+    plan = build_plan(preset=accelerate_config, run_arguments=run_arguments, **options)
     print(json.dumps(plan_as_dict(plan), indent=2) if as_json else plan_as_text(plan))
     return plan.fits
 
