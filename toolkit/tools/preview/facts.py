@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +19,14 @@ from toolkit.models.config import AutoClass, is_encoder_decoder, load_model_conf
 from toolkit.models.load import build_skeleton
 from toolkit.parallel.masks import choose_packing
 from toolkit.tools.plan.strategy import Strategy, load_strategy
-from toolkit.tools.preview.row import RowView, find_cut_row, view_row, view_rows
-from toolkit.tools.preview.step import StepView, view_step
-from toolkit.tools.preview.summary import Summary, summarize
-from toolkit.tools.preview.wording import plural
+from toolkit.tools.preview.row import find_cut_row, view_row
+from toolkit.tools.preview.step import view_step
+from toolkit.tools.preview.summary import summarize
+from toolkit.tools.preview.wording import Preview, plural
 from toolkit.training.data import num_steps, prepare_data
 
 MOST_PACKS = 24
 """Packs of the step that are drawn."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preview:
-    """What is shown."""
-
-    title: str
-    processes: str
-    """How many processes the step is for, and why."""
-    summary: Summary | None
-    """None, as `step`, for a single row."""
-    step: StepView | None
-    rows: list[RowView]
-    is_whole: bool
-    """Whether rows are shown in full length."""
 
 
 def collect(
@@ -61,7 +46,8 @@ def collect(
     if row_id is not None:
         views = [view_row(rows, config.data, config.model, row_id)]
         return Preview(title=title, processes=processes, summary=None, step=None, rows=views, is_whole=True)
-    shown = view_rows(rows, config.data, config.model, plan.step(1).rows[:num_rows])
+    first = [int(rows.train[index]["row_id"]) for index in plan.step(1).rows[:num_rows]]
+    shown = [view_row(rows, config.data, config.model, row_id) for row_id in first]
     if num_rows and not any(side.num_lost for row in shown for side in row.sides):
         cut = find_cut_row(rows, config.data, config.model)
         shown += [cut] if cut else []

@@ -11,7 +11,7 @@ from toolkit.distributed.device import GIB
 from toolkit.tools.report.elements import bar, card, element, escaped, format_number, missing, text_table
 from toolkit.tools.report.facts import RunFacts
 from toolkit.tools.report.memory_plan import above_start, how_measured
-from toolkit.tools.report.rows import show_rows
+from toolkit.tools.report.rows import describe_data, render
 
 MOST_RANKS_SHOWN = 64
 
@@ -24,7 +24,7 @@ def show_data(runs: Sequence[RunFacts]) -> str:
         data = run.record.get("data") or {}
         if data and data["fingerprint"] not in [other["fingerprint"] for other in shown]:
             shown.append(data)
-            parts += [element("h3", run.name, "isolated") if len(runs) > 1 else "", show_rows(data)]
+            parts += [element("h3", run.name, "isolated") if len(runs) > 1 else "", render(describe_data(data))]
     return "".join(parts) or card(element("p", "The run kept no summary of its rows."))
 
 
