@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from importlib.resources import files
 from typing import Any
 
-from toolkit.tools.preview.row import Span
+from toolkit.tools.preview.row import Span, build_spans
 from toolkit.tools.preview.wording import NAMES, Bar, Legend, Preview, RowText, Tokens, list_parts
 from toolkit.tools.report.elements import element, escaped
 from toolkit.tools.report.rows import render
@@ -48,21 +47,13 @@ def _draw(part: Any) -> str:
         case RowText(text):
             return f"<div class=text dir=auto>{escaped(text)}</div>\n"  # its own letters decide its direction
         case Tokens(spans):
-            return f"<div class=tokens dir=auto>{''.join(map(_show_spans, _in_blocks(spans)))}</div>\n"
+            return f"<div class=tokens dir=auto>{''.join(_show_blocks(spans))}</div>\n"
     return str(part.html())
 
 
-def _in_blocks(spans: list[Span]) -> Iterator[list[Span]]:
-    """The same tokens, `TOKENS_OF_A_BLOCK` at most at a time."""
-    pairs = [(span.kind, token) for span in spans for token in span.tokens]
+def _show_blocks(spans: list[Span]) -> Iterator[str]:
+    pairs = [(kind, f"<i>{escaped(token)}</i>".replace("\n", "⏎\n")) for kind, tokens in spans for token in tokens]
     for first in range(0, len(pairs), TOKENS_OF_A_BLOCK):
-        groups = itertools.groupby(pairs[first : first + TOKENS_OF_A_BLOCK], key=lambda pair: pair[0])
-        yield [Span(kind, [token for _, token in group]) for kind, group in groups]
-
-
-def _show_spans(spans: list[Span]) -> str:
-    shown = []
-    for kind, tokens in spans:
-        marked = [f"<i>{escaped(token)}</i>".replace("\n", "⏎\n") for token in tokens]
-        shown.append(f"<span class={kind}>{''.join(marked)}</span>")
-    return f"<span class=part>{''.join(shown)}</span>"
+        block = build_spans(pairs[first : first + TOKENS_OF_A_BLOCK])
+        shown = [f"<span class={kind}>{''.join(tokens)}</span>" for kind, tokens in block]
+        yield f"<span class=part>{''.join(shown)}</span>"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,8 +40,12 @@ class Span(NamedTuple):
     """The text of each token, see `token_texts`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Turn:
+def build_spans(tokens: Iterable[tuple[str, str]]) -> list[Span]:
+    """The spans of (kind, text of a token)."""
+    return [Span(kind, [text for _, text in group]) for kind, group in itertools.groupby(tokens, key=lambda token: token[0])]
+
+
+class Turn(NamedTuple):
     """A message of a chat."""
 
     role: str
@@ -226,10 +230,7 @@ def _build_side(
     kinds = [
         LOST if start <= place < start + num_lost else LOSS if does_count else CONTEXT for place, does_count in enumerate(counts)
     ]
-    spans = [
-        Span(kind, [token for token, _ in group])
-        for kind, group in itertools.groupby(zip(token_texts(tokenizer, ids), kinds, strict=True), key=lambda pair: pair[1])
-    ]
+    spans = build_spans(zip(kinds, token_texts(tokenizer, ids), strict=True))
     limit = getattr(config, _LIMITS[name])
     return Side(name=name, text=text, spans=spans, num_tokens=len(kept), num_lost=num_lost, limit=limit)
 
@@ -258,5 +259,5 @@ def _list_turns(example: Example, loss_on: str, labels: Sequence[int], num_kept:
             says = "counts"
         elif message["role"] == "assistant":
             says = "context, as its weight is 0" if i in example.weight_0 else "context, as a part of the prompt"
-        turns.append(Turn(role=message["role"], num_characters=len(message.get("content") or ""), says=says))
+        turns.append(Turn(message["role"], len(message.get("content") or ""), says))
     return turns

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, PADDING, RowView, Side, Span
+import numpy as np
+
+from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, PADDING, RowView, Side, Span, build_spans
 from toolkit.tools.preview.step import Pack, StepView
 from toolkit.tools.report.rows import Heading, Lines, describe_data, percent
 
@@ -16,6 +18,8 @@ MOST_CHARACTERS, MOST_TOKENS = 1200, 240
 """How much of a long text is shown: two thirds from its start, one third from its end."""
 TOKENS_AT_A_CUT = 40
 """How many tokens before and after a cut are shown too."""
+MOST_PACKS = 24
+"""Packs of the step that are drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +92,9 @@ def _describe_step(step: StepView) -> Iterator[Any]:
     total = sum(step.positions.values())
     shares = ", ".join(f"{percent(num, total)} {NAMES[kind].replace('counts', 'count')}" for kind, num in step.positions.items())
     rows = f"{plural(step.num_tensor_rows, 'row')} of the tensors"
-    if any(len(pack.row_ids) > 1 for pack in step.first_packs):
-        rows = f"{plural(step.num_packs, 'pack')} in {rows}"
+    drawn = step.packs[:MOST_PACKS]
+    if any(len(pack.row_ids) > 1 for pack in step.packs):
+        rows = f"{plural(len(step.packs), 'pack')} in {rows}"
     yield Lines(
         [
             f"{plural(len(step.rows), 'row')}; the loss is divided by N = {plural(step.num_label_tokens, 'label token')}",
@@ -98,11 +103,11 @@ def _describe_step(step: StepView) -> Iterator[Any]:
         ]
     )
     yield Legend((LOSS, CONTEXT, PADDING), is_of_bars=True)
-    longest = max(sum(num for _, num in pack.parts) for pack in step.first_packs)
-    for (rank, micro_batch), packs in itertools.groupby(step.first_packs, key=lambda pack: (pack.rank, pack.micro_batch)):
+    longest = max(sum(num for _, num in pack.parts) for pack in drawn)
+    for (rank, micro_batch), packs in itertools.groupby(drawn, key=lambda pack: (pack.rank, pack.micro_batch)):
         yield Heading(f"Process {rank}, micro-batch {micro_batch + 1}", 4)
         yield from (Bar(pack, longest, _name_rows(pack.row_ids)) for pack in packs)
-    if more := step.num_packs - len(step.first_packs):
+    if more := len(step.packs) - len(drawn):
         yield Lines([f"{plural(more, 'more pack')} {'is' if more == 1 else 'are'} not drawn"], "quiet")
 
 
@@ -114,7 +119,7 @@ def _describe_row(row: RowView, step: StepView | None, *, is_whole: bool) -> Ite
     lines = []
     if row.piece:
         lines.append(f"piece {row.piece[0]:,} of {row.piece[1]:,} of a long text; the pieces hold every token")
-    if step is not None and (pack := step.packs_of_rows.get(row.row_id)):
+    if step is not None and (pack := step.find_pack(row.row_id)):
         others = [other for other in pack.row_ids if other != row.row_id]
         beside = f", in one pack with {_name_rows(others)}" if others else ""
         lines.append(f"in step 1: process {pack.rank}, micro-batch {pack.micro_batch + 1}{beside}")
@@ -151,7 +156,7 @@ def plural(num: int, what: str) -> str:
 
 def padding_behind(row: RowView, step: StepView | None, side: Side) -> int:
     """Padding that follows a row in its pack."""
-    pack = step.packs_of_rows.get(row.row_id) if step else None
+    pack = step.find_pack(row.row_id) if step else None
     return pack.padding[side.name] if pack and pack.row_ids[-1] == row.row_id else 0
 
 
@@ -166,27 +171,17 @@ def shorten_text(text: str, row_id: int, *, is_whole: bool) -> list[str]:
 
 def shorten_spans(spans: list[Span], row_id: int, *, is_whole: bool) -> list[list[Span] | str]:
     """The tokens; or their start, those around cuts and their end, and remarks on what is not shown between them."""
-    ends = [0, *itertools.accumulate(len(span.tokens) for span in spans)]
-    total, head = ends[-1], 2 * MOST_TOKENS // 3
-    if is_whole or total <= MOST_TOKENS:
+    tokens = [(span.kind, token) for span in spans for token in span.tokens]
+    if is_whole or len(tokens) <= MOST_TOKENS:
         return [spans]
-    cuts = [begin for span, begin in zip(spans, ends, strict=False) if span.kind == LOST]
-    around = [(cut - TOKENS_AT_A_CUT, cut + TOKENS_AT_A_CUT) for cut in cuts]
+    head, is_shown = 2 * MOST_TOKENS // 3, np.zeros(len(tokens), dtype=bool)
+    is_shown[:head] = is_shown[head - MOST_TOKENS :] = True
+    for span, end in zip(spans, itertools.accumulate(len(span.tokens) for span in spans), strict=True):
+        if span.kind == LOST:
+            cut = end - len(span.tokens)
+            is_shown[max(0, cut - TOKENS_AT_A_CUT) : cut + TOKENS_AT_A_CUT] = True
     pieces: list[list[Span] | str] = []
-    place = 0
-    for first, last in [(0, head), *around, (total - MOST_TOKENS + head, total)]:
-        if first > place:
-            pieces.append(f"… {first - place:,} tokens are not shown: --row {row_id} shows all …")
-        if last > place:
-            pieces.append(_take(spans, max(first, place), last))
-        place = max(place, last)
+    for shown, group in itertools.groupby(zip(is_shown, tokens, strict=True), key=lambda pair: bool(pair[0])):
+        some = [token for _, token in group]
+        pieces.append(build_spans(some) if shown else f"… {len(some):,} tokens are not shown: --row {row_id} shows all …")
     return pieces
-
-
-def _take(spans: list[Span], first: int, last: int) -> list[Span]:
-    taken, place = [], 0
-    for kind, tokens in spans:
-        some = tokens[max(first - place, 0) : max(last - place, 0)]
-        taken += [Span(kind, some)] if some else []
-        place += len(tokens)
-    return taken

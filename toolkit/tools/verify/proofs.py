@@ -16,25 +16,20 @@ class Proof:
 
     check: str
     compared: str
-    difference: float | None
+    difference: float | None = None
     """Largest difference, in the unit of `tolerance`; None if nothing was measured."""
-    tolerance: float
+    tolerance: float = 0.0
     """0 means equal bit for bit."""
-    passed: bool
+    passed: bool = False
     is_reached: bool = True
-    """False if a run ended before this check; another row has the reason."""
+    """False if a run, or the one whose checkpoint it needs, ended before this check; another row has the reason."""
     detail: str = ""
     """The tensor or step that is wrong."""
 
 
-def not_reached(check: str, run: WatchedRun) -> Proof:
-    """The row of a check that was not reached, because the run, or the one whose checkpoint it needs, ended before."""
-    return Proof(check=check, compared=run.title, difference=None, tolerance=0.0, passed=False, is_reached=False)
-
-
 def failed(check: str, compared: str, detail: str) -> Proof:
     """The row of a failure without a measured difference."""
-    return Proof(check=check, compared=compared, difference=None, tolerance=0.0, passed=False, detail=detail)
+    return Proof(check=check, compared=compared, detail=detail)
 
 
 def prove(check: str, run: WatchedRun, work: Callable[[WatchedRun], Proof | None]) -> Proof | None:
@@ -42,14 +37,13 @@ def prove(check: str, run: WatchedRun, work: Callable[[WatchedRun], Proof | None
         return work(run)
     except NotReached as missing:
         if missing.run.failure:
-            return not_reached(check, run)
+            return Proof(check=check, compared=run.title, is_reached=False)
         return failed(check, run.title, f"{missing.run.title} succeeded, but left no record to compare")
 
 
 def exact(check: str, compared: str, difference: float, detail: str) -> Proof:
     """The row of a check that passes if nothing differs and there is no `detail`."""
-    passed = difference == 0 and not detail
-    return Proof(check=check, compared=compared, difference=difference, tolerance=0.0, passed=passed, detail=detail)
+    return Proof(check=check, compared=compared, difference=difference, passed=difference == 0 and not detail, detail=detail)
 
 
 def within(check: str, compared: str, difference: float, where: Any, tolerance: float, detail: str) -> Proof:

@@ -71,13 +71,10 @@ def load_list(run: WatchedRun, name: str) -> list[dict[str, Any]]:
     Raises:
         NotReached: the run ended before it wrote them.
     """
-    path = run.records / f"{name}.json"
-    if not path.is_file() and run.failure:
-        raise NotReached(run)
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    return load_about(run, name) if run.failure or (run.records / f"{name}.json").is_file() else []
 
 
-def load_about(run: WatchedRun, name: str) -> dict[str, Any]:
+def load_about(run: WatchedRun, name: str) -> Any:
     """A record's JSON, which describes what the ranks hold.
 
     Raises:

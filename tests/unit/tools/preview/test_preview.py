@@ -31,8 +31,8 @@ from tests.support.previews import (
 from toolkit.errors import visible
 from toolkit.launch.log import start_logging
 from toolkit.tools.preview import preview
-from toolkit.tools.preview.facts import collect
 from toolkit.tools.preview.page import TOKENS_OF_A_BLOCK, render_page
+from toolkit.tools.preview.preview import collect
 from toolkit.tools.preview.terminal import print_preview
 from toolkit.tools.preview.wording import NAMES, padding_behind
 
@@ -157,9 +157,9 @@ def test_the_page_has_the_tokens_kinds_and_places_of_the_view(config: str) -> No
     for row, side in sides:
         kinds += [span.kind for span in side.spans] + ["padding"] * (padding_behind(row, found.step, side) > 0)
     assert re.findall(rf"<(?:span|p) class=({'|'.join(NAMES)})>", content) == kinds
-    places = dict.fromkeys((str(pack.rank), str(pack.micro_batch + 1)) for pack in found.step.first_packs)
+    places = dict.fromkeys((str(pack.rank), str(pack.micro_batch + 1)) for pack in found.step.packs)
     assert re.findall(r"Process (\d+), micro-batch (\d+)", content) == [*places]
-    assert content.count(' begins"') == sum(len(pack.begins) - 1 for pack in found.step.first_packs)
+    assert content.count(' begins"') == sum(len(pack.begins) - 1 for pack in found.step.packs)
     assert f"<td>{html.escape('</s>' if config == 't5.yaml' else '<|im_end|>')}</td>" in content
 
 
