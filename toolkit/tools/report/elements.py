@@ -57,8 +57,4 @@ def format_number(value: Any, num_digits: int = 2) -> str:
 
 def missing(runs: Sequence[RunFacts], section: str) -> list[str]:
     """A paragraph for each run that lacks what a section needs."""
-    return [
-        element("p", f"{run.name}: {run.missing[section]}" if len(runs) > 1 else run.missing[section], "quiet")
-        for run in runs
-        if section in run.missing
-    ]
+    return [element("p", run.prefix + run.missing[section], "quiet") for run in runs if section in run.missing]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from toolkit.tools.report.facts import RunFacts, is_number, read_predictions
+from toolkit.tools.report.facts import RunFacts, is_number, name_step, read_predictions
 from toolkit.tools.report.record import LONGEST_TEXT
 
 MOST_BYTES = 2_500_000
@@ -25,7 +25,7 @@ def collect_predictions(runs: Sequence[RunFacts]) -> dict[str, Any] | None:
         chosen = found[-1:] if len(runs) > 1 else found
         kept = run.record.get("sources")
         sources = {row_id: text for row_id, text in kept.items() if isinstance(text, str)} if isinstance(kept, dict) else {}
-        columns += [(f"{run.name}: " * (len(runs) > 1) + _when(step), rows, sources) for step, rows in chosen]
+        columns += [(run.prefix + name_step(step), rows, sources) for step, rows in chosen]
     return _shortened(_rows(columns), [label for label, *_ in columns]) if columns else None
 
 
@@ -74,7 +74,3 @@ def as_json(value: Any) -> bytes:
     """JSON for a script element: no `<`, so that no text ends the element, and half surrogate pairs as escapes."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     return text.encode("utf-8", errors="backslashreplace")
-
-
-def _when(step: int) -> str:
-    return f"after step {step:,}" if step else "before training"

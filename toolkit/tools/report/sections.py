@@ -52,12 +52,11 @@ def show_memory(runs: Sequence[RunFacts]) -> str:
     for run in runs:
         if not run.memory:
             continue
-        prefix = f"{run.name}: " if len(runs) > 1 else ""
         gib = above_start(run.memory)
         shown = list(enumerate(gib))[:MOST_RANKS_SHOWN]
         planned = run.planned_bytes / GIB if run.planned_bytes is not None else None
         most = max([*gib, planned or 0.0]) or 1.0
-        parts.append(element("p", f"{prefix}GiB of training steps by rank, {how_measured(run.memory)}."))
+        parts.append(element("p", f"{run.prefix}GiB of training steps by rank, {how_measured(run.memory)}."))
         bars = [bar(f"rank {rank}", value / most, f"{value:.2f}") for rank, value in shown]
         if planned is not None:
             bars.append(bar("planned", planned / most, f"{planned:.2f}", "plan"))
@@ -117,8 +116,7 @@ def show_commands(runs: Sequence[RunFacts]) -> str:
         )
     for run in runs:
         for what, command in _list_commands(run):
-            label = f"{run.name}: {what}" if len(runs) > 1 else what
-            parts.append(element("p", label, "quiet") + element("pre", command))
+            parts.append(element("p", run.prefix + what, "quiet") + element("pre", command))
     return card(*parts)
 
 
