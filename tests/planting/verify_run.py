@@ -10,7 +10,7 @@ from typing import Any
 from tests.planting.plant import planted
 from tests.support.launch import start
 from toolkit.tools.verify.checks import compare_evaluations
-from toolkit.tools.verify.proofs import Proof
+from toolkit.tools.verify.records import Proof
 from toolkit.tools.verify.runs import Box, WatchedRun, launch_all, plan_runs
 from toolkit.tools.verify.verify import DEFAULT_TOLERANCE, build_box, verify
 

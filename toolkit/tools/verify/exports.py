@@ -18,8 +18,7 @@ from toolkit.config.schema import AdapterConfig
 from toolkit.export.compare import LOGIT_TOLERANCE
 from toolkit.models.config import AutoClass
 from toolkit.models.load import fastest_attention
-from toolkit.tools.verify.proofs import Proof, exact, failed, named, within
-from toolkit.tools.verify.records import load_list
+from toolkit.tools.verify.records import Proof, exact, failed, load_list, named, within
 from toolkit.tools.verify.runs import GENERATION, WatchedRun
 from toolkit.tools.verify.watched_run import hash_tensor
 

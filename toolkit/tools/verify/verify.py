@@ -16,7 +16,7 @@ from toolkit.launch.relaunch import PRESET_FOLDER, launch
 from toolkit.models.config import AutoClass, is_encoder_decoder, load_model_config
 from toolkit.models.positions import num_positions
 from toolkit.tools.verify.checks import check_all
-from toolkit.tools.verify.proofs import Proof
+from toolkit.tools.verify.records import Proof
 from toolkit.tools.verify.runs import Box, Launch, launch_all, plan_runs
 
 RECIPE_FOLDER = PRESET_FOLDER.parent / "recipes"
