@@ -8,16 +8,8 @@ from typing import Any
 
 from toolkit.tools.preview.row import Span, build_spans
 from toolkit.tools.preview.wording import NAMES, Bar, Legend, Preview, RowText, Tokens, list_parts
-from toolkit.tools.report.elements import element, escaped
+from toolkit.tools.report.elements import begin_page, element, escaped
 from toolkit.tools.report.rows import render
-
-HEAD = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-"""
 
 TOKENS_OF_A_BLOCK = 2000
 """A browser's time to lay out a block grows with the square of its elements: a megabyte in one block did not open in 30 s."""
@@ -26,7 +18,7 @@ TOKENS_OF_A_BLOCK = 2000
 def render_page(preview: Preview) -> str:
     """The page. Every text goes through `escaped`, which leaves nothing that HTML or a terminal would interpret."""
     style = files(__package__).joinpath("page.css").read_text(encoding="utf-8")
-    head = f"{HEAD}<title>{escaped(preview.title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
+    head = begin_page(preview.title, style, "default-src 'none'; style-src 'unsafe-inline'")
     return f"{head}{render(list_parts(preview, has_remarks=True), _draw)}</body>\n</html>\n"
 
 

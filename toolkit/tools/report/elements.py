@@ -10,6 +10,16 @@ from toolkit.errors import visible
 from toolkit.tools.report.facts import RunFacts, is_number
 
 
+def begin_page(title: str, style: str, policy: str) -> str:
+    """The start of a page, up to its body; `policy` says what may run and be requested."""
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f"<title>{escaped(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
+    )
+
+
 def card(*parts: str) -> str:
     """A box around parts that are HTML already."""
     return f"<div class=card>{''.join(parts)}</div>\n"

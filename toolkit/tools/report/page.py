@@ -15,7 +15,7 @@ from toolkit.distributed.comm import rank
 from toolkit.errors import UserError
 from toolkit.files.durable import written_beside
 from toolkit.tools.report.charts import MARKS, NUM_BUCKETS, Chart, draw, list_charts, table_rows
-from toolkit.tools.report.elements import card, element, escaped, format_number, key, missing, text_table
+from toolkit.tools.report.elements import begin_page, card, element, escaped, format_number, key, missing, text_table
 from toolkit.tools.report.facts import NOT_AS_WRITTEN, RunFacts, describe_unlike, group_alike, is_number, name_step, read_runs
 from toolkit.tools.report.predictions import as_json, collect_predictions
 from toolkit.tools.report.sections import show_checkpoints, show_commands, show_config, show_data, show_memory, show_units
@@ -78,10 +78,7 @@ def render_page(runs: Sequence[RunFacts]) -> bytes:
     title = " · ".join(run.name for run in runs)
     links = "".join(f'<a href="#{_anchor(name)}">{name}</a>' for name in sections)
     parts = [
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n',
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n',
-        f"<title>{escaped(title)}</title>\n<style>\n{_own_file('page.css')}</style>\n</head>\n<body>\n",
+        begin_page(title, _own_file("page.css"), policy),
         f"<header>{element('h1', title, 'isolated')}<nav aria-label=Sections>{links}</nav></header>\n<main>\n",
         *(f'<section id="{_anchor(name)}">\n<h2>{name}</h2>\n{content}</section>\n' for name, content in sections.items()),
         "</main>\n",

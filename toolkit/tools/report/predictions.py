@@ -52,12 +52,11 @@ def _rows(columns: list[tuple[str, list[dict[str, Any]], dict[str, str]]]) -> li
 def _shortened(rows: list[dict[str, Any]], columns: list[str]) -> dict[str, Any]:
     """The rows with their texts cut at one length, the longest with which all fit into `MOST_BYTES`."""
     limit = LONGEST_TEXT
-    shown = [_cut(row, limit) for row in rows]
-    while limit > _SHORTEST_TEXT and len(as_json(shown)) > MOST_BYTES:
-        limit = limit * 3 // 4
-        shown = [_cut(row, limit) for row in rows]
-    while len(as_json(shown)) > MOST_BYTES:
-        shown = shown[::2]
+    while len(as_json(shown := [_cut(row, limit) for row in rows])) > MOST_BYTES:
+        if limit > _SHORTEST_TEXT:
+            limit = limit * 3 // 4
+        else:
+            rows = rows[::2]
     num_cut = sum(row["is_cut"] for row in shown)
     metrics = list(dict.fromkeys(name for row in shown for scores in row["scores"] for name in scores))
     return {"columns": columns, "metrics": metrics, "rows": shown, "limit": limit, "num_cut": num_cut}
