@@ -81,7 +81,9 @@ def collect(
     run_arguments: list[str], accelerate_config: Path | None, recipe: str | None, num_rows: int, row_id: int | None
 ) -> Preview:
     """Prepare the data as the run does, and collect what is shown; arguments and errors of `preview`."""
-    config = _load_config(run_arguments, recipe)
+    is_t5 = is_encoder_decoder(find_model(run_arguments)) if recipe is None else recipe == "t5"
+    config_class: Any = SummarizationConfig if is_t5 else LLMConfig
+    config = load_config(config_class, run_arguments)
     launch, processes = _read_launch(accelerate_config)
     check_global_batch_size(config.train, launch.num_processes)
     # The run's own phases, without its accelerator: the model on the meta device, then its rows and its batch plan.
@@ -90,30 +92,18 @@ def collect(
     metrics = load_text_metrics(config.eval.metrics, {})
     rows, plan, evaluation = prepare_data(config, metrics, model_config, skeleton, launch.num_processes)
     name = config.model.name_or_path
-    title = f"{config.run.name}: {name}, {'a causal model' if isinstance(config, LLMConfig) else 'an encoder-decoder'}"
+    title = f"{config.run.name}: {name}, {'an encoder-decoder' if is_t5 else 'a causal model'}"
     if row_id is not None:
         views = [view_row(rows, config.data, config.model, row_id)]
-        return Preview(title=title, processes=processes, summary=None, step=None, rows=views, is_whole=True)
+        return Preview(title=title, processes=processes, summary=None, step=None, rows=views)
     first = [int(rows.train[index]["row_id"]) for index in plan.step(1).rows[:num_rows]]
     shown = [view_row(rows, config.data, config.model, row_id) for row_id in first]
     if num_rows and not any(side.num_lost for row in shown for side in row.sides):
         cut = find_cut_row(rows, config.data, config.model)
         shown += [cut] if cut else []
     step = view_step(plan, rows.train, evaluation.collator, num_steps(config, plan))
-    return Preview(
-        title=title,
-        processes=processes,
-        summary=summarize(rows, evaluation.rows, config.data, name),
-        step=step,
-        rows=shown,
-        is_whole=False,
-    )
-
-
-def _load_config(run_arguments: list[str], recipe: str | None) -> RecipeConfig:
-    is_t5 = is_encoder_decoder(find_model(run_arguments)) if recipe is None else recipe == "t5"
-    config_class: Any = SummarizationConfig if is_t5 else LLMConfig
-    return load_config(config_class, run_arguments)
+    summary = summarize(rows, evaluation.rows, config.data, name)
+    return Preview(title=title, processes=processes, summary=summary, step=step, rows=shown)
 
 
 def _read_launch(accelerate_config: Path | None) -> tuple[Strategy, str]:

@@ -30,11 +30,9 @@ class Preview:
     processes: str
     """How many processes the step is for, and why."""
     summary: dict[str, Any] | None
-    """Of `summarize`. None, as `step`, for a single row."""
+    """Of `summarize`. None, as `step`, for a single row, which is shown in full length."""
     step: StepView | None
     rows: list[RowView]
-    is_whole: bool
-    """Whether rows are shown in full length."""
 
 
 # Parts that only a preview has; see `report.rows` for the others.
@@ -84,7 +82,7 @@ def list_parts(preview: Preview, *, has_remarks: bool) -> Iterator[Any]:
         yield Heading("Rows as the model will see them", 2)
         yield Legend((LOSS, CONTEXT, LOST))
     for row in preview.rows:
-        yield from _describe_row(row, preview.step, is_whole=preview.is_whole)
+        yield from _describe_row(row, preview.step, is_whole=preview.step is None)
 
 
 def _describe_step(step: StepView) -> Iterator[Any]:

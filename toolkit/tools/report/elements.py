@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from toolkit.errors import visible
@@ -25,13 +25,11 @@ def card(*parts: str) -> str:
     return f"<div class=card>{''.join(parts)}</div>\n"
 
 
-def text_table(rows: list[list[str]], *, caption: str = "", num_left: int = 1, left: Sequence[int] = ()) -> str:
-    """A table with a heading line; columns from `num_left` on hold numbers, except for those in `left`."""
+def text_table(rows: list[list[str]], *, caption: str = "", left: Collection[int] = (0,)) -> str:
+    """A table with a heading line; columns that are not in `left` hold numbers."""
 
     def line(cells: list[str], tag: str) -> str:
-        return "".join(
-            element(tag, cell, "" if i < num_left or i in left else "number", keep=True) for i, cell in enumerate(cells)
-        )
+        return "".join(element(tag, cell, "" if i in left else "number", keep=True) for i, cell in enumerate(cells))
 
     lines = [line(row, "td" if number else "th") for number, row in enumerate(rows)]
     return f"<div class=table tabindex=0><table>{element('caption', caption)}<tr>{'</tr><tr>'.join(lines)}</tr></table></div>\n"

@@ -167,7 +167,7 @@ def _curves(runs: Sequence[RunFacts], charts: list[Chart]) -> str:
 def _chart_tables(chart: Chart) -> str:
     tables = [text_table([["step", chart.unit], *map(list, table_rows(curve))], caption=curve.label) for curve in chart.curves]
     marks = [[MARKS[kind][0], ", ".join(f"{step:,}" for step in steps)] for kind, steps in chart.marks]
-    return "".join(tables) + (text_table([["mark", "after steps"], *marks], num_left=2) if marks else "")
+    return "".join(tables) + (text_table([["mark", "after steps"], *marks], left=(0, 1)) if marks else "")
 
 
 def _predictions(runs: Sequence[RunFacts], predictions: dict[str, Any] | None) -> str:

@@ -46,7 +46,7 @@ class Table(NamedTuple):
     left: Sequence[int] = (0,)
 
     def html(self) -> str:
-        return text_table(self.rows, num_left=0, left=self.left)
+        return text_table(self.rows, left=self.left)
 
 
 class Histogram(NamedTuple):

@@ -98,10 +98,10 @@ def show_config(runs: Sequence[RunFacts]) -> str:
         rows = [[key, *found] for key, found in values.items() if len(set(found)) > 1]
         parts.append(element("p", "Keys in which the runs differ:" if rows else "No key differs."))
         if rows:
-            parts.append(text_table([["", *(run.name for run in runs)], *rows], num_left=1 + len(runs)))
+            parts.append(text_table([["", *(run.name for run in runs)], *rows], left=range(1 + len(runs))))
     for run in runs:
         if run.config:
-            table = text_table([["key", "value"], *([key, _value(run.config, key)] for key in run.config)], num_left=2)
+            table = text_table([["key", "value"], *([key, _value(run.config, key)] for key in run.config)], left=(0, 1))
             parts.append(f"<details><summary class=isolated>All of {escaped(run.name)}</summary>{table}</details>")
     return card(*parts)
 
@@ -112,7 +112,7 @@ def show_commands(runs: Sequence[RunFacts]) -> str:
         names = list(dict.fromkeys(name for run in runs for name in run.record.get("versions", {})))
         rows = [[name, *(str(run.record.get("versions", {}).get(name, "–")) for run in runs)] for name in names]
         parts.append(
-            text_table([["", *(run.name if len(runs) > 1 else "version" for run in runs)], *rows], num_left=1 + len(runs))
+            text_table([["", *(run.name if len(runs) > 1 else "version" for run in runs)], *rows], left=range(1 + len(runs)))
         )
     for run in runs:
         for what, command in _list_commands(run):
