@@ -10,9 +10,9 @@ from typing import Any
 from tests.planting.plant import planted
 from tests.support.launch import start
 from toolkit.tools.verify.checks import compare_evaluations
-from toolkit.tools.verify.proofs import Proof
+from toolkit.tools.verify.records import Proof
 from toolkit.tools.verify.runs import Box, WatchedRun, launch_all, plan_runs
-from toolkit.tools.verify.verify import DEFAULT_PRESETS, DEFAULT_TOLERANCE, build_box, verify
+from toolkit.tools.verify.verify import DEFAULT_TOLERANCE, build_box, verify
 
 RUNS_OF_CHECK = {
     "update": ["preset-0"],
@@ -37,7 +37,7 @@ def run_part(
 ) -> list[Proof]:
     """The rows that one of `RUNS_OF_CHECK` gives, and those of the exports beside `generation` and `adapter`."""
     with planted(fault, only_in_ranks=only_in_ranks):
-        box = build_box(run_arguments, model, None, None, list(DEFAULT_PRESETS), 2, True, output)
+        box = build_box(run_arguments, model=model, num_processes=2, use_cpu=True, output=output)
         plans = plan_runs(box)
         runs = list(launch_all(box, {name: plans[name] for name in RUNS_OF_CHECK[check]}, launch))
         assert [run.failure for run in runs if run.failure] == []

@@ -248,7 +248,7 @@ def test_what_happens_meanwhile_is_named(run: Path, tmp_path: Path, monkeypatch:
 
     from toolkit.errors import UserError
     from toolkit.tools.export import export as command
-    from toolkit.tools.export.choose import Options, read_whole
+    from toolkit.tools.export.choose import read_whole
 
     def fill(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
@@ -259,4 +259,4 @@ def test_what_happens_meanwhile_is_named(run: Path, tmp_path: Path, monkeypatch:
     with pytest.raises(
         UserError, match=r"^the model does not fit this device \(CUDA out .* 2.00 GiB.\): set ACCELERATE_USE_CPU="
     ):
-        command.export(Options(run_folder=run, checkpoint=None, merge=False, dtype=None, to=None, flags=[]))
+        command.export([], run_folder=run, checkpoint=None, merge=False, dtype=None, to=None)

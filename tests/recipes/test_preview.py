@@ -14,7 +14,7 @@ from tests.support.launch import REPOSITORY
 from tests.support.previews import call_preview
 from tests.support.workbench import Workbench, new_bench
 from toolkit.files.json_lines import load_json_lines
-from toolkit.tools.preview.facts import collect
+from toolkit.tools.preview.preview import collect
 
 
 def test_the_run_reads_what_preview_has_tokenized(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -42,7 +42,7 @@ def test_the_run_reads_what_preview_has_tokenized(tmp_path_factory: pytest.TempP
     assert found.step is not None and found.step.num_processes == 2
     for rank in range(2):
         logged = [line for line in load_json_lines(bench.runs / "run" / f"rows-{rank:05d}.jsonl") if line["step"] == 1]
-        shown = [sorted(pack.row_ids) for pack in found.step.first_packs if pack.rank == rank]
+        shown = [sorted(pack.row_ids) for pack in found.step.packs if pack.rank == rank]
         assert sorted(row for line in logged for row in line["row_ids"]) == sorted(row for rows in shown for row in rows)
 
 

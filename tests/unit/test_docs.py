@@ -235,7 +235,7 @@ def check_toolkit(words: list[str]) -> None:
     if arguments is None:
         return
     if arguments.job == "compare":
-        for preset in filter(None, arguments.presets.split(",")):
+        for preset in arguments.presets:
             if not PLACEHOLDER.fullmatch(preset):
                 load_preset(preset)
         script, *recipe_flags = words[words.index("--") + 1 :]

@@ -71,13 +71,13 @@ def _format(entries: list[Entry]) -> str:
     """Format entries as aligned text, one row each, without metrics that no checkpoint has."""
     wanted = dict.fromkeys([*_METRICS, *(entry.best_metric for entry in entries if entry.best_metric)])
     metrics = [name for name in wanted if any(name in entry.metrics for entry in entries)]
-    table = [["", "size", "written", "processes", *metrics, ""]]
+    table = [["", "MiB", "written", "processes", *metrics, ""]]
     for entry in entries:
         state = "NOT READ" if entry.unread else {True: "valid", False: "NOT VALID", None: "leftover"}[entry.valid]
         table.append(
             [
                 entry.name,
-                _readable(entry.num_bytes),
+                f"{entry.num_bytes / 2**20:,.1f}",
                 entry.written_at[:16].replace("T", " ") if entry.written_at else "–",
                 "–" if entry.world_size is None else str(entry.world_size),
                 *("–" if (value := entry.metrics.get(name)) is None else f"{value:.2f}" for name in metrics),
@@ -85,12 +85,3 @@ def _format(entries: list[Entry]) -> str:
             ]
         )
     return "\n".join(align([list(map(one_line, row)) for row in table], left=(0, len(table[0]) - 1)))
-
-
-def _readable(num_bytes: int) -> str:
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"

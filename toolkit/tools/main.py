@@ -18,15 +18,13 @@ import errno
 import os
 import sys
 import time
-from argparse import Namespace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UserError, exit_on_user_error, one_line
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.launch.log import lost_outputs, start_logging
-from toolkit.tools.checkpoints import show_checkpoints
-from toolkit.tools.run_flags import add_plan, add_preview, add_verify
 
 EXIT_NOT_VALID = 1
 """Exit code of `checkpoints` if a checkpoint is not valid, of `plan` if a run does not fit, of `compare` if a preset fails, and
@@ -36,34 +34,27 @@ WITH_RUN_FLAGS = ("export", "plan", "preview", "verify")
 
 
 def main() -> None:
-    """Read the command line and run the command. Each command is a function below that returns whether it succeeded."""
+    """Read the command line and run the command: a function that takes its options by name, after the recipe's flags."""
     parser = argparse.ArgumentParser(prog="python -m toolkit", description="Commands beside a training run.")
     jobs = parser.add_subparsers(dest="job", required=True)
-    for add in (
-        _add_check,
-        _add_checkpoints,
-        _add_compare,
-        _add_export,
-        _add_generate,
-        add_plan,
-        add_preview,
-        _add_report,
-        add_verify,
-    ):
+    adds = (_add_check, _add_checkpoints, _add_compare, _add_export, _add_generate)
+    for add in (*adds, _add_plan, _add_preview, _add_report, _add_verify):
         add(jobs)
     own, recipe = _split_at_recipe(sys.argv[1:])
     arguments, run_flags = parser.parse_known_args(own)
     if run_flags and arguments.job not in WITH_RUN_FLAGS:
         hint = ": write the recipe and its flags after --" if arguments.job == "compare" else ""
         parser.error(f"unrecognized arguments: {' '.join(run_flags)}{hint}")
+    options = {name: value for name, value in vars(arguments).items() if name not in ("job", "do")}
     with exit_on_user_error():
         start_logging()
-        is_well = arguments.do(arguments, recipe if arguments.job == "compare" else run_flags)
+        before = [run_flags] if arguments.job in WITH_RUN_FLAGS else [recipe] if arguments.job == "compare" else []
+        is_well = arguments.do(*before, **options)
         sys.stdout.flush()
         reason = lost_outputs().get("stdout")
         if reason not in (None, os.strerror(errno.EPIPE)):  # a broken pipe is a reader that has seen enough, as `head`
             raise UserError(f"standard output cannot be written ({reason}): make room there, or print to another place")
-    if not is_well:
+    if is_well is False:
         raise SystemExit(EXIT_NOT_VALID)
 
 
@@ -75,30 +66,41 @@ def _split_at_recipe(argv: list[str]) -> tuple[list[str], list[str]]:
     return argv[:place], argv[place + 1 :]
 
 
+def _add_parser(jobs: Any, name: str, do: Any, **about: Any) -> argparse.ArgumentParser:
+    """A command; `do` is its function, or `module:function` of `toolkit.tools`, imported when it runs: torch takes seconds."""
+
+    def run_found(*arguments: Any, **options: Any) -> Any:
+        module, _, function = do.partition(":")
+        return getattr(import_module(f"toolkit.tools.{module}"), function)(*arguments, **options)
+
+    parser: argparse.ArgumentParser = jobs.add_parser(name, allow_abbrev=False, **about)
+    parser.set_defaults(do=run_found if isinstance(do, str) else do)
+    return parser
+
+
 def _add_check(jobs: Any) -> None:
-    check = jobs.add_parser("check", help="check an accelerate YAML for unknown keys, wrong values and ignored keys")
-    check.add_argument("file", type=Path, help="the accelerate YAML")
-    check.set_defaults(do=_check)
+    about = "check an accelerate YAML for unknown keys, wrong values and ignored keys"
+    _add_parser(jobs, "check", _check, help=about).add_argument("file", type=Path, help="the accelerate YAML")
 
 
-def _check(arguments: Namespace, _: list[str]) -> bool:
-    check_accelerate_yaml(arguments.file)
-    print(one_line(f"{arguments.file} is fine"))
-    return True
+def _check(file: Path) -> None:
+    check_accelerate_yaml(file)
+    print(one_line(f"{file} is fine"))
 
 
 def _add_checkpoints(jobs: Any) -> None:
-    checkpoints = jobs.add_parser("checkpoints", help="list a run's checkpoints; exits 1 if one is not valid")
+    about = "list a run's checkpoints; exits 1 if one is not valid"
+    checkpoints = _add_parser(jobs, "checkpoints", "checkpoints:show_checkpoints", help=about)
     checkpoints.add_argument("run_folder", type=Path, metavar="RUN_FOLDER", help="a run's folder, as in runs/t5_docstrings")
     checkpoints.add_argument("--verify", action="store_true", help="also hash every file, instead of only comparing sizes")
-    checkpoints.add_argument("--json", action="store_true", help="print a JSON list instead of the table")
-    checkpoints.set_defaults(do=lambda arguments, _: show_checkpoints(arguments.run_folder, arguments.verify, arguments.json))
+    checkpoints.add_argument("--json", dest="as_json", action="store_true", help="print a JSON list instead of the table")
 
 
 def _add_compare(jobs: Any) -> None:
-    compare = jobs.add_parser(
+    compare = _add_parser(
+        jobs,
         "compare",
-        allow_abbrev=False,
+        "compare.runs:compare",
         help="run a recipe under several presets, one after the other; writes a table and a picture",
         usage="%(prog)s --presets A,B,C [options] -- RECIPE.py --config RUN.yaml …",
         description="compare sets the recipe's run folder, length and log_every_steps. Write its other flags after --.",
@@ -106,6 +108,7 @@ def _add_compare(jobs: Any) -> None:
     compare.add_argument(
         "--presets",
         required=True,
+        type=lambda names: [name for name in names.split(",") if name],
         metavar="A,B,C",
         help="names in accelerate_configs/ or files, optionally with changes: fsdp2_size_wrap:fsdp_min_num_params=50000",
     )
@@ -114,58 +117,35 @@ def _add_compare(jobs: Any) -> None:
     )
     compare.add_argument("--use-cpu", action="store_true", help="run GPU presets on CPU processes too")
     compare.add_argument("--mixed-precision", choices=["no", "bf16"], help="precision of all runs (default: each preset's)")
-    compare.add_argument("--steps", type=int, default=20, metavar="N", help="optimizer updates per run (default: 20)")
-    compare.add_argument("--warmup-steps", type=int, default=5, metavar="N", help="first steps that are not timed (default: 5)")
-    compare.add_argument("--output", type=Path, metavar="FOLDER", help="a new folder (default: runs/compare-DATE-TIME)")
-    compare.set_defaults(do=_compare)
-
-
-def _compare(arguments: Namespace, recipe: list[str]) -> bool:
-    from toolkit.tools.compare.runs import Conditions, compare
-
-    if not recipe:
-        raise UserError("compare needs a recipe after its own options: add -- recipes/t5.py --config RUN.yaml")
-    conditions = Conditions(
-        command=recipe,
-        num_steps=arguments.steps,
-        warmup_steps=arguments.warmup_steps,
-        num_processes=arguments.num_processes,
-        use_cpu=arguments.use_cpu,
-        mixed_precision=arguments.mixed_precision,
+    compare.add_argument(
+        "--steps", dest="num_steps", type=int, default=20, metavar="N", help="optimizer updates per run (default: 20)"
     )
-    presets = [preset for preset in arguments.presets.split(",") if preset]
-    return compare(presets, conditions, arguments.output or Path("runs", f"compare-{time.strftime('%Y%m%d-%H%M%S')}"))
+    compare.add_argument("--warmup-steps", type=int, default=5, metavar="N", help="first steps that are not timed (default: 5)")
+    default = Path("runs", f"compare-{time.strftime('%Y%m%d-%H%M%S')}")
+    about = "a new folder (default: runs/compare-DATE-TIME)"
+    compare.add_argument("--output", type=Path, default=default, metavar="FOLDER", help=about)
 
 
 def _add_export(jobs: Any) -> None:
-    export = jobs.add_parser(
-        "export", allow_abbrev=False, help="write a checkpoint as a Hugging Face folder; also under accelerate launch -m"
-    )
+    about = "write a checkpoint as a Hugging Face folder; also under accelerate launch -m"
+    export = _add_parser(jobs, "export", "export.export:export", help=about)
     export.add_argument("run_folder", type=Path, metavar="RUN_FOLDER", help="a run's folder, as in runs/t5_docstrings")
     export.add_argument("--checkpoint", metavar="STEP|best|last", help="which one (default: as the run's export.weights)")
     export.add_argument("--merge", action="store_true", help="the model with the adapter merged into it, not the adapter")
     export.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the files (default: as it was trained)")
     export.add_argument("--to", type=Path, metavar="FOLDER", help="a new folder (default: export-STEP in the run's)")
-    export.set_defaults(do=_export)
-
-
-def _export(arguments: Namespace, run_flags: list[str]) -> bool:
-    from toolkit.tools.export.choose import Options  # torch takes seconds to import
-    from toolkit.tools.export.export import export
-
-    export(Options(flags=run_flags, **{name: value for name, value in vars(arguments).items() if name not in ("job", "do")}))
-    return True
 
 
 def _add_generate(jobs: Any) -> None:
-    generate = jobs.add_parser(
-        "generate", allow_abbrev=False, help="write summaries or answers with a trained model; also under accelerate launch -m"
-    )
+    about = "write summaries or answers with a trained model; also under accelerate launch -m"
+    generate = _add_parser(jobs, "generate", "generate.generate:run", help=about)
     generate.add_argument("model", metavar="MODEL_OR_RUN", help="a run's folder, an export, or a folder or id of transformers")
     given = generate.add_mutually_exclusive_group(required=True)
     given.add_argument("--file", metavar="FILE", help="a file of a kind that runs read; - for standard input, one text per line")
-    given.add_argument("--text", action="append", default=[], metavar="TEXT", help="a text; may be given several times")
-    given.add_argument("--chat", action="store_true", help="talk to a causal model in the terminal")
+    given.add_argument(
+        "--text", dest="texts", action="append", default=[], metavar="TEXT", help="a text; may be given several times"
+    )
+    given.add_argument("--chat", dest="is_chat", action="store_true", help="talk to a causal model in the terminal")
     generate.add_argument("--column", metavar="NAME", help="column of --file (default: the run's, else a usual name)")
     generate.add_argument("--csv-delimiter", metavar="C", help="between the cells of a .csv (default: the run's, else a comma)")
     generate.add_argument("--encoding", metavar="NAME", help="of --file (default: UTF-8 if the file is that, else the run's)")
@@ -175,30 +155,38 @@ def _add_generate(jobs: Any) -> None:
     generate.add_argument("--max-new-tokens", type=int, metavar="N", help="longest text (default: the run's)")
     generate.add_argument("--num-beams", type=int, metavar="N", help="beams (default: the run's)")
     generate.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the model (default: the run's)")
-    generate.set_defaults(do=_generate)
 
 
-def _generate(arguments: Namespace, _: list[str]) -> bool:
-    from toolkit.tools.generate.chat import chat
-    from toolkit.tools.generate.generate import Options, generate
+def _add_plan(jobs: Any) -> None:
+    about = "predict each rank's memory, without a GPU; also takes a recipe's dotted flags"
+    plan = _add_parser(jobs, "plan", "plan.report:show_plan", help=about)
+    plan.add_argument("--model", required=True, metavar="FOLDER_OR_ID", help="the model; its config.json is enough")
+    plan.add_argument(
+        "--accelerate-config", type=Path, required=True, metavar="PRESET.yaml", help="accelerate YAML of the launch"
+    )
+    plan.add_argument("--num-processes", type=int, required=True, help="number of ranks, one per GPU")
+    plan.add_argument("--config", metavar="RUN.yaml", help="run YAML (default: micro-batches of one row of 1,024 tokens)")
+    plan.add_argument("--recipe", choices=["llm", "t5"], help="recipe of the run (default: by the model)")
+    plan.add_argument("--gpu-memory-gib", type=float, default=80.0, help="memory of one GPU (default: 80), 0.92 of it usable")
+    plan.add_argument("--json", dest="as_json", action="store_true", help="print the memory plan as JSON")
 
-    given = {"max_new_tokens": arguments.max_new_tokens, "num_beams": arguments.num_beams}
-    for name, number in (*given.items(), ("batch_size_rows", arguments.batch_size_rows)):
-        if number is not None and number < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {number}: give at least 1")
-    settings = {name: value for name, value in given.items() if value is not None}
-    if arguments.chat:
-        chat(arguments.model, arguments.dtype, settings)
-        return True
-    names = ("model", "file", "column", "csv_delimiter", "encoding", "plain", "output", "batch_size_rows", "dtype")
-    generate(Options(texts=arguments.text, settings=settings, **{name: getattr(arguments, name) for name in names}))
-    return True
+
+def _add_preview(jobs: Any) -> None:
+    about = "show the rows of a run as the model will see them; also takes a recipe's dotted flags"
+    preview = _add_parser(jobs, "preview", "preview.preview:preview", help=about)
+    preview.add_argument("--config", action="append", default=[], metavar="RUN.yaml", help="the run YAML")
+    preview.add_argument("--recipe", choices=["llm", "t5"], help="recipe of the run (default: by the model)")
+    preview.add_argument(
+        "--accelerate-config", type=Path, metavar="PRESET.yaml", help="accelerate YAML of the launch, for its number of processes"
+    )
+    preview.add_argument("--rows", dest="num_rows", type=int, default=3, metavar="N", help="rows to show (default: 3)")
+    preview.add_argument("--row", dest="row_id", type=int, metavar="ID", help="show this row alone, in full length")
+    preview.add_argument("--html", type=Path, metavar="FILE", help="write a page instead of printing")
 
 
 def _add_report(jobs: Any) -> None:
-    report = jobs.add_parser(
-        "report", help="write a page that shows a run, or several beside each other; --text prints one table"
-    )
+    about = "write a page that shows a run, or several beside each other; --text prints one table"
+    report = _add_parser(jobs, "report", _report, help=about)
     report.add_argument("run_folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="runs' folders, as in runs/t5_docstrings")
     report.add_argument(
         "--text", action="store_true", help="print first and last evaluations and planned beside measured memory, write no page"
@@ -206,21 +194,42 @@ def _add_report(jobs: Any) -> None:
     report.add_argument(
         "--output", type=Path, metavar="FILE.html", help="the page (default: report.html, in the folder of one run)"
     )
-    report.set_defaults(do=_report)
 
 
-def _report(arguments: Namespace, _: list[str]) -> bool:
-    folders, output = arguments.run_folders, arguments.output
-    if arguments.text:
+def _report(run_folders: list[Path], text: bool, output: Path | None) -> None:
+    if text:
         from toolkit.tools.report.text import show_runs
 
         if output is not None:
             raise UserError(f"--output is {output}, but --text writes no page: leave one of them out")
-        show_runs(folders)
-        return True
+        return show_runs(run_folders)
     from toolkit.tools.report.page import REPORT_FILE, save_page
 
-    path = output or (folders[0] / REPORT_FILE if len(folders) == 1 else Path(REPORT_FILE))
-    save_page(folders, path)
-    print(one_line(f"{path} shows {', '.join(map(str, folders))}: open it in a browser"))
-    return True
+    path = output or (run_folders[0] / REPORT_FILE if len(run_folders) == 1 else Path(REPORT_FILE))
+    save_page(run_folders, path)
+    print(one_line(f"{path} shows {', '.join(map(str, run_folders))}: open it in a browser"))
+
+
+def _add_verify(jobs: Any) -> None:
+    about = "prove on this machine what a run relies on; also takes a recipe's dotted flags"
+    verify = _add_parser(jobs, "verify", "verify.verify:verify", help=about)
+    verify.add_argument(
+        "--model", metavar="FOLDER_OR_ID", help="model to verify with (default: that of --config, else a small T5)"
+    )
+    verify.add_argument("--config", metavar="RUN.yaml", help="run YAML (default: rows of docstrings)")
+    verify.add_argument("--recipe", choices=["llm", "t5"], help="recipe to run (default: by the model)")
+    verify.add_argument(
+        "--presets",
+        type=lambda names: names.split(","),
+        metavar="A,B",
+        help="names or paths of presets, in addition to DDP (default: fsdp2_full_shard)",
+    )
+    verify.add_argument("--num-processes", type=int, help="number of ranks (default: the GPUs of this machine, else 2)")
+    verify.add_argument("--use-cpu", action="store_true", help="run on the CPU even if there are GPUs")
+    verify.add_argument("--bf16", action="store_true", help="add a run in bf16, compared with fp32 to 5 %%")
+    verify.add_argument(
+        "--tolerance", type=float, default=1e-5, help="largest relative difference of losses and gradients (default: 1e-5)"
+    )
+    verify.add_argument(
+        "--output", type=Path, default=Path("runs/verify"), metavar="FOLDER", help="folder of the table (default: runs/verify)"
+    )

@@ -47,13 +47,13 @@ def test_one_row_for_each_checkpoint_and_leftover(
         shutil.copytree(tmp_path / "checkpoints" / "step-00000003", tmp_path / "checkpoints" / leftover)
     assert run_command(monkeypatch, tmp_path) == 1
     header, *rows, hint = capsys.readouterr().out.splitlines()
-    assert header.split() == ["size", "written", "processes", "loss", "accuracy"]
+    assert header.split() == ["MiB", "written", "processes", "loss", "accuracy"]
     assert [row.split()[0] for row in rows] == [
         "step-00000001.removing", "step-00000003", "step-00000003.old", "step-00000006", "step-00000009", "step-00000012.tmp",
     ]  # fmt: skip
-    assert rows[1].split()[3] == "2001-09-09"
+    assert rows[1].split()[2] == "2001-09-09"
     assert [rows[1].split()[at] for at in (-4, -3, -2, -1)] == ["1", "2.50", "–", "valid"]
-    assert rows[4].endswith("0.50  NOT VALID: state/.metadata has 1048576 bytes instead of 130") and " 1.0 MiB " in rows[4]
+    assert rows[4].endswith("0.50  NOT VALID: state/.metadata has 1048576 bytes instead of 130") and " 1.0  " in rows[4]
     assert "leftover: half removed" in rows[0]
     assert "leftover: replaced by another of that step" in rows[2]
     assert "leftover: unfinished" in rows[5]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.tools.compare.table import Outcome, find_reference, loss_difference
+from toolkit.tools.compare.table import Outcome, find_reference, loss_difference, name_difference
 from toolkit.tools.report.charts import COLORS, Chart, Curve
 from toolkit.tools.report.picture import draw_chart, save_picture
 
@@ -38,7 +38,8 @@ def draw_comparison(outcomes: Sequence[Outcome], title: str, picture_path: Path)
         _draw_bars(panels[0, 2], "Peak memory of a rank, GiB", ".2f", [f.peak_memory_gib for f in of])
         stands, waits = [f.save_stands_s or 0.0 for f in of], [f.save_waits_s or 0.0 for f in of]
         _draw_bars(panels[1, 0], "Saving, s (dark: training waits)", ".3g", stands, waits)
-        _draw_bars(panels[1, 1], "Largest relative difference of the loss", ".1e", [loss_difference(f, first) for f in of])
+        differences, words = [loss_difference(f, first) for f in of], [name_difference(f, first) for f in of]
+        _draw_bars(panels[1, 1], "Largest relative difference of the loss", "", differences, words=words)
         panels[1, 1].set_xscale("symlog", linthresh=_SMALLEST_DIFFERENCE)  # they span many orders of magnitude
         panels[1, 1].set(xlim=(0, 1e4), xticks=[0, 1e-6, 1e-3, 1])
         panels[1, 1].xaxis.set_major_formatter("{x:g}")
@@ -49,8 +50,11 @@ def draw_comparison(outcomes: Sequence[Outcome], title: str, picture_path: Path)
     save_picture(picture_path, title, (12.5, 2 * (1.3 + 0.42 * len(ran)) + 0.6), draw)
 
 
-def _draw_bars(axes: Any, title: str, form: str, values: list[float], parts: Sequence[float] = ()) -> None:
-    """Draw a bar per preset, the first on top, with its value in `form`. A part of it is dark, if `parts` are given."""
+def _draw_bars(
+    axes: Any, title: str, form: str, values: list[float], parts: Sequence[float] = (), words: Sequence[str] = ()
+) -> None:
+    """Draw a bar per preset, the first on top, with its value in `form`, or in `words`. A part of it is dark, if
+    `parts` are given."""
     from matplotlib.ticker import MaxNLocator
 
     places, ends = range(len(values)), [value if math.isfinite(value) else 1.0 for value in values]
@@ -59,8 +63,8 @@ def _draw_bars(axes: Any, title: str, form: str, values: list[float], parts: Seq
     if parts:
         axes.barh(places, parts, color=colors, height=0.62)
     for place, end, value in zip(places, ends, values, strict=True):
-        text, at = format(value, form), (end, place)
-        axes.annotate(text, at, xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+        text = words[place] if words else format(value, form)
+        axes.annotate(text, (end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
     axes.set_title(title)
     axes.xaxis.set_major_locator(MaxNLocator(5))  # small times have long labels
     axes.set_xlim(0, 1.22 * max(ends) or 1)

@@ -41,10 +41,11 @@ class Conditions:
     """`no` or `bf16` replaces the presets' precision."""
 
 
-def compare(presets: Sequence[str], conditions: Conditions, output: Path) -> bool:
+def compare(command: list[str], *, presets: Sequence[str], output: Path, **given: Any) -> bool:
     """Run the recipe under each preset, print the table and write it into `output`. Returns whether all runs succeeded.
 
     Args:
+        command, given: `Conditions`.
         presets: names or paths, optionally with changes, as in `ddp` and
             `fsdp2_size_wrap:fsdp_min_num_params=1000000+fsdp_offload_params=true`.
         output: a new folder. It gets comparison.md, comparison.json, comparison.png, and each run's folder, accelerate YAML and
@@ -54,6 +55,9 @@ def compare(presets: Sequence[str], conditions: Conditions, output: Path) -> boo
         UserError: before anything runs: an unknown preset or one given twice, a change to an unknown key, no such recipe, nothing
             to time, a folder that is not empty or cannot be created.
     """
+    if not command:
+        raise UserError("compare needs a recipe after its own options: add -- recipes/t5.py --config RUN.yaml")
+    conditions = Conditions(command, **given)
     _check(presets, conditions, output)
     mappings = {preset: load_preset(preset) for preset in presets}
     try:

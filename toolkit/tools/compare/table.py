@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.errors import align
 from toolkit.tracking.metrics_log import load_metrics, speed_unit
 
 METRICS = {"accuracy": "accuracy %", "rougeL": "ROUGE-L", "token_accuracy": "token accuracy %"}
@@ -96,6 +97,14 @@ def loss_difference(figures: Figures, reference: Figures) -> float:
     return largest
 
 
+def name_difference(figures: Figures, reference: Figures) -> str:
+    """That difference in a table or a picture."""
+    if figures is reference:
+        return "reference"
+    difference = loss_difference(figures, reference)
+    return f"{difference:.1e}" if difference else "equal"
+
+
 def find_reference(outcomes: Sequence[Outcome]) -> Outcome | None:
     """The first preset that succeeded. The losses of the others are compared with its losses."""
     return next((outcome for outcome in outcomes if outcome.figures), None)
@@ -120,26 +129,22 @@ def format_comparison(outcomes: Sequence[Outcome]) -> str:
         figures = [ABSENT] * 8
         if outcome.figures is not None and reference is not None and reference.figures is not None:
             figures = _cells(outcome.figures, reference.figures, metric)
-            if outcome is reference:
-                figures[3] = ABSENT
         failure = [f"failed: {outcome.failure}"] if outcome.failure else []
         remarks = "; ".join([*failure, *(change for change in outcome.changes if change not in common)])
         rows.append([outcome.preset, str(outcome.num_processes), outcome.precision, *figures, remarks.replace("|", "\\|")])
+    rows.insert(1, ["-", *["-:"] * (len(head) - 2), "-"])
     kept = [column for column, name in enumerate(head[:-1]) if name]
-    widths = [max(len(row[column]) for row in rows) for column in kept]
-    lines = [_line([row[column] for column in kept], widths, row[-1]) for row in rows]
-    rule = _line(["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])], widths, "-" * len("remarks"))
-    return "\n".join([lines[0], rule, *lines[1:]])
+    lines = align([[row[column] for column in kept] for row in rows], gap=" | ")
+    return "\n".join(f"| {line} | {row[-1]} |" for line, row in zip(lines, rows, strict=True))
 
 
 def _cells(figures: Figures, reference: Figures, metric: str) -> list[str]:
     """The cells of one row, from loop time to final metric."""
-    difference = loss_difference(figures, reference)
     return [
         f"{figures.loop_s:.2f}",
         f"{figures.speed:,.0f}",
         f"{figures.peak_memory_gib:.2f}",
-        f"{difference:.1e}" if difference else "0",
+        name_difference(figures, reference),
         _number(figures.save_waits_s, ".3f"),
         _number(figures.save_stands_s, ".3f"),
         _number(figures.evaluation.get("loss"), ".4f"),
@@ -162,9 +167,3 @@ def as_json(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 def _number(value: float | None, form: str) -> str:
     return ABSENT if value is None else format(value, form)
-
-
-def _line(cells: list[str], widths: list[int], remarks: str) -> str:
-    first, *figures = cells
-    padded = [f"{first:<{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(figures, widths[1:], strict=True))]
-    return f"| {' | '.join(padded)} | {remarks} |"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -24,7 +24,7 @@ from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export.card import Origin
 from toolkit.export.next_commands import list_commands
-from toolkit.export.run_data import RunData, load_run_data
+from toolkit.export.run_data import load_run_data
 from toolkit.export.write import export_model
 from toolkit.launch.accelerate_yaml import find_accelerate_yaml
 from toolkit.launch.accelerator import build_accelerator, connect_devices, frozen_dtype
@@ -39,19 +39,20 @@ from toolkit.training.model import build_skeleton, identity_of, load_model
 from toolkit.training.run import release
 from toolkit.training.setup import RunContext
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
-
 logger = logging.getLogger("toolkit")
 
 
-def export(options: Options) -> None:
+def export(run_flags: list[str], **given: Any) -> None:
     """Export a checkpoint. Collective.
+
+    Args:
+        given: `Options`.
 
     Raises:
         UserError: no such run or checkpoint, a damaged one, another base than the run's, or a folder that cannot be written; on
             every rank.
     """
+    options = Options(flags=run_flags, **given)
     config = load_run_config(options.run_folder, options.flags)
     if options.merge and not is_enabled(config.adapter):
         raise UserError(f"--merge is given, but {options.run_folder} trained no adapter: leave it out")
@@ -68,6 +69,8 @@ def export(options: Options) -> None:
 
 
 def _export(options: Options, config: RecipeConfig) -> None:
+    from datasets import Dataset
+
     # Processes, the checkpoint, and whether its folder may be written.
     any_settings = load_settings(options.run_folder)
     precision = None
@@ -82,17 +85,26 @@ def _export(options: Options, config: RecipeConfig) -> None:
     settings, theirs = checkpoint.settings, checkpoint.manifest["identity"]
     places = on_rank_0(lambda: choose_places(options, config, checkpoint.step))
 
-    # The model as the run built it, then the checkpoint's weights.
+    # The model as the run built it, still without weights.
     has_adapter = is_enabled(config.adapter)
     stored = settings.get("model.frozen_dtype", "float32")
     dtype = on_all_ranks(lambda: frozen_dtype(accelerator, stored, has_adapter=has_adapter))
     init_from = find_weights(config.model.init_from) if config.model.init_from and config.model.freeze else None
     context = RunContext(accelerator, dtype, options.run_folder, settings, checkpoint, init_from, metrics=())
     config, model_config, skeleton = build_skeleton(config, context)
-    data, evaluation = _load_data(options.run_folder, config, model_config, skeleton, theirs["data_fingerprint"])
+
+    # What the run kept of its rows.
+    fingerprint = theirs["data_fingerprint"]
+    data, tokenizer = on_all_ranks(lambda: load_run_data(options.run_folder, fingerprint))
+    collator: Collator = CausalCollator(tokenizer.pad_token_id)
+    if not isinstance(config, LLMConfig):
+        collator = SummarizationCollator(*special_tokens(model_config, config.model.name_or_path), own_label_shift(skeleton))
+    evaluation = EvaluationRows(Dataset.from_list(data.check_rows), tokenizer, collator, tuple(data.stop_token_ids))
+
+    # The checkpoint's weights in the model.
     model, sources = load_model(config, context, model_config, skeleton)
-    if isinstance(evaluation.collator, SummarizationCollator):
-        start_generation(model, evaluation.tokenizer, evaluation.collator)
+    if isinstance(collator, SummarizationCollator):
+        start_generation(model, tokenizer, collator)
     identity = identity_of(context, model_config, data.fingerprint, model, sources)
     on_rank_0(lambda: _check_base(config, checkpoint.folder, theirs, dataclasses.asdict(identity)))
     sharded = shard_model(accelerator, model, sources)
@@ -107,27 +119,6 @@ def _export(options: Options, config: RecipeConfig) -> None:
     for line in list_commands(config, sharded.skeleton, places):
         logger.info(line)
     release()
-
-
-def _load_data(
-    run_folder: Path, config: RecipeConfig, model_config: PretrainedConfig, skeleton: PreTrainedModel, fingerprint: str
-) -> tuple[RunData, EvaluationRows]:
-    """What the run kept of its rows. Collective.
-
-    Raises:
-        UserError: it is not there, or of other rows; on every rank.
-    """
-    from datasets import Dataset
-
-    data, tokenizer = on_all_ranks(lambda: load_run_data(run_folder, fingerprint))
-    collator = _build_collator(config, model_config, skeleton, tokenizer)
-    return data, EvaluationRows(Dataset.from_list(data.check_rows), tokenizer, collator, tuple(data.stop_token_ids))
-
-
-def _build_collator(config: RecipeConfig, model_config: PretrainedConfig, skeleton: PreTrainedModel, tokenizer: Any) -> Collator:
-    if isinstance(config, LLMConfig):
-        return CausalCollator(tokenizer.pad_token_id)
-    return SummarizationCollator(*special_tokens(model_config, config.model.name_or_path), own_label_shift(skeleton))
 
 
 def _check_base(config: RecipeConfig, checkpoint: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:

@@ -14,10 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from toolkit.data.rows.example import Example
+from toolkit.data.sources.row import check_text
 from toolkit.distributed.comm import gather_objects, on_all_ranks, on_rank_0, rank, world_size
 from toolkit.distributed.progress import Phase
 from toolkit.distributed.watchdog import at, working
-from toolkit.errors import UserError, one_line
+from toolkit.errors import UserError, escape_controls, one_line
 from toolkit.launch.accelerator import build_accelerator
 from toolkit.launch.environment import is_launched
 from toolkit.launch.log import lost_outputs
@@ -31,6 +33,23 @@ logger = logging.getLogger("toolkit")
 
 BATCHES_AT_ONCE = 64
 """Batches of each process that are a window: read, sorted by length and written together."""
+
+
+def run(*, is_chat: bool, max_new_tokens: int | None, num_beams: int | None, **options: Any) -> None:
+    """The command.
+
+    Raises:
+        UserError: as `generate` and `chat`; a number below 1.
+    """
+    numbers = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "batch_size_rows": options["batch_size_rows"]}
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {number}: give at least 1")
+    given = {name: numbers[name] for name in ("max_new_tokens", "num_beams") if numbers[name] is not None}
+    if is_chat:
+        chat(options["model"], options["dtype"], given)
+    else:
+        generate(Options(settings=given, **options))
 
 
 def generate(options: Options) -> None:
@@ -51,6 +70,41 @@ def generate(options: Options) -> None:
         _generate(options)
     if is_one_of_several:  # after an error, others may still be in a collective
         release()
+
+
+def chat(name: str, dtype: str | None, settings: dict[str, Any]) -> None:
+    """Read a turn, print the answer, until the input ends; an empty line, or an error, begins a new chat.
+
+    Raises:
+        UserError: the model is an encoder-decoder, or its tokenizer has no chat template.
+    """
+    with in_own_words():
+        opened = open_model(name)
+        if not opened.takes_chats():
+            why = "is an encoder-decoder" if opened.config.is_encoder_decoder else "has no chat template"
+            raise UserError(f"--chat: {name} {why}: give the text as --text")
+        generator = load_generator(opened, dtype, settings)
+    print("An empty line begins a new chat; Ctrl-D ends.")
+    messages: list[dict[str, Any]] = []
+    while True:
+        try:
+            said = input("> ").strip()
+            check_text(said, "this turn")
+            messages.append({"role": "user", "content": said})
+            encoded = generator.encode([("this chat", Example(messages=messages))], plain=False) if said else []
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        except (UserError, UnicodeDecodeError) as error:
+            print(f"error: {escape_controls(str(error))}", flush=True)
+            encoded = []
+        if not encoded:
+            messages = []
+            print("(a new chat)")
+            continue
+        [answer] = generator.generate(encoded)
+        print(escape_controls(answer), flush=True)
+        messages.append({"role": "assistant", "content": answer})
 
 
 def _generate(options: Options) -> None:

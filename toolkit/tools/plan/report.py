@@ -6,26 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import one_line
+from toolkit.errors import align, one_line
 from toolkit.parallel.units import ShardUnit
 from toolkit.tools.plan.plan import MOST_ROWS, USABLE_SHARE, Plan, build_plan
 from toolkit.tools.plan.trace import Bytes
 
 GIB = 2**30
+_UNIT_HEAD = ("shard unit", "count", "parameters", "dtype", "trainable", "all-gather MiB")
 
 
-def show_plan(
-    model: str,
-    preset: Path,
-    num_processes: int,
-    run_arguments: list[str],
-    *,
-    recipe: str | None = None,
-    gpu_memory_gib: float = 80.0,
-    as_json: bool = False,
-) -> bool:
+def show_plan(run_flags: list[str], *, accelerate_config: Path, config: str | None, as_json: bool, **options: Any) -> bool:
     """Build and print a run's memory plan, and return whether the run fits; arguments and errors of `plan.build_plan`."""
-    plan = build_plan(model, preset, num_processes, run_arguments, recipe, gpu_memory_gib)
+    run_arguments = [*([f"--config={config}"] if config else []), *run_flags]
+    plan = build_plan(preset=accelerate_config, run_arguments=run_arguments, **options)
     print(json.dumps(plan_as_dict(plan), indent=2) if as_json else plan_as_text(plan))
     return plan.fits
 
@@ -46,8 +39,7 @@ def plan_as_text(plan: Plan) -> str:
         "",
         *_table("received, GiB a step and rank", plan.moved),
         "",
-        f"{'shard unit':<38}{'count':>6}{'parameters':>16}  {'dtype':<18}{'trainable':>10}{'all-gather MiB':>16}",
-        *(_unit_line(row) for row in _unit_rows(plan)),
+        *align([_UNIT_HEAD, *map(_unit_cells, _unit_rows(plan))], left=(0, 3)),
         f"largest all-gather: {plan.largest_gather_bytes / 2**20:,.1f} MiB",
         *(f"tied: {' = '.join(names)}" for names in plan.tied),
         *(f"note: {note}" for note in plan.notes),
@@ -109,12 +101,10 @@ def _unit_rows(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def _unit_line(row: dict[str, Any]) -> str:
+def _unit_cells(row: dict[str, Any]) -> list[str]:
     name = row["block"] if row["count"] > 1 else f"{row['block']} {row['first'] or '(the rest)'}"
-    return (
-        f"{name:<38}{row['count']:>6}{row['parameters']:>16,}  {'+'.join(row['dtypes']):<18}{row['trainable_share']:>10.2%}"
-        f"{row['gather_bytes'] / 2**20:>16,.1f}"
-    )
+    share, mib = f"{row['trainable_share']:.2%}", f"{row['gather_bytes'] / 2**20:,.1f}"
+    return [name, str(row["count"]), f"{row['parameters']:,}", "+".join(row["dtypes"]), share, mib]
 
 
 def _verdict(plan: Plan) -> str:

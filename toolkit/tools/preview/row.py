@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,8 +40,12 @@ class Span(NamedTuple):
     """The text of each token, see `token_texts`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Turn:
+def build_spans(tokens: Iterable[tuple[str, str]]) -> list[Span]:
+    """The spans of (kind, text of a token)."""
+    return [Span(kind, [text for _, text in group]) for kind, group in itertools.groupby(tokens, key=lambda token: token[0])]
+
+
+class Turn(NamedTuple):
     """A message of a chat."""
 
     role: str
@@ -82,13 +86,6 @@ class RowView:
     """(number from 1, how many) of a long text that was split into several rows; the text is that of the piece."""
 
 
-def view_rows(
-    rows: TokenizedRows, config: DataConfig | LLMDataConfig, model: ModelConfig, indices: Sequence[int]
-) -> list[RowView]:
-    """The training rows at these indices."""
-    return [view_row(rows, config, model, int(rows.train[index]["row_id"])) for index in indices]
-
-
 def find_cut_row(
     rows: TokenizedRows, config: DataConfig | LLMDataConfig, model: ModelConfig, most_tried: int = 20
 ) -> RowView | None:
@@ -119,7 +116,8 @@ def view_row(rows: TokenizedRows, config: DataConfig | LLMDataConfig, model: Mod
     cells = _find_text(rows.texts, row_id % ROW_IDS_OF_A_PIECE)
     assert cells is not None, "a tokenized row was made of a text"
     (example,) = read_examples(cells)
-    where, num_pieces = locate(rows.texts, row_id), _count_pieces(getattr(rows, name), row_id)
+    where = causal.locate(row_id % ROW_IDS_OF_A_PIECE, rows.texts.origins)
+    num_pieces = int((_ids(getattr(rows, name)) % ROW_IDS_OF_A_PIECE == row_id % ROW_IDS_OF_A_PIECE).sum())
     turns: list[Turn] = []
     if example.text is not None:  # a text loses nothing; each of its rows has its own part of it
         assert isinstance(config, LLMDataConfig), "an encoder-decoder's rows are pairs"
@@ -149,11 +147,6 @@ def view_row(rows: TokenizedRows, config: DataConfig | LLMDataConfig, model: Mod
 _LIMITS = {"row": "max_length_tokens", "source": "max_source_length_tokens", "target": "max_target_length_tokens"}
 
 
-def locate(texts: TextRows, row_id: int) -> str:
-    """The file of a row and its number there, from 1."""
-    return causal.locate(row_id % ROW_IDS_OF_A_PIECE, texts.origins)
-
-
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
     """The text of each token. Where several tokens spell one character, the first has it and the others are empty.
 
@@ -180,32 +173,30 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
 def _find(rows: TokenizedRows, texts: TextRows, row_id: int) -> tuple[str, dict[str, Any]]:
     """The split of a row, and its columns."""
     for name, part in (("train", rows.train), ("evaluation", rows.evaluation)):
-        found = np.flatnonzero(part.with_format("numpy")["row_id"][:] == row_id)
+        found = np.flatnonzero(_ids(part) == row_id)
         if len(found):
             return name, part[int(found[0])]
     num_rows = sum(num for _, num in texts.origins)
     if not 0 <= row_id < num_rows:
         raise UserError(f"--row is {row_id}: give an id from 0 to {num_rows - 1}")
+    where = causal.locate(row_id % ROW_IDS_OF_A_PIECE, texts.origins)
     if _find_text(texts, row_id) is None:
-        raise UserError(f"--row is {row_id}, {locate(texts, row_id)}, which is left out: the remarks above say why")
-    raise UserError(f"--row is {row_id}, {locate(texts, row_id)}, which has no token that counts in the loss, and is left out")
+        raise UserError(f"--row is {row_id}, {where}, which is left out: the remarks above say why")
+    raise UserError(f"--row is {row_id}, {where}, which has no token that counts in the loss, and is left out")
 
 
 def _find_text(texts: TextRows, row_id: int) -> dict[str, list[Any]] | None:
     """The text of a row, by column; None if it was left out when it was read."""
     for part in (texts.train, texts.evaluation):
-        # Ids rise in a file of rows.
-        ids = part.with_format("numpy")["row_id"][:]
-        index = int(np.searchsorted(ids, row_id))
+        ids = _ids(part)
+        index = int(np.searchsorted(ids, row_id))  # ids rise in a file of rows
         if index < len(ids) and ids[index] == row_id:
             return part[index : index + 1]
     return None
 
 
-def _count_pieces(part: Dataset, row_id: int) -> int:
-    """How many rows a text was split into."""
-    ids = part.with_format("numpy")["row_id"][:]
-    return int((ids % ROW_IDS_OF_A_PIECE == row_id % ROW_IDS_OF_A_PIECE).sum())
+def _ids(part: Dataset) -> np.ndarray:
+    return part.with_format("numpy")["row_id"][:]
 
 
 def _tokenize_unlimited(
@@ -239,10 +230,7 @@ def _build_side(
     kinds = [
         LOST if start <= place < start + num_lost else LOSS if does_count else CONTEXT for place, does_count in enumerate(counts)
     ]
-    spans = [
-        Span(kind, [token for token, _ in group])
-        for kind, group in itertools.groupby(zip(token_texts(tokenizer, ids), kinds, strict=True), key=lambda pair: pair[1])
-    ]
+    spans = build_spans(zip(kinds, token_texts(tokenizer, ids), strict=True))
     limit = getattr(config, _LIMITS[name])
     return Side(name=name, text=text, spans=spans, num_tokens=len(kept), num_lost=num_lost, limit=limit)
 
@@ -271,5 +259,5 @@ def _list_turns(example: Example, loss_on: str, labels: Sequence[int], num_kept:
             says = "counts"
         elif message["role"] == "assistant":
             says = "context, as its weight is 0" if i in example.weight_0 else "context, as a part of the prompt"
-        turns.append(Turn(role=message["role"], num_characters=len(message.get("content") or ""), says=says))
+        turns.append(Turn(message["role"], len(message.get("content") or ""), says))
     return turns

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -50,44 +50,31 @@ class StepView:
     """Positions of the step's tensors, over all ranks, by kind."""
     num_micro_batches: int
     """On each rank."""
-    num_packs: int
     num_tensor_rows: int
     """Rows of all micro-batches' tensors."""
-    first_packs: list[Pack]
-    packs_of_rows: dict[int, Pack]
-    """The packs of some rows, by row id."""
+    packs: list[Pack]
+
+    def find_pack(self, row_id: int) -> Pack | None:
+        return next((pack for pack in self.packs if row_id in pack.row_ids), None)
 
 
-def view_step(
-    plan: BatchPlan, rows: Dataset, collator: Collator, num_steps: int, most_packs: int, shown: Collection[int]
-) -> StepView:
-    """The first step, through the run's own plan, loader and collator.
-
-    Args:
-        rows: the training rows.
-        most_packs: in `first_packs`.
-        shown: ids of rows whose packs are wanted.
-    """
+def view_step(plan: BatchPlan, rows: Dataset, collator: Collator, num_steps: int) -> StepView:
+    """The first step of the training `rows`, through the run's own plan, loader and collator."""
     step = plan.step(1)
     row_ids = rows.with_format("numpy")["row_id"][:]
-    first_packs: list[Pack] = []
-    packs_of_rows: dict[int, Pack] = {}
-    positions = dict.fromkeys((LOSS, CONTEXT, PADDING), 0)
-    num_packs = num_tensor_rows = 0
+    packs: list[Pack] = []
+    num_fill = num_tensor_rows = 0
     of_ranks = [plan.micro_batches(step, rank) for rank in range(plan.world_size)]
     for rank, micro_batches in enumerate(of_ranks):
         for micro_batch, batch in load_micro_batches(rows, micro_batches, collator, num_workers=0, pin_memory=False):
             if micro_batch.is_dummy:
-                positions[PADDING] += sum(batch[name].numel() for name in ("input_ids", "decoder_input_ids") if name in batch)
+                num_fill += sum(batch[name].numel() for name in ("input_ids", "decoder_input_ids") if name in batch)
                 continue
             num_tensor_rows += len(batch["input_ids"])
-            for pack in _view_packs(micro_batch, batch, rows, row_ids, collator, rank):
-                num_packs += 1
-                for kind, num in pack.parts:
-                    positions[kind] += num
-                if len(first_packs) < most_packs:
-                    first_packs.append(pack)
-                packs_of_rows |= {row_id: pack for row_id in pack.row_ids if row_id in shown}
+            packs += _view_packs(micro_batch, batch, rows, row_ids, collator, rank)
+    positions = {LOSS: 0, CONTEXT: 0, PADDING: num_fill}
+    for kind, num in (part for pack in packs for part in pack.parts):
+        positions[kind] += num
     return StepView(
         num_processes=plan.world_size,
         num_steps=num_steps,
@@ -96,10 +83,8 @@ def view_step(
         num_label_tokens=step.num_label_tokens,
         positions=positions,
         num_micro_batches=len(of_ranks[0]),
-        num_packs=num_packs,
         num_tensor_rows=num_tensor_rows,
-        first_packs=first_packs,
-        packs_of_rows=packs_of_rows,
+        packs=packs,
     )
 
 

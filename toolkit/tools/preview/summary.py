@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,73 +27,10 @@ _MOST_TOKENS_RECORDED = 10**9
 """Counting these takes seconds, before the first step."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lengths:
-    """The lengths of the training rows in one respect."""
-
-    name: str
-    """`row`, `source` or `target`, or `counted`: the tokens that count in the loss."""
-    setting: str | None
-    """The setting that limits it, with its value."""
-    percentiles: dict[int, int]
-    """Tokens, by percent of the rows; 0 is the shortest, 100 the longest."""
-    bins: list[tuple[int, int, int]]
-    """(fewest tokens, most tokens, number of rows)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Split:
-    """One split."""
-
-    name: str
-    num_rows: int
-    num_tokens: int
-    num_label_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source(Split):
-    """One entry of `data.mix`."""
-
-    weight_share: float
-    """Of an epoch's rows."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """What a run reads and how long it is. All values are plain, so that `asdict` gives JSON."""
-
-    model: str
-    readings: list[str]
-    """How each input is read, from which columns."""
-    remarks: list[str]
-    """What was left out, cut or split."""
-    splits: list[Split]
-    sources: list[Source]
-    """Empty without a mix."""
-    lengths: list[Lengths]
-    duplicates: list[str]
-    """Sentences; empty if all rows differ."""
-    special_tokens: list[dict[str, Any]]
-    """Each has `text`, `token_id`, its `roles` as the tokenizer names them, as in `eos_token, pad_token`, and `num_in_training`:
-    how often it stands in the training rows."""
-    stop_tokens: list[str]
-    """What ends a generated text of a causal model."""
-    chat_template: bool
-    tokenizer: str
-    """Its class and size."""
-    fingerprint: str
-    """Of the tokens; a resume compares it."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
-
 def summarize(
     rows: TokenizedRows, evaluation: Dataset, config: DataConfig | LLMDataConfig, model: str, *, finds_duplicates: bool = True
-) -> Summary:
-    """The summary of a run's rows, for the process that has read them.
+) -> dict[str, Any]:
+    """What a run reads and how long it is, in plain values for JSON; for the process that has read the rows.
 
     Args:
         evaluation: the rows to evaluate, of `rows.evaluation`.
@@ -111,46 +47,48 @@ def summarize(
         roles.setdefault(str(text), ["special"])
     ids: dict[str, Any] = {text: tokenizer.convert_tokens_to_ids(text) for text in roles}
     used = _count_tokens(rows.train, max(len(tokenizer), *ids.values()) + 1)
-    return Summary(
-        model=model,
-        readings=rows.texts.readings,
-        remarks=[remark for remark in rows.remarks if remark not in rows.texts.repeats],
-        splits=[_describe("training", rows.train), _describe("evaluation", evaluation)],
-        sources=_list_sources(rows.train, config),
-        lengths=_measure(rows.train, config),
-        duplicates=[*rows.texts.repeats, *(_find_duplicates(rows.texts) if finds_duplicates and rows.texts.repeats else [])],
-        special_tokens=[
+    duplicates = _find_duplicates(rows.texts) if finds_duplicates and rows.texts.repeats else []
+    return {
+        "model": model,
+        "readings": rows.texts.readings,  # how each input is read, from which columns
+        "remarks": [remark for remark in rows.remarks if remark not in rows.texts.repeats],  # what was left out, cut or split
+        "splits": [{"name": "training", **_count(rows.train)}, {"name": "evaluation", **_count(evaluation)}],
+        "sources": _list_sources(rows.train, config),
+        "lengths": _measure(rows.train, config),
+        "duplicates": [*rows.texts.repeats, *duplicates],
+        "special_tokens": [  # each with its roles as the tokenizer names them, and how often it stands in the training rows
             {"roles": ", ".join(names), "text": text, "token_id": ids[text], "num_in_training": int(used[ids[text]])}
             for text, names in roles.items()
         ],
-        stop_tokens=[str(tokenizer.convert_ids_to_tokens(i)) for i in rows.stop_token_ids],
-        chat_template=bool(tokenizer.chat_template),
-        tokenizer=f"{type(tokenizer).__name__}, {len(tokenizer):,} tokens",
-        fingerprint=rows.fingerprint,
-    )
+        "stop_tokens": [str(tokenizer.convert_ids_to_tokens(i)) for i in rows.stop_token_ids],  # end a causal model's text
+        "chat_template": bool(tokenizer.chat_template),
+        "tokenizer": f"{type(tokenizer).__name__}, {len(tokenizer):,} tokens",
+        "fingerprint": rows.fingerprint,  # of the tokens; a resume compares it
+    }
 
 
-def _describe(name: str, part: Dataset) -> Split:
+def _count(part: Dataset, chosen: np.ndarray | slice = slice(None)) -> dict[str, int]:
     columns = part.with_format("numpy")
-    return Split(name=name, **_count(columns["num_tokens"][:], columns["num_label_tokens"][:]))
-
-
-def _list_sources(train: Dataset, config: DataConfig | LLMDataConfig) -> list[Source]:
-    if isinstance(config, DataConfig) or not config.mix:
-        return []
-    columns = train.with_format("numpy")
-    sources, tokens, labels = (columns[name][:] for name in ("source_index", "num_tokens", "num_label_tokens"))
-    shares = [entry.weight / sum(entry.weight for entry in config.mix) for entry in config.mix]
-    names = [f"data.mix[{place}] {entry.source}".rstrip() for place, entry in enumerate(config.mix)]
-    counts = [_count(tokens[sources == place], labels[sources == place]) for place in range(len(names))]
-    return [Source(name=name, weight_share=share, **of) for name, share, of in zip(names, shares, counts, strict=True)]
-
-
-def _count(tokens: np.ndarray, labels: np.ndarray) -> dict[str, int]:
+    tokens, labels = columns["num_tokens"][:][chosen], columns["num_label_tokens"][:][chosen]
     return {"num_rows": len(tokens), "num_tokens": int(tokens.sum()), "num_label_tokens": int(labels.sum())}
 
 
-def _measure(train: Dataset, config: DataConfig | LLMDataConfig) -> list[Lengths]:
+def _list_sources(train: Dataset, config: DataConfig | LLMDataConfig) -> list[dict[str, Any]]:
+    """The entries of `data.mix`, each with its share of an epoch's rows; empty without a mix."""
+    if isinstance(config, DataConfig) or not config.mix:
+        return []
+    indices, whole = train.with_format("numpy")["source_index"][:], sum(entry.weight for entry in config.mix)
+    return [
+        {
+            "name": f"data.mix[{place}] {entry.source}".rstrip(),
+            "weight_share": entry.weight / whole,
+            **_count(train, indices == place),
+        }
+        for place, entry in enumerate(config.mix)
+    ]
+
+
+def _measure(train: Dataset, config: DataConfig | LLMDataConfig) -> list[dict[str, Any]]:
     columns = train.with_format("numpy")
     tokens, labels = columns["num_tokens"][:], columns["num_label_tokens"][:]
     if isinstance(config, DataConfig):
@@ -161,16 +99,26 @@ def _measure(train: Dataset, config: DataConfig | LLMDataConfig) -> list[Lengths
     return [_spread("row", tokens, f"data.max_length_tokens {config.max_length_tokens}"), _spread("counted", labels, None)]
 
 
-def _spread(name: str, lengths: np.ndarray, setting: str | None) -> Lengths:
-    """Percentiles are lengths that rows have. Bins are equally wide, by 1, 2 or 5 times a power of 10."""
+def _spread(name: str, lengths: np.ndarray, setting: str | None) -> dict[str, Any]:
+    """The training rows' lengths in one respect.
+
+    Args:
+        name: `row`, `source` or `target`, or `counted`: the tokens that count in the loss.
+        setting: what limits it, with its value.
+
+    Returns:
+        `percentiles`: lengths that rows have, by percent of the rows. `bins`: (fewest tokens, most tokens, number of rows),
+        equally wide, by 1, 2 or 5 times a power of 10.
+    """
     values = np.percentile(lengths, PERCENTILES, method="inverted_cdf")
     first, last = int(lengths.min()), int(lengths.max())
     steps = (digit * 10**power for power in range(10) for digit in (1, 2, 5))
     width = next(step for step in steps if last // step - first // step < MOST_BINS)
     edges = np.arange(first // width, last // width + 2) * width
     counts, _ = np.histogram(lengths, edges)
-    bins = [(int(low), min(int(low) + width - 1, last), int(count)) for low, count in zip(edges[:-1], counts, strict=True)]
-    return Lengths(name=name, setting=setting, percentiles=dict(zip(PERCENTILES, map(int, values), strict=True)), bins=bins)
+    bins = [[int(low), min(int(low) + width - 1, last), int(count)] for low, count in zip(edges[:-1], counts, strict=True)]
+    percentiles = {str(percent): int(value) for percent, value in zip(PERCENTILES, values, strict=True)}
+    return {"name": name, "setting": setting, "percentiles": percentiles, "bins": bins}
 
 
 def _count_tokens(train: Dataset, vocab_size: int) -> np.ndarray:
@@ -211,8 +159,7 @@ def describe_rows(config: RecipeConfig, rows: TokenizedRows, evaluation: Evaluat
     num_tokens = rows.train.with_format("numpy")["num_tokens"][:].sum()
     about: dict[str, Any] = {"data": {}, "sources": {}}
     if 0 < num_tokens <= _MOST_TOKENS_RECORDED:
-        summary = summarize(rows, evaluation.rows, config.data, config.model.name_or_path, finds_duplicates=False)
-        about["data"] = summary.as_dict()
+        about["data"] = summarize(rows, evaluation.rows, config.data, config.model.name_or_path, finds_duplicates=False)
     if config.eval.generate and evaluation.prompted:
         about["sources"] = _sources(evaluation)
     return about

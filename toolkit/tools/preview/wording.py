@@ -1,18 +1,161 @@
-"""What both views say: numbers and facts in words, hostile characters made visible, long texts shortened."""
+"""What the terminal and the page both show: the parts of a view, facts in words, long texts shortened."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, PADDING, RowView, Side, Span
-from toolkit.tools.preview.step import StepView
-from toolkit.tools.report.rows import percent
+import numpy as np
+
+from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, PADDING, RowView, Side, Span, build_spans
+from toolkit.tools.preview.step import Pack, StepView
+from toolkit.tools.report.rows import Heading, Lines, describe_data, percent
 
 NAMES = {LOSS: "counts in the loss", CONTEXT: "context", PADDING: "padding", LOST: "cut off"}
 MOST_CHARACTERS, MOST_TOKENS = 1200, 240
 """How much of a long text is shown: two thirds from its start, one third from its end."""
 TOKENS_AT_A_CUT = 40
 """How many tokens before and after a cut are shown too."""
+MOST_PACKS = 24
+"""Packs of the step that are drawn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preview:
+    """What is shown."""
+
+    title: str
+    processes: str
+    """How many processes the step is for, and why."""
+    summary: dict[str, Any] | None
+    """Of `summarize`. None, as `step`, for a single row, which is shown in full length."""
+    step: StepView | None
+    rows: list[RowView]
+
+
+# Parts that only a preview has; see `report.rows` for the others.
+
+
+class Legend(NamedTuple):
+    """The kinds of tokens, or of parts of bars."""
+
+    kinds: Sequence[str]
+    is_of_bars: bool = False
+
+
+class Bar(NamedTuple):
+    """A pack, as long as its share of the longest one that is shown."""
+
+    pack: Pack
+    longest: int
+    label: str
+
+
+class RowText(NamedTuple):
+    """The text of a row, or a part of it."""
+
+    text: str
+
+
+class Tokens(NamedTuple):
+    """Tokens of a row, each with what it is for."""
+
+    spans: list[Span]
+
+
+def list_parts(preview: Preview, *, has_remarks: bool) -> Iterator[Any]:
+    """The view from top to bottom.
+
+    Args:
+        has_remarks: as in `describe_data`.
+    """
+    yield Heading(preview.title, 1)
+    yield Lines([preview.processes], "quiet")
+    if preview.summary:
+        yield from [Heading("Data", 2)] * has_remarks
+        yield from describe_data(preview.summary, has_remarks=has_remarks)
+    if preview.step:
+        yield from _describe_step(preview.step)
+    if preview.rows:
+        yield Heading("Rows as the model will see them", 2)
+        yield Legend((LOSS, CONTEXT, LOST))
+    for row in preview.rows:
+        yield from _describe_row(row, preview.step, is_whole=preview.step is None)
+
+
+def _describe_step(step: StepView) -> Iterator[Any]:
+    yield Heading(f"Step 1 of {step.num_steps:,} ({step.steps_per_epoch:,} an epoch)")
+    total = sum(step.positions.values())
+    shares = ", ".join(f"{percent(num, total)} {NAMES[kind].replace('counts', 'count')}" for kind, num in step.positions.items())
+    rows = f"{plural(step.num_tensor_rows, 'row')} of the tensors"
+    drawn = step.packs[:MOST_PACKS]
+    if any(len(pack.row_ids) > 1 for pack in step.packs):
+        rows = f"{plural(len(step.packs), 'pack')} in {rows}"
+    yield Lines(
+        [
+            f"{plural(len(step.rows), 'row')}; the loss is divided by N = {plural(step.num_label_tokens, 'label token')}",
+            f"{plural(step.num_micro_batches, 'micro-batch')} on each of {plural(step.num_processes, 'process')}, {rows}; of "
+            f"{total:,} positions {shares}",
+        ]
+    )
+    yield Legend((LOSS, CONTEXT, PADDING), is_of_bars=True)
+    longest = max(sum(num for _, num in pack.parts) for pack in drawn)
+    for (rank, micro_batch), packs in itertools.groupby(drawn, key=lambda pack: (pack.rank, pack.micro_batch)):
+        yield Heading(f"Process {rank}, micro-batch {micro_batch + 1}", 4)
+        yield from (Bar(pack, longest, _name_rows(pack.row_ids)) for pack in packs)
+    if more := len(step.packs) - len(drawn):
+        yield Lines([f"{plural(more, 'more pack')} {'is' if more == 1 else 'are'} not drawn"], "quiet")
+
+
+def _describe_row(row: RowView, step: StepView | None, *, is_whole: bool) -> Iterator[Any]:
+    yield Heading(
+        f"Row {row.row_id} ({row.where}), {row.split}: {plural(row.num_tokens, 'token')}, {row.num_label_tokens:,} count "
+        f"in the loss ({percent(row.num_label_tokens, row.num_tokens)})"
+    )
+    lines = []
+    if row.piece:
+        lines.append(f"piece {row.piece[0]:,} of {row.piece[1]:,} of a long text; the pieces hold every token")
+    if step is not None and (pack := step.find_pack(row.row_id)):
+        others = [other for other in pack.row_ids if other != row.row_id]
+        beside = f", in one pack with {_name_rows(others)}" if others else ""
+        lines.append(f"in step 1: process {pack.rank}, micro-batch {pack.micro_batch + 1}{beside}")
+    for number, turn in enumerate(row.turns, start=1):
+        lines.append(f"turn {number}, {turn.role}: {plural(turn.num_characters, 'character')}, {turn.says}")
+    yield Lines(lines, "quiet")
+    for side in row.sides:
+        yield Heading(f"{side.name.capitalize()}: {_describe_length(side)}", 4)
+        texts = shorten_text(side.text, row.row_id, is_whole=is_whole)
+        yield from (Lines([text], "quiet") if number == 1 else RowText(text) for number, text in enumerate(texts))
+        yield Lines(["as tokens"], "quiet")
+        pieces = shorten_spans(side.spans, row.row_id, is_whole=is_whole)
+        yield from (Lines([piece], "quiet") if isinstance(piece, str) else Tokens(piece) for piece in pieces)
+        if padding := padding_behind(row, step, side):
+            yield Lines([f"{plural(padding, 'token')} of padding"], PADDING)
+
+
+def _describe_length(side: Side) -> str:
+    """How long a side is, and what the limit has cut off."""
+    if not side.num_lost:
+        return f"{plural(side.num_tokens, 'token')}, at most {side.limit:,}"
+    given = side.num_tokens + side.num_lost
+    return f"cut to {side.num_tokens:,} of {given:,} tokens, {side.num_lost:,} lost ({percent(side.num_lost, given)})"
+
+
+def _name_rows(row_ids: Sequence[int]) -> str:
+    return f"{'row' if len(row_ids) == 1 else 'rows'} {', '.join(map(str, row_ids))}"
+
+
+def plural(num: int, what: str) -> str:
+    """1 row, 2 rows, 1,000 micro-batches."""
+    return f"{num:,} {what}{'' if num == 1 else 'es' if what.endswith(('ch', 's')) else 's'}"
+
+
+def padding_behind(row: RowView, step: StepView | None, side: Side) -> int:
+    """Padding that follows a row in its pack."""
+    pack = step.find_pack(row.row_id) if step else None
+    return pack.padding[side.name] if pack and pack.row_ids[-1] == row.row_id else 0
 
 
 def shorten_text(text: str, row_id: int, *, is_whole: bool) -> list[str]:
@@ -26,89 +169,17 @@ def shorten_text(text: str, row_id: int, *, is_whole: bool) -> list[str]:
 
 def shorten_spans(spans: list[Span], row_id: int, *, is_whole: bool) -> list[list[Span] | str]:
     """The tokens; or their start, those around cuts and their end, and remarks on what is not shown between them."""
-    ends = [0, *itertools.accumulate(len(span.tokens) for span in spans)]
-    total, head = ends[-1], 2 * MOST_TOKENS // 3
-    if is_whole or total <= MOST_TOKENS:
+    tokens = [(span.kind, token) for span in spans for token in span.tokens]
+    if is_whole or len(tokens) <= MOST_TOKENS:
         return [spans]
-    cuts = [begin for span, begin in zip(spans, ends, strict=False) if span.kind == LOST]
-    around = [(cut - TOKENS_AT_A_CUT, cut + TOKENS_AT_A_CUT) for cut in cuts]
+    head, is_shown = 2 * MOST_TOKENS // 3, np.zeros(len(tokens), dtype=bool)
+    is_shown[:head] = is_shown[head - MOST_TOKENS :] = True
+    for span, end in zip(spans, itertools.accumulate(len(span.tokens) for span in spans), strict=True):
+        if span.kind == LOST:
+            cut = end - len(span.tokens)
+            is_shown[max(0, cut - TOKENS_AT_A_CUT) : cut + TOKENS_AT_A_CUT] = True
     pieces: list[list[Span] | str] = []
-    place = 0
-    for first, last in [(0, head), *around, (total - MOST_TOKENS + head, total)]:
-        if first > place:
-            pieces.append(f"… {first - place:,} tokens are not shown: --row {row_id} shows all …")
-        if last > place:
-            pieces.append(_take(spans, max(first, place), last))
-        place = max(place, last)
+    for shown, group in itertools.groupby(zip(is_shown, tokens, strict=True), key=lambda pair: bool(pair[0])):
+        some = [token for _, token in group]
+        pieces.append(build_spans(some) if shown else f"… {len(some):,} tokens are not shown: --row {row_id} shows all …")
     return pieces
-
-
-def _take(spans: list[Span], first: int, last: int) -> list[Span]:
-    taken, place = [], 0
-    for kind, tokens in spans:
-        some = tokens[max(first - place, 0) : max(last - place, 0)]
-        taken += [Span(kind, some)] if some else []
-        place += len(tokens)
-    return taken
-
-
-def plural(num: int, what: str) -> str:
-    """1 row, 2 rows, 1,000 micro-batches."""
-    return f"{num:,} {what}{'' if num == 1 else 'es' if what.endswith(('ch', 's')) else 's'}"
-
-
-def describe_turns(row: RowView) -> list[str]:
-    """A line for each turn of a chat."""
-    return [
-        f"turn {number}, {turn.role}: {plural(turn.num_characters, 'character')}, {turn.says}"
-        for number, turn in enumerate(row.turns, start=1)
-    ]
-
-
-def not_shown(step: StepView) -> str:
-    """How many packs are not drawn; empty: none."""
-    more = step.num_packs - len(step.first_packs)
-    return f"{plural(more, 'more pack')} {'is' if more == 1 else 'are'} not drawn" if more else ""
-
-
-def describe_step(step: StepView) -> list[str]:
-    """What the first step is, in lines."""
-    total = sum(step.positions.values())
-    shares = ", ".join(f"{percent(num, total)} {NAMES[kind].replace('counts', 'count')}" for kind, num in step.positions.items())
-    rows = f"{plural(step.num_tensor_rows, 'row')} of the tensors"
-    if any(len(pack.row_ids) > 1 for pack in step.first_packs):
-        rows = f"{plural(step.num_packs, 'pack')} in {rows}"
-    return [
-        f"{plural(len(step.rows), 'row')}; the loss is divided by N = {plural(step.num_label_tokens, 'label token')}",
-        f"{plural(step.num_micro_batches, 'micro-batch')} on each of {plural(step.num_processes, 'process')}, {rows}; of "
-        f"{total:,} positions {shares}",
-    ]
-
-
-def describe_row(row: RowView, step: StepView | None) -> list[str]:
-    """What a row is, in lines; the first one is its heading."""
-    lines = [
-        f"Row {row.row_id} ({row.where}), {row.split}: {plural(row.num_tokens, 'token')}, {row.num_label_tokens:,} count "
-        f"in the loss ({percent(row.num_label_tokens, row.num_tokens)})"
-    ]
-    if row.piece:
-        lines.append(f"piece {row.piece[0]:,} of {row.piece[1]:,} of a long text; the pieces hold every token")
-    if step is not None and (pack := step.packs_of_rows.get(row.row_id)):
-        others = [str(other) for other in pack.row_ids if other != row.row_id]
-        beside = f", in one pack with {'row' if len(others) == 1 else 'rows'} {', '.join(others)}" if others else ""
-        lines.append(f"in step 1: process {pack.rank}, micro-batch {pack.micro_batch + 1}{beside}")
-    return lines
-
-
-def describe_side(side: Side) -> str:
-    """How long a side is, and what the limit has cut off."""
-    if not side.num_lost:
-        return f"{plural(side.num_tokens, 'token')}, at most {side.limit:,}"
-    given = side.num_tokens + side.num_lost
-    return f"cut to {side.num_tokens:,} of {given:,} tokens, {side.num_lost:,} lost ({percent(side.num_lost, given)})"
-
-
-def padding_behind(row: RowView, step: StepView | None, side: Side) -> int:
-    """Padding that follows a row in its pack."""
-    pack = step.packs_of_rows.get(row.row_id) if step else None
-    return pack.padding[side.name] if pack and pack.row_ids[-1] == row.row_id else 0

@@ -71,17 +71,13 @@ def list_charts(runs: Sequence[RunFacts]) -> list[Chart]:
     names = dict.fromkeys(name for run in runs for name in run.metric_names if name not in ("loss", "perplexity"))
     charts = []
     for name in ("loss", *names):  # figures of other rows have an axis of their own
-        for group in group_alike(runs, name):
-            styled = [style for style in _styled(runs) if any(style[0] is run for run in group)]
-            charts.append(_loss_chart(styled) if name == "loss" else _metric_chart(styled, name))
+        charts += [_loss_chart(group) if name == "loss" else _metric_chart(group, name) for group in group_alike(runs, name)]
     charts += [
-        _training_chart(_styled(runs), "learning_rate", "Learning rate", "per update"),
-        _training_chart(
-            _styled(runs), "grad_norm", "Gradient norm", "L2, before clipping, log scale", is_noisy=True, is_log=True
-        ),
-        _training_chart(_styled(runs), "tokens_per_s", "Speed", f"{speed_unit(runs[0].lines)} without padding", is_noisy=True),
-        _training_chart(_styled(runs), "step_time_s", "Step time", "seconds", is_noisy=True),
-        _training_chart(_styled(runs), "peak_memory_gib", "Peak memory", "GiB on the rank with most"),
+        _training_chart(runs, "learning_rate", "Learning rate", "per update"),
+        _training_chart(runs, "grad_norm", "Gradient norm", "L2, before clipping, log scale", is_noisy=True, is_log=True),
+        _training_chart(runs, "tokens_per_s", "Speed", f"{speed_unit(runs[0].lines)} without padding", is_noisy=True),
+        _training_chart(runs, "step_time_s", "Step time", "seconds", is_noisy=True),
+        _training_chart(runs, "peak_memory_gib", "Peak memory", "GiB on the rank with most"),
     ]
     return [chart for chart in charts if chart.curves]
 
@@ -155,55 +151,53 @@ def draw(chart: Chart) -> dict[str, Any]:
     return dict(json_item(plot))
 
 
-_Styled = Sequence[tuple[RunFacts, str, str]]
-"""Runs, each with its colour and the start of its labels, which is empty if the page has one run."""
-
-
-def _loss_chart(styled: _Styled) -> Chart:
+def _loss_chart(runs: Sequence[RunFacts]) -> Chart:
     curves = []
-    for run, color, prefix in styled:
+    for run in runs:
         steps, values = run.series("train", "loss")
-        curves.append(Curve(f"{prefix}training", color, steps, values, is_noisy=True))
+        curves.append(Curve(f"{run.prefix}training", _color(run), steps, values, is_noisy=True))
         steps, values = run.series("eval", "loss")
-        other = color if prefix else EVALUATION_COLOR
-        curves.append(Curve(f"{prefix}evaluation", other, steps, values, "dashed" if prefix else "solid", has_points=True))
-    return _chart("Loss", "nats per label token, log scale", curves, styled, is_log=True)
+        color, dash = (_color(run), "dashed") if run.prefix else (EVALUATION_COLOR, "solid")
+        curves.append(Curve(f"{run.prefix}evaluation", color, steps, values, dash, has_points=True))
+    return _chart("Loss", "nats per label token, log scale", curves, runs, is_log=True)
 
 
-def _metric_chart(styled: _Styled, name: str) -> Chart:
-    curves, first = [], styled[0][0]
-    for run, color, prefix in styled:
-        curves.append(Curve(prefix.rstrip(": ") or "evaluation", color, *run.series("eval", name), has_points=True))
+def _metric_chart(runs: Sequence[RunFacts], name: str) -> Chart:
+    curves, first = [], runs[0]
+    for run in runs:
+        label = run.name if run.prefix else "evaluation"
+        curves.append(Curve(label, _color(run), *run.series("eval", name), has_points=True))
         if run.baselines and run.baselines == first.baselines and run is not first:
             continue  # drawn once
         for place, (baseline, figures) in enumerate(run.baselines.items()):
             if name in figures:
                 ends = [0, max(1, run.last_step)]
                 dash = BASELINE_DASHES[place % len(BASELINE_DASHES)]
-                curves.append(Curve(f"{prefix}{baseline}", "#80868f", ends, [figures[name]] * 2, dash))
+                curves.append(Curve(f"{run.prefix}{baseline}", "#80868f", ends, [figures[name]] * 2, dash))
     is_percent = name.startswith(("rouge", "percent_", "token_accuracy", "accuracy", "exact_match"))
     unit = "percent" if is_percent else "bits" if name == "bits_per_byte" else "of the evaluation"
     title = name.removeprefix("percent_").replace("_", " ").replace("rouge", "ROUGE-")
-    return _chart(title[:1].upper() + title[1:], unit, curves, styled)
+    return _chart(title[:1].upper() + title[1:], unit, curves, runs)
 
 
-def _training_chart(styled: _Styled, name: str, title: str, unit: str, *, is_noisy: bool = False, is_log: bool = False) -> Chart:
-    curves = [
-        Curve(prefix.rstrip(": ") or title.lower(), color, *run.series("train", name), is_noisy=is_noisy)
-        for run, color, prefix in styled
-    ]
-    return _chart(title, unit, curves, styled, is_log=is_log)
+def _training_chart(
+    runs: Sequence[RunFacts], name: str, title: str, unit: str, *, is_noisy: bool = False, is_log: bool = False
+) -> Chart:
+    labels = [run.name if run.prefix else title.lower() for run in runs]
+    figures = [run.series("train", name) for run in runs]
+    curves = [Curve(label, _color(run), *of, is_noisy=is_noisy) for run, label, of in zip(runs, labels, figures, strict=True)]
+    return _chart(title, unit, curves, runs, is_log=is_log)
 
 
-def _chart(title: str, unit: str, curves: list[Curve], styled: _Styled, *, is_log: bool = False) -> Chart:
+def _chart(title: str, unit: str, curves: list[Curve], runs: Sequence[RunFacts], *, is_log: bool = False) -> Chart:
     drawn = [curve for curve in curves if curve.steps]
     is_positive = all(value > 0 for curve in drawn for value in curve.values)
     unit = unit if is_positive else unit.removesuffix(", log scale")
-    return Chart(title, unit, drawn, is_log and is_positive, () if styled[0][2] else _marks(styled[0][0]))
+    return Chart(title, unit, drawn, is_log and is_positive, () if runs[0].prefix else _marks(runs[0]))
 
 
-def _styled(runs: Sequence[RunFacts]) -> _Styled:
-    return [(run, COLORS[place % len(COLORS)], f"{run.name}: " if len(runs) > 1 else "") for place, run in enumerate(runs)]
+def _color(run: RunFacts) -> str:
+    return COLORS[run.place % len(COLORS)]
 
 
 def _marks(run: RunFacts) -> tuple[tuple[str, tuple[int, ...]], ...]:

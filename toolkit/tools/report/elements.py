@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from toolkit.errors import visible
 from toolkit.tools.report.facts import RunFacts, is_number
+
+
+def begin_page(title: str, style: str, policy: str) -> str:
+    """The start of a page, up to its body; `policy` says what may run and be requested."""
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f"<title>{escaped(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
+    )
 
 
 def card(*parts: str) -> str:
@@ -15,13 +25,11 @@ def card(*parts: str) -> str:
     return f"<div class=card>{''.join(parts)}</div>\n"
 
 
-def text_table(rows: list[list[str]], *, caption: str = "", num_left: int = 1, left: Sequence[int] = ()) -> str:
-    """A table with a heading line; columns from `num_left` on hold numbers, except for those in `left`."""
+def text_table(rows: list[list[str]], *, caption: str = "", left: Collection[int] = (0,)) -> str:
+    """A table with a heading line; columns that are not in `left` hold numbers."""
 
     def line(cells: list[str], tag: str) -> str:
-        return "".join(
-            element(tag, cell, "" if i < num_left or i in left else "number", keep=True) for i, cell in enumerate(cells)
-        )
+        return "".join(element(tag, cell, "" if i in left else "number", keep=True) for i, cell in enumerate(cells))
 
     lines = [line(row, "td" if number else "th") for number, row in enumerate(rows)]
     return f"<div class=table tabindex=0><table>{element('caption', caption)}<tr>{'</tr><tr>'.join(lines)}</tr></table></div>\n"
@@ -57,8 +65,4 @@ def format_number(value: Any, num_digits: int = 2) -> str:
 
 def missing(runs: Sequence[RunFacts], section: str) -> list[str]:
     """A paragraph for each run that lacks what a section needs."""
-    return [
-        element("p", f"{run.name}: {run.missing[section]}" if len(runs) > 1 else run.missing[section], "quiet")
-        for run in runs
-        if section in run.missing
-    ]
+    return [element("p", run.prefix + run.missing[section], "quiet") for run in runs if section in run.missing]

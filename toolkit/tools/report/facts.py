@@ -50,6 +50,10 @@ class RunFacts:
     """Of record.json."""
     missing: dict[str, str] = field(default_factory=dict)
     """A sentence by section."""
+    place: int = 0
+    """Among the runs of a page; it decides the colour."""
+    prefix: str = ""
+    """`NAME: ` on a page of several runs."""
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
@@ -134,7 +138,10 @@ def read_runs(folders: Sequence[Path]) -> list[RunFacts]:
     """
     unique = {folder.resolve(): folder for folder in folders}
     names = [folder.name for folder in unique]
-    return [_read_run(folder, path.name if names.count(path.name) == 1 else str(folder)) for path, folder in unique.items()]
+    runs = [_read_run(folder, path.name if names.count(path.name) == 1 else str(folder)) for path, folder in unique.items()]
+    for place, run in enumerate(runs):
+        run.place, run.prefix = place, f"{run.name}: " * (len(runs) > 1)
+    return runs
 
 
 def _read_run(folder: Path, name: str) -> RunFacts:
@@ -161,7 +168,8 @@ def _read_run(folder: Path, name: str) -> RunFacts:
             facts.missing[section] = f"{name} cannot be read ({error}): {consequence}"
             return default
 
-    facts.lines = read("curves", "metrics.jsonl", _load_lines, [], "there are no curves and no evaluations")
+    none = "there are no curves and no evaluations"
+    facts.lines = read("curves", "metrics.jsonl", lambda path: lines_of_steps(load_metrics(path)), [], none)
     facts.config = read("config", "config.yaml", _load_config, {}, "the settings are not known")
     facts.checkpoints = read(
         "checkpoints", "checkpoints", lambda path: read_entries(path.parent), [], "there is none to resume from"
@@ -182,17 +190,18 @@ def read_predictions(facts: RunFacts, step: int) -> list[dict[str, Any]] | None:
         return None
 
 
-def _load_lines(path: Path) -> list[dict[str, Any]]:
-    return lines_of_steps(load_metrics(path))
+def name_step(step: int) -> str:
+    """When an evaluation was."""
+    return f"after step {step:,}" if step else "before training"
 
 
 def lines_of_steps(lines: list[Any]) -> list[dict[str, Any]]:
     """The lines that have a kind and a step; others were added or changed by hand."""
-    return [line for line in lines if isinstance(line, dict) and _is_step(line.get("step")) and isinstance(line.get("kind"), str)]
 
+    def is_step(value: Any) -> bool:
+        return type(value) is int and 0 <= value <= _LAST_STEP
 
-def _is_step(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= _LAST_STEP
+    return [line for line in lines if isinstance(line, dict) and is_step(line.get("step")) and isinstance(line.get("kind"), str)]
 
 
 def _load_mapping(path: Path) -> dict[str, Any]:

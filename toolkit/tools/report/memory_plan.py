@@ -30,7 +30,9 @@ def compare_with_plan(run_folder: Path) -> str:
         predicted = load_plan(run_folder, memory)
         if predicted is None:
             predicted = _predict(run_folder, memory)
-            _save_plan(run_folder, memory, predicted)
+            plan = {**{key: memory[key] for key in PLANNED_FOR}, "device_bytes_total": predicted}
+            with suppress(OSError), written_beside(run_folder / PLAN_FILE) as beside:  # a folder of somebody else: planned again
+                save_json(beside, plan)
         return describe_memory(memory, predicted)
     except UserError as error:
         return f"not planned: {error}"
@@ -73,12 +75,6 @@ def how_measured(memory: dict[str, Any]) -> str:
     before = memory["before_model_gib"]
     at_first = f"{min(before):.2f} to {max(before):.2f} GiB before the model loaded"
     return f"resident above the {at_first}, with what gloo and malloc hold"
-
-
-def _save_plan(run_folder: Path, memory: dict[str, Any], predicted_bytes: int) -> None:
-    plan = {**{key: memory[key] for key in PLANNED_FOR}, "device_bytes_total": predicted_bytes}
-    with suppress(OSError), written_beside(run_folder / PLAN_FILE) as beside:  # a folder of somebody else: planned again
-        save_json(beside, plan)
 
 
 def _predict(run_folder: Path, measured: dict[str, Any]) -> int:

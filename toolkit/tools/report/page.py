@@ -15,8 +15,8 @@ from toolkit.distributed.comm import rank
 from toolkit.errors import UserError
 from toolkit.files.durable import written_beside
 from toolkit.tools.report.charts import MARKS, NUM_BUCKETS, Chart, draw, list_charts, table_rows
-from toolkit.tools.report.elements import card, element, escaped, format_number, key, missing, text_table
-from toolkit.tools.report.facts import NOT_AS_WRITTEN, RunFacts, describe_unlike, group_alike, is_number, read_runs
+from toolkit.tools.report.elements import begin_page, card, element, escaped, format_number, key, missing, text_table
+from toolkit.tools.report.facts import NOT_AS_WRITTEN, RunFacts, describe_unlike, group_alike, is_number, name_step, read_runs
 from toolkit.tools.report.predictions import as_json, collect_predictions
 from toolkit.tools.report.sections import show_checkpoints, show_commands, show_config, show_data, show_memory, show_units
 
@@ -78,10 +78,7 @@ def render_page(runs: Sequence[RunFacts]) -> bytes:
     title = " · ".join(run.name for run in runs)
     links = "".join(f'<a href="#{_anchor(name)}">{name}</a>' for name in sections)
     parts = [
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n',
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n',
-        f"<title>{escaped(title)}</title>\n<style>\n{_own_file('page.css')}</style>\n</head>\n<body>\n",
+        begin_page(title, _own_file("page.css"), policy),
         f"<header>{element('h1', title, 'isolated')}<nav aria-label=Sections>{links}</nav></header>\n<main>\n",
         *(f'<section id="{_anchor(name)}">\n<h2>{name}</h2>\n{content}</section>\n' for name, content in sections.items()),
         "</main>\n",
@@ -108,12 +105,9 @@ def _shown(show: Callable[[Sequence[RunFacts]], str], runs: Sequence[RunFacts]) 
 
 def _summary(runs: Sequence[RunFacts]) -> str:
     """Where each run stands, and its first and last evaluation beside the baselines."""
-    parts = []
-    for run in runs:
-        prefix = f"{run.name}: " if len(runs) > 1 else ""
-        parts.append(element("p", prefix + _standing(run)))
+    parts = [element("p", run.prefix + _standing(run)) for run in runs]
     parts.append(element("p", describe_unlike(runs)))
-    tables = [table for group in group_alike(runs, "loss") if (table := _rows(group, has_names=len(runs) > 1))]
+    tables = [table for group in group_alike(runs, "loss") if (table := _rows(group))]
     names = dict.fromkeys(name for run in runs for name in run.metric_names if name not in _NOT_IN_TABLE)
     head = ["", *(name.replace("percent_", "% ").replace("_", " ") for name in names)]
     for table in tables:
@@ -122,15 +116,15 @@ def _summary(runs: Sequence[RunFacts]) -> str:
     return card(*parts, element("p", "" if tables else "There is no evaluation.", "quiet"))
 
 
-def _rows(runs: Sequence[RunFacts], *, has_names: bool) -> dict[str, dict[str, float]]:
+def _rows(runs: Sequence[RunFacts]) -> dict[str, dict[str, float]]:
     """By label, the figures of the baselines, and of each run's first and last evaluation."""
     rows: dict[str, dict[str, float]] = {}
     for run in runs:
-        prefix = f"{run.name}, " if has_names else ""
+        prefix = f"{run.name}, " * bool(run.prefix)
         if run is runs[0] or run.baselines != runs[0].baselines:
             rows |= {f"{prefix}{name}": figures for name, figures in run.baselines.items()}
         for line in run.comparable[:1] + run.comparable[1:][-1:]:
-            rows[prefix + (f"after step {line['step']:,}" if line["step"] else "before training")] = line
+            rows[prefix + name_step(line["step"])] = line
     return rows
 
 
@@ -154,13 +148,8 @@ def _standing(run: RunFacts) -> str:
 def _curves(runs: Sequence[RunFacts], charts: list[Chart]) -> str:
     parts = missing(runs, "curves")
     if any(len(curve.steps) > 2 * NUM_BUCKETS for chart in charts for curve in chart.curves):
-        parts.append(
-            element(
-                "p",
-                f"Of longer curves, the lowest and the highest value of each of {NUM_BUCKETS} ranges of steps are drawn.",
-                "quiet",
-            )
-        )
+        drawn = f"Of longer curves, the lowest and the highest value of each of {NUM_BUCKETS} ranges of steps are drawn."
+        parts.append(element("p", drawn, "quiet"))
     if len(runs) > 1:
         parts.append(element("p", "The reports of single runs mark checkpoints, skipped updates and resumes.", "quiet"))
     kinds = dict.fromkeys(kind for chart in charts for kind, _ in chart.marks)
@@ -178,7 +167,7 @@ def _curves(runs: Sequence[RunFacts], charts: list[Chart]) -> str:
 def _chart_tables(chart: Chart) -> str:
     tables = [text_table([["step", chart.unit], *map(list, table_rows(curve))], caption=curve.label) for curve in chart.curves]
     marks = [[MARKS[kind][0], ", ".join(f"{step:,}" for step in steps)] for kind, steps in chart.marks]
-    return "".join(tables) + (text_table([["mark", "after steps"], *marks], num_left=2) if marks else "")
+    return "".join(tables) + (text_table([["mark", "after steps"], *marks], left=(0, 1)) if marks else "")
 
 
 def _predictions(runs: Sequence[RunFacts], predictions: dict[str, Any] | None) -> str:

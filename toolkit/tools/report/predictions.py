@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from toolkit.tools.report.facts import RunFacts, is_number, read_predictions
+from toolkit.tools.report.facts import RunFacts, is_number, name_step, read_predictions
 from toolkit.tools.report.record import LONGEST_TEXT
 
 MOST_BYTES = 2_500_000
@@ -25,7 +25,7 @@ def collect_predictions(runs: Sequence[RunFacts]) -> dict[str, Any] | None:
         chosen = found[-1:] if len(runs) > 1 else found
         kept = run.record.get("sources")
         sources = {row_id: text for row_id, text in kept.items() if isinstance(text, str)} if isinstance(kept, dict) else {}
-        columns += [(f"{run.name}: " * (len(runs) > 1) + _when(step), rows, sources) for step, rows in chosen]
+        columns += [(run.prefix + name_step(step), rows, sources) for step, rows in chosen]
     return _shortened(_rows(columns), [label for label, *_ in columns]) if columns else None
 
 
@@ -52,12 +52,11 @@ def _rows(columns: list[tuple[str, list[dict[str, Any]], dict[str, str]]]) -> li
 def _shortened(rows: list[dict[str, Any]], columns: list[str]) -> dict[str, Any]:
     """The rows with their texts cut at one length, the longest with which all fit into `MOST_BYTES`."""
     limit = LONGEST_TEXT
-    shown = [_cut(row, limit) for row in rows]
-    while limit > _SHORTEST_TEXT and len(as_json(shown)) > MOST_BYTES:
-        limit = limit * 3 // 4
-        shown = [_cut(row, limit) for row in rows]
-    while len(as_json(shown)) > MOST_BYTES:
-        shown = shown[::2]
+    while len(as_json(shown := [_cut(row, limit) for row in rows])) > MOST_BYTES:
+        if limit > _SHORTEST_TEXT:
+            limit = limit * 3 // 4
+        else:
+            rows = rows[::2]
     num_cut = sum(row["is_cut"] for row in shown)
     metrics = list(dict.fromkeys(name for row in shown for scores in row["scores"] for name in scores))
     return {"columns": columns, "metrics": metrics, "rows": shown, "limit": limit, "num_cut": num_cut}
@@ -74,7 +73,3 @@ def as_json(value: Any) -> bytes:
     """JSON for a script element: no `<`, so that no text ends the element, and half surrogate pairs as escapes."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     return text.encode("utf-8", errors="backslashreplace")
-
-
-def _when(step: int) -> str:
-    return f"after step {step:,}" if step else "before training"

@@ -11,7 +11,7 @@ from toolkit.distributed.device import GIB
 from toolkit.tools.report.elements import bar, card, element, escaped, format_number, missing, text_table
 from toolkit.tools.report.facts import RunFacts
 from toolkit.tools.report.memory_plan import above_start, how_measured
-from toolkit.tools.report.rows import show_rows
+from toolkit.tools.report.rows import describe_data, render
 
 MOST_RANKS_SHOWN = 64
 
@@ -24,7 +24,7 @@ def show_data(runs: Sequence[RunFacts]) -> str:
         data = run.record.get("data") or {}
         if data and data["fingerprint"] not in [other["fingerprint"] for other in shown]:
             shown.append(data)
-            parts += [element("h3", run.name, "isolated") if len(runs) > 1 else "", show_rows(data)]
+            parts += [element("h3", run.name, "isolated") if len(runs) > 1 else "", render(describe_data(data))]
     return "".join(parts) or card(element("p", "The run kept no summary of its rows."))
 
 
@@ -52,12 +52,11 @@ def show_memory(runs: Sequence[RunFacts]) -> str:
     for run in runs:
         if not run.memory:
             continue
-        prefix = f"{run.name}: " if len(runs) > 1 else ""
         gib = above_start(run.memory)
         shown = list(enumerate(gib))[:MOST_RANKS_SHOWN]
         planned = run.planned_bytes / GIB if run.planned_bytes is not None else None
         most = max([*gib, planned or 0.0]) or 1.0
-        parts.append(element("p", f"{prefix}GiB of training steps by rank, {how_measured(run.memory)}."))
+        parts.append(element("p", f"{run.prefix}GiB of training steps by rank, {how_measured(run.memory)}."))
         bars = [bar(f"rank {rank}", value / most, f"{value:.2f}") for rank, value in shown]
         if planned is not None:
             bars.append(bar("planned", planned / most, f"{planned:.2f}", "plan"))
@@ -99,10 +98,10 @@ def show_config(runs: Sequence[RunFacts]) -> str:
         rows = [[key, *found] for key, found in values.items() if len(set(found)) > 1]
         parts.append(element("p", "Keys in which the runs differ:" if rows else "No key differs."))
         if rows:
-            parts.append(text_table([["", *(run.name for run in runs)], *rows], num_left=1 + len(runs)))
+            parts.append(text_table([["", *(run.name for run in runs)], *rows], left=range(1 + len(runs))))
     for run in runs:
         if run.config:
-            table = text_table([["key", "value"], *([key, _value(run.config, key)] for key in run.config)], num_left=2)
+            table = text_table([["key", "value"], *([key, _value(run.config, key)] for key in run.config)], left=(0, 1))
             parts.append(f"<details><summary class=isolated>All of {escaped(run.name)}</summary>{table}</details>")
     return card(*parts)
 
@@ -113,12 +112,11 @@ def show_commands(runs: Sequence[RunFacts]) -> str:
         names = list(dict.fromkeys(name for run in runs for name in run.record.get("versions", {})))
         rows = [[name, *(str(run.record.get("versions", {}).get(name, "–")) for run in runs)] for name in names]
         parts.append(
-            text_table([["", *(run.name if len(runs) > 1 else "version" for run in runs)], *rows], num_left=1 + len(runs))
+            text_table([["", *(run.name if len(runs) > 1 else "version" for run in runs)], *rows], left=range(1 + len(runs)))
         )
     for run in runs:
         for what, command in _list_commands(run):
-            label = f"{run.name}: {what}" if len(runs) > 1 else what
-            parts.append(element("p", label, "quiet") + element("pre", command))
+            parts.append(element("p", run.prefix + what, "quiet") + element("pre", command))
     return card(*parts)
 
 

@@ -8,8 +8,20 @@ from functools import partial
 
 import numpy as np
 
-from toolkit.tools.verify.proofs import Proof, exact, failed, named, prove, within
-from toolkit.tools.verify.records import NotReached, Tensors, load_about, load_lines, load_rows_of_steps, load_tensors
+from toolkit.tools.verify.records import (
+    NotReached,
+    Proof,
+    Tensors,
+    exact,
+    failed,
+    load_about,
+    load_lines,
+    load_rows_of_steps,
+    load_tensors,
+    named,
+    prove,
+    within,
+)
 from toolkit.tools.verify.runs import NUM_STEPS, SAVED_STEP, WatchedRun
 
 GRADIENT_FLOOR = 0.01

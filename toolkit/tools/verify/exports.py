@@ -17,8 +17,7 @@ from toolkit.config.load import RecipeConfig
 from toolkit.config.schema import AdapterConfig
 from toolkit.export.compare import LOGIT_TOLERANCE
 from toolkit.models.load import fastest_attention
-from toolkit.tools.verify.proofs import Proof, exact, failed, named, not_reached, within
-from toolkit.tools.verify.records import load_list
+from toolkit.tools.verify.records import Proof, exact, failed, load_list, named, within
 from toolkit.tools.verify.runs import GENERATION, WatchedRun
 from toolkit.tools.verify.watched_run import hash_tensor
 
@@ -33,7 +32,8 @@ def check_exports(run: WatchedRun, config: RecipeConfig) -> list[Proof]:
     """Rows for the weights, logits and texts of `export/` and, for an adapter, also for `merged/` and its scale."""
     check_file = run.folder / "export_check.safetensors"
     if not check_file.is_file():
-        return [not_reached("export", run) if run.failure else failed("export", run.title, "nothing was exported")]
+        detail = "" if run.failure else "nothing was exported"
+        return [Proof(check="export", compared=run.title, is_reached=not run.failure, detail=detail)]
     check = load_file(check_file)
     trained = {name: t for name, t in load_file(run.records / "trained.safetensors").items() if name.startswith("model.")}
     trained = {name.removeprefix("model."): t for name, t in trained.items()}

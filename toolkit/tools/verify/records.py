@@ -1,8 +1,10 @@
-"""Reads what a watched run has left: the recipe's own metrics and row ids, and the records of `watched_run`."""
+"""Reads what a watched run has left: its metrics, row ids and records; and the rows of the table that compare them."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -71,13 +73,10 @@ def load_list(run: WatchedRun, name: str) -> list[dict[str, Any]]:
     Raises:
         NotReached: the run ended before it wrote them.
     """
-    path = run.records / f"{name}.json"
-    if not path.is_file() and run.failure:
-        raise NotReached(run)
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    return load_about(run, name) if run.failure or (run.records / f"{name}.json").is_file() else []
 
 
-def load_about(run: WatchedRun, name: str) -> dict[str, Any]:
+def load_about(run: WatchedRun, name: str) -> Any:
     """A record's JSON, which describes what the ranks hold.
 
     Raises:
@@ -87,3 +86,54 @@ def load_about(run: WatchedRun, name: str) -> dict[str, Any]:
     if not path.is_file():
         raise NotReached(run)
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+# --- Rows of the table.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """One row of the table."""
+
+    check: str
+    compared: str
+    difference: float | None = None
+    """Largest difference, in the unit of `tolerance`; None if nothing was measured."""
+    tolerance: float = 0.0
+    """0 means equal bit for bit."""
+    passed: bool = False
+    is_reached: bool = True
+    """False if a run, or the one whose checkpoint it needs, ended before this check; another row has the reason."""
+    detail: str = ""
+    """The tensor or step that is wrong."""
+
+
+def failed(check: str, compared: str, detail: str) -> Proof:
+    """The row of a failure without a measured difference."""
+    return Proof(check=check, compared=compared, detail=detail)
+
+
+def prove(check: str, run: WatchedRun, work: Callable[[WatchedRun], Proof | None]) -> Proof | None:
+    try:
+        return work(run)
+    except NotReached as missing:
+        if missing.run.failure:
+            return Proof(check=check, compared=run.title, is_reached=False)
+        return failed(check, run.title, f"{missing.run.title} succeeded, but left no record to compare")
+
+
+def exact(check: str, compared: str, difference: float, detail: str) -> Proof:
+    """The row of a check that passes if nothing differs and there is no `detail`."""
+    return Proof(check=check, compared=compared, difference=difference, passed=difference == 0 and not detail, detail=detail)
+
+
+def within(check: str, compared: str, difference: float, where: Any, tolerance: float, detail: str) -> Proof:
+    """The row of a check with a tolerance; if it fails, `where` is put into `detail`."""
+    passed = difference <= tolerance  # False for a NaN
+    reason = "" if passed else detail.format(where)
+    return Proof(check=check, compared=compared, difference=difference, tolerance=tolerance, passed=passed, detail=reason)
+
+
+def named(names: list[str], what: str) -> str:
+    """The first name followed by `what`, and the number of further names."""
+    return f"{names[0]} {what}" + (f", and {len(names) - 1} more" if len(names) > 1 else "") if names else ""

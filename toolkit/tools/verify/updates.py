@@ -11,8 +11,7 @@ import numpy as np
 from toolkit.config.schema import OptimConfig
 from toolkit.optimizers import OPTIMIZERS
 from toolkit.tools.verify import PROBED_STEPS
-from toolkit.tools.verify.proofs import Proof, exact, prove, within
-from toolkit.tools.verify.records import Tensors, load_about, load_lines, load_list, load_tensors
+from toolkit.tools.verify.records import Proof, Tensors, exact, load_about, load_lines, load_list, load_tensors, prove, within
 from toolkit.tools.verify.runs import LARGEST_GRAD_NORM, SAVED_STEP, WatchedRun
 
 UPDATE_TOLERANCE = 1e-4

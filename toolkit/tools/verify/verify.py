@@ -9,14 +9,15 @@ import shutil
 from pathlib import Path
 from typing import Any, Final
 
-from toolkit.config.load import RecipeConfig, find_model, load_config
+from toolkit.config.load import find_model, load_config
 from toolkit.config.schema import SummarizationConfig
 from toolkit.errors import UserError, align, escape_controls, one_line
 from toolkit.launch.relaunch import PRESET_FOLDER, launch
 from toolkit.models.config import load_model_config
+from toolkit.models.positions import num_positions
 from toolkit.tools.recipes import config_class_of
 from toolkit.tools.verify.checks import check_all
-from toolkit.tools.verify.proofs import Proof
+from toolkit.tools.verify.records import Proof
 from toolkit.tools.verify.runs import Box, Launch, launch_all, plan_runs
 
 RECIPE_FOLDER = PRESET_FOLDER.parent / "recipes"
@@ -34,39 +35,21 @@ SMALL_ROWS: Final = {
 TITLES = ("check", "compared with one process, or as said", "difference", "tolerance", "")
 
 
-def verify(
-    run_arguments: list[str],
-    *,
-    model: str | None = None,
-    config: str | None = None,
-    recipe: str | None = None,
-    presets: list[str] | None = None,
-    num_processes: int | None = None,
-    use_cpu: bool = False,
-    bf16: bool = False,
-    output: Path = Path("runs/verify"),
-    tolerance: float = DEFAULT_TOLERANCE,
-    launch: Launch = launch,
-) -> bool:
+def verify(run_arguments: list[str], *, tolerance: float = DEFAULT_TOLERANCE, launch: Launch = launch, **asked: Any) -> bool:
     """Launch the runs, compare them and print the table; returns whether all checks passed. The table is also in `output`.
 
     Args:
         run_arguments: dotted flags of the recipe.
-        model: folder or hub id. If unset, that of `config`, else the small T5 of the recipes.
-        config: run YAML, whose rows the runs train on. If unset, docstrings.
-        recipe: `t5` or `llm`. If unset, chosen by the model.
-        presets: names or paths of accelerate YAMLs to check, in addition to one process and DDP.
-        num_processes: if unset, the GPUs of this machine, else 2.
-        bf16: whether to add a run in bf16, which is compared with fp32 to 5 %.
         tolerance: largest relative difference of losses and gradients in fp32.
+        asked: of `build_box`.
 
     Raises:
         UserError: settings that a run would refuse, or more processes than GPUs.
     """
     # Plan the runs and launch them, one after the other.
-    box = build_box(run_arguments, model, config, recipe, presets or list(DEFAULT_PRESETS), num_processes, use_cpu, output)
-    plans = plan_runs(dataclasses.replace(box, in_bf16=bf16))
-    _clear(output)
+    box = build_box(run_arguments, **asked)
+    plans = plan_runs(box)
+    _clear(box.output)
     where = "the CPU, fp32" if box.use_cpu else "GPUs, fp32 (products in ieee precision, attention by torch's math kernel)"
     what = f"{box.config.model.name_or_path} by recipes/{box.recipe.name}, {box.num_processes} processes on {where}"
     print(one_line(f"{what}: {len(plans)} runs"), flush=True)
@@ -81,21 +64,31 @@ def verify(
     proofs += check_all_updates(runs, box.config.optim)
     proofs += check_exports(runs["preset-0"], box.config)
     passed = all(proof.passed for proof in proofs)
-    _show(proofs, output, passed)
+    _show(proofs, box.output, passed)
     return passed
 
 
 def build_box(
     run_arguments: list[str],
-    model: str | None,
-    config: str | None,
-    recipe: str | None,
-    presets: list[str],
-    num_processes: int | None,
-    use_cpu: bool,
-    output: Path,
+    *,
+    model: str | None = None,
+    config: str | None = None,
+    recipe: str | None = None,
+    presets: list[str] | None = None,
+    num_processes: int | None = None,
+    use_cpu: bool = False,
+    bf16: bool = False,
+    output: Path = Path("runs/verify"),
 ) -> Box:
-    """What to verify, with defaults for all arguments that `verify` did not get.
+    """What to verify.
+
+    Args:
+        model: folder or hub id. If unset, that of `config`, else the small T5 of the recipes.
+        config: run YAML, whose rows the runs train on. If unset, docstrings.
+        recipe: `t5` or `llm`. If unset, chosen by the model.
+        presets: names or paths of accelerate YAMLs to check, in addition to one process and DDP.
+        num_processes: if unset, the GPUs of this machine, else 2.
+        bf16: whether to add a run in bf16, which is compared with fp32 to 5 %.
 
     Raises:
         UserError: as `verify`.
@@ -125,18 +118,13 @@ def build_box(
         recipe=RECIPE_FOLDER / f"{name}.py",
         arguments=arguments,
         config=parsed,
-        num_positions=None if name == "t5" else _num_positions(parsed),
-        presets=presets,
+        num_positions=None if name == "t5" else num_positions(load_model_config(parsed.model, "AutoModelForCausalLM"))[0],
+        presets=presets or list(DEFAULT_PRESETS),
         num_processes=chosen,
         use_cpu=on_cpu,
         output=output.absolute(),
+        in_bf16=bf16,
     )
-
-
-def _num_positions(config: RecipeConfig) -> int | None:
-    """The position limit of a causal model, if its config has one."""
-    model_config = load_model_config(config.model, "AutoModelForCausalLM")
-    return getattr(model_config.get_text_config(), "max_position_embeddings", None)
 
 
 def _processes(num_processes: int | None, use_cpu: bool) -> tuple[bool, int]:

@@ -173,9 +173,9 @@ def _record(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer 
 
     # What this rank holds, and how it is sharded.
     local = {
-        "parameter_bytes": sum(_num_bytes(local_tensor(p)) for p in sharded.model.parameters()),
+        "parameter_bytes": sum(local_tensor(p).nbytes for p in sharded.model.parameters()),
         "moment_bytes": sum(
-            _num_bytes(local_tensor(t))
+            local_tensor(t).nbytes
             for state in (optimizer.state.values() if optimizer is not None else ())
             for t in state.values()
             if isinstance(t, torch.Tensor) and t.dim()
@@ -247,10 +247,6 @@ def _ties(sharded: ShardedModel) -> dict[str, list[list[str]]]:
             here[name.replace(".modules_to_save.default.", ".").replace(".base_layer.", ".")] = id(parameter)
     tied = [names for names in aliases(plain).values() if len(names) > 1]
     return {"tied": tied, "broken": [names for names in tied if len({here.get(name, name) for name in names}) > 1]}
-
-
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def hash_tensor(tensor: torch.Tensor) -> str:

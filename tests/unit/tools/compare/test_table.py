@@ -79,7 +79,7 @@ def test_the_table_names_the_reference_the_failures_and_what_was_changed(tmp_pat
     cells = [[cell.strip() for cell in row.replace("\\|", "/").split("|")[1:-1]] for row in rows]
     assert cells == [
         ["hsdp", "2", "no", *"––––––––", "failed: a mesh / of 3"],
-        ["ddp", "2", "no", "2.00", "80", "1.75", "–", "0.500", "1.000", "2.5000", "12.50", "num_processes 8 → 2"],
+        ["ddp", "2", "no", "2.00", "80", "1.75", "reference", "0.500", "1.000", "2.5000", "12.50", "num_processes 8 → 2"],
         ["fsdp2", "2", "no", "2.00", "80", "1.75", "2.5e-01", "0.500", "1.000", "2.5000", "12.50", ""],
     ]
     assert len({row.rindex("|", 0, len(head) - len(" remarks |") + 1) for row in (head, rule, rows[1])}) == 1, "aligned"
@@ -111,6 +111,9 @@ def test_the_picture_shows_the_presets_that_ran(tmp_path: Path, monkeypatch: pyt
     ]
     draw_comparison(outcomes, "t5.py", tmp_path / "comparison.png")
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert texts == ["2", "2", "80", "80", "1.75", "1.75", "1", "1", "0.0e+00", "inf"]
+    assert texts == ["2", "2", "80", "80", "1.75", "1.75", "1", "1", "reference", "inf"]
+    texts.clear()
+    draw_comparison([outcome(tmp_path, preset, LINES) for preset in ("ddp", "fsdp2")], "t5.py", tmp_path / "comparison.png")
+    assert texts[-2:] == ["reference", "equal"]
     draw_comparison(outcomes[:1], "t5.py", tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()

@@ -31,8 +31,8 @@ from tests.support.previews import (
 from toolkit.errors import visible
 from toolkit.launch.log import start_logging
 from toolkit.tools.preview import preview
-from toolkit.tools.preview.facts import collect
 from toolkit.tools.preview.page import TOKENS_OF_A_BLOCK, render_page
+from toolkit.tools.preview.preview import collect
 from toolkit.tools.preview.terminal import print_preview
 from toolkit.tools.preview.wording import NAMES, padding_behind
 
@@ -107,7 +107,7 @@ def test_a_terminal_gets_colours_in_place_of_marks_and_its_own_width(capsys: pyt
     assert "\x1b[" in written.getvalue()
     plain = re.sub(r"\x1b\[[0-9;]*m", "", written.getvalue())
     assert "[[" not in plain and "~~" not in plain
-    sections = plain.partition("tokens, with | between two")[2]
+    sections = plain.partition("tokens, with | between")[2]
     assert max(map(cell_len, sections.splitlines())) <= 60
     # Wrapped, but complete.
     for row in found.rows:
@@ -149,16 +149,17 @@ def test_the_page_has_the_tokens_kinds_and_places_of_the_view(config: str) -> No
     found.rows[0].sides[0].spans[0].tokens.append("</s>")  # as T5's last token
     content = render_page(found)
     assert found.step is not None and content.count("&lt;i&gt;name") == 2
+    assert re.findall("<h3>([A-Z][a-z]+)</h3>", content) == ["Rows", "Lengths", "Tokenizer"]
     sides = [(row, side) for row in found.rows for side in row.sides]
     shown = ["".join(token for span in side.spans for token in span.tokens) for _, side in sides]
     assert [text.replace("⏎\n", "\n") for text in Page(content).texts["tokens"]] == [visible(text) for text in shown]
     kinds = []
     for row, side in sides:
         kinds += [span.kind for span in side.spans] + ["padding"] * (padding_behind(row, found.step, side) > 0)
-    assert re.findall(rf"<span class=({'|'.join(NAMES)})>", content) == kinds
-    places = dict.fromkeys((str(pack.rank), str(pack.micro_batch + 1)) for pack in found.step.first_packs)
+    assert re.findall(rf"<(?:span|p) class=({'|'.join(NAMES)})>", content) == kinds
+    places = dict.fromkeys((str(pack.rank), str(pack.micro_batch + 1)) for pack in found.step.packs)
     assert re.findall(r"Process (\d+), micro-batch (\d+)", content) == [*places]
-    assert content.count(' begins"') == sum(len(pack.begins) - 1 for pack in found.step.first_packs)
+    assert content.count(' begins"') == sum(len(pack.begins) - 1 for pack in found.step.packs)
     assert f"<td>{html.escape('</s>' if config == 't5.yaml' else '<|im_end|>')}</td>" in content
 
 
@@ -226,6 +227,7 @@ def test_it_is_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 def test_the_summary_is_plain_values() -> None:
     summary = collect(["--config=chats.yaml", "--config=mix.yaml"], None, None, 0, None).summary
     assert summary is not None
-    values: dict[str, Any] = json.loads(json.dumps(summary.as_dict()))
+    values: dict[str, Any] = json.loads(json.dumps(summary))
+    assert values == summary
     assert values["sources"][0]["weight_share"] == 0.75
     assert values["splits"][0]["num_rows"] == sum(source["num_rows"] for source in values["sources"])

@@ -28,11 +28,11 @@ def make_rows(ids: list[list[int]], labels: list[list[int]], num_tokens: list[in
     return Dataset.from_dict({"row_id": list(range(100, 100 + len(ids))), **columns})
 
 
-def view(rows: Dataset, collator: Any, num_processes: int, most_packs: int = 99, **settings: Any) -> StepView:
+def view(rows: Dataset, collator: Any, num_processes: int, **settings: Any) -> StepView:
     columns = rows.with_format("numpy")
     train = TrainConfig(global_batch_size_rows=7, micro_batch_size_rows=2, max_steps=1)
     plan = BatchPlan(columns["num_tokens"][:], columns["num_label_tokens"][:], train, num_processes, **settings)
-    return view_step(plan, rows, collator, 1, most_packs, {100, 103})
+    return view_step(plan, rows, collator, 1)
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3])
@@ -40,30 +40,30 @@ def view(rows: Dataset, collator: Any, num_processes: int, most_packs: int = 99,
 @pytest.mark.parametrize("one_row", [False, True])
 def test_every_row_is_in_one_pack(num_processes: int, pack_length: int | None, one_row: bool) -> None:
     step = view(causal_rows(), CausalCollator(0, one_row=one_row), num_processes, pack_length_tokens=pack_length)
-    shown = [row for pack in step.first_packs for row in pack.row_ids]
+    shown = [row for pack in step.packs for row in pack.row_ids]
     assert sorted(shown) == list(range(100, 107)) and sorted(step.rows) == list(range(7))
     assert step.num_label_tokens == sum(LENGTHS) - 14
-    counted = {kind: sum(num for pack in step.first_packs for k, num in pack.parts if k == kind) for kind in (LOSS, CONTEXT)}
+    counted = {kind: sum(num for pack in step.packs for k, num in pack.parts if k == kind) for kind in (LOSS, CONTEXT)}
     assert counted == {kind: step.positions[kind] for kind in (LOSS, CONTEXT)} == {LOSS: sum(LENGTHS) - 14, CONTEXT: 14}
     # The packs of a micro-batch have one width.
     widths: dict[tuple[int, int], set[int]] = {}
-    for pack in step.first_packs:
+    for pack in step.packs:
         widths.setdefault((pack.rank, pack.micro_batch), set()).add(sum(num for _, num in pack.parts))
         assert [pack.parts[begin] for begin in pack.begins] == [(CONTEXT, 1)] * len(pack.row_ids)
         assert pack.padding == {"row": sum(num for kind, num in pack.parts if kind == PADDING)}
     if one_row and pack_length:  # a micro-batch is one row of the tensors, without padding
-        assert all("row" in pack.padding and pack.padding["row"] == 0 for pack in step.first_packs)
-        assert step.num_tensor_rows == len(widths) < step.num_packs
+        assert all("row" in pack.padding and pack.padding["row"] == 0 for pack in step.packs)
+        assert step.num_tensor_rows == len(widths) < len(step.packs)
     else:
-        assert all(len(of_one) == 1 for of_one in widths.values()) and step.num_tensor_rows == step.num_packs
-    assert {row: row in pack.row_ids for row, pack in step.packs_of_rows.items()} == {100: True, 103: True}
+        assert all(len(of_one) == 1 for of_one in widths.values()) and step.num_tensor_rows == len(step.packs)
+    assert all(pack is step.find_pack(row) for pack in step.packs for row in pack.row_ids) and step.find_pack(9) is None
 
 
 def test_a_rank_without_rows_is_padding() -> None:
     step = view(causal_rows(), CausalCollator(0), 3)
     # Two micro-batches of two rows on three ranks: seven rows leave two ranks without one in the second.
-    assert step.num_micro_batches == 2 and step.num_packs == 7
-    drawn = sum(num for pack in step.first_packs for _, num in pack.parts)
+    assert step.num_micro_batches == 2 and len(step.packs) == 7
+    drawn = sum(num for pack in step.packs for _, num in pack.parts)
     filler = LENGTHS[step.rows[0]]
     assert sum(step.positions.values()) == drawn + 2 * filler
 
@@ -72,10 +72,10 @@ def test_an_encoder_decoder_pads_sources_and_targets() -> None:
     num_labels = list(range(1, 8))
     num_tokens = [n + more for n, more in zip(LENGTHS, num_labels, strict=True)]
     rows = make_rows([[5] * n for n in LENGTHS], [[6] * n for n in num_labels], num_tokens, num_labels)
-    step = view(rows, SummarizationCollator(0, 0), 1, most_packs=2)
-    assert len(step.first_packs) == 2 and step.num_packs == 7 and step.num_micro_batches == 4
+    step = view(rows, SummarizationCollator(0, 0), 1)
+    assert len(step.packs) == 7 and step.num_micro_batches == 4
     assert step.positions[CONTEXT] == sum(LENGTHS) and step.positions[LOSS] == 28
-    for pack in step.packs_of_rows.values():
+    for pack in step.packs:
         place = pack.row_ids[0] - 100
         expected = [
             (CONTEXT, LENGTHS[place]),

@@ -35,7 +35,7 @@ def test_a_long_text_is_shown_at_its_begin_and_its_end() -> None:
 
 def test_padding_follows_the_last_row_of_a_pack() -> None:
     pack = SimpleNamespace(row_ids=[4, 5], padding={"row": 3})
-    step: Any = SimpleNamespace(packs_of_rows={4: pack, 5: pack})
+    step: Any = SimpleNamespace(find_pack={4: pack, 5: pack}.get)
     side: Any = SimpleNamespace(name="row")
     rows: list[Any] = [SimpleNamespace(row_id=row_id) for row_id in (4, 5, 6)]
     assert [padding_behind(row, step, side) for row in rows] == [0, 3, 0] and padding_behind(rows[1], None, side) == 0

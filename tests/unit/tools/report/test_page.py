@@ -66,7 +66,7 @@ def test_a_run_is_shown_whole_and_without_a_request(tmp_path: Path) -> None:
     # All sections, with a table and a name for each chart.
     assert page.texts["h2"] == SECTIONS
     titles = ["Loss", "ROUGE-L", "Learning rate", "Gradient norm", "Speed", "Step time", "Peak memory"]
-    assert page.texts["h3"] == titles
+    assert page.texts["h3"] == [*titles, "Rows", "Lengths", "Tokenizer"]
     assert [text for text in page.texts["summary"] if text.endswith("as a table")] == [f"{title} as a table" for title in titles]
     names = [attributes["aria-label"] or "" for tag, attributes in page.tags if attributes.get("role") == "img"]
     assert re.search(r"training: from [\d.]+ at step 1 to [\d.]+ at step 2", names[0])

@@ -284,7 +284,7 @@ def test_mistakes_are_reported_before_any_run(
 
 
 def test_checkpoints_that_no_later_run_loads_are_dropped(tmp_path: Path) -> None:
-    box = build_box([], None, None, None, ["fsdp2_cpu"], 2, True, tmp_path)
+    box = build_box([], presets=["fsdp2_cpu"], num_processes=2, use_cpu=True, output=tmp_path)
     kept: list[list[str]] = []
 
     def launch(preset: Path, command: list[str], log: Path) -> int:
@@ -301,7 +301,7 @@ def test_each_preset_that_recomputes_is_run_once_more_without(tmp_path: Path) ->
     preset = (REPOSITORY / "accelerate_configs" / "fsdp2_activation_checkpointing.yaml").read_text()
     (tmp_path / "short.yaml").write_text(preset.replace("fsdp_activation_checkpointing", "activation_checkpointing"))
     presets = ["fsdp2_activation_checkpointing", "fsdp2_cpu", str(tmp_path / "short.yaml")]
-    plans = plan_runs(build_box([], None, None, None, presets, 2, True, tmp_path))
+    plans = plan_runs(build_box([], presets=presets, num_processes=2, use_cpu=True, output=tmp_path))
     assert list(plans)[-3:] == ["kept-0", "recomputed-2", "kept-2"]
     for recomputed, kept in (("dropout", "kept-0"), ("recomputed-2", "kept-2")):
         one, other = plans[recomputed], plans[kept]
