@@ -95,7 +95,8 @@ def read_alpaca(row: Mapping[str, Any], where: str, *, is_chat: bool) -> dict[st
 
 
 def _read_history(history: Any, where: str) -> list[list[str]]:
-    history = read_list(history, "a list", f"{where}, column history", "write [[instruction, answer], ...]")
+    way_out = "write [[instruction, answer], ...]"
+    history = read_list(history, "a list", f"{where}, column history", way_out, is_optional=True)
     for number, pair in enumerate(history, start=1):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise UserError(f"{where}, history {number}: {pair!r:.60} is not a pair: write [instruction, answer]")

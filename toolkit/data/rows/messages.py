@@ -174,8 +174,8 @@ def _check_order(messages: list[dict[str, Any]], where: str, *, calls_may_be_tex
 
 
 def read_tools(tools: Any, where: str) -> list[Any] | None:
-    read = []
-    tools = read_list(tools, "a list of tools", f"{where}, column {TOOLS_COLUMN}", "write a list of JSON schemas")
+    read, place = [], f"{where}, column {TOOLS_COLUMN}"
+    tools = read_list(tools, "a list of tools", place, "write a list of JSON schemas", is_optional=True)
     for number, tool in enumerate(tools, start=1):
         tool = read_json(tool, f"{where}, tool {number}") if isinstance(tool, str) else tool
         if not isinstance(tool, dict):
@@ -185,11 +185,11 @@ def read_tools(tools: Any, where: str) -> list[Any] | None:
     return read or None
 
 
-def read_list(value: Any, what: str, where: str, way_out: str) -> list[Any]:
-    """A cell that is a list, or JSON text of one; empty where it is missing, null or blank; a `UserError` for anything else."""
-    if isinstance(value, str):
-        value = read_json(value, where) if value.strip() else None
-    if value is None or is_nan(value):
+def read_list(value: Any, what: str, where: str, way_out: str, *, is_optional: bool = False) -> list[Any]:
+    """A cell that is a list, or JSON text of one; if it may be missing, nothing is an empty list. Others are a `UserError`."""
+    if isinstance(value, str) and value.strip():
+        value = read_json(value, where)
+    if is_optional and (is_nan(value) or not value):
         return []
     if not isinstance(value, list):
         raise UserError(f"{where}: {value!r:.60} is not {what}: {way_out}")
