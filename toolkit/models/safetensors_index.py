@@ -184,16 +184,12 @@ def untie_differing(model: PreTrainedModel, files: WeightFiles, match: Match) ->
     transformers 5 builds these models tied, whatever their config says. Rank 0 compares the values.
     """
 
-    def find() -> list[str]:
-        differing = []
-        for name, tied_to in model.all_tied_weights_keys.items():
-            if name in match.tensors and tied_to in match.tensors:
-                one, two = (files.source(match.tensors[each], torch.float32) for each in (name, tied_to))
-                if not all(torch.equal(one.read(piece), two.read(piece)) for piece in pieces(one.shape)):
-                    differing.append(name)
-        return differing
+    def differ(*names: str) -> bool:
+        one, two = (files.source(match.tensors[name], torch.float32) for name in names)
+        return not all(torch.equal(one.read(piece), two.read(piece)) for piece in pieces(one.shape))
 
-    for name in on_rank_0(find):
+    stored = [pair for pair in model.all_tied_weights_keys.items() if match.tensors.keys() >= set(pair)]
+    for name, _ in on_rank_0(lambda: [pair for pair in stored if differ(*pair)]):
         module, _, own_name = name.rpartition(".")
         setattr(model.get_submodule(module), own_name, nn.Parameter(torch.empty_like(model.get_parameter(name))))
         model.all_tied_weights_keys.pop(name)
