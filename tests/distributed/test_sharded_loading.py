@@ -28,6 +28,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "several-files-in-bf16": ("several_files", {}),
     "names-without-prefix": ("without_prefix", {}),
     "tied-weight-stored-twice": ("tied_twice", {}),
+    "tied-weights-that-differ": ("tied_differing", {}),
+    "flan-t5": ("flan_t5_of_the_hub", {}),
+    "flan-t5-lora": ("flan_t5_of_the_hub", LORA),
     "frozen-part": ("t5", {"model.freeze": [r"encoder\..*", r".*norm.*"], "model.frozen_dtype": "bfloat16"}),
     "other-weights": ("t5", {"model.init_from": "{other_t5}"}),
     "t5-lora": ("t5", LORA),
@@ -43,7 +46,6 @@ HAVE_FROZEN = ("frozen-part", "existing-adapter")
 """Beside LoRA and DoRA."""
 HYBRID_CASES = ("t5", "several-files-in-bf16", "gpt2-lora")
 LEFT_WHOLE: dict[str, tuple[str, dict[str, Any], str]] = {
-    "ties-differ": ("tied_differing", {}, "model.embed_tokens.weight and lm_head.weight are tied, but differ in the files"),
     "computed": ("without_bias", {}, "final_logits_bias is in no file, but computed"),
 }
 """Model folder, flags, and why every rank loads all of it."""
@@ -91,6 +93,11 @@ def build_folders(parent: Path) -> dict[str, Path]:
 
     change("tied_twice", "llama_tied", lambda tensors: tie_to(tensors, 0))
     change("tied_differing", "llama_tied", lambda tensors: tie_to(tensors, 1))
+    # Its head is its own, and its config says so; transformers 5 builds it tied, and unties it for such files.
+    shared = "shared.weight"
+    change("flan_t5_of_the_hub", "flan_t5", lambda tensors: tensors.update({
+        "lm_head.weight": tensors[shared] + 1, "decoder.embed_tokens.weight": tensors[shared].clone()
+    }))  # fmt: skip
     change("without_bias", "bart", lambda tensors: tensors.pop("final_logits_bias"))
     change("without_tensor", "llama_tied", lambda tensors: tensors.pop("model.norm.weight"))
     change("other_shape", "llama_tied", lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}))

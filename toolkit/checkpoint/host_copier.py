@@ -16,7 +16,7 @@ class HostCopier:
     """Stages this rank's shards in host memory (pinned if on CUDA), which the first copy allocates and later ones reuse.
 
     The first copy, and under FSDP1 every one, is complete when `copy` returns. On CUDA later ones run on a stream of their own,
-    beside the next forward and backward, which only read what is copied (torchtitan/trainer.py, `maybe_wait_for_staging`).
+    beside the next forward and backward, which only read what is copied (torchtitan/trainer.py waits before its update, too).
     """
 
     def __init__(self, device: torch.device) -> None:

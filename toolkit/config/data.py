@@ -41,7 +41,7 @@ class _Data(_Rows):
     0."""
     pad_lengths: bool | None = None
     """Pad the lengths of a micro-batch up to a grid, so that shapes come again: kernels, compiled blocks and memory are prepared
-    per shape. The grid is the coarsest that adds at most 3 % of padding. If unset, on GPUs only. The loss stays the same."""
+    per shape. The loss stays the same. The grid adds at most 3 % of padding to the first 100 steps. If unset, on GPUs only."""
     cache_dir: str | None = None
     """Folder for tokenized rows and trained tokenizers. If unset, `toolkit/` in the Hugging Face cache."""
 

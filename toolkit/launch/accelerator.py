@@ -175,10 +175,9 @@ def pads_lengths(accelerator: Accelerator, setting: bool | None) -> bool:
 
 @contextlib.contextmanager
 def cudnn_attention(allowed: bool) -> Iterator[None]:
-    """Context in which sdpa may take cuDNN's kernel, which torch asks first on Hopper and Blackwell, or may not.
-
-    It plans each new shape, which takes 23 to 70 ms a direction (sgl-project/sglang-omni, flashinfer-ai/flashinfer#5245), in a
-    cache without bounds (pytorch#190388). Source: `check_prefer_cudnn_attention` in torch's sdp_utils.cpp.
+    """Context in which sdpa may take cuDNN's kernel, or may not. Torch asks it first on compute capability 9 and 10 (Hopper,
+    Blackwell) from cuDNN 9.15.1 on, so with wheels for CUDA 13 (`check_prefer_cudnn_attention` in torch's sdp_utils.cpp). It
+    plans each new shape for 23 to 70 ms a direction (sglang-omni, flashinfer#5245), in a cache without bounds (pytorch#190388).
     """
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(allowed)

@@ -17,7 +17,7 @@ from toolkit.launch.environment import asked_for_cpu, check_torchao
 FLOAT8_CAPABILITY = (8, 9)
 """Lowest CUDA compute capability of GPUs that multiply float8: Ada, Hopper and newer."""
 WHEELS = {"13.0": 580, "12.9": 525}
-"""CUDA of torch's wheels (PYTORCH_RELEASES_CODE_CC, torch/cuda/__init__.py), and its oldest driver (CUDA Toolkit notes)."""
+"""CUDA of torch's wheels (PYTORCH_RELEASES_CODE_CC, torch/cuda/__init__.py): oldest driver (NVIDIA, CUDA Compatibility)."""
 
 
 def check_environment() -> None:
@@ -81,9 +81,8 @@ def check_hardware() -> None:
         raise UserError(f"{why}; or set use_cpu: true in the accelerate config")
     if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "fp8":
         check_capability()
-    has_accelerator = torch.accelerator.is_available()
     wants_many = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" or int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if not asked_for_cpu() and wants_many and not has_accelerator:
+    if not asked_for_cpu() and wants_many and not torch.accelerator.is_available():
         raise UserError(
             "this accelerate config wants GPUs, but torch sees none here: take a CPU one (accelerate_configs/fsdp2_cpu.yaml, "
             "ddp_cpu.yaml), or set use_cpu: true in it"
@@ -125,7 +124,8 @@ def why_no_gpu(devices: str = "/dev/nvidia[0-9]*", driver_file: Path = Path("/pr
     wheel = next((cuda for cuda, oldest in WHEELS.items() if driver != "unknown" and int(driver[:3]) >= oldest), None)
     helps = f"update the driver to {min(WHEELS.values())} or newer"
     if wheel and int(float(torch.version.cuda or 99)) > int(float(wheel)):
-        what = f"torch=={torch.__version__.split('+')[0]} --index-url https://download.pytorch.org/whl/cu{wheel.replace('.', '')}"
+        label = f"cu{wheel.replace('.', '')}"  # without it, pip is content with the wheel that is installed
+        what = f"torch=={torch.__version__.split('+')[0]}+{label} --index-url https://download.pytorch.org/whl/{label}"
         helps = f"take its wheel for CUDA {wheel} (pip install {what})"
     elif wheel or driver == "unknown":
         helps = "run nvidia-smi and python -c 'import torch; torch.cuda.init()', which say why"

@@ -26,9 +26,9 @@ from toolkit.models.safetensors_index import (
     Match,
     WeightFiles,
     WholeOnly,
-    check_ties,
     find_weight_files,
     match_names,
+    untie_differing,
 )
 from toolkit.models.shard_reader import Box, Source, Sources, hash_sources, pieces, whole_source
 from toolkit.private import private
@@ -79,7 +79,7 @@ def open_weights(
         return model, files, match
 
     model, files, match = _decided_together(begin)
-    check_ties(model, files, match)
+    untie_differing(model, files, match)
 
     # Buffers are not sharded: every rank reads all of them.
     def fill_buffers() -> None:

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from toolkit.distributed.comm import on_rank_0
 from toolkit.errors import UserError
 from toolkit.models.config import WEIGHTS_FILES, WEIGHTS_INDEX
-from toolkit.models.freeze import aliases
 from toolkit.models.shard_reader import Box, Source, pieces
 from toolkit.private import private
 
@@ -157,24 +157,21 @@ def match_names(model: PreTrainedModel, files: WeightFiles) -> Match:
     )
 
 
-def check_ties(model: PreTrainedModel, files: WeightFiles, match: Match) -> None:
-    """Check that a tied weight stored under several names has equal values; transformers unties it otherwise. Collective.
+def untie_differing(model: PreTrainedModel, files: WeightFiles, match: Match) -> None:
+    """Untie weights that are stored with different values, as transformers does: heads of flan-T5, T5 1.1, mT5. Collective.
 
-    Raises:
-        WholeOnly: the values differ; on every rank. Rank 0 compares them.
+    transformers 5 builds these models tied, whatever their config says. Rank 0 compares the values.
     """
 
-    def find() -> str | None:
-        for names in aliases(model).values():
-            stored = [name for name in names if name in match.tensors]
-            for other in stored[1:]:
-                one, two = (files.source(match.tensors[name], torch.float32) for name in (stored[0], other))
-                if not all(torch.equal(one.read(piece), two.read(piece)) for piece in pieces(one.shape)):
-                    return f"{stored[0]} and {other} are tied, but differ in the files"
-        return None
+    def differ(*names: str) -> bool:
+        one, two = (files.source(match.tensors[name], torch.float32) for name in names)
+        return not all(torch.equal(one.read(piece), two.read(piece)) for piece in pieces(one.shape))
 
-    if reason := on_rank_0(find):
-        raise WholeOnly(reason)
+    stored = [pair for pair in model.all_tied_weights_keys.items() if match.tensors.keys() >= set(pair)]
+    for name, _ in on_rank_0(lambda: [pair for pair in stored if differ(*pair)]):
+        module, _, own_name = name.rpartition(".")
+        setattr(model.get_submodule(module), own_name, nn.Parameter(torch.empty_like(model.get_parameter(name))))
+        model.all_tied_weights_keys.pop(name)
 
 
 def _read_header(file: BinaryIO) -> dict[str, _Stored]:

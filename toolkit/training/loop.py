@@ -194,7 +194,7 @@ def _log_row_ids(run: Run, micro_batch: MicroBatch) -> None:
 def _garbage_kept() -> Iterator[None]:
     """Context in which Python collects no garbage by itself: each rank would at another step, while the others wait for it.
 
-    What there is at its start is never looked at, so that a collection is short (torchtitan/tools/utils.py, GarbageCollection),
+    So does torchtitan (tools/utils.py, GarbageCollection). What there is at the start is frozen, so that a collection is short,
     unless the caller has frozen objects: Python can only unfreeze all of them.
     """
     was_enabled, freezes = gc.isenabled(), gc.get_freeze_count() == 0

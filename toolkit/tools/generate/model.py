@@ -27,6 +27,7 @@ from toolkit.data.tokens.seq2seq import encode_texts
 from toolkit.data.tokens.tokenizer import load_tokenizer
 from toolkit.errors import UserError
 from toolkit.export.usage import Usage, load_usage
+from toolkit.launch.accelerator import cudnn_attention
 from toolkit.launch.environment import asked_for_cpu
 from toolkit.models.config import load_model_config, special_tokens
 from toolkit.models.load import build_skeleton, fastest_attention, load_model, num_token_embeddings
@@ -115,6 +116,7 @@ class Generator:
         return text
 
     @torch.no_grad()
+    @cudnn_attention(False)
     def generate(self, rows: list[dict[str, Any]]) -> list[str]:
         """A text for each row, by the model's generation config."""
         prompts = self.collator.prompts(rows)

@@ -103,6 +103,22 @@ def predictions(output: Path) -> list[str]:
     return [line["prediction"] for line in lines]
 
 
+def test_no_text_is_generated_with_cudnns_attention(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It plans each new shape, and each token that is generated makes one."""
+    seen = []
+    forward = transformers.LlamaForCausalLM.forward
+
+    def see_forward(*args: Any, **options: Any) -> Any:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return forward(*args, **options)
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", see_forward)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    assert call(monkeypatch, folders / "llama", "--text", "hello") == 0
+    assert seen and not any(seen), "off in each forward"
+    assert torch.backends.cuda.cudnn_sdp_enabled(), "and afterwards as before"
+
+
 def test_a_row_that_is_refused_keeps_the_texts_before_and_is_gone_on_from(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
