@@ -128,17 +128,11 @@ def barrier() -> None:
 
 
 def raise_together(error: UserError | None) -> None:
-    """If any rank has a `UserError`, raise that of the lowest such rank on every rank. Collective.
-
-    Raises:
-        UserError: the same one on every rank, so that all stop and one of them prints it.
-    """
-    messages = [str(e) if e is not None else None for e in gather_objects(error)]
-    first = next((message for message in messages if message is not None), None)
+    """If any rank has a `UserError`, raise that of the lowest such rank on every rank, and one prints it. Collective."""
+    first = next((found for found in gather_objects(error) if found is not None), None)
     if first is not None:
-        agreed = UserError(first)
-        agreed.agreed_by_all_ranks = True  # type: ignore[attr-defined]
-        raise agreed
+        first.printed_by = "run"
+        raise first
 
 
 def on_all_ranks(work: Callable[[], T]) -> T:
@@ -146,8 +140,6 @@ def on_all_ranks(work: Callable[[], T]) -> T:
     result, error = None, None
     try:
         result = work()
-    except UserError as e:
-        error = e
     except Exception as e:
         if (error := as_user_error(e)) is None:
             raise

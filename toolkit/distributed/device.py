@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from toolkit.distributed.comm import gather_objects, raise_together, reduce_on_cpu
+from toolkit.distributed.comm import gather_objects, local_world_size, reduce_on_cpu
 from toolkit.errors import UserError
 
 GIB = 2**30
@@ -43,11 +43,10 @@ def check_own_gpu(device: torch.device) -> None:
         return
     gpus = gather_objects(str(torch.cuda.get_device_properties(device).uuid))
     if (num_gpus := len(set(gpus))) < len(gpus):
-        raise_together(
-            UserError(
-                f"{len(gpus)} processes share {num_gpus} GPUs, and each needs one of its own: set num_processes to {num_gpus} in "
-                "the accelerate config, or give each process its own CUDA_VISIBLE_DEVICES"
-            )
+        raise UserError(
+            f"{len(gpus)} processes share {num_gpus} GPUs, and each needs one of its own: set num_processes to {num_gpus} in "
+            "the accelerate config, or give each process its own CUDA_VISIBLE_DEVICES",
+            printed_by="run",
         )
 
 
@@ -92,7 +91,7 @@ def free_memory_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0] + unused
     import psutil
 
-    return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return psutil.virtual_memory().available // local_world_size()
 
 
 def available_cores() -> int:

@@ -22,7 +22,7 @@ from typing import Any
 from toolkit import __version__
 from toolkit.config.load import dotted_keys
 from toolkit.config.paths import hide_paths
-from toolkit.distributed.comm import gather_objects, raise_together
+from toolkit.distributed.comm import gather_objects
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml, find_accelerate_yaml
 from toolkit.launch.run_folder import SECRET_IN_URL
@@ -72,11 +72,11 @@ def compare_ranks(facts: Mapping[str, Any]) -> None:
     differing = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
     (at_0, at_other), name = (facts.get(differing[0], "not set") for facts in (first, theirs)), differing[0]
     more = f"; {', '.join(differing[1:6])}{', …' if len(differing) > 6 else ''} differ too" if differing[1:] else ""
-    error = UserError(
+    raise UserError(
         f"{name} is {at_other:.200} on rank {others[0]} ({digests[others[0]][1]}), but {at_0:.200} on rank 0 ({digests[0][1]})"
-        f"{more}: start all ranks with the same command, configs, files and versions"
+        f"{more}: start all ranks with the same command, configs, files and versions",
+        printed_by="run",
     )
-    raise_together(error)
 
 
 def describe_launch() -> dict[str, Any]:

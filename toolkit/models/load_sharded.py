@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from toolkit.config.schema import AdapterConfig, ModelConfig
-from toolkit.distributed.comm import broadcast_object, gather_objects, on_all_ranks
+from toolkit.distributed.comm import broadcast_object, on_all_ranks
 from toolkit.errors import UserError
 from toolkit.models.config import AutoClass
 from toolkit.models.freeze import aliases, hash_header
@@ -34,8 +34,6 @@ from toolkit.models.shard_reader import Box, Source, Sources, hash_sources, piec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-T = TypeVar("T")
 
 
 def open_weights(
@@ -80,7 +78,7 @@ def open_weights(
             _check_same(model, match, init_from)
         return model, files, match
 
-    model, files, match = _decided_together(begin)
+    model, files, match = on_all_ranks(begin)
     check_ties(model, files, match)
 
     # Buffers are not sharded: every rank reads all of them.
@@ -146,21 +144,6 @@ def hash_frozen(model: nn.Module, sources: Sources) -> dict[str, str]:
     frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
     headers = {name: hash_header(parameter.dtype, parameter.shape) for name, parameter in frozen.items()}
     return hash_sources(sources, headers, {name: parameter.dtype for name, parameter in frozen.items()})
-
-
-def _decided_together(work: Callable[[], T]) -> T:
-    """Like `on_all_ranks`, and for `WholeOnly` too: all ranks must load in the same way. Collective."""
-
-    def attempt() -> tuple[T | None, str | None]:
-        try:
-            return work(), None
-        except WholeOnly as reason:
-            return None, str(reason)
-
-    result, reason = on_all_ranks(attempt)
-    if first := next((gathered for gathered in gather_objects(reason) if gathered is not None), None):
-        raise WholeOnly(first)
-    return result  # type: ignore[return-value]
 
 
 def _match(model: PreTrainedModel, name_or_path: str, revision: str | None, what: str) -> tuple[WeightFiles, Match]:

@@ -36,7 +36,7 @@ DTYPES = {
 """torch dtypes by safetensors' names."""
 
 
-class WholeOnly(Exception):
+class WholeOnly(UserError):
     """These weights cannot be read in parts; the message is a reason that completes a sentence."""
 
 
@@ -185,17 +185,15 @@ def check_ties(model: PreTrainedModel, files: WeightFiles, match: Match) -> None
         WholeOnly: the values differ; on every rank. Rank 0 compares them.
     """
 
-    def find() -> str | None:
+    def check() -> None:
         for names in aliases(model).values():
             stored = [name for name in names if name in match.tensors]
             for other in stored[1:]:
                 one, two = (files.source(match.tensors[name], torch.float32) for name in (stored[0], other))
                 if not all(torch.equal(one.read(piece), two.read(piece)) for piece in pieces(one.shape)):
-                    return f"{stored[0]} and {other} are tied, but differ in the files"
-        return None
+                    raise WholeOnly(f"{stored[0]} and {other} are tied, but differ in the files")
 
-    if reason := on_rank_0(find):
-        raise WholeOnly(reason)
+    on_rank_0(check)
 
 
 def _read_header(file: BinaryIO) -> dict[str, _Stored]:
