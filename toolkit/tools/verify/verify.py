@@ -12,8 +12,8 @@ from typing import Any, Final
 from toolkit.config.load import RecipeConfig, find_model, load_config
 from toolkit.config.schema import LLMConfig, SummarizationConfig
 from toolkit.errors import UserError, align, escape_controls, one_line
-from toolkit.launch.relaunch import PRESET_FOLDER, launch
 from toolkit.models.config import AutoClass, is_encoder_decoder, load_model_config
+from toolkit.tools.relaunch import PRESET_FOLDER, launch
 from toolkit.tools.verify.checks import check_all
 from toolkit.tools.verify.proofs import Proof
 from toolkit.tools.verify.runs import Box, Launch, launch_all, plan_runs
