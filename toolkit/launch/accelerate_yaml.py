@@ -13,9 +13,9 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
+from toolkit.distributed.launchers import launch_arguments
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_rules import check_accumulation, check_rules
-from toolkit.launch.launchers import launch_arguments
 
 PATH_VARIABLE = "TOOLKIT_ACCELERATE_YAML"
 """Names the file if no launching command line can be read, as under another launcher or in another PID namespace."""

@@ -24,7 +24,6 @@ from toolkit.distributed.watchdog import at, start, working
 from toolkit.errors import UserError
 from toolkit.launch.environment import asked_for_cpu, read_launch
 from toolkit.launch.environment_checks import check_environment, check_hardware
-from toolkit.launch.launchers import watch_launchers
 from toolkit.launch.same_run import compare_ranks, describe_launch
 
 if TYPE_CHECKING:
@@ -66,7 +65,6 @@ def build_accelerator(
             with too few, ranks that do not find each other, or that were started differently.
     """
     # Check the YAML, the launch environment and the hardware.
-    watch_launchers()
     read_launch()
     check_environment()
     check_hardware()

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
+from toolkit.distributed.launchers import find_launchers
 from toolkit.errors import UserError, one_line
-from toolkit.launch.launchers import find_launchers
 
 LEVEL_VARIABLE = "TOOLKIT_LOG_LEVEL"
 LEVELS = ("INFO", "WARNING", "ERROR")
