@@ -1,4 +1,4 @@
-"""The environment that `accelerate launch` makes from an accelerate YAML, for ranks that another launcher started.
+"""The environment that `accelerate launch` makes from an accelerate YAML and its flags: read, completed and checked.
 
 `srun python recipes/t5.py`, torchrun or a shell give a process its RANK and WORLD_SIZE but do not read the YAML. If
 `TOOLKIT_ACCELERATE_YAML` names one, accelerate's own functions put its values into the environment, as its launcher does.
@@ -6,21 +6,36 @@
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import os
+import re
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from toolkit.distributed.comm import local_world_size
 from toolkit.errors import UserError
+from toolkit.launch.accelerate_rules import check_mesh
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml, find_accelerate_yaml
 
+FLOAT8_CAPABILITY = (8, 9)
+"""Lowest CUDA compute capability of GPUs that multiply float8: Ada, Hopper and newer."""
+WHEELS = {"13.0": 580, "12.9": 525}
+"""CUDA of torch's wheels (PYTORCH_RELEASES_CODE_CC, torch/cuda/__init__.py), and its oldest driver (CUDA Toolkit notes)."""
 
-def read_launch() -> None:
-    """Check the accelerate YAML that launched this process, and complete the environment that the launcher made of it.
+
+def read_launch() -> dict[str, Any]:
+    """Check the accelerate YAML that launched this process, and complete and check the environment that the launcher made of it.
+
+    Returns:
+        The YAML's content; empty without one.
 
     Raises:
-        UserError: an unknown or useless key in the YAML.
+        UserError: an unknown or useless key in the YAML, or what a flag of the launcher asks for is not supported.
     """
+    mapping: dict[str, Any] = {}
     if path := find_accelerate_yaml():
         mapping = check_accelerate_yaml(path)
         if not is_launched():
@@ -30,6 +45,8 @@ def read_launch() -> None:
         if mapping.get("use_cpu"):
             # The launcher passes `use_cpu` to a single process only; several would use the GPUs of a machine that has them.
             os.environ["ACCELERATE_USE_CPU"] = "true"
+    _check_flags()
+    return mapping
 
 
 def check_torchao() -> None:
@@ -40,12 +57,36 @@ def check_torchao() -> None:
 
 def asked_for_cpu() -> bool:
     """Whether the launch is for the CPU, also where there are GPUs; call it after `read_launch`."""
-    return os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")
+    return _is_true("ACCELERATE_USE_CPU")
+
+
+def asked_for_fsdp() -> bool:
+    """Whether the launch is for FSDP; call it after `read_launch`."""
+    return _is_true("ACCELERATE_USE_FSDP")
+
+
+def checkpoints_activations() -> bool:
+    """Whether the launch asks for activation checkpointing. accelerate's plugin forgets it once blocks checkpoint theirs."""
+    return _is_true("FSDP_ACTIVATION_CHECKPOINTING")
 
 
 def is_launched() -> bool:
     """Whether `accelerate launch` has set the environment of this process, or `join_launch` has."""
     return "ACCELERATE_MIXED_PRECISION" in os.environ
+
+
+def sets_allocator() -> bool:
+    """Whether the user has settings for torch's allocator, which win over ours (c10/cuda/CUDAAllocatorConfig.h)."""
+    return any(f"PYTORCH_{name}ALLOC_CONF" in os.environ for name in ("", "CUDA_", "HIP_"))
+
+
+def launched_with(prefixes: tuple[str, ...]) -> dict[str, str]:
+    """The variables of the environment that begin with one of `prefixes`, by name."""
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(prefixes)}
+
+
+def _is_true(name: str) -> bool:
+    return os.environ.get(name, "false").lower() in ("true", "1", "yes")
 
 
 def join_launch(path: Path, mapping: dict[str, Any]) -> None:
@@ -99,3 +140,109 @@ def launched_environment(path: Path, num_processes: int) -> dict[str, str]:
         return prepare_simple_launcher_cmd_env(args)[1]
     args.main_process_port = 0  # no launcher listens; another port would be checked for being free
     return prepare_multi_gpu_env(args)
+
+
+def _check_flags() -> None:
+    """Check the values that were given as flags of `accelerate launch`, which the check of the YAML cannot see."""
+    accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if accumulation != "1":
+        raise UserError(
+            f"gradient_accumulation_steps is {accumulation} in the launch: accumulation follows from "
+            "train.global_batch_size_rows and train.micro_batch_size_rows, so leave it out"
+        )
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision not in ("no", "bf16", "fp8"):
+        raise UserError(f"mixed_precision {precision} is not supported: use bf16, or no for fp32")
+    if precision == "fp8":
+        _check_float8_flags()
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO")
+    if backend.upper() != "NO" and not _is_true("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"):
+        raise UserError(
+            f"dynamo_backend is {backend} in the launch, without dynamo_use_regional_compilation: set that too, blocks are "
+            "compiled one by one"
+        )
+    if _is_true("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        names = [f"{dimension}_size" for dimension in ("dp_replicate", "dp_shard", "tp", "cp", "sp")]
+        sizes = {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")) for name in names}
+        check_mesh(sizes, int(os.environ.get("WORLD_SIZE", "1")))
+    # Defaults of `accelerate launch --use_fsdp` that would go wrong. With the first one, transformers loads weights on rank 0
+    # only, and the other ranks would shard placeholders.
+    way_out = "which is accelerate's default: launch with a YAML of accelerate_configs/, or add"
+    if asked_for_fsdp() and _is_true("FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        flag = "--fsdp_cpu_ram_efficient_loading false"
+        raise UserError(f"fsdp_cpu_ram_efficient_loading is true in the launch, {way_out} {flag}")
+    if asked_for_fsdp() and os.environ.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP").upper() == "NO_WRAP":
+        flag = "--fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"
+        raise UserError(f"fsdp_auto_wrap_policy is NO_WRAP in the launch, {way_out} {flag}")
+
+
+def _check_float8_flags() -> None:
+    """Check float8 that was asked for by flags, by the same rules as in the YAML."""
+    backend = os.environ.get("ACCELERATE_FP8_BACKEND", "NO").upper()
+    if backend != "AO" or not asked_for_fsdp() or os.environ.get("FSDP_VERSION") != "2":
+        raise UserError(
+            f"mixed_precision is fp8 in the launch with fp8_backend {backend.lower()}: it works by torchao (ao) under FSDP2 "
+            "only, launch with accelerate_configs/fsdp2_fp8.yaml, or take bf16"
+        )
+    check_torchao()
+    os.environ["ACCELERATE_FP8_BACKEND"] = backend  # accelerate accepts its own choice `ao` only in capitals
+
+
+def check_hardware() -> None:
+    """Refuse bf16, fp8 and GPU presets on hardware that lacks them; call it after `read_launch`."""
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if not asked_for_cpu() and (why := why_no_gpu()):
+        raise UserError(f"{why}; or set use_cpu: true in the accelerate config")
+    if precision == "fp8":
+        check_capability()
+    if asked_for_cpu():
+        return
+    wants_many = asked_for_fsdp() or int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if wants_many and not torch.accelerator.is_available():
+        raise UserError(
+            "this accelerate config wants GPUs, but torch sees none here: take a CPU one (accelerate_configs/fsdp2_cpu.yaml, "
+            "ddp_cpu.yaml), or set use_cpu: true in it"
+        )
+    if not torch.cuda.is_available():
+        return
+    strategy, seen = os.environ.get("FSDP_SHARDING_STRATEGY", ""), torch.cuda.device_count()
+    if "HYBRID" in strategy and seen != local_world_size():
+        # FSDP1 shards over as many ranks as a process sees GPUs (fsdp/_init_utils.py:162): where each sees its own, over one.
+        raise UserError(
+            f"fsdp_sharding_strategy is {strategy}, which needs a process for each GPU of a machine that a process sees, but it "
+            f"sees {seen}, and {local_world_size()} run here: let each see all, or take accelerate_configs/fsdp2_hsdp.yaml"
+        )
+    if precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UserError(
+            f"mixed_precision is bf16, but {torch.cuda.get_device_name()} has no bf16: set mixed_precision: no in the "
+            "accelerate config, or take a GPU of compute capability 8.0 or newer"
+        )
+
+
+def check_capability() -> None:
+    """Raise a UserError if this process has no GPU that multiplies float8."""
+    is_here, wanted = torch.cuda.is_available(), ".".join(map(str, FLOAT8_CAPABILITY))
+    if is_here and torch.cuda.get_device_capability() >= FLOAT8_CAPABILITY:
+        return
+    has = f"{torch.cuda.get_device_name()} has {'.'.join(map(str, torch.cuda.get_device_capability()))}" if is_here else ""
+    raise UserError(
+        f"mixed_precision is fp8, which needs a CUDA GPU of compute capability {wanted} (Ada, Hopper) or newer; "
+        f"{has or 'torch sees none'}: write bf16, or take such a machine"
+    )
+
+
+def why_no_gpu(devices: str = "/dev/nvidia[0-9]*", driver_file: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """Why torch cannot use the NVIDIA GPUs here, and what helps; empty if it can, there are none, or the user hides them."""
+    gpus = glob.glob(devices)
+    if not gpus or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or torch.cuda.is_available():
+        return ""
+    driver = next(iter(re.findall(r"\b\d{3,}[.\d]*", driver_file.read_text() if driver_file.is_file() else "")), "unknown")
+    wheel = next((cuda for cuda, oldest in WHEELS.items() if driver != "unknown" and int(driver[:3]) >= oldest), None)
+    helps = f"update the driver to {min(WHEELS.values())} or newer"
+    if wheel and int(float(torch.version.cuda or 99)) > int(float(wheel)):
+        what = f"torch=={torch.__version__.split('+')[0]} --index-url https://download.pytorch.org/whl/cu{wheel.replace('.', '')}"
+        helps = f"take its wheel for CUDA {wheel} (pip install {what})"
+    elif wheel or driver == "unknown":
+        helps = "run nvidia-smi and python -c 'import torch; torch.cuda.init()', which say why"
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
+    return f"torch {torch.__version__} for {built} cannot use the {len(gpus)} NVIDIA GPUs here, whose driver is {driver}: {helps}"

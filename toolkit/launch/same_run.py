@@ -24,7 +24,7 @@ from toolkit.config.load import dotted_keys
 from toolkit.config.paths import hide_paths
 from toolkit.distributed.comm import gather_objects
 from toolkit.errors import UserError
-from toolkit.launch.accelerate_yaml import check_accelerate_yaml, find_accelerate_yaml
+from toolkit.launch.environment import launched_with
 from toolkit.launch.run_folder import SECRET_IN_URL
 
 MAY_DIFFER = frozenset(
@@ -79,13 +79,11 @@ def compare_ranks(facts: Mapping[str, Any]) -> None:
     )
 
 
-def describe_launch() -> dict[str, Any]:
+def describe_launch(of_yaml: Mapping[str, Any]) -> dict[str, Any]:
     """What the accelerate YAML and the launcher's flags say, and the versions; by name, for `compare_ranks`."""
-    path = find_accelerate_yaml()
-    of_yaml = check_accelerate_yaml(path) if path else {}
     facts = {f"{key} of the accelerate YAML": value for key, value in of_yaml.items() if key not in _PLACES_IN_YAML}
-    names = [name for name in sorted(os.environ) if name.startswith(_OF_THE_LAUNCHER) and name not in _PLACES_IN_ENVIRONMENT]
-    facts |= {name: os.environ[name] for name in names}
+    flags = launched_with(_OF_THE_LAUNCHER)
+    facts |= {name: value for name, value in flags.items() if name not in _PLACES_IN_ENVIRONMENT}
     facts |= {f"the version of {package}": importlib.metadata.version(package) for package in _PACKAGES}
     root = Path(__file__).resolve().parents[1]
     code = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(root.rglob("*.py")))).hexdigest()[:16]

@@ -17,9 +17,9 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 
 from tests.support.launch import REPOSITORY
 from toolkit.errors import UserError
-from toolkit.launch import accelerator, environment_checks
+from toolkit.launch import accelerator, environment
 from toolkit.launch.accelerator import build_accelerator, connect_devices
-from toolkit.launch.environment_checks import why_no_gpu
+from toolkit.launch.environment import why_no_gpu
 
 WRAP = ["--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
 MESH = ["--use_fsdp", *WRAP, "--use_parallelism_config", "--fsdp_version", "2", "--parallelism_config_dp_shard_size", "2"]
@@ -185,13 +185,13 @@ def test_gpus_that_torch_cannot_use_are_named_with_their_driver_and_the_wheel_to
     gpus = f"cannot use the 8 NVIDIA GPUs here, whose driver is {driver}"
     assert said.startswith(f"torch 2.13.0+{version} for {f'CUDA {built}' if built else 'CPUs'} {gpus}: {helps}")
 
-    monkeypatch.setattr(environment_checks, "why_no_gpu", lambda: why_no_gpu(*places))
+    monkeypatch.setattr(environment, "why_no_gpu", lambda: why_no_gpu(*places))
     with pytest.raises(UserError) as raised:
         build_accelerator()
     assert str(raised.value) == f"{said}; or set use_cpu: true in the accelerate config"
     for hides in ({"CUDA_VISIBLE_DEVICES": ""}, {"ACCELERATE_USE_CPU": "true"}):
         monkeypatch.setattr(os, "environ", {**os.environ, **hides})
-        environment_checks.check_hardware()
+        environment.check_hardware()
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert why_no_gpu(*places) == "" and why_no_gpu(str(tmp_path / "none*")) == ""
