@@ -53,7 +53,7 @@ def test_refused_before_data_is_read(tmp_path: Path, name: str) -> None:
 def test_refused_before_weights_are_read(tmp_path: Path, name: str) -> None:
     WORKING_RUN.write(tmp_path, {"rows.jsonl": ROWS})
     check(tmp_path, DATA[name], WORKING_RUN.launch(tmp_path, DATA[name]))
-    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "runs/run/metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("name", AFTER_A_RUN)

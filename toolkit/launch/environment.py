@@ -23,7 +23,8 @@ from toolkit.launch.accelerate_yaml import check_accelerate_yaml, find_accelerat
 FLOAT8_CAPABILITY = (8, 9)
 """Lowest CUDA compute capability of GPUs that multiply float8: Ada, Hopper and newer."""
 WHEELS = {"13.0": 580, "12.9": 525}
-"""CUDA of torch's wheels (PYTORCH_RELEASES_CODE_CC, torch/cuda/__init__.py), and its oldest driver (CUDA Toolkit notes)."""
+"""CUDA of torch's wheels (PYTORCH_RELEASES_CODE_CC in torch/cuda/__init__.py), and the oldest driver for all of its major version
+(docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html)."""
 
 
 def read_launch() -> dict[str, Any]:
@@ -240,7 +241,8 @@ def why_no_gpu(devices: str = "/dev/nvidia[0-9]*", driver_file: Path = Path("/pr
     wheel = next((cuda for cuda, oldest in WHEELS.items() if driver != "unknown" and int(driver[:3]) >= oldest), None)
     helps = f"update the driver to {min(WHEELS.values())} or newer"
     if wheel and int(float(torch.version.cuda or 99)) > int(float(wheel)):
-        what = f"torch=={torch.__version__.split('+')[0]} --index-url https://download.pytorch.org/whl/cu{wheel.replace('.', '')}"
+        label = f"cu{wheel.replace('.', '')}"  # named, or pip would be content with the wheel that is installed
+        what = f"torch=={torch.__version__.split('+')[0]}+{label} --index-url https://download.pytorch.org/whl/{label}"
         helps = f"take its wheel for CUDA {wheel} (pip install {what})"
     elif wheel or driver == "unknown":
         helps = "run nvidia-smi and python -c 'import torch; torch.cuda.init()', which say why"

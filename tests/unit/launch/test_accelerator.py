@@ -153,7 +153,7 @@ def test_a_gpu_preset_without_a_gpu_says_what_is_missing(monkeypatch: pytest.Mon
 
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs-builder@U22)\nGCC version: 12.3.0\n"
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Sat Aug 19 01:15:15 UTC 2023\nGCC version:  gcc version 12.3.0\n"
-WHEEL = "take its wheel for CUDA {} (pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/{})"
+WHEEL = "take its wheel for CUDA {0} (pip install torch==2.13.0+{1} --index-url https://download.pytorch.org/whl/{1})"
 
 
 @pytest.mark.parametrize(
