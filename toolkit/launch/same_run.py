@@ -21,7 +21,7 @@ from typing import Any
 
 from toolkit import __version__
 from toolkit.config.load import dotted_keys
-from toolkit.config.paths import hide_paths
+from toolkit.config.paths import replace_local_paths
 from toolkit.distributed.comm import gather_objects
 from toolkit.errors import UserError
 from toolkit.launch.environment import launched_with
@@ -99,7 +99,12 @@ def installed_versions() -> dict[str, str]:
 def describe_config(config: Any) -> dict[str, Any]:
     """The fields of a run's config, and the contents of the local files that they name; by name, for `compare_ranks`."""
     local: list[tuple[str, str]] = []
-    hidden = hide_paths(config, local)
+
+    def hide(key: str, path: str) -> str:
+        local.append((key, os.path.expanduser(path)))
+        return "a local path"
+
+    hidden = replace_local_paths(config, hide)
     facts = {name: value for name, value in dotted_keys(hidden).items() if name not in MAY_DIFFER}
     for key, path in local:
         for file, contents in describe_files(Path(path)).items() if key in _BY_CONTENTS else ():

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from toolkit.config.load import RecipeConfig, find_model, load_config
+from toolkit.config.load import RecipeConfig, load_config
 from toolkit.config.schema import LLMConfig, SummarizationConfig
 from toolkit.data.batch_plan import check_global_batch_size
 from toolkit.evaluation.metrics import load_text_metrics
@@ -23,6 +23,7 @@ from toolkit.tools.preview.row import RowView, find_cut_row, view_row, view_rows
 from toolkit.tools.preview.step import StepView, view_step
 from toolkit.tools.preview.summary import Summary, summarize
 from toolkit.tools.preview.wording import plural
+from toolkit.tools.recipe import find_model
 from toolkit.training.data import num_steps, prepare_data
 
 MOST_PACKS = 24

@@ -9,10 +9,11 @@ import shutil
 from pathlib import Path
 from typing import Any, Final
 
-from toolkit.config.load import RecipeConfig, find_model, load_config
+from toolkit.config.load import RecipeConfig, load_config
 from toolkit.config.schema import LLMConfig, SummarizationConfig
 from toolkit.errors import UserError, align, escape_controls, one_line
 from toolkit.models.config import AutoClass, is_encoder_decoder, load_model_config
+from toolkit.tools.recipe import find_model
 from toolkit.tools.relaunch import PRESET_FOLDER, launch
 from toolkit.tools.verify.checks import check_all
 from toolkit.tools.verify.proofs import Proof
