@@ -5,10 +5,9 @@ In Python: `from toolkit import finetune, load_config`, see docs/python_api.md.
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from toolkit.launch.import_noise import filter_import_noise
 
 if TYPE_CHECKING:
     from toolkit.config.python import load_config
@@ -29,7 +28,10 @@ _MODULES = {
 }
 """Where public names live. They are imported at their first use: torch and its like take seconds."""
 
-filter_import_noise()  # here, because every import of ours runs this file before it imports transformers
+# transformers imports torchao if it is installed, which would print four lines on each rank: about shared libraries of formats
+# that are not used here, and about its enums (until pytorch/ao#4848). Every import of ours runs this file first.
+logging.getLogger("torchao").addFilter(lambda record: "/torchao/_C" not in record.getMessage())
+logging.getLogger("torch.utils._pytree").addFilter(lambda record: "register_constant()" not in str(record.msg))
 
 
 def __getattr__(name: str) -> Any:
