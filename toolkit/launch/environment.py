@@ -17,7 +17,7 @@ import torch
 
 from toolkit.distributed.comm import local_world_size
 from toolkit.errors import UserError
-from toolkit.launch.accelerate_rules import check_mesh
+from toolkit.launch.accelerate_rules import check_accumulation, check_rules
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml, find_accelerate_yaml
 
 FLOAT8_CAPABILITY = (8, 9)
@@ -144,49 +144,43 @@ def launched_environment(path: Path, num_processes: int) -> dict[str, str]:
 
 
 def _check_flags() -> None:
-    """Check the values that were given as flags of `accelerate launch`, which the check of the YAML cannot see."""
-    accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    if accumulation != "1":
-        raise UserError(
-            f"gradient_accumulation_steps is {accumulation} in the launch: accumulation follows from "
-            "train.global_batch_size_rows and train.micro_batch_size_rows, so leave it out"
-        )
+    """Check what flags of `accelerate launch` have set, by the rules of the YAML, whose check cannot see them."""
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if precision not in ("no", "bf16", "fp8"):
-        raise UserError(f"mixed_precision {precision} is not supported: use bf16, or no for fp32")
+    mapping = {
+        "distributed_type": "FSDP" if asked_for_fsdp() else "MULTI_GPU",
+        "gradient_accumulation_steps": int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")),
+        "mixed_precision": precision,
+        "num_processes": int(os.environ.get("WORLD_SIZE", "1")),
+        "use_cpu": asked_for_cpu(),
+    }
+    sections: dict[str, dict[str, Any]] = {"fsdp_config": {}, "fp8_config": {}, "parallelism_config": {}}
+    if asked_for_fsdp():
+        sections["fsdp_config"] = {
+            "fsdp_version": int(os.environ.get("FSDP_VERSION", "1")),
+            "fsdp_auto_wrap_policy": os.environ.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP"),
+            "fsdp_cpu_ram_efficient_loading": _is_true("FSDP_CPU_RAM_EFFICIENT_LOADING"),
+            "fsdp_offload_params": _is_true("FSDP_OFFLOAD_PARAMS"),
+        }
+        if os.environ.get("FSDP_VERSION", "1") == "1":
+            sections["fsdp_config"]["fsdp_sync_module_states"] = _is_true("FSDP_SYNC_MODULE_STATES")
     if precision == "fp8":
-        _check_float8_flags()
-    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO")
-    if backend.upper() != "NO" and not _is_true("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"):
-        raise UserError(
-            f"dynamo_backend is {backend} in the launch, without dynamo_use_regional_compilation: set that too, blocks are "
-            "compiled one by one"
-        )
+        # accelerate accepts its own choice `ao` only in capitals
+        backend = os.environ["ACCELERATE_FP8_BACKEND"] = os.environ.get("ACCELERATE_FP8_BACKEND", "NO").upper()
+        sections["fp8_config"] = {"fp8_backend": backend}
     if _is_true("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        names = [f"{dimension}_size" for dimension in ("dp_replicate", "dp_shard", "tp", "cp", "sp")]
-        sizes = {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")) for name in names}
-        check_mesh(sizes, int(os.environ.get("WORLD_SIZE", "1")))
-    # Defaults of `accelerate launch --use_fsdp` that would go wrong. With the first one, transformers loads weights on rank 0
-    # only, and the other ranks would shard placeholders.
-    way_out = "which is accelerate's default: launch with a YAML of accelerate_configs/, or add"
-    if asked_for_fsdp() and _is_true("FSDP_CPU_RAM_EFFICIENT_LOADING"):
-        flag = "--fsdp_cpu_ram_efficient_loading false"
-        raise UserError(f"fsdp_cpu_ram_efficient_loading is true in the launch, {way_out} {flag}")
-    if asked_for_fsdp() and os.environ.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP").upper() == "NO_WRAP":
-        flag = "--fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"
-        raise UserError(f"fsdp_auto_wrap_policy is NO_WRAP in the launch, {way_out} {flag}")
-
-
-def _check_float8_flags() -> None:
-    """Check float8 that was asked for by flags, by the same rules as in the YAML."""
-    backend = os.environ.get("ACCELERATE_FP8_BACKEND", "NO").upper()
-    if backend != "AO" or not asked_for_fsdp() or os.environ.get("FSDP_VERSION") != "2":
-        raise UserError(
-            f"mixed_precision is fp8 in the launch with fp8_backend {backend.lower()}: it works by torchao (ao) under FSDP2 "
-            "only, launch with accelerate_configs/fsdp2_fp8.yaml, or take bf16"
-        )
-    check_torchao()
-    os.environ["ACCELERATE_FP8_BACKEND"] = backend  # accelerate accepts its own choice `ao` only in capitals
+        sizes = {name: value for name, value in launched_with(("PARALLELISM_CONFIG_",)).items() if name.endswith("_SIZE")}
+        sections["parallelism_config"] = {name.lower(): int(value) for name, value in sizes.items()}
+    sections["dynamo_config"] = {
+        "dynamo_backend": os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO"),
+        "dynamo_use_regional_compilation": _is_true("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"),
+    }
+    try:
+        check_accumulation(mapping)
+        check_rules(mapping, sections)
+    except UserError as error:
+        raise UserError(f"accelerate launch: {error}") from None
+    if precision == "fp8":
+        check_torchao()
 
 
 def check_hardware() -> None:
