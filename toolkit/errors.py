@@ -130,7 +130,7 @@ def one_line(text: str) -> str:
 
 
 def align(rows: Sequence[Sequence[str]], left: Collection[int] = (0,), gap: str = "  ") -> list[str]:
-    """The rows of a table as lines: columns of `left` begin at one place, the others end there."""
+    """The rows of a table as lines: columns of `left` are aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = ["<" if column in left else ">" for column in range(len(widths))]
     return [

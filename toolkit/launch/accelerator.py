@@ -2,7 +2,6 @@
 
 CPU runs get real FSDP. accelerate enables it only for accelerators and silently falls back to DDP elsewhere, so this module reads
 the environment that `accelerate launch` made from the YAML, and presents the CPU as an accelerator.
-No other module branches on the device.
 """
 
 from __future__ import annotations
