@@ -89,7 +89,7 @@ def main() -> None:
 
 def find_refusal(folder: Path) -> str:
     """Why no check can run here, in one sentence; empty if they can."""
-    from toolkit.launch.environment_checks import why_no_gpu
+    from toolkit.launch.environment import why_no_gpu
 
     if not folder.is_dir():
         return f"--folder {folder} is not a folder"

@@ -5,10 +5,12 @@ In Python: `from toolkit import finetune, load_config`, see docs/python_api.md.
 
 from __future__ import annotations
 
+import logging
+import re
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from toolkit.launch.import_noise import filter_import_noise
+from toolkit.private import ENUM_OF_TORCHAO, NOT_LOADED_BY_TORCHAO
 
 if TYPE_CHECKING:
     from toolkit.config.python import load_config
@@ -29,7 +31,10 @@ _MODULES = {
 }
 """Where public names live. They are imported at their first use: torch and its like take seconds."""
 
-filter_import_noise()  # here, because every import of ours runs this file before it imports transformers
+# transformers imports torchao if it is installed, which would print four lines on each rank: about shared libraries of formats
+# that are not used here, and about its enums (until pytorch/ao#4848). Every import of ours runs this file first.
+logging.getLogger("torchao").addFilter(lambda record: not re.match(NOT_LOADED_BY_TORCHAO, record.getMessage()))
+logging.getLogger("torch.utils._pytree").addFilter(lambda record: ENUM_OF_TORCHAO not in str(record.msg))
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,8 @@
 """`UserError`, which users see as one sentence without a traceback, and the code that prints it.
 
 A `UserError` names the offending value, where it stands and how to fix it. Before the process group exists, one process of each
-node prints it. Afterwards the ranks agree on an error (`distributed.comm.raise_together`), and one rank of the first node prints
-it.
+node prints it. Afterwards the ranks agree on an error (`distributed.comm.on_all_ranks`, or `raise_together` for one that was
+noted before), and one of them prints it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,20 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 
 class UserError(ValueError):
-    """A user's mistake: one clear sentence, no traceback, exit code 2."""
+    """A user's mistake: one clear sentence, no traceback, exit code 2. Ranks that agree on one raise the same, of its class.
+
+    Args:
+        printed_by: who prints it: one rank of each `node`; one of the `run`, where all ranks raise it; or every `rank`, where
+            none knows which others are there.
+    """
+
+    def __init__(self, sentence: str, printed_by: Literal["node", "run", "rank"] = "node") -> None:
+        super().__init__(sentence)
+        self.printed_by = printed_by
 
 
 _WAYS_OUT = {
@@ -63,14 +73,14 @@ def _lost_its_folder(path: str | None) -> bool:
 
 
 def as_user_error(error: BaseException) -> UserError | None:
-    """The sentence about what the operating system `refused`; None for any other error."""
+    """A `UserError` itself, or one about what the operating system `refused`; None for any other error."""
+    if isinstance(error, UserError):
+        return error
     if (found := refused(error)) is None:
         return None
     where = f" ({found.filename})" if found.filename else ""
     way_out = _WAYS_OUT.get(found.errno or 0, "do not clean the folder of temporary files (TMPDIR) while this runs")
-    user_error = UserError(f"the system refuses: {found.strerror}{where}; {way_out}, and start the same command again")
-    user_error.printed_by_every_rank = True  # type: ignore[attr-defined]
-    return user_error
+    return UserError(f"the system refuses: {found.strerror}{where}; {way_out}, and start the same command again", "rank")
 
 
 EXIT_USER_ERROR = 2
@@ -120,7 +130,7 @@ def one_line(text: str) -> str:
 
 
 def align(rows: Sequence[Sequence[str]], left: Collection[int] = (0,), gap: str = "  ") -> list[str]:
-    """The rows of a table as lines: columns of `left` begin at one place, the others end there."""
+    """The rows of a table as lines: columns of `left` are aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = ["<" if column in left else ">" for column in range(len(widths))]
     return [
@@ -151,7 +161,7 @@ def exit_on_user_error() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        user_error = error if isinstance(error, UserError) else as_user_error(error)
+        user_error = as_user_error(error)
         if user_error is None and launch is not None and (launch / REFUSED).exists():
             os._exit(EXIT_USER_ERROR)
         if user_error is None:
@@ -182,18 +192,12 @@ def _launch_folder() -> Path | None:
 
 
 def _speaks_for_this_error(error: UserError) -> bool:
-    """Whether this rank prints the error.
-
-    One rank of the job does if all ranks agreed on the error, one of each node before they can agree, and each rank that failed
-    to meet the others.
-    """
-    agreed = getattr(error, "agreed_by_all_ranks", False)
+    """Whether this rank prints the error. Torch elastic's summary has the errors of all ranks, so one of each node is enough."""
     launch = _launch_folder()
-    if launch is None and getattr(error, "printed_by_every_rank", False):
-        return True
     if launch is None:
-        return os.environ.get("RANK" if agreed else "LOCAL_RANK", "0") == "0"
-    if agreed and os.environ.get("GROUP_RANK", "0") != "0":
+        number = {"run": "RANK", "node": "LOCAL_RANK", "rank": ""}[error.printed_by]
+        return os.environ.get(number, "0") == "0"
+    if error.printed_by == "run" and os.environ.get("GROUP_RANK", "0") != "0":
         (launch / REFUSED).touch()
         return False
     launch.mkdir(parents=True, exist_ok=True)  # TMPDIR may have been cleaned

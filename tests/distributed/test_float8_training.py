@@ -49,7 +49,7 @@ def emulated(function: Callable[..., Any], *args: Any) -> Any:
         convert(model, linears, dataclasses.replace(config, emulate=True))
 
     with (
-        patch("toolkit.launch.environment_checks.check_capability", lambda: None),
+        patch("toolkit.launch.environment.check_capability", lambda: None),
         patch("toolkit.launch.accelerate_rules._check_float8", lambda *_: None),
         patch.object(float8, "convert", convert_emulated),
     ):

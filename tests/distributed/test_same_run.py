@@ -156,11 +156,11 @@ def _names_of_differences(places: list[Path]) -> list[str]:
 
     def versions() -> dict[str, Any]:
         with patch("importlib.metadata.version", version.get):
-            return same_run.describe_launch()
+            return same_run.describe_launch({})
 
     def toolkit_code() -> dict[str, Any]:
         with patch.object(same_run, "__file__", str(code / "launch" / "same_run.py")):
-            return same_run.describe_launch()
+            return same_run.describe_launch({})
 
     cases += [versions, toolkit_code]
     secret = f"s3://key:word@bucket/{rank()}.jsonl"  # a user and a password

@@ -110,7 +110,7 @@ def wait_for_signal(step: int, file: str) -> None:
     """Each rank says in `file`-<rank> that it has begun a step, and waits there until a signal is noted, or its launcher is gone
     (20 s at most)."""
     from toolkit.distributed.comm import rank
-    from toolkit.distributed.signals import StopRequests, process_is_gone
+    from toolkit.distributed.signals import StopRequests, launcher_is_gone
     from toolkit.training import loop
 
     stops: list[StopRequests] = []
@@ -120,7 +120,7 @@ def wait_for_signal(step: int, file: str) -> None:
         if step_now == step:
             Path(f"{file}-{rank()}").touch()
             give_up_at = time.monotonic() + 20
-            while not stops[0].noted and not process_is_gone() and time.monotonic() < give_up_at:
+            while not stops[0].noted and not launcher_is_gone() and time.monotonic() < give_up_at:
                 time.sleep(0.02)
 
     wrap(loop, "seed_all", wait)

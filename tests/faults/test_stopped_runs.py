@@ -240,7 +240,7 @@ def outlive_launcher() -> None:
         while os.getppid() == launcher:
             time.sleep(0.02)
 
-    wrap(accelerator, "watch_launchers", end)
+    wrap(accelerator, "read_launch", end)
 
 
 def test_a_run_whose_launcher_ends_as_it_begins_stops_too(bench: Workbench) -> None:

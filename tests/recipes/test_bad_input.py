@@ -53,7 +53,7 @@ def test_refused_before_data_is_read(tmp_path: Path, name: str) -> None:
 def test_refused_before_weights_are_read(tmp_path: Path, name: str) -> None:
     WORKING_RUN.write(tmp_path, {"rows.jsonl": ROWS})
     check(tmp_path, DATA[name], WORKING_RUN.launch(tmp_path, DATA[name]))
-    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "runs/run/metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("name", AFTER_A_RUN)
@@ -103,7 +103,7 @@ def test_gpu_preset_on_a_machine_without_gpu(tmp_path: Path) -> None:
 
 
 def test_accumulation_as_a_flag_of_the_launcher() -> None:
-    with pytest.raises(UserError, match="gradient_accumulation_steps is 4 in the launch: .*, so leave it out"):
+    with pytest.raises(UserError, match="accelerate launch: gradient_accumulation_steps is 4: leave it out"):
         run_on_ranks(build_with_accumulation, preset="single", timeout_s=TIMEOUT_S)
 
 

@@ -87,7 +87,7 @@ def test_without_a_login_it_is_one_sentence_on_all_ranks(bench: Workbench) -> No
         "WANDB_MODE=offline, or leave it out of tracking.log_with; metrics.jsonl is written in any case\n"
     )
     assert "T5Block" not in refused.stdout, "the model was built"
-    assert not (bench.runs / "refused").exists()
+    assert not (bench.runs / "refused" / "config.yaml").exists()
 
 
 def kill_the_service() -> None:

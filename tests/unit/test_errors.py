@@ -6,6 +6,7 @@ import errno
 import itertools
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launch import REPOSITORY
+from toolkit.distributed.comm import on_all_ranks
 from toolkit.errors import EXIT_USER_ERROR, UserError, as_user_error, exit_on_user_error, refused
 
 
@@ -40,9 +42,7 @@ def test_who_speaks(
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank)):
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, str(value))
-    error = UserError("a is 3: write 4")
-    if agreed:
-        error.agreed_by_all_ranks = True  # type: ignore[attr-defined]
+    error = UserError("a is 3: write 4", printed_by="run" if agreed else "node")
     with pytest.raises(SystemExit) as end, exit_on_user_error():
         raise error
     assert end.value.code == EXIT_USER_ERROR == 2
@@ -62,8 +62,7 @@ def test_under_torch_elastic_the_first_of_a_node_speaks(
         monkeypatch.setenv("GROUP_RANK", str(node))
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
         monkeypatch.setenv("RANK", str(8 * node + local_rank))
-        error = UserError("a is 3: write 4")
-        error.agreed_by_all_ranks = agreed  # type: ignore[attr-defined]
+        error = UserError("a is 3: write 4", printed_by="run" if agreed else "node")
         with pytest.raises(SystemExit), exit_on_user_error():
             raise error
         printed.append(capsys.readouterr().err != "")
@@ -174,6 +173,18 @@ def test_what_the_system_refused_is_found_behind_the_errors_of_libraries(error: 
     found = refused(error)
     assert (found and found.errno) == number
     assert (as_user_error(error) is None) == (number is None)
+
+
+class OtherError(UserError):
+    """As recipes and tools may have one."""
+
+
+def test_ranks_agree_on_the_first_error_with_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = pickle.loads(pickle.dumps([None, OtherError("a is 3: write 4", "rank"), UserError("b is 4")]))
+    monkeypatch.setattr("toolkit.distributed.comm.gather_objects", lambda error: sent)
+    with pytest.raises(OtherError, match="a is 3: write 4") as agreed:
+        on_all_ranks(lambda: None)
+    assert agreed.value.printed_by == "run"
 
 
 def test_what_the_system_refuses_is_one_sentence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ def test_the_checks_need_what_is_free_and_gpus_that_torch_can_use(tmp_path: Path
     assert find_refusal(tmp_path / "none") == f"--folder {tmp_path / 'none'} is not a folder"
     for free_gib, why in ((FREE_GIB - 1, f"{tmp_path} has 19 GiB free, and the checks need 20: name another"), (FREE_GIB, "old")):
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free_gib=free_gib: SimpleNamespace(free=free_gib * 2**30))
-        monkeypatch.setattr("toolkit.launch.environment_checks.why_no_gpu", lambda: "old driver")
+        monkeypatch.setattr("toolkit.launch.environment.why_no_gpu", lambda: "old driver")
         assert find_refusal(tmp_path).startswith(why)
     monkeypatch.setattr("sys.argv", ["gpu_first_run", "--folder", str(tmp_path)])
     with pytest.raises(SystemExit, match="error: old driver"):

@@ -17,8 +17,8 @@ PAGE = (REPOSITORY / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 QUOTES = [" ".join(block.split()) for block in re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)]
 FILES = [*(REPOSITORY / "toolkit").rglob("*.py"), *(REPOSITORY / "recipes").rglob("*.py"), Path(accelerate.utils.launch.__file__)]
 
-MARK = re.compile(r"^((error|WARNING): )?(PRESET\.yaml: )?")
-"""What stands before a sentence: its level, and the file of the rules of an accelerate YAML."""
+MARK = re.compile(r"^((error|WARNING): )?(PRESET\.yaml: |accelerate launch: )?")
+"""What stands before a sentence: its level, and the YAML or the flags that a rule of launches is about."""
 VALUE = r"'?[A-Z][A-Z_0-9-]*(?:\.[a-z]+)?'?|[a-z]+\.[a-z_]+"
 """What the page writes in the place of a value: N, FILE.csv, data.files."""
 FEWEST_CHARACTERS = 7

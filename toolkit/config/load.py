@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,11 +16,8 @@ from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from toolkit.config.flags import join_lists, split_files_and_flags, unset_counterparts
 from toolkit.config.messages import Entry, load_entries, sentence
-from toolkit.config.paths import find_path, find_paths, write_paths
-from toolkit.config.schema import (
-    LLMConfig,
-    SummarizationConfig,
-)
+from toolkit.config.paths import find_paths, write_paths
+from toolkit.config.schema import LLMConfig, SummarizationConfig
 from toolkit.config.validate import check_config
 from toolkit.errors import UserError
 from toolkit.files.durable import written_beside
@@ -86,29 +82,6 @@ def load_config(
     built = find_paths(built, entries, {flag.removeprefix("--").partition("=")[0] for flag in flags})
     check(built)
     return built
-
-
-def find_model(argv: list[str]) -> str:
-    """`model.name_or_path` of flags, else of run YAMLs; the model chooses the recipe. Empty if none says, which `load_config`
-    reports better.
-
-    Raises:
-        UserError: the path is ambiguous.
-    """
-    import yaml
-
-    files, flags = split_files_and_flags(argv)
-    name = ""
-    for file in files:
-        written: Any = None
-        with suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-            written = yaml.safe_load(Path(file).read_text(encoding="utf-8"))["model"]["name_or_path"]
-        if isinstance(written, str):
-            name = find_path(written, Path(file), f"{file}: model.name_or_path")
-    for flag, value in zip(flags, [*flags[1:], ""], strict=False):
-        key, equals, rest = flag.partition("=")
-        name = (rest if equals else value) if key == "--model.name_or_path" else name
-    return name
 
 
 def field_names(config_class: type) -> list[str]:

@@ -56,6 +56,7 @@ def load_entries(path: Path, config_class: type) -> dict[str, Entry]:
     try:
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
+        yaml.safe_load(text)  # here, an unknown tag has a line
     except OSError as error:
         raise UserError(f"--config {path} cannot be read ({error.strerror}): check the path") from None
     except UnicodeDecodeError as error:
@@ -66,6 +67,8 @@ def load_entries(path: Path, config_class: type) -> dict[str, Entry]:
         raise UserError(f"{where}: broken YAML ({error.problem}): write `key: value`, indented under its section") from None
     except yaml.YAMLError as error:
         raise UserError(f"{path}: broken YAML ({' '.join(str(error).split())}): is this a text file?") from None
+    except (ValueError, LookupError, TypeError) as error:  # `!!int abc`
+        raise UserError(f"{path}: a value cannot be read ({error}): put it in quotes, or leave out its tag") from None
     if not isinstance(root, yaml.MappingNode):
         raise UserError(f"{path} holds no keys and values: write them as in `log_every_steps: 10`")
     entries: dict[str, Entry] = {}
@@ -99,31 +102,11 @@ def _collect_entries(node: Any, prefix: str, path: Path, text: str, config_class
             raise UserError(f"{path}, line {line}: unknown key {key}{suggestion(key, config_class)}")
         else:
             entries[key] = entry
-            _check_tags(value_node, f"{path}, line {{line}}: {key}", text)
             if found := _find_trouble_in_list(key, leaves[key], value_node):
                 raise UserError(f"{path}, line {found[0].start_mark.line + 1}: {found[1]}")
             # jsonargparse accepts null as "not given" for every type.
             if value_node.tag == "tag:yaml.org,2002:null" and types.NoneType not in get_args(leaves[key]):
                 raise UserError(_type_sentence(key, leaves[key], [], entries))
-
-
-def _check_tags(node: Any, where: str, text: str) -> None:
-    """Refuse a tag that makes no plain value, as in `!!int abc`: here file and line are known."""
-    import yaml
-
-    if node.id != "scalar":
-        for child in node.value:
-            for part in child if isinstance(child, tuple) else (child,):
-                _check_tags(part, where, text)
-    if not text[node.start_mark.index :].startswith("!"):
-        return
-    try:
-        yaml.SafeLoader("").construct_object(node, deep=True)
-    except (yaml.YAMLError, ValueError, LookupError, TypeError):
-        written = _shortened(text[node.start_mark.index : node.end_mark.index].strip())
-        raise UserError(
-            f"{where.format(line=node.start_mark.line + 1)} has {written}: write a plain value, without the tag"
-        ) from None
 
 
 def _find_trouble_in_list(key: str, hint: Any, node: Any) -> tuple[Any, str] | None:

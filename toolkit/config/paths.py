@@ -86,25 +86,14 @@ def write_paths(config: Any, folder: Path) -> Any:
     return _map_paths(config, write)
 
 
-def name_paths(config: Any) -> Any:
-    """The config with the last part of each local path only, for a text that others read."""
+def replace_local_paths(config: Any, show: Callable[[str, str], str]) -> Any:
+    """The config with `show(dotted key, path)` in place of each local path."""
 
-    def name(key: str, value: str, is_pattern: bool) -> str:
-        return os.path.basename(os.path.normpath(value)) if _is_local(value, is_pattern) else value
+    def replace(key: str, value: str, is_pattern: bool) -> str:
+        is_local = value.startswith((".", "/", "~")) or bool(_is_relative(value) and _list_matches(value, is_pattern))
+        return show(key, value) if is_local else value
 
-    return _map_paths(config, name)
-
-
-def hide_paths(config: Any, found: list[tuple[str, str]]) -> Any:
-    """The config without its local paths, which may differ between machines; `found` gets them, each after its dotted key."""
-
-    def hide(key: str, value: str, is_pattern: bool) -> str:
-        if _is_local(value, is_pattern):
-            found.append((key, os.path.expanduser(value)))
-            return "a local path"
-        return value
-
-    return _map_paths(config, hide)
+    return _map_paths(config, replace)
 
 
 def split_own_source(source: str) -> tuple[str, str] | None:
@@ -137,10 +126,6 @@ def _map_paths(config: Any, change: Callable[[str, str, bool], str]) -> Any:
         if values:
             sections[section] = dataclasses.replace(part, **values)
     return dataclasses.replace(config, **sections)
-
-
-def _is_local(value: str, is_pattern: bool) -> bool:
-    return value.startswith((".", "/", "~")) or bool(_is_relative(value) and _list_matches(value, is_pattern))
 
 
 def _is_relative(value: str) -> bool:

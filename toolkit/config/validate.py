@@ -15,8 +15,6 @@ EXCLUSIVE = {
 }
 """Pairs of keys of which a run has one, with the value of the other."""
 FILE_SOURCES = ("csv", "tsv", "json", "jsonl", "parquet", "arrow", "txt")
-MOVED_SOURCES = ("docstrings", "stdlib", "wikihow")
-"""Built-in sources of the version before."""
 
 
 def check_config(config: Any, *, needs_source: bool = True) -> None:
@@ -80,9 +78,6 @@ def _check_sources(data: Any) -> None:
         raise UserError(f"give data.files or data.source{of_several}: none is given")
     for place, source in enumerate(mix or [data]):
         where = f"data.mix[{place}]" if mix else "data"
-        if source.source in MOVED_SOURCES:
-            file = "functions" if source.source == "docstrings" and hasattr(data, "mix") else source.source
-            raise UserError(f"{where}.source {source.source} is a Python file now: give recipes/sources/{file}.py:load_rows")
         if source.source in FILE_SOURCES and not source.files:
             raise UserError(f"{where}.source {source.source} needs {where}.files")
 

@@ -85,27 +85,26 @@ def name_folder(identity: dict[str, Any]) -> str:
 
 def _put_in_place(what: str, unfinished: Path, folder: Path) -> dict[str, Any] | None:
     """Rename the finished folder to its name. If another run was faster and its folder is valid, return its description."""
-    while True:
+    if os.path.lexists(folder):
+        if (about := _load_about(what, folder)) is not None:
+            return about
         try:
-            unfinished.rename(folder)
-            fsync_path(folder.parent)
-            return None
-        except OSError:
-            if not os.path.lexists(folder):
-                raise
-        try:
-            seen = os.lstat(folder)
-            if (about := _load_about(what, folder)) is not None:
-                return about
-            if os.path.samestat(seen, os.lstat(folder)):  # no other run has replaced it
-                folder.rename(unfinished.with_name(f"damaged-{secrets.token_hex(8)}"))
+            folder.rename(unfinished.with_name("damaged"))
         except FileNotFoundError:  # another run has moved it away
-            continue
+            pass
         except OSError as error:
             raise UserError(
                 f"{what} {folder} is damaged and cannot be replaced ({error.strerror}): ask its owner, or set data.cache_dir to "
                 "a folder of your own"
             ) from None
+    try:
+        unfinished.rename(folder)
+    except OSError:
+        if (about := _load_about(what, folder)) is None:
+            raise
+        return about
+    fsync_path(folder.parent)
+    return None
 
 
 def _load_about(what: str, folder: Path) -> dict[str, Any] | None:
@@ -160,7 +159,7 @@ def _remove_left_overs(cache: Path) -> None:
     """Remove the unfinished folders of dead processes, and print which."""
     found: list[Path] = []
     with suppress(OSError):  # what may not be read is reported by whoever reads the cache
-        found = sorted(path for path in cache.glob(f"{UNFINISHED}*") if path.is_dir())
+        found = [path for path in cache.glob(f"{UNFINISHED}*") if path.is_dir()]
     for folder in found:
         lock = folder.with_suffix(".lock")
         if holds_lock(lock):

@@ -24,6 +24,7 @@ T = TypeVar("T")
 # Ranks wait in a collective of this group while one tokenizes or exports, which can take days. `watchdog` ends a run that hangs,
 # and names the rank. The limit is torch's: it passes milliseconds to the system in 32 bits.
 CONTROL_TIMEOUT = datetime.timedelta(days=20)
+_TIMEOUTS_OF_TORCH = dist.constants.default_pg_timeout, dist.constants.default_pg_nccl_timeout
 
 
 def rank() -> int:
@@ -47,7 +48,7 @@ def local_world_size() -> int:
 
 
 def limit_groups(timeout: datetime.timedelta) -> None:
-    """Make `timeout` the default of every process group that is created from now on.
+    """Make `timeout` the default of every process group that is created from now on, until `close_groups`.
 
     The groups of an HSDP mesh (torch/distributed/device_mesh.py:586) and of FSDP1's hybrid shards (fsdp/_init_utils.py:212) are
     created without a timeout. They would get torch's own (distributed_c10d.py:836): 10 minutes under nccl, 30 under gloo.
@@ -88,6 +89,8 @@ def close_groups() -> None:
     save_group.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
+    c10d: Any = dist.distributed_c10d
+    c10d.default_pg_timeout, c10d.default_pg_nccl_timeout = _TIMEOUTS_OF_TORCH
     gc.collect()  # drop the last references, so that the groups end and join their threads
 
 
@@ -127,17 +130,11 @@ def barrier() -> None:
 
 
 def raise_together(error: UserError | None) -> None:
-    """If any rank has a `UserError`, raise that of the lowest such rank on every rank. Collective.
-
-    Raises:
-        UserError: the same one on every rank, so that all stop and one of them prints it.
-    """
-    messages = [str(e) if e is not None else None for e in gather_objects(error)]
-    first = next((message for message in messages if message is not None), None)
+    """If any rank has a `UserError`, raise that of the lowest such rank on every rank, and one prints it. Collective."""
+    first = next((found for found in gather_objects(error) if found is not None), None)
     if first is not None:
-        agreed = UserError(first)
-        agreed.agreed_by_all_ranks = True  # type: ignore[attr-defined]
-        raise agreed
+        first.printed_by = "run"
+        raise first
 
 
 def on_all_ranks(work: Callable[[], T]) -> T:
@@ -145,8 +142,6 @@ def on_all_ranks(work: Callable[[], T]) -> T:
     result, error = None, None
     try:
         result = work()
-    except UserError as e:
-        error = e
     except Exception as e:
         if (error := as_user_error(e)) is None:
             raise

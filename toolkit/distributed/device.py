@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from toolkit.distributed.comm import gather_objects, raise_together, reduce_on_cpu
+from toolkit.distributed.comm import gather_objects, local_world_size, reduce_on_cpu
 from toolkit.errors import UserError
 
 GIB = 2**30
@@ -43,11 +43,10 @@ def check_own_gpu(device: torch.device) -> None:
         return
     gpus = gather_objects(str(torch.cuda.get_device_properties(device).uuid))
     if (num_gpus := len(set(gpus))) < len(gpus):
-        raise_together(
-            UserError(
-                f"{len(gpus)} processes share {num_gpus} GPUs, and each needs one of its own: set num_processes to {num_gpus} in "
-                "the accelerate config, or give each process its own CUDA_VISIBLE_DEVICES"
-            )
+        raise UserError(
+            f"{len(gpus)} processes share {num_gpus} GPUs, and each needs one of its own: set num_processes to {num_gpus} in "
+            "the accelerate config, or give each process its own CUDA_VISIBLE_DEVICES",
+            printed_by="run",
         )
 
 
@@ -92,7 +91,7 @@ def free_memory_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0] + unused
     import psutil
 
-    return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return psutil.virtual_memory().available // local_world_size()
 
 
 def available_cores() -> int:
@@ -103,25 +102,15 @@ def available_cores() -> int:
 def _cpu_quota_cores(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
     """The smallest CPU quota of this process's control group and those around it, in cores; infinity without one.
 
-    Source: Linux, Documentation/admin-guide/cgroup-v2.rst (`cpu.max`) and scheduler/sched-bwc.rst (version 1).
+    Source: Linux, Documentation/admin-guide/cgroup-v2.rst (`cpu.max`).
     """
     quotas = [math.inf]
-    with contextlib.suppress(OSError, ValueError):
-        for line in own.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and "cpu" not in controllers.split(","):
-                continue
-            base = root / "cpu" if controllers else root
-            folder = base / path.lstrip("/")
-            for group in (folder, *folder.parents):
-                with contextlib.suppress(OSError, ValueError):
-                    if controllers:
-                        quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-                    else:
-                        quota, period = (group / "cpu.max").read_text().split()
-                    quotas += [int(quota) / int(period)] * (int(quota) > 0)  # "max" is not a number, version 1 writes -1
-                if group == base:
-                    break
+    with contextlib.suppress(OSError):
+        folder = root / own.read_text().rpartition("0::/")[2].strip()
+        for group in (folder, *folder.parents):
+            with contextlib.suppress(OSError, ValueError):
+                quota, period = (group / "cpu.max").read_text().split()
+                quotas.append(int(quota) / int(period))  # "max" is not a number
     return min(quotas)
 
 

@@ -9,7 +9,6 @@ A rank whose peer has died gets a SIGTERM too. Nothing is saved then, because th
 
 from __future__ import annotations
 
-import select
 import signal
 import threading
 from dataclasses import dataclass
@@ -20,22 +19,12 @@ import torch
 import torch.distributed as dist
 
 from toolkit.distributed.comm import control_group
+from toolkit.distributed.launchers import launcher_is_gone
 from toolkit.errors import SIGNALS, Stopped, UserError
 
 LAUNCHER_GONE = "the end of its launcher"
 _GONE = 1000
 """Stands for `LAUNCHER_GONE` among the numbers of signals."""
-_watched = select.poll()
-
-
-def watch_process(descriptor: int) -> None:
-    """Stop the runs of this process, as a signal does, once the process has ended whose pidfd this is."""
-    _watched.register(descriptor, select.POLLIN)
-
-
-def process_is_gone() -> bool:
-    """Whether a process that is watched has ended."""
-    return bool(_watched.poll(0))
 
 
 @dataclass(frozen=True)
@@ -77,7 +66,7 @@ class StopRequests:
     def agree(self, *, write_failed: bool = False) -> Agreement:
         """What the ranks had recorded at the previous boundary, and start the exchange that the next one reads. Collective."""
         before = self._read()
-        if process_is_gone():
+        if launcher_is_gone():
             self.noted = _GONE
         values = torch.tensor([self.noted, int(write_failed)], dtype=torch.int64)
         group = control_group()

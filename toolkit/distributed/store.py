@@ -8,6 +8,7 @@ or `file:///path` (a file on a disk that all machines share).
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import socket
 import threading
@@ -25,6 +26,7 @@ POLL_S = 0.02
 LINGER_S = 1.0
 """How long rank 0, which may host the store, stays after it has written why the run cannot start. Others wait as much longer."""
 
+refusal = functools.partial(UserError, printed_by="rank")
 _hosted: dict[str, dist.Store] = {}
 """Stores of this process, by address. They stay until it ends: the ranks of its next run meet there too."""
 
@@ -120,13 +122,6 @@ def open_store(meeting: Meeting) -> dist.Store:
             "this run listens there, or that the disk of the file answers"
         )
     return results[0]
-
-
-def refusal(sentence: str) -> UserError:
-    """A `UserError` that every rank prints, because no rank knows which others are there to print it."""
-    error = UserError(sentence)
-    error.printed_by_every_rank = True  # type: ignore[attr-defined]
-    return error
 
 
 def _open_store(meeting: Meeting) -> dist.Store:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from toolkit.config.load import RecipeConfig, dotted_keys
-from toolkit.config.paths import name_paths
+from toolkit.config.paths import replace_local_paths
 from toolkit.config.schema import LLMConfig
 from toolkit.errors import escape_controls, one_line
 from toolkit.evaluation.generate import BASELINE, SHOWN_FIGURES
@@ -52,7 +53,8 @@ def save_card(
     """Write the card. It needs no network: what the hub's cache does not have is not stated."""
     from huggingface_hub import ModelCard
 
-    config, plain = name_paths(config), config
+    plain = config
+    config = replace_local_paths(config, lambda _, path: os.path.basename(os.path.normpath(path)))
     licence = {} if plain.model.from_scratch else _licence_of_base(plain, model_config)
     data = _metadata(plain, kind, licence)
     sections = [

@@ -68,6 +68,12 @@ def holds_lock(path: Path) -> bool:
     return False
 
 
+def release_locks() -> None:
+    """Release every lock of this process."""
+    for path in list(_held):
+        release_lock(path)
+
+
 def release_lock(path: Path, *, remove: bool = False) -> None:
     """Let other processes, and later work of this one, lock `path`, if this one holds it."""
     if path not in _held:

@@ -7,15 +7,17 @@ key. The known keys come from the installed accelerate's own parser.
 
 from __future__ import annotations
 
+import argparse
 import difflib
+import functools
 import os
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
+from toolkit.distributed.launchers import launch_arguments
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_rules import check_accumulation, check_rules
-from toolkit.launch.launchers import launch_arguments
 from toolkit.private import private
 
 PATH_VARIABLE = "TOOLKIT_ACCELERATE_YAML"
@@ -52,8 +54,12 @@ def find_accelerate_yaml() -> Path | None:
 
     The launcher hands over values but not the path, so its command line is read from among this process's parents.
     """
-    if given := os.environ.get(PATH_VARIABLE):
-        return Path(given)
+    given = os.environ.get(PATH_VARIABLE)
+    return Path(given) if given else _file_of_launcher()
+
+
+@functools.cache
+def _file_of_launcher() -> Path | None:
     import psutil
 
     for parent in psutil.Process().parents():
@@ -129,7 +135,7 @@ def _unknown(key: str, known: list[str]) -> str:
     for section, prefix in SECTIONS.items():
         if key in _section_kinds(prefix):
             return f"unknown key {key}: indent it under {section}"
-    if key in _launcher_flags():
+    if key in {option.dest for option in _launcher_options() if option.option_strings}:
         return f"unknown key {key}: it is a flag of accelerate launch, write --{key} there"
     return f"unknown key {key}{_suggestion(key, known)}"
 
@@ -157,8 +163,9 @@ def _top_level_kinds() -> dict[str, tuple[Any, ...]]:
     return {key: get_args(hint) or (hint,) for key, hint in get_type_hints(private("ClusterConfig")).items()}
 
 
-def _launcher_flags() -> set[str]:
-    return {action.dest for action in private("launch_command_parser")()._actions if action.option_strings}
+@functools.cache
+def _launcher_options() -> list[argparse.Action]:
+    return private("launch_command_parser")()._actions
 
 
 def _section_kinds(prefix: str) -> dict[str, Any]:
@@ -166,7 +173,7 @@ def _section_kinds(prefix: str) -> dict[str, Any]:
     from accelerate.utils import constants
 
     kinds: dict[str, Any] = {}
-    for action in private("launch_command_parser")()._actions:
+    for action in _launcher_options():
         if action.dest.startswith(prefix):
             is_bool = action.nargs == 0 or isinstance(action.default, bool) or action.default in ("true", "false")
             plain = (bool,) if is_bool else (int,) if action.type is int else (str, NoneType)

@@ -2,7 +2,6 @@
 
 CPU runs get real FSDP. accelerate enables it only for accelerators and silently falls back to DDP elsewhere, so this module reads
 the environment that `accelerate launch` made from the YAML, and presents the CPU as an accelerator.
-No other module branches on the device.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ from toolkit.distributed.device import available_cores, check_own_gpu, synchroni
 from toolkit.distributed.rendezvous import connecting, rendezvous_arguments
 from toolkit.distributed.watchdog import at, start, working
 from toolkit.errors import UserError
-from toolkit.launch.environment import asked_for_cpu, read_launch
-from toolkit.launch.environment_checks import check_environment, check_hardware
-from toolkit.launch.launchers import watch_launchers
+from toolkit.launch.environment import asked_for_cpu, asked_for_fsdp, check_hardware, read_launch, sets_allocator
 from toolkit.launch.same_run import compare_ranks, describe_launch
 from toolkit.private import private
 
@@ -39,9 +36,6 @@ PRIMITIVES_PER_SHAPE = 30
 leaves room to spare, because an LRU cache that is one entry too small for a cycle of shapes misses every time."""
 MOST_PRIMITIVES, FEWEST_PRIMITIVES = 1024, 128
 """oneDNN's own limit, about half a GiB; and enough for the current shapes, because blocks share theirs."""
-
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Settings of the user for torch's allocator, which win over ours (c10/cuda/CUDAAllocatorConfig.h)."""
 
 
 def build_accelerator(
@@ -67,16 +61,14 @@ def build_accelerator(
             with too few, ranks that do not find each other, or that were started differently.
     """
     # Check the YAML, the launch environment and the hardware.
-    watch_launchers()
-    read_launch()
-    check_environment()
+    of_yaml = read_launch()
     check_hardware()
 
     from accelerate import Accelerator, PartialState
     from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs
 
     on_cpu = asked_for_cpu()
-    if not on_cpu and torch.cuda.is_available() and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+    if not on_cpu and torch.cuda.is_available() and not sets_allocator():
         # Rows differ in length from step to step: memory of fixed segments would fragment. This comes before any allocation.
         private("_accelerator_setAllocatorSettings")("expandable_segments:True")
     # Connect the ranks: `PartialState` chooses the backend, and the `Accelerator` then reuses it.
@@ -88,7 +80,7 @@ def build_accelerator(
         control_group()  # always gloo; nccl does not connect yet
     start(timeout_s)
     at("comparing what the ranks were started with")
-    compare_ranks({**(started_with or {}), **on_all_ranks(describe_launch)})
+    compare_ranks({**(started_with or {}), **on_all_ranks(lambda: describe_launch(of_yaml))})
     working("building the accelerator")
     check_own_gpu(PartialState().device)
 
@@ -233,7 +225,7 @@ def _put_cpu_in_an_accelerators_place() -> None:
     Resetting the type between the two makes accelerate read the YAML's FSDP section as on a GPU. This is needed as long as
     accelerate/state.py lists device types for FSDP without the CPU.
     """
-    if not asked_for_cpu() or os.environ.get("ACCELERATE_USE_FSDP", "false") != "true":
+    if not (asked_for_cpu() and asked_for_fsdp()):
         return
     from accelerate.utils import DistributedType
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
+from toolkit.distributed.launchers import find_launchers
 from toolkit.errors import UserError, one_line
-from toolkit.launch.launchers import find_launchers
 
 LEVEL_VARIABLE = "TOOLKIT_LOG_LEVEL"
 LEVELS = ("INFO", "WARNING", "ERROR")
@@ -30,7 +30,7 @@ def start_logging() -> None:
     the level, by default INFO. A record with `extra={"concerns_this_rank": True}` is logged on any rank, and names it.
 
     Raises:
-        UserError: the variable names no level.
+        UserError: the variable does not name a level.
     """
     find_launchers()
     for name in ("stdout", "stderr"):
@@ -38,7 +38,7 @@ def start_logging() -> None:
             setattr(sys, name, Output(stream or open(os.devnull, "w", encoding="utf-8")))  # noqa: SIM115
     level = os.environ.get(LEVEL_VARIABLE)
     if level and level.upper() not in LEVELS:
-        raise UserError(f"{LEVEL_VARIABLE} is {level}, which is no level: set one of {', '.join(LEVELS)}, or unset it")
+        raise UserError(f"{LEVEL_VARIABLE} is {level}, which is not a level: set one of {', '.join(LEVELS)}, or unset it")
     logger.addFilter(_is_for_this_rank)
     is_program = not logger.hasHandlers()
     if is_program:

@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import re
 import secrets
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any
 
 from toolkit.config.load import dotted_keys, save_config
 from toolkit.distributed.comm import broadcast_object, on_all_ranks, on_rank_0, rank
 from toolkit.errors import UserError
-from toolkit.files.lock import HOLDER, release_lock, take_lock
+from toolkit.files.lock import take_lock
 
-T = TypeVar("T")
 PROBE_TIMEOUT_S = 5.0
 """How long a rank waits to see what rank 0 wrote: a network file system answers from a cache for a while."""
 LOCK_TIMEOUT_S = 10.0
 """How long the ranks of an earlier run get to end."""
 _PROBE_RETRY_S = 0.1
-_NUM_TRIES = 10
 _LOCK = ".lock"
-_EMPTY_UNTIL_BEGUN = {_LOCK, _LOCK + HOLDER, "metrics.jsonl"}
-_locked_here: set[Path] = set()
-"""Folders that were locked at some time."""
 SECRET_IN_URL = re.compile(r"https?://[^/\s@]+@|://[^/\s@:]*:[^/\s@]+@")
 """Matches a token before the host, or a password after a user name, but not the `@` of abfs://container@host."""
 
 
 def open_run_folder(config: Any) -> Path:
     """Create or find the run's folder and return it. Nothing in it changes yet: the run may still be refused. Collective.
-
-    Folders created here are removed at the end of the process if nothing was written into them.
 
     Raises:
         UserError: `run.name` leads out of `run.output_dir`, a URL in the config holds a secret, the folder cannot be written,
@@ -67,16 +58,10 @@ def lock_run_folder(folder: Path) -> None:
     """
     refusal = f"another run is writing into {folder}: wait for its end, or take another run.name"
     try:
-        _in_folder(folder, lambda: take_lock(folder / _LOCK, refusal, LOCK_TIMEOUT_S))
+        folder.mkdir(parents=True, exist_ok=True)
+        take_lock(folder / _LOCK, refusal, LOCK_TIMEOUT_S)
     except OSError as error:
         raise UserError(f"{folder / _LOCK} cannot be opened ({error.strerror}): fix that, or take another run.name") from None
-    _locked_here.add(folder)
-
-
-def unlock_run_folders() -> None:
-    """Let other runs, and later ones of this process, into the folders of this process's runs."""
-    for folder in _locked_here:
-        release_lock(folder / _LOCK)
 
 
 def save_run_config(config: Any, folder: Path) -> None:
@@ -105,24 +90,6 @@ def restore_run_folder(config: Any, folder: Path) -> None:
     lock_run_folder(folder)
     if not (folder / "config.yaml").exists():
         save_config(config, folder / "config.yaml")
-
-
-def open_inside(folder: Path, name: str, mode: str) -> IO[Any]:
-    """Open a file in the folder, even while the user, or another run that is being refused, removes the folder.
-
-    Raises:
-        OSError: the file cannot be created.
-    """
-    return _in_folder(folder, lambda: (folder / name).open(mode))
-
-
-def _in_folder(folder: Path, work: Callable[[], T]) -> T:
-    """Call `work`, again if the folder is removed meanwhile."""
-    for _ in range(_NUM_TRIES):
-        _make_folder(folder)
-        with contextlib.suppress(FileNotFoundError):
-            return work()
-    return work()
 
 
 def _check_secrets(config: Any) -> None:
@@ -155,7 +122,8 @@ def _find_folder(output_dir: str, name: str) -> Path:
 def _write_probe(folder: Path, probe: str, content: str, output_dir: str) -> None:
     """Create the folder and a file in it: permissions alone do not reveal a read-only or full file system."""
     try:
-        with open_inside(folder, probe, "x") as file:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / probe).open("x") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -163,27 +131,6 @@ def _write_probe(folder: Path, probe: str, content: str, output_dir: str) -> Non
         raise UserError(
             f"run.output_dir {output_dir}: {folder} cannot be written ({error.strerror}): name a folder that you can write to"
         ) from None
-
-
-def _make_folder(folder: Path) -> None:
-    for place in reversed([place for place in (folder, *folder.parents) if not place.exists()]):
-        with contextlib.suppress(FileExistsError):  # another run has created it meanwhile
-            place.mkdir()
-            atexit.register(_remove_unused, place, os.getpid())
-    folder.mkdir(parents=True, exist_ok=True)  # raises if it is not a folder
-
-
-def _remove_unused(folder: Path, process_id: int) -> None:
-    """Remove a folder that this process created, if it is empty, or if the run it was for left only its empty first files."""
-    if os.getpid() != process_id:  # a forked child
-        return
-    with contextlib.suppress(OSError):  # another run has written into it meanwhile
-        names = os.listdir(folder)
-        written = [name for name in names if name != _LOCK + HOLDER and (folder / name).stat().st_size]
-        if folder in _locked_here and set(names) <= _EMPTY_UNTIL_BEGUN and not written:
-            for name in sorted(names, reverse=True):  # the lock last
-                (folder / name).unlink()
-        folder.rmdir()
 
 
 def _read_probe(folder: Path, probe: str, content: str, output_dir: str, first_node: str) -> None:

@@ -21,10 +21,10 @@ from typing import Any
 
 from toolkit import __version__
 from toolkit.config.load import dotted_keys
-from toolkit.config.paths import hide_paths
-from toolkit.distributed.comm import gather_objects, raise_together
+from toolkit.config.paths import replace_local_paths
+from toolkit.distributed.comm import gather_objects
 from toolkit.errors import UserError
-from toolkit.launch.accelerate_yaml import check_accelerate_yaml, find_accelerate_yaml
+from toolkit.launch.environment import launched_with
 from toolkit.launch.run_folder import SECRET_IN_URL
 
 MAY_DIFFER = frozenset(
@@ -72,20 +72,18 @@ def compare_ranks(facts: Mapping[str, Any]) -> None:
     differing = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
     (at_0, at_other), name = (facts.get(differing[0], "not set") for facts in (first, theirs)), differing[0]
     more = f"; {', '.join(differing[1:6])}{', …' if len(differing) > 6 else ''} differ too" if differing[1:] else ""
-    error = UserError(
+    raise UserError(
         f"{name} is {at_other:.200} on rank {others[0]} ({digests[others[0]][1]}), but {at_0:.200} on rank 0 ({digests[0][1]})"
-        f"{more}: start all ranks with the same command, configs, files and versions"
+        f"{more}: start all ranks with the same command, configs, files and versions",
+        printed_by="run",
     )
-    raise_together(error)
 
 
-def describe_launch() -> dict[str, Any]:
+def describe_launch(of_yaml: Mapping[str, Any]) -> dict[str, Any]:
     """What the accelerate YAML and the launcher's flags say, and the versions; by name, for `compare_ranks`."""
-    path = find_accelerate_yaml()
-    of_yaml = check_accelerate_yaml(path) if path else {}
     facts = {f"{key} of the accelerate YAML": value for key, value in of_yaml.items() if key not in _PLACES_IN_YAML}
-    names = [name for name in sorted(os.environ) if name.startswith(_OF_THE_LAUNCHER) and name not in _PLACES_IN_ENVIRONMENT]
-    facts |= {name: os.environ[name] for name in names}
+    flags = launched_with(_OF_THE_LAUNCHER)
+    facts |= {name: value for name, value in flags.items() if name not in _PLACES_IN_ENVIRONMENT}
     facts |= {f"the version of {package}": importlib.metadata.version(package) for package in _PACKAGES}
     root = Path(__file__).resolve().parents[1]
     code = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(root.rglob("*.py")))).hexdigest()[:16]
@@ -101,7 +99,12 @@ def installed_versions() -> dict[str, str]:
 def describe_config(config: Any) -> dict[str, Any]:
     """The fields of a run's config, and the contents of the local files that they name; by name, for `compare_ranks`."""
     local: list[tuple[str, str]] = []
-    hidden = hide_paths(config, local)
+
+    def hide(key: str, path: str) -> str:
+        local.append((key, os.path.expanduser(path)))
+        return "a local path"
+
+    hidden = replace_local_paths(config, hide)
     facts = {name: value for name, value in dotted_keys(hidden).items() if name not in MAY_DIFFER}
     for key, path in local:
         for file, contents in describe_files(Path(path)).items() if key in _BY_CONTENTS else ():

@@ -7,16 +7,15 @@ and single process need the full model on every rank anyway, and FSDP1 flattens 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from toolkit.config.schema import AdapterConfig, AutoClass, ModelConfig
-from toolkit.distributed.comm import broadcast_object, gather_objects, on_all_ranks
+from toolkit.distributed.comm import broadcast_object, on_all_ranks
 from toolkit.errors import UserError
 from toolkit.models.freeze import aliases
 from toolkit.models.load import build_on_meta, check_loaded
@@ -35,8 +34,6 @@ from toolkit.private import private
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-T = TypeVar("T")
 
 
 def open_weights(
@@ -78,7 +75,7 @@ def open_weights(
             _check_same(model, match, init_from)
         return model, files, match
 
-    model, files, match = _decided_together(begin)
+    model, files, match = on_all_ranks(begin)
     untie_differing(model, files, match)
 
     # Buffers are not sharded: every rank reads all of them.
@@ -137,21 +134,6 @@ def hash_base(model: nn.Module, weights: Sources) -> dict[str, str]:
 def hash_frozen(model: nn.Module, sources: Sources) -> dict[str, str]:
     """`freeze.hash_frozen` of a model whose weights are still in files: the same hashes. Collective."""
     return hash_sources(sources, {name: p.dtype for name, p in model.named_parameters() if not p.requires_grad})
-
-
-def _decided_together(work: Callable[[], T]) -> T:
-    """Like `on_all_ranks`, and for `WholeOnly` too: all ranks must load in the same way. Collective."""
-
-    def attempt() -> tuple[T | None, str | None]:
-        try:
-            return work(), None
-        except WholeOnly as reason:
-            return None, str(reason)
-
-    result, reason = on_all_ranks(attempt)
-    if first := next((gathered for gathered in gather_objects(reason) if gathered is not None), None):
-        raise WholeOnly(first)
-    return result  # type: ignore[return-value]
 
 
 def _match(model: PreTrainedModel, name_or_path: str, revision: str | None, what: str) -> tuple[WeightFiles, Match]:

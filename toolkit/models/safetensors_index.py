@@ -36,7 +36,7 @@ DTYPES = {
 """torch dtypes by safetensors' names."""
 
 
-class WholeOnly(Exception):
+class WholeOnly(UserError):
     """These weights cannot be read in parts; the message is a reason that completes a sentence."""
 
 

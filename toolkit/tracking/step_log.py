@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from toolkit.checkpoint.state import SkipHistory
 from toolkit.data.batch_plan import MicroBatch, Step
-from toolkit.distributed.comm import gather_objects, raise_together, reduce_on_cpu
+from toolkit.distributed.comm import gather_objects, reduce_on_cpu
 from toolkit.distributed.device import synchronize
 from toolkit.distributed.progress import Progress
 from toolkit.errors import UserError
@@ -107,8 +107,8 @@ class StepLog:
         self.bar.update(f.step.step, loss=loss, learning_rate=f.lr, tokens_per_s=tokens_per_s)
         self.pending.clear()
         self.restart_clock()
-        if too_many is not None:  # on all ranks
-            raise_together(too_many)
+        if too_many is not None:
+            raise too_many
 
     def _count(self, f: StepFigures, loss: float, grad_norm: float, skipped: bool) -> bool:
         """Add a step to the skip history; return whether too many were skipped in a row. Collective if the step was skipped."""
@@ -141,7 +141,8 @@ class StepLog:
             f"{self.skips.num_in_a_row} updates in a row were skipped, up to step {self.last_skipped[-1][0]} (optim."
             f"max_skipped_steps), because the loss or the gradient was not finite or spiked; steps {steps}: {_named(rows)}; look "
             "at these rows (metrics.jsonl has all of them), or take another run.name with a lower optim.lr and this run as "
-            "model.init_from"
+            "model.init_from",
+            printed_by="run",
         )
 
 

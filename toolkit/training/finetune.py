@@ -131,7 +131,8 @@ def finetune(
 def _released_on_error() -> Iterator[None]:
     """Let a notebook go on after an error or an interrupt: end the watchdog, open the run folder, restore signal handlers.
 
-    Several ranks keep all that until they exit: another rank may still be in the run. The program's outputs are always restored.
+    Several ranks keep all that until they exit: another rank may still be in the run. The program's outputs and
+    its number of threads are always restored.
     """
     if world_size() > 1:  # nothing was released then
         raise UserError(
@@ -140,7 +141,7 @@ def _released_on_error() -> Iterator[None]:
         )
     is_main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in SIGNALS} if is_main else {}
-    outputs = sys.stdout, sys.stderr
+    outputs, num_threads = (sys.stdout, sys.stderr), torch.get_num_threads()
     try:
         with naming_lost_ranks():
             yield
@@ -156,3 +157,4 @@ def _released_on_error() -> Iterator[None]:
         raise
     finally:
         sys.stdout, sys.stderr = outputs
+        torch.set_num_threads(num_threads)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import sys
 import textwrap
@@ -17,6 +16,7 @@ from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.distributed.comm import rank, world_size
 from toolkit.launch.accelerate_yaml import find_accelerate_yaml
 from toolkit.launch.accelerator import fsdp_mesh, fsdp_version
+from toolkit.launch.environment import checkpoints_activations
 from toolkit.models.lora import is_enabled
 from toolkit.parallel.units import describe
 from toolkit.training.own_loss import describe_memory
@@ -91,8 +91,7 @@ def _describe_preset(accelerator: Accelerator) -> str:
         if mesh is not None and mesh.ndim > 1:
             parts.append(f"{mesh.size(0)} replicas x {mesh.size(1)} shards")
         parts += ["gathered until the backward"] * (plugin.reshard_after_forward is False)
-        # The launcher's word: the plugin's is taken back once blocks checkpoint theirs.
-        parts += ["activation checkpointing"] * (os.environ.get("FSDP_ACTIVATION_CHECKPOINTING") == "true")
+        parts += ["activation checkpointing"] * checkpoints_activations()
         offload = plugin.cpu_offload
         parts += ["CPU offload"] * (isinstance(offload, CPUOffloadPolicy) or offload == CPUOffload(offload_params=True))
     parts.append(_count(world_size(), "process"))

@@ -22,7 +22,6 @@ from toolkit.distributed.rng import seed_all
 from toolkit.distributed.signals import StopRequests
 from toolkit.distributed.watchdog import at, working
 from toolkit.files.json_lines import encode_json_line
-from toolkit.launch.run_folder import open_inside
 from toolkit.loss import share_of_global_mean, summed_loss
 from toolkit.parallel.wrap import accumulating, reduction_groups
 from toolkit.tracking.step_log import StepFigures
@@ -184,7 +183,8 @@ def _log_row_ids(run: Run, micro_batch: MicroBatch) -> None:
     line = {"step": micro_batch.step, "micro_batch": micro_batch.index, "row_ids": row_ids}
     path = run.folder / f"rows-{rank():05d}.jsonl"
     try:
-        with open_inside(run.folder, path.name, "ab") as file:
+        run.folder.mkdir(parents=True, exist_ok=True)  # it may have been removed
+        with path.open("ab") as file:
             file.write(encode_json_line(line))
     except OSError as error:
         run.metrics.note_failure(path, error)

@@ -31,8 +31,9 @@ from toolkit.export.cast import name_of
 from toolkit.export.next_commands import list_commands
 from toolkit.export.run_data import RunData, describe_data, save_run_data
 from toolkit.export.write import export_model, run_places
+from toolkit.files.lock import release_locks
 from toolkit.launch.accelerator import compute_dtype, forget_accelerator
-from toolkit.launch.run_folder import restore_run_folder, save_run_config, unlock_run_folders
+from toolkit.launch.run_folder import restore_run_folder, save_run_config
 from toolkit.parallel.wrap import ShardedModel
 from toolkit.tracking.metrics_log import MetricsLog
 from toolkit.tracking.step_log import StepLog
@@ -229,4 +230,4 @@ def release() -> None:
     stop()
     close_groups()
     forget_accelerator()
-    unlock_run_folders()
+    release_locks()

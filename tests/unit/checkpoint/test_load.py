@@ -147,7 +147,7 @@ def test_checkpoints_that_only_rank_0_cannot_read_end_every_rank(tmp_path: Path,
     monkeypatch.setattr(checkpoint, "rank_checkpoints", refuse)
     with pytest.raises(UserError) as refused:
         best_of_run(tmp_path, LOSS)
-    assert refused.value.agreed_by_all_ranks  # type: ignore[attr-defined]
+    assert refused.value.printed_by == "run"
 
 
 def test_without_any_checkpoint_the_weights_in_memory_are_the_choice(tmp_path: Path) -> None:

@@ -68,10 +68,6 @@ def test_a_mix_is_saved_read_again_and_flattened(tmp_path):
         ("  mix: null", ["line 2: data.mix is null: write a list as in [{source"]),
         ("  mix: [{source: csv}]", ["data.mix[0].source csv needs data.mix[0].files"]),
         (
-            "  mix: [{source: docstrings}]",
-            ["source docstrings is a Python file now: give recipes/sources/functions.py:"],
-        ),
-        (
             "  mix: [{source: some/rows}]\n  source: other/rows",
             ["data.source is given beside data.mix: move it into an entry of data.mix"],
         ),

@@ -37,8 +37,6 @@ def test_a_run_says_what_its_processes_compute_on(monkeypatch: pytest.MonkeyPatc
         ("0::/", {"cpu.max": "250000 100000"}, 2.5),
         ("0::/job/task", {"job/cpu.max": "400000 100000", "job/task/cpu.max": "max 100000"}, 4.0),
         ("0::/gone", {"cpu.max": "100000 100000"}, 1.0),
-        ("3:cpu,cpuacct:/job", {"cpu/job/cpu.cfs_quota_us": "600000", "cpu/job/cpu.cfs_period_us": "100000"}, 6.0),
-        ("3:cpu,cpuacct:/job", {"cpu/job/cpu.cfs_quota_us": "-1", "cpu/job/cpu.cfs_period_us": "100000"}, math.inf),
         ("3:memory:/job", {}, math.inf),
     ],
 )

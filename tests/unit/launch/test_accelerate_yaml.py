@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from benchmarks.presets.page import preset_header
+from toolkit.distributed.launchers import launch_arguments
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import (
     PATH_VARIABLE,
@@ -16,7 +17,6 @@ from toolkit.launch.accelerate_yaml import (
     check_accelerate_yaml,
     find_accelerate_yaml,
 )
-from toolkit.launch.launchers import launch_arguments
 
 PRESETS = sorted((Path(__file__).resolve().parents[3] / "accelerate_configs").glob("*.yaml"))
 

@@ -17,23 +17,33 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 
 from tests.support.launch import REPOSITORY
 from toolkit.errors import UserError
-from toolkit.launch import accelerator, environment_checks
+from toolkit.launch import accelerator, environment
 from toolkit.launch.accelerator import build_accelerator, connect_devices
-from toolkit.launch.environment_checks import why_no_gpu
+from toolkit.launch.environment import why_no_gpu
 
 WRAP = ["--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
-MESH = ["--use_fsdp", *WRAP, "--use_parallelism_config", "--fsdp_version", "2", "--parallelism_config_dp_shard_size", "2"]
+ON_EVERY_RANK = ["--fsdp_cpu_ram_efficient_loading", "false"]
+MESH = [
+    *("--use_fsdp", *WRAP, *ON_EVERY_RANK, "--fsdp_version", "2"),
+    *("--use_parallelism_config", "--parallelism_config_dp_shard_size", "2"),
+]
 
 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--use_fsdp", *WRAP], "fsdp_cpu_ram_efficient_loading is true in the launch, which is accelerate's default"),
-        (["--use_fsdp", "--fsdp_cpu_ram_efficient_loading", "false"], "fsdp_auto_wrap_policy is NO_WRAP in the launch"),
-        (["--multi_gpu", "--dynamo_backend", "inductor"], "dynamo_backend is INDUCTOR in the launch, without"),
+        (["--use_fsdp", *WRAP], "accelerate launch: fsdp_config.fsdp_cpu_ram_efficient_loading is true: set it to false"),
+        (
+            ["--use_fsdp", *ON_EVERY_RANK],
+            "accelerate launch: fsdp_config.fsdp_auto_wrap_policy is NO_WRAP: ",
+        ),
+        (
+            ["--multi_gpu", "--dynamo_backend", "inductor"],
+            "accelerate launch: dynamo_config.dynamo_use_regional_compilation is not true: ",
+        ),
         ([*MESH, "--parallelism_config_dp_replicate_size", "2"], r"their product must be num_processes \(2\), and dp_shard_size"),
         ([*MESH, "--parallelism_config_tp_size", "2"], "parallelism_config_tp_size is 2: set it to 1, accelerate imports a part"),
-        (["--multi_gpu", "--mixed_precision", "fp16"], "mixed_precision fp16 is not supported"),
+        (["--multi_gpu", "--mixed_precision", "fp16"], "mixed_precision is fp16, which is not supported"),
     ],
 )
 def test_what_flags_of_the_launcher_ask_for_is_refused(monkeypatch: pytest.MonkeyPatch, flags: list[str], sentence: str) -> None:
@@ -185,13 +195,13 @@ def test_gpus_that_torch_cannot_use_are_named_with_their_driver_and_the_wheel_to
     gpus = f"cannot use the 8 NVIDIA GPUs here, whose driver is {driver}"
     assert said.startswith(f"torch 2.13.0+{version} for {f'CUDA {built}' if built else 'CPUs'} {gpus}: {helps}")
 
-    monkeypatch.setattr(environment_checks, "why_no_gpu", lambda: why_no_gpu(*places))
+    monkeypatch.setattr(environment, "why_no_gpu", lambda: why_no_gpu(*places))
     with pytest.raises(UserError) as raised:
         build_accelerator()
     assert str(raised.value) == f"{said}; or set use_cpu: true in the accelerate config"
     for hides in ({"CUDA_VISIBLE_DEVICES": ""}, {"ACCELERATE_USE_CPU": "true"}):
         monkeypatch.setattr(os, "environ", {**os.environ, **hides})
-        environment_checks.check_hardware()
+        environment.check_hardware()
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert why_no_gpu(*places) == "" and why_no_gpu(str(tmp_path / "none*")) == ""

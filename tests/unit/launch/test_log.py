@@ -80,7 +80,7 @@ def test_a_line_does_not_break_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_level_that_is_none_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLKIT_LOG_LEVEL", "LOUD")
     done = subprocess.run([sys.executable, "-m", "toolkit", "check", "x.yaml"], capture_output=True, text=True, timeout=60)
-    sentence = "error: TOOLKIT_LOG_LEVEL is LOUD, which is no level: set one of INFO, WARNING, ERROR, or unset it\n"
+    sentence = "error: TOOLKIT_LOG_LEVEL is LOUD, which is not a level: set one of INFO, WARNING, ERROR, or unset it\n"
     assert (done.returncode, done.stderr) == (EXIT_USER_ERROR, sentence)
 
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,9 +15,9 @@ from tests.support.locks import lock_held
 from toolkit.config.data import DataConfig
 from toolkit.config.schema import ModelConfig, RunConfig, SummarizationConfig
 from toolkit.errors import UserError
-from toolkit.files.lock import holds_lock
+from toolkit.files.lock import holds_lock, release_locks
 from toolkit.launch import run_folder
-from toolkit.launch.run_folder import lock_run_folder, open_run_folder, restore_run_folder, save_run_config, unlock_run_folders
+from toolkit.launch.run_folder import lock_run_folder, open_run_folder, restore_run_folder, save_run_config
 
 
 def config(output_dir: Path | str, name: str = "run", files: str | list[str] | None = None) -> SummarizationConfig:
@@ -44,61 +41,6 @@ def test_what_another_wrote_under_the_name_of_the_probe_does_not_pass(tmp_path: 
     with pytest.raises(UserError, match=f"into {tmp_path}/run is not there in .+: name a folder on a file system that all nodes"):
         open_run_folder(config(tmp_path))
     assert list((tmp_path / "run").iterdir()) == []
-
-
-@pytest.fixture
-def at_exit(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """What the end of the process does to folders."""
-    registered: list[Callable[[], None]] = []
-    monkeypatch.setattr("atexit.register", lambda work, *arguments: registered.append(partial(work, *arguments)))
-
-    def end() -> None:
-        while registered:
-            registered.pop()()
-
-    return end
-
-
-def test_a_refused_run_leaves_no_folder_that_it_made(tmp_path: Path, at_exit: Callable[[], None]) -> None:
-    (tmp_path / "disk").mkdir()
-    folder = open_run_folder(config(tmp_path / "disk/new/runs"))
-    lock_run_folder(folder)
-    (folder / "metrics.jsonl").touch()
-    at_exit()
-    assert contents(tmp_path) == ["disk"]
-
-
-def test_a_folder_that_is_used_or_was_there_before_stays(tmp_path: Path, at_exit: Callable[[], None]) -> None:
-    (tmp_path / "before/run").mkdir(parents=True)
-    lock_run_folder(open_run_folder(config(tmp_path / "before")))
-    lock_run_folder(used := open_run_folder(config(tmp_path / "used")))
-    (used / "metrics.jsonl").write_text("{}")
-    open_run_folder(config(tmp_path / "shared", "refused"))
-    (tmp_path / "shared/another").mkdir()
-    (held_by_another := open_run_folder(config(tmp_path / "locked")) / ".lock").touch()
-    at_exit()
-    assert held_by_another.exists()
-    assert contents(tmp_path) == [
-        "before", "before/run", "before/run/.lock", "locked", "locked/run", "locked/run/.lock", "shared", "shared/another",
-        "used", "used/run", "used/run/.lock", "used/run/metrics.jsonl",
-    ]  # fmt: skip
-
-
-def test_a_run_that_waits_for_the_lock_of_one_that_is_refused_gets_a_folder(
-    tmp_path: Path, at_exit: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the other has locked and removed is another file than the one that a third run would lock."""
-    folder = open_run_folder(config(tmp_path))
-    lock = fcntl.flock
-
-    def remove_and_lock(descriptor: int, operation: int) -> None:
-        monkeypatch.setattr("fcntl.flock", lock)
-        shutil.rmtree(folder)
-        lock(descriptor, operation)
-
-    monkeypatch.setattr("fcntl.flock", remove_and_lock)
-    lock_run_folder(folder)
-    assert holds_lock(folder / ".lock")
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/../../b", "/x", "linked", "linked/x"])
@@ -152,7 +94,7 @@ def test_a_second_run_is_kept_out_until_the_first_has_ended(tmp_path: Path, monk
         ):
             lock_run_folder(tmp_path)
     lock_run_folder(tmp_path)
-    unlock_run_folders()
+    release_locks()
     with lock_held(tmp_path / ".lock"):
         pass
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from toolkit.config.schema import AdapterConfig, ModelConfig
 from toolkit.errors import UserError
-from toolkit.launch import environment, environment_checks
+from toolkit.launch import environment
 from toolkit.models.lora import add_adapter
 from toolkit.parallel import float8
 from toolkit.parallel.units import repeated_blocks
@@ -57,11 +57,11 @@ def test_the_sentence_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> N
         environment.check_torchao()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="needs a CUDA GPU of compute capability 8.9 .* torch sees none: write bf16"):
-        environment_checks.check_capability()
+        environment.check_capability()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(UserError, match="capability 8.9 .*; NVIDIA A100 has 8.0: write bf16"):
-        environment_checks.check_capability()
+        environment.check_capability()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    environment_checks.check_capability()
+    environment.check_capability()

@@ -94,7 +94,7 @@ def test_too_many_in_a_row_stop_the_run_and_name_steps_and_rows(log: StepLog, fl
     sentence = str(error.value)
     assert sentence.startswith("3 updates in a row were skipped, up to step 7 (optim.max_skipped_steps)")
     assert "steps 5, 6, 7: rows 1010, 1011, 1012, 1013, 1014, 1015; " in sentence
-    assert error.value.agreed_by_all_ranks  # type: ignore[attr-defined]
+    assert error.value.printed_by == "run"
 
 
 def test_too_many_in_a_row_stop_the_run_though_the_next_one_was_taken(log: StepLog, tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 
 from toolkit.errors import UserError, escape_controls, one_line
 from toolkit.launch.accelerate_yaml import SECTIONS, check_accelerate_yaml
-from toolkit.launch.relaunch import adapt_preset, find_preset, launch, reason_of_failure, save_preset
 from toolkit.tools.compare.picture import draw_comparison
 from toolkit.tools.compare.table import Outcome, as_json, common_changes, find_reference, format_comparison, read_figures
+from toolkit.tools.relaunch import adapt_preset, find_preset, launch, reason_of_failure, save_preset
 
 logger = logging.getLogger("toolkit")
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from toolkit.config.load import RecipeConfig, find_model, load_config
+from toolkit.config.load import RecipeConfig, load_config
 from toolkit.config.schema import LLMConfig
 from toolkit.data.batch_plan import check_global_batch_size
 from toolkit.errors import UserError, one_line
@@ -29,7 +29,7 @@ from toolkit.tools.preview.step import view_step
 from toolkit.tools.preview.summary import summarize
 from toolkit.tools.preview.terminal import print_preview
 from toolkit.tools.preview.wording import Preview, plural
-from toolkit.tools.recipes import config_class_of
+from toolkit.tools.recipes import config_class_of, find_model
 from toolkit.training.data import num_steps, prepare_data
 
 

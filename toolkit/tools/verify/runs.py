@@ -16,7 +16,7 @@ from toolkit.config.load import RecipeConfig
 from toolkit.config.schema import LLMConfig
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
-from toolkit.launch.relaunch import adapt_preset, find_preset, reason_of_failure, save_preset
+from toolkit.tools.relaunch import adapt_preset, find_preset, reason_of_failure, save_preset
 from toolkit.tools.verify import EXPORT, LEAVE
 
 NUM_STEPS = 4

@@ -9,13 +9,13 @@ import shutil
 from pathlib import Path
 from typing import Any, Final
 
-from toolkit.config.load import find_model, load_config
+from toolkit.config.load import load_config
 from toolkit.config.schema import SummarizationConfig
 from toolkit.errors import UserError, align, escape_controls, one_line
-from toolkit.launch.relaunch import PRESET_FOLDER, launch
 from toolkit.models.config import load_model_config
 from toolkit.models.positions import num_positions
-from toolkit.tools.recipes import config_class_of
+from toolkit.tools.recipes import config_class_of, find_model
+from toolkit.tools.relaunch import PRESET_FOLDER, launch
 from toolkit.tools.verify.checks import check_all
 from toolkit.tools.verify.records import Proof
 from toolkit.tools.verify.runs import Box, Launch, launch_all, plan_runs

@@ -123,4 +123,4 @@ def test_a_rank_whose_gpu_lacks_room_stops_all(monkeypatch: pytest.MonkeyPatch) 
     opened.usage.csv_delimiter = None
     with pytest.raises(UserError, match="no room") as raised:
         command.generate(options)  # type: ignore[arg-type]
-    assert raised.value.agreed_by_all_ranks  # type: ignore[attr-defined]
+    assert raised.value.printed_by == "run"

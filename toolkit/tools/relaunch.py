@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from toolkit.distributed.launchers import STARTED_BY
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
-from toolkit.launch.launchers import STARTED_BY
 
 PRESET_FOLDER = Path(__file__).resolve().parents[2] / "accelerate_configs"
 """This checkout's presets, where a preset given by its name is looked up."""

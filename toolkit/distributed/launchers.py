@@ -7,36 +7,35 @@ by hand, under `nohup` or in a notebook, has no launcher.
 
 from __future__ import annotations
 
+import functools
 import os
+import select
 from contextlib import suppress
 from pathlib import PurePath
 
 STARTED_BY = "TOOLKIT_STARTED_BY"
 """The process id of `compare` or `verify`, in the environment of the runs that they start."""
-_opened: list[int] = []
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+_watched = select.poll()
 
 
+@functools.cache
 def find_launchers() -> None:
-    """Open the launcher among this process's parents, and what started it, once. Call it early: importing torch takes seconds."""
+    """Watch the launcher among this process's parents, and what started it. Call it early: importing torch takes seconds."""
     import psutil
 
     pids = [int(os.environ[STARTED_BY])] if os.environ.get(STARTED_BY, "").isdecimal() else []
     for parent in psutil.Process().parents():
         with suppress(psutil.Error):  # it has ended, or belongs to another user
             pids += [parent.pid] if _is_launcher(parent.cmdline()) else []
-    for pid in pids if not _opened else ():
+    for pid in pids:
         with suppress(OSError, AttributeError):  # a system without pidfds watches none
-            _opened.append(os.pidfd_open(pid))
+            _watched.register(os.pidfd_open(pid), select.POLLIN)
 
 
-def watch_launchers() -> None:
-    """Watch the processes that `find_launchers` finds, or has found, as long as this process lives."""
-    from toolkit.distributed.signals import watch_process  # imports torch; commands read `launch_arguments` only
-
-    find_launchers()
-    for descriptor in _opened:
-        watch_process(descriptor)
+def launcher_is_gone() -> bool:
+    """Whether a launcher that `find_launchers` has found has ended."""
+    return bool(_watched.poll(0))
 
 
 def launch_arguments(command: list[str]) -> list[str] | None:
