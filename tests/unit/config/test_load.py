@@ -281,10 +281,11 @@ BROKEN_FILES = {
     "run: {}\noptim:\n  lr: 1\nrun:\n  name: a\n": "{path}, line 4: run was given before, on line 1: keep one of them",
     "optim:\n  lr: 1\noptim.lr: 2\n": "{path}, line 3: optim.lr was given before, on line 2: keep one of them",
     "model:\n  freeze: null\n": "{path}, line 2: model.freeze is null: write a list as in ['a', 'b']",
-    "log_every_steps: !!int abc\n": "{path}, line 1: log_every_steps has !!int abc: write a plain value, without the tag",
-    "data:\n  files: [a.csv,\n    !env DATA]\n": "{path}, line 3: data.files has !env DATA: write a plain value, without the tag",
-    "model:\n  from_scratch: !!bool maybe\n": "{path}, line 2: model.from_scratch has !!bool maybe: write a plain value, "
-    "without the tag",
+    "log_every_steps: !!int abc\n": "{path}: a value cannot be read (invalid literal for int() with base 10: 'abc'): put it in "
+    "quotes, or leave out its tag",
+    "data:\n  files: [a.csv,\n    !env DATA]\n": "{path}, line 3: broken YAML (could not determine a constructor for the "
+    "tag '!env'): write `key: value`, indented under its section",
+    "model:\n  from_scratch: !!bool maybe\n": "{path}: a value cannot be read ('maybe'): put it in quotes, or leave out its tag",
     "run:\n  name: 2024\n": "{path}, line 2: run.name is 2024: write text, in quotes if it looks like a number",
 }
 

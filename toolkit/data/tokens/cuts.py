@@ -77,9 +77,10 @@ def describe_cut(num_given: np.ndarray, num_lost: np.ndarray, num_rows: int, nam
     num_cut, side = int((num_lost > 0).sum()), SIDES[name]
     if not num_cut:
         return []
-    share, tokens = _measure(num_lost, num_given, f"{side} {what or 'row'}")
+    share, percent = _measure(num_lost, num_given)
     of_what = f"the {what} of " if what else ""
-    sentence = f"cut {of_what}{num_cut} of {num_rows} {side} rows to {limit}: {tokens} lost"
+    tokens = f"{side} {what or 'row'} tokens"
+    sentence = f"cut {of_what}{num_cut} of {num_rows} {side} rows to {limit}: {percent} % of all {tokens} lost"
     if share <= _MOST_TOKENS_LOST:
         return [sentence]
     longest = f"the longest {what or 'row'} has {num_given.max():,} tokens"
@@ -97,17 +98,16 @@ def describe_unknown(num_tokens: np.ndarray, num_unknown: np.ndarray, name: str,
     """
     if not num_unknown.any():
         return []
-    share, tokens = _measure(num_unknown, num_tokens, f"{SIDES[name]} {what}")
+    share, percent = _measure(num_unknown, num_tokens)
     such_as = f" (such as {', '.join(dict.fromkeys(examples[:5]))})" if examples else ""
     sentence = (
-        f"{tokens}, in {(num_unknown > 0).sum()} of {len(num_unknown)} rows, are unknown to the "
-        f"tokenizer{such_as}: the model neither reads nor writes them"
+        f"{percent} % of all {SIDES[name]} {what} tokens, in {(num_unknown > 0).sum()} of {len(num_unknown)} rows, "
+        f"are unknown to the tokenizer{such_as}: the model neither reads nor writes them"
     )
     return [f"WARNING: {sentence}" if share > _MOST_TOKENS_LOST else sentence]
 
 
-def _measure(part: np.ndarray, whole: np.ndarray, of_what: str) -> tuple[float, str]:
-    """The share of one count of tokens in another, as a number and in words."""
+def _measure(part: np.ndarray, whole: np.ndarray) -> tuple[float, str]:
+    """The share of one count of tokens in another, as a number and as percent to print."""
     share = part.sum() / whole.sum()
-    percent = f"{100 * share:.1f}" if share >= 0.001 else "less than 0.1"
-    return share, f"{percent} % of all {of_what} tokens"
+    return share, f"{100 * share:.1f}" if share >= 0.001 else "less than 0.1"
