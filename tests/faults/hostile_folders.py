@@ -41,6 +41,11 @@ def with_shard_above(folder: Path, canary: Path) -> None:
     split_weights(folder, "../shard.safetensors")
 
 
+def with_pickled_shard(folder: Path, canary: Path) -> None:
+    split_weights(folder, "shard.bin")
+    (folder / "shard.bin").write_bytes(pickle.dumps(Attack(canary)))
+
+
 def with_pickle_alone(folder: Path, canary: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Attack(canary)))
@@ -86,14 +91,25 @@ def fill_with_code(folder: Path, canary: Path) -> None:
         (folder / name).write_bytes(pickle.dumps(Attack(canary)))
 
 
-MODEL = "--model.name_or_path {other}"
+MODEL, START = "--model.name_or_path {other}", "--model.from_scratch true --model.init_from {other}"
 INDEX = "the model.safetensors.index.json of "
 NOT_BESIDE = "in its weight_map, and only safetensors files of the same folder are read: save the model again …"
 NO_WEIGHTS = "model {other} has no loadable safetensors weights (…): give a folder with them, or model.from_scratch true …"
 ADAPTER = "--model.from_scratch false --adapter.method lora --adapter.name_or_path {other}"
 FOLDERS: dict[str, tuple[Callable[[Path, Path], None], str, str]] = {
     "shard above": (with_shard_above, MODEL, INDEX + f"model.name_or_path {{other}} names '../shard.safetensors' {NOT_BESIDE}"),
+    "pickled shard": (with_pickled_shard, MODEL, INDEX + f"model.name_or_path {{other}} names 'shard.bin' {NOT_BESIDE}"),
+    "shard above, to start from": (
+        with_shard_above,
+        START,
+        INDEX + f"model.init_from {{other}} names '../shard.safetensors' {NOT_BESIDE}",
+    ),
     "pickle alone": (with_pickle_alone, MODEL, NO_WEIGHTS),
+    "pickle alone, to start from": (
+        with_pickle_alone,
+        START,
+        "model.init_from {other} has no loadable safetensors weights (…)",
+    ),
     "pickle that the config names": (
         with_named_pickle,
         MODEL,

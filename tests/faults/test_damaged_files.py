@@ -81,6 +81,11 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         partial(flip, "manifest.json", behind=b'"num_evaluations_without_gain": '),
         f"{NEWEST}/manifest.json .*",
     ),
+    "flipped byte in a hash in the manifest": (partial(flip, "manifest.json", behind=b'"sha256": "'), f"{NEWEST}/.*"),
+    "flipped byte in the manifest's config": (
+        partial(flip, "manifest.json", behind=b'"train.seed": '),
+        f"{NEWEST}/manifest.json .*",
+    ),
     "half a manifest": (partial(cut, "manifest.json"), rf"{NEWEST}/manifest.json cannot be read \(.+\)"),
     "missing shard": (partial(remove, SHARDS[1]), f"{NEWEST} lacks {SHARDS[1]}"),
 }
