@@ -123,9 +123,9 @@ def check_loaded(file: str) -> None:
 
     resume = run_module.resume
 
-    def checked(run: Any, saved: Path) -> None:
+    def checked(run: Any, saved: Any) -> None:
         resume(run, saved)
-        Path(f"{file}-{rank()}.json").write_text(json.dumps(_compare(saved, run.sharded, run.optimizer)))
+        Path(f"{file}-{rank()}.json").write_text(json.dumps(_compare(saved.folder, run.sharded, run.optimizer)))
 
     run_module.resume = checked  # type: ignore[assignment]
 
