@@ -1,6 +1,7 @@
 """The optimizers by name. Another one is a file like `adamw.py`, an entry here, and a base of `OptimConfig`.
 
-The second one makes `OptimConfig.name` a field.
+The second one makes `OptimConfig.name` a field, and types this mapping. A checkpoint without a setting resumes only where the
+setting's default is 0 or None.
 """
 
 from toolkit.optimizers.adamw import AdamW

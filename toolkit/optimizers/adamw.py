@@ -34,9 +34,10 @@ class AdamW:
     """Decoupled weight decay. Norms and biases are excluded."""
 
     def build(self, groups: list[dict[str, Any]]) -> Any:
-        """The torch optimizer of these groups of parameters. Its step changes nothing where its `found_inf` is 1.
+        """The torch optimizer of these groups of parameters, which are DTensors under FSDP2.
 
-        `fused` needs one kernel for all parameters; the kernel reads `found_inf` on the device.
+        Where its `found_inf` is 1, a step changes no weight and no state, and still allocates the state, filled: every trainable
+        parameter has state after the first step. `fused` needs one kernel for all parameters; it reads `found_inf` on the device.
         """
         import torch
 
