@@ -52,6 +52,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 CHANGED: list[tuple[str, str, str, bool]] = [
     ("tied", "fsdp2-2", "single", True),
     ("tied", "fsdp2-2", "fsdp2-3", True),
+    ("tied", "fsdp2-2", "ddp-2", False),
     ("tied", "fsdp2-2", "fsdp1-2", True),
     ("tied", "fsdp2-2", "hsdp-4", True),
     ("tied", "hsdp-4", "fsdp2-2", True),

@@ -88,6 +88,7 @@ SHARD = r"{{3}}.tmp/state/__{}_0\.distcp w "
 FULL, READ_ONLY = "File too large", "Read-only file system"
 REFUSALS: dict[str, tuple[Fault, str]] = {
     "disk full for the shard of rank 1": (partial(no_room_for, "open", SHARD.format(1), 20_000, rank=1), FULL),
+    "disk full for the end of a shard": (partial(no_room_for, "open", SHARD.format(1), 300_000, rank=1), FULL),
     "disk full for the random state of rank 1": (partial(no_room_for_random_state, rank=1), FULL),
     "disk full for the manifest": (partial(refused, "open", r"{3}.tmp/manifest\.json w ", errno.ENOSPC, rank=0), "No space left"),
     "read-only for the folder": (partial(refused, "os.mkdir", r"{3}.tmp", errno.EROFS, rank=0), READ_ONLY),

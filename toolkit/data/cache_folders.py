@@ -85,18 +85,19 @@ def name_folder(identity: dict[str, Any]) -> str:
 
 def _put_in_place(what: str, unfinished: Path, folder: Path) -> dict[str, Any] | None:
     """Rename the finished folder to its name. If another run was faster and its folder is valid, return its description."""
-    if os.path.lexists(folder):
+    try:
+        seen = os.lstat(folder)
         if (about := _load_about(what, folder)) is not None:
             return about
-        try:
+        if os.path.samestat(seen, os.lstat(folder)):  # no other run has replaced it meanwhile
             folder.rename(unfinished.with_name("damaged"))
-        except FileNotFoundError:  # another run has moved it away
-            pass
-        except OSError as error:
-            raise UserError(
-                f"{what} {folder} is damaged and cannot be replaced ({error.strerror}): ask its owner, or set data.cache_dir to "
-                "a folder of your own"
-            ) from None
+    except FileNotFoundError:  # there is none, or another run has moved it away
+        pass
+    except OSError as error:
+        raise UserError(
+            f"{what} {folder} is damaged and cannot be replaced ({error.strerror}): ask its owner, or set data.cache_dir to "
+            "a folder of your own"
+        ) from None
     try:
         unfinished.rename(folder)
     except OSError:

@@ -155,6 +155,27 @@ def test_two_processes_that_rebuild_one_damaged_folder_both_end_well(tmp_path: P
     assert folder.stat().st_ino == built and os.listdir(tmp_path) == ["a"]
 
 
+def test_a_folder_that_was_built_while_its_damaged_predecessor_was_read_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slower one is at the end of its own build, and the folder that it reads by then has been moved away."""
+    folder, hash_file, hashed = tmp_path / "a", cache_folders.hash_file, []
+
+    def overtake(path: Path) -> str:
+        found = hash_file(path)
+        hashed.append(path)
+        if hashed.count(folder / "rows.arrow") == 2:
+            monkeypatch.setattr(cache_folders, "hash_file", hash_file)
+            assert find_or_build("the cache", folder, fill("faster"))["by"] == "faster"
+        return found
+
+    find_or_build("the cache", folder, fill("first"))
+    (folder / "rows.arrow").write_text("worst")
+    monkeypatch.setattr(cache_folders, "hash_file", overtake)
+    assert find_or_build("the cache", folder, fill("slower"))["by"] == "faster"
+    assert (folder / "rows.arrow").read_text() == "faster" and os.listdir(tmp_path) == ["a"]
+
+
 def test_a_run_that_is_overtaken_in_its_build_takes_what_is_there(tmp_path: Path) -> None:
     with another_process(tmp_path, "slower", "in build") as slower:
         assert find_or_build("the cache", tmp_path / "a", fill("faster"))["by"] == "faster"

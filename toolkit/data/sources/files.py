@@ -11,6 +11,7 @@ import difflib
 import glob
 import gzip
 import hashlib
+import io
 import logging
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -22,15 +23,7 @@ from typing import NamedTuple
 from toolkit.data.sources.columnar import list_names, read_columnar
 from toolkit.data.sources.json_files import list_keys, read_json
 from toolkit.data.sources.row import show_names
-from toolkit.data.sources.text_files import (
-    Cells,
-    Form,
-    open_bytes,
-    open_text,
-    read_csv,
-    read_header,
-    read_txt,
-)
+from toolkit.data.sources.text_files import Cells, Form, open_bytes, read_csv, read_header, read_txt
 from toolkit.errors import UserError
 
 logger = logging.getLogger("toolkit")
@@ -114,7 +107,7 @@ def hash_file(path: Path, *, is_text: bool, encoding: str = "utf-8") -> str:
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): check the path and its permissions") from None
     if is_text and encoding not in ("utf-8", "utf-8-sig"):
-        with suppress(UnicodeDecodeError), open_text(path, Form()) as file:
+        with suppress(UnicodeDecodeError), io.TextIOWrapper(open_bytes(path), "utf-8") as file:  # with its byte order mark
             if sum(not line.isascii() for line in file):
                 trouble = f"{path} is valid UTF-8, but is read as {encoding}, with other letters"
                 logger.warning(f"{trouble}: leave data.encoding out for UTF-8")

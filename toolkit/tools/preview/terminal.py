@@ -66,7 +66,7 @@ class _Lines:
                 yield from self._wrapped(self._text(visible(text)), indent=4)
             case Tokens(spans):
                 marked = [self._marked(kind, "|".join(visible(t).replace("\n", "⏎\n") for t in tokens)) for kind, tokens in spans]
-                yield from self._wrapped(self._text("|", style="dim").join(marked), indent=4)
+                yield from self._wrapped(self._text().append("|", style="dim").join(marked), indent=4)
 
     def _bar(self, bar: Bar) -> Text:
         """Parts are as wide as their share of the longest pack; `|` is between two rows."""

@@ -63,6 +63,9 @@ def test_utf_8_that_another_encoding_reads_is_warned_of(
     Path("rows.csv").write_bytes(TABLE.replace("\t", ",").replace("é", "e").encode())  # the same in both
     load_t5("rows.csv", encoding="cp1252")
     assert caplog.messages == []
+    Path("rows.csv").write_bytes("id,source,target\n1,a,b\n".encode("utf-8-sig"))  # the byte order mark would be letters
+    load_t5("rows.csv", encoding="cp1252")
+    assert caplog.messages == [UTF_8_READ_OTHERWISE]
     Path("rows.csv").write_bytes("source,target\nÁ,b\n".encode())
     assert refusal("rows.csv", encoding="cp1252").startswith("rows.csv, line 2: byte 0x81 is not valid CP1252")
     assert refusal("rows.csv", encoding="cp1252").endswith(": set data.encoding (another, none for UTF-8), or convert the file")

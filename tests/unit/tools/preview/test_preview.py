@@ -33,8 +33,9 @@ from toolkit.launch.log import start_logging
 from toolkit.tools.preview import preview
 from toolkit.tools.preview.page import TOKENS_OF_A_BLOCK, render_page
 from toolkit.tools.preview.preview import collect
-from toolkit.tools.preview.terminal import print_preview
-from toolkit.tools.preview.wording import NAMES, padding_behind
+from toolkit.tools.preview.row import CONTEXT, LOSS, Span
+from toolkit.tools.preview.terminal import _Lines, print_preview
+from toolkit.tools.preview.wording import NAMES, Tokens, padding_behind
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u061c\u2028\u202a-\u202e\u2066-\u2069\ufeff]")
 
@@ -114,6 +115,14 @@ def test_a_terminal_gets_colours_in_place_of_marks_and_its_own_width(capsys: pyt
         for side in row.sides:
             tokens = "|".join(token.replace("\n", "⏎\n") for span in side.spans for token in span.tokens)
             assert re.sub(r"\s", "", tokens) in re.sub(r"\s", "", plain)
+
+
+def test_only_the_marks_between_tokens_are_dim() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", no_color=False)
+    with console.capture() as shown:
+        for line in _Lines(console).of(Tokens([Span(CONTEXT, ["a", "b"]), Span(LOSS, ["c"])])):
+            console.print(line)
+    assert shown.get() == "    a|b\x1b[2m|\x1b[0m\x1b[1;32mc\x1b[0m\n"
 
 
 def test_hostile_texts_stay_text_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
