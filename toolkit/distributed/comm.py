@@ -131,6 +131,8 @@ def barrier() -> None:
 
 def raise_together(error: UserError | None) -> None:
     """If any rank has a `UserError`, raise that of the lowest such rank on every rank, and one prints it. Collective."""
+    if error is not None and not type(error).__module__.startswith("toolkit."):
+        error = UserError(str(error))  # the other ranks may not have a class of the user's own
     first = next((found for found in gather_objects(error) if found is not None), None)
     if first is not None:
         first.printed_by = "run"

@@ -167,8 +167,12 @@ def untie_differing(model: PreTrainedModel, files: WeightFiles, match: Match) ->
         one, two = (files.source(match.tensors[name], torch.float32) for name in names)
         return not all(torch.equal(one.read(piece), two.read(piece)) for piece in pieces(one.shape))
 
-    stored = [pair for pair in model.all_tied_weights_keys.items() if match.tensors.keys() >= set(pair)]
-    for name, _ in on_rank_0(lambda: [pair for pair in stored if differ(*pair)]):
+    names_of: dict[str, list[str]] = {}  # of each tied weight; its source is first, but need not be stored
+    for name, source in model.all_tied_weights_keys.items():
+        names_of.setdefault(source, [source]).append(name)
+    stored = [[name for name in names if name in match.tensors] for names in names_of.values()]
+    pairs = [(names[0], other) for names in stored for other in names[1:]]
+    for _, name in on_rank_0(lambda: [pair for pair in pairs if differ(*pair)]):
         module, _, own_name = name.rpartition(".")
         setattr(model.get_submodule(module), own_name, nn.Parameter(torch.empty_like(model.get_parameter(name))))
         model.all_tied_weights_keys.pop(name)

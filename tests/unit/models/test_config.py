@@ -13,7 +13,7 @@ from huggingface_hub.errors import EntryNotFoundError
 
 from toolkit.config.schema import AdapterConfig, ModelConfig
 from toolkit.errors import UserError
-from toolkit.models.config import AutoClass, _has_experts, load_model_config
+from toolkit.models.config import AutoClass, _has_experts, hub_commit, load_model_config
 from toolkit.models.lora import add_adapter
 from toolkit.models.positions import warn_of_shared_rope
 
@@ -131,3 +131,7 @@ def test_a_hub_models_files_are_of_one_commit(tmp_path: Path, monkeypatch: pytes
     add_adapter(model, AdapterConfig(method="lora", target_modules=["q_proj"]), base, seed=0)
     assert asked == [commit]
     assert model.peft_config["default"].revision == commit
+    # a folder of that name is what loads
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "user" / "tiny").mkdir(parents=True)
+    assert hub_commit(base) is None

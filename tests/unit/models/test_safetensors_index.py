@@ -8,14 +8,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM, T5Config, T5ForConditionalGeneration
 
 from toolkit.errors import UserError
 from toolkit.models import shard_reader as weight_sources
-from toolkit.models.freeze import hash_parameters
-from toolkit.models.safetensors_index import DTYPES, WeightFiles, WholeOnly, find_weight_files, match_names
+from toolkit.models.freeze import aliases, hash_parameters
+from toolkit.models.safetensors_index import DTYPES, WeightFiles, WholeOnly, find_weight_files, match_names, untie_differing
 from toolkit.models.shard_reader import hash_sources, pieces
 
 SIZES = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
@@ -120,3 +120,18 @@ def test_hashes_of_files_are_those_of_the_loaded_model(tmp_path: Path) -> None:
     with patch.object(weight_sources, "PIECE_BYTES", 256):
         hashes = hash_sources(sources, {name: parameter.dtype for name, parameter in named.items()})
     assert hashes == hash_parameters(model, set(named))
+
+
+@pytest.mark.parametrize("stored_as", ["shared", "encoder.embed_tokens", "decoder.embed_tokens"])
+def test_a_head_of_its_own_is_untied_under_whichever_name_the_embedding_is_stored(tmp_path: Path, stored_as: str) -> None:
+    config = T5Config(vocab_size=32, d_model=16, d_kv=4, d_ff=32, num_layers=1, num_heads=2)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    embedding, head = tensors.pop("shared.weight"), torch.randn(32, 16)
+    stored = {**tensors, f"{stored_as}.weight": embedding, "lm_head.weight": head}
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    expected, model = T5ForConditionalGeneration.from_pretrained(tmp_path), T5ForConditionalGeneration(config)
+    files = WeightFiles([tmp_path / "model.safetensors"], "the model")
+    untie_differing(model, files, match_names(model, files))
+    assert sorted(aliases(model).values()) == sorted(aliases(expected).values())
+    assert ["lm_head.weight"] in aliases(model).values()
