@@ -61,7 +61,7 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeCon
     working("building the model")
     auto_class = config.auto_class
     model_config = on_all_ranks(lambda: load_model_config(config.model, auto_class))
-    of_hub = {"the commit of model.name_or_path": hub_commit(config.model)}
+    of_hub = {"the commit of model.name_or_path": on_all_ranks(lambda: hub_commit(config.model))}
     settings = {f"{key} of the model's config": value for key, value in model_config.to_diff_dict().items() if key[0] != "_"}
     compare_ranks(settings | of_hub)
     why = on_all_ranks(lambda: _take_fastest_attention(config, context, model_config))
