@@ -194,7 +194,7 @@ def check_llama(folder: Path, train: Callable[..., dict[str, np.ndarray]], where
     flags = [
         *("--model.name_or_path", str(folder / "model"), "--model.from_scratch", "true", "--data.max_length_tokens", "64"),
         *("--data.prompt_column", "source", "--data.completion_column", "target", "--data.bucket_by_length", "false"),
-        *("--train.micro_batch_size_rows", "4", "--eval.generate", "false", "--eval.unshard", "never"),
+        *("--train.micro_batch_size_rows", "4", "--eval.generate", "false", "--eval.unshard", "never", "--train.max_steps", "10"),
     ]
     in_float8 = {"overrides": {**where, "mixed_precision": "fp8"}, "function": train}
     runs: dict[str, Any] = {
@@ -205,7 +205,7 @@ def check_llama(folder: Path, train: Callable[..., dict[str, np.ndarray]], where
     finished = run_recipes(folder, {name: {"preset": PRESET, "recipe": "llm", **how} for name, how in runs.items()})
     curves = {name: figures(lines, "train")["loss"] for name, (lines, _) in finished.items()}
     for name in ("float8", "packed"):
-        assert curves[name][-1] < curves[name][0] - 0.1
+        assert curves[name][-1] < curves[name][0] - 0.2
         np.testing.assert_allclose(curves[name], curves["bf16"], rtol=0.01, err_msg=name)
         assert (curves[name] != curves["bf16"]).all() and (folder / "runs" / name / "export" / "model.safetensors").is_file()
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +22,11 @@ from tests.faults.harness import (
     attempt_with,
     check_like_whole,
     check_survivors_ended_by_themselves,
+    read_manifest,
     resume,
+    stopped_after,
     whole_checkpoints,
+    write_manifest,
 )
 from tests.faults.workers.faulty_recipe import before, kill, this_rank
 from tests.support.workbench import Workbench, step_name
@@ -39,6 +43,8 @@ class Moment:
     goes_on_from: int
     """The step of the checkpoint that stands, if the rank whose moment it is dies."""
     rank: int = 0
+    prepare: Callable[[Path], None] | None = None
+    """Done to the run as it stands after step 2, where the run to be killed is one that goes on from there; else it is new."""
 
 
 def file_moment(event: str, path: str, goes_on_from: int, standing: str = "", **more: Any) -> Moment:
@@ -86,7 +92,22 @@ def in_manifest(die: Callable[[], None]) -> None:
     before("open", r"{4}.tmp/manifest\.json w ", die_in_half)
 
 
-REMOVING = f"{step_name(2)}.removing"
+def break_step_4(run: Path) -> None:
+    """A checkpoint of step 4 that is not whole stands in the way."""
+    (run / "checkpoints" / step_name(4) / "state" / "__1_0.distcp").unlink()
+
+
+def owe_an_evaluation(run: Path) -> None:
+    """The checkpoint of step 4 as a signal leaves it that comes in the evaluation: it is done, and saved, again."""
+    folder = run / "checkpoints" / step_name(4)
+    manifest = read_manifest(folder)
+    manifest["state"] |= {"evaluation_due": True, "best_value": None}
+    write_manifest(folder, manifest | {"metrics": {}})
+    lines = [line for line in (run / "metrics.jsonl").read_text().splitlines(keepends=True) if '"kind": "eval"' not in line]
+    (run / "metrics.jsonl").write_text("".join(lines))
+
+
+OLD, REMOVING = f"{step_name(4)}.old", f"{step_name(2)}.removing"
 MOMENTS = {
     "before the first write": file_moment("os.mkdir", "{4}.tmp", 2),
     "before the first shard of rank 1": file_moment("open", r"{4}.tmp/state/__1_0\.distcp w ", 2, rank=1),
@@ -96,6 +117,10 @@ MOMENTS = {
     "in the manifest": Moment(in_manifest, 2),
     "before the rename": file_moment("os.rename", "{4}.tmp .*{4} ", 2),
     "after the rename": file_moment("open", "/checkpoints None", 4, standing=step_name(4)),
+    "before a broken one is put aside": file_moment("os.rename", "{4} .*{4}.old", 2, prepare=break_step_4),
+    "a broken one is put aside": file_moment("os.rename", "{4}.tmp .*{4} ", 2, standing=OLD, prepare=break_step_4),
+    "a broken one is replaced": file_moment("os.rename", r"{4}.old .*{4}.removing", 4, standing=OLD, prepare=break_step_4),
+    "a whole one is put aside": file_moment("os.rename", "{4}.tmp .*{4} ", 4, standing=OLD, prepare=owe_an_evaluation),
     "before pruning": file_moment("os.rename", r"{2} .*{2}\.removing", 4),
     "in pruning, after some removals": file_moment("os.rmdir", "^state ", 4, standing=REMOVING),
 }
@@ -135,6 +160,8 @@ def test_the_other_rank_is_killed(faulty_bench: Workbench, moment: str) -> None:
 
 
 def kill_a_run(bench: Workbench, name: str, moment: str, ranks: tuple[int, ...]) -> None:
+    if prepare := MOMENTS[moment].prepare:
+        prepare(stopped_after(bench, name, step=4))
     outcome = attempt_with(bench, name, partial(die_at, moment, ranks), **KEEP_ONE)
     assert [code == -9 for code in outcome.returncodes] == [rank in ranks for rank in (0, 1)], outcome.stderr[-6000:]
     check_survivors_ended_by_themselves(outcome)

@@ -46,8 +46,11 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "unknown key parallelism_config.dp_shard_size: did you mean " + SIZES + "dp_shard_size?",
     ),
     (DDP | {"max_restarts": 3}, "unknown key max_restarts: it is a flag of accelerate launch, write --max_restarts there"),
+    (DDP | {"monitor_interval": 1}, "unknown key monitor_interval: it is a flag of accelerate launch"),
+    (DDP | {"rdzv_conf": "join_timeout=600"}, "unknown key rdzv_conf: it is a flag of accelerate launch"),
     (DDP | {"fsdp_version": 2}, "unknown key fsdp_version: indent it under fsdp_config"),
     (DDP | {"rdzv_backend": "c10d"}, "does not read from the file: give it --rdzv_backend c10d instead"),
+    (DDP | {"enable_cpu_affinity": True}, "does not read from the file: give it --enable_cpu_affinity instead"),
     (DDP | {"fp8_config": {"formatt": "E4M3"}}, "unknown key fp8_config.formatt: did you mean fp8_format?"),
     # keys that cannot work
     (fsdp(FSDP1 | {"limit_all_gathers": True}), "fsdp_config.limit_all_gathers cannot be set: accelerate has no key for it"),
@@ -70,6 +73,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     (DDP | {"tpu_use_cluster": True}, "tpu_use_cluster is True: it serves TPUs"),
     # types and choices
     (DDP | {"num_processes": "2"}, "num_processes is '2': write a whole number"),
+    (DDP | {"num_processes": None}, "num_processes is None: write a whole number"),
     (DDP | {"num_processes": True}, "num_processes is True: write a whole number"),
     (DDP | {"num_processes": -1}, "num_processes is -1: it must be at least 1"),
     (DDP | {"use_cpu": "yes"}, "use_cpu is 'yes': write true or false"),
@@ -79,20 +83,35 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         fsdp(FSDP2 | {"fsdp_offload_params": "true"}),
         "fsdp_config.fsdp_offload_params is 'true': write true or false, without quotes",
     ),
+    (fsdp(FSDP2 | {"fsdp_min_num_params": "1e6"}), "fsdp_config.fsdp_min_num_params is '1e6': write a whole number"),
+    (
+        fsdp(FSDP2 | {"fsdp_transformer_layer_cls_to_wrap": ["T5Block"]}),
+        "fsdp_transformer_layer_cls_to_wrap is ['T5Block']: write text",
+    ),
     (fsdp(FSDP2 | {"fsdp_version": 3}), "fsdp_config.fsdp_version is 3: choose 1, 2"),
     (fsdp(FSDP2 | {"fsdp_version": True}), "fsdp_config.fsdp_version is True: choose 1, 2"),
     (fsdp(FSDP2 | {"fsdp_auto_wrap_policy": "T5Block"}), "is 'T5Block': choose TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP"),
+    (fsdp(FSDP2 | {"fsdp_state_dict_type": "SHARDED"}), "fsdp_state_dict_type is 'SHARDED': choose FULL_STATE_DICT, "),
+    (
+        fsdp(FSDP1 | {"fsdp_backward_prefetch": "PRE"}),
+        "fsdp_backward_prefetch is 'PRE': choose BACKWARD_PRE, BACKWARD_POST, NO_PREFETCH",
+    ),
+    (fsdp(FSDP1 | {"fsdp_sharding_strategy": 1}), "fsdp_sharding_strategy is 1: choose FULL_SHARD, "),
     (
         fsdp(FSDP2 | {"fsdp_reshard_after_forward": "FULL_SHARD"}),
         "reshard_after_forward is FULL_SHARD: under FSDP2 write true or false",
     ),
     (fsdp(FSDP2 | {"fsdp_state_dict_type": "LOCAL_STATE_DICT"}), "LOCAL_STATE_DICT, which FSDP2 lacks: use SHARDED_STATE_DICT"),
     (fsdp(FSDP1 | {"fsdp_reshard_after_forward": True}), "heeds only fsdp_sharding_strategy, which is FULL_SHARD"),
+    (fsdp(FSDP1 | {"fsdp_reshard_after_forward": "SHARD_GRAD_OP"}), "heeds only fsdp_sharding_strategy, which is FULL_SHARD"),
     # keys that the chosen version or policy ignores
     (
         fsdp(FSDP2 | {"fsdp_forward_prefetch": False}),
         "fsdp_forward_prefetch has no effect under FSDP2 (each block gathers the next one ahead anyway)",
     ),
+    (fsdp(FSDP2 | {"backward_prefetch": "BACKWARD_PRE"}), "fsdp_backward_prefetch has no effect under FSDP2"),
+    (fsdp(FSDP2 | {"fsdp_use_orig_params": True}), "fsdp_use_orig_params has no effect under FSDP2"),
+    (fsdp(FSDP2 | {"fsdp_sync_module_states": True}), "fsdp_sync_module_states has no effect under FSDP2"),
     (fsdp(FSDP2 | {"fsdp_sharding_strategy": "FULL_SHARD"}), "fsdp_sharding_strategy has no effect under FSDP2"),
     (
         fsdp(FSDP2 | {"fsdp_activation_checkpointing": True, "activation_checkpointing_offload": True}),
@@ -110,6 +129,14 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         fsdp({"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": False}),
         "fsdp_auto_wrap_policy is absent, which accelerate takes for NO_WRAP: the full model",
     ),
+    (
+        fsdp(FSDP2 | {"fsdp_transformer_layer_cls_to_wrap": "T5Block", "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}),
+        "it serves TRANSFORMER_BASED_WRAP",
+    ),
+    (
+        fsdp(FSDP2 | {"fsdp_min_num_params": 0, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}),
+        "fsdp_min_num_params is 0: it must be at least 1",
+    ),
     (DDP | {"fsdp_config": FSDP2}, "fsdp_config is ignored under distributed_type MULTI_GPU"),
     # FSDP1 on CPU, and what training needs of it
     (fsdp(FSDP1, use_cpu=True), "fsdp_sync_module_states must be false with use_cpu"),
@@ -123,15 +150,24 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         DDP | {"gradient_accumulation_steps": 4},
         "gradient_accumulation_steps is 4: leave it out, accumulation is derived from train.global_batch_size_rows",
     ),
+    (
+        DDP | {"deepspeed_config": {"gradient_accumulation_steps": 4}},
+        "deepspeed_config.gradient_accumulation_steps is 4: leave it out",
+    ),
     (DDP | {"deepspeed_config": {"gradient_accumulation_steps": "auto"}}, "and train.micro_batch_size_rows"),
     # precision
     (DDP | {"mixed_precision": "fp16"}, "mixed_precision is fp16, which is not supported: use bf16"),
     (DDP | {"fp8_config": {"backend": "AO"}}, "fp8_config has no effect without mixed_precision: fp8"),
     (fsdp(FSDP2, mixed_precision="fp8"), "fp8_config.backend is absent, with which accelerate takes what is installed: write AO"),
     (fsdp(FSDP2, mixed_precision="fp8", fp8_config={"backend": "TE"}), "fp8_config.backend is TE: write AO, which is torchao"),
+    (fsdp(FSDP2, mixed_precision="fp8", fp8_config={"backend": "A0"}), "fp8_config.backend is 'A0': choose ao, te, msamp"),
     (
         fsdp(FSDP2, mixed_precision="fp8", fp8_config={"backend": "AO", "margin": 0}),
         "fp8_config.margin has no effect with backend AO",
+    ),
+    (
+        fsdp(FSDP2, mixed_precision="fp8", fp8_config={"backend": "AO", "pad_inner_dim": "yes"}),
+        "fp8_config.pad_inner_dim is 'yes': write true or false",
     ),
     (DDP | FP8, "fp8, which works with distributed_type FSDP and fsdp_version 2 only"),
     (fsdp(FSDP1, **FP8), "fp8, which works with distributed_type FSDP and fsdp_version 2 only"),
@@ -143,6 +179,8 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"num_processes": 2}, "distributed_type is absent: supported are NO, MULTI_GPU, FSDP"),
     ({"distributed_type": False}, "distributed_type is False: supported are NO, MULTI_GPU, FSDP ('NO' in quotes"),
     ({"distributed_type": "DEEPSPEED"}, "distributed_type is DEEPSPEED: supported are"),
+    ({"distributed_type": "MEGATRON_LM"}, "distributed_type is MEGATRON_LM: supported are"),
+    ({"distributed_type": "XLA"}, "distributed_type is XLA: supported are"),
     (
         {"distributed_type": "MULTI_CPU", "num_processes": 2},
         "starts one process: write distributed_type: MULTI_GPU with use_cpu: true",
@@ -169,6 +207,10 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     (
         fsdp(FSDP2, num_processes=4, parallelism_config={SIZES + "dp_replicate_size": 4}),
         "dp_replicate_size 4 and dp_shard_size 1: their product must be num_processes (4), and dp_shard_size 2 or more",
+    ),
+    (
+        fsdp(FSDP2, num_processes=4, parallelism_config={SIZES + "dp_replicate_size": -2, SIZES + "dp_shard_size": -2}),
+        "dp_replicate_size -2 and dp_shard_size -2: their product must be",
     ),
     (fsdp(FSDP1, parallelism_config={SIZES + "dp_shard_size": 2}), "works with distributed_type FSDP and fsdp_version 2 only"),
     (DDP | {"parallelism_config": {SIZES + "dp_replicate_size": 2}}, "works with distributed_type FSDP and fsdp_version 2 only"),

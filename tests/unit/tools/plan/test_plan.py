@@ -145,6 +145,15 @@ def test_ranks_share_parameters_gradients_and_moments_and_nothing_else(num_shard
         assert highest(traced, kind) == highest(fewer, kind)
 
 
+def test_more_ranks_than_rows_of_a_weight_pad_it_and_take_no_longer_to_plan() -> None:
+    traced = trace(LLAMA, with_(num_shards=2048), UNPACKED)
+    # One row of a matrix at least, and of a norm one element, in 512 bytes at least.
+    weights = LAYERS * 7 + 2
+    largest_row = LAYERS * INNER + weights * HIDDEN
+    assert traced.peak[SHARDED_PARAMETERS] <= 4 * largest_row + 512 * (2 * LAYERS + 1)
+    assert traced.gathered_bytes > trace(LLAMA, FSDP2, UNPACKED).gathered_bytes
+
+
 def test_one_rank_under_fsdp2_unshards_casts_alone() -> None:
     traced = trace(LLAMA, with_(num_shards=1), UNPACKED)
     assert traced.gathered_bytes == 0
@@ -209,6 +218,14 @@ def test_checkpointing_keeps_a_block_s_input_alone() -> None:
     assert (checkpointed.gathered_bytes, checkpointed.reduced_bytes) == (whole.gathered_bytes, whole.reduced_bytes)
 
 
+def test_checkpointing_takes_away_equally_much_with_each_block() -> None:
+    few, more = (
+        trace(LLAMA | {"num_hidden_layers": layers}, with_(activation_checkpointing=True), UNPACKED) for layers in (4, 6)
+    )
+    grown = [high[ACTIVATIONS] - low[ACTIVATIONS] for low, high in zip(few.peaks, more.peaks, strict=True)]
+    assert max(grown) == 2 * TOKENS * HIDDEN * 2  # two more inputs in bf16
+
+
 def test_an_adapter_leaves_a_frozen_bf16_base_without_gradients_and_moments() -> None:
     traced = trace(LLAMA, FSDP2, (*UNPACKED, *LORA))
     assert traced.peak[SHARDED_PARAMETERS] == pytest.approx((NUM_PARAMETERS * 2 + NUM_LORA * 4) / 4, rel=0.01)
@@ -217,6 +234,12 @@ def test_an_adapter_leaves_a_frozen_bf16_base_without_gradients_and_moments() ->
     assert traced.reduced_bytes == 4 * NUM_LORA
     # Every unit but the root's frozen rest goes through the backward again.
     assert traced.gathered_bytes == pytest.approx(2 * (2 * (LAYERS * BLOCK + NUM_LORA) + 2 * END), rel=0.002)
+
+
+def test_whole_logits_are_kept_as_bf16_and_as_fp32() -> None:
+    lengths = ("--data.max_source_length_tokens=64", "--data.max_target_length_tokens=128")
+    # At the loss: logits, their fp32 copy, its log-softmax, and on the way back the gradient of the last.
+    assert highest(trace(T5, FSDP2, lengths, rows=3), LOGITS) == 3 * 128 * VOCAB * (4 + 4 + 4)
 
 
 @pytest.mark.parametrize(
@@ -472,7 +495,7 @@ def test_units_and_ties_are_listed_and_json_has_all() -> None:
     assert min(planned.device.values()) >= 0
 
 
-def test_bad_input_is_reported_in_a_sentence() -> None:
+def test_bad_input_is_reported_in_a_sentence(edited: Any) -> None:
     with pytest.raises(UserError, match=r"nowhere is not a folder here"):
         build_plan("./nowhere", PRESETS / "fsdp2_full_shard.yaml", 4, [], None, 80.0)
     with pytest.raises(UserError, match=r"could not be read"):
@@ -481,10 +504,16 @@ def test_bad_input_is_reported_in_a_sentence() -> None:
         plan(LLAMA, "single", 4)
     with pytest.raises(UserError, match=r"--num-processes is 0"):
         plan(LLAMA, "single", 0)
+    with pytest.raises(UserError, match=r"--gpu-memory-gib is nan"):
+        plan(LLAMA, "single", 1, gib=float("nan"))
     with pytest.raises(UserError, match=r"max_length_tokens to at most 1024"):
         plan(LLAMA, "fsdp2_full_shard", 4, "--data.max_length_tokens=4096")
     with pytest.raises(UserError, match=r"global_batch_size_rows is 3, smaller than the 4 processes"):
         plan(LLAMA, "fsdp2_full_shard", 4, *UNPACKED, "--train.global_batch_size_rows=3")
+    with pytest.raises(UserError, match=r"names T6Block, which is not in .* LlamaDecoderLayer"):
+        plan(LLAMA, edited("fsdp2_full_shard", "fsdp_config:", "fsdp_config:\n  fsdp_transformer_layer_cls_to_wrap: T6Block"), 4)
+    with pytest.raises(UserError, match=r"fsdp_forward_prefetch has no effect under FSDP2"):
+        plan(LLAMA, edited("fsdp2_full_shard", "fsdp_config:", "fsdp_config:\n  fsdp_forward_prefetch: true"), 4)
     with pytest.raises(UserError, match=r"cannot spread evenly over its num_machines 2"):
         load_strategy(PRESETS / "fsdp2_multi_node.yaml", 5)
 
