@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
-import sys
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +27,7 @@ LABEL_WIDTH = 12
 
 
 def log_first_lines(run: Run, rows: TokenizedRows) -> None:
-    """An aligned line for each thing, on rank 0, which has `rows.texts`; on a terminal they are wrapped to its width."""
+    """An aligned line for each thing, on rank 0, which has `rows.texts`."""
     if rank() != 0:
         return
     described = {
@@ -43,11 +40,9 @@ def log_first_lines(run: Run, rows: TokenizedRows) -> None:
         "loss": "yours trains, which holds all logits of a micro-batch; cross-entropy evaluates" if run.own.loss else "",
         "folder": _describe_places(run),
     }
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
-    wrapper = textwrap.TextWrapper(width, subsequent_indent=" " * LABEL_WIDTH, break_long_words=False, break_on_hyphens=False)
     for label, text in described.items():
-        for line in wrapper.wrap(f"{label:<{LABEL_WIDTH}}{text}" if text else ""):
-            logger.info(line)
+        if text:
+            logger.info(f"{label:<{LABEL_WIDTH}}{text}")
 
 
 def _describe_model(run: Run) -> str:
