@@ -53,7 +53,7 @@ EARLY = {
     ),
     "adapter without input": Case(
         flags=f"{LORA} --adapter.dropout 1",
-        sentence="adapter.dropout is 1, which leaves the adapter no input: give less",
+        sentence="--adapter.dropout is 1: give a number of 0 or more and below 1",
     ),
     # The accelerate YAML.
     "frozen bf16 under FSDP1": Case(
