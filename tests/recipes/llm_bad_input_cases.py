@@ -44,7 +44,7 @@ EARLY = {
     "resized vocabulary": Case(
         flags="--model.resize_token_embeddings 512",
         sentence="unknown flag --model.resize_token_embeddings: the vocabulary is not resized under sharding: resize the model "
-        "with transformers' resize_token_embeddings, save it and give that as --model.name_or_path",
+        "with transformers' resize_token_embeddings, save it and give that as model.name_or_path",
     ),
     "an adapter's weights in the model's place": Case(
         flags="--model.init_from {here}/adapter",
@@ -53,7 +53,7 @@ EARLY = {
     ),
     "adapter without input": Case(
         flags=f"{LORA} --adapter.dropout 1",
-        sentence="adapter.dropout is 1, which leaves the adapter no input: give less",
+        sentence="--adapter.dropout is 1: give a number of 0 or more and below 1",
     ),
     # The accelerate YAML.
     "frozen bf16 under FSDP1": Case(

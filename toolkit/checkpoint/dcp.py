@@ -1,8 +1,9 @@
 """Saves and loads sharded tensors with torch.distributed.checkpoint (DCP), without executing code from the files.
 
 DCP's `.metadata` is a pickle (pytorch#189308: `weights_only` does not cover it). It is unpickled with an allowlist of its
-classes, and checked for consistency before it is used. Checkpoints hold only tensors, because DCP loads anything else with
-`torch.load(weights_only=False)`. Shards are read one tensor at a time, and each must match the metadata.
+classes, and checked for consistency before it is used; `manifest.check_files` has refused links. Checkpoints hold only tensors,
+because DCP loads anything else with `torch.load(weights_only=False)`. Shards are read one tensor at a time, and each must match
+the metadata.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ class _ShownPlanner(dcp.DefaultSavePlanner):
 
 
 class _SafeReader(dcp.FileSystemReader):
-    """DCP's reader, but it unpickles metadata with an allowlist, once, and reads only tensors from files inside the folder."""
+    """DCP's reader, but it unpickles metadata with an allowlist, once, and reads only tensors from shards of the folder."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -163,7 +164,7 @@ class _SafeReader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checked metadata, which describes only tensors."""
         if self.metadata is None:
-            path = _inside(self.folder, ".metadata")
+            path = self.folder / ".metadata"
             with path.open("rb") as file:
                 try:
                     metadata = _AllowlistUnpickler(file).load()
@@ -182,7 +183,7 @@ class _SafeReader(dcp.FileSystemReader):
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         loading = Phase(f"loading {self.folder.parent.name}", len(plan.items), "tensors")
         for name, items in by_file.items():
-            with _inside(self.folder, name).open("rb") as file:
+            with (self.folder / name).open("rb") as file:
                 for item in items:
                     stored = self._read_tensor(file, name, item.storage_index)
                     part = tuple(
@@ -235,14 +236,6 @@ def _check_metadata(metadata: Any) -> None:
             raise ValueError(f"it names {info.relative_path}, which is no shard of the checkpoint")
         if info.transform_descriptors:
             raise ValueError(f"it names {info.relative_path} as transformed, which none of ours is")
-
-
-def _inside(folder: Path, name: str) -> Path:
-    """The path of a file in the folder; refuses a link that leads out of it."""
-    path = folder / name
-    if path.resolve().parent != folder.resolve():
-        raise ValueError(f"{path} is a link that leads out of the checkpoint")
-    return path
 
 
 class _AllowlistUnpickler(pickle.Unpickler):

@@ -156,11 +156,6 @@ def suggestion(key: str, config_class: type, prefix: str = "") -> str:
     """
     leaves, sections = known_keys(config_class)
     section, _, name = key.rpartition(".")
-    if "resize" in name and "position" not in name:
-        return (
-            ": the vocabulary is not resized under sharding: resize the model with transformers' resize_token_embeddings, save "
-            f"it and give that as {prefix}model.name_or_path"
-        )
     # Candidates: keys of the same section, keys of the same name, keys that another trainer calls by this name.
     siblings = [leaf for leaf in leaves if section in sections and leaf.startswith(f"{section}.")]
     namesakes = [leaf for leaf in leaves if leaf.rpartition(".")[2] == name]

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any
 
 from toolkit.config.load import RecipeConfig
 from toolkit.config.load import load_config as load_from_arguments
@@ -17,14 +17,6 @@ from toolkit.errors import UserError
 CONFIGS: dict[str, type[RecipeConfig]] = {"t5": SummarizationConfig, "llm": LLMConfig}
 
 
-@overload
-def load_config(
-    recipe: Literal["t5"], path: str | os.PathLike[str] | None = None, overrides: Mapping[str, Any] | None = None
-) -> SummarizationConfig: ...
-@overload
-def load_config(
-    recipe: Literal["llm"], path: str | os.PathLike[str] | None = None, overrides: Mapping[str, Any] | None = None
-) -> LLMConfig: ...
 def load_config(
     recipe: str, path: str | os.PathLike[str] | None = None, overrides: Mapping[str, Any] | None = None
 ) -> RecipeConfig:

@@ -88,7 +88,7 @@ class AdapterConfig:
     """Rank of the two adapter matrices."""
     alpha: PositiveFloat = 32.0  # type: ignore[valid-type]
     """Numerator of the scale of the adapter's output, alpha/rank."""
-    dropout: ClosedUnitInterval = 0.0  # type: ignore[valid-type]
+    dropout: HalfOpenUnitInterval = 0.0  # type: ignore[valid-type]
     """Dropout rate on the adapter's input."""
     target_modules: list[str] | str = "all-linear"
     """Name suffixes of the modules to adapt, as in `[q_proj, v_proj]`. `all-linear` means all linear modules except the head."""

@@ -45,8 +45,6 @@ def check_config(config: Any, *, needs_source: bool = True) -> None:
         )
     if evaluation.best_metric.startswith("rouge") and not evaluation.generate:
         raise UserError(f"eval.best_metric {evaluation.best_metric} needs eval.generate true")
-    if evaluation.metrics and not evaluation.generate:
-        raise UserError(f"eval.metrics {', '.join(evaluation.metrics)} score generated texts: set eval.generate to true")
     if config.export.weights == "best" and config.checkpoint.keep_best == 0:
         raise UserError("export.weights best needs checkpoint.keep_best of 1 or more")
     if config.optim.skip_beyond_sigmas is not None and config.optim.skip_window_steps < 2:

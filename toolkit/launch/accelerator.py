@@ -96,7 +96,7 @@ def build_accelerator(
     # DDP on the device that the model is on: accelerate would give it the local rank (accelerator.py:1895), which does not exist
     # where each process sees one GPU only, as SLURM can bind them.
     os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
-    if uses_fsdp(accelerator):
+    if fsdp_version(accelerator):
         _set_fsdp_precision(accelerator, on_cpu)
     torch.set_num_threads(num_threads or _num_threads(accelerator.device))
     return accelerator
@@ -139,14 +139,9 @@ def forget_accelerator() -> None:
     private("_reset_state", GradientState)()
 
 
-def uses_fsdp(accelerator: Accelerator) -> bool:
-    """Whether the model is sharded, by FSDP1 or FSDP2."""
-    return accelerator.distributed_type.value == "FSDP"
-
-
 def fsdp_version(accelerator: Accelerator) -> int | None:
     """1 or 2; None without FSDP."""
-    return accelerator.state.fsdp_plugin.fsdp_version if uses_fsdp(accelerator) else None
+    return accelerator.state.fsdp_plugin.fsdp_version if accelerator.distributed_type.value == "FSDP" else None
 
 
 def bound_primitive_cache(num_shapes: int) -> None:
@@ -197,7 +192,7 @@ def frozen_dtype(accelerator: Accelerator, setting: str, *, has_adapter: bool) -
             "model.frozen_dtype is bfloat16, but FSDP1 keeps frozen and trainable parameters in one tensor of one dtype: leave "
             "it out, or set fsdp_version: 2"
         )
-    if setting == "bfloat16" and compute_dtype(accelerator) == torch.float32 and not uses_fsdp(accelerator):
+    if setting == "bfloat16" and compute_dtype(accelerator) == torch.float32 and not fsdp_version(accelerator):
         raise UserError(
             "model.frozen_dtype is bfloat16, but mixed_precision is 'no': leave it out, or write mixed_precision: bf16"
         )

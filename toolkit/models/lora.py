@@ -42,8 +42,6 @@ def check_adapter_config(config: Any) -> None:
         if config.export.merge:
             raise UserError("export.merge is true, but adapter.method is none: there is no adapter to merge")
         return
-    if adapter.dropout == 1:
-        raise UserError("adapter.dropout is 1, which leaves the adapter no input: give less")
     if model.from_scratch:
         raise UserError(
             f"adapter.method is {adapter.method} and model.from_scratch true: an adapter needs a base with trained weights, "

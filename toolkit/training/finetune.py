@@ -11,7 +11,7 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from toolkit.training import loop
 from toolkit.training.data import prepare_data
 from toolkit.training.first_lines import log_first_lines
 from toolkit.training.model import build_model, build_skeleton
-from toolkit.training.own import Own, StepInfo, take_metrics
+from toolkit.training.own import Own, StepInfo
 from toolkit.training.own_loss import OwnLoss
 from toolkit.training.run import finish, release, start_run
 from toolkit.training.setup import begin
@@ -68,7 +68,7 @@ def finetune(
     *,
     train: Dataset | None = None,
     evaluation: Dataset | None = None,
-    metrics: Mapping[str, TextFunction] | Sequence[str] | None = None,
+    metrics: Mapping[str, TextFunction] | None = None,
     loss: OwnLoss | None = None,
     after_step: Callable[[StepInfo], object] | None = None,
     after_evaluation: Callable[[dict[str, Any]], object] | None = None,
@@ -81,8 +81,7 @@ def finetune(
         config: of an encoder-decoder (`SummarizationConfig`) or a causal model (`LLMConfig`).
         train: the rows to train on, in place of `data.source`; columns are chosen as those of a file.
         evaluation: the evaluation split; None: as `data.eval_fraction` says.
-        metrics: functions of (predictions, references), by the names of their figures; or modules of `evaluate`, as in
-            `eval.metrics`.
+        metrics: functions of (predictions, references), by the names of their figures; they join `eval.metrics`.
         loss: (logits BTV, labels BT) → the loss summed over the label tokens, in place of cross-entropy in training.
         after_step: called on every rank after each optimizer update.
         after_evaluation: called on every rank with the figures of each evaluation, and its `step`.
@@ -93,8 +92,7 @@ def finetune(
         RankLost: the process of another rank has died.
     """
     # What the caller has given.
-    config, functions = take_metrics(config, metrics)
-    own = Own(metrics=functions, loss=loss, after_step=after_step, after_evaluation=after_evaluation)
+    own = Own(metrics=metrics or {}, loss=loss, after_step=after_step, after_evaluation=after_evaluation)
     check_datasets(config, train, evaluation)
     config = config if train is None else name_source(config)
 

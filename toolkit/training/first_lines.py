@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
-import sys
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +16,6 @@ from toolkit.launch.accelerator import fsdp_mesh, fsdp_version
 from toolkit.launch.environment import checkpoints_activations
 from toolkit.models.lora import is_enabled
 from toolkit.parallel.units import describe
-from toolkit.training.own_loss import describe_memory
 from toolkit.training.run import Run
 
 if TYPE_CHECKING:
@@ -31,7 +27,7 @@ LABEL_WIDTH = 12
 
 
 def log_first_lines(run: Run, rows: TokenizedRows) -> None:
-    """An aligned line for each thing, on rank 0, which has `rows.texts`; on a terminal they are wrapped to its width."""
+    """An aligned line for each thing, on rank 0, which has `rows.texts`."""
     if rank() != 0:
         return
     described = {
@@ -41,14 +37,12 @@ def log_first_lines(run: Run, rows: TokenizedRows) -> None:
         "evaluation": _describe_evaluation(run),
         "preset": _describe_preset(run.sharded.accelerator),
         "steps": _describe_steps(run),
-        "loss": describe_memory(run.sharded, run.plan) if run.own.loss else "",
+        "loss": "yours trains, which holds all logits of a micro-batch; cross-entropy evaluates" if run.own.loss else "",
         "folder": _describe_places(run),
     }
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
-    wrapper = textwrap.TextWrapper(width, subsequent_indent=" " * LABEL_WIDTH, break_long_words=False, break_on_hyphens=False)
     for label, text in described.items():
-        for line in wrapper.wrap(f"{label:<{LABEL_WIDTH}}{text}" if text else ""):
-            logger.info(line)
+        if text:
+            logger.info(f"{label:<{LABEL_WIDTH}}{text}")
 
 
 def _describe_model(run: Run) -> str:

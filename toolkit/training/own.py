@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,25 +38,14 @@ class Own:
     after_evaluation: Callable[[dict[str, Any]], object] | None = None
 
 
-def take_metrics(config: RecipeConfig, metrics: Any) -> tuple[RecipeConfig, Mapping[str, TextFunction]]:
-    """The config with modules of `evaluate` added to `eval.metrics`, and the functions, by name.
-
-    Raises:
-        UserError: `metrics` is neither a dict of functions nor a list of names.
-    """
-    if not metrics or isinstance(metrics, Mapping):
-        return config, metrics or {}
-    if isinstance(metrics, str) or not isinstance(metrics, Sequence) or not all(isinstance(name, str) for name in metrics):
-        raise UserError(f"metrics is {metrics!r:.60}: give a dict of functions by the names of their figures, or a list of names")
-    return dataclasses.replace(config, eval=dataclasses.replace(config.eval, metrics=[*config.eval.metrics, *metrics])), {}
-
-
 def check_own(config: RecipeConfig, own: Own) -> None:
     """Check the functions against the config.
 
     Raises:
         UserError: something is not a function, or metrics are given to a run that generates no texts.
     """
+    if not isinstance(own.metrics, Mapping):
+        raise UserError(f"metrics is {own.metrics!r:.60}: give functions by their names; eval.metrics names modules")
     functions: dict[str, Any] = {"loss": own.loss, "after_step": own.after_step, "after_evaluation": own.after_evaluation}
     functions |= {f"metrics[{name!r}]": function for name, function in own.metrics.items()}
     for name, function in functions.items():

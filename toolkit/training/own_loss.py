@@ -12,12 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from toolkit.data.batch_plan import BatchPlan
 from toolkit.data.collate import Batch, labels_at_positions
 from toolkit.errors import UserError
-from toolkit.launch.accelerator import compute_dtype
 from toolkit.loss import IGNORED_LABEL
-from toolkit.parallel.wrap import ShardedModel
 
 OwnLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(logits BTV in the dtype of the computation, labels BT int64 with `IGNORED_LABEL`) → a scalar, the sum over the label tokens.
@@ -61,17 +58,3 @@ def check_own_loss(loss: OwnLoss, vocab_size: int, device: torch.device) -> None
         raise UserError(
             f"the loss of rows without a label token is {without:.6g}, not 0: leave out the labels that are {IGNORED_LABEL}"
         )
-
-
-def describe_memory(sharded: ShardedModel, plan: BatchPlan) -> str:
-    """A line on what the logits of a micro-batch take at most, which chunked cross-entropy would not hold at once."""
-    config = sharded.plain.config
-    vocab_size, num_rows = config.get_text_config().vocab_size, plan.train.micro_batch_size_rows
-    longest = int((plan.num_label_tokens if config.is_encoder_decoder else plan.num_tokens).max(initial=0))
-    num_tokens = num_rows * (plan.pack_length_tokens or longest)
-    itemsize = compute_dtype(sharded.accelerator).itemsize
-    gib = 2 * num_tokens * vocab_size * itemsize / 2**30
-    return (
-        "a loss of your own trains, and cross-entropy evaluates; the logits of a micro-batch and their gradient take up to 2 × "
-        f"{num_tokens:,} tokens × {vocab_size:,} words × {itemsize} bytes = {gib:.3g} GiB a rank, beside what the loss keeps"
-    )

@@ -110,16 +110,6 @@ def test_files_that_are_no_shards_of_the_folder_are_refused(tmp_path: Path, name
         load_tensors(some_tensors(), tmp_path, "it cannot be loaded")
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
-def test_links_out_of_the_folder_are_refused(tmp_path: Path, name: str) -> None:
-    folder = tmp_path / "state"
-    save_tensors(some_tensors(), folder)
-    (folder / name).rename(tmp_path / name)
-    (folder / name).symlink_to(tmp_path / name)
-    with pytest.raises(ValueError, match=f"{name} is a link that leads out of the checkpoint"):
-        load_tensors(some_tensors(), folder, "it cannot be loaded")
-
-
 def remove_a_chunk(metadata: Metadata) -> None:
     metadata.state_dict_metadata["model.weight"].chunks.clear()
 

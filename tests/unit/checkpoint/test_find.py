@@ -74,7 +74,7 @@ def test_a_manifest_cannot_name_files_outside(tmp_path: Path, name: str) -> None
         check_files(folder, read_manifest(folder))
 
 
-@pytest.mark.parametrize("name", ["rng-00000.safetensors", "state"])
+@pytest.mark.parametrize("name", ["rng-00000.safetensors", "state", "state/.metadata"])
 def test_links_do_not_lead_out_of_a_checkpoint(tmp_path: Path, name: str) -> None:
     folder = make_checkpoint(tmp_path, 3)
     (folder / name).rename(tmp_path / "elsewhere")

@@ -13,10 +13,9 @@ import yaml
 from mnist_config import MnistConfig, check_mnist_config
 
 from tests.support.launch import REPOSITORY
-from toolkit.config import names as config_names
 from toolkit.config.load import dotted_keys, load_config, save_config
 from toolkit.config.messages import known_keys
-from toolkit.config.schema import LLMConfig, OptimConfig, SummarizationConfig
+from toolkit.config.schema import OptimConfig, SummarizationConfig
 from toolkit.config.validate import EXCLUSIVE, check_evaluation_rows, check_num_steps
 from toolkit.errors import UserError
 
@@ -212,17 +211,6 @@ def test_what_other_trainers_call_it_is_understood(key: str, suggested: str) -> 
 )
 def test_what_is_no_field_is_said_where_it_is(key: str, where: str) -> None:
     assert refusal(f"--{key}", "3").startswith(f"unknown flag --{key}: {where}")
-
-
-def test_names_of_other_trainers_mean_one_field_of_each_recipe() -> None:
-    every_field = {*known_keys(SummarizationConfig)[0], *known_keys(LLMConfig)[0]}
-    assert config_names._NAMES.keys() <= every_field
-    assert not {name for names in config_names._ELSEWHERE for name in names.split()} & every_field
-    for config_class in (SummarizationConfig, LLMConfig):
-        fields = known_keys(config_class)[0]
-        for name in {name for names in config_names._NAMES.values() for name in names.split()}:
-            assert len(config_names.find_by_meaning(name, fields)) <= 1, name
-            assert config_names.say_elsewhere(name) is None, name
 
 
 def test_a_strange_key_gets_those_that_exist(tmp_path: Path) -> None:

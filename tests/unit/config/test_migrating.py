@@ -1,4 +1,4 @@
-"""`docs/migrating.md` says of each argument of another trainer what the answer to it as a flag says."""
+"""An argument of another trainer, given as a flag, is answered with its line of `toolkit/config/migrating.md`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import pytest
 
 from tests.support.launch import REPOSITORY
 from toolkit.config.load import load_config
-from toolkit.config.messages import suggestion
+from toolkit.config.messages import known_keys, suggestion
+from toolkit.config.names import find_by_meaning, say_elsewhere
 from toolkit.config.schema import LLMConfig, SummarizationConfig
 
-PAGE = (REPOSITORY / "docs" / "migrating.md").read_text(encoding="utf-8")
+PAGE = (REPOSITORY / "toolkit" / "config" / "migrating.md").read_text(encoding="utf-8")
 CLASSES = {"recipes/t5.py": SummarizationConfig, "recipes/llm.py": LLMConfig}
+FIELD = re.compile(r"`(\S+)`( \(.+\))?")
 TABLES = PAGE.split("\n## ")[1:]
 
 
@@ -24,14 +26,26 @@ def rows_of(table: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("table", TABLES, ids=[table.partition("\n")[0] for table in TABLES])
 def test_a_flag_is_answered_with_its_line(table: str) -> None:
-    config_class = next(found for script, found in CLASSES.items() if script in table.partition("|")[0])
+    config_classes = [found for script, found in CLASSES.items() if script in table.partition("|")[0]]
     wrong = []
     for name, line in rows_of(table):
-        answer = suggestion(name.split(".")[-1], config_class)
-        key = re.fullmatch(r"`(\S+)`( \(.+\))?", line)
-        if (f"did you mean {key[1]}{key[2] or ''}?" if key else line) not in answer:
-            wrong.append((name, line, answer))
+        key = FIELD.fullmatch(line)
+        having = [found for found in config_classes if not key or key[1] in known_keys(found)[0]]
+        answers = [suggestion(name.split(".")[-1], found) for found in having]
+        expected = f"did you mean {key[1]}{key[2] or ''}?" if key else line
+        wrong += [(name, line, answers)] * (not answers or any(expected not in answer for answer in answers))
     assert rows_of(table) and not wrong
+
+
+@pytest.mark.parametrize("config_class", CLASSES.values())
+def test_a_name_means_one_field_of_a_recipe_or_none(config_class: type) -> None:
+    fields = known_keys(config_class)[0]
+    for name, line in rows_of(PAGE):
+        name = name.split(".")[-1]
+        assert len(set(find_by_meaning(name, fields))) <= 1, name
+        is_field = FIELD.fullmatch(line) is not None
+        assert (say_elsewhere(name) is None) == is_field, name
+        assert is_field or name not in {field.rpartition(".")[2] for field in fields}, name
 
 
 def test_every_argument_of_the_seq2seq_trainer_has_a_line() -> None:

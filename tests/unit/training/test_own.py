@@ -8,7 +8,7 @@ import pytest
 
 from toolkit import UserError, load_config
 from toolkit.evaluation.metrics import describe_code
-from toolkit.training.own import Own, check_own, take_metrics
+from toolkit.training.own import Own, check_own
 
 NEEDED = {"model.name_or_path": "model", "train.max_steps": 2, "data.source": "some/rows"}
 
@@ -21,6 +21,16 @@ NEEDED = {"model.name_or_path": "model", "train.max_steps": 2, "data.source": "s
             {"eval.generate": False},
             Own(metrics={"length": len}),
             "metrics length score generated texts: set eval.generate to true$",
+        ),
+        (
+            {"eval.generate": False, "eval.metrics": ["chrf"]},
+            Own(),
+            "metrics chrf score generated texts: set eval.generate to true$",
+        ),
+        (
+            {},
+            Own(metrics=["chrf"]),  # type: ignore[arg-type]
+            r"metrics is \['chrf'\]: give functions by their names; eval.metrics names modules$",
         ),
         ({}, Own(after_step=3), "after_step is a int, and cannot be called: give a function$"),  # type: ignore[arg-type]
         ({}, Own(metrics={"bleu": "bleu"}), r"metrics\['bleu'\] is a str, and cannot be called"),  # type: ignore[dict-item]
@@ -42,15 +52,3 @@ def test_code_is_known_by_its_source() -> None:
 
     assert describe_code(length) != first and describe_code(length).rsplit(" ")[0] == first.rsplit(" ")[0]
     assert describe_code(len) == "len"
-
-
-def test_metrics_are_functions_by_name_or_names_of_modules() -> None:
-    config = load_config("t5", overrides=NEEDED | {"eval.metrics": ["bleu"]})
-    assert take_metrics(config, ["chrf"])[0].eval.metrics == ["bleu", "chrf"]
-    assert take_metrics(config, None) == (config, {})
-    for wrong in ("rouge", len, [len]):
-        with pytest.raises(UserError, match="give a dict of functions by the names of their figures, or a list of names$"):
-            take_metrics(config, wrong)
-    silent = load_config("t5", overrides=NEEDED | {"eval.generate": False})
-    with pytest.raises(UserError, match="^metrics chrf score generated texts: set eval.generate to true$"):
-        check_own(*take_metrics(silent, ["chrf"])[:1], Own())
