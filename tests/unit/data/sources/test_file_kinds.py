@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.config.validate import FILE_SOURCES
 from toolkit.data.rows.load import TextRows, load_rows
-from toolkit.data.sources import json_files, text_files
 from toolkit.data.sources.files import READERS
 from toolkit.errors import UserError
 
@@ -87,23 +85,10 @@ def test_an_unknown_ending_is_refused() -> None:
     assert refusal("a" * 300 + ".csv").startswith("data.files: 'aaa")
 
 
-@pytest.mark.parametrize("size", [1, 7, 50])
-def test_an_array_is_read_across_blocks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_files, "_CHARS_PER_READ", size)
+def test_an_array_is_read_whatever_is_around_it() -> None:
     for number, text in enumerate((ARRAY, json.dumps(ROWS), "\ufeff \r\n" + ARRAY + "\n ")):
         Path(f"{number}.json").write_text(text, encoding="utf-8")
         assert pairs(t5(f"{number}.json")) == ROWS
-
-
-def test_an_array_is_not_held_in_memory() -> None:
-    row = {"source": "word " * 2000, "target": "t"}
-    Path("rows.json").write_text(json.dumps([row] * 1500))  # 15 MB
-    tracemalloc.start()
-    for _ in json_files.read_json(Path("rows.json"), ["source"], text_files.Form()):
-        pass
-    peak_bytes = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak_bytes < 8e6
 
 
 @pytest.mark.parametrize(
@@ -111,7 +96,7 @@ def test_an_array_is_not_held_in_memory() -> None:
     [
         (
             '[\n{"source": "a"},\n{"source" "b"}\n]',
-            "rows.json, line 3: not JSON (Expecting ':' delimiter): write one object a line, or",
+            "rows.json, line 3: not JSON (Expecting ':' delimiter): write one object per line, or",
         ),
         ('[\n{"source": "a"}\n{"source": "b"}\n]', "rows.json, line 3: not JSON (no comma or closing bracket after a value)"),
         ('[\n{"source": "a"},\n"b"]', "rows.json, line 3: a JSON string, not an object: write {"),
