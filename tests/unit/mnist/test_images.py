@@ -115,9 +115,9 @@ def test_images_that_cannot_be_trained_on(tmp_path: Path) -> None:
 
 
 def test_an_unknown_source_gets_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    import toolkit.data.sources.hub
+    import datasets
 
-    monkeypatch.setattr(toolkit.data.sources.hub, "_can_reach_hub", lambda: False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     assert refusal(ImageDataConfig(source="digit")).endswith("the hub cannot be reached: did you mean digits?")
 
 

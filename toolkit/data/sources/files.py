@@ -29,16 +29,8 @@ from toolkit.errors import UserError
 logger = logging.getLogger("toolkit")
 
 _BYTES_PER_READ = 1 << 20
-_BY_ENDING = "leave data.source out, so that its ending says how it is read"
-_NO_TEXT = {
-    b"PK\x03\x04": "a zip archive or an Excel workbook: unpack it, or save it as CSV",
-    b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it, or take gzip",
-    b"\xfd7zXZ": "compressed by xz: unpack it, or take gzip",
-    b"BZh91AY": "compressed by bzip2: unpack it, or take gzip",
-    b"PAR1": f"a parquet file: {_BY_ENDING}",
-    b"ARROW1": f"an Arrow file: {_BY_ENDING}",
-}
-"""First bytes of files that are not text, and what to say about them."""
+_BINARY = (b"PK\x03\x04", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", b"BZh91AY", b"PAR1", b"ARROW1")
+"""First bytes of zip archives (Excel's workbooks, too), of zstd, xz and bzip2, of parquet and of Arrow files."""
 
 
 def find_files(patterns: list[str] | str, setting: str) -> list[Path]:
@@ -89,8 +81,10 @@ def hash_file(path: Path, *, is_text: bool, encoding: str = "utf-8") -> str:
                 begin = begin or block[:8]
                 digest.update(block)
                 if is_text:
-                    if trouble := next((what for magic, what in _NO_TEXT.items() if begin.startswith(magic)), None):
-                        raise UserError(f"{path} is {trouble}")
+                    if begin.startswith(_BINARY):
+                        kinds = "an archive, an Excel workbook, or a parquet or Arrow file"
+                        way_out = "unpack it, save it as CSV, or leave data.source out, so that its ending says how it is read"
+                        raise UserError(f"{path} is not text, but {kinds}: {way_out}")
                     text = decoder.decode(block, final=not block)
                     if "\0" in text:
                         line = num_lines + text[: text.index("\0")].count("\n") + 1

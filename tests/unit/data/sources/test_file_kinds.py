@@ -190,8 +190,11 @@ def test_a_text_is_rows_of_paragraphs() -> None:
 def test_files_that_are_no_text_are_named_for_what_they_are() -> None:
     write_all()
     Path("rows.zip").write_bytes(b"PK\x03\x04\x14\0")
-    assert refusal("rows.zip", source="csv") == "rows.zip is a zip archive or an Excel workbook: unpack it, or save it as CSV"
-    assert refusal("rows.parquet", source="jsonl").startswith("rows.parquet is a parquet file: leave data.source out")
+    for name in ("rows.zip", "rows.parquet"):
+        assert refusal(name, source="jsonl") == (
+            f"{name} is not text, but an archive, an Excel workbook, or a parquet or Arrow file: unpack it, save it as CSV, or "
+            "leave data.source out, so that its ending says how it is read"
+        )
     whole = Path("rows.csv.gz").read_bytes()
     Path("cut.csv.gz").write_bytes(whole[:-9])
     assert refusal("cut.csv.gz").startswith("cut.csv.gz is not a complete gzip file (")
