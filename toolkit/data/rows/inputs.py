@@ -171,9 +171,6 @@ def _choose_own_columns(item: RowInput, row: dict[str, Any], where: str) -> Colu
     names = [key if isinstance(key, str) else f"{key!r} of type {type(key).__name__}" for key in row]
     columns = choose_columns(where, names, own.config, has_chat_template=item.has_chat_template)
     item.used.update(columns.names)
-    for setting, column in configured_columns(own.config).items():
-        if column not in columns.names and own.setting == "data":
-            raise UserError(f"{setting} is {column}, but {where} is made from {', '.join(columns.names)}: leave one out")
     return columns
 
 
@@ -187,12 +184,8 @@ def _hash_rows(rows: Iterable[Any]) -> tuple[int, str]:
 
 
 def _check_entry(entry: MixEntry, config: DataConfig | LLMDataConfig, setting: str) -> None:
-    """Refuse a name that is not a source, a file source without files, and settings that the source would silently ignore."""
-    if split_own_source(entry.source):
-        return
-    if entry.source in READERS and not entry.files:
-        raise UserError(f"{setting}.source {entry.source} needs {setting}.files")
-    if entry.source in READERS or (entry.files and not entry.source):
+    """Refuse a name that is not a source, and settings that the source would silently ignore."""
+    if split_own_source(entry.source) or (entry.files and (not entry.source or entry.source in READERS)):
         return
     check_hub_name(entry.source, f"{setting}.source", tuple(READERS))
     given = {"files": entry.files, "eval_files": config.eval_files if isinstance(config, DataConfig) else None}

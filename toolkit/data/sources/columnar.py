@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.data.sources.row import count_rows_at_once
-from toolkit.data.sources.text_files import GZIP_MAGIC, Cells, Form
+from toolkit.data.sources.text_files import Cells, Form
 from toolkit.errors import UserError
 from toolkit.files.json_lines import DECODER
 
@@ -68,8 +68,6 @@ def _open(path: Path, kind: str) -> Iterator[tuple[list[str], Callable[[list[str
     with path.open("rb") as file:
         begin = file.read(6)
     name = "Arrow" if kind == "arrow" else kind
-    if begin.startswith(GZIP_MAGIC):
-        raise UserError(f"{path} is gzipped, and {name} is not read so, because it compresses its columns itself: unpack it")
     try:
         if kind == "parquet":
             with pq.ParquetFile(path) as parquet:

@@ -8,7 +8,6 @@ Therefore the name and a folder's README are checked before `datasets` sees them
 from __future__ import annotations
 
 import contextlib
-import difflib
 import posixpath
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -55,7 +54,7 @@ def load_hub_dataset(name: str, subset: str | None, split: str, *, other_sources
 
     Args:
         name: hub id or local folder.
-        other_sources: the other values of `data.source`; the error for an unknown `name` suggests the nearest.
+        other_sources: the other values of `data.source`, for messages.
 
     Raises:
         UserError: unknown or unreachable dataset, unknown subset or split, damaged files, files outside of the dataset.
@@ -129,10 +128,8 @@ def _open_builder(name: str, subset: str | None, split: str, other_sources: tupl
     except (ConnectionError, DatasetNotFoundError) as error:
         is_away = isinstance(error, ConnectionError)
         where = "not in the local cache, and the hub cannot be reached" if is_away else "no dataset that the hub shows you"
-        near = difflib.get_close_matches(name, other_sources, n=1, cutoff=0.6)
-        way_out = f"did you mean {near[0]}?" if near else "check the name"
         known = ", ".join(other_sources)
-        raise UserError(f"data.source {name} is not one of {known}, not a local folder and {where}: {way_out}") from None
+        raise UserError(f"data.source {name} is not one of {known}, not a local folder and {where}: check the name") from None
     # `datasets` does not check the types of what a README says, and leaves files to libraries that raise what they will.
     except Exception as error:
         cause = error.__cause__ or error

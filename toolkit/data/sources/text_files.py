@@ -55,8 +55,6 @@ def build_form(delimiter: str | None, encoding: str | None) -> Form:
     if encoding is not None:
         try:
             "".encode(encoding)  # fails for codecs that are not of text, too
-            if encoding in ("idna", "punycode"):  # for the names of machines
-                raise LookupError
             form = form._replace(encoding=codecs.lookup(encoding).name)
         except (LookupError, ValueError):
             raise UserError(

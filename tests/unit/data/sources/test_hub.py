@@ -94,7 +94,7 @@ def test_unreachable_hub_is_reported(config, monkeypatch):
         "the hub cannot be reached",
         source="someone/some-dataset",
     )
-    refuse(config, "data.source cvs", "did you mean csv?", source="cvs")
+    refuse(config, "data.source cvs is not one of csv, tsv", source="cvs")
 
 
 def test_unknown_dataset_is_refused(config, monkeypatch):

@@ -71,7 +71,6 @@ def test_a_kind_of_file_is_no_dataset(tmp_path: Path, opened: list[str], name: s
 def test_the_sentence_names_what_there_is(tmp_path: Path, opened: list[str]) -> None:
     Path("text").mkdir()
     sources = "csv, tsv, json, jsonl, parquet, arrow, txt"
-    assert refusal(lambda: llm(tmp_path, source="json")) == "data.source json needs data.files"
     for setting, name, load in (
         ("data.mix[0].source", "Parquet", lambda: llm(tmp_path, mix=[MixEntry(source="Parquet")])),
         ("data.source", "text", lambda: llm(tmp_path, source="text")),
