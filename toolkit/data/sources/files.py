@@ -16,7 +16,6 @@ import logging
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,7 +94,7 @@ def hash_file(path: Path, *, is_text: bool, encoding: str = "utf-8") -> str:
             if file.tell() == 0:
                 raise UserError(f"{path} is empty: give a file with rows")
     except UnicodeError as error:
-        raise _encoding_error(path, error, encoding, num_lines, begin) from None
+        raise _encoding_error(path, error, encoding, num_lines) from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path} is not a complete gzip file ({str(error).rstrip('.')}): copy or write it again") from None
     except OSError as error:
@@ -108,10 +107,8 @@ def hash_file(path: Path, *, is_text: bool, encoding: str = "utf-8") -> str:
     return digest.hexdigest()
 
 
-def _encoding_error(path: Path, error: UnicodeError, encoding: str, num_lines: int, begin: bytes) -> UserError:
-    is_utf16 = begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    others = "utf-16" if is_utf16 else "cp1252 for files of Western Windows" if encoding == "utf-8" else "another, none for UTF-8"
-    way_out = f"set data.encoding ({others}), or convert the file"
+def _encoding_error(path: Path, error: UnicodeError, encoding: str, num_lines: int) -> UserError:
+    way_out = "set data.encoding (cp1252 for files of Western Windows, utf-16, none for UTF-8), or convert the file"
     if not isinstance(error, UnicodeDecodeError):
         return UserError(f"{path} is not valid {encoding.upper()} ({error}): {way_out}")
     # The decoder may have kept the first bytes of a character from the previous block; they hold no line break.
@@ -131,13 +128,14 @@ class FileKind(NamedTuple):
 
 
 _DELIMITED, _JSON = FileKind(read_csv, read_header), FileKind(read_json, list_keys)
+_COLUMNAR = FileKind(read_columnar, list_names, is_text=False)
 READERS = {
     "csv": _DELIMITED,
     "tsv": _DELIMITED,
     "json": _JSON,
     "jsonl": _JSON,
-    "parquet": FileKind(partial(read_columnar, kind="parquet"), partial(list_names, kind="parquet"), is_text=False),
-    "arrow": FileKind(partial(read_columnar, kind="arrow"), partial(list_names, kind="arrow"), is_text=False),
+    "parquet": _COLUMNAR,
+    "arrow": _COLUMNAR,
     "txt": FileKind(read_txt, lambda path, form: ["text"]),
 }
 """By the kind of file, which is a value of `data.source`."""

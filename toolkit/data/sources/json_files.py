@@ -52,8 +52,7 @@ def _read_objects(path: Path, form: Form, *, example_key: str) -> Iterator[dict[
 
 def _check_object(value: Any, where: str, example_key: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        kind = {list: "array", str: "string", bool: "boolean", type(None): "null"}.get(type(value), "number")
-        raise UserError(f"{where}: a JSON {kind}, not an object: write {{{example_key!r}: ...}}")
+        raise UserError(f"{where}: {value!r:.60} is not a JSON object: write {{{example_key!r}: ...}}")
     return value
 
 

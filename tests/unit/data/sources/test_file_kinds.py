@@ -99,7 +99,7 @@ def test_an_array_is_read_whatever_is_around_it() -> None:
             "rows.json, line 3: not JSON (Expecting ':' delimiter): write one object per line, or",
         ),
         ('[\n{"source": "a"}\n{"source": "b"}\n]', "rows.json, line 3: not JSON (no comma or closing bracket after a value)"),
-        ('[\n{"source": "a"},\n"b"]', "rows.json, line 3: a JSON string, not an object: write {"),
+        ('[\n{"source": "a"},\n"b"]', "rows.json, line 3: 'b' is not a JSON object: write {"),
         ('[{"source": "a"}]\n{"source": "b"}', "rows.json, line 2: not JSON (text after the end of the array)"),
         ('[{"source": "a"},\n{"source": "b', "rows.json, line 2: not JSON (Unterminated string starting at)"),
         ('[{"source": "a"},\n' + "[" * 100_000, "rows.json, line 2: not JSON (maximum recursion depth"),
@@ -200,10 +200,10 @@ def test_files_that_are_no_text_are_named_for_what_they_are() -> None:
     assert refusal("cut.csv.gz").startswith("cut.csv.gz is not a complete gzip file (")
     Path("bad.csv.gz").write_bytes(whole[:20] + b"\xff\0\xff" + whole[23:])
     assert refusal("bad.csv.gz").startswith("bad.csv.gz is not a complete gzip file (")
-    for kind, name in (("parquet", "parquet"), ("arrow", "Arrow")):
+    for kind in ("parquet", "arrow"):
         Path(f"packed.{kind}.gz").write_bytes(gzip.compress(Path(f"rows.{kind}").read_bytes()))
-        assert refusal(f"packed.{kind}.gz").startswith(f"packed.{kind}.gz is not a complete {name} file (")
+        assert refusal(f"packed.{kind}.gz").startswith(f"packed.{kind}.gz is not a complete parquet or Arrow file (")
     Path("cut.arrow").write_bytes(Path("rows.arrow").read_bytes()[:-30])
-    assert refusal("cut.arrow").startswith("cut.arrow is not a complete Arrow file (")
+    assert refusal("cut.arrow").startswith("cut.arrow is not a complete parquet or Arrow file (")
     Path("text.arrow").write_text("no arrow at all")
-    assert refusal("text.arrow").startswith("text.arrow is not a complete Arrow file (")
+    assert refusal("text.arrow").startswith("text.arrow is not a complete parquet or Arrow file (")

@@ -71,7 +71,7 @@ def test_folder_without_data_a_file_and_damaged_data_are_refused(config, tmp_pat
     refuse(config, f"data.source {path} is a file: give it in data.files, and leave data.source out", source=str(path))
     refuse(config, "data.source ./no_such_folder: there is no such folder", source="./no_such_folder")
     path.write_bytes(path.read_bytes()[:200])
-    refuse(config, f"{path} is not a complete parquet file")
+    refuse(config, f"{path} is not a complete parquet or Arrow file")
     damaged = (
         ("rows.zip", "not a zip file"),
         ("rows.jsonl.xz", "Input format"),
