@@ -66,7 +66,7 @@ NAMES = listed(
     ("transformers", "modeling_utils.remove_tied_weights_from_state_dict PreTrainedModel._keys_to_ignore_on_save", "the export"),
     ("transformers", "GenerationConfig._from_model_config", "the export"),
     ("transformers.utils.chat_template_utils", "_compile_jinja_template render_jinja_template", "rendering chats"),
-    ("datasets.packaged_modules", "_EXTENSION_TO_MODULE _PACKAGED_DATASETS_MODULES", "the check of data.source"),
+    ("datasets.packaged_modules", "_PACKAGED_DATASETS_MODULES", "the check of data.source"),
     ("datasets", "data_files.FILES_TO_IGNORE data_files.sanitize_patterns", "the check of data.source"),
     ("datasets", "utils.metadata.MetadataConfigs", "the check of data.source"),
     ("datasets", "Dataset._fingerprint", "tokenizing"),

@@ -129,7 +129,9 @@ def test_damaged_caches_are_named_and_built_again(faulty_bench: Workbench, tmp_p
     cache, name = tmp_path / "cache", f"caches {kind}"
     killed = attempt_with(faulty_bench, name, kill_in_the_token_cache, data__cache_dir=cache)
     assert killed.injected
-    (left,) = (path for path in cache.glob("unfinished-*") if path.is_dir())
+    (left,) = cache.glob("unfinished-*")
+    for path in (left, *left.rglob("*")):
+        os.utime(path, (0, 0))  # for more than a day nothing was written into it
     damage(next((cache / "rows").glob("*/train.arrow")), kind)
     outcome = attempt_with(faulty_bench, name, data__cache_dir=cache)
     assert outcome.returncodes == [0, 0], outcome.stderr[-3000:]

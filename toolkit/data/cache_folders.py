@@ -1,7 +1,7 @@
 """Cache folders. Like checkpoints they are written beside, hashed, fsynced and renamed; they are verified before they are read.
 
-    <name>/                          complete, with hashes in `about.json`; or damaged
-    unfinished-<machine>-<random>/   being written by the process that holds the lock beside it, or left behind by a killed one
+    <name>/                complete, with hashes in `about.json`; or damaged
+    unfinished-<random>/   being written, or left behind by a killed process
 
 Processes on several machines may share a cache. They may read, build or rebuild the same folder at the same time.
 """
@@ -14,7 +14,6 @@ import logging
 import os
 import secrets
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,7 +22,6 @@ from typing import Any
 
 from toolkit.errors import UserError, refused
 from toolkit.files.durable import describe_files, fsync_names, fsync_path, hash_file, list_files, save_json, seal
-from toolkit.files.lock import holds_lock, release_lock, take_lock
 from toolkit.files.modes import denials_named
 
 logger = logging.getLogger("toolkit")
@@ -31,7 +29,7 @@ logger = logging.getLogger("toolkit")
 ABOUT = "about.json"
 UNFINISHED = "unfinished-"
 IDLE_S = 24 * 3600
-"""An unfinished folder of another machine without writes for this long counts as left behind: some file systems show locks
+"""An unfinished folder without writes for this long counts as left behind. No lock says so earlier: some file systems show locks
 only to processes of the same machine."""
 
 
@@ -140,44 +138,23 @@ def _load_about(what: str, folder: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def _unfinished_folder(cache: Path) -> Iterator[Path]:
-    """A temporary folder in the cache; its lock distinguishes it from one that a killed run has left behind."""
-    beside = cache / f"{UNFINISHED}{_this_machine()}-{secrets.token_hex(8)}"
-    lock = beside.with_suffix(".lock")
+    """A temporary folder in the cache."""
+    beside = cache / f"{UNFINISHED}{secrets.token_hex(8)}"
     try:
         try:
-            cache.mkdir(parents=True, exist_ok=True)
-            take_lock(lock, f"{beside} is being written")
-            beside.mkdir()  # only now, so that it is never there without its lock
+            beside.mkdir(parents=True)
         except OSError as error:
             raise UserError(f"the cache folder {cache} cannot be written ({error.strerror}): set data.cache_dir") from None
         yield beside
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-        release_lock(lock, remove=True)
 
 
 def _remove_left_overs(cache: Path) -> None:
     """Remove the unfinished folders of dead processes, and print which."""
-    found: list[Path] = []
     with suppress(OSError):  # what may not be read is reported by whoever reads the cache
-        found = [path for path in cache.glob(f"{UNFINISHED}*") if path.is_dir()]
-    for folder in found:
-        lock = folder.with_suffix(".lock")
-        if holds_lock(lock):
-            continue
-        with suppress(OSError, UserError):  # already gone, another user's, or being written
-            is_free = take_lock(lock, f"{folder} is being written") and folder.exists() and _this_machine() in folder.name
-            try:
-                if is_free or time.time() - max(os.lstat(path).st_mtime for path in [folder, *folder.rglob("*")]) > IDLE_S:
-                    shutil.rmtree(folder, ignore_errors=True)  # another run may be removing it too
-                    if not folder.exists():
-                        logger.info(f"removed {folder}, left behind by a killed run", extra={"concerns_this_rank": True})
-            finally:
-                release_lock(lock, remove=not folder.exists())
-
-
-def _this_machine() -> str:
-    """A hash of host name and boot: nodes may share a name, and a lock may be seen on its own machine only."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    about = f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}"
-    return hashlib.sha256(about.encode()).hexdigest()[:16]
+        for folder in cache.glob(f"{UNFINISHED}*"):
+            with suppress(OSError):  # its process, or another run, is removing it
+                if time.time() - max(os.lstat(path).st_mtime for path in [folder, *folder.rglob("*")]) > IDLE_S:
+                    shutil.rmtree(folder)
+                    logger.info(f"removed {folder}, left behind by a killed run", extra={"concerns_this_rank": True})

@@ -209,7 +209,7 @@ def load_micro_batches(
         num_workers=num_workers,
         worker_init_fn=_leave_signals_to_the_rank,
         pin_memory=pin_memory,
-        collate_fn=_unchanged,  # type: ignore[arg-type]  # items are collated where they are read
+        collate_fn=tuple,  # type: ignore[arg-type]  # items are collated where they are read
     )
     batches = iter(loader)
     if num_workers:
@@ -243,10 +243,6 @@ def _end_workers() -> None:
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()
-
-
-def _unchanged(item: tuple[MicroBatch, Batch]) -> tuple[MicroBatch, Batch]:
-    return item
 
 
 def _counted_labels(labels_BT: torch.Tensor, *, is_dummy: bool) -> Batch:

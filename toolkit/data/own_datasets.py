@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-def check_datasets(config: RecipeConfig, train: Any, evaluation: Any) -> None:
-    """Check what was given, before anything is written.
+def check_datasets(config: RecipeConfig, train: Any, evaluation: Any) -> RecipeConfig:
+    """Check what was given, before anything is written. With datasets, the config gets parquet as its source; `save_datasets`
+    adds the files.
 
     Raises:
         UserError: it is not a `datasets.Dataset` with rows, or the config names rows too.
@@ -33,7 +34,7 @@ def check_datasets(config: RecipeConfig, train: Any, evaluation: Any) -> None:
             raise UserError("evaluation is a dataset, but train is not given: give both, or name files in data.eval_files")
         if not config.data.source and not config.data.files and not getattr(config.data, "mix", []):
             raise UserError("there are no rows: give finetune a datasets.Dataset as train, or set data.files in the config")
-        return
+        return config
     import datasets
 
     for name, dataset in (("train", train), ("evaluation", evaluation)):
@@ -48,10 +49,6 @@ def check_datasets(config: RecipeConfig, train: Any, evaluation: Any) -> None:
     for name in ("source", "mix", "files", "eval_files", "hub_subset"):
         if getattr(config.data, name, None):
             raise UserError(f"data.{name} is given beside a dataset as train: leave one of them out")
-
-
-def name_source(config: RecipeConfig) -> RecipeConfig:
-    """The config with parquet files as the source of its rows; `save_datasets` adds the files."""
     return _with_data(config, source="parquet")
 
 

@@ -1,4 +1,4 @@
-"""The lock of whatever only one process may write: a run folder, a cache folder that is being built, an output of `generate`.
+"""The lock of whatever only one process may write: a run folder or an output of `generate`.
 
 It is `flock`: a kill releases it, and filelock closes it in forked children. Where the file system has no locks, a file beside
 it names the process that holds it; after a kill, the next one on the same machine takes it over.

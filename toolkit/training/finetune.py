@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from toolkit.config.load import RecipeConfig
-from toolkit.data.own_datasets import check_datasets, name_source, save_datasets
+from toolkit.data.own_datasets import check_datasets, save_datasets
 from toolkit.distributed.comm import world_size
 from toolkit.distributed.watchdog import naming_lost_ranks
 from toolkit.errors import SIGNALS, UserError
@@ -93,8 +93,7 @@ def finetune(
     """
     # What the caller has given.
     own = Own(metrics=metrics or {}, loss=loss, after_step=after_step, after_evaluation=after_evaluation)
-    check_datasets(config, train, evaluation)
-    config = config if train is None else name_source(config)
+    config = check_datasets(config, train, evaluation)
 
     with _released_on_error(), cudnn_attention(config.model.cudnn_attention):
         # Checks of the config, the processes, the run folder, the checkpoint to resume from.

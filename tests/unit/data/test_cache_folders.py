@@ -14,14 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import SoftFileLock
 
-from tests.support.locks import refuse_locks, without_locks
 from toolkit.data import cache_folders
 from toolkit.data.cache_folders import IDLE_S, find_or_build
 from toolkit.errors import UserError
 from toolkit.files.durable import written_beside
-from toolkit.files.lock import take_lock
 
 PATIENCE_S = 60
 ANOTHER = """
@@ -29,11 +26,7 @@ import logging, sys
 from pathlib import Path
 from toolkit.data.cache_folders import find_or_build
 
-cache, name, pause, locks = Path(sys.argv[1]), *sys.argv[2:]
-if locks == "no locks":
-    import fcntl
-    from tests.support.locks import refuse_locks
-    fcntl.flock = fcntl.lockf = refuse_locks
+cache, name, pause = Path(sys.argv[1]), *sys.argv[2:]
 
 def wait():
     print("waits", flush=True)
@@ -56,10 +49,10 @@ print("has that of", find_or_build("the cache", cache / "a", build)["by"], flush
 
 
 @contextmanager
-def another_process(cache: Path, name: str, pause: str, locks: str = "locks") -> Iterator[subprocess.Popen[str]]:
+def another_process(cache: Path, name: str, pause: str) -> Iterator[subprocess.Popen[str]]:
     """A real one that builds `cache / "a"` and has come to the place where it waits for a line."""
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", ANOTHER, str(cache), name, pause, locks], **pipes) as process:
+    with subprocess.Popen([sys.executable, "-c", ANOTHER, str(cache), name, pause], **pipes) as process:
         assert process.stdout is not None
         try:
             while process.stdout.readline() != "waits\n":
@@ -70,7 +63,7 @@ def another_process(cache: Path, name: str, pause: str, locks: str = "locks") ->
 
 
 def unfinished(cache: Path) -> list[Path]:
-    return [path for path in cache.glob("unfinished-*") if path.is_dir()]
+    return list(cache.glob("unfinished-*"))
 
 
 def fill(text: str) -> Callable[[Path], dict[str, Any]]:
@@ -103,22 +96,6 @@ def test_everything_is_on_the_disk_before_the_name_counts(tmp_path: Path, monkey
     assert events[:3] == files
     place = events.index(("rename", "a"))
     assert ("fsync", "/inner") in events[3:place] and events[place + 1 :] == [("fsync", "parent")]
-
-
-def test_a_folder_that_was_just_finished_is_not_called_left_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Another process finishes it while this one waits for its lock."""
-    (tmp_path / f"unfinished-{cache_folders._this_machine()}-1").mkdir()
-
-    def wait_for_lock(path: Path, refusal: str) -> bool:
-        for folder in unfinished(tmp_path):
-            folder.rmdir()
-        return take_lock(path, refusal)
-
-    monkeypatch.setattr(cache_folders, "take_lock", wait_for_lock)
-    find_or_build("the cache", tmp_path / "a", fill("text"))
-    assert "left behind" not in capsys.readouterr().out and not list(tmp_path.glob("unfinished-*"))
 
 
 @pytest.mark.parametrize("damage", ["truncated", "emptied", "changed", "gone", "about.json", "folder emptied"])
@@ -185,44 +162,23 @@ def test_a_run_that_is_overtaken_in_its_build_takes_what_is_there(tmp_path: Path
     assert os.listdir(tmp_path) == ["a"]
 
 
-@pytest.mark.parametrize("locks", ["locks", "no locks"])
-def test_what_a_killed_run_has_left_is_removed_by_the_next_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, locks: str
-) -> None:
-    if locks == "no locks":
-        without_locks(monkeypatch)
-    with another_process(tmp_path, "killed", "in build", locks) as killed:
-        (left,) = unfinished(tmp_path)
-        assert (left / "content" / "rows.arrow").exists()
-        find_or_build("the cache", tmp_path / "b", fill("text"))
-        assert left.exists(), "that of a run that is alive"
+def test_what_a_killed_run_has_left_is_removed_after_a_day(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with another_process(tmp_path, "killed", "in build") as killed:
         killed.send_signal(signal.SIGKILL)
         killed.wait(PATIENCE_S)
+    (left,) = unfinished(tmp_path)
+    file = left / "content" / "rows.arrow"
     find_or_build("the cache", tmp_path / "a", fill("text"))
-    assert capsys.readouterr().out == f"removed {left}, left behind by a killed run\n"
-    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
-
-
-@pytest.mark.parametrize("kind", ["no lock", "no locks", "another machine"])
-def test_where_locks_show_nothing_age_decides(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = tmp_path / f"unfinished-{cache_folders._this_machine() if kind == 'no locks' else 'another'}-abc"
-    (left / "tokens").mkdir(parents=True)
-    (left / "tokens" / "train.arrow").touch()
-    if kind != "no lock":
-        left.with_suffix(".lock").touch()
-    if kind == "no locks":
-        without_locks(monkeypatch)
-        monkeypatch.setattr(SoftFileLock, "_acquire", refuse_locks)
-    find_or_build("the cache", tmp_path / "a", fill("text"))
-    assert left.exists()
+    assert file.exists()
     for path in (left, *left.rglob("*")):
         os.utime(path, (0, time.time() - IDLE_S - 60))
-    (left / "tokens" / "train.arrow").touch()
+    file.touch()
     find_or_build("the cache", tmp_path / "a", fill("text"))
-    assert left.exists(), "somebody writes into it"
-    os.utime(left / "tokens" / "train.arrow", (0, time.time() - IDLE_S - 60))
+    assert file.exists(), "somebody writes into it"
+    os.utime(file, (0, time.time() - IDLE_S - 60))
     find_or_build("the cache", tmp_path / "a", fill("text"))
-    assert [path for path in tmp_path.iterdir() if path.is_dir()] == [tmp_path / "a"]
+    assert capsys.readouterr().out == f"removed {left}, left behind by a killed run\n"
+    assert os.listdir(tmp_path) == ["a"]
 
 
 def test_the_folder_that_this_process_builds_is_not_left_over(tmp_path: Path) -> None:

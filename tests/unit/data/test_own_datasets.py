@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from toolkit import UserError, load_config
-from toolkit.data.own_datasets import check_datasets, name_source, save_datasets
+from toolkit.data.own_datasets import check_datasets, save_datasets
 from toolkit.data.rows.load import load_rows
 
 NEEDED: dict[str, Any] = {"model.name_or_path": "model", "train.max_steps": 2}
@@ -26,13 +26,13 @@ def dataset(rows: Any) -> Any:
 
 
 def test_rows_are_those_of_the_datasets_and_a_changed_cell_is_another_file(tmp_path: Path) -> None:
-    here = config(data__cache_dir=str(tmp_path))
-    given = save_datasets(name_source(here), dataset(CHATS), dataset(CHATS[:1]))
+    here = check_datasets(config(data__cache_dir=str(tmp_path)), dataset(CHATS), None)
+    given = save_datasets(here, dataset(CHATS), dataset(CHATS[:1]))
     assert given.data.source == "parquet"
     rows = load_rows(given.data)
     assert len(rows.train) == 3 and len(rows.evaluation) == 1  # a training row that is evaluated is left out
-    assert given == save_datasets(name_source(here), dataset(CHATS).select([1, 0, 2, 3]).select([1, 0, 2, 3]), dataset(CHATS[:1]))
-    changed = save_datasets(name_source(here), dataset(CHATS[::-1]), None)
+    assert given == save_datasets(here, dataset(CHATS).select([1, 0, 2, 3]).select([1, 0, 2, 3]), dataset(CHATS[:1]))
+    changed = save_datasets(here, dataset(CHATS[::-1]), None)
     assert changed.data.files != given.data.files and changed.data.eval_files is None
     assert len(list((tmp_path / "datasets").iterdir())) == 3
 
@@ -42,7 +42,7 @@ def test_a_folder_that_takes_no_files_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"^the dataset cannot be written to .*/file/datasets \(Not a directory\): make room there"
     ):
-        save_datasets(name_source(config(data__cache_dir=str(tmp_path / "file"))), dataset(CHATS), None)
+        save_datasets(config(data__cache_dir=str(tmp_path / "file")), dataset(CHATS), None)
 
 
 def test_what_is_no_dataset_or_beside_other_rows_is_refused() -> None:

@@ -114,11 +114,12 @@ def test_images_that_cannot_be_trained_on(tmp_path: Path) -> None:
     assert "data.source digits has no held-out images" in refusal(ImageDataConfig(eval_fraction=0.0))
 
 
-def test_an_unknown_source_gets_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    import toolkit.data.sources.hub
+def test_an_unknown_source_gets_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
 
-    monkeypatch.setattr(toolkit.data.sources.hub, "_can_reach_hub", lambda: False)
-    assert refusal(ImageDataConfig(source="digit")).endswith("the hub cannot be reached: did you mean digits?")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    sentence = "data.source digit is not one of digits, idx, not a local folder and not in the local cache, and the hub cannot be"
+    assert refusal(ImageDataConfig(source="digit")).startswith(sentence)
 
 
 @pytest.fixture

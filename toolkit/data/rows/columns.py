@@ -65,7 +65,7 @@ def choose_columns(
         UserError: a column that does not exist once; columns that fit no reading, or more than one.
     """
     if isinstance(config, DataConfig):
-        names = seq2seq_columns(config).names
+        names = _name_two("source", config.source_column, "target", config.target_column)
         check_columns(where, existing, names)
         return Columns("seq2seq", names)
     readings = _list_readings(config)
@@ -128,12 +128,7 @@ def describe_columns(columns: Columns, existing: Sequence[str]) -> str:
     return f"{KINDS[columns.kind].how}, from {used}; {f'not read: {left_out}' if left_out else 'no other columns'}"
 
 
-def seq2seq_columns(config: DataConfig) -> Columns:
-    """The columns of a source text and its target."""
-    return Columns("seq2seq", _name_two("source", config.source_column, "target", config.target_column))
-
-
-def _name_two(first: str, first_column: str | None, second: str, second_column: str | None) -> tuple[str, str]:
+def _name_two(first: str, first_column: str | None, second: str, second_column: str | None) -> tuple[str, ...]:
     """Two columns by their settings, with the cells' names as default."""
     names = (first_column or first, second_column or second)
     if names[0] == names[1]:

@@ -17,11 +17,8 @@ from toolkit.data.rows.example import Example, build_example
 from toolkit.data.sources.files import READERS, find_files, find_kind, hash_file
 from toolkit.data.sources.hub import check_hub_name, list_folder, load_hub_dataset, read_hub_rows
 from toolkit.data.sources.own_function import OwnSource, load_own_source, read_options, read_own_rows
-from toolkit.data.sources.row import show_names
 from toolkit.data.sources.text_files import Form, build_form, find_quotes, suggest_delimiter
 from toolkit.errors import UserError
-
-_MAX_LATE_KEYS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +53,6 @@ class RowInput:
     """Whether its rows need no answer, see `build_example`."""
     used: set[str] = field(default_factory=set)
     """The columns that were used of rows that have their own."""
-    keys: frozenset[str] = frozenset()
-    """The columns of a file, and of JSON those that are read wherever they come."""
-    late_keys: dict[str, int] = field(default_factory=dict)
-    """Other keys of JSON that were met, for messages, and the first row with each."""
 
 
 def list_inputs(config: DataConfig | LLMDataConfig, *, has_chat_template: bool = False) -> list[RowInput]:
@@ -162,10 +155,6 @@ def read_rows(item: RowInput) -> Iterator[Example | str]:
 def _read_examples(item: RowInput) -> Iterator[Example | str]:
     for number, row in enumerate(item.read(), start=1):
         where = f"{item.label}, row {number}"
-        if item.keys and not row.keys() <= item.keys:
-            for key in sorted(row.keys() - item.keys):
-                key = show_names([key]) if len(item.late_keys) < _MAX_LATE_KEYS else "and others"
-                item.late_keys.setdefault(key, number)
         # In files and datasets, a column `group` or `split` is the user's and means nothing here.
         options = read_options(row, where) if item.own else {}
         if "skip" in options:
@@ -182,9 +171,6 @@ def _choose_own_columns(item: RowInput, row: dict[str, Any], where: str) -> Colu
     names = [key if isinstance(key, str) else f"{key!r} of type {type(key).__name__}" for key in row]
     columns = choose_columns(where, names, own.config, has_chat_template=item.has_chat_template)
     item.used.update(columns.names)
-    for setting, column in configured_columns(own.config).items():
-        if column not in columns.names and own.setting == "data":
-            raise UserError(f"{setting} is {column}, but {where} is made from {', '.join(columns.names)}: leave one out")
     return columns
 
 
@@ -198,12 +184,8 @@ def _hash_rows(rows: Iterable[Any]) -> tuple[int, str]:
 
 
 def _check_entry(entry: MixEntry, config: DataConfig | LLMDataConfig, setting: str) -> None:
-    """Refuse a name that is not a source, a file source without files, and settings that the source would silently ignore."""
-    if split_own_source(entry.source):
-        return
-    if entry.source in READERS and not entry.files:
-        raise UserError(f"{setting}.source {entry.source} needs {setting}.files")
-    if entry.source in READERS or (entry.files and not entry.source):
+    """Refuse a name that is not a source, and settings that the source would silently ignore."""
+    if split_own_source(entry.source) or (entry.files and (not entry.source or entry.source in READERS)):
         return
     check_hub_name(entry.source, f"{setting}.source", tuple(READERS))
     given = {"files": entry.files, "eval_files": config.eval_files if isinstance(config, DataConfig) else None}
@@ -238,7 +220,6 @@ def open_file(path: Path, kind: str, choose: Callable[..., Columns], form: Form,
         columns=columns,
         digest=f"{digest} {kind} {columns}{details}",
         reading=describe_columns(columns, existing) + "; a row is a paragraph between blank lines" * (kind == "txt") + about,
-        keys=frozenset((*existing, *columns.names)),
         **known,
     )
 

@@ -2,8 +2,8 @@
 
 The hash of everything that they depend on comes first, so that a second run reads the cache and does not parse a 600 MB file
 again. Otherwise one pass over the rows of all inputs splits them and writes them to Arrow files. Memory does not grow with the
-text: rows are streamed in blocks of bounded size, and at most a few 64-bit hashes are kept per row. The files are read back
-memory-mapped.
+text, except that of a JSON array: rows are streamed in blocks of bounded size, and at most a few 64-bit hashes are kept per row.
+The files are read back memory-mapped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.data.cache_folders import cache_folder, find_or_build, name_folder
 from toolkit.data.rows.example import Example, build_schema, list_cells
 from toolkit.data.rows.inputs import RowInput, check_columns_used, describe_readings, list_inputs, read_rows
-from toolkit.data.sources.json_files import ROWS_TO_FIND_KEYS_IN
 from toolkit.distributed.progress import Phase
 from toolkit.errors import UserError
 
@@ -92,7 +91,8 @@ def load_rows(config: DataConfig | LLMDataConfig, *, has_chat_template: bool = F
     from datasets import Dataset
 
     train, evaluation = (Dataset.from_file(str(folder / f"{name}.arrow")) for name in ("train", "evaluation"))
-    reports = [InputReport(**report) for report in about["inputs"]]
+    # A report in an older cache has more.
+    reports = [InputReport(report["num_rows"], report["num_skipped"], report["first_skipped"]) for report in about["inputs"]]
     remarks = [sentence for item, report in zip(inputs, reports, strict=True) for sentence in report.sentences(item.label)]
     remarks += about["repeats"]
     if eval_fraction and len(evaluation) == 0:
@@ -153,7 +153,6 @@ def write_rows(
                 row_id += 1
             if report.num_rows == 0:
                 raise UserError(f"{item.label} holds no rows: give a source with at least one")
-            report.late_keys = item.late_keys
             num_read[item.mix_entry] += 0 if item.is_eval_file else report.num_rows
         num_training_rows = train.num_rows
     _check_something_is_left(inputs, reports, num_training_rows)
@@ -170,8 +169,6 @@ class InputReport:
     """Rows left out, by reason."""
     first_skipped: dict[str, list[int]] = field(default_factory=dict)
     """The first few row numbers (1-based), by reason."""
-    late_keys: dict[str, int] = field(default_factory=dict)
-    """Of `RowInput`."""
 
     def skip(self, reason: str) -> None:
         """Count the most recent row as left out."""
@@ -181,15 +178,12 @@ class InputReport:
             first.append(self.num_rows)
 
     def sentences(self, label: str) -> list[str]:
-        """For each reason, "skipped 3 of 120 rows of rows.csv with an empty target (first: rows 17, 40, 77)"; then late keys."""
+        """For each reason, "skipped 3 of 120 rows of rows.csv with an empty target (first: rows 17, 40, 77)"."""
         sentences = []
         for reason, count in self.num_skipped.items():
             numbers = ", ".join(str(number) for number in self.first_skipped[reason])
             where = f"row {numbers}" if count == 1 else f"first: rows {numbers}"
             sentences.append(f"skipped {count} of {self.num_rows} rows of {label} {reason} ({where})")
-        if self.late_keys:
-            keys = ", ".join(f"{key} (row {row:,})" for key, row in self.late_keys.items())
-            sentences.append(f"{label} has keys after its first {ROWS_TO_FIND_KEYS_IN:,} rows that are not read: {keys}")
         return sentences
 
 

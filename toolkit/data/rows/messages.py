@@ -124,17 +124,13 @@ def _take_weight(message: dict[str, Any], where: str) -> int:
     for key in message.keys() & _OTHER_WEIGHTS:
         raise UserError(f'{where}: {key} is not read: write "weight": 0 for a turn that does not count in the loss')
     given = {key: message.pop(key) for key in _WEIGHTS if key in message}
-    for key, value in given.items():
-        if value not in (0, 1):  # true and false are 1 and 0
-            raise UserError(
-                f"{where}: {key} {value!r:.60}: write 0 for a turn that does not count in the loss, 1 or none for one that does"
-            )
-        if value and message["role"] != "assistant":
-            raise UserError(
-                f"{where}: {key} {value!r} on a {message['role']} turn: only assistant turns are trained on: leave it out"
-            )
-    if len(set(map(int, given.values()))) > 1:
-        raise UserError(f"{where}: {' and '.join(given)} contradict each other: leave one of them out")
+    allowed = (0, 1) if message["role"] == "assistant" else (0,)
+    if any(value not in allowed for value in given.values()) or len(set(given.values())) > 1:
+        found = " and ".join(f"{key} {value!r:.60}" for key, value in given.items())
+        raise UserError(
+            f"{where}, a turn of role {message['role']}: {found}: write 0 for a turn that does not count in the loss, 1 or none "
+            "for an assistant turn that does"
+        )
     return int(all(given.values()))
 
 

@@ -8,24 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.data.sources.row import count_rows_at_once
-from toolkit.data.sources.text_files import GZIP_MAGIC, Cells, Form
+from toolkit.data.sources.text_files import Cells, Form
 from toolkit.errors import UserError
 from toolkit.files.json_lines import DECODER
 
 
-def read_columnar(path: Path, columns: Sequence[str], form: Form, *, kind: str) -> Iterator[Cells]:
-    """Yield the cells of some columns of a `parquet` or `arrow` file (Feather, the caches of `datasets`), row by row.
+def read_columnar(path: Path, columns: Sequence[str], form: Form) -> Iterator[Cells]:
+    """Yield the cells of some columns of a parquet or Arrow file (Feather, the caches of `datasets`), row by row.
 
     Raises:
         UserError: another kind of file, truncated or damaged; text that is not UTF-8, with the row.
     """
-    with _open(path, kind) as (_, read):
+    with _open(path) as (_, read):
         yield from read_batches(path, read(list(columns)), columns)
 
 
-def list_names(path: Path, form: Form, *, kind: str) -> list[str]:
+def list_names(path: Path, form: Form) -> list[str]:
     """The column names of such a file; raises as `read_columnar`."""
-    with _open(path, kind) as (names, _):
+    with _open(path) as (names, _):
         return names
 
 
@@ -60,18 +60,15 @@ def _find_change(kind: Any) -> Callable[[Any], Any] | None:
 
 
 @contextlib.contextmanager
-def _open(path: Path, kind: str) -> Iterator[tuple[list[str], Callable[[list[str]], Iterable[Any]]]]:
+def _open(path: Path) -> Iterator[tuple[list[str], Callable[[list[str]], Iterable[Any]]]]:
     """The column names, and a function that reads batches with some columns at least; Arrow files are memory-mapped."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     with path.open("rb") as file:
         begin = file.read(6)
-    name = "Arrow" if kind == "arrow" else kind
-    if begin.startswith(GZIP_MAGIC):
-        raise UserError(f"{path} is gzipped, and {name} is not read so, because it compresses its columns itself: unpack it")
     try:
-        if kind == "parquet":
+        if begin.startswith(b"PAR1"):
             with pq.ParquetFile(path) as parquet:
                 about = parquet.metadata
                 num_bytes = sum(about.row_group(number).total_byte_size for number in range(about.num_row_groups))
@@ -84,5 +81,5 @@ def _open(path: Path, kind: str) -> Iterator[tuple[list[str], Callable[[list[str
             with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
                 yield stream.schema.names, lambda _: stream
     except (pa.ArrowException, OSError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"{path} is not a complete {name} file ({reason.rstrip('.')}): copy or write it again") from None
+        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+        raise UserError(f"{path} is not a complete parquet or Arrow file ({reason}): copy or write it again") from None

@@ -16,7 +16,6 @@ import logging
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,16 +28,8 @@ from toolkit.errors import UserError
 logger = logging.getLogger("toolkit")
 
 _BYTES_PER_READ = 1 << 20
-_BY_ENDING = "leave data.source out, so that its ending says how it is read"
-_NO_TEXT = {
-    b"PK\x03\x04": "a zip archive or an Excel workbook: unpack it, or save it as CSV",
-    b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it, or take gzip",
-    b"\xfd7zXZ": "compressed by xz: unpack it, or take gzip",
-    b"BZh91AY": "compressed by bzip2: unpack it, or take gzip",
-    b"PAR1": f"a parquet file: {_BY_ENDING}",
-    b"ARROW1": f"an Arrow file: {_BY_ENDING}",
-}
-"""First bytes of files that are not text, and what to say about them."""
+_BINARY = (b"PK\x03\x04", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", b"BZh91AY", b"PAR1", b"ARROW1")
+"""First bytes of zip archives (Excel's workbooks, too), of zstd, xz and bzip2, of parquet and of Arrow files."""
 
 
 def find_files(patterns: list[str] | str, setting: str) -> list[Path]:
@@ -89,8 +80,10 @@ def hash_file(path: Path, *, is_text: bool, encoding: str = "utf-8") -> str:
                 begin = begin or block[:8]
                 digest.update(block)
                 if is_text:
-                    if trouble := next((what for magic, what in _NO_TEXT.items() if begin.startswith(magic)), None):
-                        raise UserError(f"{path} is {trouble}")
+                    if begin.startswith(_BINARY):
+                        kinds = "an archive, an Excel workbook, or a parquet or Arrow file"
+                        way_out = "unpack it, save it as CSV, or leave data.source out, so that its ending says how it is read"
+                        raise UserError(f"{path} is not text, but {kinds}: {way_out}")
                     text = decoder.decode(block, final=not block)
                     if "\0" in text:
                         line = num_lines + text[: text.index("\0")].count("\n") + 1
@@ -101,7 +94,7 @@ def hash_file(path: Path, *, is_text: bool, encoding: str = "utf-8") -> str:
             if file.tell() == 0:
                 raise UserError(f"{path} is empty: give a file with rows")
     except UnicodeError as error:
-        raise _encoding_error(path, error, encoding, num_lines, begin) from None
+        raise _encoding_error(path, error, encoding, num_lines) from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path} is not a complete gzip file ({str(error).rstrip('.')}): copy or write it again") from None
     except OSError as error:
@@ -114,10 +107,8 @@ def hash_file(path: Path, *, is_text: bool, encoding: str = "utf-8") -> str:
     return digest.hexdigest()
 
 
-def _encoding_error(path: Path, error: UnicodeError, encoding: str, num_lines: int, begin: bytes) -> UserError:
-    is_utf16 = begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    others = "utf-16" if is_utf16 else "cp1252 for files of Western Windows" if encoding == "utf-8" else "another, none for UTF-8"
-    way_out = f"set data.encoding ({others}), or convert the file"
+def _encoding_error(path: Path, error: UnicodeError, encoding: str, num_lines: int) -> UserError:
+    way_out = "set data.encoding (cp1252 for files of Western Windows, utf-16, none for UTF-8), or convert the file"
     if not isinstance(error, UnicodeDecodeError):
         return UserError(f"{path} is not valid {encoding.upper()} ({error}): {way_out}")
     # The decoder may have kept the first bytes of a character from the previous block; they hold no line break.
@@ -137,13 +128,14 @@ class FileKind(NamedTuple):
 
 
 _DELIMITED, _JSON = FileKind(read_csv, read_header), FileKind(read_json, list_keys)
+_COLUMNAR = FileKind(read_columnar, list_names, is_text=False)
 READERS = {
     "csv": _DELIMITED,
     "tsv": _DELIMITED,
     "json": _JSON,
     "jsonl": _JSON,
-    "parquet": FileKind(partial(read_columnar, kind="parquet"), partial(list_names, kind="parquet"), is_text=False),
-    "arrow": FileKind(partial(read_columnar, kind="arrow"), partial(list_names, kind="arrow"), is_text=False),
+    "parquet": _COLUMNAR,
+    "arrow": _COLUMNAR,
     "txt": FileKind(read_txt, lambda path, form: ["text"]),
 }
 """By the kind of file, which is a value of `data.source`."""

@@ -8,13 +8,7 @@ Therefore the name and a folder's README are checked before `datasets` sees them
 from __future__ import annotations
 
 import contextlib
-import difflib
-import glob
-import json
 import posixpath
-import ssl
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +26,6 @@ from toolkit.private import private
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder
 
-_PROBE_TIMEOUT_S = 5
 _NUM_NAMES = 4
 _NO_READER_SETTINGS = {"data_files", "data_dir", "default", "description", "version", "features", "drop_labels"}
 """What a README may say of a subset that does not change how its files are read."""
@@ -43,21 +36,17 @@ def check_hub_name(name: str, setting: str, other_sources: tuple[str, ...]) -> N
 
     Args:
         setting: name of the config field, for messages.
-        other_sources: as in `load_hub_dataset`.
+        other_sources: the other values of that field.
 
     Raises:
         UserError: such a name, or an empty one.
     """
+    known = ", ".join(other_sources)
     if not name.strip():
-        raise UserError(f"{setting} is empty: give one of {', '.join(other_sources)}, a hub id, or a folder")
-    lower, known = name.casefold(), ", ".join(other_sources)
-    if lower in other_sources:
-        raise UserError(f"{setting} {name} is written {lower}: give that")
-    if lower in private("_PACKAGED_DATASETS_MODULES"):
-        ours = {private("_EXTENSION_TO_MODULE").get(f".{source}", (source,))[0]: source for source in other_sources}
-        way_out = f"did you mean {ours[lower]}?" if lower in ours else f"give one of {known}, or a hub id as in user/{name}"
-        folder = f" (./{name} for the folder)" if Path(name).is_dir() else ""
-        raise UserError(f"{setting} {name} is a kind of file, not a dataset: {way_out}{folder}")
+        raise UserError(f"{setting} is empty: give one of {known}, a hub id, or a folder")
+    if name.casefold() in {*other_sources, *private("_PACKAGED_DATASETS_MODULES")}:
+        way_out = f"give one of {known}, a hub id as in user/{name}, or ./{name} for a folder"
+        raise UserError(f"{setting} {name} is a kind of file, not a dataset: {way_out}")
 
 
 def load_hub_dataset(name: str, subset: str | None, split: str, *, other_sources: tuple[str, ...]) -> Dataset:
@@ -65,7 +54,7 @@ def load_hub_dataset(name: str, subset: str | None, split: str, *, other_sources
 
     Args:
         name: hub id or local folder.
-        other_sources: the other values of `data.source`; the error for an unknown `name` suggests the nearest.
+        other_sources: the other values of `data.source`, for messages.
 
     Raises:
         UserError: unknown or unreachable dataset, unknown subset or split, damaged files, files outside of the dataset.
@@ -91,7 +80,7 @@ def list_folder(name: str, subset: str | None, split: str, *, other_sources: tup
     files = splits.get(split)
     if not files:
         found = " and ".join(f"{other} ({_name_files(paths)})" for other, paths in splits.items())
-        origin = "by its README or save_to_disk, else by the names of files and folders"
+        origin = "by its README, else by the names of files and folders"
         way_out = "set data.hub_split, or name files in data.files"
         raise UserError(f"data.source {name} has no split {split}, but {found}, {origin}: {way_out}")
     of_split = {file: f" (split {other})" for other, paths in splits.items() for file in paths}
@@ -119,20 +108,17 @@ def _open_builder(name: str, subset: str | None, split: str, other_sources: tupl
     is_folder = path.is_dir()
     if not is_folder and (path.is_absolute() or name.startswith(".")):
         raise UserError(f"data.source {name}: there is no such folder: check the path")
+    for state, pattern in (("state.json", "data-*.arrow"), ("dataset_dict.json", f"{split}/data-*.arrow")):
+        if (path / state).is_file():  # caches of `map` may lie beside its files
+            way_out = f"name its files in data.files, as in {path / pattern}"
+            raise UserError(f"data.source {name} was written by save_to_disk: {way_out}")
     offline = mock.patch.object(datasets.config, "HF_HUB_OFFLINE", True)  # HF_HUB_OFFLINE=1 would be read only at its import
     try:
-        with contextlib.nullcontext() if not is_folder and _can_reach_hub() else offline:
+        with offline if is_folder else contextlib.nullcontext():
             if is_folder:
                 _read_subsets(path, name)  # before `datasets` looks for the files that it names
-            if is_folder and (saved := _list_saved(path.resolve(), name)):
-                if subset is not None:
-                    raise UserError(
-                        f"data.source {name} was written by save_to_disk and has no subsets: leave data.hub_subset out"
-                    )
-                builder = datasets.load_dataset_builder("arrow", data_files=saved)
-            else:
-                # The path is absolute, because `datasets` would turn `./text` into `text`.
-                builder = datasets.load_dataset_builder(str(path.resolve()) if is_folder else name, name=subset)
+            # The path is absolute, because `datasets` would turn `./text` into `text`.
+            builder = datasets.load_dataset_builder(str(path.resolve()) if is_folder else name, name=subset)
             for files in (builder.config.data_files or {}).values():
                 files[:] = dict.fromkeys(files)  # `datasets` lists a file twice whose name and folder both name the split
             _check_files(builder, name, path if is_folder else None)
@@ -142,35 +128,13 @@ def _open_builder(name: str, subset: str | None, split: str, other_sources: tupl
     except (ConnectionError, DatasetNotFoundError) as error:
         is_away = isinstance(error, ConnectionError)
         where = "not in the local cache, and the hub cannot be reached" if is_away else "no dataset that the hub shows you"
-        near = difflib.get_close_matches(name, other_sources, n=1, cutoff=0.6)
-        way_out = f"did you mean {near[0]}?" if near else "check the name"
         known = ", ".join(other_sources)
-        raise UserError(f"data.source {name} is not one of {known}, not a local folder and {where}: {way_out}") from None
+        raise UserError(f"data.source {name} is not one of {known}, not a local folder and {where}: check the name") from None
     # `datasets` does not check the types of what a README says, and leaves files to libraries that raise what they will.
     except Exception as error:
         cause = error.__cause__ or error
         reason = " ".join(str(cause).split()).partition(" with any supported extension")[0].rstrip(".") or type(cause).__name__
         raise UserError(f"data.source {name} (subset {subset}, split {split}) could not be loaded: {reason}") from None
-
-
-def _list_saved(folder: Path, name: str) -> dict[str, list[str]]:
-    """The Arrow files that `save_to_disk` wrote, by split; empty for another folder. Caches of `map` may lie beside them."""
-
-    def read(path: Path) -> Any:
-        check_inside(name, folder, path)
-        value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        return value if isinstance(value, dict) else {}
-
-    splits = read(folder / "dataset_dict.json").get("splits")
-    states = {split: folder / split / "state.json" for split in splits or ()} or {"train": folder / "state.json"}
-    saved: dict[str, list[str]] = {}
-    for split, path in states.items():
-        state = read(path)
-        if state.get("_indices_data_files"):
-            raise UserError(f"{path} has an index of rows, of an old `datasets`: load the dataset there and save it again")
-        if splits or "_data_files" in state:
-            saved[split] = [glob.escape(str(path.parent / file["filename"])) for file in state["_data_files"]]
-    return saved
 
 
 def read_hub_rows(dataset: Dataset, columns: Sequence[str]) -> Iterator[Cells]:
@@ -219,7 +183,7 @@ def _check_files(builder: DatasetBuilder, name: str, folder: Path | None) -> Non
 def _list_files(folder: Path) -> list[Path]:
     """All files except the dataset's own remarks, hidden ones last. A linked folder is not entered and stands for its files."""
     files = (file.relative_to(folder) for file in folder.rglob("*") if file.is_symlink() or not file.is_dir())
-    kept = (file for file in files if file.name not in (*private("FILES_TO_IGNORE"), "state.json"))
+    kept = (file for file in files if file.name not in private("FILES_TO_IGNORE"))
     return sorted(kept, key=lambda file: (any(part.startswith(".") for part in file.parts), file))
 
 
@@ -227,18 +191,3 @@ def _name_files(files: Sequence[Path], remarks: dict[Path, str] | None = None) -
     named = ", ".join(file.as_posix() + (remarks or {}).get(file, "") for file in files[:_NUM_NAMES]) or "nothing"
     more = f" and {len(files) - _NUM_NAMES} more" * (len(files) > _NUM_NAMES)
     return escape_controls(named).replace("\n", r"\n") + more
-
-
-def _can_reach_hub() -> bool:
-    """False if the hub's name does not resolve or nothing answers there, for which `datasets` would retry for 23 s."""
-    from huggingface_hub.constants import ENDPOINT, is_offline_mode
-
-    if is_offline_mode():
-        return False
-    try:
-        urllib.request.urlopen(urllib.request.Request(ENDPOINT, method="HEAD"), timeout=_PROBE_TIMEOUT_S).close()
-    except urllib.error.URLError as error:  # an HTTPError is one too, but the hub answered
-        return isinstance(error, urllib.error.HTTPError) or isinstance(error.reason, ssl.SSLError | TimeoutError)
-    except OSError:
-        pass
-    return True

@@ -7,7 +7,6 @@ node. It is compiled from the bytes that are hashed, so that no outdated `.pyc` 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import itertools
 import json
@@ -40,8 +39,6 @@ class OwnSource:
 
     label: str
     """The source as the config gives it, for messages."""
-    setting: str
-    """Where it is given: `data` or `data.mix[i]`."""
     path: Path
     function: Callable[[Any], Any]
     config: DataConfig | LLMDataConfig
@@ -85,7 +82,6 @@ def load_own_source(config: DataConfig | LLMDataConfig, setting: str) -> OwnSour
         digests.append(f"{IDENTIFY} {identity}")
     return OwnSource(
         label=label,
-        setting=setting,
         path=path,
         function=function,
         config=config,
@@ -165,9 +161,7 @@ def _find_function(module: types.ModuleType, name: str, label: str) -> Callable[
     function = getattr(module, name, None)
     if not callable(function):
         defined = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
-        near = difflib.get_close_matches(name, defined, n=1, cutoff=0.5)
-        names = f"did you mean {near[0]}?" if near else f"it defines {', '.join(defined) or 'none'}"
-        raise UserError(f"{label}: the file has no function {name}: {names}")
+        raise UserError(f"{label}: the file has no function {name}: name one that it defines ({', '.join(defined) or 'none'})")
     return function
 
 

@@ -26,10 +26,9 @@ MISSING = frozenset(
     "NaN,nan,-NaN,-nan,N/A,n/a,NA,<NA>,#N/A,#NA,#N/A N/A,None,NULL,null,1.#IND,-1.#IND,1.#QNAN,-1.#QNAN".split(",")  # noqa: SIM905
 )
 """Cells of CSV and TSV files that are read as NaN, as pandas reads them, and so `datasets` in folders; R writes `NA`."""
-_QUOTED = r'"[^"]*+(?:""[^"]*+)*+'
-_CELL = rf'(?:{_QUOTED}"|[^"\t]*+)'
-_QUOTED_LINE = re.compile(rf"(?:{_CELL}\t)*(?:{_CELL}|({_QUOTED}))")
-"""A line of a TSV file whose quotes stand around cells; its group is the start of a cell that goes on in the next line."""
+_CELL = r'(?:"[^"]*+(?:""[^"]*+)*+"|[^"\t]*+)'
+_QUOTED_LINE = re.compile(rf"(?:{_CELL}\t)*{_CELL}")
+"""A line of a TSV file whose quotes stand around cells."""
 
 
 class Form(NamedTuple):
@@ -56,8 +55,6 @@ def build_form(delimiter: str | None, encoding: str | None) -> Form:
     if encoding is not None:
         try:
             "".encode(encoding)  # fails for codecs that are not of text, too
-            if encoding in ("idna", "punycode"):  # for the names of machines
-                raise LookupError
             form = form._replace(encoding=codecs.lookup(encoding).name)
         except (LookupError, ValueError):
             raise UserError(
@@ -93,7 +90,10 @@ def read_csv(path: Path, columns: Sequence[str], form: Form) -> Iterator[Cells]:
     places = {column: header.index(column) for column in columns}
     way_out = f"put double quotes around cells that hold {_name(form.delimiter)}"
     if form.text_quote:
-        way_out = f"no cell may hold tabs or line breaks, because double quotes are text here, as in line {form.text_quote}"
+        way_out = (
+            f"no cell may hold tabs or line breaks, because double quotes are text here, as in line {form.text_quote}; "
+            r"where they stand around cells, give --data.source csv --data.csv_delimiter '\t'"
+        )
     for line, cells in records:
         if len(cells) != len(header):
             raise UserError(
@@ -105,24 +105,12 @@ def read_csv(path: Path, columns: Sequence[str], form: Form) -> Iterator[Cells]:
 def find_quotes(path: Path, form: Form) -> Form:
     """The form of a TSV file. Excel and pandas put double quotes around some cells, others write them as text: never both.
 
-    They are text if one does not stand around a cell, is not doubled inside one or never closes, or if a quoted cell would join
-    lines, while every line has as many cells as the header.
+    They are text if one does not stand around a cell, is not doubled inside one, or does not close in its line.
     """
-    num_tabs, starts, first_start, is_torn = -1, 0, 0, False
     with open_text(path, form, newline="") as file:
-        for number, line in enumerate(file, start=1):
-            line = line.rstrip("\r\n")
-            if line.strip():
-                num_tabs = line.count("\t") if num_tabs < 0 else num_tabs
-                is_torn |= line.count("\t") != num_tabs
-            if starts or '"' in line:
-                # A cell that goes on from the line before is matched as if it started here.
-                found = _QUOTED_LINE.fullmatch('"' * bool(starts) + line)
-                starts = number if not found else 0 if found[1] is None else starts or number
-                if not found:
-                    break
-                first_start = first_start or starts
-    return form._replace(delimiter="\t", text_quote=starts or (0 if is_torn else first_start))
+        quoted = ((number, line.rstrip("\r\n")) for number, line in enumerate(file, start=1) if '"' in line)
+        first = next((number for number, line in quoted if not _QUOTED_LINE.fullmatch(line)), 0)
+    return form._replace(delimiter="\t", text_quote=first)
 
 
 def read_header(path: Path, form: Form) -> list[str]:

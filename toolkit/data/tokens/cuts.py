@@ -87,22 +87,20 @@ def describe_cut(num_given: np.ndarray, num_lost: np.ndarray, num_rows: int, nam
     return [f"WARNING: {sentence}; raise {limit.partition(' ')[0]} ({longest}), or split these rows"]
 
 
-def describe_unknown(num_tokens: np.ndarray, num_unknown: np.ndarray, name: str, what: str, examples: str) -> list[str]:
+def describe_unknown(num_tokens: np.ndarray, num_unknown: np.ndarray, name: str, what: str) -> list[str]:
     """One sentence if tokens of rows stand for text that the tokenizer has no token for, else none. A large share is a WARNING.
 
     Args:
         num_tokens: tokens of each row.
         num_unknown: those of them that are unknown.
         what: `source` or `target`.
-        examples: characters that are unknown.
     """
     if not num_unknown.any():
         return []
     share, percent = _measure(num_unknown, num_tokens)
-    such_as = f" (such as {', '.join(dict.fromkeys(examples[:5]))})" if examples else ""
     sentence = (
         f"{percent} % of all {SIDES[name]} {what} tokens, in {(num_unknown > 0).sum()} of {len(num_unknown)} rows, "
-        f"are unknown to the tokenizer{such_as}: the model neither reads nor writes them"
+        "are unknown to the tokenizer: the model neither reads nor writes them"
     )
     return [f"WARNING: {sentence}" if share > _MOST_TOKENS_LOST else sentence]
 

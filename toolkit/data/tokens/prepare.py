@@ -170,7 +170,10 @@ def _write_tokens(
         kept, sentences, stops = kind.report(tokenized, config, name, rows.origins)
         remarks += sentences
         stop_token_ids |= stops
-        save_tokens(kept, name, folder)
+        # One shard even for no rows: without any, the library cannot read the folder back.
+        kept.save_to_disk(str(folder / name), num_shards=None if len(kept) else 1)
+        for scratch_file in folder.glob(f"{name}*.arrow"):
+            scratch_file.unlink()
     tokenizer.save_pretrained(folder / "tokenizer")
     return {"remarks": remarks, "stop_token_ids": sorted(stop_token_ids), "contents": hash_contents(folder), **identity}
 
@@ -189,7 +192,7 @@ def tokenize_rows(
     Args:
         tokenize: called with a batch of rows as columns, and `arguments`; returns one or several rows for each.
         name: `train` or `evaluation`, for messages and files.
-        folder: gets a file that backs the result; remove it after use, see `save_tokens`.
+        folder: gets a file that backs the result; remove it after use.
         num_workers: processes; None: the machine's cores divided by its ranks, at most 8.
 
     Raises:
@@ -251,11 +254,3 @@ def _tokenize_shown(
 
         return pa.table(tokenized)
     return tokenized
-
-
-def save_tokens(tokenized: Dataset, name: str, folder: Path) -> None:
-    """Write the result of `tokenize_rows` to `folder / name`, and remove the file that backed it."""
-    # One shard even for no rows: without any, the library cannot read the folder back.
-    tokenized.save_to_disk(str(folder / name), num_shards=None if len(tokenized) else 1)
-    for scratch_file in folder.glob(f"{name}*.arrow"):
-        scratch_file.unlink()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.data import DataConfig
@@ -21,7 +20,7 @@ TRAINED = "unigram trained"
 _OF_TOKENIZING = (
     "num_lost_source_tokens", "num_lost_target_tokens", "num_unknown_source_tokens", "num_unknown_target_tokens",
 )  # fmt: skip
-"""Columns of numbers that `report` reads and drops, as it does `unknown_source` and `unknown_target`."""
+"""Columns of numbers that `report` reads and drops."""
 
 
 def set_up(tokenizer: PreTrainedTokenizerBase, config: DataConfig, model: ModelConfig) -> None:
@@ -71,20 +70,9 @@ def tokenize(
         "target_bytes": [len(text.encode()) for text in texts],
         "num_lost_source_tokens": num_lost_of_sources,
         "num_lost_target_tokens": num_lost_of_targets,
-        **_find_unknown(tokenizer, "source", sources, prompts, "text"),
-        **_find_unknown(tokenizer, "target", labels, rows["completion"], "text_target"),
+        "num_unknown_source_tokens": [ids.count(tokenizer.unk_token_id) for ids in sources],
+        "num_unknown_target_tokens": [ids.count(tokenizer.unk_token_id) for ids in labels],
     }
-
-
-def _find_unknown(
-    tokenizer: PreTrainedTokenizerBase, side: str, all_ids: list[list[int]], texts: list[str], argument: str
-) -> dict[str, list]:
-    """How many tokens of each row the tokenizer does not know, and up to 3 of the characters behind them."""
-    unknown = tokenizer.unk_token_id
-    numbers = [ids.count(unknown) for ids in all_ids]
-    characters = dict.fromkeys(texts[numbers.index(max(numbers))]) if any(numbers) else ()
-    found = (c for c in characters if unknown in tokenizer(**{argument: c}, add_special_tokens=False)["input_ids"])
-    return {f"num_unknown_{side}_tokens": numbers, f"unknown_{side}": ["".join(islice(found, 3))] * len(texts)}
 
 
 def report(
@@ -100,9 +88,8 @@ def report(
         sentences += describe_cut(
             num_kept[side] + num_lost, num_lost, len(tokenized), name, f"data.max_{side}_length_tokens = {limit}", side
         )
-        examples = "".join(tokenized.unique(f"unknown_{side}"))
-        sentences += describe_unknown(num_kept[side], numbers[f"num_unknown_{side}_tokens"], name, side, examples)
-    return tokenized.remove_columns([*_OF_TOKENIZING, "unknown_source", "unknown_target"]), sentences, set()
+        sentences += describe_unknown(num_kept[side], numbers[f"num_unknown_{side}_tokens"], name, side)
+    return tokenized.remove_columns(list(_OF_TOKENIZING)), sentences, set()
 
 
 def encode_texts(

@@ -169,22 +169,16 @@ def describe_lost_text(tokenizer: PreTrainedTokenizerBase, rows: Sequence[list[s
     Args:
         rows: the texts of each row.
     """
-    num_lost, example = 0, ("", "")
+    lost = []
     for texts in rows:
         context = [text[:MAX_TRAINING_CHARACTERS] for text in texts]
-        decoded = [
-            str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-            for ids in tokenizer(context, add_special_tokens=False)["input_ids"]
-        ]
-        lost = [pair for pair in zip(context, decoded, strict=True) if pair[0].lstrip(" ") != pair[1].lstrip(" ")]
-        example = lost[0] if lost and not num_lost else example
-        num_lost += bool(lost)
-    if not num_lost:
-        return []
-    return [
-        f"the tokenizer {tokenizer.name_or_path} does not give back {num_lost} of the first {len(rows)} training rows as they "
-        f"are ({example[0]!r:.60} as {example[1]!r:.60}): what it drops is never learned"
-    ]
+        for text, ids in zip(context, tokenizer(context, add_special_tokens=False)["input_ids"], strict=True):
+            decoded = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+            if text.lstrip(" ") != decoded.lstrip(" "):
+                lost.append(f"{text!r:.60} as {decoded!r:.60}")
+                break
+    trouble = f"{tokenizer.name_or_path} does not give back {len(lost)} of the first {len(rows)} training rows as they are"
+    return [f"the tokenizer {trouble} ({lost[0]}): what it drops is never learned"] if lost else []
 
 
 def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:

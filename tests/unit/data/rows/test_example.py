@@ -86,9 +86,9 @@ def test_the_keys_of_other_trainers_say_which_turns_count(key, no, yes):
     sharegpt = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", key: no}, *weighted(...)]
     assert build("sharegpt", conversations=sharegpt).weight_0 == [1]
     messages[1]["weight"] = 1
-    refuse(messages, f"message 2: weight and {key} contradict each other: leave one of them out")
-    refuse([say("a")[0] | {key: True}, *say("a", "b")[1:]], f"message 1: {key} True on a user turn: only assistant turns are")
-    refuse([*say("a"), {"role": "assistant", "content": "b", key: "no"}], f"message 2: {key} 'no': write 0 for a turn that")
+    refuse(messages, f"message 2, a turn of role assistant: weight 1 and {key} {no}: write 0 for a turn that")
+    refuse([say("a")[0] | {key: True}, *say("a", "b")[1:]], f"message 1, a turn of role user: {key} True: write 0 for a turn")
+    refuse([*say("a"), {"role": "assistant", "content": "b", key: "no"}], f"message 2, a turn of role assistant: {key} 'no': ")
 
 
 @pytest.mark.parametrize("key", ["train_detail", "loss_scale", "mask", "masked"])
@@ -260,11 +260,14 @@ def test_text_in_parts_is_one_text():
         ),
         (
             weighted(0.5),
-            ["message 2: weight 0.5: write 0 for a turn that does not count in the loss, 1 or none for one that does"],
+            [
+                "message 2, a turn of role assistant: weight 0.5: write 0 for a turn that does not count in the loss, 1 or none "
+                "for an assistant turn that does"
+            ],
         ),
         (
             [say("a")[0] | {"weight": 1}, *say("a", "b")[1:]],
-            ["message 1: weight 1 on a user turn: only assistant turns are trained"],
+            ["message 1, a turn of role user: weight 1: write 0 for a turn that does not count in the loss"],
         ),
     ],
 )

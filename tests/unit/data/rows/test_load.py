@@ -262,7 +262,7 @@ def test_unwritable_cache_is_refused(config, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"files": None}, "data.source csv needs data.files"),
+        ({"files": None}, "data.source csv is a kind of file, not a dataset"),
         ({"source": "some/rows"}, "data.files is given, but data.source some/rows reads no files"),
         (
             {"source": "someone/dataset", "files": None, "eval_files": "e.csv"},

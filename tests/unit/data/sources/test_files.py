@@ -205,8 +205,8 @@ def test_nul_byte_is_refused_by_line(tmp_path, load, kind):
     [
         ('{"source": "a" "target": "b"}', "not JSON (Expecting ',' delimiter: column 16"),
         ('{"source": "a", "tar', "not JSON (Unterminated string"),
-        ('["a", "b"]', "a JSON array, not an object"),
-        ("3", "a JSON number, not an object"),
+        ('["a", "b"]', "['a', 'b'] is not a JSON object: write {"),
+        ("3", "3 is not a JSON object: write {"),
     ],
 )
 def test_bad_json_lines_are_refused_by_line(tmp_path, load, line, fragment):
@@ -234,9 +234,9 @@ def test_truncated_and_damaged_parquet_is_refused(tmp_path, load):
     write_parquet(path, {"source": [f"text {i}" for i in range(3000)], "target": [f"t {i}" for i in range(3000)]})
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    refuse(load, "parquet", "rows.parquet", f"{path} is not a complete parquet file")
+    refuse(load, "parquet", "rows.parquet", f"{path} is not a complete parquet or Arrow file")
     path.write_bytes(whole[:8] + b"\xff" * 5000 + whole[5008:])  # the footer is whole, the first column is not
-    refuse(load, "parquet", "rows.parquet", f"{path} is not a complete parquet file")
+    refuse(load, "parquet", "rows.parquet", f"{path} is not a complete parquet or Arrow file")
 
 
 def test_parquet_text_that_is_not_utf8_is_refused_by_row(tmp_path, load):

@@ -62,58 +62,18 @@ def refusal(source: str = "data", **settings: Any) -> str:
     return str(caught.value)
 
 
-def save(place: str, *rows: str, split: str = "train") -> Any:
+def test_a_folder_of_save_to_disk_is_refused_with_the_files_to_name() -> None:
     import datasets
 
-    dataset = datasets.Dataset.from_dict({"text": rows}, split=split)
-    dataset.save_to_disk(place)
-    return datasets.load_from_disk(place)
-
-
-def test_a_saved_dataset_is_read_without_the_caches_beside_it() -> None:
-    save("data", "one", "two", "three").map(lambda row: {"text": row["text"].upper()})
+    dataset = datasets.Dataset.from_dict({"text": ["one", "two"]})
+    dataset.save_to_disk("data")
+    datasets.load_from_disk("data").map(lambda row: {"text": row["text"].upper()})
     assert list(Path("data").glob("cache-*.arrow"))
-    assert texts() == ["one", "two", "three"]
-    assert split_line().startswith("data: split train is data-00000-of-00001.arrow; left out: cache-")
-
-
-def test_a_saved_selection_has_its_rows() -> None:
-    save("all", "one", "two", "three", split="test").select([2, 0]).with_format("numpy", columns=["text"]).save_to_disk("data")
-    assert texts() == ["three", "one"]
-
-
-def test_a_saved_dict_of_datasets_has_its_splits() -> None:
-    import datasets
-
-    parts = {"train": ["one"], "held_out": ["two", "three"]}
-    datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": rows}) for name, rows in parts.items()}).save_to_disk("data")
-    assert texts() == ["one"] and texts(hub_split="held_out") == ["two", "three"]
-    assert split_line() == (
-        "data: split train is train/data-00000-of-00001.arrow; left out: held_out/data-00000-of-00001.arrow (split held_out)"
-    )
-    assert refusal(hub_subset="x") == "data.source data was written by save_to_disk and has no subsets: leave data.hub_subset out"
-
-
-def test_a_saved_list_of_files_that_cannot_be_followed_is_refused() -> None:
-    save("data", "one")
-    save("other", "swordfish")
-    state = json.loads(Path("data/state.json").read_text())
-    for changed, sentence in (
-        (
-            {"_data_files": [{"filename": "../other/data-00000-of-00001.arrow"}]},
-            "names a file there, {here}/other/data-00000-of-0",
-        ),
-        ({"_data_files": [{"filename": "{here}/secret.csv"}]}, "names a file there, {here}/secret.csv: give that in data.files"),
-        ({"_indices_data_files": [{"filename": "i.arrow"}]}, "data/state.json has an index of rows, of an old `datasets`: load"),
-        ({"_data_files": [{}]}, "could not be loaded: "),
-        ({"_data_files": 1}, "could not be loaded: "),
-    ):
-        write("data/state.json", json.dumps({**state, **changed}).replace("{here}", str(Path.cwd())))
-        assert sentence.format(here=Path.cwd()) in refusal()
-    write("data/state.json", "{")
-    assert "could not be loaded: " in refusal()
-    write("data/dataset_dict.json", '{"splits": ["../other"]}')
-    assert f"names a file there, {Path.cwd()}/other/state.json" in refusal(hub_split="../other")
+    assert refusal() == ("data.source data was written by save_to_disk: name its files in data.files, as in data/data-*.arrow")
+    datasets.DatasetDict(train=dataset, test=dataset).save_to_disk("both")
+    assert refusal("both", hub_split="test").endswith("name its files in data.files, as in both/test/data-*.arrow")
+    for pattern in ("data/data-*.arrow", "both/test/data-*.arrow"):
+        assert texts("arrow", files=pattern) == ["one", "two"]
 
 
 def test_the_files_of_a_split_and_those_left_out_are_named() -> None:
@@ -153,7 +113,7 @@ def test_names_with_controls_are_escaped() -> None:
 def test_an_unknown_split_is_refused_with_the_files_of_the_others() -> None:
     write("data/test-notes.jsonl", '{"text": "a"}\n')
     sentence = (
-        "data.source data has no split {}, but test (test-notes.jsonl), by its README or save_to_disk, else by the names of "
+        "data.source data has no split {}, but test (test-notes.jsonl), by its README, else by the names of "
         "files and folders: set data.hub_split, or name files in data.files"
     )
     assert refusal() == sentence.format("train")

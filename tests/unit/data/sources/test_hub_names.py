@@ -28,7 +28,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("toolkit.data.sources.hub._can_reach_hub", lambda: False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     here = tmp_path / "here"
     (here / "fold").mkdir(parents=True)
     (here / "secrets.txt").write_text("password: swordfish\n")
@@ -71,15 +71,17 @@ def test_a_kind_of_file_is_no_dataset(tmp_path: Path, opened: list[str], name: s
 def test_the_sentence_names_what_there_is(tmp_path: Path, opened: list[str]) -> None:
     Path("text").mkdir()
     sources = "csv, tsv, json, jsonl, parquet, arrow, txt"
-    assert refusal(lambda: llm(tmp_path, source="json")) == "data.source json needs data.files"
-    assert refusal(lambda: llm(tmp_path, mix=[MixEntry(source="Parquet")])) == (
-        "data.mix[0].source Parquet is written parquet: give that"
-    )
-    assert refusal(lambda: llm(tmp_path, source="text")) == (
-        "data.source text is a kind of file, not a dataset: did you mean txt? (./text for the folder)"
-    )
+    for setting, name, load in (
+        ("data.mix[0].source", "Parquet", lambda: llm(tmp_path, mix=[MixEntry(source="Parquet")])),
+        ("data.source", "text", lambda: llm(tmp_path, source="text")),
+    ):
+        assert refusal(load) == (
+            f"{setting} {name} is a kind of file, not a dataset: give one of {sources}, a hub id as in user/{name}, or ./{name} "
+            "for a folder"
+        )
     assert refusal(lambda: load_images(ImageDataConfig(source="imagefolder"), 1)) == (
-        "data.source imagefolder is a kind of file, not a dataset: give one of digits, idx, or a hub id as in user/imagefolder"
+        "data.source imagefolder is a kind of file, not a dataset: give one of digits, idx, a hub id as in user/imagefolder, or "
+        "./imagefolder for a folder"
     )
     assert refusal(lambda: llm(tmp_path, source="")) == f"data.source is empty: give one of {sources}, a hub id, or a folder"
 

@@ -102,7 +102,7 @@ def test_the_kind_of_an_llm_row_follows_from_its_columns(folder: Path) -> None:
     assert [message["content"] for message in chat.messages or []] == ["u", "a"]
     assert rows.train["lead_text"][0] == "first"
     assert examples(llm(returns("[{'body': 'x'}]"), text_column="body"))[0].text == "x"
-    with pytest.raises(UserError, match="data.text_column is body, but .*row 1 is made from prompt, completion"):
+    with pytest.raises(UserError, match="data.text_column is body, but that is not a column of my_rows.py:load_rows: "):
         llm(returns("[{'prompt': 'x', 'completion': 'y'}]"), text_column="body")
 
 
@@ -240,7 +240,7 @@ ROW = "{'source': 'a', 'target': 'b'}"
 @pytest.mark.parametrize(
     ("code", "sentence"),
     [
-        ("def load_row(config): ...", "my_rows.py:load_rows: the file has no function load_rows: did you mean load_row?"),
+        ("def load_row(config): ...", "the file has no function load_rows: name one that it defines (load_row)"),
         ("def load_rows(): ...", "the file raised TypeError: load_rows() takes 0 positional arguments but 1 was given"),
         ("def load_rows(config) return 3", "line 1 of the file raised SyntaxError: expected ':'"),
         ("import no_such_module_here", "line 1 of the file raised ModuleNotFoundError: No module named 'no_such_module_here'"),

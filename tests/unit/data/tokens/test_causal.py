@@ -454,7 +454,7 @@ def texts(config):
     ]
 
 
-def test_settings_that_do_not_fit_the_source_are_refused(prepare, tmp_path):
+def test_settings_that_do_not_fit_the_source_are_refused(prepare, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="rows.jsonl has none of the columns .*'body' .its columns: text"):
         prepare([{"text": "a"}], text_column="body")
     with pytest.raises(UserError, match="data.text_column is body, but that is not a column of .*rows.jsonl: name one"):
@@ -463,6 +463,7 @@ def test_settings_that_do_not_fit_the_source_are_refused(prepare, tmp_path):
         prepare(source="some/rows", files="a.csv")
     with pytest.raises(UserError, match="rows.jsonl has none of the columns"):
         prepare([{"body": "a"}])
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="data.source nodataset is not one of csv, tsv, json, jsonl, parquet"):
         prepare(source="nodataset")
     (tmp_path / "empty.jsonl").write_text("\n")

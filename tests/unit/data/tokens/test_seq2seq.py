@@ -144,7 +144,7 @@ def test_a_cache_that_was_changed_is_named_and_built_again(
 
 def test_a_cache_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("")
-    with pytest.raises(UserError, match=r"cache folder .*cache cannot be written \(File exists\): set data.cache_dir"):
+    with pytest.raises(UserError, match=r"cache folder .*cache cannot be written \(Not a directory\): set data.cache_dir"):
         find_or_build("the token cache", tmp_path / "cache" / "tokens", lambda folder: {})
 
 

@@ -92,7 +92,7 @@ def test_standard_input_has_a_text_a_line(monkeypatch: pytest.MonkeyPatch) -> No
         ("a.csv", "a,b\nc,d\n", "e", r"has no column 'e' \(its columns: a, b\): correct --column"),
         ("a.csv", "text\n", None, r"has no rows"),
         ("a.jsonl", '{"text": "a"}\n{"text": ""}\n', None, r"a.jsonl, row 2 is a row with an empty prompt, which has nothing"),
-        ("a.jsonl", '{"text": "a"}\n[1]\n', "text", r"a.jsonl, line 2: a JSON array, not an object"),
+        ("a.jsonl", '{"text": "a"}\n[1]\n', "text", r"a.jsonl, line 2: \[1\] is not a JSON object"),
         (
             "a.jsonl",
             '{"messages": [{"role": "assistant", "content": "a"}]}\n',
