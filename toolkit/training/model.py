@@ -16,8 +16,8 @@ from toolkit.config.schema import LLMConfig
 from toolkit.data.collate import SummarizationCollator
 from toolkit.data.tokens.languages import start_generation
 from toolkit.data.tokens.prepare import TokenizedRows
-from toolkit.distributed.comm import on_all_ranks, rank
-from toolkit.distributed.device import describe_device
+from toolkit.distributed.comm import on_all_ranks, rank, world_size
+from toolkit.distributed.device import GIB, describe_device, smallest_gpu_bytes
 from toolkit.distributed.watchdog import working
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.launch.accelerator import compute_dtype, fsdp_version
@@ -30,6 +30,7 @@ from toolkit.models.load_sharded import complete_sources, open_weights
 from toolkit.models.lora import add_adapter, is_enabled
 from toolkit.models.safetensors_index import WholeOnly
 from toolkit.models.shard_reader import Sources
+from toolkit.optimizers import OPTIMIZERS
 from toolkit.parallel.chunked_loss import holds_all_logits
 from toolkit.parallel.masks import choose_packing
 from toolkit.parallel.wrap import ShardedModel, check_wrap, shard_model
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 logger = logging.getLogger("toolkit")
+
+ROOMY_SHARE = 0.25
+"""A GPU with three quarters left for activations, which the micro-batch decides, has room to spare."""
 
 
 def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeConfig, PretrainedConfig, PreTrainedModel]:
@@ -71,6 +75,7 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeCon
         if (checkpoint := context.resume_from) is not None:
             on_all_ranks(lambda: check_settings(checkpoint, chosen))
     _choose_packed_attention(config, context.accelerator, skeleton, why)
+    _note_needless_shards(context.accelerator, skeleton, context.frozen_dtype, OPTIMIZERS[config.optim.name].state_bytes)
     return config, model_config, skeleton
 
 
@@ -195,6 +200,25 @@ def _choose_packed_attention(config: RecipeConfig, accelerator: Accelerator, ske
         )
     if config.packs and (warning := warn_of_full_rows(skeleton, why_dense)):
         logger.warning(warning)
+
+
+def _note_needless_shards(
+    accelerator: Accelerator, skeleton: PreTrainedModel, frozen_dtype: torch.dtype, optimizer_bytes: int
+) -> None:
+    """Log a line if FSDP shards a model whose training state takes at most `ROOMY_SHARE` of the smallest GPU. Collective.
+
+    Args:
+        optimizer_bytes: of a trainable parameter.
+    """
+    if fsdp_version(accelerator) is None or accelerator.mixed_precision == "fp8":  # which needs FSDP2
+        return
+    gpu_bytes = smallest_gpu_bytes(accelerator.device)
+    needed = sum(p.numel() * (8 + optimizer_bytes if p.requires_grad else frozen_dtype.itemsize) for p in skeleton.parameters())
+    if gpu_bytes is not None and needed <= ROOMY_SHARE * gpu_bytes:
+        logger.info(
+            f"the preset shards a model that one GPU holds with room to spare: weights, gradients and moments take "
+            f"{needed / GIB:.1f} of {gpu_bytes / GIB:.0f} GiB; {'ddp' if world_size() > 1 else 'single'}.yaml gathers nothing"
+        )
 
 
 def _adapt(model: PreTrainedModel, config: RecipeConfig) -> None:

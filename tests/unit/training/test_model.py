@@ -13,7 +13,8 @@ from transformers import BartConfig, PretrainedConfig, T5Config, UMT5Config
 from tests.support.checkpoint_files import change_manifest, make_checkpoint
 from toolkit.checkpoint.manifest import read_checkpoint
 from toolkit.config.schema import ModelConfig
-from toolkit.training.model import _take_fastest_attention
+from toolkit.training import model
+from toolkit.training.model import _note_needless_shards, _take_fastest_attention
 
 FASTER, BEGAN = ", faster on a CPU than sdpa where positions are a bias", ", with which this run began"
 
@@ -48,3 +49,35 @@ def test_a_run_goes_on_with_the_attention_that_it_began_with(tmp_path: Path) -> 
     change_manifest(newer, lambda manifest: manifest["identity"]["config"].update(attention="eager"))
     assert choose(T5Config(), resumed=newer) == ("eager", FASTER, "eager")
     assert choose(T5Config(), "cuda", resumed=newer) == (None, "", None)
+
+
+@pytest.mark.parametrize(
+    ("gpu_bytes", "version", "precision", "world_size", "says"),
+    [
+        (4 * 16 * 80 * 2**20, 2, "bf16", 8, "weights, gradients and moments take 1.2 of 5 GiB; ddp.yaml gathers nothing"),
+        (4 * 16 * 80 * 2**20, 1, "bf16", 1, "weights, gradients and moments take 1.2 of 5 GiB; single.yaml gathers nothing"),
+        (4 * 16 * 80 * 2**20 - 1, 2, "bf16", 8, ""),
+        (4 * 16 * 80 * 2**20, None, "bf16", 8, ""),
+        (4 * 16 * 80 * 2**20, 2, "fp8", 8, ""),
+        (None, 2, "bf16", 8, ""),
+    ],
+)
+def test_shards_that_one_gpu_does_not_need_are_a_line(
+    gpu_bytes: int | None,
+    version: int | None,
+    precision: str,
+    world_size: int,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """8 frozen parameters of 2 bytes take as much as one trainable of 16: together 80 x 2**20 x 16 bytes."""
+    frozen, trained = torch.nn.Linear(2**20, 8, bias=False, device="meta"), torch.nn.Linear(2**20, 79, bias=False, device="meta")
+    skeleton = torch.nn.Sequential(frozen.requires_grad_(False), trained)
+    accelerator: Any = SimpleNamespace(device=torch.device("cuda"), mixed_precision=precision)
+    monkeypatch.setattr(model, "fsdp_version", lambda _: version)
+    monkeypatch.setattr(model, "smallest_gpu_bytes", lambda _: gpu_bytes)
+    monkeypatch.setattr(model, "world_size", lambda: world_size)
+    _note_needless_shards(accelerator, skeleton, torch.bfloat16, 8)  # type: ignore[arg-type]
+    start = "the preset shards a model that one GPU holds with room to spare: "
+    assert capsys.readouterr().out.strip() == (says and start + says)
