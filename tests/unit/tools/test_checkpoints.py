@@ -15,7 +15,6 @@ import pytest
 from tests.support.checkpoint_files import change_manifest, make_checkpoint
 from toolkit.checkpoint.manifest import MANIFEST
 from toolkit.tools import checkpoints as checkpoint_table
-from toolkit.tools import entries
 from toolkit.tools.main import main
 
 
@@ -122,9 +121,9 @@ def test_what_a_run_prunes_meanwhile_is_no_damage(
 ) -> None:
     pruned = make_checkpoint(tmp_path, 3)
     make_checkpoint(tmp_path, 6)
-    listed = entries.list_checkpoints(tmp_path)
+    listed = checkpoint_table.list_checkpoints(tmp_path)
     shutil.rmtree(pruned)
-    monkeypatch.setattr(entries, "list_checkpoints", lambda run: listed)
+    monkeypatch.setattr(checkpoint_table, "list_checkpoints", lambda run: listed)
     assert run_command(monkeypatch, tmp_path, "--verify") == 0
     assert "step-00000003" not in capsys.readouterr().out
 
