@@ -159,20 +159,20 @@ def _read_windows(rows: Rows, output: Path | None, num_done: int, size: int) -> 
     Raises:
         UserError: they are others; a row that cannot be read.
     """
+    other = UserError(f"--output {output} has texts of other rows than the first {num_done:,} now: name another file")
     notes = read_notes(output) if output and num_done else {}
     digest, window, number = hashlib.sha256(), [], 0
     for number, row in enumerate(rows.read(), start=1):
         digest.update(repr(row[1]).encode())
-        if number <= num_done and notes.get(number, digest.hexdigest()) != digest.hexdigest():
-            number = 0
-            break
         if number > num_done:
             window.append(row)
+        elif notes.get(number, digest.hexdigest()) != digest.hexdigest():
+            raise other
         if len(window) == size:
             yield window, digest.hexdigest()
             window = []
     if number < num_done:
-        raise UserError(f"--output {output} has texts of other rows than the first {num_done:,} now: name another file")
+        raise other
     if window:
         yield window, digest.hexdigest()
 

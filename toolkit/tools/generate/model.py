@@ -164,7 +164,7 @@ def open_model(name: str) -> Generator:
     folder = Path(find_folder(name))
     usage = load_usage(folder) or Usage()
     is_adapter = (folder / CONFIG_FILE).is_file()
-    base = ModelConfig(name_or_path=_read_base_name(folder) if is_adapter else str(folder))
+    base = ModelConfig(name_or_path=read_base_name(folder) if is_adapter else str(folder))
     try:
         auto_class: AutoClass = "AutoModelForSeq2SeqLM" if is_encoder_decoder(base.name_or_path) else "AutoModelForCausalLM"
         config = load_model_config(base, auto_class, is_trained=False)
@@ -246,7 +246,7 @@ def _check_room(skeleton: Any, dtype: torch.dtype, device: torch.device) -> None
         )
 
 
-def _read_base_name(folder: Path) -> str:
+def read_base_name(folder: Path) -> str:
     """The base that an adapter names: a path, from the directory of its run, or a hub id.
 
     Raises:
