@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.resources import files
 from typing import Any
 
-from toolkit.tools.preview.row import Span, build_spans
 from toolkit.tools.preview.wording import NAMES, Bar, Legend, Preview, RowText, Tokens, list_parts
 from toolkit.tools.report.elements import begin_page, element, escaped
 from toolkit.tools.report.rows import render
@@ -38,14 +36,15 @@ def _draw(part: Any) -> str:
             return f"<div class=line><div>{bar}</div>{element('div', label, 'quiet')}</div>\n"
         case RowText(text):
             return f"<div class=text dir=auto>{escaped(text)}</div>\n"  # its own letters decide its direction
-        case Tokens(spans):
-            return f"<div class=tokens dir=auto>{''.join(_show_blocks(spans))}</div>\n"
+        case Tokens(tokens):
+            blocks = [Tokens(tokens[first : first + TOKENS_OF_A_BLOCK]) for first in range(0, len(tokens), TOKENS_OF_A_BLOCK)]
+            return f"<div class=tokens dir=auto>{''.join(map(_draw_block, blocks))}</div>\n"
     return str(part.html())
 
 
-def _show_blocks(spans: list[Span]) -> Iterator[str]:
-    pairs = [(kind, f"<i>{escaped(token)}</i>".replace("\n", "⏎\n")) for kind, tokens in spans for token in tokens]
-    for first in range(0, len(pairs), TOKENS_OF_A_BLOCK):
-        block = build_spans(pairs[first : first + TOKENS_OF_A_BLOCK])
-        shown = [f"<span class={kind}>{''.join(tokens)}</span>" for kind, tokens in block]
-        yield f"<span class=part>{''.join(shown)}</span>"
+def _draw_block(block: Tokens) -> str:
+    spans = []
+    for kind, texts in block.by_kind():
+        shown = "".join(f"<i>{escaped(text)}</i>".replace("\n", "⏎\n") for text in texts)
+        spans.append(f"<span class={kind}>{shown}</span>")
+    return f"<span class=part>{''.join(spans)}</span>"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,18 +30,8 @@ _NO_LIMIT = 2**31
 _MOST_TOKENS_OF_A_CHARACTER = 16
 
 
-class Span(NamedTuple):
-    """Neighbouring tokens of one kind."""
-
-    kind: str
-    """`LOSS`, `CONTEXT` or `LOST`."""
-    tokens: list[str]
-    """The text of each token, see `token_texts`."""
-
-
-def build_spans(tokens: Iterable[tuple[str, str]]) -> list[Span]:
-    """The spans of (kind, text of a token)."""
-    return [Span(kind, [text for _, text in group]) for kind, group in itertools.groupby(tokens, key=lambda token: token[0])]
+Token = tuple[str, str]
+"""What a token is for: `LOSS`, `CONTEXT` or `LOST`. And its text, see `token_texts`."""
 
 
 class Turn(NamedTuple):
@@ -61,7 +50,8 @@ class Side:
     name: str
     text: str
     """Before the cut; of a chat, as its template renders it."""
-    spans: list[Span]
+    tokens: list[Token]
+    """Also those that were cut off."""
     num_tokens: int
     """After the cut."""
     num_lost: int
@@ -112,19 +102,24 @@ def view_row(rows: TokenizedRows, config: DataConfig | LLMDataConfig, model: Mod
         UserError: no row has this id, or it was left out.
     """
     assert rows.texts is not None, "each node's first process has them"
-    name, row = _find(rows, rows.texts, row_id)
-    cells = _find_text(rows.texts, row_id % ROW_IDS_OF_A_PIECE)
-    assert cells is not None, "a tokenized row was made of a text"
-    (example,) = read_examples(cells)
-    where = causal.locate(row_id % ROW_IDS_OF_A_PIECE, rows.texts.origins)
-    num_pieces = int((_ids(getattr(rows, name)) % ROW_IDS_OF_A_PIECE == row_id % ROW_IDS_OF_A_PIECE).sum())
+    origins, text_id = rows.texts.origins, row_id % ROW_IDS_OF_A_PIECE
+    found, given = _find(rows, row_id), _find(rows.texts, text_id)
+    num_rows = sum(num for _, num in origins)
+    if found is None and not 0 <= row_id < num_rows:
+        raise UserError(f"--row is {row_id}: give an id from 0 to {num_rows - 1}")
+    where = causal.locate(text_id, origins)
+    if found is None or given is None:
+        raise UserError(f"--row is {row_id}, {where}, which is left out: the remarks above say why")
+    name, row = found[0], {column: values[0] for column, values in found[1].items()}
+    (example,) = read_examples(given[1])
+    num_pieces = int((_ids(getattr(rows, name)) % ROW_IDS_OF_A_PIECE == text_id).sum())
     turns: list[Turn] = []
     if example.text is not None:  # a text loses nothing; each of its rows has its own part of it
         assert isinstance(config, LLMDataConfig), "an encoder-decoder's rows are pairs"
         full = row
         texts = {"row": example.text if num_pieces == 1 else str(rows.tokenizer.decode(row["input_ids"]))}
     else:
-        full = _tokenize_unlimited(rows, config, model, cells)
+        full = _tokenize_unlimited(rows, config, model, given[1])
         if isinstance(config, DataConfig):
             texts = {"source": config.prefix + str(example.prompt), "target": str(example.completion)}
         elif example.messages is None:
@@ -170,28 +165,12 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
     return texts
 
 
-def _find(rows: TokenizedRows, texts: TextRows, row_id: int) -> tuple[str, dict[str, Any]]:
-    """The split of a row, and its columns."""
-    for name, part in (("train", rows.train), ("evaluation", rows.evaluation)):
-        found = np.flatnonzero(_ids(part) == row_id)
-        if len(found):
-            return name, part[int(found[0])]
-    num_rows = sum(num for _, num in texts.origins)
-    if not 0 <= row_id < num_rows:
-        raise UserError(f"--row is {row_id}: give an id from 0 to {num_rows - 1}")
-    where = causal.locate(row_id % ROW_IDS_OF_A_PIECE, texts.origins)
-    if _find_text(texts, row_id) is None:
-        raise UserError(f"--row is {row_id}, {where}, which is left out: the remarks above say why")
-    raise UserError(f"--row is {row_id}, {where}, which has no token that counts in the loss, and is left out")
-
-
-def _find_text(texts: TextRows, row_id: int) -> dict[str, list[Any]] | None:
-    """The text of a row, by column; None if it was left out when it was read."""
-    for part in (texts.train, texts.evaluation):
-        ids = _ids(part)
-        index = int(np.searchsorted(ids, row_id))  # ids rise in a file of rows
-        if index < len(ids) and ids[index] == row_id:
-            return part[index : index + 1]
+def _find(splits: TokenizedRows | TextRows, row_id: int) -> tuple[str, dict[str, list[Any]]] | None:
+    """The split of a row, and its columns, as a batch of one row; None if it was left out."""
+    for name in SIDES:
+        part = getattr(splits, name)
+        if len(found := np.flatnonzero(_ids(part) == row_id)):
+            return name, part[int(found[0]) : int(found[0]) + 1]
     return None
 
 
@@ -230,9 +209,9 @@ def _build_side(
     kinds = [
         LOST if start <= place < start + num_lost else LOSS if does_count else CONTEXT for place, does_count in enumerate(counts)
     ]
-    spans = build_spans(zip(kinds, token_texts(tokenizer, ids), strict=True))
+    tokens = list(zip(kinds, token_texts(tokenizer, ids), strict=True))
     limit = getattr(config, _LIMITS[name])
-    return Side(name=name, text=text, spans=spans, num_tokens=len(kept), num_lost=num_lost, limit=limit)
+    return Side(name=name, text=text, tokens=tokens, num_tokens=len(kept), num_lost=num_lost, limit=limit)
 
 
 def _list_turns(example: Example, loss_on: str, labels: Sequence[int], num_kept: int) -> list[Turn]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, PADDING, RowView, Side, Span, build_spans
+from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, PADDING, RowView, Side, Token
 from toolkit.tools.preview.step import Pack, StepView
 from toolkit.tools.report.rows import Heading, Lines, describe_data, percent
 
@@ -62,7 +62,12 @@ class RowText(NamedTuple):
 class Tokens(NamedTuple):
     """Tokens of a row, each with what it is for."""
 
-    spans: list[Span]
+    tokens: list[Token]
+
+    def by_kind(self) -> Iterator[tuple[str, list[str]]]:
+        """Neighbours of one kind, and their texts."""
+        for kind, group in itertools.groupby(self.tokens, key=lambda token: token[0]):
+            yield kind, [text for _, text in group]
 
 
 def list_parts(preview: Preview, *, has_remarks: bool) -> Iterator[Any]:
@@ -129,7 +134,7 @@ def _describe_row(row: RowView, step: StepView | None, *, is_whole: bool) -> Ite
         texts = shorten_text(side.text, row.row_id, is_whole=is_whole)
         yield from (Lines([text], "quiet") if number == 1 else RowText(text) for number, text in enumerate(texts))
         yield Lines(["as tokens"], "quiet")
-        pieces = shorten_spans(side.spans, row.row_id, is_whole=is_whole)
+        pieces = shorten_tokens(side.tokens, row.row_id, is_whole=is_whole)
         yield from (Lines([piece], "quiet") if isinstance(piece, str) else Tokens(piece) for piece in pieces)
         if padding := padding_behind(row, step, side):
             yield Lines([f"{plural(padding, 'token')} of padding"], PADDING)
@@ -167,19 +172,17 @@ def shorten_text(text: str, row_id: int, *, is_whole: bool) -> list[str]:
     return [text[:head], f"… {num:,} characters are not shown: --row {row_id} shows all …", text[num + head :]]
 
 
-def shorten_spans(spans: list[Span], row_id: int, *, is_whole: bool) -> list[list[Span] | str]:
+def shorten_tokens(tokens: list[Token], row_id: int, *, is_whole: bool) -> list[list[Token] | str]:
     """The tokens; or their start, those around cuts and their end, and remarks on what is not shown between them."""
-    tokens = [(span.kind, token) for span in spans for token in span.tokens]
     if is_whole or len(tokens) <= MOST_TOKENS:
-        return [spans]
+        return [tokens]
     head, is_shown = 2 * MOST_TOKENS // 3, np.zeros(len(tokens), dtype=bool)
     is_shown[:head] = is_shown[head - MOST_TOKENS :] = True
-    for span, end in zip(spans, itertools.accumulate(len(span.tokens) for span in spans), strict=True):
-        if span.kind == LOST:
-            cut = end - len(span.tokens)
-            is_shown[max(0, cut - TOKENS_AT_A_CUT) : cut + TOKENS_AT_A_CUT] = True
-    pieces: list[list[Span] | str] = []
+    is_lost = np.array([kind == LOST for kind, _ in tokens])
+    for cut in np.flatnonzero(np.diff(is_lost, prepend=False) & is_lost):
+        is_shown[max(0, cut - TOKENS_AT_A_CUT) : cut + TOKENS_AT_A_CUT] = True
+    pieces: list[list[Token] | str] = []
     for shown, group in itertools.groupby(zip(is_shown, tokens, strict=True), key=lambda pair: bool(pair[0])):
         some = [token for _, token in group]
-        pieces.append(build_spans(some) if shown else f"… {len(some):,} tokens are not shown: --row {row_id} shows all …")
+        pieces.append(some if shown else f"… {len(some):,} tokens are not shown: --row {row_id} shows all …")
     return pieces

@@ -15,7 +15,8 @@ from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.config.schema import ModelConfig
 from toolkit.data.tokens.prepare import TokenizedRows, prepare_rows
 from toolkit.errors import UserError
-from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, RowView, Span, find_cut_row, token_texts, view_row
+from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, RowView, Token, find_cut_row, token_texts, view_row
+from toolkit.tools.preview.wording import Tokens
 
 
 class Rows:
@@ -43,8 +44,8 @@ def _ends_texts(eos: int) -> Any:
     return processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", eos)])
 
 
-def kinds(spans: list[Span]) -> list[tuple[str, str]]:
-    return [(span.kind, "".join(span.tokens)) for span in spans]
+def kinds(tokens: list[Token]) -> list[tuple[str, str]]:
+    return [(kind, "".join(texts)) for kind, texts in Tokens(tokens).by_kind()]
 
 
 @pytest.mark.parametrize("kind", EXACT_KINDS)
@@ -73,8 +74,8 @@ def test_a_chat_has_its_turns_and_what_was_cut_from_each(tmp_path: Path) -> None
     ]
     (side,) = whole.sides
     assert side.num_lost == 0 and side.text.endswith("<|im_start|>assistant\nwelcome<|im_end|>\n")
-    assert [text for kind, text in kinds(side.spans) if kind == LOSS] == ["it is four<|im_end|>", "welcome<|im_end|>"]
-    assert "".join(text for _, text in kinds(side.spans)) == side.text
+    assert [text for kind, text in kinds(side.tokens) if kind == LOSS] == ["it is four<|im_end|>", "welcome<|im_end|>"]
+    assert "".join(text for _, text in kinds(side.tokens)) == side.text
     # Cut within the first answer.
     limit = side.num_tokens - 14
     cut = Rows(tmp_path, [{"messages": chat}], True, max_length_tokens=limit)
@@ -83,7 +84,7 @@ def test_a_chat_has_its_turns_and_what_was_cut_from_each(tmp_path: Path) -> None
     off = "the others are cut off"
     assert [turn.says for turn in row.turns[2::2]] == [f"3 of 4 tokens count, {off}", f"0 of 2 tokens count, {off}"]
     assert (side.num_tokens, side.num_lost, side.limit) == (limit, 14, limit)
-    assert kinds(side.spans)[1:] == [
+    assert kinds(side.tokens)[1:] == [
         (LOSS, "it is four"),
         (LOST, "<|im_end|>\n<|im_start|>user\nthanks<|im_end|>\n<|im_start|>assistant\nwelcome<|im_end|>\n"),
     ]
@@ -109,7 +110,7 @@ def test_turns_that_do_not_count_are_named(tmp_path: Path) -> None:
 
 def test_a_pair_counts_its_completion(tmp_path: Path) -> None:
     row = Rows(tmp_path, [{"prompt": "hello there ", "completion": "it is four"}], True).view(0)
-    assert kinds(row.sides[0].spans) == [(CONTEXT, "hello there "), (LOSS, "it is four</s>")]
+    assert kinds(row.sides[0].tokens) == [(CONTEXT, "hello there "), (LOSS, "it is four</s>")]
     assert row.sides[0].text == "hello there it is four" and row.turns == []
 
 
@@ -118,7 +119,7 @@ def test_a_long_text_is_split_and_loses_nothing(tmp_path: Path) -> None:
     pieces = [rows.view(int(row_id)) for row_id in rows.rows.train["row_id"]]
     assert [piece.piece for piece in pieces] == [(i + 1, len(pieces)) for i in range(len(pieces))]
     assert all(side.num_lost == 0 for piece in pieces for side in piece.sides)
-    counted = "".join(text for piece in pieces for kind, text in kinds(piece.sides[0].spans) if kind == LOSS)
+    counted = "".join(text for piece in pieces for kind, text in kinds(piece.sides[0].tokens) if kind == LOSS)
     assert counted.count("there") == 20 and counted.endswith("there </s>")
     assert find_cut_row(rows.rows, rows.config, rows.model) is None
 
@@ -129,7 +130,7 @@ def test_an_encoder_decoders_sides_keep_their_end_token_after_a_cut(tmp_path: Pa
     source, target = rows.view(0).sides
     assert source.text == "so hello there thanks welcome"
     for side, kind, limit in ((source, CONTEXT, 6), (target, LOSS, 4)):
-        (first, kept), (second, lost), (third, end) = kinds(side.spans)
+        (first, kept), (second, lost), (third, end) = kinds(side.tokens)
         assert (first, second, third, end) == (kind, LOST, kind, "</s>")
         assert kept + lost == side.text and side.num_tokens == limit and side.num_lost > 0
     assert list(rows.rows.train[0]["labels"])[-1] == rows.rows.tokenizer.eos_token_id
@@ -143,5 +144,5 @@ def test_a_row_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
         rows.view(3)
     chat = {"messages": say("it is four " * 30, "welcome")}
     rows = Rows(tmp_path, [chat, {"messages": say("so", "it is")}], True, max_length_tokens=24)
-    with pytest.raises(UserError, match="row 1, which has no token that counts in the loss"):
+    with pytest.raises(UserError, match="row 1, which is left out: the remarks above say why"):
         rows.view(0)

@@ -5,25 +5,19 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from toolkit.tools.preview.row import CONTEXT, LOST, Span
-from toolkit.tools.preview.wording import padding_behind, shorten_spans, shorten_text
+from toolkit.tools.preview.row import CONTEXT, LOST
+from toolkit.tools.preview.wording import padding_behind, shorten_text, shorten_tokens
 
 
 def test_the_begin_the_cuts_and_the_end_are_shown_once() -> None:
-    numbers = [str(number) for number in range(1000)]
     kinds = [(CONTEXT, 0, 10), (LOST, 10, 15), (CONTEXT, 15, 500), (LOST, 500, 1000)]
-    spans = [Span(kind, numbers[first:last]) for kind, first, last in kinds]
-    pieces = shorten_spans(spans, 7, is_whole=False)
+    tokens = [(kind, str(number)) for kind, first, last in kinds for number in range(first, last)]
+    pieces = shorten_tokens(tokens, 7, is_whole=False)
     remarks = ["… 300 tokens are not shown: --row 7 shows all …", "… 380 tokens are not shown: --row 7 shows all …"]
     assert [piece for piece in pieces if isinstance(piece, str)] == remarks
-    shown = [span for piece in pieces if not isinstance(piece, str) for span in piece]
-    assert [token for span in shown for token in span.tokens] == numbers[:160] + numbers[460:540] + numbers[920:]
-    assert {token for span in shown if span.kind == LOST for token in span.tokens} == {
-        *numbers[10:15],
-        *numbers[500:540],
-        *numbers[920:],
-    }
-    assert shorten_spans(spans, 7, is_whole=True) == [spans]
+    shown = [token for piece in pieces if not isinstance(piece, str) for token in piece]
+    assert shown == tokens[:160] + tokens[460:540] + tokens[920:]
+    assert shorten_tokens(tokens, 7, is_whole=True) == [tokens]
 
 
 def test_a_long_text_is_shown_at_its_begin_and_its_end() -> None:
