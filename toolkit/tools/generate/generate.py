@@ -88,23 +88,20 @@ def chat(name: str, dtype: str | None, settings: dict[str, Any]) -> None:
     messages: list[dict[str, Any]] = []
     while True:
         try:
-            said = input("> ").strip()
-            check_text(said, "this turn")
-            messages.append({"role": "user", "content": said})
-            encoded = generator.encode([("this chat", Example(messages=messages))], plain=False) if said else []
+            if said := input("> ").strip():
+                check_text(said, "this turn")
+                messages.append({"role": "user", "content": said})
+                [answer] = generator.generate(generator.encode([("this chat", Example(messages=messages))], plain=False))
+                print(escape_controls(answer), flush=True)
+                messages.append({"role": "assistant", "content": answer})
+                continue
         except (EOFError, KeyboardInterrupt):
             print()
             return
         except (UserError, UnicodeDecodeError) as error:
             print(f"error: {escape_controls(str(error))}", flush=True)
-            encoded = []
-        if not encoded:
-            messages = []
-            print("(a new chat)")
-            continue
-        [answer] = generator.generate(encoded)
-        print(escape_controls(answer), flush=True)
-        messages.append({"role": "assistant", "content": answer})
+        messages = []
+        print("(a new chat)")
 
 
 def _generate(options: Options) -> None:

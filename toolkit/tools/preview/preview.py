@@ -43,16 +43,7 @@ def preview(
     row_id: int | None,
     html: Path | None,
 ) -> None:
-    """Print the view, or write it as a page.
-
-    Args:
-        run_arguments: dotted flags, as for a recipe.
-        config: run YAMLs.
-        accelerate_config: the accelerate YAML, for its number of processes; None: one process.
-        recipe: `llm` or `t5`; None: by the model.
-        num_rows: rows of the first step to show.
-        row_id: show this row alone, in full length.
-        html: the page.
+    """Print the view, or write it as a page, with the arguments of the command line.
 
     Raises:
         UserError: whatever the run itself would raise of its data; a row that is not there; a page that cannot be written.
@@ -92,11 +83,10 @@ def collect(
     rows, plan, evaluation = prepare_data(config, metrics, model_config, skeleton, launch.num_processes)
     name = config.model.name_or_path
     title = f"{config.run.name}: {name}, {'a causal model' if isinstance(config, LLMConfig) else 'an encoder-decoder'}"
-    if row_id is not None:
-        views = [view_row(rows, config.data, config.model, row_id)]
-        return Preview(title=title, processes=processes, summary=None, step=None, rows=views)
-    first = [int(rows.train[index]["row_id"]) for index in plan.step(1).rows[:num_rows]]
+    first = [int(rows.train[index]["row_id"]) for index in plan.step(1).rows[:num_rows]] if row_id is None else [row_id]
     shown = [view_row(rows, config.data, config.model, row_id) for row_id in first]
+    if row_id is not None:
+        return Preview(title=title, processes=processes, summary=None, step=None, rows=shown)
     if num_rows and not any(side.num_lost for row in shown for side in row.sides):
         cut = find_cut_row(rows, config.data, config.model)
         shown += [cut] if cut else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -118,9 +119,7 @@ def _view_packs(
         )
 
 
-def _runs(labels: Sequence[int]) -> list[tuple[str, int]]:
+def _runs(labels: Sequence[int]) -> Iterator[tuple[str, int]]:
     """Neighbouring labels that count, or do not, with their number."""
-    counts = np.asarray(labels) != IGNORED_LABEL
-    starts = np.flatnonzero(np.diff(counts, prepend=~counts[:1]))
-    lengths = np.diff(np.append(starts, len(counts)))
-    return [(LOSS if counts[start] else CONTEXT, int(length)) for start, length in zip(starts, lengths, strict=True)]
+    for is_counted, group in itertools.groupby(label != IGNORED_LABEL for label in labels):
+        yield LOSS if is_counted else CONTEXT, len(list(group))
