@@ -23,11 +23,10 @@ from toolkit.checkpoint.folders import (
     list_leftovers,
     step_of_name,
 )
-from toolkit.checkpoint.manifest import MANIFEST, Unread, check_file, check_files, read_manifest
+from toolkit.checkpoint.manifest import MANIFEST, Unread, check_files, read_manifest
 from toolkit.errors import UserError, align, one_line
 
 _METRICS = ("loss", "bits_per_byte", "token_accuracy", "rouge1", "rougeL", "exact_match")
-_LARGE_BYTES = 2**28  # takes about a second to hash
 _LEFTOVERS = {
     UNFINISHED: "unfinished: a save under way, or one that a crash ended; the next save removes it",
     REPLACED: "replaced by another of that step; a resume puts it back where that one is missing",
@@ -95,16 +94,16 @@ def show_checkpoints(run_folder: Path, verify: bool, as_json: bool) -> bool:
 
 def read_entries(run_folder: Path, *, hashes: bool = False) -> list[Entry]:
     """The entries of all folders named like a checkpoint, oldest first, without those that a run removes meanwhile."""
-    return [entry for _, path in list_checkpoints(run_folder) if (entry := _read_entry(path, hashes)) is not None]
+    listed, is_shown = list_checkpoints(run_folder), hashes and sys.stderr.isatty()
+    bar = tqdm(listed, desc="hashing", unit=" checkpoints", leave=False, disable=not is_shown)
+    return [entry for _, path in bar if (entry := _read_entry(path, hashes)) is not None]
 
 
 def _read_entry(path: Path, hashes: bool) -> Entry | None:
     manifest: dict[str, Any] = {}
     try:
         manifest = read_manifest(path)
-        check_files(path, manifest, hashes=False)
-        if hashes:
-            _hash_files(path, manifest)
+        check_files(path, manifest, hashes)
     except ValueError as error:
         if not path.is_dir():
             return None
@@ -163,16 +162,6 @@ def _note_other_rows(entry: Entry, newest: list[Entry]) -> Entry:
     is_of_rows = entry.measured_on.get("rows") != newest[0].measured_on.get("rows")
     what = "metrics are of other rows" if is_of_rows else "texts were generated or scored in another way"
     return replace(entry, note=f"{entry.note}; " * bool(entry.note) + f"{what} than {newest[0].name}'s")
-
-
-def _hash_files(path: Path, manifest: dict[str, Any]) -> None:
-    """Check every file by its hash, with a progress line on a terminal if that takes long."""
-    total = sum(about["bytes"] for about in manifest["files"].values())
-    is_shown = total >= _LARGE_BYTES and sys.stderr.isatty()
-    with tqdm(desc=f"hashing {path.name}", total=total, unit="B", unit_scale=True, leave=False, disable=not is_shown) as bar:
-        for name, about in manifest["files"].items():
-            check_file(path, name, about, hashes=True)
-            bar.update(about["bytes"])
 
 
 def _format(entries: list[Entry]) -> str:

@@ -28,7 +28,7 @@ from toolkit.tools.preview.row import find_cut_row, view_row
 from toolkit.tools.preview.step import view_step
 from toolkit.tools.preview.summary import summarize
 from toolkit.tools.preview.terminal import print_preview
-from toolkit.tools.preview.wording import Preview, plural
+from toolkit.tools.preview.wording import Preview, list_parts, plural
 from toolkit.tools.recipes import config_class_of, find_model
 from toolkit.training.data import num_steps, prepare_data
 
@@ -61,11 +61,8 @@ def preview(
     found = collect(run_arguments, accelerate_config, recipe, num_rows, row_id)
     if html is None:
         return print_preview(found, Console())
-    try:
-        with written_beside(html) as beside:
-            beside.write_text(render_page(found), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--html {html} cannot be written ({error.strerror}): make room there, or take another place") from None
+    with written_beside(html) as beside:
+        beside.write_text(render_page(found.title, list_parts(found, has_remarks=True)), encoding="utf-8")
     print(one_line(f"the page is {html}"))
 
 

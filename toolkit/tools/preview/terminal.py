@@ -7,8 +7,9 @@ from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import align, visible
+from toolkit.tools.preview.page import NAMES, Bar, Legend, RowText, Tokens
 from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, PADDING
-from toolkit.tools.preview.wording import NAMES, Bar, Legend, Preview, RowText, Tokens, list_parts
+from toolkit.tools.preview.wording import Preview, list_parts
 from toolkit.tools.report.rows import Heading, Histogram, Lines, Table
 
 if TYPE_CHECKING:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from toolkit.tools.preview.page import NAMES, Bar, Legend, RowText, Tokens
 from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, PADDING, RowView, Side, Token
-from toolkit.tools.preview.step import Pack, StepView
+from toolkit.tools.preview.step import StepView
 from toolkit.tools.report.rows import Heading, Lines, describe_data, percent
 
-NAMES = {LOSS: "counts in the loss", CONTEXT: "context", PADDING: "padding", LOST: "cut off"}
 MOST_CHARACTERS, MOST_TOKENS = 1200, 240
 """How much of a long text is shown: two thirds from its start, one third from its end."""
 TOKENS_AT_A_CUT = 40
@@ -33,41 +33,6 @@ class Preview:
     """Of `summarize`. None, as `step`, for a single row, which is shown in full length."""
     step: StepView | None
     rows: list[RowView]
-
-
-# Parts that only a preview has; see `report.rows` for the others.
-
-
-class Legend(NamedTuple):
-    """The kinds of tokens, or of parts of bars."""
-
-    kinds: Sequence[str]
-    is_of_bars: bool = False
-
-
-class Bar(NamedTuple):
-    """A pack, as long as its share of the longest one that is shown."""
-
-    pack: Pack
-    longest: int
-    label: str
-
-
-class RowText(NamedTuple):
-    """The text of a row, or a part of it."""
-
-    text: str
-
-
-class Tokens(NamedTuple):
-    """Tokens of a row, each with what it is for."""
-
-    tokens: list[Token]
-
-    def by_kind(self) -> Iterator[tuple[str, list[str]]]:
-        """Neighbours of one kind, and their texts."""
-        for kind, group in itertools.groupby(self.tokens, key=lambda token: token[0]):
-            yield kind, [text for _, text in group]
 
 
 def list_parts(preview: Preview, *, has_remarks: bool) -> Iterator[Any]:

@@ -31,11 +31,11 @@ from tests.support.previews import (
 from toolkit.errors import visible
 from toolkit.launch.log import start_logging
 from toolkit.tools.preview import preview
-from toolkit.tools.preview.page import TOKENS_OF_A_BLOCK, render_page
+from toolkit.tools.preview.page import NAMES, TOKENS_OF_A_BLOCK, Tokens, render_page
 from toolkit.tools.preview.preview import collect
 from toolkit.tools.preview.row import CONTEXT, LOSS
 from toolkit.tools.preview.terminal import _Lines, print_preview
-from toolkit.tools.preview.wording import NAMES, Tokens, padding_behind
+from toolkit.tools.preview.wording import list_parts, padding_behind
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u061c\u2028\u202a-\u202e\u2066-\u2069\ufeff]")
 
@@ -156,7 +156,7 @@ def test_hostile_texts_stay_text_in_the_page(tmp_path: Path, capsys: pytest.Capt
 def test_the_page_has_the_tokens_kinds_and_places_of_the_view(config: str) -> None:
     found = collect([f"--config={config}", "--run.name=<i>name"], None, None, 4, None)
     found.rows[0].sides[0].tokens.insert(1, (CONTEXT, "</s>"))  # as T5's last token
-    content = render_page(found)
+    content = render_page(found.title, list_parts(found, has_remarks=True))
     assert found.step is not None and content.count("&lt;i&gt;name") == 2
     assert re.findall("<h3>([A-Z][a-z]+)</h3>", content) == ["Rows", "Lengths", "Tokenizer"]
     sides = [(row, side) for row in found.rows for side in row.sides]
