@@ -40,9 +40,6 @@ from toolkit.tools.recipes import is_encoder_decoder
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-HEADROOM = 1.2
-"""A device must have this multiple of the weights' bytes free: activations and the key-value cache need the rest."""
-
 _OWN_WORDS = {
     "set model.attn_implementation sdpa or eager, or model.trust_remote_code true": "take that line out",
     ", or model.from_scratch true for random ones": "",
@@ -202,7 +199,6 @@ def load_generator(generator: Generator, dtype: str | None, settings: dict[str, 
 
     folder, config, device = generator.folder, generator.config, _choose_device()
     loaded_as = getattr(torch, dtype or generator.usage.dtype)
-    _check_room(generator.model, loaded_as, device)
     if not sys.stderr.isatty():  # bars are for terminals
         disable_progress_bar()
     config._attn_implementation = fastest_attention(config, device.type)
@@ -225,25 +221,19 @@ def load_generator(generator: Generator, dtype: str | None, settings: dict[str, 
     _, limit = num_positions(config)
     if limit is not None and generation.max_new_tokens > limit:
         raise UserError(f"--max-new-tokens is {generation.max_new_tokens}, and the model has {limit} positions: lower it")
-    return replace(generator, model=model.to(device).eval())
+    try:
+        return replace(generator, model=model.to(device).eval())
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"the model does not fit {device} ({str(error).splitlines()[0]}): try --dtype bfloat16, or serve it with a tool that "
+            "splits a model over GPUs, as vLLM"
+        ) from None
 
 
 def _choose_device() -> torch.device:
     if not torch.cuda.is_available() or asked_for_cpu():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-
-
-def _check_room(skeleton: Any, dtype: torch.dtype, device: torch.device) -> None:
-    if device.type != "cuda":
-        return
-    num_bytes = sum(parameter.numel() for parameter in skeleton.parameters()) * dtype.itemsize
-    free, _ = torch.cuda.mem_get_info(device)
-    if HEADROOM * num_bytes > free:
-        raise UserError(
-            f"the model's weights take {num_bytes / 2**30:.1f} GiB in {str(dtype).removeprefix('torch.')}, and {device} has "
-            f"{free / 2**30:.1f} GiB free: try --dtype bfloat16, or serve it with a tool that splits a model over GPUs, as vLLM"
-        )
 
 
 def read_base_name(folder: Path) -> str:

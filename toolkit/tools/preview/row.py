@@ -83,13 +83,10 @@ def find_cut_row(
     columns = rows.train.with_format("numpy")
     num_labels, num_tokens = columns["num_label_tokens"][:], columns["num_tokens"][:]
     lengths = {"row": num_tokens, "source": num_tokens - num_labels, "target": num_labels}
-    limits = {side: limit for side, name in _LIMITS.items() if (limit := getattr(config, name, None))}
+    limits = {side: getattr(config, name) for side, name in _LIMITS.items() if hasattr(config, name)}
     is_full = np.any([lengths[side] >= limit for side, limit in limits.items()], axis=0)
-    for index in np.flatnonzero(is_full)[:most_tried].tolist():
-        row = view_row(rows, config, model, int(rows.train[index]["row_id"]))
-        if any(side.num_lost for side in row.sides):
-            return row
-    return None
+    views = (view_row(rows, config, model, int(row_id)) for row_id in columns["row_id"][:][is_full][:most_tried])
+    return next((view for view in views if any(side.num_lost for side in view.sides)), None)
 
 
 def view_row(rows: TokenizedRows, config: DataConfig | LLMDataConfig, model: ModelConfig, row_id: int) -> RowView:
