@@ -24,11 +24,11 @@ from toolkit.models.load import build_skeleton
 from toolkit.parallel.masks import choose_packing
 from toolkit.tools.plan.strategy import Strategy, load_strategy
 from toolkit.tools.preview.page import render_page
-from toolkit.tools.preview.row import find_cut_row, view_row
+from toolkit.tools.preview.row import find_cut_row, plural, view_row
 from toolkit.tools.preview.step import view_step
 from toolkit.tools.preview.summary import summarize
 from toolkit.tools.preview.terminal import print_preview
-from toolkit.tools.preview.wording import Preview, list_parts, plural
+from toolkit.tools.preview.wording import Preview, list_parts
 from toolkit.tools.recipes import config_class_of, find_model
 from toolkit.training.data import num_steps, prepare_data
 

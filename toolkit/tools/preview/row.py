@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,13 +34,9 @@ Token = tuple[str, str]
 """What a token is for: `LOSS`, `CONTEXT` or `LOST`. And its text, see `token_texts`."""
 
 
-class Turn(NamedTuple):
-    """A message of a chat."""
-
-    role: str
-    num_characters: int
-    says: str
-    """What it is for, in words."""
+def plural(num: int, what: str) -> str:
+    """1 row, 2 rows, 1,000 micro-batches."""
+    return f"{num:,} {what}{'' if num == 1 else 'es' if what.endswith(('ch', 's')) else 's'}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +66,8 @@ class RowView:
     sides: list[Side]
     num_tokens: int
     num_label_tokens: int
-    turns: list[Turn]
-    """Of a chat; else empty."""
+    turns: list[str]
+    """The role, length and use of each message of a chat."""
     piece: tuple[int, int] | None
     """(number from 1, how many) of a long text that was split into several rows; the text is that of the piece."""
 
@@ -110,7 +106,7 @@ def view_row(rows: TokenizedRows, config: DataConfig | LLMDataConfig, model: Mod
     name, row = found[0], {column: values[0] for column, values in found[1].items()}
     (example,) = read_examples(given[1])
     num_pieces = int((_ids(getattr(rows, name)) % ROW_IDS_OF_A_PIECE == text_id).sum())
-    turns: list[Turn] = []
+    turns: list[str] = []
     if example.text is not None:  # a text loses nothing; each of its rows has its own part of it
         assert isinstance(config, LLMDataConfig), "an encoder-decoder's rows are pairs"
         full = row
@@ -211,7 +207,7 @@ def _build_side(
     return Side(name=name, text=text, tokens=tokens, num_tokens=len(kept), num_lost=num_lost, limit=limit)
 
 
-def _list_turns(example: Example, loss_on: str, labels: Sequence[int], num_kept: int) -> list[Turn]:
+def _list_turns(example: Example, loss_on: str, labels: Sequence[int], num_kept: int) -> list[str]:
     """The messages of a chat.
 
     Args:
@@ -235,5 +231,5 @@ def _list_turns(example: Example, loss_on: str, labels: Sequence[int], num_kept:
             says = "counts"
         elif message["role"] == "assistant":
             says = "context, as its weight is 0" if i in example.weight_0 else "context, as a part of the prompt"
-        turns.append(Turn(message["role"], len(message.get("content") or ""), says))
+        turns.append(f"{message['role']}: {plural(len(message.get('content') or ''), 'character')}, {says}")
     return turns

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.tools.preview.page import NAMES, Bar, Legend, RowText, Tokens
-from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, PADDING, RowView, Side, Token
+from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, PADDING, RowView, Side, Token, plural
 from toolkit.tools.preview.step import StepView
 from toolkit.tools.report.rows import Heading, Lines, describe_data, percent
 
@@ -87,12 +87,12 @@ def _describe_row(row: RowView, step: StepView | None, *, is_whole: bool) -> Ite
     lines = []
     if row.piece:
         lines.append(f"piece {row.piece[0]:,} of {row.piece[1]:,} of a long text; the pieces hold every token")
-    if step is not None and (pack := step.find_pack(row.row_id)):
+    pack = step.find_pack(row.row_id) if step else None
+    if pack:
         others = [other for other in pack.row_ids if other != row.row_id]
         beside = f", in one pack with {_name_rows(others)}" if others else ""
         lines.append(f"in step 1: process {pack.rank}, micro-batch {pack.micro_batch + 1}{beside}")
-    for number, turn in enumerate(row.turns, start=1):
-        lines.append(f"turn {number}, {turn.role}: {plural(turn.num_characters, 'character')}, {turn.says}")
+    lines += [f"turn {number}, {turn}" for number, turn in enumerate(row.turns, start=1)]
     yield Lines(lines, "quiet")
     for side in row.sides:
         yield Heading(f"{side.name.capitalize()}: {_describe_length(side)}", 4)
@@ -101,7 +101,7 @@ def _describe_row(row: RowView, step: StepView | None, *, is_whole: bool) -> Ite
         yield Lines(["as tokens"], "quiet")
         pieces = shorten_tokens(side.tokens, row.row_id, is_whole=is_whole)
         yield from (Lines([piece], "quiet") if isinstance(piece, str) else Tokens(piece) for piece in pieces)
-        if padding := padding_behind(row, step, side):
+        if pack and pack.row_ids[-1] == row.row_id and (padding := pack.padding[side.name]):
             yield Lines([f"{plural(padding, 'token')} of padding"], PADDING)
 
 
@@ -115,17 +115,6 @@ def _describe_length(side: Side) -> str:
 
 def _name_rows(row_ids: Sequence[int]) -> str:
     return f"{'row' if len(row_ids) == 1 else 'rows'} {', '.join(map(str, row_ids))}"
-
-
-def plural(num: int, what: str) -> str:
-    """1 row, 2 rows, 1,000 micro-batches."""
-    return f"{num:,} {what}{'' if num == 1 else 'es' if what.endswith(('ch', 's')) else 's'}"
-
-
-def padding_behind(row: RowView, step: StepView | None, side: Side) -> int:
-    """Padding that follows a row in its pack."""
-    pack = step.find_pack(row.row_id) if step else None
-    return pack.padding[side.name] if pack and pack.row_ids[-1] == row.row_id else 0
 
 
 def shorten_text(text: str, row_id: int, *, is_whole: bool) -> list[str]:

@@ -35,7 +35,7 @@ from toolkit.tools.preview.page import NAMES, TOKENS_OF_A_BLOCK, Tokens, render_
 from toolkit.tools.preview.preview import collect
 from toolkit.tools.preview.row import CONTEXT, LOSS
 from toolkit.tools.preview.terminal import _Lines, print_preview
-from toolkit.tools.preview.wording import list_parts, padding_behind
+from toolkit.tools.preview.wording import list_parts
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u061c\u2028\u202a-\u202e\u2066-\u2069\ufeff]")
 
@@ -164,7 +164,9 @@ def test_the_page_has_the_tokens_kinds_and_places_of_the_view(config: str) -> No
     assert [text.replace("⏎\n", "\n") for text in Page(content).texts["tokens"]] == [visible(text) for text in shown]
     kinds = []
     for row, side in sides:
-        kinds += [kind for kind, _ in Tokens(side.tokens).by_kind()] + ["padding"] * (padding_behind(row, found.step, side) > 0)
+        pack = found.step.find_pack(row.row_id)
+        is_padded = pack is not None and pack.row_ids[-1] == row.row_id and pack.padding[side.name] > 0
+        kinds += [kind for kind, _ in Tokens(side.tokens).by_kind()] + ["padding"] * is_padded
     assert re.findall(rf"<(?:span|p) class=({'|'.join(NAMES)})>", content) == kinds
     places = dict.fromkeys((str(pack.rank), str(pack.micro_batch + 1)) for pack in found.step.packs)
     assert re.findall(r"Process (\d+), micro-batch (\d+)", content) == [*places]

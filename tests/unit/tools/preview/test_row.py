@@ -48,6 +48,11 @@ def kinds(tokens: list[Token]) -> list[tuple[str, str]]:
     return [(kind, "".join(texts)) for kind, texts in Tokens(tokens).by_kind()]
 
 
+def uses(row: RowView) -> list[str]:
+    """What each turn is for."""
+    return [turn.split(", ", maxsplit=1)[1] for turn in row.turns]
+
+
 @pytest.mark.parametrize("kind", EXACT_KINDS)
 def test_the_tokens_spell_what_they_decode_to(kind: str) -> None:
     tokenizer = EXACT_KINDS[kind]()
@@ -65,12 +70,12 @@ def test_the_tokens_spell_what_they_decode_to(kind: str) -> None:
 def test_a_chat_has_its_turns_and_what_was_cut_from_each(tmp_path: Path) -> None:
     chat = say("hello there", "it is four", "thanks", "welcome", system="be brief")
     whole = Rows(tmp_path, [{"messages": chat}], True).view(0)
-    assert [(turn.role, turn.says) for turn in whole.turns] == [
-        ("system", "context"),
-        ("user", "context"),
-        ("assistant", "4 tokens count"),
-        ("user", "context"),
-        ("assistant", "2 tokens count"),
+    assert whole.turns == [
+        "system: 8 characters, context",
+        "user: 11 characters, context",
+        "assistant: 10 characters, 4 tokens count",
+        "user: 6 characters, context",
+        "assistant: 7 characters, 2 tokens count",
     ]
     (side,) = whole.sides
     assert side.num_lost == 0 and side.text.endswith("<|im_start|>assistant\nwelcome<|im_end|>\n")
@@ -82,7 +87,7 @@ def test_a_chat_has_its_turns_and_what_was_cut_from_each(tmp_path: Path) -> None
     row = cut.view(0)
     (side,) = row.sides
     off = "the others are cut off"
-    assert [turn.says for turn in row.turns[2::2]] == [f"3 of 4 tokens count, {off}", f"0 of 2 tokens count, {off}"]
+    assert uses(row)[2::2] == [f"3 of 4 tokens count, {off}", f"0 of 2 tokens count, {off}"]
     assert (side.num_tokens, side.num_lost, side.limit) == (limit, 14, limit)
     assert kinds(side.tokens)[1:] == [
         (LOSS, "it is four"),
@@ -96,16 +101,16 @@ def test_turns_that_do_not_count_are_named(tmp_path: Path) -> None:
     first, last = say("hello there", "it is four", "thanks", "welcome"), say("hello there", "it is four")
     first[1]["weight"] = 0  # type: ignore[assignment]
     rows = Rows(tmp_path, [{"messages": first}, {"prompt": first[:3], "completion": first[3:]}, {"messages": last}][:1], True)
-    assert [turn.says for turn in rows.view(0).turns] == ["context", "context, as its weight is 0", "context", "2 tokens count"]
+    assert uses(rows.view(0)) == ["context", "context, as its weight is 0", "context", "2 tokens count"]
     rows = Rows(tmp_path, [{"prompt": say("hello there", "it is four", "thanks"), "completion": first[3:]}], True)
-    assert [turn.says for turn in rows.view(0).turns] == [
+    assert uses(rows.view(0)) == [
         "context",
         "context, as a part of the prompt",
         "context",
         "2 tokens count",
     ]
     rows = Rows(tmp_path, [{"messages": last}], True, loss_on="all")
-    assert {turn.says for turn in rows.view(0).turns} == {"counts, as data.loss_on is all"}
+    assert {*uses(rows.view(0))} == {"counts, as data.loss_on is all"}
 
 
 def test_a_pair_counts_its_completion(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from toolkit.tools.preview.row import CONTEXT, LOST
-from toolkit.tools.preview.wording import padding_behind, shorten_text, shorten_tokens
+from toolkit.tools.preview.row import CONTEXT, LOST, PADDING, RowView, Side
+from toolkit.tools.preview.wording import _describe_row, shorten_text, shorten_tokens
+from toolkit.tools.report.rows import Lines
 
 
 def test_the_begin_the_cuts_and_the_end_are_shown_once() -> None:
@@ -28,8 +29,11 @@ def test_a_long_text_is_shown_at_its_begin_and_its_end() -> None:
 
 
 def test_padding_follows_the_last_row_of_a_pack() -> None:
-    pack = SimpleNamespace(row_ids=[4, 5], padding={"row": 3})
+    pack = SimpleNamespace(rank=0, micro_batch=0, row_ids=[4, 5], padding={"row": 3})
     step: Any = SimpleNamespace(find_pack={4: pack, 5: pack}.get)
-    side: Any = SimpleNamespace(name="row")
-    rows: list[Any] = [SimpleNamespace(row_id=row_id) for row_id in (4, 5, 6)]
-    assert [padding_behind(row, step, side) for row in rows] == [0, 3, 0] and padding_behind(rows[1], None, side) == 0
+    side = Side(name="row", text="", tokens=[], num_tokens=1, num_lost=0, limit=1)
+    facts: Any = {"where": "", "split": "", "num_tokens": 1, "num_label_tokens": 1, "turns": [], "piece": None}
+    rows = [RowView(row_id=row_id, sides=[side], **facts) for row_id in (4, 5, 6)]
+    padding = Lines(["3 tokens of padding"], PADDING)
+    assert [padding in [*_describe_row(row, step, is_whole=False)] for row in rows] == [False, True, False]
+    assert padding not in [*_describe_row(rows[1], None, is_whole=False)]
