@@ -16,8 +16,7 @@ from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.launch.log import lost_outputs, start_logging
 
 EXIT_NOT_VALID = 1
-"""Exit code of `checkpoints` if a checkpoint is not valid, of `plan` if a run does not fit, of `compare` if a preset fails, and
-of `verify` if a check fails."""
+"""Exit code of `checkpoints`, `plan`, `compare` and `verify` if what they check fails."""
 WITH_RUN_FLAGS = ("export", "plan", "preview", "verify")
 """Commands that also take the dotted flags of a recipe."""
 
@@ -100,9 +99,8 @@ def _add_compare(jobs: Any) -> None:
     add("--mixed-precision", choices=["no", "bf16"], help="precision of all runs (default: each preset's)")
     add("--steps", dest="num_steps", type=int, default=20, metavar="N", help="optimizer updates per run (default: 20)")
     add("--warmup-steps", type=int, default=5, metavar="N", help="first steps that are not timed (default: 5)")
-    default = Path("runs", f"compare-{time.strftime('%Y%m%d-%H%M%S')}")
-    about = "a new folder (default: runs/compare-DATE-TIME)"
-    add("--output", type=Path, default=default, metavar="FOLDER", help=about)
+    new = Path("runs", f"compare-{time.strftime('%Y%m%d-%H%M%S')}")
+    add("--output", type=Path, default=new, metavar="FOLDER", help="a new folder (default: runs/compare-DATE-TIME)")
 
 
 def _add_export(jobs: Any) -> None:

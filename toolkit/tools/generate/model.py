@@ -92,14 +92,13 @@ class Generator:
             texts = [self._render(*row) if is_chat else str(row[1].prompt) for row, is_chat in zip(rows, are_chats, strict=True)]
             all_ids = encode_prompts(self.tokenizer, texts, are_chats)
         limit, _ = num_positions(self.config)
-        for (where, _), ids in zip(rows, all_ids, strict=True):
+        encoded = []
+        for (where, _), ids, num_lost in zip(rows, all_ids, all_lost, strict=True):
             if limit is not None and len(ids) + new > limit:
                 trouble = f"has {len(ids)} tokens,{f' with --max-new-tokens {new}' if new else ''} more than the model's {limit}"
                 raise UserError(f"{where} {trouble} positions: shorten the text{', or lower --max-new-tokens' if new else ''}")
-        return [
-            {"input_ids": ids, "prompt_length": len(ids), "num_lost_tokens": num_lost}
-            for ids, num_lost in zip(all_ids, all_lost, strict=True)
-        ]
+            encoded.append({"input_ids": ids, "prompt_length": len(ids), "num_lost_tokens": num_lost})
+        return encoded
 
     def _render(self, where: str, row: Example) -> str:
         messages = row.messages or [{"role": "user", "content": row.prompt}]

@@ -39,15 +39,12 @@ def begin_output(options: Options) -> int:
     output = options.output
     assert output is not None
     about, lock = _beside(output, UNFINISHED), _beside(output, LOCK)
-    exists = UserError(f"--output {output} exists, and is not what this command left unfinished: name another file")
     try:
-        if output.exists() and not about.exists():
-            raise exists
         take_lock(lock, f"another process is writing --output {output}: wait for its end, or name another file")
         mine = _digest(options)
         if output.exists():
             if not about.exists() or about.read_text(encoding="utf-8").partition("\n")[0] != mine:
-                raise exists
+                raise UserError(f"--output {output} exists, and is not what this command left unfinished: name another file")
             return _num_written(output)
         with written_beside(about) as beside:
             beside.write_text(f"{mine}\n", encoding="utf-8")

@@ -37,16 +37,12 @@ class Pack:
 
 @dataclass(frozen=True, kw_only=True)
 class StepView:
-    """One step."""
+    """The first step of a run."""
 
-    num_processes: int
+    plan: BatchPlan
+    """That of the run."""
     num_steps: int
     """Of the run."""
-    steps_per_epoch: int
-    rows: list[int]
-    """Indices of the training rows, as the batch plan takes them."""
-    num_label_tokens: int
-    """`N`, by which the loss of the step is divided."""
     positions: dict[str, int]
     """Positions of the step's tensors, over all ranks, by kind."""
     num_micro_batches: int
@@ -77,11 +73,8 @@ def view_step(plan: BatchPlan, rows: Dataset, collator: Collator, num_steps: int
     for kind, num in (part for pack in packs for part in pack.parts):
         positions[kind] += num
     return StepView(
-        num_processes=plan.world_size,
+        plan=plan,
         num_steps=num_steps,
-        steps_per_epoch=plan.steps_per_epoch,
-        rows=list(step.rows),
-        num_label_tokens=step.num_label_tokens,
         positions=positions,
         num_micro_batches=len(of_ranks[0]),
         num_tensor_rows=num_tensor_rows,

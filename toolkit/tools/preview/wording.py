@@ -56,7 +56,8 @@ def list_parts(preview: Preview, *, has_remarks: bool) -> Iterator[Any]:
 
 
 def _describe_step(step: StepView) -> Iterator[Any]:
-    yield Heading(f"Step 1 of {step.num_steps:,} ({step.steps_per_epoch:,} an epoch)")
+    first, num_processes = step.plan.step(1), step.plan.world_size
+    yield Heading(f"Step 1 of {step.num_steps:,} ({step.plan.steps_per_epoch:,} an epoch)")
     total = sum(step.positions.values())
     shares = ", ".join(f"{percent(num, total)} {NAMES[kind].replace('counts', 'count')}" for kind, num in step.positions.items())
     rows = f"{plural(step.num_tensor_rows, 'row')} of the tensors"
@@ -65,8 +66,8 @@ def _describe_step(step: StepView) -> Iterator[Any]:
         rows = f"{plural(len(step.packs), 'pack')} in {rows}"
     yield Lines(
         [
-            f"{plural(len(step.rows), 'row')}; the loss is divided by N = {plural(step.num_label_tokens, 'label token')}",
-            f"{plural(step.num_micro_batches, 'micro-batch')} on each of {plural(step.num_processes, 'process')}, {rows}; of "
+            f"{plural(len(first.rows), 'row')}; the loss is divided by N = {plural(first.num_label_tokens, 'label token')}",
+            f"{plural(step.num_micro_batches, 'micro-batch')} on each of {plural(num_processes, 'process')}, {rows}; of "
             f"{total:,} positions {shares}",
         ]
     )
