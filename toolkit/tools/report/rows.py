@@ -5,7 +5,7 @@ A view is a list of parts, from top to bottom. Each part is HTML by itself; `pre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from toolkit.tools.report.elements import bar, element, text_table
@@ -59,14 +59,14 @@ class Histogram(NamedTuple):
         return f"<div class=rank>{''.join(bar(label, count / most, f'{count:,}') for label, count in self.bins)}</div>\n"
 
 
-def render(parts: Iterable[Any], draw: Callable[[Any], str] = lambda part: part.html()) -> str:
-    """The parts as HTML, in cards; `draw` makes the HTML of one."""
+def render(parts: Iterable[Any]) -> str:
+    """The parts as HTML, in cards."""
     pieces, is_open = [], False
     for part in parts:
         if isinstance(part, Heading) and part.level <= 3:
             pieces.append("</div>\n" * is_open + "<div class=card>" * (part.level == 3))
             is_open = part.level == 3
-        pieces.append(draw(part))
+        pieces.append(part.html())
     return "".join([*pieces, "</div>\n" * is_open])
 
 
