@@ -24,7 +24,6 @@ T = TypeVar("T")
 # Ranks wait in a collective of this group while one tokenizes or exports, which can take days. `watchdog` ends a run that hangs,
 # and names the rank. The limit is torch's: it passes milliseconds to the system in 32 bits.
 CONTROL_TIMEOUT = datetime.timedelta(days=20)
-_TIMEOUTS_OF_TORCH = dist.constants.default_pg_timeout, dist.constants.default_pg_nccl_timeout
 
 
 def rank() -> int:
@@ -48,7 +47,7 @@ def local_world_size() -> int:
 
 
 def limit_groups(timeout: datetime.timedelta) -> None:
-    """Make `timeout` the default of every process group that is created from now on, until `close_groups`.
+    """Make `timeout` the default of every process group that is created from now on.
 
     The groups of an HSDP mesh (torch/distributed/device_mesh.py:586) and of FSDP1's hybrid shards (fsdp/_init_utils.py:212) are
     created without a timeout. They would get torch's own (distributed_c10d.py:836): 10 minutes under nccl, 30 under gloo.
@@ -89,8 +88,6 @@ def close_groups() -> None:
     save_group.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
-    c10d: Any = dist.distributed_c10d
-    c10d.default_pg_timeout, c10d.default_pg_nccl_timeout = _TIMEOUTS_OF_TORCH
     gc.collect()  # drop the last references, so that the groups end and join their threads
 
 

@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import importlib.util
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,18 @@ def asked_for_fsdp() -> bool:
 def checkpoints_activations() -> bool:
     """Whether the launch asks for activation checkpointing. accelerate's plugin forgets it once blocks checkpoint theirs."""
     return _is_true("FSDP_ACTIVATION_CHECKPOINTING")
+
+
+@contextlib.contextmanager
+def environment_kept() -> Iterator[None]:
+    """Put the environment of this process back at the end."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def is_launched() -> bool:

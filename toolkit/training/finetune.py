@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from toolkit.distributed.watchdog import naming_lost_ranks
 from toolkit.errors import SIGNALS, UserError
 from toolkit.evaluation.metrics import TextFunction
 from toolkit.launch.accelerator import cudnn_attention, pads_lengths
+from toolkit.launch.undo import changes_undone
 from toolkit.tracking.trackers import close_trackers, start_trackers
 from toolkit.training import loop
 from toolkit.training.data import prepare_data
@@ -75,7 +75,8 @@ def finetune(
 ) -> Result:
     """Fine-tune the model of `config`, sharded as the accelerate YAML says: train, evaluate, save, export. Collective.
 
-    The same command or call resumes a run that was stopped. This closes the process groups at its end.
+    The same command or call resumes a run that was stopped. At its end, this closes the process groups and puts back what it has
+    changed in the process and in libraries (`toolkit/launch/undo.py`).
 
     Args:
         config: of an encoder-decoder (`SummarizationConfig`) or a causal model (`LLMConfig`).
@@ -98,7 +99,7 @@ def finetune(
     check_datasets(config, train, evaluation)
     config = config if train is None else name_source(config)
 
-    with _released_on_error(), cudnn_attention(config.model.cudnn_attention):
+    with changes_undone(), _released_on_error(), cudnn_attention(config.model.cudnn_attention):
         # Checks of the config, the processes, the run folder, the checkpoint to resume from.
         context = begin(config, own)
 
@@ -131,8 +132,7 @@ def finetune(
 def _released_on_error() -> Iterator[None]:
     """Let a notebook go on after an error or an interrupt: end the watchdog, open the run folder, restore signal handlers.
 
-    Several ranks keep all that until they exit: another rank may still be in the run. The program's outputs and
-    its number of threads are always restored.
+    Several ranks keep all that until they exit: another rank may still be in the run.
     """
     if world_size() > 1:  # nothing was released then
         raise UserError(
@@ -141,7 +141,6 @@ def _released_on_error() -> Iterator[None]:
         )
     is_main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in SIGNALS} if is_main else {}
-    outputs, num_threads = (sys.stdout, sys.stderr), torch.get_num_threads()
     try:
         with naming_lost_ranks():
             yield
@@ -155,6 +154,3 @@ def _released_on_error() -> Iterator[None]:
                 if handler is not None:  # one that Python has not set
                     signal.signal(number, handler)
         raise
-    finally:
-        sys.stdout, sys.stderr = outputs
-        torch.set_num_threads(num_threads)
