@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import functools
 import gc
-import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -34,16 +33,6 @@ def rank() -> int:
 def world_size() -> int:
     """The data-parallel size: the number of processes."""
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def local_rank() -> int:
-    """This process's number on its node."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def local_world_size() -> int:
-    """Number of processes on this node."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def limit_groups(timeout: datetime.timedelta) -> None:

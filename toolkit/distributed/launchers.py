@@ -13,8 +13,8 @@ import select
 from contextlib import suppress
 from pathlib import PurePath
 
-STARTED_BY = "TOOLKIT_STARTED_BY"
-"""The process id of `compare` or `verify`, in the environment of the runs that they start."""
+from toolkit.variables import STARTED_BY, given
+
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 _watched = select.poll()
 
@@ -24,7 +24,8 @@ def find_launchers() -> None:
     """Watch the launcher among this process's parents, and what started it. Call it early: importing torch takes seconds."""
     import psutil
 
-    pids = [int(os.environ[STARTED_BY])] if os.environ.get(STARTED_BY, "").isdecimal() else []
+    caller = given(STARTED_BY) or ""
+    pids = [int(caller)] if caller.isdecimal() else []
     for parent in psutil.Process().parents():
         with suppress(psutil.Error):  # it has ended, or belongs to another user
             pids += [parent.pid] if _is_launcher(parent.cmdline()) else []
