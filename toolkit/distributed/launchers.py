@@ -16,14 +16,14 @@ from pathlib import PurePath
 from toolkit.variables import STARTED_BY, given
 
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
-_watched = select.poll()
 
 
 @functools.cache
-def find_launchers() -> None:
+def find_launchers() -> select.poll:
     """Watch the launcher among this process's parents, and what started it. Call it early: importing torch takes seconds."""
     import psutil
 
+    watched = select.poll()
     caller = given(STARTED_BY) or ""
     pids = [int(caller)] if caller.isdecimal() else []
     for parent in psutil.Process().parents():
@@ -31,12 +31,13 @@ def find_launchers() -> None:
             pids += [parent.pid] if _is_launcher(parent.cmdline()) else []
     for pid in pids:
         with suppress(OSError, AttributeError):  # a system without pidfds watches none
-            _watched.register(os.pidfd_open(pid), select.POLLIN)
+            watched.register(os.pidfd_open(pid), select.POLLIN)
+    return watched
 
 
 def launcher_is_gone() -> bool:
     """Whether a launcher that `find_launchers` has found has ended."""
-    return bool(_watched.poll(0))
+    return bool(find_launchers().poll(0))
 
 
 def launch_arguments(command: list[str]) -> list[str] | None:

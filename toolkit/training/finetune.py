@@ -99,9 +99,10 @@ def finetune(
     check_datasets(config, train, evaluation)
     config = config if train is None else name_source(config)
 
-    with changes_undone(), _released_on_error(), cudnn_attention(config.model.cudnn_attention):
+    with changes_undone(), _released_on_error() as on_error, cudnn_attention(config.model.cudnn_attention):
         # Checks of the config, the processes, the run folder, the checkpoint to resume from.
         context = begin(config, own)
+        on_error.callback(close_trackers, context.trackers)
 
         # The model on the meta device: what is wrong with it is reported before data and weights load.
         config, model_config, skeleton = build_skeleton(config, context)
@@ -112,7 +113,7 @@ def finetune(
         rows, plan, evaluated = prepare_data(config, context.metrics, model_config, skeleton, world_size(), pads=pads)
 
         # Trackers, before the weights: one that cannot start is reported now.
-        start_trackers(context.accelerator, config, context.run_folder, context.resume_from)
+        start_trackers(context.trackers, config, context.run_folder, context.resume_from)
 
         # Model → frozen or adapted → shards → optimizer → checks of the model.
         sharded, optimizer, identity = build_model(config, context, model_config, skeleton, rows, evaluated)
@@ -129,8 +130,9 @@ def finetune(
 
 
 @contextlib.contextmanager
-def _released_on_error() -> Iterator[None]:
-    """Let a notebook go on after an error or an interrupt: end the watchdog, open the run folder, restore signal handlers.
+def _released_on_error() -> Iterator[contextlib.ExitStack]:
+    """Let a notebook go on after an error or an interrupt: call what the yielded stack holds, end the watchdog, open the run
+    folder, restore signal handlers.
 
     Several ranks keep all that until they exit: another rank may still be in the run.
     """
@@ -141,14 +143,15 @@ def _released_on_error() -> Iterator[None]:
         )
     is_main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in SIGNALS} if is_main else {}
+    on_error = contextlib.ExitStack()
     try:
         with naming_lost_ranks():
-            yield
+            yield on_error
     except BaseException as error:
         if isinstance(error, torch.OutOfMemoryError):
             error.add_note(FULL_MEMORY)
         if world_size() == 1:
-            close_trackers()
+            on_error.close()
             release()
             for number, handler in handlers.items():
                 if handler is not None:  # one that Python has not set

@@ -137,7 +137,7 @@ def watch(folder: Path, *, exports: bool) -> None:
         if exports:
             finish(run)
         else:
-            leave()
+            leave(run.trackers)
 
     run_module.resume, finetune.finish = resume_and_look, look_and_finish  # type: ignore[assignment]
     loop.clip_gradients, loop.train_step = look_and_clip, step_and_look  # type: ignore[assignment]
