@@ -1,4 +1,4 @@
-"""Builds the `Accelerator` from the accelerate YAML alone, and holds everything that depends on the kind of device.
+"""Builds the `Accelerator` from the accelerate YAML alone, and chooses by the kind of device: precision, threads, caches.
 
 CPU runs get real FSDP. accelerate enables it only for accelerators and silently falls back to DDP elsewhere, so this module reads
 the environment that `accelerate launch` made from the YAML, and presents the CPU as an accelerator.

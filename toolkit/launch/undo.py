@@ -40,14 +40,18 @@ def changes_undone() -> Iterator[None]:
             undo.callback(setattr, place, name, getattr(place, name))
         undo.callback(_precision_of_products())
         if torch.cuda.is_available():
-            before = private("_accelerator_getAllocatorSettings")()
-            settings = f"expandable_segments:False,{before}".rstrip(",")  # of two values the last one counts
-            undo.callback(private("_accelerator_setAllocatorSettings"), settings)
+            undo.callback(_set_allocator, private("_accelerator_getAllocatorSettings")())
         hook = sys.excepthook
         undo.callback(lambda: None if dist.is_initialized() else setattr(sys, "excepthook", hook))
         for bars in _progress_bars():
             undo.callback(_switch, bars, on=bars[0]())
         yield
+
+
+def _set_allocator(before: str) -> None:
+    if private("_accelerator_getAllocatorSettings")() != before:
+        off = [] if "expandable_segments" in before else ["expandable_segments:False"]  # torch's default
+        private("_accelerator_setAllocatorSettings")(",".join([*filter(None, [before]), *off]))
 
 
 def _precision_of_products() -> Callable[[], None]:

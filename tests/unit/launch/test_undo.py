@@ -77,8 +77,8 @@ def test_the_precision_of_products_is_put_back_whichever_way_set_it(allow: str) 
     ("before", "after"),
     [
         ("", "expandable_segments:False"),
-        ("expandable_segments:True", "expandable_segments:False,expandable_segments:True"),
-        ("max_split_size_mb:64", "expandable_segments:False,max_split_size_mb:64"),
+        ("expandable_segments:False", "expandable_segments:False"),
+        ("max_split_size_mb:64", "max_split_size_mb:64,expandable_segments:False"),
     ],
 )
 def test_the_allocator_of_a_gpu_gets_its_setting_back(monkeypatch: pytest.MonkeyPatch, before: str, after: str) -> None:
@@ -89,3 +89,7 @@ def test_the_allocator_of_a_gpu_gets_its_setting_back(monkeypatch: pytest.Monkey
     with changes_undone():
         settings.append("expandable_segments:True")
     assert settings[-1] == after
+    settings[:] = [before]
+    with changes_undone():
+        pass
+    assert settings == [before], "what was not changed is not set again"
