@@ -34,7 +34,11 @@ _MODULES = {
 # transformers imports torchao if it is installed, which would print four lines on each rank: about shared libraries of formats
 # that are not used here, and about its enums (until pytorch/ao#4848). Every import of ours runs this file first.
 logging.getLogger("torchao").addFilter(lambda record: not re.match(NOT_LOADED_BY_TORCHAO, record.getMessage()))
-logging.getLogger("torch.utils._pytree").addFilter(lambda record: ENUM_OF_TORCHAO not in str(record.msg))
+logging.getLogger("torch.utils._pytree").addFilter(lambda record: _is_not_of_torchao(record))
+
+
+def _is_not_of_torchao(record: Any) -> bool:
+    return ENUM_OF_TORCHAO not in str(record.msg) or not record.args[0].__module__.startswith("torchao.")
 
 
 def __getattr__(name: str) -> Any:

@@ -23,6 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
+from toolkit.variables import elastic_error_file, is_first_node, is_rank_0, local_rank, local_world_size
+
 
 class UserError(ValueError):
     """A user's mistake: one clear sentence, no traceback, exit code 2. Ranks that agree on one raise the same, of its class.
@@ -187,17 +189,16 @@ def exit_on_user_error() -> Iterator[None]:
 
 def _launch_folder() -> Path | None:
     """The folder that torch elastic creates for one attempt of this node's processes; None without torch elastic."""
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return Path(error_file).parents[1] if error_file else None
+    error_file = elastic_error_file()
+    return error_file and error_file.parents[1]
 
 
 def _speaks_for_this_error(error: UserError) -> bool:
     """Whether this rank prints the error. Torch elastic's summary has the errors of all ranks, so one of each node is enough."""
     launch = _launch_folder()
     if launch is None:
-        number = {"run": "RANK", "node": "LOCAL_RANK", "rank": ""}[error.printed_by]
-        return os.environ.get(number, "0") == "0"
-    if error.printed_by == "run" and os.environ.get("GROUP_RANK", "0") != "0":
+        return error.printed_by == "rank" or (is_rank_0() if error.printed_by == "run" else local_rank() == 0)
+    if error.printed_by == "run" and not is_first_node():
         (launch / REFUSED).touch()
         return False
     launch.mkdir(parents=True, exist_ok=True)  # TMPDIR may have been cleaned
@@ -220,11 +221,12 @@ def _end_with_the_launch(launch: Path, number: int, frame: FrameType | None) -> 
 
 def _save_error_file(error: UserError) -> None:
     """Write the error for the launcher's summary of failed ranks, in the format of torch elastic's `ErrorHandler`."""
-    sentence = one_line(str(error))
+    file, sentence = elastic_error_file(), one_line(str(error))
+    assert file is not None, "torch elastic has started this process"
     extra = {"py_callstack": f"error: {sentence}", "timestamp": str(int(time.time()))}
     with suppress(OSError):  # the disk may be full; the sentence is on stderr anyway
         content = json.dumps({"message": {"message": f"UserError: {sentence}", "extraInfo": extra}})
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(content, encoding="utf-8")
+        file.write_text(content, encoding="utf-8")
 
 
 def _wait_for_local_ranks(launch: Path) -> None:
@@ -232,8 +234,8 @@ def _wait_for_local_ranks(launch: Path) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     deadline = time.monotonic() + LEAVE_TOGETHER_S
     with suppress(OSError):
-        (launch / f"leaving_{os.environ['LOCAL_RANK']}").touch()
-        while time.monotonic() < deadline and len(list(launch.glob("leaving_*"))) < int(os.environ["LOCAL_WORLD_SIZE"]):
+        (launch / f"leaving_{local_rank()}").touch()
+        while time.monotonic() < deadline and len(list(launch.glob("leaving_*"))) < local_world_size():
             time.sleep(0.02)
 
 

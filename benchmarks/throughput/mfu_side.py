@@ -19,7 +19,7 @@ def main() -> None:
     sys.argv = sys.argv[1:]
     with (
         mock.patch.object(CheckpointWriter, "save", lambda *_, **__: None),
-        mock.patch.object(finetune, "finish", lambda run: leave()),
+        mock.patch.object(finetune, "finish", lambda run: leave(run.trackers)),
     ):
         runpy.run_path(recipe, run_name="__main__")
 

@@ -69,7 +69,7 @@ def test_what_is_sent_for_a_refused_name_is_accepted(name: str) -> None:
 
     with pytest.raises(MlflowException):
         _validate_metric(name, 1.0, 0, 0)
-    _validate_metric(_name_for_mlflow(name), 1.0, 0, 0)
+    _validate_metric(_name_for_mlflow(name, {}), 1.0, 0, 0)
 
 
 def fail_and_begin_again(argv: list[str]) -> None:

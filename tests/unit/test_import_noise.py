@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 import subprocess
 import sys
@@ -9,6 +10,10 @@ import sys
 import pytest
 
 import toolkit  # noqa: F401
+
+
+class OfAnotherLibrary(enum.Enum):
+    FIRST = 1
 
 
 def test_importing_torchao_prints_nothing() -> None:
@@ -19,13 +24,14 @@ def test_importing_torchao_prints_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("logger", "message"),
+    ("logger", "message", "arguments"),
     [
-        ("torchao", "Failed to load the config: no such file"),
-        ("torchao", "Skipping import of cpp extensions due to incompatible torch version"),
-        ("torch.utils._pytree", "something else"),
+        ("torchao", "Failed to load the config: no such file", ()),
+        ("torchao", "Skipping import of cpp extensions due to incompatible torch version", ()),
+        ("torch.utils._pytree", "something else", ()),
+        ("torch.utils._pytree", "%s is an Enum subclass. Calling register_constant() on it is deprecated", (OfAnotherLibrary,)),
     ],
 )
-def test_other_messages_of_the_same_loggers_pass(logger: str, message: str) -> None:
-    record = logging.LogRecord(logger, logging.WARNING, __file__, 1, message, (), None)
+def test_other_messages_of_the_same_loggers_pass(logger: str, message: str, arguments: tuple[object, ...]) -> None:
+    record = logging.LogRecord(logger, logging.WARNING, __file__, 1, message, arguments, None)
     assert logging.getLogger(logger).filters and logging.getLogger(logger).filter(record)

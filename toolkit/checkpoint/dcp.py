@@ -27,8 +27,6 @@ from toolkit.distributed.progress import Phase
 from toolkit.errors import UserError, refused
 from toolkit.private import NO_PROCESS_GROUP, private
 
-warnings.filterwarnings("ignore", message=NO_PROCESS_GROUP)
-
 Tensors = dict[str, torch.Tensor]
 
 _COPY_AHEAD_BYTES = 10_000_000  # torch's own
@@ -58,6 +56,7 @@ def save_tensors(tensors: Tensors, folder: Path, group: dist.ProcessGroup | None
     # (torch/distributed/checkpoint/filesystem.py:161). Staged tensors need no loader that overlaps.
     is_staged = all(_is_on_host(tensor) for tensor in tensors.values())
     writer = _Writer(folder, sync_files=True, per_thread_copy_ahead=0 if is_staged else _COPY_AHEAD_BYTES)
+    warnings.filterwarnings("ignore", message=NO_PROCESS_GROUP)
     try:
         with Phase(f"writing {folder.parent.stem}", None, "B") as writing:
             dcp.save(tensors, storage_writer=writer, planner=_ShownPlanner(writing), process_group=group)
@@ -75,6 +74,7 @@ def load_tensors(tensors: Tensors, folder: Path, trouble: str) -> None:
             On every rank.
     """
     reader = _SafeReader(folder)
+    warnings.filterwarnings("ignore", message=NO_PROCESS_GROUP)
 
     def explained(work: Callable[[], Any]) -> None:
         try:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.load import RecipeConfig
 from toolkit.data.cache_folders import cache_folder
-from toolkit.distributed.comm import gather_objects, local_rank, on_all_ranks
+from toolkit.distributed.comm import gather_objects, on_all_ranks
 from toolkit.errors import UserError, refused
 from toolkit.files.durable import hash_file
+from toolkit.variables import local_rank
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import functools
 import gc
-import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -24,7 +23,6 @@ T = TypeVar("T")
 # Ranks wait in a collective of this group while one tokenizes or exports, which can take days. `watchdog` ends a run that hangs,
 # and names the rank. The limit is torch's: it passes milliseconds to the system in 32 bits.
 CONTROL_TIMEOUT = datetime.timedelta(days=20)
-_TIMEOUTS_OF_TORCH = dist.constants.default_pg_timeout, dist.constants.default_pg_nccl_timeout
 
 
 def rank() -> int:
@@ -37,18 +35,8 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def local_rank() -> int:
-    """This process's number on its node."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def local_world_size() -> int:
-    """Number of processes on this node."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
 def limit_groups(timeout: datetime.timedelta) -> None:
-    """Make `timeout` the default of every process group that is created from now on, until `close_groups`.
+    """Make `timeout` the default of every process group that is created from now on.
 
     The groups of an HSDP mesh (torch/distributed/device_mesh.py:586) and of FSDP1's hybrid shards (fsdp/_init_utils.py:212) are
     created without a timeout. They would get torch's own (distributed_c10d.py:836): 10 minutes under nccl, 30 under gloo.
@@ -89,8 +77,6 @@ def close_groups() -> None:
     save_group.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
-    c10d: Any = dist.distributed_c10d
-    c10d.default_pg_timeout, c10d.default_pg_nccl_timeout = _TIMEOUTS_OF_TORCH
     gc.collect()  # drop the last references, so that the groups end and join their threads
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from toolkit.distributed.comm import gather_objects, local_world_size, reduce_on_cpu
+from toolkit.distributed.comm import gather_objects, reduce_on_cpu
 from toolkit.errors import UserError
+from toolkit.variables import local_world_size
 
 GIB = 2**30
 

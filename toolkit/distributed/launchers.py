@@ -13,29 +13,31 @@ import select
 from contextlib import suppress
 from pathlib import PurePath
 
-STARTED_BY = "TOOLKIT_STARTED_BY"
-"""The process id of `compare` or `verify`, in the environment of the runs that they start."""
+from toolkit.variables import STARTED_BY, given
+
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
-_watched = select.poll()
 
 
 @functools.cache
-def find_launchers() -> None:
+def find_launchers() -> select.poll:
     """Watch the launcher among this process's parents, and what started it. Call it early: importing torch takes seconds."""
     import psutil
 
-    pids = [int(os.environ[STARTED_BY])] if os.environ.get(STARTED_BY, "").isdecimal() else []
+    watched = select.poll()
+    caller = given(STARTED_BY) or ""
+    pids = [int(caller)] if caller.isdecimal() else []
     for parent in psutil.Process().parents():
         with suppress(psutil.Error):  # it has ended, or belongs to another user
             pids += [parent.pid] if _is_launcher(parent.cmdline()) else []
     for pid in pids:
         with suppress(OSError, AttributeError):  # a system without pidfds watches none
-            _watched.register(os.pidfd_open(pid), select.POLLIN)
+            watched.register(os.pidfd_open(pid), select.POLLIN)
+    return watched
 
 
 def launcher_is_gone() -> bool:
     """Whether a launcher that `find_launchers` has found has ended."""
-    return bool(_watched.poll(0))
+    return bool(find_launchers().poll(0))
 
 
 def launch_arguments(command: list[str]) -> list[str] | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import os
 import socket
 import threading
 import time
@@ -20,8 +19,8 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from toolkit.errors import UserError, refused
+from toolkit.variables import INIT_METHOD, given, has_agents_store
 
-INIT_METHOD_VARIABLE = "TOOLKIT_INIT_METHOD"
 POLL_S = 0.02
 LINGER_S = 1.0
 """How long rank 0, which may host the store, stays after it has written why the run cannot start. Others wait as much longer."""
@@ -57,7 +56,7 @@ def find_meeting(timeout_s: float) -> Meeting | None:
     Raises:
         UserError: a variable is missing or contradicts another.
     """
-    if os.environ.get("WORLD_SIZE") is None and os.environ.get("RANK") is None:
+    if given("WORLD_SIZE") is None and given("RANK") is None:
         return None
     world_size = _number_from_environment("WORLD_SIZE", least=1)
     if world_size == 1:
@@ -65,19 +64,19 @@ def find_meeting(timeout_s: float) -> Meeting | None:
     rank = _number_from_environment("RANK")
     if rank >= world_size:
         raise refusal(f"RANK is {rank}, but WORLD_SIZE is {world_size}: ranks go from 0 to {world_size - 1}")
-    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    method = os.environ.get(INIT_METHOD_VARIABLE, "env://")
+    of_agent = has_agents_store()
+    method = given(INIT_METHOD) or "env://"
     if of_agent and method != "env://":
-        raise refusal(f"{INIT_METHOD_VARIABLE} is {method}, but these ranks meet in the store of their launcher: leave it out")
+        raise refusal(f"{INIT_METHOD} is {method}, but these ranks meet in the store of their launcher: leave it out")
     if method == "env://":
-        for name in ("MASTER_ADDR", "MASTER_PORT"):
-            if not os.environ.get(name):
+        host, port = given("MASTER_ADDR"), given("MASTER_PORT")
+        for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)):
+            if not value:
                 raise refusal(
                     f"{name} is not set: give the address and a free port of rank 0's machine in MASTER_ADDR and MASTER_PORT, or "
-                    f"{INIT_METHOD_VARIABLE}=file:///path/on/a/shared/disk"
+                    f"{INIT_METHOD}=file:///path/on/a/shared/disk"
                 )
-        host = os.environ["MASTER_ADDR"]
-        method = f"tcp://{f'[{host}]' if ':' in host else host}:{os.environ['MASTER_PORT']}"
+        method = f"tcp://{f'[{host}]' if ':' in str(host) else host}:{port}"
     return Meeting(method, of_agent, rank, world_size, timeout_s, time.monotonic() + timeout_s)
 
 
@@ -87,10 +86,10 @@ def _number_from_environment(name: str, least: int = 0) -> int:
     Raises:
         UserError: it is not set, not a number, or below `least`.
     """
-    text = os.environ.get(name)
+    text = given(name)
     if text is None or not text.isdecimal() or int(text) < least:
-        given = "is not set" if text is None else f"is {text!r}"
-        raise refusal(f"{name} {given}: every rank needs RANK (from 0) and WORLD_SIZE, as a launcher sets them")
+        what = "is not set" if text is None else f"is {text!r}"
+        raise refusal(f"{name} {what}: every rank needs RANK (from 0) and WORLD_SIZE, as a launcher sets them")
     return int(text)
 
 
@@ -151,12 +150,10 @@ def _open_file_store(address: str) -> dist.Store:
     path = Path(address.removeprefix("file://"))
     try:
         if not path.is_absolute() or not path.parent.is_dir() or path.is_dir():
-            raise refusal(
-                f"{INIT_METHOD_VARIABLE} is {address}: write file:///folder/name, in a folder that exists on every machine"
-            )
+            raise refusal(f"{INIT_METHOD} is {address}: write file:///folder/name, in a folder that exists on every machine")
         path.open("ab").close()
     except OSError as error:
-        raise refusal(f"{INIT_METHOD_VARIABLE} is {address}, which cannot be written ({error.strerror})") from None
+        raise refusal(f"{INIT_METHOD} is {address}, which cannot be written ({error.strerror})") from None
     store = dist.FileStore(str(path), -1)  # given a number of ranks, it would count those of an earlier crash and refuse
     store.check(["anything"])  # reads the file, to fail here
     return store

@@ -54,6 +54,7 @@ STDERR = 2
 _Where = tuple[str, int | None, bool]
 """Phase, step, and whether the process's own activity counts."""
 _current: Watchdog | None = None
+"""The one that ends this process. Any code may report its progress, however far from the run."""
 
 
 def start(timeout_s: float) -> None:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from toolkit.distributed.comm import local_world_size
 from toolkit.distributed.device import GIB, free_memory_bytes
 from toolkit.errors import UserError
 from toolkit.private import private
+from toolkit.variables import local_world_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

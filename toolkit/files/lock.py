@@ -23,6 +23,7 @@ HOLDER = ".holder"
 """Ends the name of the file that stands for a lock."""
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)
 _held: dict[Path, tuple[BaseFileLock, os.stat_result]] = {}
+"""A lock is the process's: whoever else asks for it here holds it too."""
 
 
 def take_lock(path: Path, refusal: str, timeout_s: float = 0.0) -> bool:

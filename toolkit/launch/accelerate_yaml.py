@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
-import os
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
@@ -19,9 +18,7 @@ from toolkit.distributed.launchers import launch_arguments
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_rules import check_accumulation, check_rules
 from toolkit.private import private
-
-PATH_VARIABLE = "TOOLKIT_ACCELERATE_YAML"
-"""Names the file if no launching command line can be read, as under another launcher or in another PID namespace."""
+from toolkit.variables import ACCELERATE_YAML, given
 
 SECTIONS = {
     "fsdp_config": "fsdp_",
@@ -54,8 +51,8 @@ def find_accelerate_yaml() -> Path | None:
 
     The launcher hands over values but not the path, so its command line is read from among this process's parents.
     """
-    given = os.environ.get(PATH_VARIABLE)
-    return Path(given) if given else _file_of_launcher()
+    path = given(ACCELERATE_YAML)  # for where no launching command line can be read: another launcher, or PID namespace
+    return Path(path) if path else _file_of_launcher()
 
 
 @functools.cache

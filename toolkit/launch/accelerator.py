@@ -1,4 +1,4 @@
-"""Builds the `Accelerator` from the accelerate YAML alone, and holds everything that depends on the kind of device.
+"""Builds the `Accelerator` from the accelerate YAML alone, and chooses by the kind of device: precision, threads, caches.
 
 CPU runs get real FSDP. accelerate enables it only for accelerators and silently falls back to DDP elsewhere, so this module reads
 the environment that `accelerate launch` made from the YAML, and presents the CPU as an accelerator.
@@ -16,14 +16,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from toolkit.distributed.comm import control_group, gather_objects, limit_groups, local_world_size, on_all_ranks, rank, world_size
+from toolkit.distributed.comm import control_group, gather_objects, limit_groups, on_all_ranks, rank, world_size
 from toolkit.distributed.device import available_cores, check_own_gpu, synchronize
 from toolkit.distributed.rendezvous import connecting, rendezvous_arguments
 from toolkit.distributed.watchdog import at, start, working
 from toolkit.errors import UserError
-from toolkit.launch.environment import asked_for_cpu, asked_for_fsdp, check_hardware, read_launch, sets_allocator
+from toolkit.launch.environment import (
+    asked_for_cpu,
+    asked_for_fsdp,
+    check_hardware,
+    num_openmp_threads,
+    read_launch,
+    set_unless_given,
+    sets_allocator,
+)
 from toolkit.launch.same_run import compare_ranks, describe_launch
 from toolkit.private import private
+from toolkit.variables import local_world_size
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -93,9 +102,6 @@ def build_accelerator(
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],  # one copy of the gradients, not two
     )
     _keep_fp32_products()
-    # DDP on the device that the model is on: accelerate would give it the local rank (accelerator.py:1895), which does not exist
-    # where each process sees one GPU only, as SLURM can bind them.
-    os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
     if fsdp_version(accelerator):
         _set_fsdp_precision(accelerator, on_cpu)
     torch.set_num_threads(num_threads or _num_threads(accelerator.device))
@@ -152,7 +158,7 @@ def bound_primitive_cache(num_shapes: int) -> None:
     """
     wanted = num_shapes * PRIMITIVES_PER_SHAPE
     capacity = max(wanted, FEWEST_PRIMITIVES) if wanted <= MOST_PRIMITIVES else FEWEST_PRIMITIVES
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(capacity))
+    set_unless_given("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(capacity))
 
 
 def pads_lengths(accelerator: Accelerator, setting: bool | None) -> bool:
@@ -207,7 +213,7 @@ def _num_threads(device: torch.device) -> int:
     On a CPU, the launcher's number, which torch has not read if a parent process imported torch.
     """
     if device.type == "cpu":
-        return int(os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads())))
+        return num_openmp_threads() or torch.get_num_threads()
     node = rank() // local_world_size()
     bound_to = gather_objects((node, os.sched_getaffinity(0)))
     return max(1, available_cores() // bound_to.count((node, os.sched_getaffinity(0))))

@@ -6,20 +6,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import importlib.util
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from toolkit.distributed.comm import local_world_size
+from toolkit import variables
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_rules import check_accumulation, check_rules
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml, find_accelerate_yaml
 from toolkit.private import private
+from toolkit.variables import local_world_size, num_launched
 
 FLOAT8_CAPABILITY = (8, 9)
 """Lowest CUDA compute capability of GPUs that multiply float8: Ada, Hopper and newer."""
@@ -47,6 +50,9 @@ def read_launch() -> dict[str, Any]:
         if mapping.get("use_cpu"):
             # The launcher passes `use_cpu` to a single process only; several would use the GPUs of a machine that has them.
             os.environ["ACCELERATE_USE_CPU"] = "true"
+    # DDP on the device that the model is on: accelerate would give it the local rank (accelerator.py:1895), which does not exist
+    # where each process sees one GPU only, as SLURM can bind them.
+    os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
     _check_flags()
     return mapping
 
@@ -72,6 +78,18 @@ def checkpoints_activations() -> bool:
     return _is_true("FSDP_ACTIVATION_CHECKPOINTING")
 
 
+@contextlib.contextmanager
+def environment_kept() -> Iterator[None]:
+    """Put the environment of this process back at the end."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
 def is_launched() -> bool:
     """Whether `accelerate launch` has set the environment of this process, or `join_launch` has."""
     return "ACCELERATE_MIXED_PRECISION" in os.environ
@@ -80,6 +98,22 @@ def is_launched() -> bool:
 def sets_allocator() -> bool:
     """Whether the user has settings for torch's allocator, which win over ours (c10/cuda/CUDAAllocatorConfig.h)."""
     return any(f"PYTORCH_{name}ALLOC_CONF" in os.environ for name in ("", "CUDA_", "HIP_"))
+
+
+def launched_precision() -> str:
+    """The mixed precision of the launch: no, bf16, fp8, or one that is refused."""
+    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+
+
+def num_openmp_threads() -> int | None:
+    """The user's or the launcher's number of threads on the host."""
+    number = os.environ.get("OMP_NUM_THREADS")
+    return None if number is None else int(number)
+
+
+def set_unless_given(name: str, value: str) -> None:
+    """Set a variable that a library reads, unless the user has."""
+    os.environ.setdefault(name, value)
 
 
 def launched_with(prefixes: tuple[str, ...]) -> dict[str, str]:
@@ -101,10 +135,10 @@ def join_launch(path: Path, mapping: dict[str, Any]) -> None:
         UserError: the number of started processes differs from the file's.
     """
     # The number of processes must fit the file and the machines.
-    given = os.environ.get("WORLD_SIZE", "1")
+    given = variables.given("WORLD_SIZE") or "1"
     num_processes = mapping.get("num_processes", 1 if mapping["distributed_type"] == "NO" else given)
     if str(num_processes) != given:
-        how = f"WORLD_SIZE is {given}" if "WORLD_SIZE" in os.environ else "no launcher has set WORLD_SIZE and RANK"
+        how = f"WORLD_SIZE is {given}" if variables.given("WORLD_SIZE") else "no launcher has set WORLD_SIZE and RANK"
         raise UserError(
             f"{path}: num_processes is {num_processes}, but {how}: start so many, each with its RANK, or use accelerate launch"
         )
@@ -116,7 +150,7 @@ def join_launch(path: Path, mapping: dict[str, Any]) -> None:
 
     # Accelerate's variables, and the ranks that no launcher has set.
     num_local = int(given) // num_machines
-    rank = os.environ.get("RANK", "0")
+    rank = variables.given("RANK") or "0"
     os.environ.update(launched_environment(path, int(given)))
     if mapping["distributed_type"] != "NO":
         os.environ.setdefault("RANK", rank)
@@ -143,12 +177,12 @@ def launched_environment(path: Path, num_processes: int) -> dict[str, str]:
 
 def _check_flags() -> None:
     """Check what flags of `accelerate launch` have set, by the rules of the YAML, whose check cannot see them."""
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    precision = launched_precision()
     mapping = {
         "distributed_type": "FSDP" if asked_for_fsdp() else "MULTI_GPU",
         "gradient_accumulation_steps": int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")),
         "mixed_precision": precision,
-        "num_processes": int(os.environ.get("WORLD_SIZE", "1")),
+        "num_processes": num_launched(),
         "use_cpu": asked_for_cpu(),
     }
     sections: dict[str, dict[str, Any]] = {"fsdp_config": {}, "fp8_config": {}, "parallelism_config": {}}
@@ -183,14 +217,14 @@ def _check_flags() -> None:
 
 def check_hardware() -> None:
     """Refuse bf16, fp8 and GPU presets on hardware that lacks them; call it after `read_launch`."""
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    precision = launched_precision()
     if not asked_for_cpu() and (why := why_no_gpu()):
         raise UserError(f"{why}; or set use_cpu: true in the accelerate config")
     if precision == "fp8":
         check_capability()
     if asked_for_cpu():
         return
-    wants_many = asked_for_fsdp() or int(os.environ.get("WORLD_SIZE", "1")) > 1
+    wants_many = asked_for_fsdp() or num_launched() > 1
     if wants_many and not torch.accelerator.is_available():
         raise UserError(
             "this accelerate config wants GPUs, but torch sees none here: take a CPU one (accelerate_configs/fsdp2_cpu.yaml, "

@@ -15,8 +15,8 @@ from typing import Any
 
 from toolkit.distributed.launchers import find_launchers
 from toolkit.errors import UserError, one_line
+from toolkit.variables import LOG_LEVEL, given, is_rank_0
 
-LEVEL_VARIABLE = "TOOLKIT_LOG_LEVEL"
 LEVELS = ("INFO", "WARNING", "ERROR")
 
 logger = logging.getLogger("toolkit")
@@ -36,9 +36,9 @@ def start_logging() -> None:
     for name in ("stdout", "stderr"):
         if not isinstance(stream := getattr(sys, name), Output):  # None: it was closed as Python started
             setattr(sys, name, Output(stream or open(os.devnull, "w", encoding="utf-8")))  # noqa: SIM115
-    level = os.environ.get(LEVEL_VARIABLE)
+    level = given(LOG_LEVEL)
     if level and level.upper() not in LEVELS:
-        raise UserError(f"{LEVEL_VARIABLE} is {level}, which is not a level: set one of {', '.join(LEVELS)}, or unset it")
+        raise UserError(f"{LOG_LEVEL} is {level}, which is not a level: set one of {', '.join(LEVELS)}, or unset it")
     logger.addFilter(_is_for_this_rank)
     is_program = not logger.hasHandlers()
     if is_program:
@@ -94,10 +94,9 @@ def lost_outputs() -> dict[str, str]:
 
 
 def _is_for_this_rank(record: logging.LogRecord) -> bool:
-    rank = os.environ.get("RANK", "0")
-    if rank == "0":
+    if is_rank_0():
         return True
-    record.msg = f"rank {rank}: {record.msg}"
+    record.msg = f"rank {given('RANK')}: {record.msg}"
     return hasattr(record, "concerns_this_rank")
 
 

@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from toolkit.parallel.units import repeated_blocks
-from toolkit.private import private
 
 logger = logging.getLogger("toolkit")
 
@@ -44,10 +43,15 @@ def compile_blocks(accelerator: Accelerator, model: PreTrainedModel) -> None:
             "blocks are compiled (dynamo_backend INDUCTOR), which on a CPU takes minutes and slows steps with dropout: leave "
             "dynamo_config out of the accelerate YAML, unless the run is long and without dropout"
         )
-    torch._dynamo.config.recompile_limit = max(private("recompile_limit"), RECOMPILE_LIMIT)
-    options = {"backend": plugin.backend.value.lower(), "mode": None if plugin.mode == "default" else plugin.mode}
+    options = {
+        "backend": plugin.backend.value.lower(),
+        "mode": None if plugin.mode == "default" else plugin.mode,
+        "fullgraph": plugin.fullgraph,
+        "dynamic": plugin.dynamic or None,
+        "recompile_limit": RECOMPILE_LIMIT,
+    }
     for block in repeated_blocks(model).values():
-        compiled = torch.compile(block.forward, **options, fullgraph=plugin.fullgraph, dynamic=plugin.dynamic or None)
+        compiled = torch.compile(block.forward, **options)
         block.forward = functools.partial(_compiled, block, block.forward, compiled)
     plugin.backend = DynamoBackend.NO  # otherwise `prepare_model` compiles again
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from toolkit.distributed.launchers import STARTED_BY
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
+from toolkit.variables import environment_of_runs
 
 PRESET_FOLDER = Path(__file__).resolve().parents[2] / "accelerate_configs"
 """This checkout's presets, where a preset given by its name is looked up."""
@@ -83,8 +82,6 @@ def launch(preset: Path, command: list[str], log_path: Path) -> int:
 
     Its output goes into `log_path`. The ranks import the same toolkit as this process, installed or not.
     """
-    root = str(Path(__file__).resolve().parents[2])
-    python_path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("wb") as log:
         launcher = subprocess.Popen(
@@ -92,7 +89,7 @@ def launch(preset: Path, command: list[str], log_path: Path) -> int:
             [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--config_file", str(preset), *command],
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": python_path, STARTED_BY: str(os.getpid())},
+            env=environment_of_runs(Path(__file__).resolve().parents[2]),
         )
         try:
             return launcher.wait()

@@ -13,19 +13,13 @@ from typing import Any
 import torch
 
 from toolkit.distributed.comm import gather_objects, rank, world_size
-from toolkit.distributed.device import GIB, held_memory_gib, peak_memory_gib, reset_peak_memory, smallest_gpu_bytes
+from toolkit.distributed.device import GIB, peak_memory_gib, reset_peak_memory, smallest_gpu_bytes
 from toolkit.launch.accelerate_yaml import find_accelerate_yaml
 from toolkit.tracking.metrics_log import MetricsLog
 
 logger = logging.getLogger("toolkit")
 
 MEMORY_FILE, ACCELERATE_FILE = "memory.json", "accelerate.yaml"
-_before_model_gib = [0.0]
-
-
-def note_before_model(device: torch.device) -> None:
-    """Record the memory of this process before its model loads: on a CPU that is Python, the libraries and the rows."""
-    _before_model_gib[0] = held_memory_gib(device)
 
 
 class StepMemory:
@@ -57,9 +51,13 @@ class StepMemory:
             self.num_tokens = num_rows * sum(row_tokens.values())
 
 
-def save_memory(folder: Path, memory: StepMemory, metrics: MetricsLog) -> None:
-    """Write the ranks' peak memory and the accelerate YAML into the run folder, and print the peak. Collective."""
-    ranks = gather_objects((memory.peak_gib, _before_model_gib[0], memory.num_tokens, memory.num_rows, memory.row_tokens))
+def save_memory(folder: Path, memory: StepMemory, before_model_gib: float, metrics: MetricsLog) -> None:
+    """Write the ranks' peak memory and the accelerate YAML into the run folder, and print the peak. Collective.
+
+    Args:
+        before_model_gib: what this process held as its model began to load.
+    """
+    ranks = gather_objects((memory.peak_gib, before_model_gib, memory.num_tokens, memory.num_rows, memory.row_tokens))
     gpu_bytes = smallest_gpu_bytes(memory.device)
     peaks, before, _, _, _ = zip(*ranks, strict=True)
     if rank() != 0 or not any(peaks):  # no step was taken

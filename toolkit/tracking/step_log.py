@@ -19,7 +19,7 @@ from toolkit.errors import UserError
 from toolkit.parallel.wrap import ShardedModel
 from toolkit.tracking.memory import StepMemory
 from toolkit.tracking.metrics_log import MetricsLog
-from toolkit.tracking.trackers import log_to_trackers
+from toolkit.tracking.trackers import Trackers, log_to_trackers
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -52,6 +52,7 @@ class StepLog:
         self, metrics: MetricsLog, sharded: ShardedModel, bar: Progress, rows: Dataset, skips: SkipHistory, max_skipped_steps: int
     ) -> None:
         self.metrics, self.sharded, self.bar, self.rows = metrics, sharded, bar, rows
+        self.trackers = Trackers()
         self.skips, self.max_skipped_steps = skips, max_skipped_steps
         self.memory = StepMemory(sharded.accelerator.device)
         self.pending: list[StepFigures] = []
@@ -100,7 +101,7 @@ class StepLog:
                 "num_label_tokens": f.step.num_label_tokens,
             }
             self.metrics.write("train", f.step.step, **figures)
-            log_to_trackers("train", figures, f.step.step)
+            log_to_trackers(self.trackers, "train", figures, f.step.step)
             if self._count(f, loss, grad_norm, bool(skipped)) and too_many is None:
                 too_many = self._too_many()  # now, because a later successful step resets the count
         self.last_loss = loss

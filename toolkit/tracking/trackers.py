@@ -10,6 +10,7 @@ import json
 import logging
 import posixpath
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,16 @@ _FIX = {
 }
 _REFUSED_BY_MLFLOW = re.compile(r"[^/\w.\- :]")
 
-_running: list[Any] = []
-"""This process's trackers."""
-_sent: dict[tuple[str, str], int] = {}
-"""By tracker and kind of figures, the last step that its run had before this start."""
-_renamed: dict[str, str] = {}
+
+@dataclass
+class Trackers:
+    """A run's trackers; other ranks than 0 have none."""
+
+    running: list[Any] = field(default_factory=list)
+    sent: dict[tuple[str, str], int] = field(default_factory=dict)
+    """By tracker and kind of figures, the last step that its run had before this start."""
+    renamed: dict[str, str] = field(default_factory=dict)
+    """Names of figures, as mlflow gets them."""
 
 
 def check_trackers(config: TrackingConfig) -> None:
@@ -63,42 +69,43 @@ def check_trackers(config: TrackingConfig) -> None:
         raise UserError(f"tracking.log_with: {name!r} {trouble}{install}; {choice} (metrics.jsonl is written in any case)")
 
 
-def start_trackers(accelerator: Any, config: RecipeConfig, run_folder: Path, resume_from: Checkpoint | None) -> None:
-    """Start the trackers of `tracking.log_with` on rank 0, or continue their runs; `accelerator.trackers` has them. Collective.
+def start_trackers(trackers: Trackers, config: RecipeConfig, run_folder: Path, resume_from: Checkpoint | None) -> None:
+    """Start the trackers of `tracking.log_with` on rank 0, or continue their runs. Collective.
 
     Raises:
         UserError: one of them cannot start; on every rank.
     """
     if config.tracking.log_with:
         working("starting the trackers")
-        on_rank_0(lambda: _start(accelerator, config, run_folder, resume_from))
+        on_rank_0(lambda: _start(trackers, config, run_folder, resume_from))
 
 
-def log_to_trackers(kind: str, figures: dict[str, Any], step: int) -> None:
+def log_to_trackers(trackers: Trackers, kind: str, figures: dict[str, Any], step: int) -> None:
     """Send the numbers among `figures` to every tracker, as `kind/name`; one that fails is reported and dropped."""
     numbers = {f"{kind}/{key}": value for key, value in figures.items() if type(value) in (int, float)}
-    for tracker in list(_running):
-        if not numbers or step <= _sent.get((tracker.name, kind), -1):
+    for tracker in list(trackers.running):
+        if not numbers or step <= trackers.sent.get((tracker.name, kind), -1):
             continue
-        named = {_name_for_mlflow(key): value for key, value in numbers.items()} if tracker.name == "mlflow" else numbers
+        is_mlflow = tracker.name == "mlflow"
+        named = {_name_for_mlflow(name, trackers.renamed) if is_mlflow else name: value for name, value in numbers.items()}
         try:
             tracker.log(named, step=step)
         except Exception as error:
-            _running.remove(tracker)
+            trackers.running.remove(tracker)
             logger.warning(
                 f"{tracker.name} failed at step {step} ({_in_one_line(error)}): it gets no more figures of this run; "
                 "metrics.jsonl has all of them"
             )
 
 
-def close_trackers() -> None:
+def close_trackers(trackers: Trackers) -> None:
     """Finish every tracker; no rank leaves before. Collective.
 
     A tracker may upload for minutes, on rank 0 alone, and the launcher kills rank 0 soon after another rank has left.
     """
     working("closing the trackers")
-    while _running:
-        tracker = _running.pop(0)
+    while trackers.running:
+        tracker = trackers.running.pop(0)
         try:
             tracker.finish()
         except Exception as error:
@@ -106,14 +113,11 @@ def close_trackers() -> None:
     barrier()
 
 
-def _start(accelerator: Any, config: RecipeConfig, run_folder: Path, resume_from: Checkpoint | None) -> None:
+def _start(trackers: Trackers, config: RecipeConfig, run_folder: Path, resume_from: Checkpoint | None) -> None:
     step = -1 if resume_from is None else resume_from.step
     path = run_folder / TRACKERS_FILE
     known = json.loads(path.read_text(encoding="utf-8")) if resume_from and path.exists() else {"runs": {}, "sent": {}}
     sent = _last_steps(run_folder / "metrics.jsonl", known["sent"]) if resume_from else {}
-    _running.clear()
-    _sent.clear()
-    _renamed.clear()
     runs: dict[str, str] = {}
     for name in dict.fromkeys(config.tracking.log_with):
         run_id = known["runs"].get(name)
@@ -127,12 +131,11 @@ def _start(accelerator: Any, config: RecipeConfig, run_folder: Path, resume_from
                 f"tracking.log_with: {name} could not start ({_in_one_line(error)}): {fix}, or leave it out of "
                 "tracking.log_with; metrics.jsonl is written in any case"
             ) from None
-        _running.append(tracker)
+        trackers.running.append(tracker)
         if run_id is not None:
-            _sent.update({(name, kind): last for kind, last in sent.items()})
+            trackers.sent.update({(name, kind): last for kind, last in sent.items()})
         if name in ("wandb", "trackio", "mlflow"):
             runs[name] = tracker.tracker.info.run_id if name == "mlflow" else tracker.tracker.id
-    accelerator.trackers = _running
     last = max(sent.values(), default=-1)
     if last > step and (names := ", ".join(name for name in runs if name in known["runs"])):
         logger.info(f"steps {step + 1} to {last} are trained again: {names} keeps their first figures, metrics.jsonl does not")
@@ -201,12 +204,12 @@ def _last_steps(metrics: Path, sent: dict[str, int]) -> dict[str, int]:
     return steps
 
 
-def _name_for_mlflow(name: str) -> str:
+def _name_for_mlflow(name: str, renamed: dict[str, str]) -> str:
     """`name` as MLflow takes it: refused characters as their code points, at most 250; the first time, a line says so."""
     accepted = posixpath.normpath(_REFUSED_BY_MLFLOW.sub(lambda found: f"_{ord(found[0]):x}_", name))
     accepted = accepted if len(accepted) <= 250 else f"{accepted[:100]}_{accepted[-149:]}"
-    if accepted != name and _renamed.setdefault(name, "") != accepted:
-        _renamed[name] = accepted
+    if accepted != name and renamed.setdefault(name, "") != accepted:
+        renamed[name] = accepted
         logger.info(f"mlflow gets {name!r} as {accepted!r}: it refuses other names")
     return accepted
 

@@ -88,7 +88,7 @@ def evaluate_and_log(run: Run) -> str | None:
     # metrics.jsonl, trackers, terminal
     text_fields = {"rouge_tokenizer": run.evaluation.rouge_tokenizer.name} if "rougeL" in figures else {}
     run.metrics.write("eval", state.step, **figures, **text_fields, measured_on=goal.measured_on)
-    log_to_trackers("eval", figures, state.step)
+    log_to_trackers(run.trackers, "eval", figures, state.step)
     of_sources = (name for name in figures if name.startswith("loss/"))
     own = own_figures(run.evaluation.metrics, figures)
     shown = ("loss", *of_sources, "bits_per_byte", "token_accuracy", "rouge1", "rougeL", *own, "percent_distinct", "rows_per_s")
@@ -126,7 +126,7 @@ def stop(run: Run, signal_name: str) -> NoReturn:
     place = f"after step {step}, with a checkpoint: {command} goes on from there" if step else "before the first step"
     run.log.bar.close()
     logger.info(f"stopped by {signal_name} {place}")
-    close_trackers()
+    close_trackers(run.trackers)
     raise Stopped  # keep the process group: with one, the process exits without Python's finalization (`errors._leave`)
 
 
@@ -141,7 +141,7 @@ def finish_training(run: Run) -> None:
     if step < run.num_steps:
         logger.info(f"stopping at step {step}: {config.early_stopping_patience} evaluations without gain in {config.best_metric}")
     say_without_gain(run)
-    save_memory(run.folder, run.log.memory, run.metrics)
+    save_memory(run.folder, run.log.memory, run.before_model_gib, run.metrics)
     finish_writing(run)
     if signal_name := run.stops.agree_now().signal_name:
         stop(run, signal_name)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from toolkit.distributed.watchdog import naming_lost_ranks
 from toolkit.errors import SIGNALS, UserError
 from toolkit.evaluation.metrics import TextFunction
 from toolkit.launch.accelerator import cudnn_attention, pads_lengths
+from toolkit.launch.undo import changes_undone
 from toolkit.tracking.trackers import close_trackers, start_trackers
 from toolkit.training import loop
 from toolkit.training.data import prepare_data
@@ -75,7 +75,8 @@ def finetune(
 ) -> Result:
     """Fine-tune the model of `config`, sharded as the accelerate YAML says: train, evaluate, save, export. Collective.
 
-    The same command or call resumes a run that was stopped. This closes the process groups at its end.
+    The same command or call resumes a run that was stopped. At its end, this closes the process groups and puts back what it has
+    changed in the process and in libraries (`toolkit/launch/undo.py`).
 
     Args:
         config: of an encoder-decoder (`SummarizationConfig`) or a causal model (`LLMConfig`).
@@ -95,9 +96,10 @@ def finetune(
     own = Own(metrics=metrics or {}, loss=loss, after_step=after_step, after_evaluation=after_evaluation)
     config = check_datasets(config, train, evaluation)
 
-    with _released_on_error(), cudnn_attention(config.model.cudnn_attention):
+    with changes_undone(), _released_on_error() as on_error, cudnn_attention(config.model.cudnn_attention):
         # Checks of the config, the processes, the run folder, the checkpoint to resume from.
         context = begin(config, own)
+        on_error.callback(close_trackers, context.trackers)
 
         # The model on the meta device: what is wrong with it is reported before data and weights load.
         config, model_config, skeleton = build_skeleton(config, context)
@@ -108,7 +110,7 @@ def finetune(
         rows, plan, evaluated = prepare_data(config, context.metrics, model_config, skeleton, world_size(), pads=pads)
 
         # Trackers, before the weights: one that cannot start is reported now.
-        start_trackers(context.accelerator, config, context.run_folder, context.resume_from)
+        start_trackers(context.trackers, config, context.run_folder, context.resume_from)
 
         # Model → frozen or adapted → shards → optimizer → checks of the model.
         sharded, optimizer, identity = build_model(config, context, model_config, skeleton, rows, evaluated)
@@ -125,11 +127,11 @@ def finetune(
 
 
 @contextlib.contextmanager
-def _released_on_error() -> Iterator[None]:
-    """Let a notebook go on after an error or an interrupt: end the watchdog, open the run folder, restore signal handlers.
+def _released_on_error() -> Iterator[contextlib.ExitStack]:
+    """Let a notebook go on after an error or an interrupt: call what the yielded stack holds, end the watchdog, open the run
+    folder, restore signal handlers.
 
-    Several ranks keep all that until they exit: another rank may still be in the run. The program's outputs and
-    its number of threads are always restored.
+    Several ranks keep all that until they exit: another rank may still be in the run.
     """
     if world_size() > 1:  # nothing was released then
         raise UserError(
@@ -138,20 +140,17 @@ def _released_on_error() -> Iterator[None]:
         )
     is_main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in SIGNALS} if is_main else {}
-    outputs, num_threads = (sys.stdout, sys.stderr), torch.get_num_threads()
+    on_error = contextlib.ExitStack()
     try:
         with naming_lost_ranks():
-            yield
+            yield on_error
     except BaseException as error:
         if isinstance(error, torch.OutOfMemoryError):
             error.add_note(FULL_MEMORY)
         if world_size() == 1:
-            close_trackers()
+            on_error.close()
             release()
             for number, handler in handlers.items():
                 if handler is not None:  # one that Python has not set
                     signal.signal(number, handler)
         raise
-    finally:
-        sys.stdout, sys.stderr = outputs
-        torch.set_num_threads(num_threads)

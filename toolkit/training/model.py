@@ -17,7 +17,7 @@ from toolkit.data.collate import SummarizationCollator
 from toolkit.data.tokens.languages import start_generation
 from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.distributed.comm import on_all_ranks, rank, world_size
-from toolkit.distributed.device import GIB, describe_device, smallest_gpu_bytes
+from toolkit.distributed.device import GIB, describe_device, held_memory_gib, smallest_gpu_bytes
 from toolkit.distributed.watchdog import working
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.launch.accelerator import compute_dtype, fsdp_version
@@ -35,7 +35,6 @@ from toolkit.parallel.chunked_loss import holds_all_logits
 from toolkit.parallel.masks import choose_packing
 from toolkit.parallel.wrap import ShardedModel, check_wrap, shard_model
 from toolkit.private import private
-from toolkit.tracking.memory import note_before_model
 from toolkit.training.model_checks import check_causal_model, check_seq2seq_model
 from toolkit.training.optim import build_optimizer
 from toolkit.training.own_loss import check_own_loss
@@ -130,7 +129,7 @@ def load_model(
     if rank() != 0 or not sys.stderr.isatty():  # bars are for terminals
         disable_progress_bar()
     auto_class = config.auto_class
-    note_before_model(context.accelerator.device)
+    context.before_model_gib = held_memory_gib(context.accelerator.device)
     loaded_dtype = context.frozen_dtype if is_enabled(config.adapter) else torch.float32  # with an adapter the base is frozen
     opened = None
     if fsdp_version(context.accelerator) == 2 and not config.model.from_scratch:

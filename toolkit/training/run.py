@@ -38,7 +38,7 @@ from toolkit.parallel.wrap import ShardedModel
 from toolkit.tracking.metrics_log import MetricsLog
 from toolkit.tracking.step_log import StepLog
 from toolkit.tracking.summary import measure_baselines, show_results
-from toolkit.tracking.trackers import close_trackers
+from toolkit.tracking.trackers import Trackers, close_trackers
 from toolkit.training.data import num_steps
 from toolkit.training.goal import build_goal
 from toolkit.training.optim import describe_rate_change
@@ -70,6 +70,8 @@ class Run:
     """What makes a checkpoint the best."""
     own: Own
     data: RunData
+    trackers: Trackers
+    before_model_gib: float
     state: TrainState = field(default_factory=TrainState)
     """As of the last completed step."""
     trainable: list[torch.nn.Parameter] = field(init=False)
@@ -102,7 +104,8 @@ def start_run(
     folder, steps, goal = context.run_folder, num_steps(config, plan), build_goal(config.eval, evaluation)
     metrics = open_metrics(config, folder)
     data = describe_data(rows, evaluation)
-    run = Run(config, folder, sharded, optimizer, plan, rows.train, evaluation, identity, metrics, steps, goal, context.own, data)
+    of_context = context.own, data, context.trackers, context.before_model_gib
+    run = Run(config, folder, sharded, optimizer, plan, rows.train, evaluation, identity, metrics, steps, goal, *of_context)
     resume(run, context.resume_from)
     save_run_config(config, folder)
     on_rank_0(lambda: save_run_data(folder, data, rows.tokenizer))
@@ -162,7 +165,9 @@ def resume(run: Run, checkpoint: Checkpoint | None) -> None:
 def build_log(run: Run) -> StepLog:
     """The log of the steps that follow `run.state`. Collective."""
     bar = Progress(run.num_steps, run.state.step, run.config.log_every_steps)
-    return StepLog(run.metrics, run.sharded, bar, run.train_rows, run.state.skips, run.config.optim.max_skipped_steps)
+    log = StepLog(run.metrics, run.sharded, bar, run.train_rows, run.state.skips, run.config.optim.max_skipped_steps)
+    log.trackers = run.trackers
+    return log
 
 
 def build_writer(run: Run) -> CheckpointWriter:
@@ -210,7 +215,7 @@ def finish(run: Run) -> Path | None:
     on_rank_0(lambda: _tool("report.picture").draw_curves(run.metrics.load(), run.folder / "curves.png"))
     run.metrics.note_lost_outputs(run.state.step)
     _tool("report.page").save_run_page(run.folder)
-    leave()
+    leave(run.trackers)
     return run.folder / "export" if exports else None
 
 
@@ -219,9 +224,9 @@ def _tool(name: str) -> Any:
     return importlib.import_module(f"toolkit.tools.{name}")
 
 
-def leave() -> None:
+def leave(trackers: Trackers | None = None) -> None:
     """Close the trackers, the watchdog and the process groups at the end of a run. Collective."""
-    close_trackers()
+    close_trackers(trackers or Trackers())
     release()
 
 

@@ -23,7 +23,7 @@ from toolkit.launch.log import start_logging
 from toolkit.launch.run_folder import lock_run_folder, open_run_folder
 from toolkit.launch.same_run import describe_config
 from toolkit.models.lora import check_adapter_config, is_enabled
-from toolkit.tracking.trackers import check_trackers
+from toolkit.tracking.trackers import Trackers, check_trackers
 from toolkit.training.goal import check_metric
 from toolkit.training.own import Own, check_own
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunContext:
     """What is known before data and model load."""
 
@@ -48,6 +48,9 @@ class RunContext:
     metrics: tuple[TextMetric, ...]
     """`eval.metrics`, loaded, and the user's functions."""
     own: Own = field(default_factory=Own)
+    trackers: Trackers = field(default_factory=Trackers)
+    before_model_gib: float = 0.0
+    """What this process held as its model began to load: on a CPU that is Python, the libraries and the rows."""
 
 
 def begin(config: RecipeConfig, own: Own) -> RunContext:

@@ -1,27 +1,15 @@
-"""What ranks agree on, and what the groups of a run change in torch."""
+"""What ranks agree on."""
 
 from __future__ import annotations
 
-import datetime
 import pickle
-from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from toolkit.distributed import comm
-from toolkit.distributed.comm import close_groups, limit_groups, raise_together
+from toolkit.distributed.comm import raise_together
 from toolkit.errors import UserError
 from toolkit.models.safetensors_index import WholeOnly
-
-
-def test_torchs_own_timeouts_return_when_the_groups_of_a_run_are_closed() -> None:
-    c10d: Any = dist.distributed_c10d
-    of_torch = dist.constants.default_pg_timeout, dist.constants.default_pg_nccl_timeout
-    limit_groups(datetime.timedelta(seconds=7))
-    assert c10d.default_pg_timeout.total_seconds() == 7
-    close_groups()
-    assert (c10d.default_pg_timeout, c10d.default_pg_nccl_timeout) == of_torch
 
 
 def test_ranks_agree_on_an_error_whose_class_only_one_of_them_has(monkeypatch: pytest.MonkeyPatch) -> None:

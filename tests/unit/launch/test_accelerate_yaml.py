@@ -12,7 +12,6 @@ from benchmarks.presets.page import preset_header
 from toolkit.distributed.launchers import launch_arguments
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import (
-    PATH_VARIABLE,
     _config_file,
     check_accelerate_yaml,
     find_accelerate_yaml,
@@ -317,7 +316,7 @@ def test_the_file_is_the_launchers_and_not_the_scripts(
 
 
 def test_the_variable_names_the_file_where_there_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(PATH_VARIABLE, raising=False)
+    monkeypatch.delenv("TOOLKIT_ACCELERATE_YAML", raising=False)
     assert find_accelerate_yaml() is None
-    monkeypatch.setenv(PATH_VARIABLE, "/some/config.yaml")
+    monkeypatch.setenv("TOOLKIT_ACCELERATE_YAML", "/some/config.yaml")
     assert find_accelerate_yaml() == Path("/some/config.yaml")

@@ -26,11 +26,9 @@ NUM_LAYERS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_laye
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    limit = torch._dynamo.config.recompile_limit
     gc.collect()  # a `__del__` of an earlier test's objects, called inside a block, would count as a frame
     yield
     torch._dynamo.reset()
-    torch._dynamo.config.recompile_limit = limit
 
 
 @pytest.mark.parametrize(

@@ -31,5 +31,5 @@ def test_the_largest_micro_batch_is_remembered_by_its_tokens() -> None:
 
 
 def test_a_run_without_a_step_saves_nothing(tmp_path: Path) -> None:
-    save_memory(tmp_path, StepMemory(torch.device("cpu")), MetricsLog(tmp_path / "metrics.jsonl", is_writer=True))
+    save_memory(tmp_path, StepMemory(torch.device("cpu")), 0.0, MetricsLog(tmp_path / "metrics.jsonl", is_writer=True))
     assert not (tmp_path / "memory.json").exists()

@@ -16,9 +16,8 @@ from toolkit.checkpoint.manifest import Checkpoint
 from toolkit.config.data import DataConfig
 from toolkit.config.schema import ModelConfig, RunConfig, SummarizationConfig, TrackingConfig
 from toolkit.errors import UserError
-from toolkit.tracking import trackers
 from toolkit.tracking.metrics_log import MetricsLog
-from toolkit.tracking.trackers import check_trackers, close_trackers, log_to_trackers, start_trackers
+from toolkit.tracking.trackers import Trackers, _name_for_mlflow, check_trackers, close_trackers, log_to_trackers, start_trackers
 
 Seen = list[Any]
 
@@ -52,7 +51,6 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
     for name in ("first", "second", "trackio"):
         monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, recorder(name))
-    monkeypatch.setattr(trackers, "_running", [])
     return seen
 
 
@@ -83,11 +81,11 @@ def test_absent_and_installed_trackers(monkeypatch):
 
 
 def test_a_tracker_gets_the_config_and_the_numbers(seen, tmp_path):
-    config, accelerator = config_with(tmp_path, "first", "second", "first"), SimpleNamespace()
+    config, trackers = config_with(tmp_path, "first", "second", "first"), Trackers()
     check_trackers(config.tracking)
-    start_trackers(accelerator, config, tmp_path, None)
-    assert [tracker.name for tracker in accelerator.trackers] == ["first", "second"]
-    log_to_trackers("train", {"loss": 1.5, "loss_is": "fine", "rouge": None, "num_rows": 3, "flag": True}, step=7)
+    start_trackers(trackers, config, tmp_path, None)
+    assert [tracker.name for tracker in trackers.running] == ["first", "second"]
+    log_to_trackers(trackers, "train", {"loss": 1.5, "loss_is": "fine", "rouge": None, "num_rows": 3, "flag": True}, step=7)
     started, stored = seen[:2]
     assert started == ("first", "shelf", {})
     assert (
@@ -97,12 +95,13 @@ def test_a_tracker_gets_the_config_and_the_numbers(seen, tmp_path):
 
 
 def test_one_that_fails_is_reported_once_and_the_others_go_on(seen, tmp_path, capsys):
-    start_trackers(SimpleNamespace(), config_with(tmp_path, "first", "second"), tmp_path, None)
-    with patch.object(trackers._running[1], "log", lambda values, step: seen.append(("second", step, values))):
+    trackers = Trackers()
+    start_trackers(trackers, config_with(tmp_path, "first", "second"), tmp_path, None)
+    with patch.object(trackers.running[1], "log", lambda values, step: seen.append(("second", step, values))):
         for step, loss in ((1, 13), (2, 1.0)):
-            log_to_trackers("train", {"loss": loss}, step)
+            log_to_trackers(trackers, "train", {"loss": loss}, step)
     assert [entry[:2] for entry in seen[4:]] == [("second", 1), ("second", 2)]
-    close_trackers()
+    close_trackers(trackers)
     assert capsys.readouterr().err.splitlines() == [
         "WARNING: first failed at step 1 (the disk is full): it gets no more figures of this run; metrics.jsonl has all of them",
         "WARNING: second could not be closed (ConnectionError): it may lack the last figures",
@@ -118,21 +117,22 @@ def test_one_that_cannot_start_is_one_sentence(seen, tmp_path, monkeypatch):
     monkeypatch.setattr(LOGGER_TYPE_TO_CLASS["second"], "start", start)
     sentence = r"^tracking.log_with: second could not start \(nobody answers!{286} …\): fix that, or leave it out"
     with pytest.raises(UserError, match=sentence):
-        start_trackers(SimpleNamespace(), config_with(tmp_path, "first", "second"), tmp_path, None)
+        start_trackers(Trackers(), config_with(tmp_path, "first", "second"), tmp_path, None)
     assert not (tmp_path / "trackers.json").exists()
 
 
 def test_a_resume_sends_nothing_twice(seen, tmp_path, monkeypatch, capsys):
     """The run was killed after step 5, and goes on from its checkpoint of step 2; then again, killed after step 3."""
     config = config_with(tmp_path, "first", "trackio")
-    start_trackers(SimpleNamespace(), config, tmp_path, None)
+    start_trackers(Trackers(), config, tmp_path, None)
     for last in (5, 3):
         (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
         log = MetricsLog(tmp_path / "metrics.jsonl", is_writer=True)
         for step in range(last + 1):
             log.write("train", step, loss=1.0)
         log.write("eval", 2, loss=1.0)
-        start_trackers(SimpleNamespace(), config, tmp_path, Checkpoint(tmp_path / "step-00000002", {"step": 2}))
+        trackers = Trackers()
+        start_trackers(trackers, config, tmp_path, Checkpoint(tmp_path / "step-00000002", {"step": 2}))
         assert json.loads((tmp_path / "trackers.json").read_text()) == {
             "runs": {"trackio": "id of trackio"},
             "sent": {"train": 5, "eval": 2},
@@ -142,17 +142,17 @@ def test_a_resume_sends_nothing_twice(seen, tmp_path, monkeypatch, capsys):
         assert sentence in capsys.readouterr().out
     seen.clear()
     for step in (4, 6):
-        log_to_trackers("train", {"loss": 1.0}, step)
-        log_to_trackers("eval", {"loss": 1.0}, step)
+        log_to_trackers(trackers, "train", {"loss": 1.0}, step)
+        log_to_trackers(trackers, "eval", {"loss": 1.0}, step)
     sent = [(name, step, *values) for name, step, values in seen]
     assert [entry[1:] for entry in sent if entry[0] == "trackio"] == [(4, "eval/loss"), (6, "train/loss"), (6, "eval/loss")]
     assert len([entry for entry in sent if entry[0] == "first"]) == 4, "one whose run is not continued gets all"
 
 
-def test_names_that_mlflow_refuses_are_rewritten_and_said_once(capsys, monkeypatch):
-    monkeypatch.setattr(trackers, "_renamed", {})
+def test_names_that_mlflow_refuses_are_rewritten_and_said_once(capsys):
+    renamed: dict[str, str] = {}
     names = ["eval/loss/a b.c:d-é", "eval/loss/a@b", "eval/loss/a@b", "eval/loss/a#b", "eval/loss//x/../y"]
-    rewritten = [trackers._name_for_mlflow(name) for name in names]
+    rewritten = [_name_for_mlflow(name, renamed) for name in names]
     assert rewritten == [names[0], "eval/loss/a_40_b", "eval/loss/a_40_b", "eval/loss/a_23_b", "eval/loss/y"]
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 3
@@ -170,8 +170,7 @@ def close_slowly(uploaded: str) -> bool:
         time.sleep(1)
         Path(uploaded).touch()
 
-    trackers._running[:] = [SimpleNamespace(finish=upload)] if rank() == 0 else []
-    close_trackers()
+    close_trackers(Trackers([SimpleNamespace(finish=upload)] if rank() == 0 else []))
     return Path(uploaded).exists()
 
 

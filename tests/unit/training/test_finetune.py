@@ -1,4 +1,4 @@
-"""What a run prints beside an error of torch, and what it gives back to its program."""
+"""What a run prints beside an error of torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,3 @@ def test_below_an_out_of_memory_error_stands_what_to_do() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     printed = "".join(traceback.format_exception(raised.value))
     assert printed.endswith(f"OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n{FULL_MEMORY}\n")
-
-
-def test_a_program_gets_its_number_of_threads_back() -> None:
-    num_threads = torch.get_num_threads()
-    with _released_on_error():
-        torch.set_num_threads(num_threads + 1)
-    assert torch.get_num_threads() == num_threads

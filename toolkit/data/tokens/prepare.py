@@ -24,11 +24,12 @@ from toolkit.data.sources.row import count_rows_at_once
 from toolkit.data.tokens import causal, seq2seq
 from toolkit.data.tokens.fingerprint import hash_contents
 from toolkit.data.tokens.tokenizer import has_tokenizer, hash_tokenizer, keep_trained_tokenizer, load_tokenizer
-from toolkit.distributed.comm import gather_objects, local_rank, local_world_size, on_all_ranks, rank
+from toolkit.distributed.comm import gather_objects, on_all_ranks, rank
 from toolkit.distributed.progress import Phase
 from toolkit.distributed.watchdog import working
 from toolkit.errors import UserError
 from toolkit.private import WORKER_KILLED, private
+from toolkit.variables import local_rank, local_world_size
 
 if TYPE_CHECKING:
     import pyarrow as pa

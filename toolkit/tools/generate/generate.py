@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -28,6 +27,7 @@ from toolkit.tools.generate.inputs import Options, Row, Rows, open_rows
 from toolkit.tools.generate.model import Generator, find_folder, in_own_words, load_generator, open_model
 from toolkit.tools.generate.output import append_texts, begin_output, end_output, read_notes
 from toolkit.training.run import release
+from toolkit.variables import num_launched
 
 logger = logging.getLogger("toolkit")
 
@@ -60,7 +60,7 @@ def generate(options: Options) -> None:
     Raises:
         UserError: model, input or output are not usable; with file and row.
     """
-    is_one_of_several = is_launched() or int(os.environ.get("WORLD_SIZE", "1")) > 1  # torchrun sets this alone
+    is_one_of_several = is_launched() or num_launched() > 1  # torchrun sets this alone
     with in_own_words():
         if is_one_of_several:
             found = describe_files(Path(find_folder(options.model)))

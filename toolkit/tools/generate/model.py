@@ -5,7 +5,6 @@ What loads is data: no code of the folder or the hub, no pickle, no file outside
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -36,6 +35,7 @@ from toolkit.models.lora_files import CONFIG_FILE, find_adapter, read_json
 from toolkit.models.positions import num_positions
 from toolkit.tools.private import private
 from toolkit.tools.recipes import is_encoder_decoder
+from toolkit.variables import local_rank
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -232,7 +232,7 @@ def load_generator(generator: Generator, dtype: str | None, settings: dict[str, 
 def _choose_device() -> torch.device:
     if not torch.cuda.is_available() or asked_for_cpu():
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cuda", local_rank() % torch.cuda.device_count())
 
 
 def read_base_name(folder: Path) -> str:

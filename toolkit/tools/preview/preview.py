@@ -31,6 +31,7 @@ from toolkit.tools.preview.terminal import print_preview
 from toolkit.tools.preview.wording import Preview, list_parts
 from toolkit.tools.recipes import config_class_of, find_model
 from toolkit.training.data import num_steps, prepare_data
+from toolkit.variables import num_launched
 
 
 def preview(
@@ -49,7 +50,7 @@ def preview(
         UserError: whatever the run itself would raise of its data; a row that is not there; a page that cannot be written.
     """
     run_arguments = [*(f"--config={file}" for file in config), *run_arguments]
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if num_launched() > 1:
         raise UserError(
             "preview runs as several processes: start it without accelerate launch, and give its YAML as --accelerate-config"
         )

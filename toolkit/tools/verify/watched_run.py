@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import runpy
 import sys
 import time
@@ -41,6 +40,7 @@ from toolkit.checkpoint.state import TrainState
 from toolkit.data.batch_plan import Step
 from toolkit.distributed.comm import gather_objects, rank, world_size
 from toolkit.errors import UserError
+from toolkit.launch.environment import launched_precision, set_unless_given
 from toolkit.models.freeze import aliases
 from toolkit.parallel.units import clean, local_tensor
 from toolkit.parallel.wrap import ShardedModel
@@ -50,6 +50,7 @@ from toolkit.tracking.step_log import StepFigures
 from toolkit.training import finetune, loop
 from toolkit.training import run as run_module
 from toolkit.training.run import Run, leave
+from toolkit.variables import given
 
 CHECK_OF_FUNCTION = {
     ("toolkit.checkpoint.load", "load_checkpoint"): "save",
@@ -86,9 +87,9 @@ def take_exact_kernels() -> None:
 
     With `warn_only` memory-efficient attention splits its backward's sums (attention_backward.cu, num_splits_key); without it
     some operators fail."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    set_unless_given("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "no":
+    if launched_precision() == "no":
         for kernel in ("flash", "mem_efficient", "cudnn"):
             getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
 
@@ -136,7 +137,7 @@ def watch(folder: Path, *, exports: bool) -> None:
         if exports:
             finish(run)
         else:
-            leave()
+            leave(run.trackers)
 
     run_module.resume, finetune.finish = resume_and_look, look_and_finish  # type: ignore[assignment]
     loop.clip_gradients, loop.train_step = look_and_clip, step_and_look  # type: ignore[assignment]
@@ -152,7 +153,7 @@ def _note_failure(folder: Path, error: BaseException) -> None:
     reason = text if isinstance(cause, UserError) else f"{type(cause).__name__}: {text}"
     about = {"check": next(filter(None, checks), "run"), "reason": reason, "time_s": time.time()}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"failed-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(about), encoding="utf-8")
+    (folder / f"failed-{given('RANK') or 0}.json").write_text(json.dumps(about), encoding="utf-8")
 
 
 def _record(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer | None = None) -> None:

@@ -38,7 +38,7 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     memory = StepMemory(torch.device("cpu"))
     memory.see({"input_ids": torch.zeros(4, 96)})
     memory.read()
-    save_memory(tmp_path, memory, MetricsLog(tmp_path / "metrics.jsonl", is_writer=True))
+    save_memory(tmp_path, memory, 0.0, MetricsLog(tmp_path / "metrics.jsonl", is_writer=True))
     return tmp_path
 
 
