@@ -58,9 +58,9 @@ def _loss(run: Run, *, dropout: bool = True) -> float:
     return loss_sum.item()
 
 
-def _mask(device: torch.device) -> str:
+def _mask(device: torch.device) -> list[bool]:
     with random_state_kept():
-        return "".join(str(int(kept)) for kept in torch.nn.functional.dropout(torch.ones(64, device=device), 0.5).bool().tolist())
+        return torch.nn.functional.dropout(torch.ones(64, device=device), 0.5).bool().tolist()
 
 
 def watch_generation(steps: DropoutWatch) -> list[dict[str, Any]]:

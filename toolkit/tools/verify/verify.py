@@ -55,13 +55,11 @@ def verify(run_arguments: list[str], *, tolerance: float = DEFAULT_TOLERANCE, la
     print(one_line(f"{what}: {len(plans)} runs"), flush=True)
     runs = {run.plan.name: run for run in launch_all(box, plans, launch)}
 
-    # Compare what they left. These imports take seconds.
+    # Compare what they left. This import takes seconds.
     from toolkit.tools.verify.exports import check_exports
-    from toolkit.tools.verify.updates import check_all_updates
 
     expects_frozen = box.config.adapter.method != "none" or bool(box.config.model.freeze)
-    proofs = check_all(runs, tolerance, expects_frozen=expects_frozen)
-    proofs += check_all_updates(runs, box.config.optim)
+    proofs = check_all(runs, tolerance, box.config.optim, expects_frozen=expects_frozen)
     proofs += check_exports(runs["preset-0"], box.config)
     passed = all(proof.passed for proof in proofs)
     _show(proofs, box.output, passed)
