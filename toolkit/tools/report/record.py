@@ -41,7 +41,7 @@ def save_record(run_folder: Path, units: Sequence[ShardUnit], about_rows: Callab
             "versions": installed_versions(),
             "command": _command(),
             "num_processes": world_size(),
-            "units": _describe_units(units),
+            "units": describe_units(units),
             **about_rows(),
         }
         with written_beside(run_folder / RECORD_FILE) as beside:
@@ -59,7 +59,7 @@ def _command() -> str | None:
     return shlex.join([*launch, *sys.argv])
 
 
-def _describe_units(units: Sequence[ShardUnit]) -> list[dict[str, Any]]:
+def describe_units(units: Sequence[ShardUnit]) -> list[dict[str, Any]]:
     """The kinds of units; equal ones share an entry."""
     kinds: dict[tuple, list[ShardUnit]] = {}
     for unit in units:
