@@ -27,7 +27,7 @@ from toolkit.tools.plan.peak import OPTIMIZER, estimate_peak, trace_rank
 from toolkit.tools.plan.strategy import Strategy, load_strategy
 from toolkit.tools.plan.subject import Subject, build_subject, num_micro_batches, row_tokens
 from toolkit.tools.plan.trace import Bytes, Trace, fake_ranks
-from toolkit.tools.report.record import describe_units
+from toolkit.tools.plan.units import describe_units
 
 USABLE_SHARE = 0.92
 """Usable share of a GPU's memory. The CUDA context, NCCL's buffers and fragmentation take the rest. Not measured."""

@@ -9,8 +9,9 @@ from datasets import Dataset
 
 from toolkit.data.collate import CausalCollator
 from toolkit.evaluation.rows import EvaluationRows, even_places
+from toolkit.tools.plan.units import describe_units
 from toolkit.tools.preview.summary import _sources
-from toolkit.tools.report.record import MOST_PREDICTIONS, describe_units
+from toolkit.tools.report.record import MOST_PREDICTIONS
 
 
 def test_equal_units_share_a_line_with_the_bytes_of_all() -> None:
