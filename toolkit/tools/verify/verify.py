@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import shutil
@@ -179,7 +178,9 @@ def _show(proofs: list[Proof], output: Path, passed: bool) -> None:
     # Print it, and write it as Markdown and as JSON.
     print(escape_controls(f"\n{text}"))
     (output / "verify.md").write_text(f"```\n{text}\n```\n", encoding="utf-8")
-    about = {"passed": passed, "proofs": [_plain(dataclasses.asdict(proof)) for proof in proofs]}
+    # JSON cannot express infinities.
+    rows = [vars(proof) | {"difference": None if proof.difference == math.inf else proof.difference} for proof in proofs]
+    about = {"passed": passed, "proofs": rows}
     (output / "verify.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     if passed:
         shutil.rmtree(output / "runs")
@@ -200,8 +201,3 @@ def _cells(proof: Proof) -> tuple[str, ...]:
         return proof.check, proof.compared, "-", "-", state
     tolerance = "exact" if proof.tolerance == 0 else number(proof.tolerance)
     return proof.check, proof.compared, number(proof.difference), tolerance, state
-
-
-def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    """Replace infinities, which JSON cannot express, by None."""
-    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}

@@ -44,7 +44,7 @@ from toolkit.errors import UserError
 from toolkit.models.freeze import aliases, hash_tensor
 from toolkit.parallel.units import clean, local_tensor
 from toolkit.parallel.wrap import ShardedModel
-from toolkit.tools.verify.rank_probes import watch_dropout, watch_generation
+from toolkit.tools.verify.rank_probes import Probes, watch_dropout, watch_generation
 from toolkit.tracking.step_log import StepFigures
 from toolkit.training import finetune, loop
 from toolkit.training import run as run_module
@@ -98,8 +98,9 @@ def watch(folder: Path) -> None:
     resume, clip, save, finish = run_module.resume, loop.clip_gradients, CheckpointWriter.save, finetune.finish
     train_step = loop.train_step
     records = ["gradients", "late_gradients"]
-    masks = watch_dropout()
-    texts = watch_generation(masks)
+    probes = Probes()
+    watch_dropout(probes)
+    watch_generation(probes)
 
     # Each wrapper records before or after the original call.
     def resume_and_look(run: Run, saved: Checkpoint | None) -> None:
@@ -112,7 +113,7 @@ def watch(folder: Path) -> None:
         return clip(model, *rest)
 
     def step_and_look(run: Run, step: Step, *args: Any) -> StepFigures:
-        masks.run = run
+        probes.run = run
         figures = train_step(run, step, *args)
         if step.step == 1:
             _record(folder / "updated-1", run.sharded, run.optimizer)
@@ -123,9 +124,8 @@ def watch(folder: Path) -> None:
         return save(writer, state, wait=wait)
 
     def look_and_finish(run: Run) -> None:
-        probed = {"dropout": masks.seen, "generated": texts}
-        everywhere = {name: [item for part in gather_objects(seen) for item in part] for name, seen in probed.items()}
-        _record(folder / "trained", run.sharded, None, **everywhere)
+        dropout, generated = (sum(gather_objects(seen), []) for seen in (probes.dropout, probes.generated))
+        _record(folder / "trained", run.sharded, None, dropout=dropout, generated=generated)
         if run.config.eval.generate:
             finish(run)
         else:
