@@ -165,22 +165,20 @@ def _find_change(subject: Subject, strategy: Strategy, usable: int) -> str | Non
 def _changes(strategy: Strategy) -> Iterable[tuple[str, dict[str, Any]]]:
     """Changes of a preset that save memory, the cheapest in time first."""
     whole: dict[str, Any] = {"num_shards": strategy.num_processes, "num_replicas": 1}
+    sharded = {} if strategy.is_fsdp else whole | {"kind": "fsdp2"}
     if not strategy.is_fsdp:
         if strategy.num_processes > 1:
-            yield "accelerate_configs/fsdp2_shard_grad_op.yaml", {**whole, "kind": "fsdp2", "reshard_after_forward": False}
-        yield "accelerate_configs/fsdp2_full_shard.yaml", {**whole, "kind": "fsdp2", "reshard_after_forward": True}
-        yield "fsdp_activation_checkpointing: true", {**whole, "kind": "fsdp2", "activation_checkpointing": True}
-        yield "fsdp_offload_params: true", {**whole, "kind": "fsdp2", "offload": True}
-        return
-    if not strategy.reshard_after_forward:
+            yield "accelerate_configs/fsdp2_shard_grad_op.yaml", sharded | {"reshard_after_forward": False}
+        yield "accelerate_configs/fsdp2_full_shard.yaml", sharded | {"reshard_after_forward": True}
+    elif not strategy.reshard_after_forward:
         key = "fsdp_reshard_after_forward: true" if strategy.kind == "fsdp2" else "fsdp_sharding_strategy: FULL_SHARD"
         yield key, {"reshard_after_forward": True}
-    if strategy.num_replicas > 1:
+    if strategy.is_fsdp and strategy.num_replicas > 1:
         yield "no parallelism_config (full shard over all ranks)", whole
     if not strategy.activation_checkpointing:
-        yield "fsdp_activation_checkpointing: true", {"activation_checkpointing": True}
+        yield "fsdp_activation_checkpointing: true", sharded | {"activation_checkpointing": True}
     if not strategy.offload:
-        yield "fsdp_offload_params: true", {"offload": True}
+        yield "fsdp_offload_params: true", sharded | {"offload": True}
 
 
 def _host_bytes(subject: Subject, strategy: Strategy, model: nn.Module) -> Bytes:

@@ -159,7 +159,7 @@ def launch_all(box: Box, plans: dict[str, PlannedRun], launch: Launch) -> Iterat
         UserError: the first run, on one process, refuses the settings; that is the user's mistake and no failed check.
     """
     width = max(len(plan.title) for plan in plans.values())
-    failures: dict[str, str | None] = {}
+    failures: dict[str | None, str | None] = {}
     for number, plan in enumerate(plans.values(), start=1):
         records, log = box.output / "records" / plan.name, box.output / "logs" / f"{plan.name}.txt"
         preset = save_preset(plan.mapping, box.output / "presets" / f"{plan.name}.yaml")
@@ -169,9 +169,8 @@ def launch_all(box: Box, plans: dict[str, PlannedRun], launch: Launch) -> Iterat
 
         # Launch it, unless the run whose checkpoint it loads has failed.
         start_s = time.perf_counter()
-        failure, check = None, None
-        if plan.after and (reason := failures[plan.after]):
-            failure = reason
+        failure, check = failures.get(plan.after), None
+        if failure:
             print("not started", flush=True)
         else:
             if launch(preset, command, log):
