@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import runpy
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.planting.plant import planted
 from tests.support.launch import start
 from toolkit.tools.verify.checks import compare_evaluations
-from toolkit.tools.verify.records import Proof
+from toolkit.tools.verify.records import Proof, prove
 from toolkit.tools.verify.runs import Box, WatchedRun, launch_all, plan_runs
 from toolkit.tools.verify.verify import DEFAULT_TOLERANCE, build_box, verify
 
@@ -41,20 +42,22 @@ def run_part(
         plans = plan_runs(box)
         runs = list(launch_all(box, {name: plans[name] for name in RUNS_OF_CHECK[check]}, launch))
         assert [run.failure for run in runs if run.failure] == []
-        return [proof for proof in _prove(check, box, runs) if proof is not None]
+        return _prove(check, box, runs)
 
 
-def _prove(check: str, box: Box, runs: list[WatchedRun]) -> list[Proof | None]:
+def _prove(check: str, box: Box, runs: list[WatchedRun]) -> list[Proof]:
     from toolkit.tools.verify.exports import check_exports
     from toolkit.tools.verify.updates import check_dropout, check_updates
 
-    if check == "update":
-        return [check_updates(runs[0], box.config.optim)]
-    if check == "dropout":
-        return [check_dropout(runs[0])]
-    if check == "evaluation":
-        return [compare_evaluations(*runs, DEFAULT_TOLERANCE)]
-    return list(check_exports(runs[0], box.config))
+    if check in ("generation", "adapter"):
+        return check_exports(runs[0], box.config)
+    work = {
+        "update": partial(check_updates, config=box.config.optim),
+        "dropout": check_dropout,
+        "evaluation": partial(compare_evaluations, runs[0], tolerance=DEFAULT_TOLERANCE),
+    }
+    proof = prove(check, runs[-1], work[check])
+    return [proof] if proof else []
 
 
 def launch(preset: Path, command: list[str], log_path: Path) -> int:

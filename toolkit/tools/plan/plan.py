@@ -22,11 +22,12 @@ from toolkit.models.attention import warn_of_full_rows
 from toolkit.models.freeze import aliases
 from toolkit.models.shard_reader import PIECE_BYTES
 from toolkit.optimizers import OPTIMIZERS
-from toolkit.parallel.units import ShardUnit, local_tensor
+from toolkit.parallel.units import local_tensor
 from toolkit.tools.plan.peak import OPTIMIZER, estimate_peak, trace_rank
 from toolkit.tools.plan.strategy import Strategy, load_strategy
 from toolkit.tools.plan.subject import Subject, build_subject, num_micro_batches, row_tokens
 from toolkit.tools.plan.trace import Bytes, Trace, fake_ranks
+from toolkit.tools.plan.units import describe_units
 
 USABLE_SHARE = 0.92
 """Usable share of a GPU's memory. The CUDA context, NCCL's buffers and fragmentation take the rest. Not measured."""
@@ -46,13 +47,14 @@ class Plan:
     """Micro-batches of one step and rank; an upper bound if rows are packed."""
     row_tokens: dict[str, int]
     """Length of the longest row: `row`, or `source` and `target`."""
-    device: Bytes
+    device_bytes: Bytes
     """One rank's device memory at the peak, by kind."""
-    host: Bytes
-    checkpoint: Bytes
-    moved: Bytes
+    host_bytes: Bytes
+    checkpoint_bytes: Bytes
+    moved_bytes: Bytes
     """Bytes that each rank receives in one step."""
-    units: list[ShardUnit]
+    units: list[dict[str, Any]]
+    """Of `describe_units`, with `gather_bytes` of each."""
     largest_gather_bytes: int
     tied: list[list[str]]
     """All names of each tied weight."""
@@ -66,7 +68,7 @@ class Plan:
     @property
     def total(self) -> int:
         """Peak bytes of one rank's device."""
-        return sum(self.device.values())
+        return sum(self.device_bytes.values())
 
     @property
     def fits(self) -> bool:
@@ -107,19 +109,25 @@ def build_plan(
         largest = largest_micro_batch(subject, strategy, usable) if searches else None
         fits = sum(trace.peak.values()) <= usable
         change = _find_change(subject, strategy, usable) if searches and not fits else None
-    # The rest is arithmetic.
+    # The rest is arithmetic. A checkpoint has no frozen weights.
+    num = num_micro_batches(subject.config, strategy, rows)
+    num_trainable = sum(p.numel() for p in subject.skeleton.parameters() if p.requires_grad)
+    gathered_as = strategy.compute_dtype.itemsize if strategy.is_fsdp else 0
     return Plan(
         model=model,
         preset=str(preset),
         strategy=strategy,
         micro_batch_size_rows=rows,
-        num_micro_batches=num_micro_batches(subject.config, strategy, rows),
+        num_micro_batches=num,
         row_tokens=row_tokens(subject.config),
-        device=trace.peak,
-        host=_host_bytes(subject, strategy, sharded.model),
-        checkpoint=_checkpoint_bytes(subject),
-        moved=_moved_bytes(subject, strategy, trace, rows),
-        units=sharded.units,
+        device_bytes=trace.peak,
+        host_bytes=_host_bytes(subject, strategy, sharded.model),
+        checkpoint_bytes={
+            "trainable parameters": num_trainable * 4,
+            OPTIMIZER: num_trainable * OPTIMIZERS[subject.config.optim.name].state_bytes,
+        },
+        moved_bytes=_moved_bytes(strategy, trace, num_trainable * 4, num),
+        units=[unit | {"gather_bytes": unit["num_parameters"] * gathered_as} for unit in describe_units(sharded.units)],
         largest_gather_bytes=trace.largest_gather_bytes,
         tied=[names for names in aliases(subject.skeleton).values() if len(names) > 1],
         usable_bytes=usable,
@@ -146,36 +154,31 @@ def largest_micro_batch(subject: Subject, strategy: Strategy, usable: int) -> in
 def _find_change(subject: Subject, strategy: Strategy, usable: int) -> str | None:
     """The first change with which the micro-batch fits; tries each alone, then each on top of those before it."""
     changes = list(_changes(strategy))
-    tried: list[tuple[str, dict[str, Any]]] = changes[:]
-    for end in range(2, len(changes) + 1):
-        together = {key: value for _, change in changes[:end] for key, value in change.items()}
-        tried.append((" and ".join(text for text, _ in changes[:end]), together))
-    for text, change in tried:
-        changed = dataclasses.replace(strategy, **change)
+    for chosen in [*([change] for change in changes), *(changes[:end] for end in range(2, len(changes) + 1))]:
+        together = {key: value for _, change in chosen for key, value in change.items()}
+        changed = dataclasses.replace(strategy, **together)
         if estimate_peak(subject, changed, subject.config.train.micro_batch_size_rows) <= usable:
-            return text
+            return " and ".join(text for text, _ in chosen)
     return None
 
 
 def _changes(strategy: Strategy) -> Iterable[tuple[str, dict[str, Any]]]:
     """Changes of a preset that save memory, the cheapest in time first."""
     whole: dict[str, Any] = {"num_shards": strategy.num_processes, "num_replicas": 1}
+    sharded = {} if strategy.is_fsdp else whole | {"kind": "fsdp2"}
     if not strategy.is_fsdp:
         if strategy.num_processes > 1:
-            yield "accelerate_configs/fsdp2_shard_grad_op.yaml", {**whole, "kind": "fsdp2", "reshard_after_forward": False}
-        yield "accelerate_configs/fsdp2_full_shard.yaml", {**whole, "kind": "fsdp2", "reshard_after_forward": True}
-        yield "fsdp_activation_checkpointing: true", {**whole, "kind": "fsdp2", "activation_checkpointing": True}
-        yield "fsdp_offload_params: true", {**whole, "kind": "fsdp2", "offload": True}
-        return
-    if not strategy.reshard_after_forward:
+            yield "accelerate_configs/fsdp2_shard_grad_op.yaml", sharded | {"reshard_after_forward": False}
+        yield "accelerate_configs/fsdp2_full_shard.yaml", sharded | {"reshard_after_forward": True}
+    elif not strategy.reshard_after_forward:
         key = "fsdp_reshard_after_forward: true" if strategy.kind == "fsdp2" else "fsdp_sharding_strategy: FULL_SHARD"
         yield key, {"reshard_after_forward": True}
-    if strategy.num_replicas > 1:
+    if strategy.is_fsdp and strategy.num_replicas > 1:
         yield "no parallelism_config (full shard over all ranks)", whole
     if not strategy.activation_checkpointing:
-        yield "fsdp_activation_checkpointing: true", {"activation_checkpointing": True}
+        yield "fsdp_activation_checkpointing: true", sharded | {"activation_checkpointing": True}
     if not strategy.offload:
-        yield "fsdp_offload_params: true", {"offload": True}
+        yield "fsdp_offload_params: true", sharded | {"offload": True}
 
 
 def _host_bytes(subject: Subject, strategy: Strategy, model: nn.Module) -> Bytes:
@@ -193,24 +196,14 @@ def _host_bytes(subject: Subject, strategy: Strategy, model: nn.Module) -> Bytes
     }
 
 
-def _checkpoint_bytes(subject: Subject) -> Bytes:
-    """Size of a checkpoint over all ranks, without frozen weights."""
-    num_trainable = sum(p.numel() for p in subject.skeleton.parameters() if p.requires_grad)
-    return {
-        "trainable parameters": num_trainable * 4,
-        OPTIMIZER: num_trainable * OPTIMIZERS[subject.config.optim.name].state_bytes,
-    }
-
-
-def _moved_bytes(subject: Subject, strategy: Strategy, trace: Trace, rows: int) -> Bytes:
-    """Bytes that each rank receives in a step, assuming ring algorithms."""
-    num, shards, replicas = num_micro_batches(subject.config, strategy, rows), strategy.num_shards, strategy.num_replicas
-    trainable_bytes = 4 * sum(p.numel() for p in subject.skeleton.parameters() if p.requires_grad)
+def _moved_bytes(strategy: Strategy, trace: Trace, trainable_bytes: int, num: int) -> Bytes:
+    """Bytes that each rank receives in a step of `num` micro-batches, assuming ring algorithms."""
+    shards, replicas = strategy.num_shards, strategy.num_replicas
     # FSDP2 reduces between replicas once a step, and gathers once what stays gathered (`wrap.accumulating`).
     times_reduced = 1 if strategy.kind == "fsdp2" and not strategy.offload else num
     times_gathered = 1 if strategy.kind == "fsdp2" and not strategy.reshard_after_forward else num
+    between = trace.reduced_bytes * times_reduced if strategy.is_fsdp else trainable_bytes
     reduced = trace.reduced_bytes if strategy.is_fsdp else trainable_bytes
-    between = reduced * (times_reduced if strategy.is_fsdp else 1)
     return {
         "all-gather": trace.gathered_bytes * times_gathered * (shards - 1) // shards,
         "reduce-scatter": reduced * num * (shards - 1) // shards,
@@ -222,31 +215,25 @@ def _notes(subject: Subject, strategy: Strategy, largest: int | None) -> list[st
     """What would be faster, and where the plan differs from a trace of the real run."""
     rows = subject.config.train.micro_batch_size_rows
     num = num_micro_batches(subject.config, strategy, rows)
-    notes = []
-    if strategy.offload and num > 1 and (fits := min(largest or 0, num * rows)) > rows:
-        # FSDP2 waits for each later micro-batch's gradients on the host, and adds them there (_fsdp_collectives.py:712).
-        fewer = num_micro_batches(subject.config, strategy, fits)
-        notes.append(
-            f"offload: gradients of {num} micro-batches are added on the host while the GPU waits; "
-            f"train.micro_batch_size_rows {fits} fits too, and takes {fewer}"
-        )
-    if strategy.kind == "fsdp1":
-        notes.append("FSDP1: derived from a trace of FSDP2 over the same units, not traced itself")
-    if strategy.is_cpu:
-        notes.append("processes on the CPU: its kernels, in the host's memory; the verdict takes each for a GPU")
-    if strategy.kind == "ddp":
-        notes.append("DDP: derived, a trace of the plain model with gradients in DDP's buckets by arithmetic")
-    if not strategy.is_fsdp:
-        whose = "" if strategy.is_cpu else ", as the CPU has it"
-        notes.append(f"traced under autocast{whose}; casts of weights count as activations")
-    if subject.is_flash:
-        notes.append("flash or flex attention: planned as sdpa without a mask, whose kernels keep the same")
-    if warning := warn_of_full_rows(subject.skeleton, subject.why_dense):
-        notes.append(warning)
-    if strategy.is_float8:
-        notes.append("float8: planned as bf16; the weights of converted Linears are gathered in half the bytes")
-    if strategy.is_compiled:
-        notes.append("torch.compile: not planned; compiled blocks usually keep less")
-    notes.append("of training: an evaluation that generates, or with longer rows, may need more (eval.unshard)")
-    notes.append("largest micro-batch and changes: extrapolated from models of few blocks")
-    return notes
+    fits = min(largest or 0, num * rows)
+    # FSDP2 waits for each later micro-batch's gradients on the host, and adds them there (_fsdp_collectives.py:712).
+    waits = (
+        f"offload: gradients of {num} micro-batches are added on the host while the GPU waits; train.micro_batch_size_rows "
+        f"{fits} fits too, and takes {num_micro_batches(subject.config, strategy, max(fits, rows))}"
+    )
+    autocast = f"traced under autocast{'' if strategy.is_cpu else ', as the CPU has it'}; casts of weights count as activations"
+    dense = warn_of_full_rows(subject.skeleton, subject.why_dense) or ""
+    notes = {
+        waits: strategy.offload and num > 1 and fits > rows,
+        "FSDP1: derived from a trace of FSDP2 over the same units, not traced itself": strategy.kind == "fsdp1",
+        "processes on the CPU: its kernels, in the host's memory; the verdict takes each for a GPU": strategy.is_cpu,
+        "DDP: derived, a trace of the plain model with gradients in DDP's buckets by arithmetic": strategy.kind == "ddp",
+        autocast: not strategy.is_fsdp,
+        "flash or flex attention: planned as sdpa without a mask, whose kernels keep the same": subject.is_flash,
+        dense: bool(dense),
+        "float8: planned as bf16; the weights of converted Linears are gathered in half the bytes": strategy.is_float8,
+        "torch.compile: not planned; compiled blocks usually keep less": strategy.is_compiled,
+        "of training: an evaluation that generates, or with longer rows, may need more (eval.unshard)": True,
+        "largest micro-batch and changes: extrapolated from models of few blocks": True,
+    }
+    return [note for note, applies in notes.items() if applies]

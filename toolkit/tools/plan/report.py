@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import align, one_line
-from toolkit.parallel.units import ShardUnit
 from toolkit.tools.plan.plan import MOST_ROWS, USABLE_SHARE, Plan, build_plan
 from toolkit.tools.plan.trace import Bytes
 
@@ -31,15 +30,15 @@ def plan_as_text(plan: Plan) -> str:
         f"{plan.strategy.num_replicas} replicas",
         f"micro-batch of {plan.micro_batch_size_rows} rows ({tokens}), {plan.num_micro_batches} a step and rank",
         "",
-        *_table("at the peak, GiB a rank", plan.device),
+        *_table("at the peak, GiB a rank", plan.device_bytes),
         "",
-        *_table("host, GiB a rank", plan.host, with_total=False),
+        *_table("host, GiB a rank", plan.host_bytes, with_total=False),
         "",
-        *_table("checkpoint, GiB in all", plan.checkpoint),
+        *_table("checkpoint, GiB in all", plan.checkpoint_bytes),
         "",
-        *_table("received, GiB a step and rank", plan.moved),
+        *_table("received, GiB a step and rank", plan.moved_bytes),
         "",
-        *align([_UNIT_HEAD, *map(_unit_cells, _unit_rows(plan))], left=(0, 3)),
+        *align([_UNIT_HEAD, *map(_unit_cells, plan.units)], left=(0, 3)),
         f"largest all-gather: {plan.largest_gather_bytes / 2**20:,.1f} MiB",
         *(f"tied: {' = '.join(names)}" for names in plan.tied),
         *(f"note: {note}" for note in plan.notes),
@@ -51,30 +50,9 @@ def plan_as_text(plan: Plan) -> str:
 
 def plan_as_dict(plan: Plan) -> dict[str, Any]:
     """The plan for JSON, in bytes."""
-    return {
-        "model": plan.model,
-        "preset": plan.preset,
-        "kind": plan.strategy.kind,
-        "num_processes": plan.strategy.num_processes,
-        "num_shards": plan.strategy.num_shards,
-        "num_replicas": plan.strategy.num_replicas,
-        "micro_batch_size_rows": plan.micro_batch_size_rows,
-        "num_micro_batches": plan.num_micro_batches,
-        "row_tokens": plan.row_tokens,
-        "device_bytes": plan.device,
-        "device_bytes_total": plan.total,
-        "host_bytes": plan.host,
-        "checkpoint_bytes": plan.checkpoint,
-        "moved_bytes": plan.moved,
-        "units": _unit_rows(plan),
-        "largest_gather_bytes": plan.largest_gather_bytes,
-        "tied": plan.tied,
-        "usable_bytes": plan.usable_bytes,
-        "fits": plan.fits,
-        "largest_micro_batch_rows": plan.largest_micro_batch_rows,
-        "change": plan.change,
-        "notes": plan.notes,
-    }
+    own = {name: value for name, value in vars(plan).items() if name != "strategy"}
+    strategy = {name: getattr(plan.strategy, name) for name in ("kind", "num_processes", "num_shards", "num_replicas")}
+    return own | strategy | {"device_bytes_total": plan.total, "fits": plan.fits}
 
 
 def _table(title: str, by_kind: Bytes, *, with_total: bool = True) -> list[str]:
@@ -82,29 +60,10 @@ def _table(title: str, by_kind: Bytes, *, with_total: bool = True) -> list[str]:
     return [title, *(f"  {kind:<36}{num_bytes / GIB:>10.2f}" for kind, num_bytes in rows.items())]
 
 
-def _unit_rows(plan: Plan) -> list[dict[str, Any]]:
-    """Equal units share a row."""
-    kinds: dict[tuple, list[ShardUnit]] = {}
-    for unit in plan.units:
-        kinds.setdefault((unit.class_name, unit.num_parameters, unit.num_trainable, unit.dtypes), []).append(unit)
-    return [
-        {
-            "block": class_name,
-            "first": equal[0].name,
-            "count": len(equal),
-            "parameters": num,
-            "dtypes": list(dtypes),
-            "trainable_share": num_trainable / max(1, num),
-            "gather_bytes": num * plan.strategy.compute_dtype.itemsize if plan.strategy.is_fsdp else 0,
-        }
-        for (class_name, num, num_trainable, dtypes), equal in kinds.items()
-    ]
-
-
-def _unit_cells(row: dict[str, Any]) -> list[str]:
-    name = row["block"] if row["count"] > 1 else f"{row['block']} {row['first'] or '(the rest)'}"
-    share, mib = f"{row['trainable_share']:.2%}", f"{row['gather_bytes'] / 2**20:,.1f}"
-    return [name, str(row["count"]), f"{row['parameters']:,}", "+".join(row["dtypes"]), share, mib]
+def _unit_cells(unit: dict[str, Any]) -> list[str]:
+    num, mib = unit["num_parameters"], f"{unit['gather_bytes'] / 2**20:,.1f}"
+    share = f"{unit['num_trainable'] / max(1, num):.2%}"
+    return [unit["unit"], str(unit["count"]), f"{num:,}", "+".join(unit["dtypes"]), share, mib]
 
 
 def _verdict(plan: Plan) -> str:

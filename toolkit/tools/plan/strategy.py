@@ -133,19 +133,15 @@ def planned_accelerator(strategy: Strategy) -> Any:
     FSDP1 is wrapped as FSDP2, in the same units, because fake tensors cannot follow its flattened parameters. Offloaded shards
     are not moved; the tracer does not count them.
     """
-    # The mesh.
-    from accelerate.utils import DynamoBackend
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
     from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-    mesh, names = None, ["dp_replicate", "dp_shard"]
-    if strategy.is_fsdp and strategy.num_replicas > 1:
-        mesh = init_device_mesh("cpu", (strategy.num_replicas, strategy.num_shards), mesh_dim_names=tuple(names))
-    elif strategy.is_fsdp:
-        names = ["dp_shard"]
-        mesh = init_device_mesh("cpu", (strategy.num_shards,), mesh_dim_names=tuple(names))
-    # The FSDP plugin and what surrounds it.
+    sizes = {"dp_replicate": strategy.num_replicas, "dp_shard": strategy.num_shards}
+    if strategy.num_replicas == 1:
+        del sizes["dp_replicate"]
+    names = tuple(sizes)
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=names) if strategy.is_fsdp else None
     is_by_class = strategy.min_num_parameters is None
     plugin = SimpleNamespace(
         fsdp_version=2,
@@ -157,11 +153,8 @@ def planned_accelerator(strategy: Strategy) -> Any:
         mixed_precision_policy=MixedPrecisionPolicy(param_dtype=strategy.compute_dtype, reduce_dtype=torch.float32),
         cpu_offload=OffloadPolicy(),
     )
-    dynamo = SimpleNamespace(backend=DynamoBackend.NO)
     return SimpleNamespace(
-        state=SimpleNamespace(fsdp_plugin=plugin, dynamo_plugin=dynamo),
-        distributed_type=SimpleNamespace(value="FSDP" if strategy.is_fsdp else "MULTI_GPU"),
-        mixed_precision="bf16" if strategy.compute_dtype == torch.bfloat16 else "no",
+        **_launched(strategy, plugin),
         torch_device_mesh=mesh,
         parallelism_config=SimpleNamespace(fsdp_dim_names=names),
         device=torch.device("cpu"),
@@ -175,10 +168,16 @@ def planned_frozen_dtype(strategy: Strategy, setting: str, *, has_adapter: bool)
     Raises:
         UserError: as `accelerator.frozen_dtype`.
     """
-    state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1 if strategy.kind == "fsdp1" else 2))
-    launched: Any = SimpleNamespace(
-        state=state,
-        distributed_type=SimpleNamespace(value="FSDP" if strategy.is_fsdp else "MULTI_GPU"),
-        mixed_precision="bf16" if strategy.compute_dtype == torch.bfloat16 else "no",
-    )
-    return frozen_dtype(launched, setting, has_adapter=has_adapter)
+    launched: Any = _launched(strategy, SimpleNamespace(fsdp_version=1 if strategy.kind == "fsdp1" else 2))
+    return frozen_dtype(SimpleNamespace(**launched), setting, has_adapter=has_adapter)
+
+
+def _launched(strategy: Strategy, plugin: SimpleNamespace) -> dict[str, Any]:
+    """The attributes of an `Accelerator` that an accelerate YAML sets."""
+    from accelerate.utils import DynamoBackend
+
+    return {
+        "state": SimpleNamespace(fsdp_plugin=plugin, dynamo_plugin=SimpleNamespace(backend=DynamoBackend.NO)),
+        "distributed_type": SimpleNamespace(value="FSDP" if strategy.is_fsdp else "MULTI_GPU"),
+        "mixed_precision": "bf16" if strategy.compute_dtype == torch.bfloat16 else "no",
+    }

@@ -54,15 +54,15 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
     config: RecipeConfig = load_config(config_class_of(model, recipe), [*run_arguments, f"--model.name_or_path={model}"])
     check_global_batch_size(config.train, strategy.num_processes)
     check_adapter_config(config)
-    # The model's config; `from_scratch`, because nothing of the weights is needed, not even their index.
-    skeleton_config = dataclasses.replace(config.model, from_scratch=True)
-    # Flash and flex attention may lack their package or device here. sdpa's kernels keep the same tensors; flex attention
-    # keeps a mask of blocks instead of a bias.
-    is_flash = any(name in (config.model.attn_implementation or "") for name in ("flash", "flex"))
-    if is_flash:
-        skeleton_config = dataclasses.replace(skeleton_config, attn_implementation="sdpa")
+    # The model's config; `from_scratch`, because nothing of the weights is needed, not even their index. Flash and flex
+    # attention may lack their package or device here. sdpa's kernels keep the same tensors; flex attention keeps a mask of
+    # blocks instead of a bias.
+    named, device_type = config.model.attn_implementation, "cpu" if strategy.is_cpu else "cuda"
+    is_flash = any(name in (named or "") for name in ("flash", "flex"))
+    attention = "sdpa" if is_flash else named
+    skeleton_config = dataclasses.replace(config.model, from_scratch=True, attn_implementation=attention)
     model_config = load_model_config(skeleton_config, config.auto_class)
-    model_config._attn_implementation = fastest_attention(model_config, "cpu" if strategy.is_cpu else "cuda")
+    model_config._attn_implementation = fastest_attention(model_config, device_type)
     check_positions(model_config, model, row_tokens(config), dataclasses.replace(config.eval, generate=False))
     # The model, adapted and frozen.
     skeleton = build_skeleton(skeleton_config, model_config, config.auto_class)
@@ -72,9 +72,8 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
         freeze(skeleton, config.model.freeze)
     why_dense, config = "", choose_packing(config, skeleton)
     if config.packs and not is_flash:
-        named, device_type = config.model.attn_implementation, "cpu" if strategy.is_cpu else "cuda"
-        one_graph = strategy.is_one_graph
-        why_dense = choose_packed_attention(skeleton, named, device_type, strategy.compute_dtype, is_one_graph=one_graph)
+        dtype, is_one_graph = strategy.compute_dtype, strategy.is_one_graph
+        why_dense = choose_packed_attention(skeleton, named, device_type, dtype, is_one_graph=is_one_graph)
     dtype = planned_frozen_dtype(strategy, config.model.frozen_dtype, has_adapter=is_enabled(config.adapter))
     cast_frozen(skeleton, dtype)
     return Subject(config=config, model_config=model_config, skeleton=skeleton.train(), is_flash=is_flash, why_dense=why_dense)

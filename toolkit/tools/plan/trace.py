@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from toolkit.parallel.units import local_tensor
 from toolkit.tools.plan.kernels import kernels_of_cuda
 from toolkit.tools.private import private, replaced
 
@@ -111,9 +112,9 @@ def trace_micro_batch(
     # What exists before the forward, and where gradients appear.
     tracker = _Tracker(vocab_size, off_device, is_cpu)
     for parameter in model.parameters():
-        tracker.tag(_local(parameter), SHARDED_PARAMETERS)
+        tracker.tag(local_tensor(parameter), SHARDED_PARAMETERS)
         if parameter.grad is not None:
-            tracker.tag(_local(parameter.grad), GRADIENTS)
+            tracker.tag(local_tensor(parameter.grad), GRADIENTS)
         if parameter.requires_grad and not isinstance(parameter, DTensor):
             parameter.register_post_accumulate_grad_hook(lambda p: tracker.tag(p.grad, GRADIENTS))
     for value in (*model.buffers(), *batch.values()):
@@ -148,8 +149,7 @@ class _Tracker(_DispatchMode):
     def __init__(self, vocab_size: int, off_device: frozenset[str], is_cpu: bool) -> None:
         super().__init__()
         self.vocab_size, self.off_device, self.is_cpu = vocab_size, off_device, is_cpu
-        self.alive: dict[int, tuple[str, int]] = {}
-        self.references: dict[int, weakref.ref] = {}
+        self.alive: dict[int, tuple[str, int, weakref.ref]] = {}
         self.now = dict.fromkeys(TRACED_KINDS, 0)
         self.total = self.highest = 0
         self.trace = Trace([dict(self.now)])
@@ -193,10 +193,7 @@ class _Tracker(_DispatchMode):
     def end_phase(self) -> None:
         """Start a new phase, with a peak of its own."""
         self.highest = self.total
-        self.trace.peaks.append(self._on_device())
-
-    def _on_device(self) -> Bytes:
-        return {kind: 0 if kind in self.off_device else num_bytes for kind, num_bytes in self.now.items()}
+        self.trace.peaks.append(dict(self.now))
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -208,21 +205,19 @@ class _Tracker(_DispatchMode):
     def _count(self, storage: torch.UntypedStorage, kind: str) -> None:
         key = _key(storage)
         num_bytes = -(-storage.nbytes() // ALLOCATED_MULTIPLE_BYTES) * ALLOCATED_MULTIPLE_BYTES
-        self.alive[key] = kind, num_bytes
-        self.references[key] = weakref.ref(storage, lambda _: self._forget(key))
+        num_bytes = 0 if kind in self.off_device else num_bytes
+        self.alive[key] = kind, num_bytes, weakref.ref(storage, lambda _: self._forget(key))
         self.now[kind] += num_bytes
-        if kind not in self.off_device:
-            self.total += num_bytes
-            if self.total >= self.highest:  # equal: the last tensor changed its kind
-                self.highest = self.total
-                self.trace.peaks[-1] = self._on_device()
+        self.total += num_bytes
+        if self.total >= self.highest:  # equal: the last tensor changed its kind
+            self.highest = self.total
+            self.trace.peaks[-1] = dict(self.now)
 
     def _forget(self, key: int) -> None:
         if key in self.alive:
-            kind, num_bytes = self.alive.pop(key)
-            del self.references[key]
+            kind, num_bytes, _ = self.alive.pop(key)
             self.now[kind] -= num_bytes
-            self.total -= 0 if kind in self.off_device else num_bytes
+            self.total -= num_bytes
 
 
 @contextlib.contextmanager
@@ -281,7 +276,3 @@ def _sums_gradients(args: Any) -> bool:
     first, second = args
     both = isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)
     return both and _in_backward() and (first.shape, first.dtype) == (second.shape, second.dtype)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

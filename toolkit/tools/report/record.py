@@ -18,6 +18,7 @@ from toolkit.files.durable import save_json, written_beside
 from toolkit.launch.accelerate_yaml import find_accelerate_yaml
 from toolkit.launch.same_run import installed_versions
 from toolkit.parallel.units import ShardUnit
+from toolkit.tools.plan.units import describe_units
 
 logger = logging.getLogger("toolkit")
 
@@ -41,7 +42,7 @@ def save_record(run_folder: Path, units: Sequence[ShardUnit], about_rows: Callab
             "versions": installed_versions(),
             "command": _command(),
             "num_processes": world_size(),
-            "units": _describe_units(units),
+            "units": describe_units(units),
             **about_rows(),
         }
         with written_beside(run_folder / RECORD_FILE) as beside:
@@ -57,21 +58,3 @@ def _command() -> str | None:
     preset = find_accelerate_yaml()
     launch = ["accelerate", "launch", "--config_file", str(preset)] if preset else ["python"]
     return shlex.join([*launch, *sys.argv])
-
-
-def _describe_units(units: Sequence[ShardUnit]) -> list[dict[str, Any]]:
-    """The kinds of units; equal ones share an entry."""
-    kinds: dict[tuple, list[ShardUnit]] = {}
-    for unit in units:
-        kinds.setdefault((unit.class_name, unit.num_parameters, unit.num_trainable, unit.dtypes), []).append(unit)
-    return [
-        {
-            "unit": class_name if len(equal) > 1 else f"{class_name} {equal[0].name or '(the rest)'}",
-            "count": len(equal),
-            "num_parameters": num,
-            "num_trainable": num_trainable,
-            "dtypes": list(dtypes),
-            "bytes_on_rank_0": sum(unit.local_bytes() for unit in equal),
-        }
-        for (class_name, num, num_trainable, dtypes), equal in kinds.items()
-    ]

@@ -10,7 +10,5 @@ updates.py       the optimizer computed in fp64, and dropout masks
 exports.py       exports, loaded by plain transformers and peft
 """
 
-EXPORT, LEAVE = "export", "leave"
-"""How a watched run ends: with the recipe's export, or after the last step."""
 PROBED_STEPS = (2, 3)
 """Steps in which dropout masks are compared."""

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 
+from toolkit.config.schema import OptimConfig
 from toolkit.tools.verify.records import (
-    NotReached,
     Proof,
     Tensors,
     exact,
-    failed,
+    largest,
     load_about,
     load_lines,
     load_rows_of_steps,
     load_tensors,
     named,
     prove,
+    relative,
     within,
 )
 from toolkit.tools.verify.runs import NUM_STEPS, SAVED_STEP, WatchedRun
+from toolkit.tools.verify.updates import check_dropout, check_updates
 
 GRADIENT_FLOOR = 0.01
 """A gradient that is zero up to rounding (an attention key's bias) is compared with this fraction of the model's mean one."""
@@ -39,8 +41,8 @@ SHARD_SLACK = 0.01
 """Padding that FSDP may add to a rank's share, as a fraction."""
 
 
-def check_all(runs: dict[str, WatchedRun], tolerance: float, *, expects_frozen: bool) -> list[Proof]:
-    """All checks except those of updates and exports. A run that ended early fails one check and leaves others not reached.
+def check_all(runs: dict[str, WatchedRun], tolerance: float, optim: OptimConfig, *, expects_frozen: bool) -> list[Proof]:
+    """All checks except those of exports. A run that ended early fails one check and leaves others not reached.
 
     Args:
         runs: by name, as in `runs.plan_runs`.
@@ -51,27 +53,35 @@ def check_all(runs: dict[str, WatchedRun], tolerance: float, *, expects_frozen: 
     dropout, resumed = runs["dropout"], runs["resumed"]
     others = [run for name, run in runs.items() if name == "ddp" or name.startswith("preset-")]
     strategies, with_curves = [reference, *others], [*others, resharded]
-    proofs = [prove("start", run, lambda run: compare_starts(reference, run)) for run in others]
-    proofs += [prove("rows", run, lambda run: compare_rows(reference, run)) for run in with_curves]
-    proofs += [prove("loss", run, lambda run: compare_losses(reference, run, tolerance)) for run in with_curves]
-    proofs += [prove("gradients", run, lambda run: compare_gradients(reference, run, tolerance)) for run in others]
-    proofs += [prove("gradients", run, lambda run: compare_late_gradients(reference, run)) for run in others]
-    proofs += [prove("evaluation", run, lambda run: compare_evaluations(reference, run, tolerance)) for run in with_curves]
-    for name, kept in runs.items():
-        if name.startswith("kept-"):
-            recomputed = runs.get(name.replace("kept", "recomputed"), dropout)
-            proofs.append(prove("recomputation", recomputed, partial(compare_recomputed, kept, tolerance=tolerance)))
-    if bf16 := runs.get("bf16"):
-        proofs.append(prove("bf16", bf16, lambda run: compare_bf16(reference, run)))
-    proofs += [prove("sharding", run, check_shards) for run in others if run.plan.num_shards]
-    proofs += [prove("ties", run, check_ties) for run in (*strategies, resharded, resumed)]
-    proofs += [prove("moved", run, check_moved) for run in strategies]
-    proofs += [prove("frozen", run, lambda run: check_frozen(run, expects_frozen)) for run in strategies]
-    proofs.append(prove("save", resharded, lambda run: compare_loaded(main, run)))
-    proofs.append(prove("save", resumed, lambda run: compare_loaded(dropout, run)))
-    proofs.append(prove("resume", resumed, lambda run: compare_resumed(dropout, run, without_dropout=main)))
+    recomputing = [
+        (runs.get(name.replace("kept", "recomputed"), dropout), kept) for name, kept in runs.items() if name.startswith("kept-")
+    ]
+    # Each check with its runs; `reference` and the like are what they are compared with.
+    checks: list[tuple[str, list[WatchedRun], Callable[[WatchedRun], Proof | None]]] = [
+        ("start", others, partial(compare_starts, reference)),
+        ("rows", with_curves, partial(compare_rows, reference)),
+        ("loss", with_curves, partial(compare_losses, reference, tolerance=tolerance)),
+        ("gradients", others, partial(compare_gradients, reference, tolerance=tolerance)),
+        ("gradients", others, partial(compare_late_gradients, reference)),
+        ("evaluation", with_curves, partial(compare_evaluations, reference, tolerance=tolerance)),
+        *(
+            ("recomputation", [run], partial(compare_gradients, kept, tolerance=tolerance, remark=", with activations kept"))
+            for run, kept in recomputing
+        ),
+        ("bf16", [run for name, run in runs.items() if name == "bf16"], partial(compare_bf16, reference)),
+        ("sharding", [run for run in others if run.plan.num_shards], check_shards),
+        ("ties", [*strategies, resharded, resumed], check_ties),
+        ("moved", strategies, check_moved),
+        ("frozen", strategies, partial(check_frozen, expects_frozen=expects_frozen)),
+        ("save", [resharded], partial(compare_loaded, main)),
+        ("save", [resumed], partial(compare_loaded, dropout)),
+        ("resume", [resumed], partial(compare_resumed, dropout, without_dropout=main)),
+        ("update", strategies, partial(check_updates, config=optim)),
+        ("dropout", [dropout], check_dropout),
+    ]
+    proofs = [prove(check, run, work) for check, of, work in checks for run in of]
     ended_early = [
-        failed(run.failed_check, run.title, run.failure or "") for run in runs.values() if run.failed_check is not None
+        Proof(check=run.failed_check, compared=run.title, detail=run.failure or "") for run in runs.values() if run.failed_check
     ]
     return [*(proof for proof in proofs if proof is not None), *ended_early]
 
@@ -84,8 +94,8 @@ def compare_starts(reference: WatchedRun, run: WatchedRun) -> Proof:
     expected, actual = load_about(reference, "loaded")["frozen"], load_about(run, "loaded")["frozen"]
     title = f"{run.title}: weights as loaded"
     if changed := [name for name in {**expected, **actual} if expected.get(name) != actual.get(name)]:
-        return failed("start", title, named(changed, "is not what one process loads"))
-    return _same_tensors("start", title, load_tensors(reference, "loaded"), load_tensors(run, "loaded"))
+        return Proof(compared=title, detail=named(changed, "is not what one process loads"))
+    return _same_tensors(title, load_tensors(reference, "loaded"), load_tensors(run, "loaded"))
 
 
 def compare_rows(reference: WatchedRun, run: WatchedRun) -> Proof:
@@ -93,36 +103,38 @@ def compare_rows(reference: WatchedRun, run: WatchedRun) -> Proof:
     expected, actual = load_rows_of_steps(reference), load_rows_of_steps(run)
     wrong = [step for step, rows in actual.items() if sorted(rows) != sorted(expected.get(step, []))]
     detail = f"step {wrong[0]} takes other rows, or some twice" if wrong else ""
-    return exact("rows", f"{run.title}: rows of {len(actual)} steps", len(wrong), detail)
+    return exact(f"{run.title}: rows of {len(actual)} steps", len(wrong), detail)
 
 
 def compare_losses(reference: WatchedRun, run: WatchedRun, tolerance: float) -> Proof:
     """Compare the loss of every step."""
-    expected = {line["step"]: line["loss"] for line in load_lines(reference, "train")}
-    lines = load_lines(run, "train")
-    worst = max((_relative(line["loss"], expected[line["step"]]), line["step"]) for line in lines)
-    return within("loss", f"{run.title}: {len(lines)} steps", *worst, tolerance, "that of step {}")
+    title = f"{run.title}: {len(load_lines(run, 'train'))} steps"
+    return within(title, *_largest_of_lines(reference, run, "loss"), tolerance)
 
 
-def compare_gradients(reference: WatchedRun, run: WatchedRun, tolerance: float) -> Proof:
+def compare_bf16(reference: WatchedRun, run: WatchedRun) -> Proof:
+    """Compare loss and gradient norm of every step, computed in bf16, with those in fp32."""
+    title = f"{run.title}: losses and norms of {NUM_STEPS} steps, fp32"
+    return within(title, *_largest_of_lines(reference, run, "loss", "grad_norm"), BF16_TOLERANCE)
+
+
+def compare_evaluations(reference: WatchedRun, run: WatchedRun, tolerance: float) -> Proof | None:
+    """Compare the evaluation loss after the last step; None without evaluation rows."""
+    if not (expected := load_lines(reference, "eval", needed=False)):
+        return None
+    difference = _relative(load_lines(run, "eval")[-1]["loss"], expected[-1]["loss"])
+    title = f"{run.title}: {expected[-1]['num_rows']} evaluation rows"
+    return within(title, difference, "the evaluation loss differs", tolerance)
+
+
+def compare_gradients(reference: WatchedRun, run: WatchedRun, tolerance: float, remark: str = "") -> Proof:
     """Compare the unsharded gradients of step 1 before clipping, relative to their norms, and the global norm of every step."""
     expected, actual = load_tensors(reference, "gradients"), load_tensors(run, "gradients")
-    if expected.keys() != actual.keys():
-        return failed("gradients", run.title, f"{min(expected.keys() ^ actual.keys())} has a gradient on one side only")
-    worst = _largest_gradient(expected, actual)
-    norms = {line["step"]: line["grad_norm"] for line in load_lines(reference, "train")}
-    for line in load_lines(run, "train"):
-        worst = max(worst, (_relative(line["grad_norm"], norms[line["step"]]), f"the norm of step {line['step']}"))
+    worst = max(_largest_gradient(expected, actual), _largest_of_lines(reference, run, "grad_norm"))
     title = f"{run.title}: {len(expected)} tensors, {NUM_STEPS} norms"
     if load_about(reference, "loaded")["has_relu"]:
         title, tolerance = f"{title} (with ReLU)", max(tolerance, RELU_TOLERANCE)
-    return within("gradients", title, *worst, tolerance, "largest in {}")
-
-
-def compare_recomputed(kept: WatchedRun, run: WatchedRun, tolerance: float) -> Proof:
-    """Compare gradients with dropout of a run that recomputes activations with those of one that keeps them, from equal seeds."""
-    proof = compare_gradients(kept, run, tolerance)
-    return replace(proof, check="recomputation", compared=f"{proof.compared}, with activations kept")
+    return within(f"{title}{remark}", *worst, tolerance)
 
 
 def compare_late_gradients(reference: WatchedRun, run: WatchedRun) -> Proof | None:
@@ -134,49 +146,33 @@ def compare_late_gradients(reference: WatchedRun, run: WatchedRun) -> Proof | No
         {name: gradient for name, gradient in load_tensors(of, "late_gradients").items() if name in zero}
         for of in (reference, run)
     )
-    if expected.keys() != actual.keys():
-        return failed("gradients", run.title, f"{min(expected.keys() ^ actual.keys())} has a gradient in step 2 on one side only")
     title = f"{run.title}: {len(expected)} tensors that are zero in step 1, in step 2"
-    return within("gradients", title, *_largest_gradient(expected, actual), LATE_TOLERANCE, "largest in {}")
+    return within(title, *_largest_gradient(expected, actual), LATE_TOLERANCE)
+
+
+def _largest_of_lines(reference: WatchedRun, run: WatchedRun, *figures: str) -> tuple[float, str]:
+    """The largest relative difference of these figures in any step's line of metrics.jsonl, and where it is."""
+    expected = {line["step"]: line for line in load_lines(reference, "train")}
+    return max(
+        (_relative(line[figure], expected[line["step"]][figure]), f"largest in {figure} of step {line['step']}")
+        for line in load_lines(run, "train")
+        for figure in figures
+    )
 
 
 def _largest_gradient(expected: Tensors, actual: Tensors) -> tuple[float, str]:
-    """The largest difference of two sets of gradients, relative to their norms, and the parameter's name."""
+    """The largest difference of two sets of gradients, relative to their norms, and where it is."""
+    if one_sided := expected.keys() ^ actual.keys():
+        return math.inf, f"{min(one_sided)} has a gradient on one side only"
     squares = sum(float(np.square(g, dtype=np.float64).sum()) for g in expected.values())
     mean = math.sqrt(squares / max(1, sum(g.size for g in expected.values())))
 
-    def difference(name: str) -> float:
-        floor = GRADIENT_FLOOR * mean * math.sqrt(expected[name].size)
-        if actual[name].shape != expected[name].shape:
+    def difference(name: str, gradient: np.ndarray) -> float:
+        if actual[name].shape != gradient.shape:
             return math.inf
-        whole = max(float(np.linalg.norm(expected[name])), floor, 1e-30)
-        return _number(float(np.linalg.norm(actual[name] - expected[name])) / whole)
+        return relative(actual[name] - gradient, gradient, GRADIENT_FLOOR * mean * math.sqrt(gradient.size))
 
-    return max((difference(name), name) for name in expected)
-
-
-def compare_evaluations(reference: WatchedRun, run: WatchedRun, tolerance: float) -> Proof | None:
-    """Compare the evaluation loss after the last step; None without evaluation rows."""
-    expected, actual = load_lines(reference, "eval", needed=False), load_lines(run, "eval", needed=False)
-    if not expected:
-        return None
-    if not actual:
-        raise NotReached(run)
-    difference = _relative(actual[-1]["loss"], expected[-1]["loss"])
-    title = f"{run.title}: {expected[-1]['num_rows']} evaluation rows"
-    return within("evaluation", title, difference, "", tolerance, "the evaluation loss differs{}")
-
-
-def compare_bf16(reference: WatchedRun, run: WatchedRun) -> Proof:
-    """Compare loss and gradient norm of every step, computed in bf16, with those in fp32."""
-    expected = {line["step"]: line for line in load_lines(reference, "train")}
-    differences = [
-        (_relative(line[figure], expected[line["step"]][figure]), f"{figure} of step {line['step']}")
-        for line in load_lines(run, "train")
-        for figure in ("loss", "grad_norm")
-    ]
-    title = f"{run.title}: losses and norms of {NUM_STEPS} steps, fp32"
-    return within("bf16", title, *max(differences), BF16_TOLERANCE, "largest in {}")
+    return max((difference(name, gradient), f"largest in {name}") for name, gradient in expected.items())
 
 
 # --- What each rank holds.
@@ -202,7 +198,7 @@ def check_shards(run: WatchedRun) -> Proof:
     name, (share, limit) = max(shares.items(), key=lambda item: item[1][0] - item[1][1])
     where = ", ".join(about["placements"])
     title = f"{run.title}: largest share of a rank" + (f", {where}" if where else "")
-    return within("sharding", title, share, f"a rank holds {share:.0%} of the {name}", limit + SHARD_SLACK, "{}")
+    return within(title, share, f"a rank holds {share:.0%} of the {name}", limit + SHARD_SLACK)
 
 
 def check_ties(run: WatchedRun) -> Proof | None:
@@ -213,7 +209,7 @@ def check_ties(run: WatchedRun) -> Proof | None:
     broken = [" = ".join(names) for names in ties["broken"]]
     num_names = sum(map(len, ties["tied"]))
     title = f"{run.title}: {num_names} names in {len(ties['tied'])} group(s)"
-    return exact("ties", title, len(broken), f"no longer one weight: {'; '.join(broken)}" if broken else "")
+    return exact(title, len(broken), f"no longer one weight: {'; '.join(broken)}" if broken else "")
 
 
 def check_moved(run: WatchedRun) -> Proof:
@@ -221,16 +217,16 @@ def check_moved(run: WatchedRun) -> Proof:
     before, after = load_tensors(run, "loaded"), load_tensors(run, "trained")
     names = [name for name in before if name.startswith("model.")]
     still = [name for name in names if before[name].tobytes() == after[name].tobytes()]
-    return exact("moved", f"{run.title}: {len(names)} trainable tensors", len(still), named(still, "has not moved"))
+    return exact(f"{run.title}: {len(names)} trainable tensors", len(still), named(still, "has not moved"))
 
 
 def check_frozen(run: WatchedRun, expects_frozen: bool) -> Proof | None:
     """Check that every frozen parameter is bit for bit unchanged; None if nothing is frozen, and nothing should be."""
     before, after = load_about(run, "loaded")["frozen"], load_about(run, "trained")["frozen"]
     if not before:
-        return failed("frozen", run.title, "nothing is frozen") if expects_frozen else None
+        return Proof(compared=run.title, detail="nothing is frozen") if expects_frozen else None
     changed = [name for name in before if after.get(name) != before[name]]
-    return exact("frozen", f"{run.title}: {len(before)} frozen tensors", len(changed), named(changed, "has changed"))
+    return exact(f"{run.title}: {len(before)} frozen tensors", len(changed), named(changed, "has changed"))
 
 
 # --- Checkpoints.
@@ -238,8 +234,9 @@ def check_frozen(run: WatchedRun, expects_frozen: bool) -> Proof | None:
 
 def compare_loaded(of: WatchedRun, run: WatchedRun) -> Proof:
     """Check that a run loads a checkpoint's weights and moments bit for bit as they were saved."""
-    title = f"{of.title}, loaded by {run.plan.mapping['num_processes']}"
-    return _same_tensors("save", title, load_tensors(of, f"saved-{SAVED_STEP}"), load_tensors(run, "loaded"))
+    saved = load_tensors(of, f"saved-{SAVED_STEP}")
+    title = f"{of.title}, loaded by {run.plan.mapping['num_processes']}, {len(saved)} tensors"
+    return _same_tensors(title, saved, load_tensors(run, "loaded"))
 
 
 def compare_resumed(whole: WatchedRun, resumed: WatchedRun, without_dropout: WatchedRun) -> Proof:
@@ -252,40 +249,25 @@ def compare_resumed(whole: WatchedRun, resumed: WatchedRun, without_dropout: Wat
     if not without_dropout.failure and load_lines(without_dropout, "train")[0]["loss"] == load_lines(whole, "train")[0]["loss"]:
         title += " (dropout changes nothing in this model)"
     if len(lines) != len(after):
-        return failed("resume", title, f"steps {[line['step'] for line in lines]} were logged")
+        return Proof(compared=title, detail=f"steps {[line['step'] for line in lines]} were logged")
     for expected, line in zip(after, lines, strict=True):
         for figure in ("step", "loss", "grad_norm", "learning_rate", "num_tokens"):
             if line[figure] != expected[figure]:
                 difference = _relative(line[figure], expected[figure])
-                return exact("resume", title, difference, f"{figure} of step {expected['step']} differs")
+                return exact(title, difference, f"{figure} of step {expected['step']} differs")
     rows = load_rows_of_steps(whole)
     if wrong := [step for step, of_step in load_rows_of_steps(resumed).items() if of_step != rows[step]]:
-        return exact("resume", title, 1.0, f"step {wrong[0]} takes other rows")
-    return _same_tensors("resume", title, load_tensors(whole, f"saved-{NUM_STEPS}"), load_tensors(resumed, f"saved-{NUM_STEPS}"))
+        return exact(title, 1.0, f"step {wrong[0]} takes other rows")
+    return _same_tensors(title, load_tensors(whole, f"saved-{NUM_STEPS}"), load_tensors(resumed, f"saved-{NUM_STEPS}"))
 
 
-def _same_tensors(check: str, title: str, expected: Tensors, actual: Tensors) -> Proof:
+def _same_tensors(title: str, expected: Tensors, actual: Tensors) -> Proof:
     if expected.keys() != actual.keys():
-        return exact(check, title, math.inf, f"{sorted(expected.keys() ^ actual.keys())[0]} is on one side only")
-    unequal = {name: _largest(actual[name], t) for name, t in expected.items() if t.tobytes() != actual[name].tobytes()}
-    compared = f"{title}, {len(expected)} tensors" if check == "save" else title
-    return exact(check, compared, max(unequal.values(), default=0.0), named(sorted(unequal), "differs"))
-
-
-# --- Differences.
+        return exact(title, math.inf, f"{min(expected.keys() ^ actual.keys())} is on one side only")
+    unequal = {name: largest(actual[name], t) for name, t in expected.items() if t.tobytes() != actual[name].tobytes()}
+    return exact(title, max(unequal.values(), default=0.0), named(sorted(unequal), "differs"))
 
 
 def _relative(actual: float | None, expected: float | None) -> float:
     """Relative difference of two figures in metrics.jsonl, which has null for a value that was not finite."""
-    if actual is None or expected is None:
-        return math.inf
-    return _number(abs(actual - expected) / max(abs(expected), 1e-30))
-
-
-def _largest(actual: np.ndarray, expected: np.ndarray) -> float:
-    return _number(float(np.abs(actual - expected).max())) if actual.shape == expected.shape else math.inf
-
-
-def _number(difference: float) -> float:
-    """The difference, or infinity for NaN."""
-    return math.inf if math.isnan(difference) else difference
+    return math.inf if actual is None or expected is None else relative(actual - expected, expected)

@@ -16,16 +16,19 @@ from toolkit.training.run import Run
 
 
 @dataclass
-class DropoutWatch:
-    """Losses of one row, each with the dropout of one micro-batch."""
+class Probes:
+    """What this rank has seen."""
 
     run: Run | None = None
-    """None before its first step."""
-    seen: list[dict[str, Any]] = field(default_factory=list)
-    """`rank`, `step`, `micro_batch`, `loss`, `plain_loss` without dropout, and `mask`, torch's dropout applied to ones."""
+    """None before its first step. A generation before is only a trial of two tokens."""
+    dropout: list[dict[str, Any]] = field(default_factory=list)
+    """Losses of one row, each with the dropout of one micro-batch: `rank`, `step`, `micro_batch`, `loss`, `plain_loss` without
+    dropout, and `mask`, torch's dropout applied to ones."""
+    generated: list[dict[str, Any]] = field(default_factory=list)
+    """`prompt` and `new` tokens of each text, with `eos` and `pad`."""
 
 
-def watch_dropout() -> DropoutWatch:
+def watch_dropout(probes: Probes) -> None:
     """Wrap the call that seeds a micro-batch, for the rest of this process.
 
     After that call, in `PROBED_STEPS` of a run with dropout, the loss of the first training row is computed. Row and weights are
@@ -33,18 +36,17 @@ def watch_dropout() -> DropoutWatch:
     Attention draws its masks in its own kernel, which would hide that other masks are equal, so torch's dropout is also
     applied alone.
     """
-    watch, seed_all = DropoutWatch(), loop.seed_all
+    seed_all = loop.seed_all
 
     def seed_and_look(*parts: Any) -> None:
         seed_all(*parts)
         _, _, step, rank, micro_batch = parts
-        if watch.run is not None and watch.run.config.model.dropout and step in PROBED_STEPS:
+        if (run := probes.run) is not None and run.config.model.dropout and step in PROBED_STEPS:
             place = {"rank": rank, "step": step, "micro_batch": micro_batch}
-            losses = {"loss": _loss(watch.run), "plain_loss": _loss(watch.run, dropout=False)}
-            watch.seen.append(place | losses | {"mask": _mask(watch.run.sharded.accelerator.device)})
+            losses = {"loss": _loss(run), "plain_loss": _loss(run, dropout=False)}
+            probes.dropout.append(place | losses | {"mask": _mask(run.sharded.accelerator.device)})
 
     loop.seed_all = seed_and_look
-    return watch
 
 
 def _loss(run: Run, *, dropout: bool = True) -> float:
@@ -58,32 +60,26 @@ def _loss(run: Run, *, dropout: bool = True) -> float:
     return loss_sum.item()
 
 
-def _mask(device: torch.device) -> str:
+def _mask(device: torch.device) -> list[bool]:
     with random_state_kept():
-        return "".join(str(int(kept)) for kept in torch.nn.functional.dropout(torch.ones(64, device=device), 0.5).bool().tolist())
+        return torch.nn.functional.dropout(torch.ones(64, device=device), 0.5).bool().tolist()
 
 
-def watch_generation(steps: DropoutWatch) -> list[dict[str, Any]]:
-    """Wrap transformers' `generate` for the rest of this process; returns the list that gets `prompt` and `new` tokens.
-
-    Args:
-        steps: knows whether a step was taken. The generation before is only a trial of two tokens.
-    """
+def watch_generation(probes: Probes) -> None:
+    """Wrap transformers' `generate` for the rest of this process."""
     from transformers import GenerationMixin
 
-    seen: list[dict[str, Any]] = []
     generate = GenerationMixin.generate
 
     def generate_and_note(self: Any, *args: Any, **settings: Any) -> Any:
         tokens_BT = generate(self, *args, **settings)
-        if steps.run is None:
+        if probes.run is None:
             return tokens_BT
         input_ids_BS, mask_BS = settings["input_ids"], settings["attention_mask"].bool()
         first = 0 if self.config.is_encoder_decoder else input_ids_BS.shape[1]
         for prompt, mask, tokens in zip(input_ids_BS, mask_BS, tokens_BT, strict=True):
             new = {"prompt": prompt[mask].tolist(), "new": tokens[first:].tolist()}
-            seen.append(new | {"eos": settings["eos_token_id"], "pad": settings["pad_token_id"]})
+            probes.generated.append(new | {"eos": settings["eos_token_id"], "pad": settings["pad_token_id"]})
         return tokens_BT
 
     GenerationMixin.generate = generate_and_note  # type: ignore[method-assign]
-    return seen

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
 
 from toolkit.files.json_lines import load_json_lines
 from toolkit.tools.verify.runs import NUM_STEPS, WatchedRun
@@ -17,19 +20,11 @@ Tensors = dict[str, np.ndarray]
 
 
 class NotReached(Exception):
-    """A run ended before it wrote what a check needs."""
-
-    def __init__(self, run: WatchedRun) -> None:
-        super().__init__(run.title)
-        self.run = run
+    """A run ended before it wrote what a check needs. Its argument is the run."""
 
 
 def load_lines(run: WatchedRun, kind: str, *, needed: bool = True) -> list[dict[str, Any]]:
-    """Lines of one kind in metrics.jsonl.
-
-    Raises:
-        NotReached: the lines are needed, and the last step is not among them.
-    """
+    """Lines of one kind in metrics.jsonl. Raises `NotReached` if they are needed, and the last step is not among them."""
     path = run.folder / "metrics.jsonl"
     lines = [line for line in load_metrics(path) if line["kind"] == kind] if path.exists() else []
     if needed and (not lines or lines[-1]["step"] != NUM_STEPS):
@@ -38,11 +33,7 @@ def load_lines(run: WatchedRun, kind: str, *, needed: bool = True) -> list[dict[
 
 
 def load_rows_of_steps(run: WatchedRun) -> dict[int, list[int]]:
-    """Row ids by step, of all ranks and micro-batches, rank 0's first.
-
-    Raises:
-        NotReached: the last step is not among them.
-    """
+    """Row ids by step, of all ranks and micro-batches, rank 0's first. Raises `NotReached` without the last step."""
     steps: dict[int, list[int]] = {}
     for path in sorted(run.folder.glob("rows-*.jsonl")):
         for line in load_json_lines(path, skip_torn_end=True):
@@ -53,35 +44,15 @@ def load_rows_of_steps(run: WatchedRun) -> dict[int, list[int]]:
 
 
 def load_tensors(run: WatchedRun, name: str) -> Tensors:
-    """A record's unsharded tensors.
-
-    Raises:
-        NotReached: there is no such record.
-    """
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
+    """A record's unsharded tensors. Raises `NotReached` if there is no such record."""
     try:
         return load_file(run.records / f"{name}.safetensors")
     except (OSError, SafetensorError):
         raise NotReached(run) from None
 
 
-def load_list(run: WatchedRun, name: str) -> list[dict[str, Any]]:
-    """The items that all ranks recorded, concatenated; empty if there were none.
-
-    Raises:
-        NotReached: the run ended before it wrote them.
-    """
-    return load_about(run, name) if run.failure or (run.records / f"{name}.json").is_file() else []
-
-
-def load_about(run: WatchedRun, name: str) -> Any:
-    """A record's JSON, which describes what the ranks hold.
-
-    Raises:
-        NotReached: there is no such record.
-    """
+def load_about(run: WatchedRun, name: str) -> dict[str, Any]:
+    """A record's JSON, which describes what the ranks hold. Raises `NotReached` if there is no such record."""
     path = run.records / f"{name}.json"
     if not path.is_file():
         raise NotReached(run)
@@ -95,7 +66,8 @@ def load_about(run: WatchedRun, name: str) -> Any:
 class Proof:
     """One row of the table."""
 
-    check: str
+    check: str = ""
+    """Set by `prove`."""
     compared: str
     difference: float | None = None
     """Largest difference, in the unit of `tolerance`; None if nothing was measured."""
@@ -108,32 +80,45 @@ class Proof:
     """The tensor or step that is wrong."""
 
 
-def failed(check: str, compared: str, detail: str) -> Proof:
-    """The row of a failure without a measured difference."""
-    return Proof(check=check, compared=compared, detail=detail)
-
-
 def prove(check: str, run: WatchedRun, work: Callable[[WatchedRun], Proof | None]) -> Proof | None:
+    """The row that `work` gives for the run, or one that says that a run left no record for it."""
     try:
-        return work(run)
+        proof = work(run)
     except NotReached as missing:
-        if missing.run.failure:
-            return Proof(check=check, compared=run.title, is_reached=False)
-        return failed(check, run.title, f"{missing.run.title} succeeded, but left no record to compare")
+        (ended,) = missing.args
+        detail = "" if ended.failure else f"{ended.title} succeeded, but left no record to compare"
+        proof = Proof(compared=run.title, is_reached=not ended.failure, detail=detail)
+    return proof and replace(proof, check=check)
 
 
-def exact(check: str, compared: str, difference: float, detail: str) -> Proof:
+def exact(compared: str, difference: float, detail: str) -> Proof:
     """The row of a check that passes if nothing differs and there is no `detail`."""
-    return Proof(check=check, compared=compared, difference=difference, passed=difference == 0 and not detail, detail=detail)
+    return Proof(compared=compared, difference=difference, passed=difference == 0 and not detail, detail=detail)
 
 
-def within(check: str, compared: str, difference: float, where: Any, tolerance: float, detail: str) -> Proof:
-    """The row of a check with a tolerance; if it fails, `where` is put into `detail`."""
-    passed = difference <= tolerance  # False for a NaN
-    reason = "" if passed else detail.format(where)
-    return Proof(check=check, compared=compared, difference=difference, tolerance=tolerance, passed=passed, detail=reason)
+def within(compared: str, difference: float, detail: str, tolerance: float) -> Proof:
+    """The row of a check with a tolerance; `detail` says what is wrong if it fails."""
+    passed = difference <= tolerance
+    return Proof(compared=compared, difference=difference, tolerance=tolerance, passed=passed, detail="" if passed else detail)
 
 
 def named(names: list[str], what: str) -> str:
     """The first name followed by `what`, and the number of further names."""
     return f"{names[0]} {what}" + (f", and {len(names) - 1} more" if len(names) > 1 else "") if names else ""
+
+
+# --- Differences: infinity for NaN, which `max` would overlook.
+
+
+def relative(difference: Any, expected: Any, floor: float = 1e-30) -> float:
+    """The norm of a difference (number or array), relative to the norm of what is expected, or to `floor` if that is larger."""
+    share = float(np.linalg.norm(difference)) / max(float(np.linalg.norm(expected)), floor)
+    return math.inf if math.isnan(share) else share
+
+
+def largest(actual: np.ndarray | None, expected: np.ndarray) -> float:
+    """The largest difference of two elements; infinity also without a tensor of the expected shape."""
+    if actual is None or actual.shape != expected.shape:
+        return math.inf
+    difference = float(np.abs(actual - expected).max())
+    return math.inf if math.isnan(difference) else difference

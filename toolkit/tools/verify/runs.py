@@ -17,7 +17,6 @@ from toolkit.config.schema import LLMConfig
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.tools.relaunch import adapt_preset, find_preset, reason_of_failure, save_preset
-from toolkit.tools.verify import EXPORT, LEAVE
 
 NUM_STEPS = 4
 """Length of every run. The recipe itself checks after three updates that all trainables have moved."""
@@ -32,7 +31,7 @@ LARGEST_GRAD_NORM = 0.1
 NUM_EVAL_ROWS = 11
 """A prime, which no number of processes times rows per batch divides, so the last batches are not full."""
 GENERATION = {"eval.generate": True, "eval.num_beams": 2, "eval.no_repeat_ngram_size": 2, "eval.max_new_tokens": 8}
-"""Generation settings of the exported run; each changes the generated texts."""
+"""Generation settings of the run that exports, `preset-0`; each changes the generated texts."""
 
 Launch = Callable[[Path, list[str], Path], int]
 """Signature of `relaunch.launch`: preset, command and log → exit status."""
@@ -68,7 +67,6 @@ class PlannedRun:
     mapping: dict[str, Any]
     """Its accelerate YAML."""
     flags: dict[str, Any]
-    exports: bool = False
     after: str | None = None
     """The run whose checkpoint it loads."""
 
@@ -123,7 +121,7 @@ def plan_runs(box: Box) -> dict[str, PlannedRun]:
     def planned(name: str, where: str, mapping: dict[str, Any], flags: dict[str, Any], after: str | None = None) -> PlannedRun:
         checkpoint = box.output / "runs" / after / "checkpoints" / f"step-{SAVED_STEP:08d}" if after else "never"
         flags = {**flags, "checkpoint.resume": checkpoint, "run.name": name, **(GENERATION if name == "preset-0" else {})}
-        return PlannedRun(name=name, title=where, mapping=mapping, flags=flags, exports=name == "preset-0", after=after)
+        return PlannedRun(name=name, title=where, mapping=mapping, flags=flags, after=after)
 
     def title(name: str) -> str:
         return f"{Path(name).stem} x {processes}"
@@ -161,20 +159,18 @@ def launch_all(box: Box, plans: dict[str, PlannedRun], launch: Launch) -> Iterat
         UserError: the first run, on one process, refuses the settings; that is the user's mistake and no failed check.
     """
     width = max(len(plan.title) for plan in plans.values())
-    failures: dict[str, str | None] = {}
+    failures: dict[str | None, str | None] = {}
     for number, plan in enumerate(plans.values(), start=1):
         records, log = box.output / "records" / plan.name, box.output / "logs" / f"{plan.name}.txt"
         preset = save_preset(plan.mapping, box.output / "presets" / f"{plan.name}.yaml")
         flags = [f"--{key}={value if isinstance(value, str | Path) else json.dumps(value)}" for key, value in plan.flags.items()]
-        end = EXPORT if plan.exports else LEAVE
-        command = ["-m", "toolkit.tools.verify.watched_run", str(box.recipe), str(records), end, *box.arguments, *flags]
+        command = ["-m", "toolkit.tools.verify.watched_run", str(box.recipe), str(records), *box.arguments, *flags]
         print(f"run {number} of {len(plans)}: {plan.title:<{width}}", end="  ", flush=True)
 
         # Launch it, unless the run whose checkpoint it loads has failed.
         start_s = time.perf_counter()
-        failure, check = None, None
-        if plan.after and (reason := failures[plan.after]):
-            failure = reason
+        failure, check = failures.get(plan.after), None
+        if failure:
             print("not started", flush=True)
         else:
             if launch(preset, command, log):
@@ -185,15 +181,11 @@ def launch_all(box: Box, plans: dict[str, PlannedRun], launch: Launch) -> Iterat
         if failure and number == 1 and f"error: {failure}" in log.read_text(encoding="utf-8", errors="replace").split("\n"):
             raise UserError(failure)
         failures[plan.name] = failure
-        if not failure:
-            _drop_checkpoints(box, plan, needed={later.after for later in list(plans.values())[number:]})
+        # Checkpoints of this run and of the one it loaded, unless needed: all together might fill the disk.
+        needed = {None, *(later.after for later in list(plans.values())[number:])}
+        for name in set() if failure else {plan.name, plan.after} - needed:
+            shutil.rmtree(box.output / "runs" / str(name) / "checkpoints", ignore_errors=True)
         yield WatchedRun(plan, box.output / "runs" / plan.name, records, failure, check)
-
-
-def _drop_checkpoints(box: Box, ended: PlannedRun, needed: set[str | None]) -> None:
-    """Remove the checkpoints of an ended run and of the run it loaded, unless needed: all together might fill the disk."""
-    for name in {ended.name, ended.after} - needed - {None}:
-        shutil.rmtree(box.output / "runs" / str(name) / "checkpoints", ignore_errors=True)
 
 
 def _failure(records: Path, log: Path) -> tuple[str, str]:

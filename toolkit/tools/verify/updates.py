@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import math
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 
 from toolkit.config.schema import OptimConfig
 from toolkit.optimizers import OPTIMIZERS
 from toolkit.tools.verify import PROBED_STEPS
-from toolkit.tools.verify.records import Proof, Tensors, exact, load_about, load_lines, load_list, load_tensors, prove, within
+from toolkit.tools.verify.records import Proof, Tensors, exact, load_about, load_lines, load_tensors, relative, within
 from toolkit.tools.verify.runs import LARGEST_GRAD_NORM, SAVED_STEP, WatchedRun
 
 UPDATE_TOLERANCE = 1e-4
 """Tolerance for moments and for a weight's change, relative to their norms and beyond the weight's last bits."""
-
-
-def check_all_updates(runs: dict[str, WatchedRun], config: OptimConfig) -> list[Proof]:
-    """Rows for the updates of one process, DDP and the presets, and for dropout."""
-    updated = [run for name, run in runs.items() if name in ("reference", "ddp") or name.startswith("preset-")]
-    proofs = [prove("update", run, lambda run: check_updates(run, config)) for run in updated]
-    proofs.append(prove("dropout", runs["dropout"], check_dropout))
-    return [proof for proof in proofs if proof is not None]
 
 
 def check_updates(run: WatchedRun, config: OptimConfig) -> Proof:
@@ -44,7 +35,7 @@ def check_updates(run: WatchedRun, config: OptimConfig) -> Proof:
             worst = max(worst, (wrong, f"{name} after step {step} is not what {kind} makes of its gradient"))
     clipping = f"clipped to {min(clips):.0%}" if min(clips) < 1 else "nothing to clip"
     title = f"{run.title}: {kind} written out, 2 steps, {len(decay)} tensors, {clipping}"
-    return within("update", title, *worst, UPDATE_TOLERANCE, "{}")
+    return within(title, *worst, UPDATE_TOLERANCE)
 
 
 def _difference(
@@ -61,35 +52,27 @@ def _difference(
     last_bits = 2 * np.spacing(np.maximum(np.abs(old), np.abs(new)).astype(np.float32))
     beyond = np.maximum(0, np.abs(new - old - change) - last_bits)
     pairs = [(beyond, change), *((found.get(name, 0) - state, state) for name, state in expected.items())]
-    differences = [float(np.linalg.norm(wrong)) / max(float(np.linalg.norm(right)), 1e-30) for wrong, right in pairs]
-    return max(math.inf if math.isnan(difference) else difference for difference in differences)
+    return max(relative(wrong, right) for wrong, right in pairs)
 
 
 def check_dropout(run: WatchedRun) -> Proof | None:
     """Check that no two ranks, micro-batches or steps drop the same elements; None if the model has no dropout."""
-    # What each rank and micro-batch drew in each step.
-    seen = load_list(run, "dropout")
+    seen = load_about(run, "trained")["dropout"]
     if all(probe["loss"] == probe["plain_loss"] for probe in seen):
         return None
-    drawn = {kind: {(p["rank"], p["micro_batch"], p["step"]): p[kind] for p in seen} for kind in ("loss", "mask")}
-    places = sorted({place[:2] for place in drawn["loss"]})
-
-    def of_place(place: tuple[int, int], kind: str) -> list[Any]:
-        return [drawn[kind][*place, step] for step in PROBED_STEPS]  # both steps: two losses may be equal by chance
-
-    def of_step(step: int, kind: str) -> list[Any]:
-        return [drawn[kind][*place, step] for place in places]
-
+    # What each rank and micro-batch drew, in both steps: two losses may be equal by chance.
+    drawn: list[dict[tuple[int, int], list[float | list[bool]]]] = [{}, {}]
+    for probe in sorted(seen, key=lambda probe: probe["step"]):
+        for of_kind, kind in zip(drawn, ("loss", "mask"), strict=True):
+            of_kind.setdefault((probe["rank"], probe["micro_batch"]), []).append(probe[kind])
     # Compare places with each other, then the steps.
-    equal = [
-        pair for pair in combinations(places, 2) if any(of_place(pair[0], kind) == of_place(pair[1], kind) for kind in drawn)
-    ]
-    first, second = PROBED_STEPS
-    is_step_repeated = any(of_step(first, kind) == of_step(second, kind) for kind in drawn)
-    num_ranks, num_micro_batches = (len({place[i] for place in places}) for i in (0, 1))
-    detail = f"steps {first} and {second} drop the same elements" if is_step_repeated else ""
+    places = sorted(drawn[0])
+    equal = [pair for pair in combinations(places, 2) if any(of_kind[pair[0]] == of_kind[pair[1]] for of_kind in drawn)]
+    detail = ""
+    if any(all(first == second for first, second in of_kind.values()) for of_kind in drawn):
+        detail = "steps {} and {} drop the same elements".format(*PROBED_STEPS)
     if equal:
         (one, two), *_ = equal
         detail = f"the same elements are dropped on rank {one[0]}, micro-batch {one[1]} and rank {two[0]}, micro-batch {two[1]}"
-    title = f"{run.title}: masks of {num_ranks} ranks, {num_micro_batches} micro-batches"
-    return exact("dropout", title, float(len(equal)), detail)
+    num_ranks, num_micro_batches = (len({place[i] for place in places}) for i in (0, 1))
+    return exact(f"{run.title}: masks of {num_ranks} ranks, {num_micro_batches} micro-batches", float(len(equal)), detail)

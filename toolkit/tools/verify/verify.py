@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import shutil
@@ -55,13 +54,11 @@ def verify(run_arguments: list[str], *, tolerance: float = DEFAULT_TOLERANCE, la
     print(one_line(f"{what}: {len(plans)} runs"), flush=True)
     runs = {run.plan.name: run for run in launch_all(box, plans, launch)}
 
-    # Compare what they left. These imports take seconds.
+    # Compare what they left. This import takes seconds.
     from toolkit.tools.verify.exports import check_exports
-    from toolkit.tools.verify.updates import check_all_updates
 
     expects_frozen = box.config.adapter.method != "none" or bool(box.config.model.freeze)
-    proofs = check_all(runs, tolerance, expects_frozen=expects_frozen)
-    proofs += check_all_updates(runs, box.config.optim)
+    proofs = check_all(runs, tolerance, box.config.optim, expects_frozen=expects_frozen)
     proofs += check_exports(runs["preset-0"], box.config)
     passed = all(proof.passed for proof in proofs)
     _show(proofs, box.output, passed)
@@ -181,7 +178,9 @@ def _show(proofs: list[Proof], output: Path, passed: bool) -> None:
     # Print it, and write it as Markdown and as JSON.
     print(escape_controls(f"\n{text}"))
     (output / "verify.md").write_text(f"```\n{text}\n```\n", encoding="utf-8")
-    about = {"passed": passed, "proofs": [_plain(dataclasses.asdict(proof)) for proof in proofs]}
+    # JSON cannot express infinities.
+    rows = [vars(proof) | {"difference": None if proof.difference == math.inf else proof.difference} for proof in proofs]
+    about = {"passed": passed, "proofs": rows}
     (output / "verify.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     if passed:
         shutil.rmtree(output / "runs")
@@ -202,8 +201,3 @@ def _cells(proof: Proof) -> tuple[str, ...]:
         return proof.check, proof.compared, "-", "-", state
     tolerance = "exact" if proof.tolerance == 0 else number(proof.tolerance)
     return proof.check, proof.compared, number(proof.difference), tolerance, state
-
-
-def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    """Replace infinities, which JSON cannot express, by None."""
-    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}

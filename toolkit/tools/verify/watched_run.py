@@ -1,6 +1,6 @@
 """Runs in each rank of `python -m toolkit verify`: the unchanged recipe, with its calls wrapped to record what they do.
 
-    accelerate launch --config_file PRESET.yaml -m toolkit.tools.verify.watched_run RECIPE.py FOLDER export|leave FLAG...
+    accelerate launch --config_file PRESET.yaml -m toolkit.tools.verify.watched_run RECIPE.py FOLDER FLAG...
 
 Rank 0 writes the records into FOLDER:
 
@@ -8,9 +8,7 @@ Rank 0 writes the records into FOLDER:
     gradients.*     in the first step, before clipping; late_gradients.*: in the second
     updated-1.*     after the first step
     saved-<step>.*  whenever a checkpoint is saved
-    dropout.json    losses of one row, with the dropout of each rank and micro-batch (`rank_probes`)
-    generated.json  prompts and generated texts (`rank_probes`)
-    trained.*       after the last step; then the run exports, or ends
+    trained.*       after the last step, with what `rank_probes` saw; then a run that generates exports, and others end
     failed-<rank>.json   the error that ended the rank, and the check that it fails
 
 `*.safetensors` holds unsharded tensors, `*.json` what each rank holds of them. torch's own full state dict gathers them, because
@@ -19,12 +17,14 @@ the toolkit's functions are what is being checked. Rank 0 takes everything into 
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import json
+import re
 import runpy
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,38 +41,37 @@ from toolkit.data.batch_plan import Step
 from toolkit.distributed.comm import gather_objects, rank, world_size
 from toolkit.errors import UserError
 from toolkit.launch.environment import launched_precision, set_unless_given
-from toolkit.models.freeze import aliases
+from toolkit.models.freeze import aliases, hash_tensor
 from toolkit.parallel.units import clean, local_tensor
 from toolkit.parallel.wrap import ShardedModel
-from toolkit.tools.verify import EXPORT
-from toolkit.tools.verify.rank_probes import watch_dropout, watch_generation
+from toolkit.tools.verify.rank_probes import Probes, watch_dropout, watch_generation
 from toolkit.tracking.step_log import StepFigures
 from toolkit.training import finetune, loop
 from toolkit.training import run as run_module
 from toolkit.training.run import Run, leave
 from toolkit.variables import given
 
-CHECK_OF_FUNCTION = {
-    ("toolkit.checkpoint.load", "load_checkpoint"): "save",
-    ("toolkit.training.parameter_checks", "check_gradients"): "gradients",
-    ("toolkit.training.parameter_checks", "check_moments"): "moved",
-    ("toolkit.training.parameter_checks", "check_moved"): "moved",
-    ("toolkit.training.parameter_checks", "check_frozen"): "frozen",
-}
-CHECK_OF_MODULE = {
+CHECK_OF = {
+    "toolkit.checkpoint.load.load_checkpoint": "save",
     "toolkit.checkpoint.save": "save",
     "toolkit.evaluation.loop": "evaluation",
     "toolkit.export.write": "export",
+    "toolkit.training.parameter_checks.check_gradients": "gradients",
+    "toolkit.training.parameter_checks.check_moments": "moved",
+    "toolkit.training.parameter_checks.check_moved": "moved",
+    "toolkit.training.parameter_checks.check_frozen": "frozen",
 }
-"""A run checks itself: the check that fails if an error comes from this function or module."""
+"""A run checks itself: the check that fails if an error comes from this module or function."""
+WEIGHT_DECAY = re.compile(r"param_groups\.(.*)\.weight_decay")
+"""A parameter's, in torch's state dict of an optimizer."""
 
 
 def main() -> None:
     """Run a recipe with all its flags, and record it."""
-    recipe, folder, end, *flags = sys.argv[1:]
+    recipe, folder, *flags = sys.argv[1:]
     if torch.cuda.is_available():
         take_exact_kernels()
-    watch(Path(folder), exports=end == EXPORT)
+    watch(Path(folder))
     sys.argv = [recipe, *flags]
     try:
         runpy.run_path(recipe, run_name="__main__")
@@ -94,18 +93,15 @@ def take_exact_kernels() -> None:
             getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
 
 
-def watch(folder: Path, *, exports: bool) -> None:
-    """Wrap the recorded calls, for the rest of this process.
-
-    Args:
-        exports: whether the recipe exports, which takes as long as a run of a few steps.
-    """
+def watch(folder: Path) -> None:
+    """Wrap the recorded calls, for the rest of this process. Only a run that generates exports: it takes as long as the steps."""
     # The original calls, and the probes of dropout and generation.
     resume, clip, save, finish = run_module.resume, loop.clip_gradients, CheckpointWriter.save, finetune.finish
     train_step = loop.train_step
     records = ["gradients", "late_gradients"]
-    masks = watch_dropout()
-    texts = watch_generation(masks)
+    probes = Probes()
+    watch_dropout(probes)
+    watch_generation(probes)
 
     # Each wrapper records before or after the original call.
     def resume_and_look(run: Run, saved: Checkpoint | None) -> None:
@@ -118,7 +114,7 @@ def watch(folder: Path, *, exports: bool) -> None:
         return clip(model, *rest)
 
     def step_and_look(run: Run, step: Step, *args: Any) -> StepFigures:
-        masks.run = run
+        probes.run = run
         figures = train_step(run, step, *args)
         if step.step == 1:
             _record(folder / "updated-1", run.sharded, run.optimizer)
@@ -129,12 +125,9 @@ def watch(folder: Path, *, exports: bool) -> None:
         return save(writer, state, wait=wait)
 
     def look_and_finish(run: Run) -> None:
-        _record(folder / "trained", run.sharded)
-        for name, seen in (("dropout", masks.seen), ("generated", texts)):
-            every = [item for part in gather_objects(seen) for item in part]
-            if rank() == 0 and every:
-                (folder / f"{name}.json").write_text(json.dumps(every), encoding="utf-8")
-        if exports:
+        dropout, generated = (sum(gather_objects(seen), []) for seen in (probes.dropout, probes.generated))
+        _record(folder / "trained", run.sharded, None, dropout=dropout, generated=generated)
+        if run.config.eval.generate:
             finish(run)
         else:
             leave(run.trackers)
@@ -147,8 +140,8 @@ def watch(folder: Path, *, exports: bool) -> None:
 def _note_failure(folder: Path, error: BaseException) -> None:
     """Write the error that ended the rank, with its time: peers may fail later because of it, with meaningless errors."""
     cause = error.__context__ if isinstance(error, SystemExit) and error.__context__ else error
-    frames = [(str(frame.f_globals.get("__name__")), frame.f_code.co_name) for frame, _ in traceback.walk_tb(cause.__traceback__)]
-    checks = (CHECK_OF_FUNCTION.get(frame) or CHECK_OF_MODULE.get(frame[0]) for frame in frames)
+    frames = [(frame.f_globals.get("__name__"), frame.f_code.co_name) for frame, _ in traceback.walk_tb(cause.__traceback__)]
+    checks = (CHECK_OF.get(f"{module}.{function}") or CHECK_OF.get(str(module)) for module, function in frames)
     text = " ".join(str(cause).split())
     reason = text if isinstance(cause, UserError) else f"{type(cause).__name__}: {text}"
     about = {"check": next(filter(None, checks), "run"), "reason": reason, "time_s": time.time()}
@@ -156,85 +149,62 @@ def _note_failure(folder: Path, error: BaseException) -> None:
     (folder / f"failed-{given('RANK') or 0}.json").write_text(json.dumps(about), encoding="utf-8")
 
 
-def _record(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer | None = None) -> None:
+def _record(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer | None = None, **more: Any) -> None:
     """Write unsharded parameters and moments (a hash for frozen parameters), and what each rank holds of them. Collective.
 
     Args:
         optimizer: None records parameters only.
+        more: is written beside.
     """
-    # Gather weights and moments on rank 0.
-    named = dict(sharded.skeleton.named_parameters())
-    weights = _on_rank_0(get_model_state_dict(sharded.model, options=_whole(sharded.model)))
+    # Gather weights and moments on rank 0's CPU only. FSDP1 on a CPU gathers on all ranks: its offload to the CPU segfaults.
+    model, named = sharded.model, dict(sharded.skeleton.named_parameters())
+    frozen = {name for name, p in named.items() if not p.requires_grad}
+    offloads = not (isinstance(model, FullyShardedDataParallel) and next(model.parameters()).device.type == "cpu")
+    gathers = world_size() > 1
+    options = StateDictOptions(full_state_dict=gathers, cpu_offload=gathers and offloads, flatten_optimizer_state_dict=True)
+    gathered: dict[str, Any] = get_model_state_dict(model, options=options)
+    weights = _on_cpu(gathered.items())
     assert rank() != 0 or weights.keys() >= named.keys(), f"not gathered: {sorted(named.keys() - weights.keys())}"
-    moments = {}
+    states: dict[str, Any] = {}
     if optimizer is not None and optimizer.state:  # without state, torch would take a step to create it
-        options = _whole(sharded.model, flatten_optimizer_state_dict=True)
-        state: dict[str, Any] = get_optimizer_state_dict(sharded.model, optimizer, options=options)
-        moments = _on_rank_0({name: t for name, t in state.items() if name.startswith("state.")})
+        states = get_optimizer_state_dict(model, optimizer, options=options)
 
     # What this rank holds, and how it is sharded.
+    here = [t for state in (optimizer.state.values() if optimizer else ()) for t in state.values()]
     local = {
-        "parameter_bytes": sum(local_tensor(p).nbytes for p in sharded.model.parameters()),
-        "moment_bytes": sum(
-            local_tensor(t).nbytes
-            for state in (optimizer.state.values() if optimizer is not None else ())
-            for t in state.values()
-            if isinstance(t, torch.Tensor) and t.dim()
-        ),
+        "parameter_bytes": sum(local_tensor(p).nbytes for p in model.parameters()),
+        "moment_bytes": sum(local_tensor(t).nbytes for t in here if isinstance(t, torch.Tensor) and t.dim()),
     }
     about = {
         "ranks": gather_objects(local),
-        "placements": sorted({str(p.placements) for p in sharded.model.parameters() if isinstance(p, DTensor)}),
-        "weight_decay": _weight_decay(sharded.model, optimizer),
+        "placements": sorted({str(p.placements) for p in model.parameters() if isinstance(p, DTensor)}),
+        "weight_decay": {match[1]: decay for name, decay in states.items() if (match := WEIGHT_DECAY.fullmatch(clean(name)))},
         "parameters": {
             name: {"shape": list(p.shape), "itemsize": p.element_size(), "is_trainable": p.requires_grad}
             for name, p in named.items()
         },
         "ties": _ties(sharded),
         "has_relu": any(isinstance(module, torch.nn.ReLU) for module in sharded.skeleton.modules()),
-        "frozen": {name: hash_tensor(t) for name, t in weights.items() if name in named and not named[name].requires_grad},
+        "frozen": {name: hash_tensor(t, t.dtype) for name, t in weights.items() if name in frozen},
     }
-    trained = {f"model.{name}": t for name, t in weights.items() if name in named and named[name].requires_grad}
-    _save(path, trained | {f"optimizer.{name}": t for name, t in moments.items()}, about)
-
-
-def _weight_decay(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, float]:
-    """Weight decay of each trainable parameter, by clean name."""
-    groups = optimizer.param_groups if optimizer is not None else []
-    decay = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
-    named = {clean(name).removeprefix("module."): id(parameter) for name, parameter in model.named_parameters()}
-    return {name: decay[parameter] for name, parameter in named.items() if parameter in decay}
-
-
-def _whole(model: torch.nn.Module, *, flatten_optimizer_state_dict: bool = False) -> StateDictOptions:
-    """Options to gather on rank 0's CPU only. FSDP1 on a CPU gathers on all ranks: its offload to the CPU segfaults."""
-    gathers = world_size() > 1
-    offloads = gathers and not (isinstance(model, FullyShardedDataParallel) and next(model.parameters()).device.type == "cpu")
-    return StateDictOptions(
-        full_state_dict=gathers, cpu_offload=offloads, flatten_optimizer_state_dict=flatten_optimizer_state_dict
-    )
-
-
-def _on_rank_0(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    if rank() != 0:
-        return {}
-    return {clean(name): t.detach().to("cpu", copy=True).contiguous() for name, t in state.items()}
+    trained = {f"model.{name}": t for name, t in weights.items() if name in named and name not in frozen}
+    kept = _on_cpu((f"optimizer.{name}", t) for name, t in states.items() if name.startswith("state."))
+    _save(path, trained | kept, about | more)
 
 
 def _whole_gradients(model: Any) -> dict[str, torch.Tensor]:
     """Unsharded gradients of trainables, by clean name. Collective."""
-
-    def whole(gradient: torch.Tensor) -> torch.Tensor:
-        return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).detach().to("cpu", copy=True).contiguous()
-
-    def of_parameters() -> dict[str, torch.Tensor]:
-        named = {clean(name).removeprefix("module."): p for name, p in model.named_parameters()}
-        return {name: whole(p.grad) for name, p in named.items() if p.requires_grad and p.grad is not None}
-
+    gathered: Any = contextlib.nullcontext()
     if isinstance(model, FullyShardedDataParallel):
-        with FullyShardedDataParallel.summon_full_params(model, with_grads=True, writeback=False):
-            return of_parameters()
-    return of_parameters()
+        gathered = FullyShardedDataParallel.summon_full_params(model, with_grads=True, writeback=False)
+    with gathered:
+        return _on_cpu((name, p.grad) for name, p in model.named_parameters() if p.requires_grad and p.grad is not None)
+
+
+def _on_cpu(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Unsharded copies on the CPU, by clean name. Collective, where they are sharded."""
+    whole = ((name, t.full_tensor() if isinstance(t, DTensor) else t) for name, t in named)
+    return {clean(name).removeprefix("module."): t.detach().to("cpu", copy=True).contiguous() for name, t in whole}
 
 
 def _ties(sharded: ShardedModel) -> dict[str, list[list[str]]]:
@@ -248,13 +218,6 @@ def _ties(sharded: ShardedModel) -> dict[str, list[list[str]]]:
             here[name.replace(".modules_to_save.default.", ".").replace(".base_layer.", ".")] = id(parameter)
     tied = [names for names in aliases(plain).values() if len(names) > 1]
     return {"tied": tied, "broken": [names for names in tied if len({here.get(name, name) for name in names}) > 1]}
-
-
-def hash_tensor(tensor: torch.Tensor) -> str:
-    """sha256 of dtype, shape and bytes of a tensor on the CPU."""
-    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _save(path: Path, tensors: dict[str, torch.Tensor], about: dict[str, Any] | None = None) -> None:

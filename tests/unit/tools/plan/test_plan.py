@@ -394,19 +394,19 @@ def _allocated_peak(model: torch.nn.Module, batch: dict[str, torch.Tensor], dtyp
 
 def test_ddp_holds_whole_gradients_in_its_buckets() -> None:
     planned = plan(LLAMA, "ddp", 4, *UNPACKED)
-    assert planned.device[SHARDED_PARAMETERS] == pytest.approx(NUM_PARAMETERS * 4, rel=0.001)
-    assert planned.device[GRADIENTS] == NUM_PARAMETERS * 4
-    assert planned.device[OPTIMIZER] == NUM_PARAMETERS * 8
-    assert planned.moved["all-reduce"] == pytest.approx(2 * NUM_PARAMETERS * 4 * 3 / 4, rel=1e-6)
+    assert planned.device_bytes[SHARDED_PARAMETERS] == pytest.approx(NUM_PARAMETERS * 4, rel=0.001)
+    assert planned.device_bytes[GRADIENTS] == NUM_PARAMETERS * 4
+    assert planned.device_bytes[OPTIMIZER] == NUM_PARAMETERS * 8
+    assert planned.moved_bytes["all-reduce"] == pytest.approx(2 * NUM_PARAMETERS * 4 * 3 / 4, rel=1e-6)
     assert any("derived" in note for note in planned.notes)
     alone = plan(LLAMA, "single", 1, *UNPACKED)
     assert alone.total < planned.total <= alone.total + NUM_PARAMETERS * 4  # there, gradients come during the backward
-    assert sum(alone.moved.values()) == 0
+    assert sum(alone.moved_bytes.values()) == 0
 
 
 def test_fsdp1_s_flat_gradient_covers_the_frozen_base_and_is_said_to_be_derived() -> None:
     planned = plan(LLAMA, "fsdp1_full_shard", 4, *UNPACKED, *LORA)
-    assert planned.device[SHARDED_PARAMETERS] == pytest.approx((NUM_PARAMETERS + NUM_LORA) * 4 / 4, rel=0.01)  # fp32 base
+    assert planned.device_bytes[SHARDED_PARAMETERS] == pytest.approx((NUM_PARAMETERS + NUM_LORA) * 4 / 4, rel=0.01)  # fp32 base
     traced = trace(LLAMA, with_(kind="fsdp1"), (*UNPACKED, *LORA))
     assert traced.peaks[-1][GRADIENTS] == pytest.approx(LAYERS * BLOCK * 4 / 4 + NUM_LORA * 4 / 4, rel=0.01)
     assert any("derived" in note for note in planned.notes)
@@ -414,20 +414,20 @@ def test_fsdp1_s_flat_gradient_covers_the_frozen_base_and_is_said_to_be_derived(
 
 def test_offloaded_shards_are_the_host_s() -> None:
     planned = plan(LLAMA, "fsdp2_offload", 4, *UNPACKED)
-    assert planned.device[SHARDED_PARAMETERS] == planned.device[GRADIENTS] == planned.device[OPTIMIZER] == 0
-    assert planned.device[UNSHARDED] > 0
-    assert planned.host["offloaded shards"] == pytest.approx(NUM_PARAMETERS * 16 / 4, rel=0.001)
+    assert planned.device_bytes[SHARDED_PARAMETERS] == planned.device_bytes[GRADIENTS] == planned.device_bytes[OPTIMIZER] == 0
+    assert planned.device_bytes[UNSHARDED] > 0
+    assert planned.host_bytes["offloaded shards"] == pytest.approx(NUM_PARAMETERS * 16 / 4, rel=0.001)
 
 
 def test_fsdp2_alone_loads_a_model_piece_by_piece() -> None:
-    assert plan(LLAMA, "fsdp2_full_shard", 4, *UNPACKED).host["while loading"] == 2 * PIECE_BYTES
+    assert plan(LLAMA, "fsdp2_full_shard", 4, *UNPACKED).host_bytes["while loading"] == 2 * PIECE_BYTES
     for preset, flags in (("fsdp2_full_shard", ["--model.from_scratch=true"]), ("ddp", []), ("fsdp1_full_shard", [])):
-        assert plan(LLAMA, preset, 4, *UNPACKED, *flags).host["while loading"] == NUM_PARAMETERS * 4
+        assert plan(LLAMA, preset, 4, *UNPACKED, *flags).host_bytes["while loading"] == NUM_PARAMETERS * 4
 
 
 def test_float8_is_planned_as_bf16_and_says_so() -> None:
     float8, bf16 = (plan(LLAMA, preset, 4, *UNPACKED) for preset in ("fsdp2_fp8", "fsdp2_compile"))
-    assert float8.device == bf16.device
+    assert float8.device_bytes == bf16.device_bytes
     assert [note for note in float8.notes if note not in bf16.notes] == [
         "float8: planned as bf16; the weights of converted Linears are gathered in half the bytes"
     ]
@@ -437,8 +437,8 @@ def test_hybrid_shards_are_reduced_over_the_replicas_too(edited: Any) -> None:
     preset = edited("fsdp2_hsdp", "dp_shard_size: 8", "dp_shard_size: 4")
     preset.write_text(preset.read_text().replace("num_processes: 16", "num_processes: 8"))
     planned = plan(LLAMA, preset, 8, *UNPACKED)
-    assert planned.device[SHARDED_PARAMETERS] == pytest.approx(NUM_PARAMETERS, rel=0.005)
-    assert planned.moved["all-reduce"] == pytest.approx(2 * NUM_PARAMETERS * 4 / 4 / 2, rel=0.01)
+    assert planned.device_bytes[SHARDED_PARAMETERS] == pytest.approx(NUM_PARAMETERS, rel=0.005)
+    assert planned.moved_bytes["all-reduce"] == pytest.approx(2 * NUM_PARAMETERS * 4 / 4 / 2, rel=0.01)
     with pytest.raises(UserError, match=r"dp_replicate_size 2 x dp_shard_size 4 = 8 ranks"):
         load_strategy(preset, 6)
 
@@ -446,9 +446,9 @@ def test_hybrid_shards_are_reduced_over_the_replicas_too(edited: Any) -> None:
 def test_size_based_wrap_and_the_dynamo_section_are_taken_as_the_launcher_takes_them(edited: Any) -> None:
     preset = edited("fsdp2_full_shard", "TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP")
     assert load_strategy(preset, 4).min_num_parameters == 10**8  # of the launcher, where the file has none
-    assert [unit.name for unit in plan(LLAMA, preset, 4, *UNPACKED).units] == [""]
+    assert [unit["unit"] for unit in plan(LLAMA, preset, 4, *UNPACKED).units] == ["LlamaForCausalLM (the rest)"]
     preset = edited("fsdp2_full_shard", "TRANSFORMER_BASED_WRAP", f"SIZE_BASED_WRAP\n  fsdp_min_num_params: {BLOCK}")
-    assert len(plan(LLAMA, preset, 4, *UNPACKED).units) > LAYERS
+    assert sum(unit["count"] for unit in plan(LLAMA, preset, 4, *UNPACKED).units) > LAYERS
     assert load_strategy(PRESETS / "fsdp2_compile.yaml", 4).is_compiled
     preset = edited("fsdp2_full_shard", "fsdp_config:", "dynamo_config:\n  dynamo_backend: 'NO'\nfsdp_config:")
     assert not load_strategy(preset, 4).is_compiled
@@ -485,14 +485,14 @@ def test_units_and_ties_are_listed_and_json_has_all() -> None:
     planned = plan(LLAMA | {"tie_word_embeddings": True}, "fsdp2_full_shard", 4, *UNPACKED)
     described = json.loads(json.dumps(plan_as_dict(planned)))
     assert [unit["count"] for unit in described["units"]] == [LAYERS, 1]
-    assert described["units"][0]["parameters"] == BLOCK
+    assert described["units"][0]["num_parameters"] == BLOCK
     assert described["tied"] == [["model.embed_tokens.weight", "lm_head.weight"]]
     assert described["checkpoint_bytes"] == {
         "trainable parameters": (NUM_PARAMETERS - VOCAB * HIDDEN) * 4,
         OPTIMIZER: (NUM_PARAMETERS - VOCAB * HIDDEN) * 8,
     }
     assert described["device_bytes_total"] == sum(described["device_bytes"].values()) == planned.total
-    assert min(planned.device.values()) >= 0
+    assert min(planned.device_bytes.values()) >= 0
 
 
 def test_bad_input_is_reported_in_a_sentence(edited: Any) -> None:

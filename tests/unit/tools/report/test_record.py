@@ -9,8 +9,9 @@ from datasets import Dataset
 
 from toolkit.data.collate import CausalCollator
 from toolkit.evaluation.rows import EvaluationRows, even_places
+from toolkit.tools.plan.units import describe_units
 from toolkit.tools.preview.summary import _sources
-from toolkit.tools.report.record import MOST_PREDICTIONS, _describe_units
+from toolkit.tools.report.record import MOST_PREDICTIONS
 
 
 def test_equal_units_share_a_line_with_the_bytes_of_all() -> None:
@@ -20,7 +21,7 @@ def test_equal_units_share_a_line_with_the_bytes_of_all() -> None:
 
     units = [unit("Block", "0", 0, 4), unit("Block", "1", 10, 5), unit("Block", "2", 10, 6), unit("Model", "", 10, 7)]
     names = ("unit", "count", "num_trainable", "bytes_on_rank_0")
-    assert [tuple(line[name] for name in names) for line in _describe_units(units)] == [
+    assert [tuple(line[name] for name in names) for line in describe_units(units)] == [
         ("Block 0", 1, 0, 4),
         ("Block", 2, 10, 11),
         ("Model (the rest)", 1, 10, 7),

@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.support.launch import REPOSITORY
+from toolkit.config.schema import OptimConfig
 from toolkit.errors import UserError
 from toolkit.files.json_lines import load_json_lines
 from toolkit.tools.main import main
@@ -47,6 +48,7 @@ def watched(folder: Path, name: str, mapping: dict[str, Any] = FSDP, **about: An
             "ties": ties,
             "frozen": {"d": "0"},
             "has_relu": False,
+            "dropout": [],
         }
         (run.records / f"{record}.json").write_text(json.dumps(known | about))
     return run
@@ -81,7 +83,7 @@ def test_a_loss_may_differ_by_the_tolerance(tmp_path: Path, loss: float | None, 
     one, two = watched(tmp_path, "one"), watched(tmp_path, "two")
     change_line(two, 2, loss=loss)
     proof = checks.compare_losses(one, two, 1e-5)
-    assert (proof.passed, proof.detail) == (passed, "" if passed else "that of step 2")
+    assert (proof.passed, proof.detail) == (passed, "" if passed else "largest in loss of step 2")
 
 
 def test_figures_that_are_finite_on_no_side_prove_nothing(tmp_path: Path) -> None:
@@ -108,7 +110,7 @@ def test_a_relu_may_open_in_one_run_only(tmp_path: Path) -> None:
     proof = checks.compare_gradients(one, two, 1e-5)
     assert proof.passed and proof.compared.endswith("(with ReLU)") and proof.tolerance == 0.01
     change_line(two, 2, grad_norm=1.02)
-    assert checks.compare_gradients(one, two, 1e-5).detail == "largest in the norm of step 2"
+    assert checks.compare_gradients(one, two, 1e-5).detail == "largest in grad_norm of step 2"
 
 
 def test_bf16_is_compared_with_fp32_to_its_own_tolerance(tmp_path: Path) -> None:
@@ -213,7 +215,7 @@ def test_a_run_that_ended_early_fails_its_check_and_the_rest_is_not_reached(tmp_
         (runs["preset-0"].records / left).unlink()
     for left in runs["resharded"].folder.iterdir():
         left.unlink()
-    proofs = checks.check_all(runs, 1e-5, expects_frozen=True)
+    proofs = checks.check_all(runs, 1e-5, OptimConfig(), expects_frozen=True)
     of_preset = {proof.check: proof for proof in proofs if proof.compared == "preset-0"}
     assert (of_preset["save"].is_reached, of_preset["save"].detail) == (True, "disk full")
     assert not of_preset["moved"].is_reached and not of_preset["frozen"].is_reached
@@ -225,7 +227,7 @@ def test_a_tie_that_a_load_breaks_is_named(tmp_path: Path) -> None:
     names = ("reference", "ddp", "preset-0", "resharded", "dropout", "resumed")
     broken = {"resumed": {"tied": [["a", "c"]], "broken": [["a", "c"]]}}
     runs = {name: watched(tmp_path, name, **({"ties": broken[name]} if name in broken else {})) for name in names}
-    proofs = checks.check_all(runs, 1e-5, expects_frozen=True)
+    proofs = checks.check_all(runs, 1e-5, OptimConfig(), expects_frozen=True)
     assert [proof.compared for proof in proofs if proof.check == "ties" and not proof.passed] == [
         "resumed: 2 names in 1 group(s)"
     ]
@@ -235,9 +237,8 @@ def test_a_run_that_ended_well_but_left_nothing_fails(tmp_path: Path) -> None:
     names = ("reference", "ddp", "preset-0", "resharded", "dropout", "resumed")
     runs = {name: watched(tmp_path, name) for name in names}
     (runs["preset-0"].records / "gradients.safetensors").unlink()
-    gradients = {
-        proof.compared: proof for proof in checks.check_all(runs, 1e-5, expects_frozen=True) if proof.check == "gradients"
-    }
+    proofs = checks.check_all(runs, 1e-5, OptimConfig(), expects_frozen=True)
+    gradients = {proof.compared: proof for proof in proofs if proof.check == "gradients"}
     assert gradients["preset-0"].is_reached and not gradients["preset-0"].passed
 
 
