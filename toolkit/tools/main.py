@@ -7,7 +7,7 @@ export RUN_FOLDER         write any checkpoint of a run as a Hugging Face folder
 generate MODEL_OR_RUN …   write summaries or answers with a trained model
 plan --model M …          predict the memory that each rank of a run needs, and whether it fits; exits 1 if it does not
 preview --config RUN.yaml  show rows, tokens, packs and lengths as the run will take them
-report RUN_FOLDER...      write a page that shows a run, or several beside each other; --text prints one table
+report RUN_FOLDER...      write a page that shows a run, or several beside each other; --text prints its tables
 verify --model M …        prove by short runs on this machine what a run relies on; exits 1 if a check fails
 """
 
@@ -185,7 +185,7 @@ def _add_preview(jobs: Any) -> None:
 
 
 def _add_report(jobs: Any) -> None:
-    about = "write a page that shows a run, or several beside each other; --text prints one table"
+    about = "write a page that shows a run, or several beside each other; --text prints its tables"
     report = _add_parser(jobs, "report", _report, help=about)
     report.add_argument("run_folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="runs' folders, as in runs/t5_docstrings")
     report.add_argument(

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import shlex
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from toolkit.errors import UserError, escape_controls, one_line
 from toolkit.launch.accelerate_yaml import SECTIONS, check_accelerate_yaml
 from toolkit.tools.compare.picture import draw_comparison
 from toolkit.tools.compare.table import Outcome, as_json, common_changes, find_reference, format_comparison, read_figures
-from toolkit.tools.relaunch import adapt_preset, find_preset, launch, reason_of_failure, save_preset
+from toolkit.tools.relaunch import adapt_preset, checked_preset, find_preset, launch, reason_of_failure, save_preset
 
 logger = logging.getLogger("toolkit")
 
@@ -92,13 +91,7 @@ def load_preset(preset: str) -> dict[str, Any]:
         # Not parsed as YAML, which reads `no` as false.
         parsed: Any = int(value) if value.isdecimal() else {"true": True, "false": False}.get(value, value)
         mapping = mapping | ({section: {**(mapping.get(section) or {}), key: parsed}} if section else {key: parsed})
-    if changes:
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                save_preset(mapping, path := Path(folder, "changed.yaml"))
-            except UserError as error:
-                raise UserError(f"--presets {preset}: {str(error).removeprefix(f'{path}: ')}") from None
-    return mapping
+    return checked_preset(mapping, f"--presets {preset}") if changes else mapping
 
 
 def _check(presets: Sequence[str], conditions: Conditions, output: Path) -> None:

@@ -4,48 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.resources import files
-from typing import Any
+
+from markupsafe import Markup
 
 from toolkit.tools.preview.row import Span, build_spans
-from toolkit.tools.preview.wording import NAMES, Bar, Legend, Preview, RowText, Tokens, list_parts
-from toolkit.tools.report.elements import begin_page, element, escaped
-from toolkit.tools.report.rows import render
+from toolkit.tools.preview.wording import NAMES, Preview, Tokens, list_parts
+from toolkit.tools.report.parts import load_template
 
 TOKENS_OF_A_BLOCK = 2000
 """A browser's time to lay out a block grows with the square of its elements: a megabyte in one block did not open in 30 s."""
 
 
 def render_page(preview: Preview) -> str:
-    """The page. Every text goes through `escaped`, which leaves nothing that HTML or a terminal would interpret."""
+    """The page. The template escapes every text, and leaves nothing that HTML or a terminal would interpret."""
     style = files(__package__).joinpath("page.css").read_text(encoding="utf-8")
-    head = begin_page(preview.title, style, "default-src 'none'; style-src 'unsafe-inline'")
-    return f"{head}{render(list_parts(preview, has_remarks=True), _draw)}</body>\n</html>\n"
+    template = load_template(NAMES=NAMES, blocks=_blocks)
+    body = template.flow(list_parts(preview, has_remarks=True))
+    return str(template.page(preview.title, Markup(style), "default-src 'none'; style-src 'unsafe-inline'", body))
 
 
-def _draw(part: Any) -> str:
-    """The HTML of a part that only a preview has."""
-    match part:
-        case Legend(kinds):
-            keys = [f'<span class="key {kind}">{NAMES[kind]}</span>' for kind in kinds]
-            return f"<p>{''.join(keys)}</p>\n"
-        case Bar(pack, longest, label):
-            total = sum(num for _, num in pack.parts)
-            parts = []
-            for place, (kind, num) in enumerate(pack.parts):
-                begins = " begins" * (place in pack.begins[1:])
-                parts.append(f'<i class="{kind}{begins}" style="flex-grow:{num}" title="{num:,} {NAMES[kind]}"></i>')
-            bar = f'<div class=pack style="width:{100 * total / longest:.2f}%">{"".join(parts)}</div>'
-            return f"<div class=line><div>{bar}</div>{element('div', label, 'quiet')}</div>\n"
-        case RowText(text):
-            return f"<div class=text dir=auto>{escaped(text)}</div>\n"  # its own letters decide its direction
-        case Tokens(spans):
-            return f"<div class=tokens dir=auto>{''.join(_show_blocks(spans))}</div>\n"
-    return str(part.html())
-
-
-def _show_blocks(spans: list[Span]) -> Iterator[str]:
-    pairs = [(kind, f"<i>{escaped(token)}</i>".replace("\n", "⏎\n")) for kind, tokens in spans for token in tokens]
+def _blocks(part: Tokens) -> Iterator[list[Span]]:
+    pairs = [(kind, token) for kind, tokens in part.spans for token in tokens]
     for first in range(0, len(pairs), TOKENS_OF_A_BLOCK):
-        block = build_spans(pairs[first : first + TOKENS_OF_A_BLOCK])
-        shown = [f"<span class={kind}>{''.join(tokens)}</span>" for kind, tokens in block]
-        yield f"<span class=part>{''.join(shown)}</span>"
+        yield build_spans(pairs[first : first + TOKENS_OF_A_BLOCK])

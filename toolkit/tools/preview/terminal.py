@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import align, visible
 from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, PADDING
 from toolkit.tools.preview.wording import NAMES, Bar, Legend, Preview, RowText, Tokens, list_parts
-from toolkit.tools.report.rows import Heading, Histogram, Lines, Table
+from toolkit.tools.report.parts import Heading, Histogram, Lines, Table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,7 +55,7 @@ class _Lines:
             case Histogram(bins):
                 width, most = max(len(label) for label, _ in bins), max(count for _, count in bins)
                 for label, count in bins:
-                    yield self._text(f"  {label:>{width}}  {'█' * -(-BAR_WIDTH * count // most)} {count:,}")
+                    yield self._text(f"  {label:>{width}}  {'█' * math.ceil(BAR_WIDTH * count / most)} {count:,}")
             case Legend(kinds, True):
                 yield self._text(f"  {', '.join(f'{BARS[kind]} {NAMES[kind]}' for kind in kinds)}")
             case Legend(kinds):

@@ -11,7 +11,7 @@ import numpy as np
 
 from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, PADDING, RowView, Side, Span, build_spans
 from toolkit.tools.preview.step import Pack, StepView
-from toolkit.tools.report.rows import Heading, Lines, describe_data, percent
+from toolkit.tools.report.parts import Heading, Lines, describe_data, percent
 
 NAMES = {LOSS: "counts in the loss", CONTEXT: "context", PADDING: "padding", LOST: "cut off"}
 MOST_CHARACTERS, MOST_TOKENS = 1200, 240
@@ -35,7 +35,7 @@ class Preview:
     rows: list[RowView]
 
 
-# Parts that only a preview has; see `report.rows` for the others.
+# Parts that only a preview has; see `report.parts` for the others.
 
 
 class Legend(NamedTuple):

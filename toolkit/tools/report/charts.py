@@ -11,6 +11,7 @@ import numpy as np
 
 from toolkit.evaluation.rows import even_places
 from toolkit.tools.report.facts import RunFacts, group_alike
+from toolkit.tools.report.parts import Table
 from toolkit.tracking.metrics_log import speed_unit
 
 NUM_BUCKETS = 500
@@ -64,6 +65,12 @@ class Chart:
             for curve in self.curves
         ]
         return f"{self.title} ({self.unit}). {'; '.join(parts)}."
+
+    def tables(self) -> list[Table]:
+        """Its figures: a table for each curve, and one of the marks."""
+        curves = [Table([("step", self.unit), *table_rows(curve)], caption=curve.label) for curve in self.curves]
+        marks = [(MARKS[kind][0], ", ".join(f"{step:,}" for step in steps)) for kind, steps in self.marks]
+        return [*curves, Table([("mark", "after steps"), *marks], left=(0, 1))]
 
 
 def list_charts(runs: Sequence[RunFacts]) -> list[Chart]:

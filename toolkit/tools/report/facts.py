@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +15,16 @@ from toolkit.evaluation.generate import BASELINE
 from toolkit.evaluation.rows import even_places
 from toolkit.files.json_lines import load_json_lines
 from toolkit.tools.entries import Entry, read_entries
-from toolkit.tools.report.memory_plan import load_plan
 from toolkit.tools.report.record import MOST_PREDICTIONS, RECORD_FILE
 from toolkit.tracking.memory import MEMORY_FILE
 from toolkit.tracking.metrics_log import load_metrics
 
 T = TypeVar("T")
 
+PLAN_FILE = "memory_plan.json"
+"""What `report --text` has planned for the run."""
+PLANNED_FOR = ("num_processes", "micro_batch_size_rows", "row_tokens")
+"""Values of memory.json that a plan holds for; it has them too."""
 NOT_AS_WRITTEN = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
 """What reading values of a file raises that is no longer, or not yet, what a run writes."""
 _NOT_METRICS = ("step", "num_rows", "rows_per_s")
@@ -45,7 +49,7 @@ class RunFacts:
     memory: dict[str, Any] = field(default_factory=dict)
     """Of memory.json."""
     planned_bytes: int | None = None
-    """Planned for one rank, if a plan was made."""
+    """Planned for one rank, if a plan was made for its processes and largest micro-batch."""
     record: dict[str, Any] = field(default_factory=dict)
     """Of record.json."""
     missing: dict[str, str] = field(default_factory=dict)
@@ -65,6 +69,11 @@ class RunFacts:
         """Evaluations that were measured as the last one was."""
         evaluations = self.evaluations
         return [line for line in evaluations if line.get("measured_on") == evaluations[-1].get("measured_on")]
+
+    @property
+    def ends(self) -> list[dict[str, Any]]:
+        """The first and the last of these; or the only one."""
+        return self.comparable[:1] + self.comparable[1:][-1:]
 
     @property
     def baselines(self) -> dict[str, dict[str, float]]:
@@ -176,7 +185,9 @@ def _read_run(folder: Path, name: str) -> RunFacts:
     )
     facts.memory = read("memory", MEMORY_FILE, _load_memory, {}, "the memory of the ranks is not known, or not yet")
     facts.record = read("record", RECORD_FILE, _load_mapping, {}, "versions, command, sources and shard units are not known")
-    facts.planned_bytes = load_plan(folder, facts.memory)
+    command = shlex.join(["python", "-m", "toolkit", "report", "--text", str(folder)])
+    none = f"there is no memory plan; this makes one, for the next report: {command}"
+    facts.planned_bytes = read("plan", PLAN_FILE, lambda path: _load_plan(path, facts.memory), None, none)
     return facts
 
 
@@ -217,6 +228,13 @@ def _load_memory(path: Path) -> dict[str, Any]:
         if not all(map(is_number, memory[name])):
             raise ValueError(f"{name} is not a list of numbers")
     return memory
+
+
+def _load_plan(path: Path, memory: dict[str, Any]) -> int | None:
+    plan = _load_mapping(path)
+    if any(plan[key] != memory[key] for key in PLANNED_FOR):
+        raise ValueError("it is of other processes or micro-batches")
+    return int(plan["device_bytes_total"])
 
 
 def _load_config(path: Path) -> dict[str, Any]:
