@@ -208,8 +208,9 @@ def _color(run: RunFacts) -> str:
 
 
 def _marks(run: RunFacts) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    steps_of = {kind: steps for kind in MARKS if (steps := run.steps_of(kind))}
-    return tuple((kind, tuple(steps[i] for i in even_places(len(steps), MOST_MARKS))) for kind, steps in steps_of.items())
+    steps_of = {kind: sorted({line["step"] for line in run.lines if line["kind"] == kind}) for kind in MARKS}
+    shown = ((kind, tuple(steps[i] for i in even_places(len(steps), MOST_MARKS))) for kind, steps in steps_of.items())
+    return tuple((kind, steps) for kind, steps in shown if steps)
 
 
 def means(curve: Curve) -> tuple[list[int], list[float]]:

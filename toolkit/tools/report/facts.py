@@ -100,10 +100,6 @@ class RunFacts:
         points = sorted((line["step"], line[name]) for line in lines if is_number(line.get(name)))
         return [step for step, _ in points], [value for _, value in points]
 
-    def steps_of(self, kind: str) -> list[int]:
-        """Steps of the lines of a kind."""
-        return sorted({line["step"] for line in self.lines if line["kind"] == kind})
-
     def best_evaluation(self) -> tuple[str, float, int] | None:
         """`eval.best_metric`, its best value so far, and the step that had it first; None before the first one that counts.
 

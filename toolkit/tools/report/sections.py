@@ -176,23 +176,24 @@ def describe_commands(runs: Sequence[RunFacts]) -> Iterator[Any]:
     head = ["", *(run.name if len(runs) > 1 else "version" for run in runs)]
     yield Table([head, *([name, *(str(of.get(name, "–")) for of in versions)] for name in names)], left=range(1 + len(runs)))
     for run in runs:
-        yield from (Command(run.prefix + what, command) for what, command in _list_commands(run))
+        yield from _list_commands(run)
 
 
-def _list_commands(run: RunFacts) -> Iterator[tuple[str, str]]:
-    command = run.record.get("command")
-    if command:
-        yield "Resume, or complete what is missing:", str(command)
+def _list_commands(run: RunFacts) -> Iterator[Command]:
+    def command(what: str, *words: str) -> Command:
+        return Command(run.prefix + what, shlex.join(["python", "-m", "toolkit", *words]))
+
+    folder = str(run.folder)
+    if resumes := run.record.get("command"):
+        yield Command(f"{run.prefix}Resume, or complete what is missing:", str(resumes))
     if (run.folder / "export" / "generation_config.json").exists():
-        program = ["python", "-m", "toolkit", "generate", str(run.folder), "--file", "FILE.csv", "--output", "OUT.jsonl"]
-        yield "Generate texts with the exported model:", shlex.join(program)
-    valid = [checkpoint.step for checkpoint in run.checkpoints if checkpoint.valid]
-    if valid:
+        texts = ("--file", "FILE.csv", "--output", "OUT.jsonl")
+        yield command("Generate texts with the exported model:", "generate", folder, *texts)
+    if valid := [checkpoint.step for checkpoint in run.checkpoints if checkpoint.valid]:
         best = run.best_evaluation()
         step = best[2] if best is not None and best[2] in valid else valid[-1]
-        program = ["python", "-m", "toolkit", "export", str(run.folder), "--checkpoint", str(step)]
-        yield "Export the best checkpoint that is kept, or another:", shlex.join(program)
-    yield "This report again:", shlex.join(["python", "-m", "toolkit", "report", str(run.folder)])
+        yield command("Export the best checkpoint that is kept, or another:", "export", folder, "--checkpoint", str(step))
+    yield command("This report again:", "report", folder)
 
 
 def _number(value: Any, num_digits: int = 2) -> str:
