@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from toolkit.errors import UserError
 from toolkit.evaluation.generate import BASELINE
@@ -18,8 +18,6 @@ from toolkit.tools.entries import Entry, read_entries
 from toolkit.tools.report.record import MOST_PREDICTIONS, RECORD_FILE
 from toolkit.tracking.memory import MEMORY_FILE
 from toolkit.tracking.metrics_log import load_metrics
-
-T = TypeVar("T")
 
 PLAN_FILE = "memory_plan.json"
 """What `report --text` has planned for the run."""
@@ -162,7 +160,7 @@ def _read_run(folder: Path, name: str) -> RunFacts:
         )
     facts = RunFacts(folder, name)
 
-    def read(section: str, name: str, reader: Callable[[Path], T], default: T, consequence: str) -> T:
+    def read(section: str, name: str, reader: Callable[[Path], Any], default: Any, consequence: str) -> Any:
         path = folder / name
         if not path.exists():
             facts.missing[section] = f"{name} is not in the folder: {consequence}"
@@ -204,15 +202,12 @@ def name_step(step: int) -> str:
 
 def lines_of_steps(lines: list[Any]) -> list[dict[str, Any]]:
     """The lines that have a kind and a step; others were added or changed by hand."""
-
-    def is_step(value: Any) -> bool:
-        return type(value) is int and 0 <= value <= _LAST_STEP
-
-    return [line for line in lines if isinstance(line, dict) and is_step(line.get("step")) and isinstance(line.get("kind"), str)]
+    named = [line for line in lines if isinstance(line, dict) and isinstance(line.get("kind"), str)]
+    return [line for line in named if type(line.get("step")) is int and 0 <= line["step"] <= _LAST_STEP]
 
 
-def _load_mapping(path: Path) -> dict[str, Any]:
-    value = json.loads(path.read_text(encoding="utf-8"))
+def _load_mapping(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:
+    value = parse(path.read_text(encoding="utf-8"))
     if not isinstance(value, dict):
         raise ValueError("it is not a mapping")
     return value
@@ -237,19 +232,17 @@ def _load_config(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return dict(_flatten(_load_mapping(path, yaml.safe_load)))
     except yaml.YAMLError as error:
         raise ValueError(str(error).partition("\n")[0]) from None
-    if not isinstance(value, dict):
-        raise ValueError("it is not a mapping")
-    return dict(_flatten(value))
 
 
-def _flatten(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found = []
+def _flatten(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, part in value.items():
-        found += _flatten(part, f"{prefix}{key}.") if isinstance(part, dict) else [(f"{prefix}{key}", part)]
-    return found
+        if isinstance(part, dict):
+            yield from _flatten(part, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", part
 
 
 def _numbers(line: dict[str, Any]) -> dict[str, float]:
