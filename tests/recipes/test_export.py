@@ -195,7 +195,7 @@ def test_what_cannot_be_exported_is_one_sentence(run: Path, tmp_path: Path) -> N
         ([run, "--to", tmp_path / "new"], f"{tmp_path}/new.tmp is there and not empty, perhaps left by an export that"),
         ([run, "--to", run / "export"], f"{run}/export is there and not empty"),
         ([moved, "--to", tmp_path / "a"], "t6 is not a folder here: give an existing folder or a hub id"),
-        ([run, "--to", tmp_path / "a", f"--model.name_or_path={changed}"], f"the weights of {changed} are not those that {run}"),
+        ([run, "--to", tmp_path / "a", f"--model.name_or_path={changed}"], f"the frozen base weights are not those {run}"),
         ([run, "--optim.lr", "1"], "optim.lr is not a setting of an export: of the run's, give one of model.name_or_path, "),
     ]
     for (arguments, sentence), (code, _, err) in zip(cases, export(*(arguments for arguments, _ in cases)), strict=True):

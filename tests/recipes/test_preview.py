@@ -39,7 +39,7 @@ def test_the_run_reads_what_preview_has_tokenized(tmp_path_factory: pytest.TempP
     assert token_files(bench) == tokenized
     # Its first step is the one that was shown.
     found = collect(bench.flags("run", **changes), REPOSITORY / "accelerate_configs" / "fsdp2_cpu.yaml", None, 0, None)
-    assert found.step is not None and found.step.num_processes == 2
+    assert found.step is not None and found.step.plan.world_size == 2
     for rank in range(2):
         logged = [line for line in load_json_lines(bench.runs / "run" / f"rows-{rank:05d}.jsonl") if line["step"] == 1]
         shown = [sorted(pack.row_ids) for pack in found.step.packs if pack.rank == rank]

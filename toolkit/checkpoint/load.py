@@ -86,7 +86,7 @@ def load_checkpoint(
     Raises:
         UserError: model config, data or frozen weights differ from the checkpoint's, or it cannot be read; names which.
     """
-    state = on_all_ranks(lambda: _check_identity(checkpoint, identity))
+    state = on_all_ranks(lambda: check_identity(checkpoint, identity))
     tensors = _load(checkpoint.folder, sharded, lambda: state_tensors(sharded, optimizer))
     # The checkpoint has no hyperparameters: take those of the optimizer.
     options = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
@@ -165,11 +165,15 @@ def _describe_choice(ranked: list[Ranked], metric: str) -> str:
     return chosen
 
 
-def _check_identity(checkpoint: Checkpoint, ours: Identity) -> TrainState:
-    """Refuse to resume with another model, data or frozen base; returns the saved state."""
+def check_identity(checkpoint: Checkpoint, ours: Identity, way_out: str = "") -> TrainState:
+    """Refuse a checkpoint of another model, data or frozen base; returns its state. `way_out` replaces those of a resume.
+
+    Raises:
+        UserError: naming what differs.
+    """
     folder, theirs = checkpoint.folder, checkpoint.manifest["identity"]
     if theirs.get("model_config_hash") != ours.model_config_hash:
-        raise UserError(f"the model's config.json is not the one {folder} was trained with: {_ways_out()}")
+        raise UserError(f"the model's config.json is not the one {folder} was trained with: {way_out or _ways_out()}")
     if theirs["data_fingerprint"] != ours.data_fingerprint:
         where = "in its rows or in the tokens that this version makes of them"
         raise UserError(f"the data is not what {folder} was trained on, {where}: {_ways_out()}")
@@ -178,7 +182,7 @@ def _check_identity(checkpoint: Checkpoint, ours: Identity) -> TrainState:
     if changed:
         raise UserError(
             f"the frozen base weights are not those {folder} was trained on: {len(changed)} differ, {base_name(changed[0])} "
-            "first; give the same base, or take another run.name"
+            f"first; {way_out or 'give the same base, or take another run.name'}"
         )
     try:
         return TrainState.from_manifest(checkpoint.manifest)

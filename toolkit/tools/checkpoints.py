@@ -1,22 +1,66 @@
-"""`python -m toolkit checkpoints`: lists a run's checkpoints and checks that each is complete. Imports no torch."""
+"""`python -m toolkit checkpoints`: what lies in a run's checkpoints folder, checked. Imports no torch."""
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import sys
-from dataclasses import asdict, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from toolkit.checkpoint.folders import checkpoints_folder, list_leftovers
-from toolkit.checkpoint.manifest import check_file
+from toolkit.checkpoint.folders import (
+    REMOVING,
+    REPLACED,
+    UNFINISHED,
+    checkpoints_folder,
+    list_checkpoints,
+    list_leftovers,
+    step_of_name,
+)
+from toolkit.checkpoint.manifest import MANIFEST, Unread, check_files, read_manifest
 from toolkit.errors import UserError, align, one_line
-from toolkit.tools.entries import Entry, read_entries, read_leftover
 
 _METRICS = ("loss", "bits_per_byte", "token_accuracy", "rouge1", "rougeL", "exact_match")
-_LARGE_BYTES = 2**28  # takes about a second to hash
+_LEFTOVERS = {
+    UNFINISHED: "unfinished: a save under way, or one that a crash ended; the next save removes it",
+    REPLACED: "replaced by another of that step; a resume puts it back where that one is missing",
+    REMOVING: "half removed; the next save removes the rest",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A folder in a run's checkpoints folder."""
+
+    name: str
+    step: int
+    is_checkpoint: bool
+    """Whether it is named like a checkpoint, not a leftover."""
+    valid: bool | None
+    """None for a leftover."""
+    note: str
+    """Why it is not valid or not read, what kind of leftover it is, or another remark."""
+    num_bytes: int
+    """Size on the disk."""
+    written_at: str | None
+    """Modification time of its manifest, else of the folder, as local time in ISO 8601."""
+    world_size: int | None = None
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    """Metrics evaluated at this step; None for a value that is not finite, which JSON cannot express."""
+    measured_on: dict[str, Any] = field(default_factory=dict)
+    """The sha256 of the rows that `metrics` were measured on, and the generation settings."""
+    best_metric: str | None = None
+    """The run's `eval.best_metric`."""
+    best_value: float | None = None
+    """Its best value up to this checkpoint."""
+    unread: bool = False
+    """The file system refuses to read it, so it may or may not be valid."""
 
 
 def show_checkpoints(run_folder: Path, verify: bool, as_json: bool) -> bool:
@@ -32,8 +76,8 @@ def show_checkpoints(run_folder: Path, verify: bool, as_json: bool) -> bool:
     if not folder.is_dir():
         what = "has no checkpoints folder" if run_folder.is_dir() else "is not a folder"
         raise UserError(f"{run_folder} {what}: give the folder of a run, as in runs/t5_docstrings")
-    leftovers = [read_leftover(path) for path in list_leftovers(run_folder)]
-    checked = read_entries(run_folder, _hash_files if verify else None)
+    leftovers = [_entry(path, {}, valid=None, note=_LEFTOVERS[path.suffix]) for path in list_leftovers(run_folder)]
+    checked = read_entries(run_folder, hashes=verify)
     if not checked:
         beside = f", only {', '.join(entry.name for entry in leftovers)}" if leftovers else ""
         raise UserError(f"{folder} holds no checkpoint{beside}: let the run reach its first one")
@@ -48,6 +92,69 @@ def show_checkpoints(run_folder: Path, verify: bool, as_json: bool) -> bool:
     return all(entry.valid for entry in checked)
 
 
+def read_entries(run_folder: Path, *, hashes: bool = False) -> list[Entry]:
+    """The entries of all folders named like a checkpoint, oldest first, without those that a run removes meanwhile."""
+    listed, is_shown = list_checkpoints(run_folder), hashes and sys.stderr.isatty()
+    bar = tqdm(listed, desc="hashing", unit=" checkpoints", leave=False, disable=not is_shown)
+    return [entry for _, path in bar if (entry := _read_entry(path, hashes)) is not None]
+
+
+def _read_entry(path: Path, hashes: bool) -> Entry | None:
+    manifest: dict[str, Any] = {}
+    try:
+        manifest = read_manifest(path)
+        check_files(path, manifest, hashes)
+    except ValueError as error:
+        if not path.is_dir():
+            return None
+        problem = str(error).removeprefix(path.name).lstrip(" /")
+        return replace(_entry(path, manifest, valid=False, note=problem), unread=isinstance(error, Unread))
+    named = {MANIFEST, *(os.path.normpath(name) for name in manifest["files"])}
+    extra = sorted(repr(name) for name in _sizes(path) if name not in named)
+    note = f"also holds {', '.join(extra[:3])}{', …' * (len(extra) > 3)}, which nothing reads" if extra else ""
+    return _entry(path, manifest, valid=True, note=note)
+
+
+def _entry(path: Path, manifest: dict[str, Any], valid: bool | None, note: str) -> Entry:
+    best_metric = manifest["identity"]["config"].get("eval.best_metric") if manifest else None
+    return Entry(
+        name=path.name,
+        step=step_of_name(path.name.partition(".")[0]) or 0,
+        is_checkpoint=valid is not None,
+        valid=valid,
+        note=note,
+        num_bytes=sum(_sizes(path).values()),
+        written_at=_written_at(path),
+        world_size=manifest.get("world_size"),
+        metrics={name: _finite(value) for name, value in manifest.get("metrics", {}).items()},
+        measured_on=manifest.get("measured_on", {}) if manifest.get("metrics") else {},
+        best_metric=best_metric if isinstance(best_metric, str) else None,
+        best_value=_finite(manifest.get("state", {}).get("best_value")),
+    )
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    """Bytes of every file below a folder, by name. `rglob` would stop at a folder that a run removes meanwhile."""
+    sizes = {}
+    for file in (Path(place, name) for place, _, names in os.walk(path) for name in names):
+        with suppress(OSError):  # a run may be saving or pruning
+            sizes[str(file.relative_to(path))] = file.lstat().st_size
+    return sizes
+
+
+def _written_at(path: Path) -> str | None:
+    for place in (path / MANIFEST, path):
+        try:
+            return datetime.fromtimestamp(place.stat().st_mtime).astimezone().isoformat(timespec="seconds")
+        except OSError:
+            continue
+    return None
+
+
 def _note_other_rows(entry: Entry, newest: list[Entry]) -> Entry:
     """The entry, with a note if its metrics are not comparable with those of the newest checkpoint that has any."""
     if not entry.metrics or not newest or entry.measured_on == newest[0].measured_on:
@@ -55,16 +162,6 @@ def _note_other_rows(entry: Entry, newest: list[Entry]) -> Entry:
     is_of_rows = entry.measured_on.get("rows") != newest[0].measured_on.get("rows")
     what = "metrics are of other rows" if is_of_rows else "texts were generated or scored in another way"
     return replace(entry, note=f"{entry.note}; " * bool(entry.note) + f"{what} than {newest[0].name}'s")
-
-
-def _hash_files(path: Path, manifest: dict[str, Any]) -> None:
-    """Check every file by its hash, with a progress line on a terminal if that takes long."""
-    total = sum(about["bytes"] for about in manifest["files"].values())
-    is_shown = total >= _LARGE_BYTES and sys.stderr.isatty()
-    with tqdm(desc=f"hashing {path.name}", total=total, unit="B", unit_scale=True, leave=False, disable=not is_shown) as bar:
-        for name, about in manifest["files"].items():
-            check_file(path, name, about, hashes=True)
-            bar.update(about["bytes"])
 
 
 def _format(entries: list[Entry]) -> str:

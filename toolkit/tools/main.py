@@ -1,15 +1,4 @@
-"""`python -m toolkit`: the commands beside a training run.
-
-check FILE.yaml           check an accelerate YAML strictly
-checkpoints RUN_FOLDER    list a run's checkpoints and check that each is complete; exits 1 if one is not
-compare --presets A,B -- RECIPE …  run a recipe under several presets: time, memory, loss, saving; exits 1 if one fails
-export RUN_FOLDER         write any checkpoint of a run as a Hugging Face folder
-generate MODEL_OR_RUN …   write summaries or answers with a trained model
-plan --model M …          predict the memory that each rank of a run needs, and whether it fits; exits 1 if it does not
-preview --config RUN.yaml  show rows, tokens, packs and lengths as the run will take them
-report RUN_FOLDER...      write a page that shows a run, or several beside each other; --text prints its tables
-verify --model M …        prove by short runs on this machine what a run relies on; exits 1 if a check fails
-"""
+"""`python -m toolkit`: the command line of the tools; `--help` lists them, and for each its arguments."""
 
 from __future__ import annotations
 
@@ -27,8 +16,7 @@ from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.launch.log import lost_outputs, start_logging
 
 EXIT_NOT_VALID = 1
-"""Exit code of `checkpoints` if a checkpoint is not valid, of `plan` if a run does not fit, of `compare` if a preset fails, and
-of `verify` if a check fails."""
+"""Exit code of `checkpoints`, `plan`, `compare` and `verify` if what they check fails."""
 WITH_RUN_FLAGS = ("export", "plan", "preview", "verify")
 """Commands that also take the dotted flags of a recipe."""
 
@@ -40,15 +28,17 @@ def main() -> None:
     adds = (_add_check, _add_checkpoints, _add_compare, _add_export, _add_generate)
     for add in (*adds, _add_plan, _add_preview, _add_report, _add_verify):
         add(jobs)
-    own, recipe = _split_at_recipe(sys.argv[1:])
-    arguments, run_flags = parser.parse_known_args(own)
+    argv = sys.argv[1:]
+    # argparse would interpret `compare`'s `--` itself.
+    place = argv.index("--") if argv[:1] == ["compare"] and "--" in argv else len(argv)
+    arguments, run_flags = parser.parse_known_args(argv[:place])
     if run_flags and arguments.job not in WITH_RUN_FLAGS:
         hint = ": write the recipe and its flags after --" if arguments.job == "compare" else ""
         parser.error(f"unrecognized arguments: {' '.join(run_flags)}{hint}")
     options = {name: value for name, value in vars(arguments).items() if name not in ("job", "do")}
     with exit_on_user_error():
         start_logging()
-        before = [run_flags] if arguments.job in WITH_RUN_FLAGS else [recipe] if arguments.job == "compare" else []
+        before = [run_flags] if arguments.job in WITH_RUN_FLAGS else [argv[place + 1 :]] if arguments.job == "compare" else []
         is_well = arguments.do(*before, **options)
         sys.stdout.flush()
         reason = lost_outputs().get("stdout")
@@ -56,14 +46,6 @@ def main() -> None:
             raise UserError(f"standard output cannot be written ({reason}): make room there, or print to another place")
     if is_well is False:
         raise SystemExit(EXIT_NOT_VALID)
-
-
-def _split_at_recipe(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Split `compare`'s arguments at the first `--`, which argparse would interpret itself."""
-    if argv[:1] != ["compare"] or "--" not in argv:
-        return argv, []
-    place = argv.index("--")
-    return argv[:place], argv[place + 1 :]
 
 
 def _add_parser(jobs: Any, name: str, do: Any, **about: Any) -> argparse.ArgumentParser:
@@ -90,110 +72,97 @@ def _check(file: Path) -> None:
 
 def _add_checkpoints(jobs: Any) -> None:
     about = "list a run's checkpoints; exits 1 if one is not valid"
-    checkpoints = _add_parser(jobs, "checkpoints", "checkpoints:show_checkpoints", help=about)
-    checkpoints.add_argument("run_folder", type=Path, metavar="RUN_FOLDER", help="a run's folder, as in runs/t5_docstrings")
-    checkpoints.add_argument("--verify", action="store_true", help="also hash every file, instead of only comparing sizes")
-    checkpoints.add_argument("--json", dest="as_json", action="store_true", help="print a JSON list instead of the table")
+    add = _add_parser(jobs, "checkpoints", "checkpoints:show_checkpoints", help=about).add_argument
+    add("run_folder", type=Path, metavar="RUN_FOLDER", help="a run's folder, as in runs/t5_docstrings")
+    add("--verify", action="store_true", help="also hash every file, instead of only comparing sizes")
+    add("--json", dest="as_json", action="store_true", help="print a JSON list instead of the table")
 
 
 def _add_compare(jobs: Any) -> None:
-    compare = _add_parser(
+    add = _add_parser(
         jobs,
         "compare",
         "compare.runs:compare",
         help="run a recipe under several presets, one after the other; writes a table and a picture",
         usage="%(prog)s --presets A,B,C [options] -- RECIPE.py --config RUN.yaml …",
         description="compare sets the recipe's run folder, length and log_every_steps. Write its other flags after --.",
-    )
-    compare.add_argument(
+    ).add_argument
+    add(
         "--presets",
         required=True,
         type=lambda names: [name for name in names.split(",") if name],
         metavar="A,B,C",
         help="names in accelerate_configs/ or files, optionally with changes: fsdp2_size_wrap:fsdp_min_num_params=50000",
     )
-    compare.add_argument(
-        "--num-processes", type=int, metavar="N", help="number of ranks (default: each preset's, at most the GPUs)"
-    )
-    compare.add_argument("--use-cpu", action="store_true", help="run GPU presets on CPU processes too")
-    compare.add_argument("--mixed-precision", choices=["no", "bf16"], help="precision of all runs (default: each preset's)")
-    compare.add_argument(
-        "--steps", dest="num_steps", type=int, default=20, metavar="N", help="optimizer updates per run (default: 20)"
-    )
-    compare.add_argument("--warmup-steps", type=int, default=5, metavar="N", help="first steps that are not timed (default: 5)")
-    default = Path("runs", f"compare-{time.strftime('%Y%m%d-%H%M%S')}")
-    about = "a new folder (default: runs/compare-DATE-TIME)"
-    compare.add_argument("--output", type=Path, default=default, metavar="FOLDER", help=about)
+    add("--num-processes", type=int, metavar="N", help="number of ranks (default: each preset's, at most the GPUs)")
+    add("--use-cpu", action="store_true", help="run GPU presets on CPU processes too")
+    add("--mixed-precision", choices=["no", "bf16"], help="precision of all runs (default: each preset's)")
+    add("--steps", dest="num_steps", type=int, default=20, metavar="N", help="optimizer updates per run (default: 20)")
+    add("--warmup-steps", type=int, default=5, metavar="N", help="first steps that are not timed (default: 5)")
+    new = Path("runs", f"compare-{time.strftime('%Y%m%d-%H%M%S')}")
+    add("--output", type=Path, default=new, metavar="FOLDER", help="a new folder (default: runs/compare-DATE-TIME)")
 
 
 def _add_export(jobs: Any) -> None:
     about = "write a checkpoint as a Hugging Face folder; also under accelerate launch -m"
-    export = _add_parser(jobs, "export", "export.export:export", help=about)
-    export.add_argument("run_folder", type=Path, metavar="RUN_FOLDER", help="a run's folder, as in runs/t5_docstrings")
-    export.add_argument("--checkpoint", metavar="STEP|best|last", help="which one (default: as the run's export.weights)")
-    export.add_argument("--merge", action="store_true", help="the model with the adapter merged into it, not the adapter")
-    export.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the files (default: as it was trained)")
-    export.add_argument("--to", type=Path, metavar="FOLDER", help="a new folder (default: export-STEP in the run's)")
+    add = _add_parser(jobs, "export", "export.export:export", help=about).add_argument
+    add("run_folder", type=Path, metavar="RUN_FOLDER", help="a run's folder, as in runs/t5_docstrings")
+    add("--checkpoint", metavar="STEP|best|last", help="which one (default: as the run's export.weights)")
+    add("--merge", action="store_true", help="the model with the adapter merged into it, not the adapter")
+    add("--dtype", choices=["float32", "bfloat16", "float16"], help="of the files (default: as it was trained)")
+    add("--to", type=Path, metavar="FOLDER", help="a new folder (default: export-STEP in the run's)")
 
 
 def _add_generate(jobs: Any) -> None:
     about = "write summaries or answers with a trained model; also under accelerate launch -m"
-    generate = _add_parser(jobs, "generate", "generate.generate:run", help=about)
-    generate.add_argument("model", metavar="MODEL_OR_RUN", help="a run's folder, an export, or a folder or id of transformers")
-    given = generate.add_mutually_exclusive_group(required=True)
-    given.add_argument("--file", metavar="FILE", help="a file of a kind that runs read; - for standard input, one text per line")
-    given.add_argument(
-        "--text", dest="texts", action="append", default=[], metavar="TEXT", help="a text; may be given several times"
-    )
-    given.add_argument("--chat", dest="is_chat", action="store_true", help="talk to a causal model in the terminal")
-    generate.add_argument("--column", metavar="NAME", help="column of --file (default: the run's, else a usual name)")
-    generate.add_argument("--csv-delimiter", metavar="C", help="between the cells of a .csv (default: the run's, else a comma)")
-    generate.add_argument("--encoding", metavar="NAME", help="of --file (default: UTF-8 if the file is that, else the run's)")
-    generate.add_argument("--plain", action="store_true", help="a text is the prompt itself, not a user's turn of a chat")
-    generate.add_argument("--output", type=Path, metavar="OUT.jsonl", help="file of the texts (default: print them)")
-    generate.add_argument("--batch-size-rows", type=int, metavar="N", help="rows at once (default: the run's evaluations')")
-    generate.add_argument("--max-new-tokens", type=int, metavar="N", help="longest text (default: the run's)")
-    generate.add_argument("--num-beams", type=int, metavar="N", help="beams (default: the run's)")
-    generate.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the model (default: the run's)")
+    parser = _add_parser(jobs, "generate", "generate.generate:run", help=about)
+    add, add_text = parser.add_argument, parser.add_mutually_exclusive_group(required=True).add_argument
+    add("model", metavar="MODEL_OR_RUN", help="a run's folder, an export, or a folder or id of transformers")
+    add_text("--file", metavar="FILE", help="a file of a kind that runs read; - for standard input, one text per line")
+    add_text("--text", dest="texts", action="append", default=[], metavar="TEXT", help="a text; may be given several times")
+    add_text("--chat", dest="is_chat", action="store_true", help="talk to a causal model in the terminal")
+    add("--column", metavar="NAME", help="column of --file (default: the run's, else a usual name)")
+    add("--csv-delimiter", metavar="C", help="between the cells of a .csv (default: the run's, else a comma)")
+    add("--encoding", metavar="NAME", help="of --file (default: UTF-8 if the file is that, else the run's)")
+    add("--plain", action="store_true", help="a text is the prompt itself, not a user's turn of a chat")
+    add("--output", type=Path, metavar="OUT.jsonl", help="file of the texts (default: print them)")
+    add("--batch-size-rows", type=int, metavar="N", help="rows at once (default: the run's evaluations')")
+    add("--max-new-tokens", type=int, metavar="N", help="longest text (default: the run's)")
+    add("--num-beams", type=int, metavar="N", help="beams (default: the run's)")
+    add("--dtype", choices=["float32", "bfloat16"], help="of the model (default: the run's)")
 
 
 def _add_plan(jobs: Any) -> None:
     about = "predict each rank's memory, without a GPU; also takes a recipe's dotted flags"
-    plan = _add_parser(jobs, "plan", "plan.report:show_plan", help=about)
-    plan.add_argument("--model", required=True, metavar="FOLDER_OR_ID", help="the model; its config.json is enough")
-    plan.add_argument(
-        "--accelerate-config", type=Path, required=True, metavar="PRESET.yaml", help="accelerate YAML of the launch"
-    )
-    plan.add_argument("--num-processes", type=int, required=True, help="number of ranks, one per GPU")
-    plan.add_argument("--config", metavar="RUN.yaml", help="run YAML (default: micro-batches of one row of 1,024 tokens)")
-    plan.add_argument("--recipe", choices=["llm", "t5"], help="recipe of the run (default: by the model)")
-    plan.add_argument("--gpu-memory-gib", type=float, default=80.0, help="memory of one GPU (default: 80), 0.92 of it usable")
-    plan.add_argument("--json", dest="as_json", action="store_true", help="print the memory plan as JSON")
+    add = _add_parser(jobs, "plan", "plan.report:show_plan", help=about).add_argument
+    add("--model", required=True, metavar="FOLDER_OR_ID", help="the model; its config.json is enough")
+    add("--accelerate-config", type=Path, required=True, metavar="PRESET.yaml", help="accelerate YAML of the launch")
+    add("--num-processes", type=int, required=True, help="number of ranks, one per GPU")
+    add("--config", metavar="RUN.yaml", help="run YAML (default: micro-batches of one row of 1,024 tokens)")
+    add("--recipe", choices=["llm", "t5"], help="recipe of the run (default: by the model)")
+    add("--gpu-memory-gib", type=float, default=80.0, help="memory of one GPU (default: 80), 0.92 of it usable")
+    add("--json", dest="as_json", action="store_true", help="print the memory plan as JSON")
 
 
 def _add_preview(jobs: Any) -> None:
     about = "show the rows of a run as the model will see them; also takes a recipe's dotted flags"
-    preview = _add_parser(jobs, "preview", "preview.preview:preview", help=about)
-    preview.add_argument("--config", action="append", default=[], metavar="RUN.yaml", help="the run YAML")
-    preview.add_argument("--recipe", choices=["llm", "t5"], help="recipe of the run (default: by the model)")
-    preview.add_argument(
+    add = _add_parser(jobs, "preview", "preview.preview:preview", help=about).add_argument
+    add("--config", action="append", default=[], metavar="RUN.yaml", help="the run YAML")
+    add("--recipe", choices=["llm", "t5"], help="recipe of the run (default: by the model)")
+    add(
         "--accelerate-config", type=Path, metavar="PRESET.yaml", help="accelerate YAML of the launch, for its number of processes"
     )
-    preview.add_argument("--rows", dest="num_rows", type=int, default=3, metavar="N", help="rows to show (default: 3)")
-    preview.add_argument("--row", dest="row_id", type=int, metavar="ID", help="show this row alone, in full length")
-    preview.add_argument("--html", type=Path, metavar="FILE", help="write a page instead of printing")
+    add("--rows", dest="num_rows", type=int, default=3, metavar="N", help="rows to show (default: 3)")
+    add("--row", dest="row_id", type=int, metavar="ID", help="show this row alone, in full length")
+    add("--html", type=Path, metavar="FILE", help="write a page instead of printing")
 
 
 def _add_report(jobs: Any) -> None:
     about = "write a page that shows a run, or several beside each other; --text prints its tables"
-    report = _add_parser(jobs, "report", _report, help=about)
-    report.add_argument("run_folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="runs' folders, as in runs/t5_docstrings")
-    report.add_argument(
-        "--text", action="store_true", help="print first and last evaluations and planned beside measured memory, write no page"
-    )
-    report.add_argument(
-        "--output", type=Path, metavar="FILE.html", help="the page (default: report.html, in the folder of one run)"
-    )
+    add = _add_parser(jobs, "report", _report, help=about).add_argument
+    add("run_folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="runs' folders, as in runs/t5_docstrings")
+    add("--text", action="store_true", help="print first and last evaluations and planned beside measured memory, write no page")
+    add("--output", type=Path, metavar="FILE.html", help="the page (default: report.html, in the folder of one run)")
 
 
 def _report(run_folders: list[Path], text: bool, output: Path | None) -> None:
@@ -212,24 +181,18 @@ def _report(run_folders: list[Path], text: bool, output: Path | None) -> None:
 
 def _add_verify(jobs: Any) -> None:
     about = "prove on this machine what a run relies on; also takes a recipe's dotted flags"
-    verify = _add_parser(jobs, "verify", "verify.verify:verify", help=about)
-    verify.add_argument(
-        "--model", metavar="FOLDER_OR_ID", help="model to verify with (default: that of --config, else a small T5)"
-    )
-    verify.add_argument("--config", metavar="RUN.yaml", help="run YAML (default: rows of docstrings)")
-    verify.add_argument("--recipe", choices=["llm", "t5"], help="recipe to run (default: by the model)")
-    verify.add_argument(
+    add = _add_parser(jobs, "verify", "verify.verify:verify", help=about).add_argument
+    add("--model", metavar="FOLDER_OR_ID", help="model to verify with (default: that of --config, else a small T5)")
+    add("--config", metavar="RUN.yaml", help="run YAML (default: rows of docstrings)")
+    add("--recipe", choices=["llm", "t5"], help="recipe to run (default: by the model)")
+    add(
         "--presets",
         type=lambda names: names.split(","),
         metavar="A,B",
         help="names or paths of presets, in addition to DDP (default: fsdp2_full_shard)",
     )
-    verify.add_argument("--num-processes", type=int, help="number of ranks (default: the GPUs of this machine, else 2)")
-    verify.add_argument("--use-cpu", action="store_true", help="run on the CPU even if there are GPUs")
-    verify.add_argument("--bf16", action="store_true", help="add a run in bf16, compared with fp32 to 5 %%")
-    verify.add_argument(
-        "--tolerance", type=float, default=1e-5, help="largest relative difference of losses and gradients (default: 1e-5)"
-    )
-    verify.add_argument(
-        "--output", type=Path, default=Path("runs/verify"), metavar="FOLDER", help="folder of the table (default: runs/verify)"
-    )
+    add("--num-processes", type=int, help="number of ranks (default: the GPUs of this machine, else 2)")
+    add("--use-cpu", action="store_true", help="run on the CPU even if there are GPUs")
+    add("--bf16", action="store_true", help="add a run in bf16, compared with fp32 to 5 %%")
+    add("--tolerance", type=float, default=1e-5, help="largest relative difference of losses and gradients (default: 1e-5)")
+    add("--output", type=Path, default=Path("runs/verify"), metavar="FOLDER", help="folder of the table (default: runs/verify)")

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from toolkit.config.flags import split_files_and_flags
+from toolkit.config.messages import given_flags
 from toolkit.config.paths import find_path
 from toolkit.config.schema import LLMConfig, SummarizationConfig
 from toolkit.errors import UserError
@@ -28,10 +29,7 @@ def find_model(argv: list[str]) -> str:
             written = yaml.safe_load(Path(file).read_text(encoding="utf-8"))["model"]["name_or_path"]
         if isinstance(written, str):
             name = find_path(written, Path(file), f"{file}: model.name_or_path")
-    for flag, value in zip(flags, [*flags[1:], ""], strict=False):
-        key, equals, rest = flag.partition("=")
-        name = (rest if equals else value) if key == "--model.name_or_path" else name
-    return name
+    return dict(reversed(given_flags(flags))).get("model.name_or_path", name)
 
 
 def config_class_of(model: str, recipe: str | None) -> Any:

@@ -14,7 +14,7 @@ from toolkit import __version__
 from toolkit.checkpoint import load as checkpoint
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.find import best_value
-from toolkit.checkpoint.load import _check_identity, best_of_run, check_settings, describe_versions, forget_unequal
+from toolkit.checkpoint.load import best_of_run, check_identity, check_settings, describe_versions, forget_unequal
 from toolkit.checkpoint.manifest import Checkpoint
 from toolkit.checkpoint.state import Identity, TrainState
 from toolkit.errors import UserError
@@ -65,9 +65,9 @@ def test_precision_and_model_config_belong_to_a_run() -> None:
     sentence = "mixed_precision is 'no', but step-00000003 was made with 'bf16'"
     with pytest.raises(UserError, match=f"^{sentence}: set it back"):
         check_settings(saved(), SETTINGS | {"mixed_precision": "no"})
-    assert _check_identity(saved(), identity()) == TrainState(3)
+    assert check_identity(saved(), identity()) == TrainState(3)
     with pytest.raises(UserError, match="^the model's config.json is not the one step-00000003 was trained with: set it back"):
-        _check_identity(saved(), identity("other"))
+        check_identity(saved(), identity("other"))
 
 
 def test_a_resume_reads_a_manifest_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_a_resume_reads_a_manifest_once(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(manifest, "read_manifest", lambda folder: read.append(folder) or real(folder))
     chosen = checkpoint.choose_checkpoint(tmp_path, "auto", {})
     ours: Any = Identity({}, None, "d", {})  # type: ignore[arg-type]  # the checkpoint names no model
-    assert chosen is not None and chosen.settings == {} and _check_identity(chosen, ours).step == 3
+    assert chosen is not None and chosen.settings == {} and check_identity(chosen, ours).step == 3
     assert read == [chosen.folder]
 
 
@@ -101,12 +101,12 @@ def test_other_tokens_are_refused_with_the_way_on() -> None:
     with pytest.raises(
         UserError, match="^the data is not what step-00000003 .*this version makes.*model.init_from starts a new run"
     ):
-        _check_identity(saved(), replace(identity(), data_fingerprint="e"))
+        check_identity(saved(), replace(identity(), data_fingerprint="e"))
 
 
 def test_a_changed_base_is_named_by_its_first_tensor() -> None:
     with pytest.raises(UserError, match="1 differ, b first"):
-        _check_identity(saved(frozen_hashes={"a": "1", "b": "2"}), replace(identity(), frozen_hashes={"a": "1", "b": "3"}))
+        check_identity(saved(frozen_hashes={"a": "1", "b": "2"}), replace(identity(), frozen_hashes={"a": "1", "b": "3"}))
 
 
 @pytest.mark.parametrize(("key", "off"), [("optim.skip_beyond_sigmas", None), ("optim.warmup_ratio", 0.0)])
@@ -178,7 +178,7 @@ def test_gathers_of_fsdp1_are_no_work(monkeypatch: pytest.MonkeyPatch, tmp_path:
     phases: list[str] = []
     monkeypatch.setattr(checkpoint, "at", lambda phase: phases.append(f"at {phase}"))
     monkeypatch.setattr(checkpoint, "working", lambda phase: phases.append(f"working {phase}"))
-    monkeypatch.setattr(checkpoint, "_check_identity", lambda *_: {})
+    monkeypatch.setattr(checkpoint, "check_identity", lambda *_: {})
     gathered: list[str] = []
 
     def gather(*_: Any) -> NoReturn:

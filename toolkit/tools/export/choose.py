@@ -12,7 +12,7 @@ from typing import Any
 from toolkit.checkpoint.find import newest_valid
 from toolkit.checkpoint.folders import list_checkpoints, step_folder, step_of_name
 from toolkit.checkpoint.load import best_of_run
-from toolkit.checkpoint.manifest import Checkpoint, read_checkpoint, read_manifest
+from toolkit.checkpoint.manifest import Checkpoint, read_checkpoint
 from toolkit.config.load import RecipeConfig, load_config
 from toolkit.config.schema import LLMConfig, SummarizationConfig
 from toolkit.distributed.comm import on_rank_0
@@ -68,17 +68,6 @@ def load_run_config(run_folder: Path, flags: list[str]) -> RecipeConfig:
     if config.model.attn_implementation in (None, "eager", "sdpa"):
         return config
     return dataclasses.replace(config, model=dataclasses.replace(config.model, attn_implementation=None))
-
-
-def load_settings(run_folder: Path) -> dict[str, Any]:
-    """The settings that a run's checkpoints name; empty if none can be read, which is reported later."""
-    for _, folder in reversed(list_checkpoints(run_folder)):
-        try:
-            settings: dict[str, Any] = read_manifest(folder)["identity"]["config"]
-        except ValueError:
-            continue
-        return settings
-    return {}
 
 
 def choose_checkpoint(options: Options, config: RecipeConfig) -> Checkpoint:

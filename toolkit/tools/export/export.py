@@ -5,15 +5,15 @@ The run folder is only read, so a run may be training in it.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from toolkit.checkpoint.find import whole_checkpoints
 from toolkit.checkpoint.init_from import find_weights
-from toolkit.checkpoint.load import load_weights
+from toolkit.checkpoint.load import check_identity, load_weights
 from toolkit.config.load import RecipeConfig
 from toolkit.config.schema import LLMConfig
 from toolkit.data.collate import CausalCollator, Collator, SummarizationCollator, own_label_shift
@@ -33,7 +33,7 @@ from toolkit.launch.same_run import describe_config
 from toolkit.models.config import special_tokens
 from toolkit.models.lora import is_enabled
 from toolkit.parallel.wrap import shard_model
-from toolkit.tools.export.choose import Options, choose_checkpoint, choose_places, load_run_config, load_settings
+from toolkit.tools.export.choose import Options, choose_checkpoint, choose_places, load_run_config
 from toolkit.tools.report.facts import read_runs
 from toolkit.training.model import build_skeleton, identity_of, load_model
 from toolkit.training.run import release
@@ -72,17 +72,17 @@ def _export(options: Options, config: RecipeConfig) -> None:
     from datasets import Dataset
 
     # Processes, the checkpoint, and whether its folder may be written.
-    any_settings = load_settings(options.run_folder)
     precision = None
     if not is_launched() and find_accelerate_yaml() is None:  # one process; weights that were frozen in bf16 compute in it
-        precision = "bf16" if any_settings.get("model.frozen_dtype") == "bfloat16" else "no"
+        whole, _ = whole_checkpoints(options.run_folder)
+        precision = "bf16" if whole and whole[-1].settings.get("model.frozen_dtype") == "bfloat16" else "no"
     chosen = {f"--{name}": value for name, value in vars(options).items() if not isinstance(value, Path)}
     started_with = describe_config(config) | chosen
     accelerator = build_accelerator(config.run.timeout_s, config.run.num_threads, precision, started_with=started_with)
     connect_devices(accelerator)
     working("choosing the checkpoint")
     checkpoint = choose_checkpoint(options, config)
-    settings, theirs = checkpoint.settings, checkpoint.manifest["identity"]
+    settings = checkpoint.settings
     places = on_rank_0(lambda: choose_places(options, config, checkpoint.step))
 
     # The model as the run built it, still without weights.
@@ -94,7 +94,7 @@ def _export(options: Options, config: RecipeConfig) -> None:
     config, model_config, skeleton = build_skeleton(config, context)
 
     # What the run kept of its rows.
-    fingerprint = theirs["data_fingerprint"]
+    fingerprint = checkpoint.manifest["identity"]["data_fingerprint"]
     data, tokenizer = on_all_ranks(lambda: load_run_data(options.run_folder, fingerprint))
     collator: Collator = CausalCollator(tokenizer.pad_token_id)
     if not isinstance(config, LLMConfig):
@@ -106,7 +106,7 @@ def _export(options: Options, config: RecipeConfig) -> None:
     if isinstance(collator, SummarizationCollator):
         start_generation(model, tokenizer, collator)
     identity = identity_of(context, model_config, data.fingerprint, model, sources)
-    on_rank_0(lambda: _check_base(config, checkpoint.folder, theirs, dataclasses.asdict(identity)))
+    on_rank_0(lambda: check_identity(checkpoint, identity, "give the run's own model as --model.name_or_path"))
     sharded = shard_model(accelerator, model, sources)
     load_weights(checkpoint.folder, sharded)
 
@@ -119,23 +119,6 @@ def _export(options: Options, config: RecipeConfig) -> None:
     for line in list_commands(config, sharded.skeleton, places):
         logger.info(line)
     release()
-
-
-def _check_base(config: RecipeConfig, checkpoint: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Compare the base model with the one that the run had; a checkpoint has no frozen weights of its own.
-
-    Raises:
-        UserError: it is another one.
-    """
-    name = config.model.name_or_path
-    if theirs.get("model_config_hash") != ours["model_config_hash"]:
-        raise UserError(f"the config.json of {name} is not the one that {checkpoint} was trained with: give that model back")
-    frozen, found = theirs["frozen_hashes"], ours["frozen_hashes"]
-    if changed := [key for key in {**frozen, **found} if frozen.get(key) != found.get(key)]:
-        raise UserError(
-            f"the weights of {name} are not those that {checkpoint} was trained on: {len(changed)} differ, {changed[0]} first; "
-            "give that model back"
-        )
 
 
 def _load_about(run_folder: Path) -> tuple[list[dict[str, Any]], dict[str, str] | None]:

@@ -88,23 +88,20 @@ def chat(name: str, dtype: str | None, settings: dict[str, Any]) -> None:
     messages: list[dict[str, Any]] = []
     while True:
         try:
-            said = input("> ").strip()
-            check_text(said, "this turn")
-            messages.append({"role": "user", "content": said})
-            encoded = generator.encode([("this chat", Example(messages=messages))], plain=False) if said else []
+            if said := input("> ").strip():
+                check_text(said, "this turn")
+                messages.append({"role": "user", "content": said})
+                [answer] = generator.generate(generator.encode([("this chat", Example(messages=messages))], plain=False))
+                print(escape_controls(answer), flush=True)
+                messages.append({"role": "assistant", "content": answer})
+                continue
         except (EOFError, KeyboardInterrupt):
             print()
             return
         except (UserError, UnicodeDecodeError) as error:
             print(f"error: {escape_controls(str(error))}", flush=True)
-            encoded = []
-        if not encoded:
-            messages = []
-            print("(a new chat)")
-            continue
-        [answer] = generator.generate(encoded)
-        print(escape_controls(answer), flush=True)
-        messages.append({"role": "assistant", "content": answer})
+        messages = []
+        print("(a new chat)")
 
 
 def _generate(options: Options) -> None:
@@ -159,20 +156,20 @@ def _read_windows(rows: Rows, output: Path | None, num_done: int, size: int) -> 
     Raises:
         UserError: they are others; a row that cannot be read.
     """
+    other = UserError(f"--output {output} has texts of other rows than the first {num_done:,} now: name another file")
     notes = read_notes(output) if output and num_done else {}
     digest, window, number = hashlib.sha256(), [], 0
     for number, row in enumerate(rows.read(), start=1):
         digest.update(repr(row[1]).encode())
-        if number <= num_done and notes.get(number, digest.hexdigest()) != digest.hexdigest():
-            number = 0
-            break
         if number > num_done:
             window.append(row)
+        elif notes.get(number, digest.hexdigest()) != digest.hexdigest():
+            raise other
         if len(window) == size:
             yield window, digest.hexdigest()
             window = []
     if number < num_done:
-        raise UserError(f"--output {output} has texts of other rows than the first {num_done:,} now: name another file")
+        raise other
     if window:
         yield window, digest.hexdigest()
 

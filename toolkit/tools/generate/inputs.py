@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolkit.data.rows.columns import Columns, with_optional
-from toolkit.data.rows.example import Example, build_example
-from toolkit.data.rows.inputs import open_file, read_rows
+from toolkit.data.rows.example import Example
+from toolkit.data.rows.inputs import RowInput, open_file, read_rows
 from toolkit.data.sources.files import READERS, check_columns, find_kind, hash_file
-from toolkit.data.sources.text_files import build_form
+from toolkit.data.sources.text_files import Form, build_form
 from toolkit.errors import UserError
 from toolkit.export.usage import Usage
 
@@ -67,12 +67,31 @@ def open_rows(options: Options, usage: Usage, *, has_chat_template: bool = False
         UserError: no such file, column or text; with file and row.
     """
     form = build_form(options.csv_delimiter or usage.csv_delimiter, options.encoding)
+    if options.file in (None, "-"):
+        label, columns = "standard input" if options.file else "--text", Columns("prompt", ("text",))
+        texts = _read_lines(form.encoding) if options.file else options.texts
+        read_texts = partial(map, lambda text: {"text": text}, texts)
+        item = RowInput(label=label, source="txt", read=read_texts, columns=columns, digest="", for_generation=True)
+    else:
+        item = _open_file(options, usage, form, has_chat_template)
+
+    def read() -> Iterator[Row]:
+        for number, row in enumerate(read_rows(item), start=1):
+            where = f"{item.label}, row {number}"
+            if isinstance(row, str):
+                raise UserError(f"{where} is a row {row}, which has nothing to generate for: correct or remove it")
+            yield where, row
+
     if options.file == "-":
-        return Rows(lambda: _read_texts(_read_lines(form.encoding)), None, "")
-    if options.file is None:
-        named = [(f"--text {i}", text) for i, text in enumerate(options.texts, start=1)]
-        return Rows(lambda: _read_texts(named), sum(1 for _ in _read_texts(named)), "")
-    path = Path(options.file)
+        return Rows(read, None, "")
+    num_rows = sum(1 for _ in read())
+    if not num_rows:
+        raise UserError(f"--file {item.label} has no rows: give a file with rows")
+    return Rows(read, num_rows, item.reading and f"{item.label}: {num_rows:,} rows, read as {item.reading}")
+
+
+def _open_file(options: Options, usage: Usage, form: Form, has_chat_template: bool) -> RowInput:
+    path = Path(str(options.file))
     if not path.is_file():
         raise UserError(f"--file {path} does not exist, or is not a file: check the path")
     kind, how = find_kind(path, "--file"), ""
@@ -85,14 +104,7 @@ def open_rows(options: Options, usage: Usage, *, has_chat_template: bool = False
             form = form._replace(encoding=saved)
     choose = partial(_choose_column, wanted=options.column, saved=usage.source_column, has_chat_template=has_chat_template)
     item = open_file(path, kind, choose, form, for_generation=True)
-
-    def read() -> Iterator[Row]:
-        return _check((f"{path}, row {number}", row) for number, row in enumerate(read_rows(item), start=1))
-
-    num_rows = sum(1 for _ in read())
-    if not num_rows:
-        raise UserError(f"--file {path} has no rows: give a file with rows")
-    return Rows(read, num_rows, f"{path}: {num_rows:,} rows, read as {item.reading}{how}")
+    return replace(item, reading=f"{item.reading}{how}")
 
 
 def _choose_column(
@@ -112,29 +124,11 @@ def _choose_column(
     return with_optional(_READINGS.get(names[0], "prompt"), (names[0],), existing, has_chat_template=has_chat_template)
 
 
-def _read_texts(texts: Iterable[tuple[str, str]]) -> Iterator[Row]:
-    for where, text in texts:
-        if found := next((ord(character) for character in text if "\udc80" <= character <= "\udcff"), None):
-            raise UserError(
-                f"{where}: byte 0x{found - 0xDC00:02x} is not text in this encoding: give --encoding, or convert the text"
-            )
-        row = build_example({"text": text}, Columns("prompt", ("text",)), where, for_generation=True)
-        yield from _check([(where, row)])
-
-
-def _read_lines(encoding: str) -> Iterator[tuple[str, str]]:
-    """The lines of standard input; a byte that is not text becomes half a surrogate pair."""
+def _read_lines(encoding: str) -> Iterator[str]:
+    """The lines of standard input."""
     try:
-        for number, line in enumerate(io.TextIOWrapper(sys.stdin.buffer, encoding, errors="surrogateescape"), start=1):
+        for number, line in enumerate(io.TextIOWrapper(sys.stdin.buffer, encoding), start=1):
             line = line.removeprefix("\ufeff") if number == 1 else line  # a byte order mark
-            yield f"line {number} of standard input", line.removesuffix("\n")
+            yield line.removesuffix("\n")
     except UnicodeError as error:
         raise UserError(f"standard input is not valid {encoding.upper()} ({error}): give --encoding, or convert it") from None
-
-
-def _check(rows: Iterable[tuple[str, Example | str]]) -> Iterator[Row]:
-    """The rows, of which each must have something to generate for."""
-    for where, row in rows:
-        if isinstance(row, str):
-            raise UserError(f"{where} is a row {row}, which has nothing to generate for: correct or remove it")
-        yield where, row

@@ -40,9 +40,6 @@ from toolkit.tools.recipes import is_encoder_decoder
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-HEADROOM = 1.2
-"""A device must have this multiple of the weights' bytes free: activations and the key-value cache need the rest."""
-
 _OWN_WORDS = {
     "set model.attn_implementation sdpa or eager, or model.trust_remote_code true": "take that line out",
     ", or model.from_scratch true for random ones": "",
@@ -95,14 +92,13 @@ class Generator:
             texts = [self._render(*row) if is_chat else str(row[1].prompt) for row, is_chat in zip(rows, are_chats, strict=True)]
             all_ids = encode_prompts(self.tokenizer, texts, are_chats)
         limit, _ = num_positions(self.config)
-        for (where, _), ids in zip(rows, all_ids, strict=True):
+        encoded = []
+        for (where, _), ids, num_lost in zip(rows, all_ids, all_lost, strict=True):
             if limit is not None and len(ids) + new > limit:
                 trouble = f"has {len(ids)} tokens,{f' with --max-new-tokens {new}' if new else ''} more than the model's {limit}"
                 raise UserError(f"{where} {trouble} positions: shorten the text{', or lower --max-new-tokens' if new else ''}")
-        return [
-            {"input_ids": ids, "prompt_length": len(ids), "num_lost_tokens": num_lost}
-            for ids, num_lost in zip(all_ids, all_lost, strict=True)
-        ]
+            encoded.append({"input_ids": ids, "prompt_length": len(ids), "num_lost_tokens": num_lost})
+        return encoded
 
     def _render(self, where: str, row: Example) -> str:
         messages = row.messages or [{"role": "user", "content": row.prompt}]
@@ -164,7 +160,7 @@ def open_model(name: str) -> Generator:
     folder = Path(find_folder(name))
     usage = load_usage(folder) or Usage()
     is_adapter = (folder / CONFIG_FILE).is_file()
-    base = ModelConfig(name_or_path=_read_base_name(folder) if is_adapter else str(folder))
+    base = ModelConfig(name_or_path=read_base_name(folder) if is_adapter else str(folder))
     try:
         auto_class: AutoClass = "AutoModelForSeq2SeqLM" if is_encoder_decoder(base.name_or_path) else "AutoModelForCausalLM"
         config = load_model_config(base, auto_class, is_trained=False)
@@ -202,7 +198,6 @@ def load_generator(generator: Generator, dtype: str | None, settings: dict[str, 
 
     folder, config, device = generator.folder, generator.config, _choose_device()
     loaded_as = getattr(torch, dtype or generator.usage.dtype)
-    _check_room(generator.model, loaded_as, device)
     if not sys.stderr.isatty():  # bars are for terminals
         disable_progress_bar()
     config._attn_implementation = fastest_attention(config, device.type)
@@ -225,7 +220,13 @@ def load_generator(generator: Generator, dtype: str | None, settings: dict[str, 
     _, limit = num_positions(config)
     if limit is not None and generation.max_new_tokens > limit:
         raise UserError(f"--max-new-tokens is {generation.max_new_tokens}, and the model has {limit} positions: lower it")
-    return replace(generator, model=model.to(device).eval())
+    try:
+        return replace(generator, model=model.to(device).eval())
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"the model does not fit {device} ({str(error).splitlines()[0]}): try --dtype bfloat16, or serve it with a tool that "
+            "splits a model over GPUs, as vLLM"
+        ) from None
 
 
 def _choose_device() -> torch.device:
@@ -234,19 +235,7 @@ def _choose_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
-def _check_room(skeleton: Any, dtype: torch.dtype, device: torch.device) -> None:
-    if device.type != "cuda":
-        return
-    num_bytes = sum(parameter.numel() for parameter in skeleton.parameters()) * dtype.itemsize
-    free, _ = torch.cuda.mem_get_info(device)
-    if HEADROOM * num_bytes > free:
-        raise UserError(
-            f"the model's weights take {num_bytes / 2**30:.1f} GiB in {str(dtype).removeprefix('torch.')}, and {device} has "
-            f"{free / 2**30:.1f} GiB free: try --dtype bfloat16, or serve it with a tool that splits a model over GPUs, as vLLM"
-        )
-
-
-def _read_base_name(folder: Path) -> str:
+def read_base_name(folder: Path) -> str:
     """The base that an adapter names: a path, from the directory of its run, or a hub id.
 
     Raises:

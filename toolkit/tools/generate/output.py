@@ -12,17 +12,16 @@ import hashlib
 import json
 import os
 import re
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from toolkit.errors import UserError, escape_controls
-from toolkit.files.durable import fsync_path, hash_file, written_beside
+from toolkit.files.durable import fsync_path, written_beside
 from toolkit.files.json_lines import encode_json_line, read_json_lines
 from toolkit.files.lock import release_lock, take_lock
+from toolkit.launch.same_run import describe_files
 from toolkit.models.lora_files import CONFIG_FILE
 from toolkit.tools.generate.inputs import Options
-from toolkit.tools.generate.model import find_folder
+from toolkit.tools.generate.model import find_folder, read_base_name
 
 UNFINISHED = ".unfinished"
 LOCK = ".lock"
@@ -40,15 +39,12 @@ def begin_output(options: Options) -> int:
     output = options.output
     assert output is not None
     about, lock = _beside(output, UNFINISHED), _beside(output, LOCK)
-    exists = UserError(f"--output {output} exists, and is not what this command left unfinished: name another file")
     try:
-        if output.exists() and not about.exists():
-            raise exists
         take_lock(lock, f"another process is writing --output {output}: wait for its end, or name another file")
         mine = _digest(options)
         if output.exists():
             if not about.exists() or about.read_text(encoding="utf-8").partition("\n")[0] != mine:
-                raise exists
+                raise UserError(f"--output {output} exists, and is not what this command left unfinished: name another file")
             return _num_written(output)
         with written_beside(about) as beside:
             beside.write_text(f"{mine}\n", encoding="utf-8")
@@ -113,17 +109,9 @@ def _num_written(output: Path) -> int:
 def _digest(options: Options) -> str:
     """A hash of what decides the texts beside the rows: settings, and the files of the model and, for an adapter, of its base."""
     folder = Path(find_folder(options.model))
-    folders = [folder]
-    with suppress(OSError, ValueError, LookupError, TypeError):  # not an adapter, or one that cannot be loaded
-        folders.append(Path(json.loads((folder / CONFIG_FILE).read_bytes())["base_model_name_or_path"]))
-    files: list[Any] = []
-    for path in [path for folder in folders for path in sorted(folder.glob("*"))]:
-        if path.suffix == ".safetensors":  # too large to be read once more
-            files.append((path.name, path.stat().st_size, path.stat().st_mtime_ns))
-        elif path.suffix in (".json", ".jinja", ".model", ".txt"):  # configs, tokenizer, chat template
-            files.append((path.name, hash_file(path)))
+    folders = [folder, Path(read_base_name(folder))] if (folder / CONFIG_FILE).is_file() else [folder]
     settings = {**dataclasses.asdict(options), "output": None, "batch_size_rows": None, "file": None}
-    return hashlib.sha256(json.dumps([settings, files], default=str).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([settings, [*map(describe_files, folders)]], default=str).encode()).hexdigest()
 
 
 def _beside(output: Path, ending: str) -> Path:

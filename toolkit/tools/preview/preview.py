@@ -24,11 +24,11 @@ from toolkit.models.load import build_skeleton
 from toolkit.parallel.masks import choose_packing
 from toolkit.tools.plan.strategy import Strategy, load_strategy
 from toolkit.tools.preview.page import render_page
-from toolkit.tools.preview.row import find_cut_row, view_row
+from toolkit.tools.preview.row import find_cut_row, plural, view_row
 from toolkit.tools.preview.step import view_step
 from toolkit.tools.preview.summary import summarize
 from toolkit.tools.preview.terminal import print_preview
-from toolkit.tools.preview.wording import Preview, plural
+from toolkit.tools.preview.wording import Preview, list_parts
 from toolkit.tools.recipes import config_class_of, find_model
 from toolkit.training.data import num_steps, prepare_data
 
@@ -43,16 +43,7 @@ def preview(
     row_id: int | None,
     html: Path | None,
 ) -> None:
-    """Print the view, or write it as a page.
-
-    Args:
-        run_arguments: dotted flags, as for a recipe.
-        config: run YAMLs.
-        accelerate_config: the accelerate YAML, for its number of processes; None: one process.
-        recipe: `llm` or `t5`; None: by the model.
-        num_rows: rows of the first step to show.
-        row_id: show this row alone, in full length.
-        html: the page.
+    """Print the view, or write it as a page, with the arguments of the command line.
 
     Raises:
         UserError: whatever the run itself would raise of its data; a row that is not there; a page that cannot be written.
@@ -70,11 +61,8 @@ def preview(
     found = collect(run_arguments, accelerate_config, recipe, num_rows, row_id)
     if html is None:
         return print_preview(found, Console())
-    try:
-        with written_beside(html) as beside:
-            beside.write_text(render_page(found), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--html {html} cannot be written ({error.strerror}): make room there, or take another place") from None
+    with written_beside(html) as beside:
+        beside.write_text(render_page(found.title, list_parts(found, has_remarks=True)), encoding="utf-8")
     print(one_line(f"the page is {html}"))
 
 
@@ -92,11 +80,10 @@ def collect(
     rows, plan, evaluation = prepare_data(config, metrics, model_config, skeleton, launch.num_processes)
     name = config.model.name_or_path
     title = f"{config.run.name}: {name}, {'a causal model' if isinstance(config, LLMConfig) else 'an encoder-decoder'}"
-    if row_id is not None:
-        views = [view_row(rows, config.data, config.model, row_id)]
-        return Preview(title=title, processes=processes, summary=None, step=None, rows=views)
-    first = [int(rows.train[index]["row_id"]) for index in plan.step(1).rows[:num_rows]]
+    first = [int(rows.train[index]["row_id"]) for index in plan.step(1).rows[:num_rows]] if row_id is None else [row_id]
     shown = [view_row(rows, config.data, config.model, row_id) for row_id in first]
+    if row_id is not None:
+        return Preview(title=title, processes=processes, summary=None, step=None, rows=shown)
     if num_rows and not any(side.num_lost for row in shown for side in row.sides):
         cut = find_cut_row(rows, config.data, config.model)
         shown += [cut] if cut else []

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,27 +30,13 @@ _NO_LIMIT = 2**31
 _MOST_TOKENS_OF_A_CHARACTER = 16
 
 
-class Span(NamedTuple):
-    """Neighbouring tokens of one kind."""
-
-    kind: str
-    """`LOSS`, `CONTEXT` or `LOST`."""
-    tokens: list[str]
-    """The text of each token, see `token_texts`."""
+Token = tuple[str, str]
+"""What a token is for: `LOSS`, `CONTEXT` or `LOST`. And its text, see `token_texts`."""
 
 
-def build_spans(tokens: Iterable[tuple[str, str]]) -> list[Span]:
-    """The spans of (kind, text of a token)."""
-    return [Span(kind, [text for _, text in group]) for kind, group in itertools.groupby(tokens, key=lambda token: token[0])]
-
-
-class Turn(NamedTuple):
-    """A message of a chat."""
-
-    role: str
-    num_characters: int
-    says: str
-    """What it is for, in words."""
+def plural(num: int, what: str) -> str:
+    """1 row, 2 rows, 1,000 micro-batches."""
+    return f"{num:,} {what}{'' if num == 1 else 'es' if what.endswith(('ch', 's')) else 's'}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +46,8 @@ class Side:
     name: str
     text: str
     """Before the cut; of a chat, as its template renders it."""
-    spans: list[Span]
+    tokens: list[Token]
+    """Also those that were cut off."""
     num_tokens: int
     """After the cut."""
     num_lost: int
@@ -80,8 +66,8 @@ class RowView:
     sides: list[Side]
     num_tokens: int
     num_label_tokens: int
-    turns: list[Turn]
-    """Of a chat; else empty."""
+    turns: list[str]
+    """The role, length and use of each message of a chat."""
     piece: tuple[int, int] | None
     """(number from 1, how many) of a long text that was split into several rows; the text is that of the piece."""
 
@@ -93,13 +79,10 @@ def find_cut_row(
     columns = rows.train.with_format("numpy")
     num_labels, num_tokens = columns["num_label_tokens"][:], columns["num_tokens"][:]
     lengths = {"row": num_tokens, "source": num_tokens - num_labels, "target": num_labels}
-    limits = {side: limit for side, name in _LIMITS.items() if (limit := getattr(config, name, None))}
+    limits = {side: getattr(config, name) for side, name in _LIMITS.items() if hasattr(config, name)}
     is_full = np.any([lengths[side] >= limit for side, limit in limits.items()], axis=0)
-    for index in np.flatnonzero(is_full)[:most_tried].tolist():
-        row = view_row(rows, config, model, int(rows.train[index]["row_id"]))
-        if any(side.num_lost for side in row.sides):
-            return row
-    return None
+    views = (view_row(rows, config, model, int(row_id)) for row_id in columns["row_id"][:][is_full][:most_tried])
+    return next((view for view in views if any(side.num_lost for side in view.sides)), None)
 
 
 def view_row(rows: TokenizedRows, config: DataConfig | LLMDataConfig, model: ModelConfig, row_id: int) -> RowView:
@@ -112,19 +95,24 @@ def view_row(rows: TokenizedRows, config: DataConfig | LLMDataConfig, model: Mod
         UserError: no row has this id, or it was left out.
     """
     assert rows.texts is not None, "each node's first process has them"
-    name, row = _find(rows, rows.texts, row_id)
-    cells = _find_text(rows.texts, row_id % ROW_IDS_OF_A_PIECE)
-    assert cells is not None, "a tokenized row was made of a text"
-    (example,) = read_examples(cells)
-    where = causal.locate(row_id % ROW_IDS_OF_A_PIECE, rows.texts.origins)
-    num_pieces = int((_ids(getattr(rows, name)) % ROW_IDS_OF_A_PIECE == row_id % ROW_IDS_OF_A_PIECE).sum())
-    turns: list[Turn] = []
+    origins, text_id = rows.texts.origins, row_id % ROW_IDS_OF_A_PIECE
+    found, given = _find(rows, row_id), _find(rows.texts, text_id)
+    num_rows = sum(num for _, num in origins)
+    if found is None and not 0 <= row_id < num_rows:
+        raise UserError(f"--row is {row_id}: give an id from 0 to {num_rows - 1}")
+    where = causal.locate(text_id, origins)
+    if found is None or given is None:
+        raise UserError(f"--row is {row_id}, {where}, which is left out: the remarks above say why")
+    name, row = found[0], {column: values[0] for column, values in found[1].items()}
+    (example,) = read_examples(given[1])
+    num_pieces = int((_ids(getattr(rows, name)) % ROW_IDS_OF_A_PIECE == text_id).sum())
+    turns: list[str] = []
     if example.text is not None:  # a text loses nothing; each of its rows has its own part of it
         assert isinstance(config, LLMDataConfig), "an encoder-decoder's rows are pairs"
         full = row
         texts = {"row": example.text if num_pieces == 1 else str(rows.tokenizer.decode(row["input_ids"]))}
     else:
-        full = _tokenize_unlimited(rows, config, model, cells)
+        full = _tokenize_unlimited(rows, config, model, given[1])
         if isinstance(config, DataConfig):
             texts = {"source": config.prefix + str(example.prompt), "target": str(example.completion)}
         elif example.messages is None:
@@ -170,28 +158,12 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
     return texts
 
 
-def _find(rows: TokenizedRows, texts: TextRows, row_id: int) -> tuple[str, dict[str, Any]]:
-    """The split of a row, and its columns."""
-    for name, part in (("train", rows.train), ("evaluation", rows.evaluation)):
-        found = np.flatnonzero(_ids(part) == row_id)
-        if len(found):
-            return name, part[int(found[0])]
-    num_rows = sum(num for _, num in texts.origins)
-    if not 0 <= row_id < num_rows:
-        raise UserError(f"--row is {row_id}: give an id from 0 to {num_rows - 1}")
-    where = causal.locate(row_id % ROW_IDS_OF_A_PIECE, texts.origins)
-    if _find_text(texts, row_id) is None:
-        raise UserError(f"--row is {row_id}, {where}, which is left out: the remarks above say why")
-    raise UserError(f"--row is {row_id}, {where}, which has no token that counts in the loss, and is left out")
-
-
-def _find_text(texts: TextRows, row_id: int) -> dict[str, list[Any]] | None:
-    """The text of a row, by column; None if it was left out when it was read."""
-    for part in (texts.train, texts.evaluation):
-        ids = _ids(part)
-        index = int(np.searchsorted(ids, row_id))  # ids rise in a file of rows
-        if index < len(ids) and ids[index] == row_id:
-            return part[index : index + 1]
+def _find(splits: TokenizedRows | TextRows, row_id: int) -> tuple[str, dict[str, list[Any]]] | None:
+    """The split of a row, and its columns, as a batch of one row; None if it was left out."""
+    for name in SIDES:
+        part = getattr(splits, name)
+        if len(found := np.flatnonzero(_ids(part) == row_id)):
+            return name, part[int(found[0]) : int(found[0]) + 1]
     return None
 
 
@@ -230,12 +202,12 @@ def _build_side(
     kinds = [
         LOST if start <= place < start + num_lost else LOSS if does_count else CONTEXT for place, does_count in enumerate(counts)
     ]
-    spans = build_spans(zip(kinds, token_texts(tokenizer, ids), strict=True))
+    tokens = list(zip(kinds, token_texts(tokenizer, ids), strict=True))
     limit = getattr(config, _LIMITS[name])
-    return Side(name=name, text=text, spans=spans, num_tokens=len(kept), num_lost=num_lost, limit=limit)
+    return Side(name=name, text=text, tokens=tokens, num_tokens=len(kept), num_lost=num_lost, limit=limit)
 
 
-def _list_turns(example: Example, loss_on: str, labels: Sequence[int], num_kept: int) -> list[Turn]:
+def _list_turns(example: Example, loss_on: str, labels: Sequence[int], num_kept: int) -> list[str]:
     """The messages of a chat.
 
     Args:
@@ -259,5 +231,5 @@ def _list_turns(example: Example, loss_on: str, labels: Sequence[int], num_kept:
             says = "counts"
         elif message["role"] == "assistant":
             says = "context, as its weight is 0" if i in example.weight_0 else "context, as a part of the prompt"
-        turns.append(Turn(message["role"], len(message.get("content") or ""), says))
+        turns.append(f"{message['role']}: {plural(len(message.get('content') or ''), 'character')}, {says}")
     return turns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -36,16 +37,12 @@ class Pack:
 
 @dataclass(frozen=True, kw_only=True)
 class StepView:
-    """One step."""
+    """The first step of a run."""
 
-    num_processes: int
+    plan: BatchPlan
+    """That of the run."""
     num_steps: int
     """Of the run."""
-    steps_per_epoch: int
-    rows: list[int]
-    """Indices of the training rows, as the batch plan takes them."""
-    num_label_tokens: int
-    """`N`, by which the loss of the step is divided."""
     positions: dict[str, int]
     """Positions of the step's tensors, over all ranks, by kind."""
     num_micro_batches: int
@@ -76,11 +73,8 @@ def view_step(plan: BatchPlan, rows: Dataset, collator: Collator, num_steps: int
     for kind, num in (part for pack in packs for part in pack.parts):
         positions[kind] += num
     return StepView(
-        num_processes=plan.world_size,
+        plan=plan,
         num_steps=num_steps,
-        steps_per_epoch=plan.steps_per_epoch,
-        rows=list(step.rows),
-        num_label_tokens=step.num_label_tokens,
         positions=positions,
         num_micro_batches=len(of_ranks[0]),
         num_tensor_rows=num_tensor_rows,
@@ -118,9 +112,7 @@ def _view_packs(
         )
 
 
-def _runs(labels: Sequence[int]) -> list[tuple[str, int]]:
+def _runs(labels: Sequence[int]) -> Iterator[tuple[str, int]]:
     """Neighbouring labels that count, or do not, with their number."""
-    counts = np.asarray(labels) != IGNORED_LABEL
-    starts = np.flatnonzero(np.diff(counts, prepend=~counts[:1]))
-    lengths = np.diff(np.append(starts, len(counts)))
-    return [(LOSS if counts[start] else CONTEXT, int(length)) for start, length in zip(starts, lengths, strict=True)]
+    for is_counted, group in itertools.groupby(label != IGNORED_LABEL for label in labels):
+        yield LOSS if is_counted else CONTEXT, len(list(group))

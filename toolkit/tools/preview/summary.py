@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from array import array
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -147,11 +146,9 @@ def _find_duplicates(texts: TextRows) -> list[str]:
 
 def _hash_contents(part: Dataset) -> tuple[np.ndarray, np.ndarray]:
     """The id of each row, and a 64-bit hash of what makes two rows duplicates."""
-    hashes = array("Q")
-    for batch in part.iter(_ROWS_AT_ONCE):
-        for example in read_examples(batch):
-            hashes.append(int.from_bytes(hashlib.blake2b(example.content.encode(), digest_size=8).digest(), "big"))
-    return part.with_format("numpy")["row_id"][:], np.asarray(hashes)
+    contents = (example.content.encode() for batch in part.iter(_ROWS_AT_ONCE) for example in read_examples(batch))
+    hashes = (int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") for content in contents)
+    return part.with_format("numpy")["row_id"][:], np.fromiter(hashes, dtype=np.uint64, count=len(part))
 
 
 def describe_rows(config: RecipeConfig, rows: TokenizedRows, evaluation: EvaluationRows) -> dict[str, Any]:

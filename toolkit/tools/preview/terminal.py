@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import align, visible
+from toolkit.tools.preview.page import NAMES, Bar, Legend, RowText, Tokens
 from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, PADDING
-from toolkit.tools.preview.wording import NAMES, Bar, Legend, Preview, RowText, Tokens, list_parts
+from toolkit.tools.preview.wording import Preview, list_parts
 from toolkit.tools.report.parts import Heading, Histogram, Lines, Table
 
 if TYPE_CHECKING:
@@ -65,9 +67,9 @@ class _Lines:
                 yield self._bar(part)
             case RowText(text):
                 yield from self._wrapped(self._text(visible(text)), indent=4)
-            case Tokens(spans):
-                marked = [self._marked(kind, "|".join(visible(t).replace("\n", "⏎\n") for t in tokens)) for kind, tokens in spans]
-                yield from self._wrapped(self._text().append("|", style="dim").join(marked), indent=4)
+            case Tokens():
+                shown = ((kind, "|".join(visible(text).replace("\n", "⏎\n") for text in texts)) for kind, texts in part.by_kind())
+                yield from self._wrapped(self._text().append("|", style="dim").join(starmap(self._marked, shown)), indent=4)
 
     def _bar(self, bar: Bar) -> Text:
         """Parts are as wide as their share of the longest pack; `|` is between two rows."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, PADDING, RowView, Side, Span, build_spans
-from toolkit.tools.preview.step import Pack, StepView
+from toolkit.tools.preview.page import NAMES, Bar, Legend, RowText, Tokens
+from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, PADDING, RowView, Side, Token, plural
+from toolkit.tools.preview.step import StepView
 from toolkit.tools.report.parts import Heading, Lines, describe_data, percent
 
-NAMES = {LOSS: "counts in the loss", CONTEXT: "context", PADDING: "padding", LOST: "cut off"}
 MOST_CHARACTERS, MOST_TOKENS = 1200, 240
 """How much of a long text is shown: two thirds from its start, one third from its end."""
 TOKENS_AT_A_CUT = 40
@@ -33,36 +33,6 @@ class Preview:
     """Of `summarize`. None, as `step`, for a single row, which is shown in full length."""
     step: StepView | None
     rows: list[RowView]
-
-
-# Parts that only a preview has; see `report.parts` for the others.
-
-
-class Legend(NamedTuple):
-    """The kinds of tokens, or of parts of bars."""
-
-    kinds: Sequence[str]
-    is_of_bars: bool = False
-
-
-class Bar(NamedTuple):
-    """A pack, as long as its share of the longest one that is shown."""
-
-    pack: Pack
-    longest: int
-    label: str
-
-
-class RowText(NamedTuple):
-    """The text of a row, or a part of it."""
-
-    text: str
-
-
-class Tokens(NamedTuple):
-    """Tokens of a row, each with what it is for."""
-
-    spans: list[Span]
 
 
 def list_parts(preview: Preview, *, has_remarks: bool) -> Iterator[Any]:
@@ -86,7 +56,8 @@ def list_parts(preview: Preview, *, has_remarks: bool) -> Iterator[Any]:
 
 
 def _describe_step(step: StepView) -> Iterator[Any]:
-    yield Heading(f"Step 1 of {step.num_steps:,} ({step.steps_per_epoch:,} an epoch)")
+    first, num_processes = step.plan.step(1), step.plan.world_size
+    yield Heading(f"Step 1 of {step.num_steps:,} ({step.plan.steps_per_epoch:,} an epoch)")
     total = sum(step.positions.values())
     shares = ", ".join(f"{percent(num, total)} {NAMES[kind].replace('counts', 'count')}" for kind, num in step.positions.items())
     rows = f"{plural(step.num_tensor_rows, 'row')} of the tensors"
@@ -95,8 +66,8 @@ def _describe_step(step: StepView) -> Iterator[Any]:
         rows = f"{plural(len(step.packs), 'pack')} in {rows}"
     yield Lines(
         [
-            f"{plural(len(step.rows), 'row')}; the loss is divided by N = {plural(step.num_label_tokens, 'label token')}",
-            f"{plural(step.num_micro_batches, 'micro-batch')} on each of {plural(step.num_processes, 'process')}, {rows}; of "
+            f"{plural(len(first.rows), 'row')}; the loss is divided by N = {plural(first.num_label_tokens, 'label token')}",
+            f"{plural(step.num_micro_batches, 'micro-batch')} on each of {plural(num_processes, 'process')}, {rows}; of "
             f"{total:,} positions {shares}",
         ]
     )
@@ -117,21 +88,21 @@ def _describe_row(row: RowView, step: StepView | None, *, is_whole: bool) -> Ite
     lines = []
     if row.piece:
         lines.append(f"piece {row.piece[0]:,} of {row.piece[1]:,} of a long text; the pieces hold every token")
-    if step is not None and (pack := step.find_pack(row.row_id)):
+    pack = step.find_pack(row.row_id) if step else None
+    if pack:
         others = [other for other in pack.row_ids if other != row.row_id]
         beside = f", in one pack with {_name_rows(others)}" if others else ""
         lines.append(f"in step 1: process {pack.rank}, micro-batch {pack.micro_batch + 1}{beside}")
-    for number, turn in enumerate(row.turns, start=1):
-        lines.append(f"turn {number}, {turn.role}: {plural(turn.num_characters, 'character')}, {turn.says}")
+    lines += [f"turn {number}, {turn}" for number, turn in enumerate(row.turns, start=1)]
     yield Lines(lines, "quiet")
     for side in row.sides:
         yield Heading(f"{side.name.capitalize()}: {_describe_length(side)}", 4)
         texts = shorten_text(side.text, row.row_id, is_whole=is_whole)
         yield from (Lines([text], "quiet") if number == 1 else RowText(text) for number, text in enumerate(texts))
         yield Lines(["as tokens"], "quiet")
-        pieces = shorten_spans(side.spans, row.row_id, is_whole=is_whole)
+        pieces = shorten_tokens(side.tokens, row.row_id, is_whole=is_whole)
         yield from (Lines([piece], "quiet") if isinstance(piece, str) else Tokens(piece) for piece in pieces)
-        if padding := padding_behind(row, step, side):
+        if pack and pack.row_ids[-1] == row.row_id and (padding := pack.padding[side.name]):
             yield Lines([f"{plural(padding, 'token')} of padding"], PADDING)
 
 
@@ -147,17 +118,6 @@ def _name_rows(row_ids: Sequence[int]) -> str:
     return f"{'row' if len(row_ids) == 1 else 'rows'} {', '.join(map(str, row_ids))}"
 
 
-def plural(num: int, what: str) -> str:
-    """1 row, 2 rows, 1,000 micro-batches."""
-    return f"{num:,} {what}{'' if num == 1 else 'es' if what.endswith(('ch', 's')) else 's'}"
-
-
-def padding_behind(row: RowView, step: StepView | None, side: Side) -> int:
-    """Padding that follows a row in its pack."""
-    pack = step.find_pack(row.row_id) if step else None
-    return pack.padding[side.name] if pack and pack.row_ids[-1] == row.row_id else 0
-
-
 def shorten_text(text: str, row_id: int, *, is_whole: bool) -> list[str]:
     """The text; or its start, a remark on what is not shown, and its end."""
     num = len(text) - MOST_CHARACTERS
@@ -167,19 +127,17 @@ def shorten_text(text: str, row_id: int, *, is_whole: bool) -> list[str]:
     return [text[:head], f"… {num:,} characters are not shown: --row {row_id} shows all …", text[num + head :]]
 
 
-def shorten_spans(spans: list[Span], row_id: int, *, is_whole: bool) -> list[list[Span] | str]:
+def shorten_tokens(tokens: list[Token], row_id: int, *, is_whole: bool) -> list[list[Token] | str]:
     """The tokens; or their start, those around cuts and their end, and remarks on what is not shown between them."""
-    tokens = [(span.kind, token) for span in spans for token in span.tokens]
     if is_whole or len(tokens) <= MOST_TOKENS:
-        return [spans]
+        return [tokens]
     head, is_shown = 2 * MOST_TOKENS // 3, np.zeros(len(tokens), dtype=bool)
     is_shown[:head] = is_shown[head - MOST_TOKENS :] = True
-    for span, end in zip(spans, itertools.accumulate(len(span.tokens) for span in spans), strict=True):
-        if span.kind == LOST:
-            cut = end - len(span.tokens)
-            is_shown[max(0, cut - TOKENS_AT_A_CUT) : cut + TOKENS_AT_A_CUT] = True
-    pieces: list[list[Span] | str] = []
+    is_lost = np.array([kind == LOST for kind, _ in tokens])
+    for cut in np.flatnonzero(np.diff(is_lost, prepend=False) & is_lost):
+        is_shown[max(0, cut - TOKENS_AT_A_CUT) : cut + TOKENS_AT_A_CUT] = True
+    pieces: list[list[Token] | str] = []
     for shown, group in itertools.groupby(zip(is_shown, tokens, strict=True), key=lambda pair: bool(pair[0])):
         some = [token for _, token in group]
-        pieces.append(build_spans(some) if shown else f"… {len(some):,} tokens are not shown: --row {row_id} shows all …")
+        pieces.append(some if shown else f"… {len(some):,} tokens are not shown: --row {row_id} shows all …")
     return pieces

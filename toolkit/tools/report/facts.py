@@ -14,7 +14,7 @@ from toolkit.errors import UserError
 from toolkit.evaluation.generate import BASELINE
 from toolkit.evaluation.rows import even_places
 from toolkit.files.json_lines import load_json_lines
-from toolkit.tools.entries import Entry, read_entries
+from toolkit.tools.checkpoints import Entry, read_entries
 from toolkit.tools.report.record import MOST_PREDICTIONS, RECORD_FILE
 from toolkit.tracking.memory import MEMORY_FILE
 from toolkit.tracking.metrics_log import load_metrics

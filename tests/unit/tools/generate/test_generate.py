@@ -184,18 +184,19 @@ def test_what_is_no_text_is_one_sentence(
     def refusal(*arguments: object, stdin: bytes = b"") -> str:
         return refused(monkeypatch, capsys, folders / model, *arguments, stdin=stdin)
 
-    encoding = "give --encoding, or convert the text"
     assert refusal("--file", "-", stdin=b"one\nM\xfcller\n") == (
-        f"line 2 of standard input: byte 0xfc is not text in this encoding: {encoding}"
+        "standard input is not valid UTF-8 ('utf-8' codec can't decode byte 0xfc in position 5: invalid start byte): give "
+        "--encoding, or convert it"
     )
-    assert refusal("--text", "M\udcfcller") == f"--text 1: byte 0xfc is not text in this encoding: {encoding}"
+    assert refusal("--text", "M\udcfcller") == (
+        "--text, row 1, column text: character 2 is half a surrogate pair, which is no text: write the whole character"
+    )
     assert refusal("--file", "-", "--encoding", "utf-16", stdin=b"one").startswith("standard input is not valid UTF-16 (")
     assert refusal("--file", "-", stdin=b"one\n\n") == (
-        "line 2 of standard input is a row with an empty prompt, which has nothing to generate for: correct or remove it"
+        "standard input, row 2 is a row with an empty prompt, which has nothing to generate for: correct or remove it"
     )
     assert (
-        refusal("--file", "-", stdin=b"a\0\n")
-        == "line 1 of standard input, column text: the text holds a NUL character: remove it"
+        refusal("--file", "-", stdin=b"a\0\n") == "standard input, row 1, column text: the text holds a NUL character: remove it"
     )
     file = tmp_path / "a.csv"
     file.write_bytes("text\nMüller\n".encode("cp1252"))

@@ -61,12 +61,17 @@ def test_a_model_computes_as_its_run_did(tmp_path: Path, asked: str | None, expe
 
 
 def test_a_model_beyond_the_device_is_not_called_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    transformers.LlamaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=1).save_pretrained(tmp_path)
+    config = transformers.LlamaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     train_byte_level_tokenizer(["hello"], 300).save_pretrained(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
-    with pytest.raises(UserError, match="^the model's weights take 0.0 GiB in float32, and cuda:0 has 0.0 GiB free"):
+
+    def fill(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "to", fill)
+    with pytest.raises(UserError, match=r"^the model does not fit cuda:0 \(CUDA out .* 2.00 GiB.\): try --dtype bfloat16"):
         load_generator(open_model(str(tmp_path)), "float32", {})
 
 

@@ -31,11 +31,11 @@ from tests.support.previews import (
 from toolkit.errors import visible
 from toolkit.launch.log import start_logging
 from toolkit.tools.preview import preview
-from toolkit.tools.preview.page import TOKENS_OF_A_BLOCK, render_page
+from toolkit.tools.preview.page import NAMES, TOKENS_OF_A_BLOCK, Tokens, render_page
 from toolkit.tools.preview.preview import collect
-from toolkit.tools.preview.row import CONTEXT, LOSS, Span
+from toolkit.tools.preview.row import CONTEXT, LOSS
 from toolkit.tools.preview.terminal import _Lines, print_preview
-from toolkit.tools.preview.wording import NAMES, Tokens, padding_behind
+from toolkit.tools.preview.wording import list_parts
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u061c\u2028\u202a-\u202e\u2066-\u2069\ufeff]")
 
@@ -113,14 +113,14 @@ def test_a_terminal_gets_colours_in_place_of_marks_and_its_own_width(capsys: pyt
     # Wrapped, but complete.
     for row in found.rows:
         for side in row.sides:
-            tokens = "|".join(token.replace("\n", "⏎\n") for span in side.spans for token in span.tokens)
+            tokens = "|".join(token.replace("\n", "⏎\n") for _, token in side.tokens)
             assert re.sub(r"\s", "", tokens) in re.sub(r"\s", "", plain)
 
 
 def test_only_the_marks_between_tokens_are_dim() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", no_color=False)
     with console.capture() as shown:
-        for line in _Lines(console).of(Tokens([Span(CONTEXT, ["a", "b"]), Span(LOSS, ["c"])])):
+        for line in _Lines(console).of(Tokens([(CONTEXT, "a"), (CONTEXT, "b"), (LOSS, "c")])):
             console.print(line)
     assert shown.get() == "    a|b\x1b[2m|\x1b[0m\x1b[1;32mc\x1b[0m\n"
 
@@ -155,16 +155,18 @@ def test_hostile_texts_stay_text_in_the_page(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize("config", ["t5.yaml", "chats.yaml"])
 def test_the_page_has_the_tokens_kinds_and_places_of_the_view(config: str) -> None:
     found = collect([f"--config={config}", "--run.name=<i>name"], None, None, 4, None)
-    found.rows[0].sides[0].spans[0].tokens.append("</s>")  # as T5's last token
-    content = render_page(found)
+    found.rows[0].sides[0].tokens.insert(1, (CONTEXT, "</s>"))  # as T5's last token
+    content = render_page(found.title, list_parts(found, has_remarks=True))
     assert found.step is not None and content.count("&lt;i&gt;name") == 2
     assert re.findall("<h3>([A-Z][a-z]+)</h3>", content) == ["Rows", "Lengths", "Tokenizer"]
     sides = [(row, side) for row in found.rows for side in row.sides]
-    shown = ["".join(token for span in side.spans for token in span.tokens) for _, side in sides]
+    shown = ["".join(token for _, token in side.tokens) for _, side in sides]
     assert [text.replace("⏎\n", "\n") for text in Page(content).texts["tokens"]] == [visible(text) for text in shown]
     kinds = []
     for row, side in sides:
-        kinds += [span.kind for span in side.spans] + ["padding"] * (padding_behind(row, found.step, side) > 0)
+        pack = found.step.find_pack(row.row_id)
+        is_padded = pack is not None and pack.row_ids[-1] == row.row_id and pack.padding[side.name] > 0
+        kinds += [kind for kind, _ in Tokens(side.tokens).by_kind()] + ["padding"] * is_padded
     assert re.findall(rf"<(?:span|p) class=({'|'.join(NAMES)})>", content) == kinds
     places = dict.fromkeys((str(pack.rank), str(pack.micro_batch + 1)) for pack in found.step.packs)
     assert re.findall(r"Process (\d+), micro-batch (\d+)", content) == [*places]

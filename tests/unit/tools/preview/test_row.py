@@ -15,7 +15,8 @@ from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.config.schema import ModelConfig
 from toolkit.data.tokens.prepare import TokenizedRows, prepare_rows
 from toolkit.errors import UserError
-from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, RowView, Span, find_cut_row, token_texts, view_row
+from toolkit.tools.preview.page import Tokens
+from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, RowView, Token, find_cut_row, token_texts, view_row
 
 
 class Rows:
@@ -43,8 +44,13 @@ def _ends_texts(eos: int) -> Any:
     return processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", eos)])
 
 
-def kinds(spans: list[Span]) -> list[tuple[str, str]]:
-    return [(span.kind, "".join(span.tokens)) for span in spans]
+def kinds(tokens: list[Token]) -> list[tuple[str, str]]:
+    return [(kind, "".join(texts)) for kind, texts in Tokens(tokens).by_kind()]
+
+
+def uses(row: RowView) -> list[str]:
+    """What each turn is for."""
+    return [turn.split(", ", maxsplit=1)[1] for turn in row.turns]
 
 
 @pytest.mark.parametrize("kind", EXACT_KINDS)
@@ -64,26 +70,26 @@ def test_the_tokens_spell_what_they_decode_to(kind: str) -> None:
 def test_a_chat_has_its_turns_and_what_was_cut_from_each(tmp_path: Path) -> None:
     chat = say("hello there", "it is four", "thanks", "welcome", system="be brief")
     whole = Rows(tmp_path, [{"messages": chat}], True).view(0)
-    assert [(turn.role, turn.says) for turn in whole.turns] == [
-        ("system", "context"),
-        ("user", "context"),
-        ("assistant", "4 tokens count"),
-        ("user", "context"),
-        ("assistant", "2 tokens count"),
+    assert whole.turns == [
+        "system: 8 characters, context",
+        "user: 11 characters, context",
+        "assistant: 10 characters, 4 tokens count",
+        "user: 6 characters, context",
+        "assistant: 7 characters, 2 tokens count",
     ]
     (side,) = whole.sides
     assert side.num_lost == 0 and side.text.endswith("<|im_start|>assistant\nwelcome<|im_end|>\n")
-    assert [text for kind, text in kinds(side.spans) if kind == LOSS] == ["it is four<|im_end|>", "welcome<|im_end|>"]
-    assert "".join(text for _, text in kinds(side.spans)) == side.text
+    assert [text for kind, text in kinds(side.tokens) if kind == LOSS] == ["it is four<|im_end|>", "welcome<|im_end|>"]
+    assert "".join(text for _, text in kinds(side.tokens)) == side.text
     # Cut within the first answer.
     limit = side.num_tokens - 14
     cut = Rows(tmp_path, [{"messages": chat}], True, max_length_tokens=limit)
     row = cut.view(0)
     (side,) = row.sides
     off = "the others are cut off"
-    assert [turn.says for turn in row.turns[2::2]] == [f"3 of 4 tokens count, {off}", f"0 of 2 tokens count, {off}"]
+    assert uses(row)[2::2] == [f"3 of 4 tokens count, {off}", f"0 of 2 tokens count, {off}"]
     assert (side.num_tokens, side.num_lost, side.limit) == (limit, 14, limit)
-    assert kinds(side.spans)[1:] == [
+    assert kinds(side.tokens)[1:] == [
         (LOSS, "it is four"),
         (LOST, "<|im_end|>\n<|im_start|>user\nthanks<|im_end|>\n<|im_start|>assistant\nwelcome<|im_end|>\n"),
     ]
@@ -95,21 +101,21 @@ def test_turns_that_do_not_count_are_named(tmp_path: Path) -> None:
     first, last = say("hello there", "it is four", "thanks", "welcome"), say("hello there", "it is four")
     first[1]["weight"] = 0  # type: ignore[assignment]
     rows = Rows(tmp_path, [{"messages": first}, {"prompt": first[:3], "completion": first[3:]}, {"messages": last}][:1], True)
-    assert [turn.says for turn in rows.view(0).turns] == ["context", "context, as its weight is 0", "context", "2 tokens count"]
+    assert uses(rows.view(0)) == ["context", "context, as its weight is 0", "context", "2 tokens count"]
     rows = Rows(tmp_path, [{"prompt": say("hello there", "it is four", "thanks"), "completion": first[3:]}], True)
-    assert [turn.says for turn in rows.view(0).turns] == [
+    assert uses(rows.view(0)) == [
         "context",
         "context, as a part of the prompt",
         "context",
         "2 tokens count",
     ]
     rows = Rows(tmp_path, [{"messages": last}], True, loss_on="all")
-    assert {turn.says for turn in rows.view(0).turns} == {"counts, as data.loss_on is all"}
+    assert {*uses(rows.view(0))} == {"counts, as data.loss_on is all"}
 
 
 def test_a_pair_counts_its_completion(tmp_path: Path) -> None:
     row = Rows(tmp_path, [{"prompt": "hello there ", "completion": "it is four"}], True).view(0)
-    assert kinds(row.sides[0].spans) == [(CONTEXT, "hello there "), (LOSS, "it is four</s>")]
+    assert kinds(row.sides[0].tokens) == [(CONTEXT, "hello there "), (LOSS, "it is four</s>")]
     assert row.sides[0].text == "hello there it is four" and row.turns == []
 
 
@@ -118,7 +124,7 @@ def test_a_long_text_is_split_and_loses_nothing(tmp_path: Path) -> None:
     pieces = [rows.view(int(row_id)) for row_id in rows.rows.train["row_id"]]
     assert [piece.piece for piece in pieces] == [(i + 1, len(pieces)) for i in range(len(pieces))]
     assert all(side.num_lost == 0 for piece in pieces for side in piece.sides)
-    counted = "".join(text for piece in pieces for kind, text in kinds(piece.sides[0].spans) if kind == LOSS)
+    counted = "".join(text for piece in pieces for kind, text in kinds(piece.sides[0].tokens) if kind == LOSS)
     assert counted.count("there") == 20 and counted.endswith("there </s>")
     assert find_cut_row(rows.rows, rows.config, rows.model) is None
 
@@ -129,7 +135,7 @@ def test_an_encoder_decoders_sides_keep_their_end_token_after_a_cut(tmp_path: Pa
     source, target = rows.view(0).sides
     assert source.text == "so hello there thanks welcome"
     for side, kind, limit in ((source, CONTEXT, 6), (target, LOSS, 4)):
-        (first, kept), (second, lost), (third, end) = kinds(side.spans)
+        (first, kept), (second, lost), (third, end) = kinds(side.tokens)
         assert (first, second, third, end) == (kind, LOST, kind, "</s>")
         assert kept + lost == side.text and side.num_tokens == limit and side.num_lost > 0
     assert list(rows.rows.train[0]["labels"])[-1] == rows.rows.tokenizer.eos_token_id
@@ -143,5 +149,5 @@ def test_a_row_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
         rows.view(3)
     chat = {"messages": say("it is four " * 30, "welcome")}
     rows = Rows(tmp_path, [chat, {"messages": say("so", "it is")}], True, max_length_tokens=24)
-    with pytest.raises(UserError, match="row 1, which has no token that counts in the loss"):
+    with pytest.raises(UserError, match="row 1, which is left out: the remarks above say why"):
         rows.view(0)

@@ -41,8 +41,8 @@ def view(rows: Dataset, collator: Any, num_processes: int, **settings: Any) -> S
 def test_every_row_is_in_one_pack(num_processes: int, pack_length: int | None, one_row: bool) -> None:
     step = view(causal_rows(), CausalCollator(0, one_row=one_row), num_processes, pack_length_tokens=pack_length)
     shown = [row for pack in step.packs for row in pack.row_ids]
-    assert sorted(shown) == list(range(100, 107)) and sorted(step.rows) == list(range(7))
-    assert step.num_label_tokens == sum(LENGTHS) - 14
+    assert sorted(shown) == list(range(100, 107)) and sorted(step.plan.step(1).rows) == list(range(7))
+    assert step.plan.step(1).num_label_tokens == sum(LENGTHS) - 14
     counted = {kind: sum(num for pack in step.packs for k, num in pack.parts if k == kind) for kind in (LOSS, CONTEXT)}
     assert counted == {kind: step.positions[kind] for kind in (LOSS, CONTEXT)} == {LOSS: sum(LENGTHS) - 14, CONTEXT: 14}
     # The packs of a micro-batch have one width.
@@ -64,7 +64,7 @@ def test_a_rank_without_rows_is_padding() -> None:
     # Two micro-batches of two rows on three ranks: seven rows leave two ranks without one in the second.
     assert step.num_micro_batches == 2 and len(step.packs) == 7
     drawn = sum(num for pack in step.packs for _, num in pack.parts)
-    filler = LENGTHS[step.rows[0]]
+    filler = LENGTHS[step.plan.step(1).rows[0]]
     assert sum(step.positions.values()) == drawn + 2 * filler
 
 
