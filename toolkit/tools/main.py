@@ -158,7 +158,7 @@ def _add_preview(jobs: Any) -> None:
 
 
 def _add_report(jobs: Any) -> None:
-    about = "write a page that shows a run, or several beside each other; --text prints one table"
+    about = "write a page that shows a run, or several beside each other; --text prints its tables"
     add = _add_parser(jobs, "report", _report, help=about).add_argument
     add("run_folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="runs' folders, as in runs/t5_docstrings")
     add("--text", action="store_true", help="print first and last evaluations and planned beside measured memory, write no page")

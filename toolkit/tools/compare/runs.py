@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import shlex
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ from typing import Any
 from toolkit.errors import UserError, escape_controls, one_line
 from toolkit.launch.accelerate_yaml import SECTIONS, check_accelerate_yaml
 from toolkit.tools.compare.picture import draw_comparison
-from toolkit.tools.compare.table import Outcome, as_json, common_changes, find_reference, format_comparison, read_figures
-from toolkit.tools.relaunch import adapt_preset, find_preset, launch, reason_of_failure, save_preset
+from toolkit.tools.compare.table import Outcome, as_json, common_changes, format_comparison, presets_that_ran, read_figures
+from toolkit.tools.relaunch import adapt_preset, checked_preset, find_preset, launch, reason_of_failure, save_preset
 
 logger = logging.getLogger("toolkit")
 
@@ -92,13 +91,7 @@ def load_preset(preset: str) -> dict[str, Any]:
         # Not parsed as YAML, which reads `no` as false.
         parsed: Any = int(value) if value.isdecimal() else {"true": True, "false": False}.get(value, value)
         mapping = mapping | ({section: {**(mapping.get(section) or {}), key: parsed}} if section else {key: parsed})
-    if changes:
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                save_preset(mapping, path := Path(folder, "changed.yaml"))
-            except UserError as error:
-                raise UserError(f"--presets {preset}: {str(error).removeprefix(f'{path}: ')}") from None
-    return mapping
+    return checked_preset(mapping, f"--presets {preset}") if changes else mapping
 
 
 def _check(presets: Sequence[str], conditions: Conditions, output: Path) -> None:
@@ -200,9 +193,10 @@ def _spelt(value: Any) -> str:
 def _report(outcomes: list[Outcome], conditions: Conditions, output: Path) -> None:
     """Print the table, and write it with the picture and the JSON."""
     recipe = Path(conditions.command[0]).name
-    reference = find_reference(outcomes)
+    ran = presets_that_ran(outcomes)
+    reference = next(iter(ran), None)
     heading = f"{recipe}: {conditions.num_steps} steps, timed from step {conditions.warmup_steps + 1} on"
-    remarks = [f"loss difference: the largest over the steps, relative to {reference.preset}"] if reference else []
+    remarks = [f"loss difference: the largest over the steps, relative to {reference}"] if reference else []
     if changes := common_changes(outcomes):
         remarks.append(f"changed in all presets: {', '.join(changes)}")
     heading_with_remarks = "; ".join([heading, *remarks])
@@ -210,8 +204,8 @@ def _report(outcomes: list[Outcome], conditions: Conditions, output: Path) -> No
     command = shlex.join(conditions.command)
     (output / "comparison.md").write_text(f"`{command}`\n\n{heading_with_remarks}.\n\n{table}\n", encoding="utf-8")
     about = {"command": conditions.command, "num_steps": conditions.num_steps, "warmup_steps": conditions.warmup_steps}
-    plain = {**about, "compared_with": reference.preset if reference else None, "presets": as_json(outcomes)}
+    plain = {**about, "compared_with": reference, "presets": as_json(outcomes)}
     (output / "comparison.json").write_text(json.dumps(plain, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    draw_comparison(outcomes, heading, output / "comparison.png")
+    draw_comparison(ran, heading, output / "comparison.png")
     written = f"written to {one_line(str(output))}: comparison.md, comparison.json, comparison.png"
     print(escape_controls(f"\n{heading_with_remarks}.\n\n{table}\n\n{written}"), flush=True)

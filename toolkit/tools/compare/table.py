@@ -97,17 +97,9 @@ def loss_difference(figures: Figures, reference: Figures) -> float:
     return largest
 
 
-def name_difference(figures: Figures, reference: Figures) -> str:
-    """That difference in a table or a picture."""
-    if figures is reference:
-        return "reference"
-    difference = loss_difference(figures, reference)
-    return f"{difference:.1e}" if difference else "equal"
-
-
-def find_reference(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """The first preset that succeeded. The losses of the others are compared with its losses."""
-    return next((outcome for outcome in outcomes if outcome.figures), None)
+def presets_that_ran(outcomes: Sequence[Outcome]) -> dict[str, Figures]:
+    """Their figures. The losses of the others are compared with those of the first."""
+    return {outcome.preset: outcome.figures for outcome in outcomes if outcome.figures}
 
 
 def common_changes(outcomes: Sequence[Outcome]) -> list[str]:
@@ -117,18 +109,16 @@ def common_changes(outcomes: Sequence[Outcome]) -> list[str]:
 
 def format_comparison(outcomes: Sequence[Outcome]) -> str:
     """The outcomes as an aligned Markdown table. Failures and the presets' own changes are in the last column."""
-    reference = find_reference(outcomes)
-    ran = [outcome.figures for outcome in outcomes if outcome.figures]
-    unit = " or ".join(sorted({figures.unit for figures in ran})) or "tokens/s"
-    metric = next((name for name in METRICS if any(name in figures.evaluation for figures in ran)), "")
+    ran = presets_that_ran(outcomes)
+    reference = next(iter(ran.values()), None)
+    unit = " or ".join(sorted({figures.unit for figures in ran.values()})) or "tokens/s"
+    metric = next((name for name in METRICS if any(name in figures.evaluation for figures in ran.values())), "")
     head = ["preset", "ranks", "precision", "loop s", unit, "peak GiB", "loss difference", "save waits s", "save stands s"]
     head += ["held-out loss", METRICS.get(metric, ""), "remarks"]
     rows = [head]
     common = common_changes(outcomes)
     for outcome in outcomes:
-        figures = [ABSENT] * 8
-        if outcome.figures is not None and reference is not None and reference.figures is not None:
-            figures = _cells(outcome.figures, reference.figures, metric)
+        figures = _cells(outcome.figures, reference, metric) if outcome.figures and reference else [ABSENT] * 8
         failure = [f"failed: {outcome.failure}"] if outcome.failure else []
         remarks = "; ".join([*failure, *(change for change in outcome.changes if change not in common)])
         rows.append([outcome.preset, str(outcome.num_processes), outcome.precision, *figures, remarks.replace("|", "\\|")])
@@ -140,11 +130,12 @@ def format_comparison(outcomes: Sequence[Outcome]) -> str:
 
 def _cells(figures: Figures, reference: Figures, metric: str) -> list[str]:
     """The cells of one row, from loop time to final metric."""
+    difference = loss_difference(figures, reference)
     return [
         f"{figures.loop_s:.2f}",
         f"{figures.speed:,.0f}",
         f"{figures.peak_memory_gib:.2f}",
-        name_difference(figures, reference),
+        "reference" if figures is reference else f"{difference:.1e}" if difference else "equal",
         _number(figures.save_waits_s, ".3f"),
         _number(figures.save_stands_s, ".3f"),
         _number(figures.evaluation.get("loss"), ".4f"),
@@ -154,14 +145,11 @@ def _cells(figures: Figures, reference: Figures, metric: str) -> list[str]:
 
 def as_json(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     """The outcomes as plain values, with the loss difference beside each one's figures."""
-    reference = find_reference(outcomes)
-    plain = []
-    for outcome in outcomes:
-        values = dataclasses.asdict(outcome)
-        if outcome.figures and reference and reference.figures:
-            difference = loss_difference(outcome.figures, reference.figures)
+    plain = [dataclasses.asdict(outcome) for outcome in outcomes]
+    for values, outcome in zip(plain, outcomes, strict=True):
+        if outcome.figures:
+            difference = loss_difference(outcome.figures, next(iter(presets_that_ran(outcomes).values())))
             values["loss_difference"] = difference if math.isfinite(difference) else None
-        plain.append(values)
     return plain
 
 

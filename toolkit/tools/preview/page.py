@@ -1,7 +1,4 @@
-"""The parts that only a preview has, and a view as one self-contained HTML page: no script, no request, light and dark.
-
-Every text goes through `escaped`, which leaves nothing that HTML or a terminal would interpret.
-"""
+"""The parts that only a preview has, and a view as one self-contained HTML page: no script, no request, light and dark."""
 
 from __future__ import annotations
 
@@ -10,10 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+from markupsafe import Markup
+
 from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, PADDING, Token
 from toolkit.tools.preview.step import Pack
-from toolkit.tools.report.elements import begin_page, element, escaped
-from toolkit.tools.report.rows import render
+from toolkit.tools.report.parts import load_template
 
 NAMES = {LOSS: "counts in the loss", CONTEXT: "context", PADDING: "padding", LOST: "cut off"}
 TOKENS_OF_A_BLOCK = 2000
@@ -21,10 +19,11 @@ TOKENS_OF_A_BLOCK = 2000
 
 
 def render_page(title: str, parts: Iterable[Any]) -> str:
-    """The page of these parts, and of those of `report.rows`."""
+    """The page of these parts, and of those of `report.parts`. The template leaves nothing that HTML would interpret."""
     style = files(__package__).joinpath("page.css").read_text(encoding="utf-8")
-    head = begin_page(title, style, "default-src 'none'; style-src 'unsafe-inline'")
-    return f"{head}{render(parts)}</body>\n</html>\n"
+    template = load_template(NAMES=NAMES)
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    return str(template.page(title, Markup(style), policy, template.flow(parts)))
 
 
 class Legend(NamedTuple):
@@ -32,10 +31,6 @@ class Legend(NamedTuple):
 
     kinds: Sequence[str]
     is_of_bars: bool = False
-
-    def html(self) -> str:
-        keys = [f'<span class="key {kind}">{NAMES[kind]}</span>' for kind in self.kinds]
-        return f"<p>{''.join(keys)}</p>\n"
 
 
 class Bar(NamedTuple):
@@ -45,22 +40,11 @@ class Bar(NamedTuple):
     longest: int
     label: str
 
-    def html(self) -> str:
-        parts, total = [], sum(num for _, num in self.pack.parts)
-        for place, (kind, num) in enumerate(self.pack.parts):
-            begins = " begins" * (place in self.pack.begins[1:])
-            parts.append(f'<i class="{kind}{begins}" style="flex-grow:{num}" title="{num:,} {NAMES[kind]}"></i>')
-        bar = f'<div class=pack style="width:{100 * total / self.longest:.2f}%">{"".join(parts)}</div>'
-        return f"<div class=line><div>{bar}</div>{element('div', self.label, 'quiet')}</div>\n"
-
 
 class RowText(NamedTuple):
     """The text of a row, or a part of it."""
 
     text: str
-
-    def html(self) -> str:
-        return f"<div class=text dir=auto>{escaped(self.text)}</div>\n"  # its own letters decide its direction
 
 
 class Tokens(NamedTuple):
@@ -73,12 +57,7 @@ class Tokens(NamedTuple):
         for kind, group in itertools.groupby(self.tokens, key=lambda token: token[0]):
             yield kind, [text for _, text in group]
 
-    def html(self) -> str:
-        blocks = []
+    def blocks(self) -> Iterator[Iterator[tuple[str, list[str]]]]:
+        """At most `TOKENS_OF_A_BLOCK` at once, by kind."""
         for first in range(0, len(self.tokens), TOKENS_OF_A_BLOCK):
-            spans = []
-            for kind, texts in Tokens(self.tokens[first : first + TOKENS_OF_A_BLOCK]).by_kind():
-                shown = "".join(f"<i>{escaped(text)}</i>".replace("\n", "⏎\n") for text in texts)
-                spans.append(f"<span class={kind}>{shown}</span>")
-            blocks.append(f"<span class=part>{''.join(spans)}</span>")
-        return f"<div class=tokens dir=auto>{''.join(blocks)}</div>\n"
+            yield Tokens(self.tokens[first : first + TOKENS_OF_A_BLOCK]).by_kind()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import starmap
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from toolkit.errors import align, visible
 from toolkit.tools.preview.page import NAMES, Bar, Legend, RowText, Tokens
 from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, PADDING
 from toolkit.tools.preview.wording import Preview, list_parts
-from toolkit.tools.report.rows import Heading, Histogram, Lines, Table
+from toolkit.tools.report.parts import Heading, Histogram, Lines, Table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,7 +57,7 @@ class _Lines:
             case Histogram(bins):
                 width, most = max(len(label) for label, _ in bins), max(count for _, count in bins)
                 for label, count in bins:
-                    yield self._text(f"  {label:>{width}}  {'█' * -(-BAR_WIDTH * count // most)} {count:,}")
+                    yield self._text(f"  {label:>{width}}  {'█' * math.ceil(BAR_WIDTH * count / most)} {count:,}")
             case Legend(kinds, True):
                 yield self._text(f"  {', '.join(f'{BARS[kind]} {NAMES[kind]}' for kind in kinds)}")
             case Legend(kinds):

@@ -12,7 +12,7 @@ import numpy as np
 from toolkit.tools.preview.page import NAMES, Bar, Legend, RowText, Tokens
 from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, PADDING, RowView, Side, Token, plural
 from toolkit.tools.preview.step import StepView
-from toolkit.tools.report.rows import Heading, Lines, describe_data, percent
+from toolkit.tools.report.parts import Heading, Lines, describe_data, percent
 
 MOST_CHARACTERS, MOST_TOKENS = 1200, 240
 """How much of a long text is shown: two thirds from its start, one third from its end."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from toolkit.evaluation.rows import even_places
 from toolkit.tools.report.facts import RunFacts, group_alike
+from toolkit.tools.report.parts import Table
 from toolkit.tracking.metrics_log import speed_unit
 
 NUM_BUCKETS = 500
@@ -64,6 +65,12 @@ class Chart:
             for curve in self.curves
         ]
         return f"{self.title} ({self.unit}). {'; '.join(parts)}."
+
+    def tables(self) -> list[Table]:
+        """Its figures: a table for each curve, and one of the marks."""
+        curves = [Table([("step", self.unit), *table_rows(curve)], caption=curve.label) for curve in self.curves]
+        marks = [(MARKS[kind][0], ", ".join(f"{step:,}" for step in steps)) for kind, steps in self.marks]
+        return [*curves, Table([("mark", "after steps"), *marks], left=(0, 1))]
 
 
 def list_charts(runs: Sequence[RunFacts]) -> list[Chart]:
@@ -201,8 +208,9 @@ def _color(run: RunFacts) -> str:
 
 
 def _marks(run: RunFacts) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    steps_of = {kind: steps for kind in MARKS if (steps := run.steps_of(kind))}
-    return tuple((kind, tuple(steps[i] for i in even_places(len(steps), MOST_MARKS))) for kind, steps in steps_of.items())
+    steps_of = {kind: sorted({line["step"] for line in run.lines if line["kind"] == kind}) for kind in MARKS}
+    shown = ((kind, tuple(steps[i] for i in even_places(len(steps), MOST_MARKS))) for kind, steps in steps_of.items())
+    return tuple((kind, steps) for kind, steps in shown if steps)
 
 
 def means(curve: Curve) -> tuple[list[int], list[float]]:

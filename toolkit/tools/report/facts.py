@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from toolkit.errors import UserError
 from toolkit.evaluation.generate import BASELINE
 from toolkit.evaluation.rows import even_places
 from toolkit.files.json_lines import load_json_lines
 from toolkit.tools.checkpoints import Entry, read_entries
-from toolkit.tools.report.memory_plan import load_plan
 from toolkit.tools.report.record import MOST_PREDICTIONS, RECORD_FILE
 from toolkit.tracking.memory import MEMORY_FILE
 from toolkit.tracking.metrics_log import load_metrics
 
-T = TypeVar("T")
-
+PLAN_FILE = "memory_plan.json"
+"""What `report --text` has planned for the run."""
+PLANNED_FOR = ("num_processes", "micro_batch_size_rows", "row_tokens")
+"""Values of memory.json that a plan holds for; it has them too."""
 NOT_AS_WRITTEN = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
 """What reading values of a file raises that is no longer, or not yet, what a run writes."""
 _NOT_METRICS = ("step", "num_rows", "rows_per_s")
@@ -45,7 +47,7 @@ class RunFacts:
     memory: dict[str, Any] = field(default_factory=dict)
     """Of memory.json."""
     planned_bytes: int | None = None
-    """Planned for one rank, if a plan was made."""
+    """Planned for one rank, if a plan was made for its processes and largest micro-batch."""
     record: dict[str, Any] = field(default_factory=dict)
     """Of record.json."""
     missing: dict[str, str] = field(default_factory=dict)
@@ -65,6 +67,11 @@ class RunFacts:
         """Evaluations that were measured as the last one was."""
         evaluations = self.evaluations
         return [line for line in evaluations if line.get("measured_on") == evaluations[-1].get("measured_on")]
+
+    @property
+    def ends(self) -> list[dict[str, Any]]:
+        """The first and the last of these; or the only one."""
+        return self.comparable[:1] + self.comparable[1:][-1:]
 
     @property
     def baselines(self) -> dict[str, dict[str, float]]:
@@ -90,10 +97,6 @@ class RunFacts:
         lines = self.comparable if kind == "eval" else [line for line in self.lines if line["kind"] == kind]
         points = sorted((line["step"], line[name]) for line in lines if is_number(line.get(name)))
         return [step for step, _ in points], [value for _, value in points]
-
-    def steps_of(self, kind: str) -> list[int]:
-        """Steps of the lines of a kind."""
-        return sorted({line["step"] for line in self.lines if line["kind"] == kind})
 
     def best_evaluation(self) -> tuple[str, float, int] | None:
         """`eval.best_metric`, its best value so far, and the step that had it first; None before the first one that counts.
@@ -157,7 +160,7 @@ def _read_run(folder: Path, name: str) -> RunFacts:
         )
     facts = RunFacts(folder, name)
 
-    def read(section: str, name: str, reader: Callable[[Path], T], default: T, consequence: str) -> T:
+    def read(section: str, name: str, reader: Callable[[Path], Any], default: Any, consequence: str) -> Any:
         path = folder / name
         if not path.exists():
             facts.missing[section] = f"{name} is not in the folder: {consequence}"
@@ -176,7 +179,9 @@ def _read_run(folder: Path, name: str) -> RunFacts:
     )
     facts.memory = read("memory", MEMORY_FILE, _load_memory, {}, "the memory of the ranks is not known, or not yet")
     facts.record = read("record", RECORD_FILE, _load_mapping, {}, "versions, command, sources and shard units are not known")
-    facts.planned_bytes = load_plan(folder, facts.memory)
+    command = shlex.join(["python", "-m", "toolkit", "report", "--text", str(folder)])
+    none = f"there is no memory plan; this makes one, for the next report: {command}"
+    facts.planned_bytes = read("plan", PLAN_FILE, lambda path: _load_plan(path, facts.memory), None, none)
     return facts
 
 
@@ -197,15 +202,12 @@ def name_step(step: int) -> str:
 
 def lines_of_steps(lines: list[Any]) -> list[dict[str, Any]]:
     """The lines that have a kind and a step; others were added or changed by hand."""
-
-    def is_step(value: Any) -> bool:
-        return type(value) is int and 0 <= value <= _LAST_STEP
-
-    return [line for line in lines if isinstance(line, dict) and is_step(line.get("step")) and isinstance(line.get("kind"), str)]
+    named = [line for line in lines if isinstance(line, dict) and isinstance(line.get("kind"), str)]
+    return [line for line in named if type(line.get("step")) is int and 0 <= line["step"] <= _LAST_STEP]
 
 
-def _load_mapping(path: Path) -> dict[str, Any]:
-    value = json.loads(path.read_text(encoding="utf-8"))
+def _load_mapping(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:
+    value = parse(path.read_text(encoding="utf-8"))
     if not isinstance(value, dict):
         raise ValueError("it is not a mapping")
     return value
@@ -219,23 +221,28 @@ def _load_memory(path: Path) -> dict[str, Any]:
     return memory
 
 
+def _load_plan(path: Path, memory: dict[str, Any]) -> int | None:
+    plan = _load_mapping(path)
+    if any(plan[key] != memory[key] for key in PLANNED_FOR):
+        raise ValueError("it is of other processes or micro-batches")
+    return int(plan["device_bytes_total"])
+
+
 def _load_config(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return dict(_flatten(_load_mapping(path, yaml.safe_load)))
     except yaml.YAMLError as error:
         raise ValueError(str(error).partition("\n")[0]) from None
-    if not isinstance(value, dict):
-        raise ValueError("it is not a mapping")
-    return dict(_flatten(value))
 
 
-def _flatten(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found = []
+def _flatten(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, part in value.items():
-        found += _flatten(part, f"{prefix}{key}.") if isinstance(part, dict) else [(f"{prefix}{key}", part)]
-    return found
+        if isinstance(part, dict):
+            yield from _flatten(part, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", part
 
 
 def _numbers(line: dict[str, Any]) -> dict[str, float]:

@@ -52,7 +52,7 @@ def _rows(columns: list[tuple[str, list[dict[str, Any]], dict[str, str]]]) -> li
 def _shortened(rows: list[dict[str, Any]], columns: list[str]) -> dict[str, Any]:
     """The rows with their texts cut at one length, the longest with which all fit into `MOST_BYTES`."""
     limit = LONGEST_TEXT
-    while len(as_json(shown := [_cut(row, limit) for row in rows])) > MOST_BYTES:
+    while len(as_json(shown := [_cut(row, limit) for row in rows]).encode()) > MOST_BYTES:
         if limit > _SHORTEST_TEXT:
             limit = limit * 3 // 4
         else:
@@ -69,7 +69,7 @@ def _cut(row: dict[str, Any], limit: int) -> dict[str, Any]:
     return {**row, "source": source, "reference": reference, "texts": predictions, "is_cut": is_cut}
 
 
-def as_json(value: Any) -> bytes:
+def as_json(value: Any) -> str:
     """JSON for a script element: no `<`, so that no text ends the element, and half surrogate pairs as escapes."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-    return text.encode("utf-8", errors="backslashreplace")
+    return text.encode("utf-8", errors="backslashreplace").decode()

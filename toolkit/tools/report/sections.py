@@ -1,35 +1,101 @@
-"""The sections of a page that are tables and bars: data, checkpoints, memory, shard units, config, commands."""
+"""The sections of a report that are sentences, tables and bars, as `parts`; `report.html` and `report --text` show them."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from toolkit.distributed.device import GIB
-from toolkit.tools.report.elements import bar, card, element, escaped, format_number, missing, text_table
-from toolkit.tools.report.facts import RunFacts
-from toolkit.tools.report.memory_plan import above_start, how_measured
-from toolkit.tools.report.rows import describe_data, render
+from toolkit.tools.report.facts import NOT_AS_WRITTEN, RunFacts, describe_unlike, group_alike, is_number, name_step
+from toolkit.tools.report.parts import Histogram, Lines, Table, describe_data
 
 MOST_RANKS_SHOWN = 64
+_NOT_IN_TABLE = ("perplexity", "rouge2", "rougeLsum")
 
 
-def show_data(runs: Sequence[RunFacts]) -> str:
+class Command(NamedTuple):
+    """A command to copy."""
+
+    what: str
+    command: str
+
+
+Section = Callable[[Sequence[RunFacts]], Iterable[Any]]
+"""The parts of a section about these runs."""
+
+
+def show(section: Section, runs: Sequence[RunFacts], draw: Callable[[list[Any]], str]) -> str:
+    """A section as `draw` shows it; of a run with a file that lacks something, as of another version or changed by hand, a
+    sentence."""
+    try:
+        return draw(list(section(runs)))
+    except NOT_AS_WRITTEN as error:
+        if len(runs) > 1:
+            return "".join(show(section, [run], draw) for run in runs)
+        why = f"one of its files is not what a run writes ({type(error).__name__}: {error})"
+        return draw([Lines([f"This cannot be shown of {runs[0].name}, as {why}."])])
+
+
+def missing(runs: Sequence[RunFacts], section: str) -> Iterator[Lines]:
+    """A sentence for each run that lacks what a section needs."""
+    yield from (Lines([run.prefix + run.missing[section]], "quiet") for run in runs if section in run.missing)
+
+
+def describe_summary(runs: Sequence[RunFacts]) -> Iterator[Any]:
+    """Where each run stands, and its first and last evaluation beside the baselines."""
+    yield Lines([*(run.prefix + _standing(run) for run in runs), describe_unlike(runs)])
+    names = list(dict.fromkeys(name for run in runs for name in run.metric_names if name not in _NOT_IN_TABLE))
+    head = ["", *(name.replace("percent_", "% ").replace("_", " ") for name in names)]
+    for group in group_alike(runs, "loss"):
+        figures = _figures(group).items()
+        yield Table([head, *([label, *(_number(line.get(name)) for name in names)] for label, line in figures)])
+    if not any(run.evaluations or run.baselines for run in runs):
+        yield Lines(["There is no evaluation."], "quiet")
+
+
+def _standing(run: RunFacts) -> str:
+    max_steps = run.config.get("train.max_steps")
+    words = f"{run.last_step:,} steps" + (f" of {max_steps:,}" if isinstance(max_steps, int) and max_steps else "")
+    if num_processes := run.record.get("num_processes"):
+        words += f" on {num_processes} process{'es' * (num_processes > 1)}"
+    if best := run.best_evaluation():
+        metric, value, step = best
+        is_kept = any(c.step == step and c.valid for c in run.checkpoints)
+        words += f"; the best {metric} is {value:.5g}, after step {step:,}, whose checkpoint is {'' if is_kept else 'not '}kept"
+    num_others = len(run.evaluations) - len(run.comparable)
+    not_shown = "evaluation is not shown" if num_others == 1 else "evaluations are not shown"
+    other = f"; {num_others} {not_shown}: measured on other rows or with other settings"
+    return words + other * bool(num_others) + "."
+
+
+def _figures(runs: Sequence[RunFacts]) -> dict[str, dict[str, Any]]:
+    """By label, the figures of the baselines, and of each run's first and last evaluation."""
+    rows: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        prefix = f"{run.name}, " * bool(run.prefix)
+        if run is runs[0] or run.baselines != runs[0].baselines:
+            rows |= {f"{prefix}{name}": figures for name, figures in run.baselines.items()}
+        rows |= {prefix + name_step(line["step"]): line for line in run.ends}
+    return rows
+
+
+def describe_rows(runs: Sequence[RunFacts]) -> Iterator[Any]:
     """What `preview` says of all rows. Of several runs with the same tokens, once."""
-    parts = [card(*absent)] if (absent := missing(runs, "record")) else []
-    shown: list[dict[str, Any]] = []
+    yield from missing(runs, "record")
+    shown: list[str] = []
     for run in runs:
         data = run.record.get("data") or {}
-        if data and data["fingerprint"] not in [other["fingerprint"] for other in shown]:
-            shown.append(data)
-            parts += [element("h3", run.name, "isolated") if len(runs) > 1 else "", render(describe_data(data))]
-    return "".join(parts) or card(element("p", "The run kept no summary of its rows."))
+        if data and data["fingerprint"] not in shown:
+            shown.append(data["fingerprint"])
+            yield from describe_data(data, prefix=run.prefix)
+    if not shown and not any("record" in run.missing for run in runs):
+        yield Lines(["The run kept no summary of its rows."])
 
 
-def show_checkpoints(runs: Sequence[RunFacts]) -> str:
-    parts = missing(runs, "checkpoints")
+def describe_checkpoints(runs: Sequence[RunFacts]) -> Iterator[Any]:
+    yield from missing(runs, "checkpoints")
     for run in runs:
         best = run.best_evaluation()
         metric = str(run.config.get("eval.best_metric", "loss"))
@@ -39,101 +105,99 @@ def show_checkpoints(runs: Sequence[RunFacts]) -> str:
             if best is not None and checkpoint.step == best[2]:
                 state += ", the best"
             processes = "–" if checkpoint.world_size is None else str(checkpoint.world_size)
-            value = format_number(checkpoint.metrics.get(metric), 4)
+            value = _number(checkpoint.metrics.get(metric), 4)
             rows.append([checkpoint.name, f"{checkpoint.num_bytes / 2**20:,.1f}", processes, value, state])
-        if len(rows) > 1:
-            parts.append(text_table(rows, caption=run.name if len(runs) > 1 else "", left=(0, 4)))
-    return card(*parts)
+        yield Table(rows, left=(0, 4), caption=run.name * bool(run.prefix))
 
 
-def show_memory(runs: Sequence[RunFacts]) -> str:
-    """Bars: each rank's memory, and the plan's."""
-    parts = missing(runs, "memory")
-    for run in runs:
-        if not run.memory:
-            continue
-        gib = above_start(run.memory)
-        shown = list(enumerate(gib))[:MOST_RANKS_SHOWN]
-        planned = run.planned_bytes / GIB if run.planned_bytes is not None else None
-        most = max([*gib, planned or 0.0]) or 1.0
-        parts.append(element("p", f"{run.prefix}GiB of training steps by rank, {how_measured(run.memory)}."))
-        bars = [bar(f"rank {rank}", value / most, f"{value:.2f}") for rank, value in shown]
+def describe_memory(runs: Sequence[RunFacts]) -> Iterator[Any]:
+    """Each rank's memory in training steps: allocated on the GPU, or resident above what was resident before the model loaded.
+
+    On a CPU it includes what gloo and the C library hold. The plan, if there is one, is for the largest micro-batch of any rank.
+    """
+    yield from missing(runs, "memory")
+    for run in [run for run in runs if run.memory]:
+        gib, how = run.memory["peak_gib"], "allocated on the GPU"
+        if run.memory["device"] == "cpu":
+            before = run.memory["before_model_gib"]
+            gib = [peak - start for peak, start in zip(gib, before, strict=True)]
+            at_first = f"{min(before):.2f} to {max(before):.2f} GiB before the model loaded"
+            how = f"resident above the {at_first}, with what gloo and malloc hold"
+        bars = [(f"rank {rank}", value) for rank, value in enumerate(gib[:MOST_RANKS_SHOWN])]
+        planned = None if run.planned_bytes is None else run.planned_bytes / GIB
+        yield Lines([f"{run.prefix}GiB of training steps by rank, {how}."])
+        yield Histogram([*bars, *([] if planned is None else [("planned", planned)])], ".2f", outlined="planned")
+        if more := gib[MOST_RANKS_SHOWN:]:
+            yield Lines([f"{len(more)} more ranks took {max(more):.2f} GiB at most."], "quiet")
         if planned is not None:
-            bars.append(bar("planned", planned / most, f"{planned:.2f}", "plan"))
-        parts.append(f"<div class=rank>{''.join(bars)}</div>")
-        if len(gib) > len(shown):
-            parts.append(
-                element("p", f"{len(gib) - len(shown)} more ranks took {max(gib[len(shown) :]):.2f} GiB at most.", "quiet")
-            )
-        if planned is None:
-            command = shlex.join(["python", "-m", "toolkit", "report", "--text", str(run.folder)])
-            parts.append(element("p", f"No memory plan was made; this makes one, for the next report: {command}", "quiet"))
-        else:
             difference = 100 * (planned / (max(gib) or 1.0) - 1)
-            parts.append(element("p", f"The plan differs by {difference:+.0f} % from the rank with most.", "quiet"))
-    return card(*parts)
+            yield Lines([f"The plan differs by {difference:+.0f} % from the rank with most."], "quiet")
+        else:
+            yield Lines([run.missing["plan"]], "quiet")
 
 
-def show_units(runs: Sequence[RunFacts]) -> str:
-    parts = missing(runs, "record")
+def describe_units(runs: Sequence[RunFacts]) -> Iterator[Any]:
+    yield from missing(runs, "record")
+    head = ["", "count", "parameters of each", "trainable", "dtype", "MiB on rank 0"]
     for run in runs:
-        rows = [["", "count", "parameters of each", "trainable", "dtype", "MiB on rank 0"]]
-        for unit in run.record.get("units", []):
-            share = unit["num_trainable"] / max(1, unit["num_parameters"])
-            mib = f"{unit['bytes_on_rank_0'] / 2**20:,.1f}"
-            rows.append(
-                [unit["unit"], str(unit["count"]), f"{unit['num_parameters']:,}", f"{share:.1%}", "+".join(unit["dtypes"]), mib]
-            )
-        if len(rows) > 1:
-            parts.append(text_table(rows, caption=run.name if len(runs) > 1 else "", left=(0, 4)))
-    return card(*parts)
+        cells = [
+            [
+                unit["unit"],
+                str(unit["count"]),
+                f"{unit['num_parameters']:,}",
+                f"{unit['num_trainable'] / max(1, unit['num_parameters']):.1%}",
+                "+".join(unit["dtypes"]),
+                f"{unit['bytes_on_rank_0'] / 2**20:,.1f}",
+            ]
+            for unit in run.record.get("units", [])
+        ]
+        yield Table([head, *cells], left=(0, 4), caption=run.name * bool(run.prefix))
 
 
-def show_config(runs: Sequence[RunFacts]) -> str:
-    """The keys in which runs differ, or one run's whole config."""
-    parts = missing(runs, "config")
+def describe_config(runs: Sequence[RunFacts]) -> Iterator[Any]:
+    """The keys in which runs differ, and each run's whole config."""
+    yield from missing(runs, "config")
     keys = list(dict.fromkeys(key for run in runs for key in run.config))
     if len(runs) > 1:
         values = {key: [_value(run.config, key) for run in runs] for key in keys}
         rows = [[key, *found] for key, found in values.items() if len(set(found)) > 1]
-        parts.append(element("p", "Keys in which the runs differ:" if rows else "No key differs."))
-        if rows:
-            parts.append(text_table([["", *(run.name for run in runs)], *rows], left=range(1 + len(runs))))
+        yield Lines(["Keys in which the runs differ:" if rows else "No key differs."])
+        yield Table([["", *(run.name for run in runs)], *rows], left=range(1 + len(runs)))
     for run in runs:
-        if run.config:
-            table = text_table([["key", "value"], *([key, _value(run.config, key)] for key in run.config)], left=(0, 1))
-            parts.append(f"<details><summary class=isolated>All of {escaped(run.name)}</summary>{table}</details>")
-    return card(*parts)
+        cells = [[key, _value(run.config, key)] for key in run.config]
+        yield Table([["key", "value"], *cells], left=(0, 1), caption=f"All of {run.name}", is_folded=True)
 
 
-def show_commands(runs: Sequence[RunFacts]) -> str:
-    parts = missing(runs, "record")
-    if any(run.record.get("versions") for run in runs):
-        names = list(dict.fromkeys(name for run in runs for name in run.record.get("versions", {})))
-        rows = [[name, *(str(run.record.get("versions", {}).get(name, "–")) for run in runs)] for name in names]
-        parts.append(
-            text_table([["", *(run.name if len(runs) > 1 else "version" for run in runs)], *rows], left=range(1 + len(runs)))
-        )
+def describe_commands(runs: Sequence[RunFacts]) -> Iterator[Any]:
+    """Versions of the libraries, and what can be done with the run."""
+    yield from missing(runs, "record")
+    versions = [run.record.get("versions", {}) for run in runs]
+    names = dict.fromkeys(name for of_run in versions for name in of_run)
+    head = ["", *(run.name if len(runs) > 1 else "version" for run in runs)]
+    yield Table([head, *([name, *(str(of.get(name, "–")) for of in versions)] for name in names)], left=range(1 + len(runs)))
     for run in runs:
-        for what, command in _list_commands(run):
-            parts.append(element("p", run.prefix + what, "quiet") + element("pre", command))
-    return card(*parts)
+        yield from _list_commands(run)
 
 
-def _list_commands(run: RunFacts) -> Iterable[tuple[str, str]]:
-    command = run.record.get("command")
-    if command:
-        yield "Resume, or complete what is missing:", str(command)
-    if (run.folder / "export").is_dir() and (run.folder / "export" / "generation_config.json").exists():
-        program = ["python", "-m", "toolkit", "generate", str(run.folder), "--file", "FILE.csv", "--output", "OUT.jsonl"]
-        yield "Generate texts with the exported model:", shlex.join(program)
-    valid = [checkpoint.step for checkpoint in run.checkpoints if checkpoint.valid]
-    if valid:
+def _list_commands(run: RunFacts) -> Iterator[Command]:
+    def command(what: str, *words: str) -> Command:
+        return Command(run.prefix + what, shlex.join(["python", "-m", "toolkit", *words]))
+
+    folder = str(run.folder)
+    if resumes := run.record.get("command"):
+        yield Command(f"{run.prefix}Resume, or complete what is missing:", str(resumes))
+    if (run.folder / "export" / "generation_config.json").exists():
+        texts = ("--file", "FILE.csv", "--output", "OUT.jsonl")
+        yield command("Generate texts with the exported model:", "generate", folder, *texts)
+    if valid := [checkpoint.step for checkpoint in run.checkpoints if checkpoint.valid]:
         best = run.best_evaluation()
         step = best[2] if best is not None and best[2] in valid else valid[-1]
-        program = ["python", "-m", "toolkit", "export", str(run.folder), "--checkpoint", str(step)]
-        yield "Export the best checkpoint that is kept, or another:", shlex.join(program)
-    yield "This report again:", shlex.join(["python", "-m", "toolkit", "report", str(run.folder)])
+        yield command("Export the best checkpoint that is kept, or another:", "export", folder, "--checkpoint", str(step))
+    yield command("This report again:", "report", folder)
+
+
+def _number(value: Any, num_digits: int = 2) -> str:
+    return f"{value:.{num_digits}f}" if is_number(value) else "–"
 
 
 def _value(config: dict[str, Any], key: str) -> str:

@@ -1,86 +1,96 @@
-"""`python -m toolkit report --text`: metrics of several runs in one table, and planned beside measured memory."""
+"""`python -m toolkit report --text`: the summary of several runs and their memory in the terminal, as the page shows them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import UserError, one_line
+from toolkit.config.paths import find_path
+from toolkit.errors import UserError, align, one_line
 from toolkit.evaluation.rouge import mean_scores, rouge_scores
-from toolkit.evaluation.text import ROUGE_SCORE_WORDS
+from toolkit.files.durable import save_json, written_beside
 from toolkit.files.json_lines import load_json_lines
-from toolkit.tools.report.facts import NOT_AS_WRITTEN, RunFacts, describe_unlike, group_alike, is_number, read_runs
-from toolkit.tools.report.memory_plan import compare_with_plan
-from toolkit.tracking.memory import MEMORY_FILE
-from toolkit.tracking.summary import format_table
-
-_COLUMNS = ("loss", "bits_per_byte", "token_accuracy", "accuracy", "rouge1", "rougeL", "rougeL_line1", "percent_distinct")
+from toolkit.tools.report.facts import NOT_AS_WRITTEN, PLAN_FILE, PLANNED_FOR, RunFacts, read_runs
+from toolkit.tools.report.parts import Histogram, Lines, Table
+from toolkit.tools.report.sections import describe_memory, describe_summary, missing, show
+from toolkit.tracking.memory import ACCELERATE_FILE
 
 
 def show_runs(run_folders: Sequence[Path]) -> None:
-    """Print the first and last evaluations of each run, in the given order, and planned beside measured memory.
-
-    Runs that were evaluated on other rows have a table of their own.
-
-    `rougeL_line1` is ROUGE-L on each text's first line alone. It separates a model that writes the right first line, but has not
-    learned to stop there, from one that writes a wrong one.
+    """Print where the runs stand, their first and last evaluations, and their memory beside its plan, which is made if needed.
 
     Raises:
-        UserError: a folder holds no evaluation, or one that no run writes so.
+        UserError: a folder is not a run's.
     """
     runs = read_runs(run_folders)
-    rows: dict[str, dict[str, dict[str, Any]]] = {}
-    for facts in runs:
-        try:
-            rows[facts.name] = _rows(facts)
-        except UserError:
-            raise
-        except NOT_AS_WRITTEN as error:
-            why = f"{type(error).__name__}: {error}"
-            raise UserError(f"{facts.folder} has evaluations or predictions that no run writes ({why}): leave it out") from None
-    tables = [{label: line for run in group for label, line in rows[run.name].items()} for group in group_alike(runs, "loss")]
-    print("\n\n".join(format_table(table, _COLUMNS) for table in tables))
-    if unlike := describe_unlike(runs):
-        print(f"\n{one_line(unlike)}")
-    if any((folder / MEMORY_FILE).is_file() for folder in run_folders):
-        print("\nmemory of a rank in training steps, predicted by `plan` against measured")
-        for facts in runs:
-            print(one_line(f"{facts.name}: {compare_with_plan(facts.folder)}"), flush=True)
+    print(show(_describe_evaluations, runs, _as_text), flush=True)
+    for run in runs:
+        _plan_memory(run)
+    print(f"\n{show(describe_memory, runs, _as_text)}")
 
 
-def _rows(facts: RunFacts) -> dict[str, dict[str, Any]]:
-    """The lines of a run's first and last evaluation, by what the table calls them."""
-    rows, evaluations = {}, _evaluations(facts)
-    for line in {line["step"]: line for line in (evaluations[0], evaluations[-1])}.values():
-        when = f"after step {line['step']:,}" if line["step"] else "as loaded"
-        words = "" if line.get("rouge_tokenizer") in (None, ROUGE_SCORE_WORDS.name) else f", {line['rouge_tokenizer']} words"
-        are_other = line.get("measured_on", {}).get("rows") != evaluations[-1].get("measured_on", {}).get("rows")
-        name = f"{facts.name}, {when} ({line['num_rows']}{' other' * are_other} rows{words})"
-        figures = {key: value for key, value in line.items() if is_number(value)}
-        rows[name] = figures | _score_first_lines(facts.folder / f"predictions-{line['step']}.jsonl")
-    return rows
+def _describe_evaluations(runs: Sequence[RunFacts]) -> Iterator[Any]:
+    """The summary, with `rougeL_line1`: ROUGE-L in percent of each text's first line alone.
+
+    It separates a model that writes the right first line, but has not learned to stop there, from one that writes a wrong one.
+    """
+    yield from missing(runs, "curves")
+    for run in runs:
+        for line in run.ends:
+            path = run.folder / f"predictions-{line['step']}.jsonl"
+            if rows := load_json_lines(path, skip_torn_end=True) if path.exists() else []:
+                first_lines = [row["prediction"].strip().partition("\n")[0] for row in rows]
+                scores = mean_scores(rouge_scores(first_lines, [row["reference"] for row in rows]))
+                line["rougeL_line1"] = scores["rougeL"]
+    yield from describe_summary(runs)
 
 
-def _evaluations(facts: RunFacts) -> list[dict]:
-    if facts.evaluations:
-        return facts.evaluations
-    path = facts.folder / "metrics.jsonl"
-    if not path.is_file() and facts.checkpoints:
-        raise UserError(
-            f"{facts.folder} has no metrics.jsonl: the run's command writes one again, from its last checkpoint's evaluation on"
-        )
-    if "curves" in facts.missing:
-        raise UserError(f"{facts.folder}: {facts.missing['curves']}")
-    raise UserError(f"{path} holds no evaluation: let the run evaluate first; without held-out rows it never does")
+def _as_text(parts: list[Any]) -> str:
+    lines: list[str] = []
+    for part in parts:
+        match part:
+            case Lines(sentences):
+                lines += [one_line(sentence) for sentence in sentences if sentence]
+            case Table(rows, left) if len(rows) > 1:
+                lines += ["", *align([list(map(one_line, row)) for row in rows], left)]
+            case Histogram(bins, form):
+                lines += align([[label, format(number, form)] for label, number in bins])
+    return "\n".join(lines)
 
 
-def _score_first_lines(predictions_path: Path) -> dict[str, float]:
-    """`rougeL_line1` in percent; empty if no texts were generated."""
-    if not predictions_path.exists():
-        return {}
-    if not (lines := load_json_lines(predictions_path)):
-        return {}
-    first_lines = [line["prediction"].strip().partition("\n")[0] for line in lines]
-    scores = mean_scores(rouge_scores(first_lines, [line["reference"] for line in lines]))
-    return {"rougeL_line1": scores["rougeL"]}
+def _plan_memory(run: RunFacts) -> None:
+    """Plan the memory of a run that has none, and keep it in the run folder for the report; or note why there is none."""
+    if not run.memory or run.planned_bytes is not None:
+        return
+    try:
+        run.planned_bytes = _predict(run)
+    except (*NOT_AS_WRITTEN, OSError) as error:
+        run.missing["plan"] = f"There is no memory plan: {error}"
+        return
+    plan = {**{key: run.memory[key] for key in PLANNED_FOR}, "device_bytes_total": run.planned_bytes}
+    with suppress(OSError), written_beside(run.folder / PLAN_FILE) as beside:  # a folder of somebody else: planned again
+        save_json(beside, plan)
+
+
+def _predict(run: RunFacts) -> int:
+    """Predicted bytes of one rank for this run's own config, accelerate YAML and largest micro-batch of any rank.
+
+    Raises:
+        UserError: the run cannot be planned.
+    """
+    from toolkit.tools.plan.plan import build_plan  # a page needs none of it
+
+    preset, config_file, measured = run.folder / ACCELERATE_FILE, run.folder / "config.yaml", run.memory
+    if not preset.is_file():
+        raise UserError("the run was launched without an accelerate YAML")
+    if not measured["row_tokens"]:
+        raise UserError("the run's rows are not tokens")
+    lengths = {"row": "max_length_tokens", "source": "max_source_length_tokens", "target": "max_target_length_tokens"}
+    flags = [f"--data.{lengths[name]}={length}" for name, length in measured["row_tokens"].items()]
+    flags.append(f"--train.micro_batch_size_rows={measured['micro_batch_size_rows']}")
+    model = find_path(run.config["model.name_or_path"], config_file, f"{config_file}: model.name_or_path")
+    gpu_gib = measured.get("gpu_gib") or 80.0  # its chunks of logits are planned; whether it fits is known
+    arguments = [f"--config={config_file}", *flags]
+    return build_plan(model, preset, measured["num_processes"], arguments, None, gpu_gib, searches=False).total

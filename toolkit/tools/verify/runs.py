@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from toolkit.config.load import RecipeConfig
 from toolkit.config.schema import LLMConfig
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
-from toolkit.tools.relaunch import adapt_preset, find_preset, reason_of_failure, save_preset
+from toolkit.tools.relaunch import adapt_preset, checked_preset, find_preset, reason_of_failure, save_preset
 
 NUM_STEPS = 4
 """Length of every run. The recipe itself checks after three updates that all trainables have moved."""
@@ -210,12 +209,7 @@ def _adapted(box: Box, name: str, num_processes: int | None) -> dict[str, Any]:
         "mixed_precision": "no",
         "use_cpu": box.use_cpu,  # as in all runs that it is compared with, whatever the preset says
     }
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            save_preset(adapted, path := Path(folder, "adapted.yaml"))
-        except UserError as error:
-            raise UserError(f"--presets names {name}, which cannot run here: {str(error).removeprefix(f'{path}: ')}") from None
-    return adapted
+    return checked_preset(adapted, f"--presets names {name}, which cannot run here")
 
 
 def _flags(box: Box, *, rows: int, micro: int, dropout: float = 0.0) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from toolkit.tools.preview.row import CONTEXT, LOST, PADDING, RowView, Side
 from toolkit.tools.preview.wording import _describe_row, shorten_text, shorten_tokens
-from toolkit.tools.report.rows import Lines
+from toolkit.tools.report.parts import Lines
 
 
 def test_the_begin_the_cuts_and_the_end_are_shown_once() -> None:

@@ -89,4 +89,5 @@ def test_a_value_that_is_no_number_is_not_drawn(tmp_path: Path, value: Any, caps
     assert [curve.steps for curve in chart.curves] == [[1], [1]]
     assert b"<td class=number>2.00</td>" in render_page(read_runs([run]))
     show_runs([run])
-    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == ["loss", "2.00", "–"]
+    table = capsys.readouterr().out.split("\n\n")[1]
+    assert [line.split()[-1] for line in table.splitlines()] == ["loss", "2.00", "–"]

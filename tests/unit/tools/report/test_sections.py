@@ -11,13 +11,17 @@ import pytest
 
 from tests.support.report_runs import save_distinct_run
 from toolkit.tools.report.facts import RunFacts, read_runs
-from toolkit.tools.report.page import _summary
-from toolkit.tools.report.sections import show_checkpoints, show_commands, show_memory
+from toolkit.tools.report.parts import load_template
+from toolkit.tools.report.sections import Section, describe_checkpoints, describe_commands, describe_memory, describe_summary
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFacts:
     return read_runs([save_distinct_run(tmp_path / "run")])[0]
+
+
+def shown(section: Section, run: RunFacts) -> str:
+    return str(load_template().flow(section([run])))
 
 
 def cells(page: str) -> list[str]:
@@ -27,7 +31,7 @@ def cells(page: str) -> list[str]:
 def test_the_best_is_the_first_evaluation_with_the_last_checkpoints_best_value(run: RunFacts) -> None:
     assert run.best_evaluation() == ("rougeL", 30.0, 4)
     run.checkpoints[1] = replace(run.checkpoints[1], num_bytes=3 * 2**20)
-    assert cells(show_checkpoints([run])) == [
+    assert cells(shown(describe_checkpoints, run)) == [
         *("step-00000002", "0.0", "1", "20.0000", "complete"),
         *("step-00000004", "3.0", "1", "30.0000", "complete, the best"),
         *("step-00000006", "0.0", "1", "29.0000", "complete"),
@@ -37,12 +41,16 @@ def test_the_best_is_the_first_evaluation_with_the_last_checkpoints_best_value(r
 def test_a_checkpoint_that_lacks_a_file_is_not_complete(run: RunFacts) -> None:
     (run.folder / "checkpoints" / "step-00000004" / "rng-00000.safetensors").unlink()
     [run] = read_runs([run.folder])
-    assert [cell.partition(":")[0] for cell in cells(show_checkpoints([run]))[4::5]] == ["complete", "not valid", "complete"]
-    assert f"export {run.folder} --checkpoint 6" in show_commands([run])
+    assert [cell.partition(":")[0] for cell in cells(shown(describe_checkpoints, run))[4::5]] == [
+        "complete",
+        "not valid",
+        "complete",
+    ]
+    assert f"export {run.folder} --checkpoint 6" in shown(describe_commands, run)
 
 
 def test_where_a_run_stands(run: RunFacts) -> None:
-    page = _summary([run])
+    page = shown(describe_summary, run)
     assert (
         "6 steps of 8 on 2 processes; the best rougeL is 30, after step 4, whose checkpoint is kept; 1 evaluation is not shown: "
         "measured on other rows or with other settings."
@@ -55,17 +63,17 @@ def test_where_a_run_stands(run: RunFacts) -> None:
 
 
 def test_the_best_checkpoint_is_offered_for_export_or_the_last_one_kept(run: RunFacts) -> None:
-    assert f"export {run.folder} --checkpoint 4" in show_commands([run])
+    assert f"export {run.folder} --checkpoint 4" in shown(describe_commands, run)
     shutil.rmtree(run.folder / "checkpoints" / "step-00000004")
     [run] = read_runs([run.folder])
-    assert f"export {run.folder} --checkpoint 6" in show_commands([run])
-    assert "after step 4, whose checkpoint is not kept" in _summary([run])
+    assert f"export {run.folder} --checkpoint 6" in shown(describe_commands, run)
+    assert "after step 4, whose checkpoint is not kept" in shown(describe_summary, run)
 
 
 def test_memory_is_that_of_training_beside_its_plan(run: RunFacts) -> None:
     run.memory = {"device": "cpu", "peak_gib": [2.0, 3.0], "before_model_gib": [1.0, 1.5]}
     run.planned_bytes = 3 * 2**30
-    page = show_memory([run])
+    page = shown(describe_memory, run)
     assert re.findall(r"width:([\d.]+)%", page) == ["33.3", "50.0", "100.0"]
     assert re.findall(r"<span class=number>([\d.]+)<", page) == ["1.00", "1.50", "3.00"]
     assert "The plan differs by +100 % from the rank with most." in page

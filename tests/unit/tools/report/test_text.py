@@ -1,16 +1,33 @@
-"""Several runs in one table."""
+"""Several runs in the terminal: their evaluations in one table, and their memory beside its plan."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 from toolkit.errors import UserError
 from toolkit.tools.main import main
+from toolkit.tools.plan import plan
 from toolkit.tools.report.text import show_runs
+from toolkit.tracking import memory as step_memory
+from toolkit.tracking.memory import StepMemory, save_memory
+from toolkit.tracking.metrics_log import MetricsLog
+
+PRESET = Path(__file__).parents[4] / "accelerate_configs" / "fsdp2_cpu.yaml"
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 256,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+CONFIG = """
+model: {name_or_path: MODEL, from_scratch: true}
+data: {source: not/read, max_length_tokens: 128}
+train: {global_batch_size_rows: 8, micro_batch_size_rows: 4, max_steps: 1}
+"""
 
 
 def save_run(folder: Path, *lines: dict, predictions: dict[int, list[str]] | None = None) -> Path:
@@ -26,94 +43,173 @@ def evaluation(step: int, **figures: Any) -> dict:
     return {"kind": "eval", "step": step, "num_rows": 2, **figures}
 
 
-def test_first_and_last_evaluation_of_each_run_in_one_table(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def printed(capsys: pytest.CaptureFixture[str], *runs: Path) -> tuple[str, list[list[str]], str]:
+    """What is printed: before the table, its cells, and the memory."""
+    show_runs(runs)
+    before, *tables, memory = capsys.readouterr().out.split("\n\n")
+    return before, [line.split() for table in tables for line in table.splitlines()], memory
+
+
+def test_first_and_last_evaluation_of_each_run_in_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = save_run(
         tmp_path / "base", evaluation(0, loss=9.0), {"kind": "train", "step": 1}, evaluation(5, loss=8.0), evaluation(9, loss=7.0)
     )
     rambling = ["Return the oar.\n\n    And more", " Return the oar.\nMore"]
     tuned = save_run(tmp_path / "tuned", evaluation(0, loss=3.25, rougeL=50.0), predictions={0: rambling})
-    show_runs([base, tuned])
-    header, *rows = capsys.readouterr().out.splitlines()
-    assert header.split() == ["loss", "rougeL", "rougeL_line1"]
-    assert [row.split() for row in rows] == [
-        ["base,", "as", "loaded", "(2", "rows)", "9.00", "–", "–"],
-        ["base,", "after", "step", "9", "(2", "rows)", "7.00", "–", "–"],
-        ["tuned,", "as", "loaded", "(2", "rows)", "3.25", "50.00", "100.00"],
+    before, table, _ = printed(capsys, base, tuned)
+    assert "base: 9 steps." in before.splitlines()
+    assert table == [
+        ["loss", "rougeL", "rougeL", "line1"],
+        ["base,", "before", "training", "9.00", "–", "–"],
+        ["base,", "after", "step", "9", "7.00", "–", "–"],
+        ["tuned,", "before", "training", "3.25", "50.00", "100.00"],
     ]
 
 
-@pytest.mark.parametrize("line", [{"num_rows": "2", "measured_on": "a"}, {"measured_on": {}}], ids=["measured_on", "num_rows"])
-def test_an_evaluation_that_no_run_writes_is_one_sentence(tmp_path: Path, line: dict[str, Any]) -> None:
-    run = save_run(tmp_path / "run", {"kind": "eval", "step": 0, "loss": 1.0, **line})
-    with pytest.raises(UserError, match=f"^{run} has evaluations or predictions that no run writes .*: leave it out"):
-        show_runs([run])
+@pytest.mark.parametrize("prediction", [{"reference": "Return the oar."}, "Return the oar.", {"prediction": 3, "reference": ""}])
+def test_predictions_that_no_run_writes_are_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], prediction: Any
+) -> None:
+    run, other = (save_run(tmp_path / name, evaluation(0, loss=1.0)) for name in ("run", "other"))
+    (run / "predictions-0.jsonl").write_text(json.dumps(prediction) + "\n")
+    said, table, _ = printed(capsys, run, other)
+    assert "This cannot be shown of run, as one of its files is not what a run writes (" in said
+    assert table[-1] == ["other,", "before", "training", "1.00"]
 
 
 def test_a_name_that_would_turn_the_line_around_is_escaped_and_keeps_the_columns(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = save_run(tmp_path / "a\u202eb", evaluation(0, loss=9.0))
-    (run / "memory.json").write_text("{}")
-    for flags in (["--text"], []):
-        monkeypatch.setattr("sys.argv", ["toolkit", "report", str(run), *flags])
+    runs = [str(save_run(tmp_path / name, evaluation(0, loss=9.0))) for name in ("a\u202eb", "other\nline")]
+    for arguments in (["--text", *runs], runs[:1]):
+        monkeypatch.setattr("sys.argv", ["toolkit", "report", *arguments])
         main()
-    printed = capsys.readouterr().out
-    header, row, *rest = printed.splitlines()
-    assert len(header) == len(row) and row.startswith("a\\u202eb, as loaded") and "\u202e" not in printed
-    assert len(rest) == 4 and rest[-1].endswith("a\\u202eb: open it in a browser")
+    out = capsys.readouterr().out
+    header, *rows = out.split("\n\n")[1].splitlines()
+    assert out.endswith("a\\u202eb: open it in a browser\n")
+    assert [len(row) for row in rows] == [len(header)] * 2 and "\u202e" not in out
+    assert [row.partition(",")[0] for row in rows] == ["a\\u202eb", "other\\nline"]
 
 
-def test_other_words_than_rouge_scores_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_scores_of_words_that_are_not_english(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = save_run(tmp_path / "run", evaluation(0, rougeL=50.0, rouge_tokenizer="unicode"))
     lines = [{"reference": "还桨。", "prediction": "还桨\n不"}, {"reference": "Return the oar.", "prediction": ""}]
     (run / "predictions-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    show_runs([run])
-    row = capsys.readouterr().out.splitlines()[-1]
-    assert row.startswith("run, as loaded (2 rows, unicode words)") and row.split()[-2:] == ["50.00", "50.00"]
+    assert printed(capsys, run)[1][-1][-2:] == ["50.00", "50.00"]
 
 
-def test_evaluations_of_other_rows_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_evaluations_of_other_rows_are_counted_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = ({"loss": 2.0, "measured_on": {"rows": name}} for name in "ab")
-    show_runs([save_run(tmp_path / "run", *(evaluation(step, **figures) for step, figures in enumerate(rows)))])
-    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[1:]] == [
-        "run, as loaded (2 other rows)",
-        "run, after step 1 (2 rows)",
-    ]
+    run = save_run(tmp_path / "run", *(evaluation(step, **figures) for step, figures in enumerate(rows)))
+    before, table, _ = printed(capsys, run)
+    assert "1 evaluation is not shown: measured on other rows or with other settings." in before
+    assert [" ".join(row) for row in table[1:]] == ["after step 1 2.00"]
 
 
-def test_runs_of_other_rows_have_a_table_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_runs_of_other_rows_have_a_table_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     measured = {"one": "a", "two": "b\nrows", "three": "a"}
-    show_runs([save_run(tmp_path / name, evaluation(0, loss=2.0, measured_on={"rows": of})) for name, of in measured.items()])
-    assert [line.split(",")[0].split()[:1] for line in capsys.readouterr().out.splitlines()] == [
-        *(["loss"], ["one"], ["three"], [], ["loss"], ["two"], []),
-        ["The"],
-    ]
+    runs = (save_run(tmp_path / name, evaluation(0, loss=2.0, measured_on={"rows": of})) for name, of in measured.items())
+    before, table, _ = printed(capsys, *runs)
+    assert [row[0] for row in table] == ["loss", "one,", "three,", "loss", "two,"]
+    assert before.splitlines()[-1].startswith("The figures of one, three and of two were measured on other rows")
 
 
 @pytest.mark.parametrize("character", ["\x85", "\u2028", "\u2029"])
-def test_predictions_with_any_line_separator_are_read(tmp_path: Path, capsys: pytest.CaptureFixture, character: str) -> None:
+def test_predictions_with_any_line_separator_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], character: str) -> None:
     """Written by a version that did not escape them."""
     run = save_run(tmp_path / "run", evaluation(0, rougeL=50.0))
     row = {"reference": f"Return{character}the oar.", "prediction": f"Return the{character}oar."}
     (run / "predictions-0.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
-    show_runs([run])
-    assert capsys.readouterr().out.splitlines()[-1].split()[-2:] == ["50.00", "100.00"]
+    assert printed(capsys, run)[1][-1][-2:] == ["50.00", "100.00"]
 
 
-def test_a_folder_without_an_evaluation_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_runs_is_refused_and_a_young_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="nothing is not a run folder"):
         show_runs([tmp_path / "nothing"])
-    with pytest.raises(UserError, match="holds no evaluation: let the run evaluate first; without held-out rows it never does"):
-        show_runs([save_run(tmp_path / "young", {"kind": "train", "step": 1})])
+    before, table, memory = printed(capsys, save_run(tmp_path / "young", {"kind": "train", "step": 1}))
+    assert before.splitlines() == ["1 steps.", "There is no evaluation."] and not table
+    assert "memory.json is not in the folder" in memory
 
 
-def test_emptied_predictions_have_no_score(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_emptied_predictions_have_no_score(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = save_run(tmp_path / "run", evaluation(1, rougeL=50.0), predictions={1: []})
-    show_runs([run])
-    assert "rougeL_line1" not in capsys.readouterr().out
+    assert printed(capsys, run)[1][0] == ["rougeL"]
 
 
-def test_a_run_without_its_figures_is_not_taken_for_no_run(tmp_path: Path) -> None:
+def test_a_run_without_its_figures_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
-    with pytest.raises(UserError, match="has no metrics.jsonl: the run's command writes one again, from its last checkpoint's"):
-        show_runs([tmp_path])
+    assert printed(capsys, tmp_path)[0].startswith("metrics.jsonl is not in the folder: there are no curves and no evaluations")
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of one process that has saved what it took."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "config.yaml").write_text(CONFIG.replace("MODEL", str(tmp_path / "model")))
+    monkeypatch.setattr(step_memory, "find_accelerate_yaml", lambda: PRESET)
+    memory = StepMemory(torch.device("cpu"))
+    memory.see({"input_ids": torch.zeros(4, 96)})
+    memory.read()
+    save_memory(tmp_path, memory, 0.0, MetricsLog(tmp_path / "metrics.jsonl", is_writer=True))
+    return tmp_path
+
+
+def change(folder: Path, **figures: Any) -> None:
+    found = json.loads((folder / "memory.json").read_text())
+    (folder / "memory.json").write_text(json.dumps(found | figures))
+
+
+def test_the_plan_of_a_run_stands_beside_its_memory(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads((run_folder / "memory.json").read_text())
+    assert found["row_tokens"] == {"row": 96} and found["micro_batch_size_rows"] == 4 and found["device"] == "cpu"
+    change(run_folder, num_processes=2, peak_gib=[1.5, 1.25], before_model_gib=[1.0, 1.0])
+    first, *lines = printed(capsys, run_folder)[2].splitlines()
+    assert first == (
+        "GiB of training steps by rank, resident above the 1.00 to 1.00 GiB before the model loaded, with what gloo and malloc "
+        "hold."
+    )
+    assert lines == [
+        *("rank 0   0.50", "rank 1   0.25", "planned  0.00"),
+        "The plan differs by -99 % from the rank with most.",
+    ]
+    kept = json.loads((run_folder / "memory_plan.json").read_text())
+    assert kept["device_bytes_total"] > 0
+    change(run_folder, device="cuda", num_processes=2, peak_gib=[1.0, 2.0])
+    (run_folder / "memory_plan.json").write_text(json.dumps(kept | {"device_bytes_total": 3 * 2**30}))
+    assert printed(capsys, run_folder)[2].splitlines() == [
+        "GiB of training steps by rank, allocated on the GPU.",
+        *("rank 0   1.00", "rank 1   2.00", "planned  3.00"),
+        "The plan differs by +50 % from the rank with most.",
+    ]
+
+
+def test_a_run_is_planned_for_its_own_gpu_and_launch(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = MagicMock(return_value=MagicMock(total=2**30))
+    monkeypatch.setattr(plan, "build_plan", planned)
+    for gpu_gib in (23.6, None):
+        (run_folder / "memory_plan.json").unlink(missing_ok=True)
+        change(run_folder, device="cuda", num_processes=2, gpu_gib=gpu_gib, micro_batch_size_rows=3)
+        show_runs([run_folder])
+    assert [call.args[-1] for call in planned.call_args_list] == [23.6, 80.0]
+    # For its processes and its largest micro-batch; again if these change.
+    _, _, num_processes, arguments, *_ = planned.call_args.args
+    assert num_processes == 2 and arguments[1:] == ["--data.max_length_tokens=96", "--train.micro_batch_size_rows=3"]
+    for name, value in (("num_processes", 1), ("micro_batch_size_rows", 2), ("row_tokens", {"row": 64})):
+        planned.reset_mock()
+        change(run_folder, **{name: value})
+        show_runs([run_folder])
+        show_runs([run_folder])
+        assert planned.call_count == 1, name
+
+
+def test_why_there_is_no_plan_is_reported(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_folder / "model" / "config.json").unlink()
+    assert "There is no memory plan: model.name_or_path" in printed(capsys, run_folder)[2]
+    (run_folder / "accelerate.yaml").unlink()
+    why = "There is no memory plan: the run was launched without an accelerate YAML"
+    assert printed(capsys, run_folder)[2].splitlines()[-1] == why
+    (run_folder / "memory.json").write_text("{")
+    assert "memory.json cannot be read (" in printed(capsys, run_folder)[2]
+    (run_folder / "memory.json").unlink()
+    assert "memory.json is not in the folder" in printed(capsys, run_folder)[2]

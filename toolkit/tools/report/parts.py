@@ -1,14 +1,16 @@
-"""A run's rows in figures, as a preview and a report show them: from `preview.summary`, or from `record.json`, which keeps it.
-
-A view is a list of parts, from top to bottom. Each part is HTML by itself; `preview.terminal` prints the same parts.
+"""The parts of a report and of a preview, in the order in which they are shown: `page.html.j2` shows them on a page,
+`report.text` and `preview.terminal` in a terminal. Both views describe a run's rows by `describe_data`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from toolkit.tools.report.elements import bar, element, text_table
+import jinja2
+
+from toolkit.errors import visible
 
 SIDE_NAMES = {
     "row": "Tokens of a training row",
@@ -25,9 +27,6 @@ class Heading(NamedTuple):
     text: str
     level: int = 3
 
-    def html(self) -> str:
-        return element(f"h{self.level}", self.text)
-
 
 class Lines(NamedTuple):
     """Sentences, one per line."""
@@ -35,48 +34,55 @@ class Lines(NamedTuple):
     lines: Sequence[str]
     kind: str = ""
 
-    def html(self) -> str:
-        return "".join(element("p", line, self.kind) for line in self.lines)
-
 
 class Table(NamedTuple):
-    """A table with a heading line; columns that are not `left` hold numbers."""
+    """A table with a heading line, not shown without another line; columns that are not `left` hold numbers."""
 
-    rows: list[list[str]]
+    rows: Sequence[Sequence[str]]
     left: Sequence[int] = (0,)
-
-    def html(self) -> str:
-        return text_table(self.rows, left=self.left)
+    caption: str = ""
+    is_folded: bool = False
+    """Shown after a click on its caption."""
 
 
 class Histogram(NamedTuple):
-    """(label, number of rows) of each bin."""
+    """A bar for each (label, number), with the number beside it."""
 
-    bins: list[tuple[str, int]]
-
-    def html(self) -> str:
-        most = max(count for _, count in self.bins)
-        return f"<div class=rank>{''.join(bar(label, count / most, f'{count:,}') for label, count in self.bins)}</div>\n"
-
-
-def render(parts: Iterable[Any]) -> str:
-    """The parts as HTML, in cards."""
-    pieces, is_open = [], False
-    for part in parts:
-        if isinstance(part, Heading) and part.level <= 3:
-            pieces.append("</div>\n" * is_open + "<div class=card>" * (part.level == 3))
-            is_open = part.level == 3
-        pieces.append(part.html())
-    return "".join([*pieces, "</div>\n" * is_open])
+    bins: list[tuple[str, float]]
+    form: str = ","
+    outlined: str = ""
+    """Label of a bar that is drawn as an outline."""
 
 
-def describe_data(data: Mapping[str, Any], *, has_remarks: bool = True) -> Iterator[Any]:
+def load_template(**names: Any) -> Any:
+    """The macros of `page.html.j2`, which may use `names`. They show every text escaped, with controls and invisible marks as
+    escapes; what is HTML already is a `markupsafe.Markup`.
+    """
+
+    def as_text(value: Any) -> Any:
+        return value if hasattr(value, "__html__") else visible(str(value))
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        finalize=as_text,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["kind"] = lambda part: type(part).__name__
+    environment.globals.update(names)
+    return environment.get_template("page.html.j2").module
+
+
+def describe_data(data: Mapping[str, Any], *, prefix: str = "", has_remarks: bool = True) -> Iterator[Any]:
     """The parts of a summary.
 
     Args:
+        prefix: before the first heading, as a run's name.
         has_remarks: with how files were read, and what was left out; a terminal has these lines already.
     """
-    yield Heading("Rows")
+    yield Heading(f"{prefix}Rows")
     if has_remarks:
         yield Lines(data["readings"], "isolated")
         yield from (Lines([remark], "warn" if remark.startswith("WARNING") else "") for remark in data["remarks"])
