@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from toolkit.config.schema import AutoClass, ModelConfig
+from toolkit.config.schema import ModelConfig
+from toolkit.config.task import Task
 from toolkit.distributed.rng import seed_all
 from toolkit.errors import UserError
 from toolkit.private import private
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, auto_class: AutoClass) -> PreTrainedModel:
+def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, task: Task) -> PreTrainedModel:
     """The model on the meta device: names, shapes and classes for checks before any weights are downloaded.
 
     Raises:
@@ -28,7 +29,7 @@ def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, auto_cla
 
     try:
         with torch.device("meta"):
-            model = getattr(transformers, auto_class).from_config(
+            model = getattr(transformers, task.auto_class).from_config(
                 model_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code, **_attention(config)
             )
     except (ValueError, ImportError) as error:
@@ -43,9 +44,7 @@ def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, auto_cla
     return model
 
 
-def build_on_meta(
-    config: ModelConfig, model_config: PretrainedConfig, auto_class: AutoClass, dtype: torch.dtype
-) -> PreTrainedModel:
+def build_on_meta(config: ModelConfig, model_config: PretrainedConfig, task: Task, dtype: torch.dtype) -> PreTrainedModel:
     """The model that `load_model` would load in `dtype`, but with parameters on the meta device; buffers are on the CPU."""
     # Structure and ties, without drawing weights.
     import transformers
@@ -54,7 +53,7 @@ def build_on_meta(
     model_config = copy.deepcopy(model_config)
     model_config.name_or_path = config.name_or_path
     with private("no_init_weights")(), init_empty_weights(include_buffers=False):
-        model = getattr(transformers, auto_class).from_config(model_config, dtype=dtype, **_attention(config))
+        model = getattr(transformers, task.auto_class).from_config(model_config, dtype=dtype, **_attention(config))
     model.tie_weights()
     # Recompute buffers that are in no file, as `from_pretrained` does: a constructor in bf16 rounds GPT-J's positions.
     for tensor in model.state_dict(keep_vars=True).values():
@@ -69,7 +68,7 @@ def build_on_meta(
 
 
 def load_model(
-    config: ModelConfig, model_config: PretrainedConfig, auto_class: AutoClass, seed: int, dtype: torch.dtype = torch.float32
+    config: ModelConfig, model_config: PretrainedConfig, task: Task, seed: int, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
     """The model on the CPU in `dtype`, with its pretrained weights, or random ones drawn from `seed` if `from_scratch`.
 
@@ -80,12 +79,12 @@ def load_model(
 
     if config.from_scratch:
         seed_all("weights", seed)
-        model = getattr(transformers, auto_class).from_config(
+        model = getattr(transformers, task.auto_class).from_config(
             model_config, dtype=dtype, trust_remote_code=config.trust_remote_code, **_attention(config)
         )
     else:
         try:
-            model, report = getattr(transformers, auto_class).from_pretrained(
+            model, report = getattr(transformers, task.auto_class).from_pretrained(
                 config.name_or_path,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # the error below names the first one

@@ -78,7 +78,7 @@ def finetune(
     The same command or call resumes a run that was stopped. This closes the process groups at its end.
 
     Args:
-        config: of an encoder-decoder (`SummarizationConfig`) or a causal model (`LLMConfig`).
+        config: of a recipe, as `SummarizationConfig` or `LLMConfig`.
         train: the rows to train on, in place of `data.source`; columns are chosen as those of a file.
         evaluation: the evaluation split; None: as `data.eval_fraction` says.
         metrics: functions of (predictions, references), by the names of their figures; or modules of `evaluate`, as in

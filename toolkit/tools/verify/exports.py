@@ -68,7 +68,7 @@ def _load(config: RecipeConfig, name_or_path: str | Path) -> nn.Module:
         options["attn_implementation"] = fastest_attention(model_config, "cpu")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    auto_class: Any = getattr(transformers, config.auto_class)
+    auto_class: Any = getattr(transformers, config.task.auto_class)
     return auto_class.from_pretrained(name_or_path, dtype=torch.float32, use_safetensors=True, **options).eval()
 
 
