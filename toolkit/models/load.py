@@ -59,26 +59,33 @@ def build_on_meta(config: ModelConfig, model_config: PretrainedConfig, task: Tas
     for tensor in model.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True
     model.initialize_weights()
-    # Read generation_config.json, as `from_pretrained` does at its end.
-    hub = {"cache_dir": None, "force_download": False, "proxies": None, "local_files_only": False, "token": None, "subfolder": ""}
-    model.adjust_generation_fn(
-        None, True, False, config.name_or_path, **hub, revision=config.revision, trust_remote_code=config.trust_remote_code
-    )
+    if model.can_generate():  # read generation_config.json, as `from_pretrained` does at its end
+        hub: dict[str, Any] = {
+            "cache_dir": None,
+            "force_download": False,
+            "proxies": None,
+            "local_files_only": False,
+            "token": None,
+        }
+        hub |= {"subfolder": "", "revision": config.revision, "trust_remote_code": config.trust_remote_code}
+        model.adjust_generation_fn(None, True, False, config.name_or_path, **hub)
     return model.eval()
 
 
 def load_model(
     config: ModelConfig, model_config: PretrainedConfig, task: Task, seed: int, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """The model on the CPU in `dtype`, with its pretrained weights, or random ones drawn from `seed` if `from_scratch`.
+    """The model on the CPU in `dtype`, with its pretrained weights, or random ones drawn from `seed` if `from_scratch`; a head
+    that they lack is drawn too where the task allows it.
 
     Raises:
         UserError: safetensors weights are missing, incomplete or of another shape.
     """
     import transformers
 
-    if config.from_scratch:
+    if config.from_scratch or task.may_draw_head:
         seed_all("weights", seed)
+    if config.from_scratch:
         model = getattr(transformers, task.auto_class).from_config(
             model_config, dtype=dtype, trust_remote_code=config.trust_remote_code, **_attention(config)
         )
@@ -102,8 +109,13 @@ def load_model(
                 "give a folder with them, or model.from_scratch true for random ones"
             ) from None
         other_shapes = {name: tuple(stored) for name, stored, _ in report["mismatched_keys"]}
-        check_loaded(model, config.name_or_path, report["missing_keys"], other_shapes)
+        check_loaded(model, config.name_or_path, without_new_head(task, model, report["missing_keys"]), other_shapes)
     return model
+
+
+def without_new_head(task: Task, model: PreTrainedModel, missing: Iterable[str]) -> list[str]:
+    """The missing parameters that may not be drawn: all, or those of the backbone where the head may be new."""
+    return [name for name in missing if not task.may_draw_head or name.startswith(f"{model.base_model_prefix}.")]
 
 
 def check_loaded(
