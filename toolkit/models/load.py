@@ -60,14 +60,8 @@ def build_on_meta(config: ModelConfig, model_config: PretrainedConfig, task: Tas
         tensor._is_hf_initialized = True
     model.initialize_weights()
     if model.can_generate():  # read generation_config.json, as `from_pretrained` does at its end
-        hub: dict[str, Any] = {
-            "cache_dir": None,
-            "force_download": False,
-            "proxies": None,
-            "local_files_only": False,
-            "token": None,
-        }
-        hub |= {"subfolder": "", "revision": config.revision, "trust_remote_code": config.trust_remote_code}
+        hub: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code, "subfolder": ""}
+        hub |= {"cache_dir": None, "force_download": False, "proxies": None, "local_files_only": False, "token": None}
         model.adjust_generation_fn(None, True, False, config.name_or_path, **hub)
     return model.eval()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from toolkit.config.task import Task
 from toolkit.data.collate import CausalCollator
@@ -14,7 +14,7 @@ from toolkit.private import private
 from toolkit.training.model_checks import check_causal_model
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
 
 
 def _check_model_config(model_config: PretrainedConfig, name: str) -> None:
@@ -30,14 +30,6 @@ def _check_model_config(model_config: PretrainedConfig, name: str) -> None:
         raise UserError(f"model.name_or_path {name} is a {model_config.model_type} model, not {TASK.takes}")
 
 
-def _build_collator(model: PreTrainedModel, pad_token_id: int) -> CausalCollator:
-    return CausalCollator(pad_token_id, one_row=attends_by_document(model))
-
-
-def _check_model(sharded: Any, collator: CausalCollator, config: Any) -> None:
-    check_causal_model(sharded, collator, packing=config.packs)
-
-
 TASK = Task(
     auto_class="AutoModelForCausalLM",
     takes="a causal language model: take one such as Llama, Qwen or Gemma",
@@ -46,7 +38,7 @@ TASK = Task(
     lengths=lambda num_tokens, num_labels: (num_tokens,),
     choose_columns=choose_columns,
     tokens=causal,
-    build_collator=_build_collator,
+    build_collator=lambda model, pad_token_id: CausalCollator(pad_token_id, one_row=attends_by_document(model)),
     check_model_config=_check_model_config,
-    check_model=_check_model,
+    check_model=lambda sharded, collator, config: check_causal_model(sharded, collator, packing=config.packs),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from toolkit.config.task import Task
 from toolkit.data.collate import SummarizationCollator, own_label_shift
@@ -42,10 +42,6 @@ def _build_collator(model: PreTrainedModel, pad_token_id: int) -> SummarizationC
     return SummarizationCollator(*special_tokens(model.config, str(model.name_or_path)), own_label_shift(model))
 
 
-def _check_model(sharded: Any, collator: SummarizationCollator, config: Any) -> None:
-    check_seq2seq_model(sharded, collator, config.eval)
-
-
 TASK = Task(
     auto_class="AutoModelForSeq2SeqLM",
     takes="an encoder-decoder that generates text: take one such as T5, BART or Pegasus",
@@ -56,5 +52,5 @@ TASK = Task(
     tokens=seq2seq,
     build_collator=_build_collator,
     check_model_config=_check_model_config,
-    check_model=_check_model,
+    check_model=lambda sharded, collator, config: check_seq2seq_model(sharded, collator, config.eval),
 )
