@@ -41,17 +41,16 @@ NUM_WARMUP_STEPS = 2
 def main() -> None:
     settings = json.loads(sys.argv[1])
     accelerator = build_accelerator()
-    auto_class = "AutoModelForSeq2SeqLM" if settings["is_t5"] else "AutoModelForCausalLM"
     config_class: Any = SummarizationConfig if settings["is_t5"] else LLMConfig
     config = load_config(config_class, [*settings["arguments"], f"--model.name_or_path={settings['model']}"])
-    model_config = load_model_config(dataclasses.replace(config.model, from_scratch=True), auto_class)
+    model_config = load_model_config(dataclasses.replace(config.model, from_scratch=True), config.task)
     strategy = load_strategy(Path(settings["preset"]), settings["num_processes"])
     subject = build_subject(settings["model"], strategy, settings["arguments"], None)
     batch = move_to(accelerator.device, build_batch(subject, config.train.micro_batch_size_rows))
     if "attention_mask" in batch:
         batch["attention_mask"][0, -1] = 0  # as in any batch of real rows: without padding transformers drops the mask
     before_gib = memory_gib("VmRSS")
-    model = _load(config, accelerator, auto_class, model_config)
+    model = _load(config, accelerator, model_config)
     model.set_attn_implementation(subject.skeleton.config._attn_implementation)
     sharded = shard_model(accelerator, model)
     optimizer = build_optimizer(config.optim, sharded.model)
@@ -91,11 +90,11 @@ def main() -> None:
         print(json.dumps(gathered), flush=True)
 
 
-def _load(config: Any, accelerator: Any, auto_class: Any, model_config: Any) -> Any:
+def _load(config: Any, accelerator: Any, model_config: Any) -> Any:
     has_adapter = is_enabled(config.adapter)
     dtype = frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=has_adapter)
     from_scratch = dataclasses.replace(config.model, from_scratch=True)
-    model = load_model(from_scratch, model_config, auto_class, 0, dtype if has_adapter else torch.float32)
+    model = load_model(from_scratch, model_config, config.task, 0, dtype if has_adapter else torch.float32)
     if has_adapter:
         add_adapter(model, config.adapter, config.model, 0)
         cast_frozen(model, dtype)

@@ -40,7 +40,7 @@ def allocated(model_folder: str, arguments: list[str]) -> tuple[int, int]:
     strategy = Strategy(kind="fsdp2", num_shards=2, num_replicas=1, num_machines=1, compute_dtype=torch.bfloat16, is_cpu=True)
     subject = build_subject(model_folder, strategy, arguments, None)
     batch = build_batch(subject, rows=2)
-    model = models.load_model(subject.config.model, subject.model_config, "AutoModelForCausalLM", 0)
+    model = models.load_model(subject.config.model, subject.model_config, subject.config.task, 0)
     if adapters.is_enabled(subject.config.adapter):
         adapters.add_adapter(model, subject.config.adapter, subject.config.model, 0)
         cast_frozen(model, frozen_dtype(accelerator, "auto", has_adapter=True))

@@ -25,6 +25,7 @@ from tests.support.workbench import RECIPE
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import UserError
 from toolkit.models.config import WEIGHTS_INDEX, load_model_config
+from toolkit.tasks import seq2seq
 
 SECRETS = {
     name: f"planted-{name.lower().replace('_', '-')}-4711"
@@ -81,7 +82,7 @@ def test_the_index_of_a_hub_model_is_checked_too(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *_, **__: T5Config())
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda name, file, revision: str(tmp_path / file))
     with pytest.raises(UserError, match="of model.name_or_path someone/t5 names '../x.safetensors' in its weight_map"):
-        load_model_config(ModelConfig(name_or_path="someone/t5"), "AutoModelForSeq2SeqLM")
+        load_model_config(ModelConfig(name_or_path="someone/t5"), seq2seq.TASK)
 
 
 def test_code_and_pickles_beside_a_model_that_needs_none_are_not_run(finished: tuple[Path, LaunchResult], tmp_path: Path) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Literal
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloat, PositiveInt
+
+from toolkit.config.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +30,7 @@ class _Rows:
 class _Data(_Rows):
     """What the recipes' sections share."""
 
+    task_file = ""  # the module whose `TASK` says what the kind of task decides; without an annotation it is not a field
     eval_files: list[str] | str | None = None
     """Files with the evaluation split; training rows that equal one of theirs are left out. If unset, `eval_fraction` of the rows
     are held out."""
@@ -45,11 +49,25 @@ class _Data(_Rows):
     cache_dir: str | None = None
     """Folder for tokenized rows and trained tokenizers. If unset, `toolkit/` in the Hugging Face cache."""
 
+    @property
+    def task(self) -> Task:
+        """Imported at its first use: it knows all layers, and `--help` none."""
+        task: Task = import_module(self.task_file).TASK
+        return task
+
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig(_Data):
+class OneSource(_Data):
+    """What the rows of a section without these fields of `LLMDataConfig` have in their place."""
+
+    mix, format, packing, bucket_by_length = (), "auto", False, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(OneSource):
     """Which rows to read, and how to tokenize them."""
 
+    task_file = "toolkit.tasks.seq2seq"
     source: str = ""
     source_column: str | None = None
     """Column with the text to summarize. If unset, the source's own column, else `source`."""
@@ -85,6 +103,7 @@ class MixEntry(_Rows):
 class LLMDataConfig(_Data):
     """Which rows to read (chats, prompts with completions, or plain text), and how to tokenize them."""
 
+    task_file = "toolkit.tasks.causal"
     source: str | None = None
     mix: list[MixEntry] = field(default_factory=list)
     """List of weighted sources, instead of `source` and `files`."""

@@ -17,7 +17,7 @@ from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 from toolkit.config.flags import join_lists, split_files_and_flags, unset_counterparts
 from toolkit.config.messages import Entry, load_entries, sentence
 from toolkit.config.paths import find_paths, write_paths
-from toolkit.config.schema import LLMConfig, SummarizationConfig
+from toolkit.config.schema import RecipeConfig as RecipeConfig
 from toolkit.config.validate import check_config
 from toolkit.errors import UserError
 from toolkit.files.durable import written_beside
@@ -25,10 +25,6 @@ from toolkit.files.durable import written_beside
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 ConfigT = TypeVar("ConfigT")
-
-
-RecipeConfig = SummarizationConfig | LLMConfig
-"""Config of a language-model recipe. All sections except `data` are the same."""
 
 
 def load_config(

@@ -122,7 +122,8 @@ def _map_paths(config: Any, change: Callable[[str, str, bool], str]) -> Any:
     sections = {}
     for section, names in PATH_FIELDS.items():
         part: Any = getattr(config, section, None)
-        values = {name: changed(f"{section}.{name}", name, getattr(part, name)) for name in names if hasattr(part, name)}
+        given = {} if part is None else vars(part)
+        values = {name: changed(f"{section}.{name}", name, given[name]) for name in names if name in given}
         if values:
             sections[section] = dataclasses.replace(part, **values)
     return dataclasses.replace(config, **sections)

@@ -19,12 +19,11 @@ from jsonargparse.typing import (
 )
 
 from toolkit.config.data import DataConfig, LLMDataConfig
+from toolkit.config.task import Task
 from toolkit.optimizers import AdamW
 
 HalfOpenUnitInterval = restricted_number_type("HalfOpenUnitInterval", float, [(">=", 0), ("<", 1)])
 NumEpochs = restricted_number_type("NumEpochs", float, [(">", 0), ("<", math.inf)])
-
-AutoClass = Literal["AutoModelForSeq2SeqLM", "AutoModelForCausalLM"]
 
 
 def as_written(number: float) -> Fraction:
@@ -234,8 +233,8 @@ class ProfileConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _RecipeSections:
-    """What the configs of `recipes/t5.py` and `recipes/llm.py` share: all but the type of `data`."""
+class RecipeConfig:
+    """What the configs of all recipes of language models share: everything except the type of `data`."""
 
     model: ModelConfig
     data: Any
@@ -255,25 +254,26 @@ class _RecipeSections:
     """Write the row ids of every micro-batch to `rows-<rank>.jsonl` in the run folder."""
 
     @property
-    def auto_class(self) -> AutoClass:
-        """The class of transformers that loads the model."""
-        return "AutoModelForCausalLM" if isinstance(self.data, LLMDataConfig) else "AutoModelForSeq2SeqLM"
+    def task(self) -> Task:
+        """What the kind of task decides."""
+        task: Task = self.data.task
+        return task
 
     @property
     def packs(self) -> bool:
         """Whether rows are packed, or may be: with `data.packing` auto, the model decides."""
-        return isinstance(self.data, LLMDataConfig) and bool(self.data.packing)
+        return bool(self.data.packing)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SummarizationConfig(_RecipeSections):
+class SummarizationConfig(RecipeConfig):
     """Config of `recipes/t5.py`."""
 
     data: DataConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class LLMConfig(_RecipeSections):
+class LLMConfig(RecipeConfig):
     """Config of `recipes/llm.py`."""
 
     data: LLMDataConfig

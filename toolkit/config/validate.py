@@ -36,7 +36,7 @@ def check_config(config: Any, *, needs_source: bool = True) -> None:
         raise UserError(f"profile.steps is {profile.steps}: give the first and the last step, as in [10, 12]")
     if train.max_steps is not None:
         check_num_steps(config, train.max_steps)
-    if needs_source or data.source or getattr(data, "mix", []):
+    if needs_source or data.source or data.mix:
         _check_sources(data)
     if evaluation.early_stopping_patience is not None and evaluation.every_steps is evaluation.every_epochs is None:
         raise UserError(
@@ -67,12 +67,12 @@ def check_length_and_name(config: Any) -> None:
 
 def _check_sources(data: Any) -> None:
     """Check that each file source has its files, and that `data.mix` stands alone: it replaces the fields of a single source."""
-    mix = getattr(data, "mix", [])
+    mix = data.mix
     for name, value in (("source", data.source), ("files", data.files), ("hub_subset", data.hub_subset)):
         if mix and value:
             raise UserError(f"data.{name} is given beside data.mix: move it into an entry of data.mix")
     if not mix and not data.source and not data.files:
-        of_several = ", or data.mix for several sources" if hasattr(data, "mix") else ""
+        of_several = ", or data.mix for several sources" if "mix" in vars(data) else ""
         raise UserError(f"give data.files or data.source{of_several}: none is given")
     for place, source in enumerate(mix or [data]):
         where = f"data.mix[{place}]" if mix else "data"

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from toolkit.config.load import RecipeConfig, dotted_keys
 from toolkit.config.paths import replace_local_paths
-from toolkit.config.schema import LLMConfig
 from toolkit.errors import escape_controls, one_line
 from toolkit.evaluation.generate import BASELINE, SHOWN_FIGURES
 from toolkit.evaluation.metrics import OUR_FIGURES
@@ -85,7 +84,6 @@ def _metadata(config: RecipeConfig, kind: Kind, licence: dict[str, Any]) -> Mode
     from huggingface_hub import ModelCardData
 
     is_translation = getattr(config.data, "target_language", None)
-    task = "translation" if is_translation else "text-generation" if isinstance(config, LLMConfig) else "summarization"
     base: dict[str, Any] = {}
     if is_hub_id(config.model.name_or_path) and not config.model.from_scratch:
         base = {"base_model": config.model.name_or_path}
@@ -93,7 +91,7 @@ def _metadata(config: RecipeConfig, kind: Kind, licence: dict[str, Any]) -> Mode
     sources = [config.data.source, *(entry.source for entry in getattr(config.data, "mix", []))]
     return ModelCardData(
         library_name="peft" if kind == "adapter" else "transformers",
-        pipeline_tag=task,
+        pipeline_tag="translation" if is_translation else config.task.pipeline_tag,
         datasets=[source for source in sources if source and "/" in source and is_hub_id(source)] or None,
         tags=["lora"] if is_enabled(config.adapter) else None,
         **{"license": "unknown", **licence, **base},

@@ -9,7 +9,6 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.load import RecipeConfig
-from toolkit.config.schema import LLMConfig
 from toolkit.export.card import is_hub_id
 from toolkit.export.write import Places
 
@@ -27,7 +26,7 @@ def list_commands(config: RecipeConfig, skeleton: PreTrainedModel, places: Place
     assert folder is not None
     is_adapter, place = places.model is None, shlex.quote(str(folder))
     lines = [f"use it: python -m toolkit generate {place} --file FILE.csv --output OUT.jsonl"]
-    if isinstance(config, LLMConfig) and (serve := _serve(config, skeleton, place, is_adapter=is_adapter)):
+    if config.task.pipeline_tag == "text-generation" and (serve := _serve(config, skeleton, place, is_adapter=is_adapter)):
         lines.append(f"serve it: {serve}")
     base, revision = shlex.quote(config.model.name_or_path), config.model.revision
     pretrained = f"{base},peft={place},tokenizer={place}" if is_adapter else place
@@ -40,7 +39,7 @@ def list_commands(config: RecipeConfig, skeleton: PreTrainedModel, places: Place
     return lines
 
 
-def _serve(config: LLMConfig, skeleton: PreTrainedModel, place: str, *, is_adapter: bool) -> str | None:
+def _serve(config: RecipeConfig, skeleton: PreTrainedModel, place: str, *, is_adapter: bool) -> str | None:
     """vLLM's command; None if it does not take this adapter."""
     if not is_adapter:
         return f"vllm serve {place}"

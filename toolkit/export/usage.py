@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.load import RecipeConfig
-from toolkit.config.schema import EvalConfig, LLMConfig
+from toolkit.config.schema import EvalConfig
 from toolkit.errors import UserError
 
 SETTINGS_FILE = "toolkit.json"
@@ -65,9 +65,7 @@ def set_generation(generation: Any, config: EvalConfig, stop_token_ids: tuple[in
 
 def save_usage(config: RecipeConfig, folder: Path, **facts: Any) -> None:
     """Write `toolkit.json`; `facts` are the fields of `Usage` that are not the config's."""
-    names: tuple[str, ...] = ("csv_delimiter", "encoding")
-    if not isinstance(config, LLMConfig):
-        names += ("prefix", "max_source_length_tokens", "source_language", "target_language", "source_column")
+    names = [field.name for field in dataclasses.fields(Usage) if hasattr(config.data, field.name)]
     of_data = {name: getattr(config.data, name) for name in names}
     usage = Usage(batch_size_rows=config.eval.batch_size_rows, **of_data, **facts)
     (folder / SETTINGS_FILE).write_text(json.dumps(dataclasses.asdict(usage), indent=1) + "\n", encoding="utf-8")

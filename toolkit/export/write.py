@@ -84,7 +84,8 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
     """
     # What the exported model will generate with, and the trained model's logits for a few tokens.
     skeleton = sharded.skeleton
-    set_generation(skeleton.generation_config, config.eval, data.stop_token_ids, data.collator.pad_token_id)
+    if skeleton.can_generate():
+        set_generation(skeleton.generation_config, config.eval, data.stop_token_ids, data.collator.pad_token_id)
     at("export")
     check = _trained_logits(sharded, data)
     working("export")

@@ -9,7 +9,8 @@ import logging
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config.schema import AutoClass, ModelConfig
+from toolkit.config.schema import ModelConfig
+from toolkit.config.task import Task
 from toolkit.errors import UserError
 from toolkit.files.modes import check_readable
 from toolkit.private import private
@@ -24,14 +25,8 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 WEIGHTS_FILES = ("model.safetensors", WEIGHTS_INDEX)
 LAYER_DROP_RATES = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
-KINDS: dict[AutoClass, str] = {
-    "AutoModelForSeq2SeqLM": "an encoder-decoder that generates text: take one such as T5, BART or Pegasus",
-    "AutoModelForCausalLM": "a causal language model: take one such as Llama, Qwen or Gemma",
-}
-"""The transformers auto class of each recipe, and what it loads, as the end of an error."""
 
-
-def load_model_config(config: ModelConfig, auto_class: AutoClass, *, is_trained: bool = True) -> PretrainedConfig:
+def load_model_config(config: ModelConfig, task: Task, *, is_trained: bool = True) -> PretrainedConfig:
     """Read the model's `config.json` from a folder or the hub; if it `is_trained`, check that it can be, and set `model.dropout`.
 
     Raises:
@@ -80,11 +75,12 @@ def load_model_config(config: ModelConfig, auto_class: AutoClass, *, is_trained:
             f"the config.json of {name} names the attention {kernels[0]}, which is code of the hub: set "
             "model.attn_implementation sdpa or eager, or model.trust_remote_code true"
         )
-    is_known = config.trust_remote_code or type(model_config) in private("_model_mapping", getattr(transformers, auto_class))
-    if not is_known or (auto_class == "AutoModelForCausalLM" and _has_encoder(model_config)):
-        raise UserError(f"model.name_or_path {name} is a {model_config.model_type} model, not {KINDS[auto_class]}")
+    is_known = config.trust_remote_code or type(model_config) in private("_model_mapping", getattr(transformers, task.auto_class))
+    if not is_known:
+        raise UserError(f"model.name_or_path {name} is a {model_config.model_type} model, not {task.takes}")
+    task.check_model_config(model_config, name)
     if is_trained:
-        _check_trainable(model_config, name, auto_class)
+        _check_trainable(model_config, name)
         _set_for_training(model_config, config)
     return model_config
 
@@ -130,11 +126,11 @@ def special_tokens(model_config: PretrainedConfig, name: str) -> tuple[int, int]
     """
     pad, start = model_config.pad_token_id, getattr(model_config, "decoder_start_token_id", None)
     if start is None:
-        start = model_config.bos_token_id
+        start = getattr(model_config, "bos_token_id", None)
     for token, value in (("pad_token_id", pad), ("decoder_start_token_id", start)):
         if value is None:
             raise UserError(f"the config.json of {name} has no {token}: add it")
-    return int(pad), int(start)
+    return int(pad), int(start)  # type: ignore[arg-type]  # neither is None
 
 
 def hash_model_config(settings: dict[str, Any]) -> str:
@@ -182,11 +178,8 @@ def _download_index(config: ModelConfig) -> Path | None:
     return None
 
 
-def _check_trainable(model_config: PretrainedConfig, name: str, auto_class: AutoClass) -> None:
-    """Refuse models that need other inputs than text, or another loss than that of the labels."""
-    what = f"model.name_or_path {name} is a {model_config.model_type} model"
-    if (other := _other_inputs(model_config, auto_class)) is not None:
-        raise UserError(f"{what}, which takes {other} beside text, and rows here are text: take a model of text alone")
+def _check_trainable(model_config: PretrainedConfig, name: str) -> None:
+    """Refuse models that need another loss than that of the labels."""
     if _has_experts(model_config.to_dict()):
         raise UserError(
             f"model.name_or_path {name} is a mixture of experts: its auxiliary loss is a mean over each micro-batch, which "
@@ -194,8 +187,8 @@ def _check_trainable(model_config: PretrainedConfig, name: str, auto_class: Auto
         )
     if not getattr(model_config, "disable_ngram_loss", True) and model_config.ngram > 1:
         raise UserError(
-            f"{what} that predicts {model_config.ngram} tokens at once (ngram), so its loss is not that of its labels: set "
-            "disable_ngram_loss true in its config.json"
+            f"model.name_or_path {name} is a {model_config.model_type} model that predicts {model_config.ngram} tokens at once "
+            "(ngram), so its loss is not that of its labels: set disable_ngram_loss true in its config.json"
         )
 
 
@@ -204,29 +197,3 @@ def _has_experts(settings: dict[str, Any]) -> bool:
     counts = [settings.get(key) for key in EXPERT_COUNTS]
     nested = [value for value in settings.values() if isinstance(value, dict)]
     return any(isinstance(count, int) and count > 1 for count in counts) or any(map(_has_experts, nested))
-
-
-def _other_inputs(model_config: PretrainedConfig, auto_class: AutoClass) -> str | None:
-    """What a model in transformers' encoder-decoder mapping takes besides text, such as `audio` or `image`; None: nothing."""
-    import transformers
-
-    mapping = private("_model_mapping", getattr(transformers, auto_class))
-    if auto_class != "AutoModelForSeq2SeqLM" or type(model_config) not in mapping:
-        return None
-    if hasattr(model_config, "speech_encoder_layers"):  # SeamlessM4T's text model is only a part of it, but declares text alone
-        return "audio"
-    modalities = mapping[type(model_config)].input_modalities
-    others = set([modalities] if isinstance(modalities, str) else modalities) - {"text"}
-    return " and ".join(sorted(others)) or None
-
-
-def _has_encoder(model_config: PretrainedConfig) -> bool:
-    """Whether the model is like BART, of which only the decoder would train, or like BERT, whose tokens see later ones.
-
-    transformers maps both kinds to causal models.
-    """
-    from transformers import AutoModelForMaskedLM
-
-    is_decoder = getattr(model_config, "is_decoder", True)  # also False for GPT-NeoX, which does not use it
-    is_masked = type(model_config) in private("_model_mapping", AutoModelForMaskedLM)
-    return model_config.is_encoder_decoder or (is_masked and not is_decoder)

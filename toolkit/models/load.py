@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from toolkit.config.schema import AutoClass, ModelConfig
+from toolkit.config.schema import ModelConfig
+from toolkit.config.task import Task
 from toolkit.distributed.rng import seed_all
 from toolkit.errors import UserError
 from toolkit.private import private
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, auto_class: AutoClass) -> PreTrainedModel:
+def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, task: Task) -> PreTrainedModel:
     """The model on the meta device: names, shapes and classes for checks before any weights are downloaded.
 
     Raises:
@@ -28,7 +29,7 @@ def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, auto_cla
 
     try:
         with torch.device("meta"):
-            model = getattr(transformers, auto_class).from_config(
+            model = getattr(transformers, task.auto_class).from_config(
                 model_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code, **_attention(config)
             )
     except (ValueError, ImportError) as error:
@@ -43,9 +44,7 @@ def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, auto_cla
     return model
 
 
-def build_on_meta(
-    config: ModelConfig, model_config: PretrainedConfig, auto_class: AutoClass, dtype: torch.dtype
-) -> PreTrainedModel:
+def build_on_meta(config: ModelConfig, model_config: PretrainedConfig, task: Task, dtype: torch.dtype) -> PreTrainedModel:
     """The model that `load_model` would load in `dtype`, but with parameters on the meta device; buffers are on the CPU."""
     # Structure and ties, without drawing weights.
     import transformers
@@ -54,38 +53,39 @@ def build_on_meta(
     model_config = copy.deepcopy(model_config)
     model_config.name_or_path = config.name_or_path
     with private("no_init_weights")(), init_empty_weights(include_buffers=False):
-        model = getattr(transformers, auto_class).from_config(model_config, dtype=dtype, **_attention(config))
+        model = getattr(transformers, task.auto_class).from_config(model_config, dtype=dtype, **_attention(config))
     model.tie_weights()
     # Recompute buffers that are in no file, as `from_pretrained` does: a constructor in bf16 rounds GPT-J's positions.
     for tensor in model.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True
     model.initialize_weights()
-    # Read generation_config.json, as `from_pretrained` does at its end.
-    hub = {"cache_dir": None, "force_download": False, "proxies": None, "local_files_only": False, "token": None, "subfolder": ""}
-    model.adjust_generation_fn(
-        None, True, False, config.name_or_path, **hub, revision=config.revision, trust_remote_code=config.trust_remote_code
-    )
+    if model.can_generate():  # read generation_config.json, as `from_pretrained` does at its end
+        hub: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code, "subfolder": ""}
+        hub |= {"cache_dir": None, "force_download": False, "proxies": None, "local_files_only": False, "token": None}
+        model.adjust_generation_fn(None, True, False, config.name_or_path, **hub)
     return model.eval()
 
 
 def load_model(
-    config: ModelConfig, model_config: PretrainedConfig, auto_class: AutoClass, seed: int, dtype: torch.dtype = torch.float32
+    config: ModelConfig, model_config: PretrainedConfig, task: Task, seed: int, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """The model on the CPU in `dtype`, with its pretrained weights, or random ones drawn from `seed` if `from_scratch`.
+    """The model on the CPU in `dtype`, with its pretrained weights, or random ones drawn from `seed` if `from_scratch`; a head
+    that they lack is drawn too where the task allows it.
 
     Raises:
         UserError: safetensors weights are missing, incomplete or of another shape.
     """
     import transformers
 
-    if config.from_scratch:
+    if config.from_scratch or task.may_draw_head:
         seed_all("weights", seed)
-        model = getattr(transformers, auto_class).from_config(
+    if config.from_scratch:
+        model = getattr(transformers, task.auto_class).from_config(
             model_config, dtype=dtype, trust_remote_code=config.trust_remote_code, **_attention(config)
         )
     else:
         try:
-            model, report = getattr(transformers, auto_class).from_pretrained(
+            model, report = getattr(transformers, task.auto_class).from_pretrained(
                 config.name_or_path,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # the error below names the first one
@@ -103,8 +103,13 @@ def load_model(
                 "give a folder with them, or model.from_scratch true for random ones"
             ) from None
         other_shapes = {name: tuple(stored) for name, stored, _ in report["mismatched_keys"]}
-        check_loaded(model, config.name_or_path, report["missing_keys"], other_shapes)
+        check_loaded(model, config.name_or_path, without_new_head(task, model, report["missing_keys"]), other_shapes)
     return model
+
+
+def without_new_head(task: Task, model: PreTrainedModel, missing: Iterable[str]) -> list[str]:
+    """The missing parameters that may not be drawn: all, or those of the backbone where the head may be new."""
+    return [name for name in missing if not task.may_draw_head or name.startswith(f"{model.base_model_prefix}.")]
 
 
 def check_loaded(

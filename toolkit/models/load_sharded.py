@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from toolkit.config.schema import AdapterConfig, AutoClass, ModelConfig
+from toolkit.config.schema import AdapterConfig, ModelConfig
+from toolkit.config.task import Task
 from toolkit.distributed.comm import broadcast_object, on_all_ranks
 from toolkit.errors import UserError
 from toolkit.models.freeze import aliases
-from toolkit.models.load import build_on_meta, check_loaded
+from toolkit.models.load import build_on_meta, check_loaded, without_new_head
 from toolkit.models.lora import draw_new, magnitudes
 from toolkit.models.lora_files import BASE_FILE, WEIGHTS_FILE, base_name, check_base, file_names, find_adapter
 from toolkit.models.safetensors_index import (
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 def open_weights(
     config: ModelConfig,
     model_config: PretrainedConfig,
-    auto_class: AutoClass,
+    task: Task,
     skeleton: PreTrainedModel,
     dtype: torch.dtype,
     init_from: Path | None,
@@ -65,11 +66,14 @@ def open_weights(
         if init_from is not None and not (init_from / "config.json").is_file():
             raise WholeOnly(f"model.init_from {init_from} is a checkpoint, which says what it lacks only when it is loaded")
         # Every parameter must be in the files, in its shape.
-        model = build_on_meta(config, model_config, auto_class, dtype)
+        model = build_on_meta(config, model_config, task, dtype)
         if private("_get_dtype_plan", model)(dtype):
             raise WholeOnly("transformers keeps some of its weights in fp32")
         files, match = _match(model, config.name_or_path, config.revision, f"model.name_or_path {config.name_or_path}")
-        check_loaded(model, config.name_or_path, match.missing, match.other_shapes)
+        missing = without_new_head(task, model, match.missing)
+        check_loaded(model, config.name_or_path, missing, match.other_shapes)
+        if len(missing) < len(match.missing):
+            raise WholeOnly("its head is new, and drawn in full")
         if init_from is not None:
             files, match = _match(model, str(init_from), None, f"model.init_from {init_from}")
             _check_same(model, match, init_from)

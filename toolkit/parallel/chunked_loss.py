@@ -65,8 +65,10 @@ def install(model: PreTrainedModel, max_logits: int | None = None) -> None:
 
 
 def holds_all_logits(model: Any) -> bool:
-    """Whether the loss is computed from all logits of a micro-batch: see `NO_CHUNKS`. True of a model not from transformers."""
-    return not hasattr(model, "config") or model.config.model_type in NO_CHUNKS
+    """Whether the loss is computed from all logits of a micro-batch: see `NO_CHUNKS`. True of a model that is not from
+    transformers, and of one whose head predicts no tokens."""
+    is_listed = not hasattr(model, "config") or model.config.model_type in NO_CHUNKS
+    return is_listed or model.get_output_embeddings() is None
 
 
 def called_once(model: Any) -> list[nn.Module]:
@@ -99,7 +101,7 @@ def _summed_loss(
     Args:
         forward: transformers' own.
         heads: as `find_head` found them before they were wrapped.
-        label_positions_N: int64, indices into the flattened (B, T).
+        label_positions_N: int64, indices into the flattened (B, T), or (B,) where a row has one label.
         labels: int64, (N,).
         inputs: the forward's arguments; tensors of shape (B, T), and (B, S) for an encoder.
     """
@@ -108,7 +110,7 @@ def _summed_loss(
     else:
         states_BTX, logits = _hidden_states(model, **inputs), functools.partial(_logits, model, heads)
     # The collator computes the positions: indexing by a mask would be a host sync.
-    states_NX = states_BTX.flatten(0, 1).index_select(0, label_positions_N)
+    states_NX = states_BTX.flatten(0, -2).index_select(0, label_positions_N)
     vocab_size = model.config.get_text_config().vocab_size
 
     def loss(states_NX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

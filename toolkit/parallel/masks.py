@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from toolkit.config.schema import LLMConfig
+from toolkit.config.schema import RecipeConfig
 from toolkit.errors import UserError
 from toolkit.models.documents import Documents
 from toolkit.private import private
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("toolkit")
 
-ConfigT = TypeVar("ConfigT")
+ConfigT = TypeVar("ConfigT", bound=RecipeConfig)
 
 
 def install(model: PreTrainedModel) -> None:
@@ -75,7 +75,7 @@ def choose_packing(config: ConfigT, model: PreTrainedModel) -> ConfigT:
     Raises:
         UserError: packing is asked for, and the model's masks cannot keep packed rows apart.
     """
-    if not isinstance(config, LLMConfig) or not config.data.packing:
+    if not config.packs:
         return config
     name, signature = type(model).__name__, str(inspect.signature(model.base_model.forward))
     packing = "position_ids" in signature or "**" in signature

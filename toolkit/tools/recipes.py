@@ -11,7 +11,7 @@ import yaml
 from toolkit.config.flags import split_files_and_flags
 from toolkit.config.messages import given_flags
 from toolkit.config.paths import find_path
-from toolkit.config.schema import LLMConfig, SummarizationConfig
+from toolkit.config.python import CONFIGS
 from toolkit.errors import UserError
 
 
@@ -34,8 +34,7 @@ def find_model(argv: list[str]) -> str:
 
 def config_class_of(model: str, recipe: str | None) -> Any:
     """The config class of `recipe`, as in `t5`, else of the recipe that the model takes."""
-    is_t5 = is_encoder_decoder(model) if recipe is None else recipe == "t5"
-    return SummarizationConfig if is_t5 else LLMConfig
+    return CONFIGS[recipe or ("t5" if is_encoder_decoder(model) else "llm")]
 
 
 def is_encoder_decoder(name_or_path: str) -> bool:

@@ -7,18 +7,15 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.load import RecipeConfig
-from toolkit.config.schema import LLMConfig
 from toolkit.config.validate import check_evaluation_rows, check_num_steps
 from toolkit.data.batch_plan import BatchPlan, Mix
-from toolkit.data.collate import CausalCollator, Collator, SummarizationCollator, choose_multiples, own_label_shift
+from toolkit.data.collate import choose_multiples
 from toolkit.data.tokens.prepare import TokenizedRows, prepare_rows
 from toolkit.distributed.comm import rank
 from toolkit.distributed.watchdog import working
 from toolkit.evaluation.metrics import TextMetric
 from toolkit.evaluation.rows import EvaluationRows, choose_rows, name_sources
 from toolkit.launch.accelerator import bound_primitive_cache
-from toolkit.models.attention import attends_by_document
-from toolkit.models.config import special_tokens
 from toolkit.models.load import num_token_embeddings
 from toolkit.models.positions import check_positions, warn_of_shared_rope
 from toolkit.training.goal import check_metric_on_rows
@@ -48,10 +45,7 @@ def prepare_data(
     Raises:
         UserError: anything wrong with the data or with a setting that depends on it; on every rank.
     """
-    # Text → tokens on disk. Whether an encoder-decoder says how its decoder inputs begin is checked before rows are read.
-    collator: Collator | None = None
-    if not isinstance(config, LLMConfig):
-        collator = SummarizationCollator(*special_tokens(model_config, config.model.name_or_path), own_label_shift(skeleton))
+    # Text → tokens on disk.
     rows = prepare_rows(config.data, config.model, num_token_embeddings(skeleton))
 
     # Which rows each step takes, and which rows are evaluated.
@@ -59,16 +53,15 @@ def prepare_data(
     evaluation = EvaluationRows(
         choose_rows(rows.evaluation, config.eval.num_rows),
         rows.tokenizer,
-        collator or CausalCollator(rows.tokenizer.pad_token_id, one_row=attends_by_document(skeleton)),
+        config.task.build_collator(skeleton, rows.tokenizer.pad_token_id),
         rows.stop_token_ids,
-        name_sources(config.data) if isinstance(config, LLMConfig) else (),
+        name_sources(config.data),
         metrics,
     )
     longest = _check_lengths(config, model_config, rows, evaluation)
     shapes = _check_rows(config, rows, plan, evaluation)
     if pads and shapes:
-        is_llm = isinstance(config, LLMConfig)
-        caps = (max(plan.pack_length_tokens or 0, longest["row"]),) if is_llm else (longest["source"], longest["target"])
+        caps = tuple(max(plan.pack_length_tokens or 0, longest[side]) for side in config.task.sides)
         multiples = choose_multiples([shape[: 1 + len(caps)] for shape in shapes], caps)
         padded: Any = dataclasses.replace(evaluation.collator, multiples=multiples, longest=caps)
         evaluation = dataclasses.replace(evaluation, collator=padded)
@@ -84,11 +77,9 @@ def num_steps(config: RecipeConfig, plan: BatchPlan) -> int:
 
 
 def _plan_batches(config: RecipeConfig, rows: TokenizedRows, num_processes: int) -> BatchPlan:
-    """The batch plan of the training rows. An encoder-decoder's rows are bucketed by length, neither packed nor mixed."""
+    """The batch plan of the training rows."""
     columns = rows.train.with_format("numpy")
     lengths = columns["num_tokens"][:], columns["num_label_tokens"][:]
-    if not isinstance(config, LLMConfig):
-        return BatchPlan(*lengths, config.train, num_processes)
     data, weights = config.data, tuple(entry.weight for entry in config.data.mix)
     return BatchPlan(
         *lengths,
@@ -104,13 +95,16 @@ def _check_lengths(
     config: RecipeConfig, model_config: PretrainedConfig, rows: TokenizedRows, evaluation: EvaluationRows
 ) -> dict[str, int]:
     """Refuse rows that exceed the model's positions; warn of rows that change the positions of others. Returns the longest."""
-    if isinstance(config, LLMConfig):
-        longest = {"row": _longest(rows, evaluation, "num_tokens"), "prompt": _longest(rows, evaluation, "prompt_length")}
-        if warning := warn_of_shared_rope(model_config, longest["row"]):
-            logger.warning(warning)
-    else:
-        source = _longest(rows, evaluation, "num_tokens", minus="num_label_tokens")
-        longest = {"source": source, "target": _longest(rows, evaluation, "num_label_tokens")}
+    task, longest = config.task, dict[str, int]()
+    for part in (rows.train, evaluation.rows):
+        columns = part.with_format("numpy")
+        lengths = dict(zip(task.sides, task.lengths(columns["num_tokens"][:], columns["num_label_tokens"][:]), strict=True))
+        if "prompt_length" in part.column_names:
+            lengths["prompt"] = columns["prompt_length"][:]
+        for side, values in lengths.items():
+            longest[side] = max(longest.get(side, 0), int(values.max(initial=0)))
+    if warning := warn_of_shared_rope(model_config, max(longest.values())):
+        logger.warning(warning)
     check_positions(model_config, config.model.name_or_path, longest, config.eval)
     return longest
 
@@ -128,9 +122,9 @@ def _check_rows(config: RecipeConfig, rows: TokenizedRows, plan: BatchPlan, eval
     check_num_steps(config, steps)
     check_evaluation_rows(config, len(evaluation.rows))
     check_metric_on_rows(config.eval, evaluation)
-    one_row = isinstance(evaluation.collator, CausalCollator) and evaluation.collator.one_row
-    of_source = plan.num_tokens if isinstance(config, LLMConfig) else plan.num_tokens - plan.num_label_tokens
-    lengths, num_first = (of_source, plan.num_label_tokens), min(steps, NUM_STEPS_LOOKED_AT)
+    one_row = getattr(evaluation.collator, "one_row", False)
+    read, *_ = config.task.lengths(plan.num_tokens, plan.num_label_tokens)
+    lengths, num_first = (read, plan.num_label_tokens), min(steps, NUM_STEPS_LOOKED_AT)
     shapes = [list(plan.shapes(lengths, num_first, of_rank, one_row=one_row)) for of_rank in (0, rank())]
     bound_primitive_cache(len(set(shapes[1])))
     for remark in rows.remarks:
@@ -141,13 +135,3 @@ def _check_rows(config: RecipeConfig, rows: TokenizedRows, plan: BatchPlan, eval
     if config.eval.generate and evaluation.prompted:
         logger.info(f"ROUGE counts {evaluation.rouge_tokenizer.description}")
     return shapes[0]  # ranks choose one grid
-
-
-def _longest(rows: TokenizedRows, evaluation: EvaluationRows, column: str, minus: str | None = None) -> int:
-    """The largest value of `column`, minus `minus` if given, over all training and evaluation rows; 0 without rows."""
-    found = 0
-    for part in (rows.train, evaluation.rows):
-        columns = part.with_format("numpy")
-        values = columns[column][:] - (columns[minus][:] if minus else 0)
-        found = max(found, int(values.max(initial=0)))
-    return found

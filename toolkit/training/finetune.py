@@ -79,7 +79,7 @@ def finetune(
     changed in the process and in libraries (`toolkit/launch/undo.py`).
 
     Args:
-        config: of an encoder-decoder (`SummarizationConfig`) or a causal model (`LLMConfig`).
+        config: of a recipe, as `SummarizationConfig` or `LLMConfig`.
         train: the rows to train on, in place of `data.source`; columns are chosen as those of a file.
         evaluation: the evaluation split; None: as `data.eval_fraction` says.
         metrics: functions of (predictions, references), by the names of their figures; they join `eval.metrics`.

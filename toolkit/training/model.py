@@ -11,9 +11,7 @@ import torch
 from toolkit.checkpoint.init_from import load_into
 from toolkit.checkpoint.load import check_settings
 from toolkit.checkpoint.state import Identity
-from toolkit.config.load import RecipeConfig
-from toolkit.config.schema import LLMConfig
-from toolkit.data.collate import SummarizationCollator
+from toolkit.config.load import RecipeConfig, dotted_keys
 from toolkit.data.tokens.languages import start_generation
 from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.distributed.comm import on_all_ranks, rank, world_size
@@ -35,7 +33,6 @@ from toolkit.parallel.chunked_loss import holds_all_logits
 from toolkit.parallel.masks import choose_packing
 from toolkit.parallel.wrap import ShardedModel, check_wrap, shard_model
 from toolkit.private import private
-from toolkit.training.model_checks import check_causal_model, check_seq2seq_model
 from toolkit.training.optim import build_optimizer
 from toolkit.training.own_loss import check_own_loss
 from toolkit.training.setup import RunContext
@@ -58,17 +55,17 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeCon
         UserError: one of them is wrong; on every rank.
     """
     working("building the model")
-    auto_class = config.auto_class
-    model_config = on_all_ranks(lambda: load_model_config(config.model, auto_class))
+    task = config.task
+    model_config = on_all_ranks(lambda: load_model_config(config.model, task))
     of_hub = {"the commit of model.name_or_path": on_all_ranks(lambda: hub_commit(config.model))}
     settings = {f"{key} of the model's config": value for key, value in model_config.to_diff_dict().items() if key[0] != "_"}
     compare_ranks(settings | of_hub)
     why = on_all_ranks(lambda: _take_fastest_attention(config, context, model_config))
-    skeleton = on_all_ranks(lambda: load.build_skeleton(config.model, model_config, auto_class))
+    skeleton = on_all_ranks(lambda: load.build_skeleton(config.model, model_config, task))
     on_all_ranks(lambda: _adapt(skeleton, config))
     on_all_ranks(lambda: check_wrap(context.accelerator, skeleton))
     config = on_all_ranks(lambda: choose_packing(config, skeleton))
-    if isinstance(config, LLMConfig):
+    if "data.packing" in dotted_keys(config):
         chosen = {"data.packing": config.data.packing}
         context.settings.update(chosen)
         if (checkpoint := context.resume_from) is not None:
@@ -93,16 +90,11 @@ def build_model(
     """
     # Under FSDP2, `sources` says where each rank reads its shards.
     model, sources = load_model(config, context, model_config, skeleton)
-    collator = evaluation.collator
-    if isinstance(collator, SummarizationCollator):
-        start_generation(model, rows.tokenizer, collator)
+    start_generation(model, rows.tokenizer, evaluation.collator)
     identity = identity_of(context, model_config, rows.fingerprint, model, sources)
     sharded = shard_model(context.accelerator, model, sources)
     optimizer = build_optimizer(config.optim, sharded.model)
-    if isinstance(collator, SummarizationCollator):
-        check_seq2seq_model(sharded, collator, config.eval)
-    else:
-        check_causal_model(sharded, collator, packing=config.packs)
+    config.task.check_model(sharded, evaluation.collator, config)
     if context.own.loss is not None:
         check_own_loss(context.own.loss, sharded.plain.config.get_text_config().vocab_size, context.accelerator.device)
     return sharded, optimizer, identity
@@ -128,20 +120,20 @@ def load_model(
     working("loading the model")
     if rank() != 0 or not sys.stderr.isatty():  # bars are for terminals
         disable_progress_bar()
-    auto_class = config.auto_class
+    task = config.task
     context.before_model_gib = held_memory_gib(context.accelerator.device)
     loaded_dtype = context.frozen_dtype if is_enabled(config.adapter) else torch.float32  # with an adapter the base is frozen
     opened = None
     if fsdp_version(context.accelerator) == 2 and not config.model.from_scratch:
         try:
-            opened = open_weights(config.model, model_config, auto_class, skeleton, loaded_dtype, context.init_from)
+            opened = open_weights(config.model, model_config, task, skeleton, loaded_dtype, context.init_from)
         except WholeOnly as reason:
             logger.info(f"every rank loads all of {config.model.name_or_path} before it is sharded: {reason}")
     # Otherwise load the full model on every rank.
     if opened is not None:
         model, weights = opened
     else:
-        model = on_all_ranks(lambda: load.load_model(config.model, model_config, auto_class, config.train.seed, loaded_dtype))
+        model = on_all_ranks(lambda: load.load_model(config.model, model_config, task, config.train.seed, loaded_dtype))
         if context.init_from is not None:
             load_into(model, context.init_from)
     disable_progress_bar()  # an export has one of its own

@@ -12,42 +12,44 @@ import transformers
 from huggingface_hub.errors import EntryNotFoundError
 
 from toolkit.config.schema import AdapterConfig, ModelConfig
+from toolkit.config.task import Task
 from toolkit.errors import UserError
-from toolkit.models.config import AutoClass, _has_experts, hub_commit, load_model_config
+from toolkit.models.config import _has_experts, hub_commit, load_model_config
 from toolkit.models.lora import add_adapter
 from toolkit.models.positions import warn_of_shared_rope
+from toolkit.tasks import causal, seq2seq
 
-DROPOUT_RATES: dict[str, tuple[AutoClass, list[str]]] = {
-    "T5Config": ("AutoModelForSeq2SeqLM", ["dropout_rate"]),
-    "BartConfig": ("AutoModelForSeq2SeqLM", ["dropout", "attention_dropout", "activation_dropout"]),
-    "LlamaConfig": ("AutoModelForCausalLM", ["attention_dropout"]),
-    "GPT2Config": ("AutoModelForCausalLM", ["attn_pdrop", "embd_pdrop", "resid_pdrop"]),
-    "GPTNeoXConfig": ("AutoModelForCausalLM", ["attention_dropout", "hidden_dropout"]),
-    "Phi3Config": ("AutoModelForCausalLM", ["attention_dropout", "embd_pdrop", "resid_pdrop"]),
-    "Starcoder2Config": ("AutoModelForCausalLM", ["attention_dropout", "embedding_dropout", "residual_dropout"]),
+DROPOUT_RATES: dict[str, tuple[Task, list[str]]] = {
+    "T5Config": (seq2seq.TASK, ["dropout_rate"]),
+    "BartConfig": (seq2seq.TASK, ["dropout", "attention_dropout", "activation_dropout"]),
+    "LlamaConfig": (causal.TASK, ["attention_dropout"]),
+    "GPT2Config": (causal.TASK, ["attn_pdrop", "embd_pdrop", "resid_pdrop"]),
+    "GPTNeoXConfig": (causal.TASK, ["attention_dropout", "hidden_dropout"]),
+    "Phi3Config": (causal.TASK, ["attention_dropout", "embd_pdrop", "resid_pdrop"]),
+    "Starcoder2Config": (causal.TASK, ["attention_dropout", "embedding_dropout", "residual_dropout"]),
 }
 
 
 @pytest.mark.parametrize("family", DROPOUT_RATES)
 def test_dropout_is_that_of_every_rate(tmp_path: Path, family: str) -> None:
-    auto_class, names = DROPOUT_RATES[family]
-    getattr(transformers, family)().save_pretrained(tmp_path)
-    own, changed = (load_model_config(ModelConfig(name_or_path=str(tmp_path), dropout=p), auto_class) for p in (None, 0.25))
+    task, names = DROPOUT_RATES[family]
+    getattr(transformers, family)(decoder_start_token_id=0).save_pretrained(tmp_path)
+    own, changed = (load_model_config(ModelConfig(name_or_path=str(tmp_path), dropout=p), task) for p in (None, 0.25))
     assert [getattr(changed, name) for name in names] == [0.25] * len(names)
     assert all(getattr(own, name) != 0.25 for name in names)
 
 
 def test_layers_are_never_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     transformers.OPTConfig(layerdrop=0.1).save_pretrained(tmp_path)
-    config = load_model_config(ModelConfig(name_or_path=str(tmp_path), dropout=0.25), "AutoModelForCausalLM")
+    config = load_model_config(ModelConfig(name_or_path=str(tmp_path), dropout=0.25), causal.TASK)
     assert (config.dropout, config.layerdrop) == (0.25, 0.0)
     assert f"layerdrop of {tmp_path} is set to 0: every rank must run every layer\n" in capsys.readouterr().err
 
 
 def test_outputs_have_names_whatever_the_config_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Losses, checks and the export read `logits` by its name."""
-    transformers.T5Config(return_dict=False).save_pretrained(tmp_path)
-    assert load_model_config(ModelConfig(name_or_path=str(tmp_path)), "AutoModelForSeq2SeqLM").return_dict
+    transformers.T5Config(return_dict=False, decoder_start_token_id=0).save_pretrained(tmp_path)
+    assert load_model_config(ModelConfig(name_or_path=str(tmp_path)), seq2seq.TASK).return_dict
     assert f"return_dict of {tmp_path} is set to true: outputs are read by their names\n" in capsys.readouterr().err
 
 
@@ -66,9 +68,9 @@ def test_a_model_with_an_encoder_is_no_causal_one(tmp_path: Path, name: str) -> 
     model = ModelConfig(name_or_path=str(tmp_path))
     if is_refused:
         with pytest.raises(UserError, match="not a causal language model: take one such as Llama"):
-            load_model_config(model, "AutoModelForCausalLM")
+            load_model_config(model, causal.TASK)
     else:
-        assert load_model_config(model, "AutoModelForCausalLM").model_type
+        assert load_model_config(model, causal.TASK).model_type
 
 
 @pytest.mark.parametrize(
@@ -108,7 +110,7 @@ def test_a_rope_that_the_longest_row_chooses_for_all_is_warned_of(longest: int) 
 def test_an_attention_that_is_code_of_the_hub_is_refused_where_it_is_nested_too(tmp_path: Path, named: Any) -> None:
     (tmp_path / "config.json").write_text(json.dumps(transformers.Gemma3Config().to_dict() | {"attn_implementation": named}))
     with pytest.raises(UserError, match=r"names the attention user/kernel, which is code of the hub"):
-        load_model_config(ModelConfig(name_or_path=str(tmp_path)), "AutoModelForCausalLM")
+        load_model_config(ModelConfig(name_or_path=str(tmp_path)), causal.TASK)
 
 
 def test_a_hub_models_files_are_of_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +129,7 @@ def test_a_hub_models_files_are_of_one_commit(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", has_no_index)
     base = ModelConfig(name_or_path="user/tiny")
-    model: Any = transformers.AutoModelForCausalLM.from_config(load_model_config(base, "AutoModelForCausalLM"))
+    model: Any = transformers.AutoModelForCausalLM.from_config(load_model_config(base, causal.TASK))
     add_adapter(model, AdapterConfig(method="lora", target_modules=["q_proj"]), base, seed=0)
     assert asked == [commit]
     assert model.peft_config["default"].revision == commit
@@ -135,3 +137,10 @@ def test_a_hub_models_files_are_of_one_commit(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     (tmp_path / "user" / "tiny").mkdir(parents=True)
     assert hub_commit(base) is None
+
+
+def test_an_encoder_decoder_must_say_how_its_decoder_begins(tmp_path: Path) -> None:
+    """T5's config has no `bos_token_id` to fall back to."""
+    transformers.T5Config().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="has no decoder_start_token_id: add it"):
+        load_model_config(ModelConfig(name_or_path=str(tmp_path)), seq2seq.TASK)

@@ -53,9 +53,7 @@ _OF_FORMATS = {"messages": "chat", "prompt_completion": "pair"}
 _SETTINGS = "data.messages_column, data.text_column, or data.prompt_column and data.completion_column"
 
 
-def choose_columns(
-    where: object, existing: Sequence[str], config: DataConfig | LLMDataConfig, *, has_chat_template: bool = False
-) -> Columns:
+def choose_columns(where: object, existing: Sequence[str], config: LLMDataConfig, *, has_chat_template: bool = False) -> Columns:
     """Choose the columns of an input to read: those that the config names, else those with the default names.
 
     Args:
@@ -64,10 +62,6 @@ def choose_columns(
     Raises:
         UserError: a column that does not exist once; columns that fit no reading, or more than one.
     """
-    if isinstance(config, DataConfig):
-        names = _name_two("source", config.source_column, "target", config.target_column)
-        check_columns(where, existing, names)
-        return Columns("seq2seq", names)
     readings = _list_readings(config)
     if config.format != "auto":
         names = readings[config.format]
@@ -126,6 +120,15 @@ def describe_columns(columns: Columns, existing: Sequence[str]) -> str:
     used = f"{', '.join(first)} and {last}" if first else last
     left_out = show_names(name for name in existing if name not in columns.names)
     return f"{KINDS[columns.kind].how}, from {used}; {f'not read: {left_out}' if left_out else 'no other columns'}"
+
+
+def choose_seq2seq_columns(
+    where: object, existing: Sequence[str], config: DataConfig, *, has_chat_template: bool = False
+) -> Columns:
+    """As `choose_columns`, of a source text and its target, which are read in one way."""
+    names = _name_two("source", config.source_column, "target", config.target_column)
+    check_columns(where, existing, names)
+    return Columns("seq2seq", names)
 
 
 def _name_two(first: str, first_column: str | None, second: str, second_column: str | None) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from toolkit.config.data import DataConfig, LLMDataConfig, MixEntry
 from toolkit.config.paths import split_own_source
-from toolkit.data.rows.columns import Columns, add_optional, choose_columns, configured_columns, describe_columns
+from toolkit.data.rows.columns import Columns, add_optional, configured_columns, describe_columns
 from toolkit.data.rows.example import Example, build_example
 from toolkit.data.sources.files import READERS, find_files, find_kind, hash_file
 from toolkit.data.sources.hub import check_hub_name, list_folder, load_hub_dataset, read_hub_rows
@@ -66,11 +66,11 @@ def list_inputs(config: DataConfig | LLMDataConfig, *, has_chat_template: bool =
     """
     entries = list_entries(config)
     for setting, entry in entries.items():
-        _check_entry(entry, config, setting)
+        _check_entry(entry, setting)
     is_own = any(split_own_source(entry.source) for entry in entries.values())
     # A function that is the only source gets the evaluation files, and may read them.
     eval_files = [] if is_own and "data" in entries else find_files(config.eval_files or [], "data.eval_files")
-    choose = partial(choose_columns, config=config, has_chat_template=has_chat_template)
+    choose = partial(config.task.choose_columns, config=config, has_chat_template=has_chat_template)
     form = build_form(config.csv_delimiter, config.encoding)
     source = config.source if config.source in READERS else ""
     inputs = [
@@ -109,7 +109,7 @@ def check_columns_used(config: DataConfig | LLMDataConfig, inputs: list[RowInput
         if column not in used:
             labels = ", ".join(item.label for item in inputs)
             trouble = f"{setting} is {column}, but that is not a column of {labels}: name one that exists, or leave it out"
-            if isinstance(config, LLMDataConfig) and config.format != "auto":
+            if config.format != "auto":
                 trouble = f"{setting} is {column}, but data.format {config.format} does not read it: leave one of them out"
             raise UserError(trouble)
 
@@ -128,7 +128,7 @@ def describe_readings(inputs: list[RowInput]) -> list[str]:
 
 def list_entries(config: DataConfig | LLMDataConfig) -> dict[str, MixEntry]:
     """The entries of `data.mix`, or the only source as one, by their setting."""
-    if isinstance(config, LLMDataConfig) and config.mix:
+    if config.mix:
         return {f"data.mix[{number}]": entry for number, entry in enumerate(config.mix)}
     source = config.source or ""
     return {"data": MixEntry(source=source, files=config.files, hub_subset=config.hub_subset, hub_split=config.hub_split)}
@@ -169,7 +169,7 @@ def _choose_own_columns(item: RowInput, row: dict[str, Any], where: str) -> Colu
     own = item.own
     assert own is not None, "all rows of a file or dataset have the same columns"
     names = [key if isinstance(key, str) else f"{key!r} of type {type(key).__name__}" for key in row]
-    columns = choose_columns(where, names, own.config, has_chat_template=item.has_chat_template)
+    columns: Columns = own.config.task.choose_columns(where, names, own.config, has_chat_template=item.has_chat_template)
     item.used.update(columns.names)
     return columns
 
@@ -183,14 +183,13 @@ def _hash_rows(rows: Iterable[Any]) -> tuple[int, str]:
     return num_rows, digest.hexdigest()
 
 
-def _check_entry(entry: MixEntry, config: DataConfig | LLMDataConfig, setting: str) -> None:
+def _check_entry(entry: MixEntry, setting: str) -> None:
     """Refuse a name that is not a source, and settings that the source would silently ignore."""
     if split_own_source(entry.source) or (entry.files and (not entry.source or entry.source in READERS)):
         return
     check_hub_name(entry.source, f"{setting}.source", tuple(READERS))
-    given = {"files": entry.files, "eval_files": config.eval_files if isinstance(config, DataConfig) else None}
-    for name in (name for name, value in given.items() if value):
-        raise UserError(f"{setting}.{name} is given, but {setting}.source {entry.source} reads no files: leave one of them out")
+    if entry.files:
+        raise UserError(f"{setting}.files is given, but {setting}.source {entry.source} reads no files: leave one of them out")
 
 
 def open_file(path: Path, kind: str, choose: Callable[..., Columns], form: Form, **known: Any) -> RowInput:
@@ -224,10 +223,8 @@ def open_file(path: Path, kind: str, choose: Callable[..., Columns], form: Form,
     )
 
 
-def _open_own(
-    entry: MixEntry, config: DataConfig | LLMDataConfig, setting: str, mix_entry: int, *, has_chat_template: bool
-) -> RowInput:
-    if isinstance(config, LLMDataConfig) and config.mix:
+def _open_own(entry: MixEntry, config: Any, setting: str, mix_entry: int, *, has_chat_template: bool) -> RowInput:
+    if config.mix:
         config = replace(config, mix=[], source=entry.source, files=entry.files, eval_files=None)
     own = load_own_source(config, setting)
     digest = f"{own.identity} {sorted(configured_columns(config).items())}"
@@ -242,8 +239,8 @@ def _open_own(
         has_chat_template=has_chat_template,
     )
     if own.is_identified:  # its rows are not read here, so the digest has what decides how they are
-        way = config.format if isinstance(config, LLMDataConfig) else "auto"
-        return replace(item, digest=digest + f" {way}" * (way != "auto") + " chat template" * has_chat_template)
+        digest += f" {config.format}" * (config.format != "auto") + " chat template" * has_chat_template
+        return replace(item, digest=digest)
     # Read once to be hashed, and again to be used.
     hashed = _hash_rows(islice(_read_examples(item), config.num_rows))
     return replace(item, digest=f"{digest} {hashed}", hashed=hashed)

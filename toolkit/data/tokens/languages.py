@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toolkit.data.collate import SummarizationCollator
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -64,12 +63,15 @@ def set_languages(tokenizer: PreTrainedTokenizerBase, name: str, source: str | N
             )
 
 
-def start_generation(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, collator: SummarizationCollator) -> None:
+def start_generation(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, collator: Any) -> None:
     """Set the generation config so that `generate`, also after an export, begins as the decoder inputs in training do.
 
     The first decoder input is the start token: the target's language for mBART, `</s>` for NLLB. If targets begin with a
     language, as NLLB's do, it is forced as the first generated token.
+    A causal model continues its prompt.
     """
+    if not model.config.is_encoder_decoder:
+        return
     labels = tokenizer(text_target="a")["input_ids"]
     start = int(collator.decoder_inputs(torch.tensor([labels]))[0, 0])
     generation: Any = model.generation_config

@@ -1,6 +1,6 @@
 """From text rows to tokenized rows: built once per node under a hash of all that they depend on, and loaded by every rank.
 
-Both recipes pass here; what differs is in two modules with functions of the same names, `seq2seq` and `causal`.
+All recipes pass here; what differs is in modules with functions of the same names, as `seq2seq` and `causal`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from toolkit.data.cache_folders import ABOUT, cache_folder, find_or_build, name_
 from toolkit.data.rows.example import Example, list_cells
 from toolkit.data.rows.load import TextRows, load_rows
 from toolkit.data.sources.row import count_rows_at_once
-from toolkit.data.tokens import causal, seq2seq
 from toolkit.data.tokens.fingerprint import hash_contents
 from toolkit.data.tokens.tokenizer import has_tokenizer, hash_tokenizer, keep_trained_tokenizer, load_tokenizer
 from toolkit.distributed.comm import gather_objects, on_all_ranks, rank
@@ -118,19 +117,19 @@ def prepare_rows(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab_s
     return on_all_ranks(load)
 
 
-def _find_or_build(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab_size: int) -> tuple[str, str, TextRows]:
+def _find_or_build(config: Any, model: ModelConfig, vocab_size: int) -> tuple[str, str, TextRows]:
     """Read the rows, and tokenize them unless their tokens are in the cache. For one process per node.
 
     Returns:
         The name of the tokens' folder in the cache, a sha256 of everything that decides them; that of their contents, see
         `TokenizedRows.fingerprint`; the rows.
     """
-    kind = causal if isinstance(config, LLMDataConfig) else seq2seq
+    kind = config.task.tokens
     tokenizer = load_tokenizer(model, vocab_size) if has_tokenizer(model) else None
     if tokenizer is not None:
         kind.set_up(tokenizer, config, model)
     settings = kind.list_settings(config, tokenizer)
-    has_chat_template = isinstance(config, LLMDataConfig) and bool(tokenizer.chat_template if tokenizer else config.chat_template)
+    has_chat_template = "chat_template" in settings and bool(tokenizer.chat_template if tokenizer else config.chat_template)
     rows = load_rows(config, has_chat_template=has_chat_template)
     for line in rows.readings:
         logger.info(line)
@@ -155,9 +154,9 @@ def _write_tokens(
     folder: Path,
 ) -> dict[str, Any]:
     """Write `train/`, `evaluation/` and `tokenizer/` into `folder`. Returns what is stored beside them."""
-    kind = causal if isinstance(config, LLMDataConfig) else seq2seq
+    kind = config.task.tokens
     if tokenizer is None:
-        prefix = config.prefix if isinstance(config, DataConfig) else ""
+        prefix = identity.get("prefix")
         trained_on = f"{rows.fingerprint} {identity['tokenizer']}" + (f", prefix {prefix!r}" if prefix else "")
         train = partial(kind.train, rows.train, vocab_size, config)
         tokenizer = keep_trained_tokenizer(cache_folder(config.cache_dir), trained_on, train)

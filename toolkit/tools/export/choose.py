@@ -14,7 +14,7 @@ from toolkit.checkpoint.folders import list_checkpoints, step_folder, step_of_na
 from toolkit.checkpoint.load import best_of_run
 from toolkit.checkpoint.manifest import Checkpoint, read_checkpoint
 from toolkit.config.load import RecipeConfig, load_config
-from toolkit.config.schema import LLMConfig, SummarizationConfig
+from toolkit.config.python import CONFIGS
 from toolkit.distributed.comm import on_rank_0
 from toolkit.errors import UserError
 from toolkit.export.cast import DTYPES
@@ -63,7 +63,7 @@ def load_run_config(run_folder: Path, flags: list[str]) -> RecipeConfig:
         raise UserError(f"{path} is not what a run writes ({' '.join(str(error).split())}): give a run's folder") from None
     if "folder" in keys:
         raise UserError(f"{run_folder} is a run on images, which has no Hugging Face model: give one of recipes/t5.py or llm.py")
-    config_class: Any = LLMConfig if "max_length_tokens" in keys else SummarizationConfig
+    config_class: Any = CONFIGS["llm" if "max_length_tokens" in keys else "t5"]
     config: RecipeConfig = load_config(config_class, [f"--config={path}", *flags])
     if config.model.attn_implementation in (None, "eager", "sdpa"):
         return config

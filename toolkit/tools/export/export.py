@@ -15,8 +15,6 @@ from toolkit.checkpoint.find import whole_checkpoints
 from toolkit.checkpoint.init_from import find_weights
 from toolkit.checkpoint.load import check_identity, load_weights
 from toolkit.config.load import RecipeConfig
-from toolkit.config.schema import LLMConfig
-from toolkit.data.collate import CausalCollator, Collator, SummarizationCollator, own_label_shift
 from toolkit.data.tokens.languages import start_generation
 from toolkit.distributed.comm import on_all_ranks, on_rank_0, rank, world_size
 from toolkit.distributed.watchdog import working
@@ -30,7 +28,6 @@ from toolkit.launch.accelerate_yaml import find_accelerate_yaml
 from toolkit.launch.accelerator import build_accelerator, connect_devices, frozen_dtype
 from toolkit.launch.environment import is_launched
 from toolkit.launch.same_run import describe_config
-from toolkit.models.config import special_tokens
 from toolkit.models.lora import is_enabled
 from toolkit.parallel.wrap import shard_model
 from toolkit.tools.export.choose import Options, choose_checkpoint, choose_places, load_run_config
@@ -96,15 +93,12 @@ def _export(options: Options, config: RecipeConfig) -> None:
     # What the run kept of its rows.
     fingerprint = checkpoint.manifest["identity"]["data_fingerprint"]
     data, tokenizer = on_all_ranks(lambda: load_run_data(options.run_folder, fingerprint))
-    collator: Collator = CausalCollator(tokenizer.pad_token_id)
-    if not isinstance(config, LLMConfig):
-        collator = SummarizationCollator(*special_tokens(model_config, config.model.name_or_path), own_label_shift(skeleton))
+    collator = config.task.build_collator(skeleton, tokenizer.pad_token_id)
     evaluation = EvaluationRows(Dataset.from_list(data.check_rows), tokenizer, collator, tuple(data.stop_token_ids))
 
     # The checkpoint's weights in the model.
     model, sources = load_model(config, context, model_config, skeleton)
-    if isinstance(collator, SummarizationCollator):
-        start_generation(model, tokenizer, collator)
+    start_generation(model, tokenizer, collator)
     identity = identity_of(context, model_config, data.fingerprint, model, sources)
     on_rank_0(lambda: check_identity(checkpoint, identity, "give the run's own model as --model.name_or_path"))
     sharded = shard_model(accelerator, model, sources)

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toolkit.config.schema import AdapterConfig, AutoClass, EvalConfig, ModelConfig
-from toolkit.data.collate import CausalCollator, Collator, SummarizationCollator, move_to
+from toolkit.config.schema import AdapterConfig, EvalConfig, ModelConfig
+from toolkit.config.task import Task
+from toolkit.data.collate import Collator, move_to
 from toolkit.data.rows.example import Example
 from toolkit.data.tokens.causal import encode_prompts
 from toolkit.data.tokens.chat_template import TEMPLATE_ERRORS, render_chat
@@ -28,11 +29,12 @@ from toolkit.errors import UserError
 from toolkit.export.usage import Usage, load_usage
 from toolkit.launch.accelerator import cudnn_attention
 from toolkit.launch.environment import asked_for_cpu
-from toolkit.models.config import load_model_config, special_tokens
+from toolkit.models.config import load_model_config
 from toolkit.models.load import build_skeleton, fastest_attention, load_model, num_token_embeddings
 from toolkit.models.lora import add_adapter
 from toolkit.models.lora_files import CONFIG_FILE, find_adapter, read_json
 from toolkit.models.positions import num_positions
+from toolkit.tasks import causal, seq2seq
 from toolkit.tools.private import private
 from toolkit.tools.recipes import is_encoder_decoder
 from toolkit.variables import local_rank
@@ -66,6 +68,7 @@ class Generator:
     model: Any
     tokenizer: PreTrainedTokenizerBase
     usage: Usage
+    task: Task
     collator: Collator
     omitted: Counter[str] = field(default_factory=Counter)
     """Rows by what the chat template has left out of them."""
@@ -162,9 +165,9 @@ def open_model(name: str) -> Generator:
     is_adapter = (folder / CONFIG_FILE).is_file()
     base = ModelConfig(name_or_path=read_base_name(folder) if is_adapter else str(folder))
     try:
-        auto_class: AutoClass = "AutoModelForSeq2SeqLM" if is_encoder_decoder(base.name_or_path) else "AutoModelForCausalLM"
-        config = load_model_config(base, auto_class, is_trained=False)
-        skeleton = build_skeleton(base, config, auto_class)
+        task = (seq2seq if is_encoder_decoder(base.name_or_path) else causal).TASK
+        config = load_model_config(base, task, is_trained=False)
+        skeleton = build_skeleton(base, config, task)
     except UserError as error:
         if is_adapter and not Path(base.name_or_path).is_dir():
             raise UserError(
@@ -177,10 +180,10 @@ def open_model(name: str) -> Generator:
     tokenizer = load_tokenizer(ModelConfig(name_or_path=str(folder)), num_token_embeddings(skeleton))
     if config.is_encoder_decoder:
         set_languages(tokenizer, name, usage.source_language, usage.target_language)
-        collator: Collator = SummarizationCollator(*special_tokens(config, name))
-    else:
-        collator = CausalCollator(tokenizer.pad_token_id)
-    return Generator(folder=folder, base=base, config=config, model=skeleton, tokenizer=tokenizer, usage=usage, collator=collator)
+    collator = task.build_collator(skeleton, tokenizer.pad_token_id)
+    return Generator(
+        folder=folder, base=base, config=config, model=skeleton, tokenizer=tokenizer, usage=usage, task=task, collator=collator
+    )
 
 
 def load_generator(generator: Generator, dtype: str | None, settings: dict[str, Any]) -> Generator:
@@ -205,8 +208,7 @@ def load_generator(generator: Generator, dtype: str | None, settings: dict[str, 
         own = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"the generation_config.json of {folder} cannot be read ({error}): correct or remove it") from None
-    auto_class: AutoClass = "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
-    model: Any = load_model(generator.base, config, auto_class, seed=0, dtype=loaded_as)
+    model: Any = load_model(generator.base, config, generator.task, seed=0, dtype=loaded_as)
     if (folder / CONFIG_FILE).is_file():
         add_adapter(model, AdapterConfig(name_or_path=str(folder)), generator.base, seed=0)
     model.generation_config = generation = own or model.generation_config

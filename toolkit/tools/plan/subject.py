@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from toolkit.config.load import RecipeConfig, load_config
-from toolkit.config.schema import LLMConfig
 from toolkit.data.batch_plan import check_global_batch_size
-from toolkit.data.collate import Batch, CausalCollator, SummarizationCollator
-from toolkit.models.attention import attends_by_document, choose_packed_attention
-from toolkit.models.config import load_model_config, special_tokens
+from toolkit.data.collate import Batch
+from toolkit.models.attention import choose_packed_attention
+from toolkit.models.config import load_model_config
 from toolkit.models.freeze import cast_frozen, freeze
 from toolkit.models.load import build_skeleton, fastest_attention
 from toolkit.models.lora import add_adapter, check_adapter_config, is_enabled
@@ -61,11 +60,11 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
     is_flash = any(name in (named or "") for name in ("flash", "flex"))
     attention = "sdpa" if is_flash else named
     skeleton_config = dataclasses.replace(config.model, from_scratch=True, attn_implementation=attention)
-    model_config = load_model_config(skeleton_config, config.auto_class)
+    model_config = load_model_config(skeleton_config, config.task)
     model_config._attn_implementation = fastest_attention(model_config, device_type)
     check_positions(model_config, model, row_tokens(config), dataclasses.replace(config.eval, generate=False))
     # The model, adapted and frozen.
-    skeleton = build_skeleton(skeleton_config, model_config, config.auto_class)
+    skeleton = build_skeleton(skeleton_config, model_config, config.task)
     if is_enabled(config.adapter):
         add_adapter(skeleton, config.adapter, config.model, config.train.seed)
     else:
@@ -82,18 +81,19 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
 def build_batch(subject: Subject, rows: int) -> Batch:
     """A micro-batch of the longest rows from the run's collator; every token is a label. Of several sources one is padded."""
     lengths = row_tokens(subject.config)
+    collator = subject.config.task.build_collator(subject.skeleton, 0)
     if "source" in lengths:
-        tokens = special_tokens(subject.model_config, subject.config.model.name_or_path)
+        token = collator.pad_token_id + 1
         sources = [lengths["source"]] * (rows - 1) + [max(1, lengths["source"] - (rows > 1))]
-        batch_rows = [{"input_ids": [tokens[0] + 1] * length, "labels": [0] * lengths["target"]} for length in sources]
-        return SummarizationCollator(*tokens).collate([[row] for row in batch_rows])
-    assert isinstance(subject.config, LLMConfig)
+        batch: Batch = collator.collate([[{"input_ids": [token] * n, "labels": [token] * lengths["target"]}] for n in sources])
+        return batch
     # Two texts per pack: except with flash attention, a T x T mask or attention by document keeps them apart.
     is_masked = subject.config.data.packing and not subject.is_flash and lengths["row"] > 1
     first = lengths["row"] // 2 if is_masked else lengths["row"]
     texts = [first, lengths["row"] - first] if is_masked else [first]
     pack = [{"input_ids": [0] * length, "labels": [-100] + [0] * (length - 1)} for length in texts]
-    return CausalCollator(pad_token_id=0, one_row=attends_by_document(subject.skeleton)).collate([pack] * rows)
+    batch = collator.collate([pack] * rows)
+    return batch
 
 
 def num_micro_batches(config: RecipeConfig, strategy: Strategy, rows: int) -> int:
@@ -106,10 +106,7 @@ def num_micro_batches(config: RecipeConfig, strategy: Strategy, rows: int) -> in
 
 
 def row_tokens(config: RecipeConfig) -> dict[str, int]:
-    data = config.data
-    if isinstance(config, LLMConfig):
-        return {"row": config.data.max_length_tokens}
-    return {"source": data.max_source_length_tokens, "target": data.max_target_length_tokens}  # type: ignore[union-attr]
+    return {side: getattr(config.data, limit) for side, limit in config.task.sides.items()}
 
 
 def find_stacks(model: PreTrainedModel) -> list[list[nn.Module]]:

@@ -11,7 +11,6 @@ import torch
 from rich.console import Console
 
 from toolkit.config.load import RecipeConfig, load_config
-from toolkit.config.schema import LLMConfig
 from toolkit.data.batch_plan import check_global_batch_size
 from toolkit.errors import UserError, one_line
 from toolkit.evaluation.metrics import load_text_metrics
@@ -80,7 +79,7 @@ def collect(
     metrics = load_text_metrics(config.eval.metrics, {})
     rows, plan, evaluation = prepare_data(config, metrics, model_config, skeleton, launch.num_processes)
     name = config.model.name_or_path
-    title = f"{config.run.name}: {name}, {'a causal model' if isinstance(config, LLMConfig) else 'an encoder-decoder'}"
+    title = f"{config.run.name}: {name}, {'an encoder-decoder' if model_config.is_encoder_decoder else 'a causal model'}"
     first = [int(rows.train[index]["row_id"]) for index in plan.step(1).rows[:num_rows]] if row_id is None else [row_id]
     shown = [view_row(rows, config.data, config.model, row_id) for row_id in first]
     if row_id is not None:
@@ -108,8 +107,8 @@ def _build_skeleton(config: RecipeConfig, launch: Strategy) -> tuple[Any, Any]:
     attention = config.model.attn_implementation or ""
     is_flash = "flash" in attention
     model = replace(config.model, attn_implementation="eager") if is_flash else config.model
-    model_config = load_model_config(model, config.auto_class)
-    skeleton = build_skeleton(model, model_config, config.auto_class)
+    model_config = load_model_config(model, config.task)
+    skeleton = build_skeleton(model, model_config, config.task)
     if is_flash:
         skeleton.config._attn_implementation = attention  # by which the collator is chosen
     elif config.packs:

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.config.schema import ModelConfig
 from toolkit.data.rows.example import Example, read_examples
 from toolkit.data.rows.load import TextRows
-from toolkit.data.tokens import causal, seq2seq
+from toolkit.data.tokens import causal
 from toolkit.data.tokens.cuts import ROW_IDS_OF_A_PIECE, SIDES
 from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.data.tokens.prompts import prepare_chat
@@ -72,20 +71,18 @@ class RowView:
     """(number from 1, how many) of a long text that was split into several rows; the text is that of the piece."""
 
 
-def find_cut_row(
-    rows: TokenizedRows, config: DataConfig | LLMDataConfig, model: ModelConfig, most_tried: int = 20
-) -> RowView | None:
+def find_cut_row(rows: TokenizedRows, config: Any, model: ModelConfig, most_tried: int = 20) -> RowView | None:
     """The first training row that a limit has cut; None if none of the first few that are as long as a limit has lost a token."""
     columns = rows.train.with_format("numpy")
     num_labels, num_tokens = columns["num_label_tokens"][:], columns["num_tokens"][:]
-    lengths = {"row": num_tokens, "source": num_tokens - num_labels, "target": num_labels}
-    limits = {side: getattr(config, name) for side, name in _LIMITS.items() if hasattr(config, name)}
-    is_full = np.any([lengths[side] >= limit for side, limit in limits.items()], axis=0)
+    limits = [getattr(config, name) for name in config.task.sides.values()]
+    lengths = config.task.lengths(num_tokens, num_labels)
+    is_full = np.any([values >= limit for values, limit in zip(lengths, limits, strict=True)], axis=0)
     views = (view_row(rows, config, model, int(row_id)) for row_id in columns["row_id"][:][is_full][:most_tried])
     return next((view for view in views if any(side.num_lost for side in view.sides)), None)
 
 
-def view_row(rows: TokenizedRows, config: DataConfig | LLMDataConfig, model: ModelConfig, row_id: int) -> RowView:
+def view_row(rows: TokenizedRows, config: Any, model: ModelConfig, row_id: int) -> RowView:
     """The row with this id. For the process that has read the rows.
 
     Its tokens come from the token cache. To find what was cut off, its text is tokenized once more, by the same function without
@@ -108,12 +105,11 @@ def view_row(rows: TokenizedRows, config: DataConfig | LLMDataConfig, model: Mod
     num_pieces = int((_ids(getattr(rows, name)) % ROW_IDS_OF_A_PIECE == text_id).sum())
     turns: list[str] = []
     if example.text is not None:  # a text loses nothing; each of its rows has its own part of it
-        assert isinstance(config, LLMDataConfig), "an encoder-decoder's rows are pairs"
         full = row
         texts = {"row": example.text if num_pieces == 1 else str(rows.tokenizer.decode(row["input_ids"]))}
     else:
         full = _tokenize_unlimited(rows, config, model, given[1])
-        if isinstance(config, DataConfig):
+        if "source" in config.task.sides:
             texts = {"source": config.prefix + str(example.prompt), "target": str(example.completion)}
         elif example.messages is None:
             texts = {"row": f"{example.prompt}{example.completion}"}
@@ -130,9 +126,6 @@ def view_row(rows: TokenizedRows, config: DataConfig | LLMDataConfig, model: Mod
         turns=turns,
         piece=(row_id // ROW_IDS_OF_A_PIECE + 1, num_pieces) if num_pieces > 1 else None,
     )
-
-
-_LIMITS = {"row": "max_length_tokens", "source": "max_source_length_tokens", "target": "max_target_length_tokens"}
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
@@ -171,13 +164,10 @@ def _ids(part: Dataset) -> np.ndarray:
     return part.with_format("numpy")["row_id"][:]
 
 
-def _tokenize_unlimited(
-    rows: TokenizedRows, config: DataConfig | LLMDataConfig, model: ModelConfig, cells: dict[str, list[Any]]
-) -> dict[str, Any]:
+def _tokenize_unlimited(rows: TokenizedRows, config: Any, model: ModelConfig, cells: dict[str, list[Any]]) -> dict[str, Any]:
     """The columns of one row, by the run's own function, without a limit."""
     assert rows.texts is not None
-    kind: Any = causal if isinstance(config, LLMDataConfig) else seq2seq
-    limits: dict[str, Any] = {name: _NO_LIMIT for name in _LIMITS.values() if hasattr(config, name)}
+    kind, limits = config.task.tokens, dict.fromkeys(config.task.sides.values(), _NO_LIMIT)
     unlimited = replace(config, **limits)
     kind.set_up(rows.tokenizer, unlimited, model)
     columns = kind.tokenize(cells, rows.tokenizer, unlimited, rows.texts.origins)
@@ -190,7 +180,7 @@ def _build_side(
     text: str,
     row: dict[str, Any],
     full: dict[str, Any],
-    config: DataConfig | LLMDataConfig,
+    config: Any,
 ) -> Side:
     """Compare the tokens that are kept, in `row`, with those without a limit, in `full`: what the kept ones leave out is lost."""
     column = "labels" if name == "target" else "input_ids"
@@ -203,7 +193,7 @@ def _build_side(
         LOST if start <= place < start + num_lost else LOSS if does_count else CONTEXT for place, does_count in enumerate(counts)
     ]
     tokens = list(zip(kinds, token_texts(tokenizer, ids), strict=True))
-    limit = getattr(config, _LIMITS[name])
+    limit = getattr(config, config.task.sides[name])
     return Side(name=name, text=text, tokens=tokens, num_tokens=len(kept), num_lost=num_lost, limit=limit)
 
 

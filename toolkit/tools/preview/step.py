@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from toolkit.data.batch_plan import BatchPlan, MicroBatch
-from toolkit.data.collate import Batch, Collator, SummarizationCollator, load_micro_batches
+from toolkit.data.collate import Batch, Collator, load_micro_batches
 from toolkit.loss import IGNORED_LABEL
 from toolkit.tools.preview.row import CONTEXT, LOSS, PADDING
 
@@ -68,7 +68,7 @@ def view_step(plan: BatchPlan, rows: Dataset, collator: Collator, num_steps: int
                 num_fill += sum(batch[name].numel() for name in ("input_ids", "decoder_input_ids") if name in batch)
                 continue
             num_tensor_rows += len(batch["input_ids"])
-            packs += _view_packs(micro_batch, batch, rows, row_ids, collator, rank)
+            packs += _view_packs(micro_batch, batch, rows, row_ids, rank)
     positions = {LOSS: 0, CONTEXT: 0, PADDING: num_fill}
     for kind, num in (part for pack in packs for part in pack.parts):
         positions[kind] += num
@@ -82,12 +82,10 @@ def view_step(plan: BatchPlan, rows: Dataset, collator: Collator, num_steps: int
     )
 
 
-def _view_packs(
-    micro_batch: MicroBatch, batch: Batch, rows: Dataset, row_ids: np.ndarray, collator: Collator, rank: int
-) -> Iterator[Pack]:
+def _view_packs(micro_batch: MicroBatch, batch: Batch, rows: Dataset, row_ids: np.ndarray, rank: int) -> Iterator[Pack]:
     """The packs of a micro-batch, with the padding that its tensors have."""
     num_rows, width = batch["input_ids"].shape
-    is_pair = isinstance(collator, SummarizationCollator)
+    is_pair = "decoder_input_ids" in batch
     for pack in micro_batch.packs:
         parts: list[tuple[str, int]] = []
         begins = []

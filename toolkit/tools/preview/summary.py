@@ -74,7 +74,7 @@ def _count(part: Dataset, chosen: np.ndarray | slice = slice(None)) -> dict[str,
 
 def _list_sources(train: Dataset, config: DataConfig | LLMDataConfig) -> list[dict[str, Any]]:
     """The entries of `data.mix`, each with its share of an epoch's rows; empty without a mix."""
-    if isinstance(config, DataConfig) or not config.mix:
+    if not config.mix:
         return []
     indices, whole = train.with_format("numpy")["source_index"][:], sum(entry.weight for entry in config.mix)
     return [
@@ -90,12 +90,9 @@ def _list_sources(train: Dataset, config: DataConfig | LLMDataConfig) -> list[di
 def _measure(train: Dataset, config: DataConfig | LLMDataConfig) -> list[dict[str, Any]]:
     columns = train.with_format("numpy")
     tokens, labels = columns["num_tokens"][:], columns["num_label_tokens"][:]
-    if isinstance(config, DataConfig):
-        return [
-            _spread("source", tokens - labels, f"data.max_source_length_tokens {config.max_source_length_tokens}"),
-            _spread("target", labels, f"data.max_target_length_tokens {config.max_target_length_tokens}"),
-        ]
-    return [_spread("row", tokens, f"data.max_length_tokens {config.max_length_tokens}"), _spread("counted", labels, None)]
+    sides = zip(config.task.sides.items(), config.task.lengths(tokens, labels), strict=True)
+    spreads = [_spread(side, lengths, f"data.{limit} {getattr(config, limit)}") for (side, limit), lengths in sides]
+    return spreads if "target" in config.task.sides else [*spreads, _spread("counted", labels, None)]
 
 
 def _spread(name: str, lengths: np.ndarray, setting: str | None) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def _load(config: RecipeConfig, name_or_path: str | Path) -> Any:
         attention = fastest_attention(transformers.AutoConfig.from_pretrained(name_or_path, **options), "cpu")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    auto_class: Any = getattr(transformers, config.auto_class)
+    auto_class: Any = getattr(transformers, config.task.auto_class)
     options |= {"dtype": torch.float32, "use_safetensors": True, "attn_implementation": attention}
     return auto_class.from_pretrained(name_or_path, **options).eval()
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.load import RecipeConfig
-from toolkit.config.schema import LLMConfig
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.tools.relaunch import adapt_preset, checked_preset, find_preset, reason_of_failure, save_preset
@@ -224,7 +223,7 @@ def _flags(box: Box, *, rows: int, micro: int, dropout: float = 0.0) -> dict[str
     has_adapter = config.adapter.method != "none"
     # A prompt of the maximum length would leave no position for generated tokens.
     room = (box.num_positions or math.inf) - GENERATION["eval.max_new_tokens"]
-    is_cut = isinstance(config, LLMConfig) and config.data.max_length_tokens > room
+    is_cut = getattr(config.data, "max_length_tokens", 0) > room
     return {
         **({"data.max_length_tokens": room} if is_cut else {}),
         "model.dropout": dropout,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from toolkit.config.load import load_config
-from toolkit.config.schema import SummarizationConfig
+from toolkit.config.python import CONFIGS
 from toolkit.errors import UserError, align, escape_controls, one_line
 from toolkit.models.config import load_model_config
 from toolkit.models.positions import num_positions
@@ -100,7 +100,7 @@ def build_box(
         model = str(RECIPE_FOLDER / "models" / "t5_gelu")
         run_arguments = ["--model.from_scratch=true", *run_arguments]
     config_class = config_class_of(model or find_model([f"--config={config}"]), recipe)
-    name = "t5" if config_class is SummarizationConfig else "llm"
+    name = "t5" if config_class is CONFIGS["t5"] else "llm"
     given = [f"--config={config}"] if config else [f"--{key}={value}" for key, value in SMALL_ROWS[name].items()]
     arguments = [*given, *([f"--model.name_or_path={model}"] if model else []), *run_arguments]
     # Every config needs a length; that of the runs is set later.
@@ -115,7 +115,7 @@ def build_box(
         recipe=RECIPE_FOLDER / f"{name}.py",
         arguments=arguments,
         config=parsed,
-        num_positions=None if name == "t5" else num_positions(load_model_config(parsed.model, "AutoModelForCausalLM"))[0],
+        num_positions=num_positions(load_model_config(parsed.model, parsed.task))[0],
         presets=presets or list(DEFAULT_PRESETS),
         num_processes=chosen,
         use_cpu=on_cpu,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from toolkit.config.data import DataConfig, LLMDataConfig
-from toolkit.data.rows.columns import choose_columns, describe_columns
+from toolkit.data.rows.columns import choose_columns, choose_seq2seq_columns, describe_columns
 from toolkit.errors import UserError
 
 CONFIG = LLMDataConfig(source="jsonl")
@@ -120,6 +120,6 @@ def test_the_line_has_the_reading_and_every_column():
     expected = "alpaca, as chats for the chat template, from instruction, output, input and history; not read: id"
     assert describe_columns(columns, ALPACA) == expected
     assert describe_columns(choose_columns("a.csv", ["text"], CONFIG), ["text"]) == "text, from text; no other columns"
-    t5 = choose_columns("a.csv", ["source", "target", "id"], DataConfig())
+    t5 = choose_seq2seq_columns("a.csv", ["source", "target", "id"], DataConfig())
     assert describe_columns(t5, ["source", "target", "id"]) == "a source with its target, from source and target; not read: id"
     assert "Alpaca's own words" in describe_columns(choose_columns("a.csv", ALPACA, CONFIG), ALPACA)

@@ -264,10 +264,6 @@ def test_unwritable_cache_is_refused(config, tmp_path):
     [
         ({"files": None}, "data.source csv is a kind of file, not a dataset"),
         ({"source": "some/rows"}, "data.files is given, but data.source some/rows reads no files"),
-        (
-            {"source": "someone/dataset", "files": None, "eval_files": "e.csv"},
-            "data.eval_files is given, but data.source someone",
-        ),
         ({"source_column": "target"}, "data.source_column and data.target_column are both target: name two columns"),
     ],
 )

@@ -50,6 +50,12 @@ def test_local_folder_is_read_split_and_reported(config):
     assert len(few.train) + len(few.evaluation) == 9 and len(few.evaluation)
 
 
+def test_a_dataset_may_have_evaluation_files_beside_it(config, tmp_path):
+    (tmp_path / "held_out.csv").write_text("article,summary\nown text,own\n")
+    rows = load_rows(DataConfig(**config, eval_files=str(tmp_path / "held_out.csv")))
+    assert rows.evaluation["prompt"][:] == ["own text"] and len(rows.train) == 39
+
+
 def test_fingerprint_is_of_the_rows(config, tmp_path):
     first = load_rows(DataConfig(**config)).fingerprint
     moved = (tmp_path / "dataset").rename(tmp_path / "moved")

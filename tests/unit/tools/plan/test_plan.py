@@ -358,11 +358,10 @@ def test_the_trace_is_what_a_real_micro_batch_allocates(
     arguments = ("--model.from_scratch=true", *own, *rows)
     traced = trace(settings, strategy, arguments, rows=2)
     subject = _subject(model_folder(settings), strategy, arguments)
-    auto_class = "AutoModelForCausalLM" if settings is LLAMA else "AutoModelForSeq2SeqLM"
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     request.addfinalizer(lambda: torch.set_num_threads(threads))
-    model = models.load_model(subject.config.model, subject.model_config, auto_class, seed=0).train()
+    model = models.load_model(subject.config.model, subject.model_config, subject.config.task, seed=0).train()
     model.set_attn_implementation(attention)
     chunked_loss.install(model)
     masks.install(model)

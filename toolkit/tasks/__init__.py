@@ -1,0 +1,1 @@
+"""The kinds of task, one file each: what `toolkit/config/task.py` asks, answered from all layers."""

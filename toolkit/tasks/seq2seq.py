@@ -1,0 +1,56 @@
+"""Summaries and translations by an encoder-decoder: a row is a source with its target."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from toolkit.config.task import Task
+from toolkit.data.collate import SummarizationCollator, own_label_shift
+from toolkit.data.rows.columns import choose_seq2seq_columns
+from toolkit.data.tokens import seq2seq
+from toolkit.errors import UserError
+from toolkit.models.config import special_tokens
+from toolkit.private import private
+from toolkit.training.model_checks import check_seq2seq_model
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def _check_model_config(model_config: PretrainedConfig, name: str) -> None:
+    if (other := _other_inputs(model_config)) is not None:
+        what = f"model.name_or_path {name} is a {model_config.model_type} model"
+        raise UserError(f"{what}, which takes {other} beside text, and rows here are text: take a model of text alone")
+    special_tokens(model_config, name)
+
+
+def _other_inputs(model_config: PretrainedConfig) -> str | None:
+    """What a model in transformers' mapping takes besides text, such as `audio` or `image`; None: nothing."""
+    from transformers import AutoModelForSeq2SeqLM
+
+    if type(model_config) not in (mapping := private("_model_mapping", AutoModelForSeq2SeqLM)):
+        return None
+    if hasattr(model_config, "speech_encoder_layers"):  # SeamlessM4T's text model is only a part of it, but declares text alone
+        return "audio"
+    modalities = mapping[type(model_config)].input_modalities
+    others = set([modalities] if isinstance(modalities, str) else modalities) - {"text"}
+    return " and ".join(sorted(others)) or None
+
+
+def _build_collator(model: PreTrainedModel, pad_token_id: int) -> SummarizationCollator:
+    """It pads as the model's config says."""
+    return SummarizationCollator(*special_tokens(model.config, str(model.name_or_path)), own_label_shift(model))
+
+
+TASK = Task(
+    auto_class="AutoModelForSeq2SeqLM",
+    takes="an encoder-decoder that generates text: take one such as T5, BART or Pegasus",
+    pipeline_tag="summarization",
+    sides={"source": "max_source_length_tokens", "target": "max_target_length_tokens"},
+    lengths=lambda num_tokens, num_labels: (num_tokens - num_labels, num_labels),
+    choose_columns=choose_seq2seq_columns,
+    tokens=seq2seq,
+    build_collator=_build_collator,
+    check_model_config=_check_model_config,
+    check_model=lambda sharded, collator, config: check_seq2seq_model(sharded, collator, config.eval),
+)
