@@ -9,9 +9,9 @@ import pytest
 from mnist_config import MnistConfig, check_mnist_config
 
 from tests.support.launch import REPOSITORY
+from tests.support.refusals import refusal
 from toolkit.config.load import load_config, save_config
 from toolkit.config.messages import known_keys
-from toolkit.errors import UserError
 
 
 def load(*flags: str) -> MnistConfig:
@@ -52,6 +52,4 @@ def test_help_documents_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_what_does_not_go_together_is_refused(flags: list[str], sentence: str) -> None:
-    with pytest.raises(UserError) as caught:
-        load(*flags)
-    assert str(caught.value) == sentence
+    assert refusal(load, *flags) == sentence

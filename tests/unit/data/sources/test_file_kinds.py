@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from toolkit.config.data import DataConfig, LLMDataConfig
+from tests.support.refusals import refusal
+from tests.support.row_files import load_t5
+from toolkit.config.data import LLMDataConfig
 from toolkit.config.validate import FILE_SOURCES
 from toolkit.data.rows.load import TextRows, load_rows
 from toolkit.data.sources import json_files, text_files
@@ -21,28 +23,12 @@ ROWS = [{"source": f"text {i}, the é", "target": f"t {i}"} for i in range(5)]
 ARRAY = json.dumps(ROWS, indent=2)
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-def t5(*files: str, **settings: Any) -> TextRows:
-    return load_rows(DataConfig(**{"files": list(files), "eval_fraction": 0.0, "cache_dir": "cache", **settings}))
-
-
 def texts(*files: str, **settings: Any) -> list[str]:
     return load_rows(LLMDataConfig(files=list(files), eval_fraction=0.0, cache_dir="cache", **settings)).train["text"][:]
 
 
 def pairs(rows: TextRows) -> list[dict[str, str]]:
     return [{"source": row["prompt"], "target": row["completion"]} for row in rows.train]
-
-
-def refusal(*files: str, **settings: Any) -> str:
-    with pytest.raises(UserError) as caught:
-        t5(*files, **settings)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def table(delimiter: str) -> str:
@@ -69,22 +55,22 @@ def write_all() -> list[str]:
 
 def test_every_ending_and_gzip_give_the_same_rows() -> None:
     for name in write_all():
-        assert pairs(t5(name)) == ROWS, name
-    assert t5("rows.csv").fingerprint == t5("rows.csv.gz").fingerprint == t5("rows.csv", source="csv").fingerprint
-    assert len(t5("rows.csv", "rows.json", "rows.arrow").train) == 15
+        assert pairs(load_t5(name)) == ROWS, name
+    assert load_t5("rows.csv").fingerprint == load_t5("rows.csv.gz").fingerprint == load_t5("rows.csv", source="csv").fingerprint
+    assert len(load_t5("rows.csv", "rows.json", "rows.arrow").train) == 15
     Path("lines.json").write_text(Path("rows.jsonl").read_text())
     Path("array.jsonl").write_text(ARRAY)
-    assert pairs(t5("lines.json")) == pairs(t5("array.jsonl")) == ROWS
+    assert pairs(load_t5("lines.json")) == pairs(load_t5("array.jsonl")) == ROWS
     assert tuple(READERS) == FILE_SOURCES
 
 
 def test_an_unknown_ending_is_refused() -> None:
     Path("rows.dat").write_text("a")
-    assert refusal("rows.dat").startswith(
+    assert refusal(load_t5, "rows.dat").startswith(
         "data.files: rows.dat has an unknown file ending: let its name end in one of .csv, .tsv"
     )
-    assert refusal("~nobody-of-this-name/a.csv").startswith("data.files: '~nobody-of-this-name/a.csv' cannot be read (")
-    assert refusal("a" * 300 + ".csv").startswith("data.files: 'aaa")
+    assert refusal(load_t5, "~nobody-of-this-name/a.csv").startswith("data.files: '~nobody-of-this-name/a.csv' cannot be read (")
+    assert refusal(load_t5, "a" * 300 + ".csv").startswith("data.files: 'aaa")
 
 
 @pytest.mark.parametrize("size", [1, 7, 50])
@@ -92,7 +78,7 @@ def test_an_array_is_read_across_blocks(size: int, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(json_files, "_CHARS_PER_READ", size)
     for number, text in enumerate((ARRAY, json.dumps(ROWS), "\ufeff \r\n" + ARRAY + "\n ")):
         Path(f"{number}.json").write_text(text, encoding="utf-8")
-        assert pairs(t5(f"{number}.json")) == ROWS
+        assert pairs(load_t5(f"{number}.json")) == ROWS
 
 
 def test_an_array_is_not_held_in_memory() -> None:
@@ -125,31 +111,31 @@ def test_an_array_is_not_held_in_memory() -> None:
 )
 def test_a_broken_array_is_refused_by_line(text: str, sentence: str) -> None:
     Path("rows.json").write_text(text)
-    assert refusal("rows.json").startswith(sentence)
+    assert refusal(load_t5, "rows.json").startswith(sentence)
 
 
 def test_a_delimiter_and_an_encoding_of_ones_own() -> None:
     Path("rows.csv").write_text(table(";"), encoding="cp1252")
-    rows = t5("rows.csv", csv_delimiter=";", encoding="cp1252")
+    rows = load_t5("rows.csv", csv_delimiter=";", encoding="cp1252")
     assert pairs(rows) == ROWS
     Path("utf16.csv").write_text(table("\t"), encoding="utf-16")
-    assert pairs(t5("utf16.csv", csv_delimiter=r"\t", encoding="utf-16")) == ROWS
+    assert pairs(load_t5("utf16.csv", csv_delimiter=r"\t", encoding="utf-16")) == ROWS
     for name, text in (("rows.json", ARRAY), ("rows.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS))):
         Path(name).write_text(text, encoding="utf-16")
-        assert pairs(t5(name, encoding="UTF16")) == ROWS
+        assert pairs(load_t5(name, encoding="UTF16")) == ROWS
     Path("rows.csv").write_text(table(","))
-    assert t5("rows.csv", encoding="utf8", csv_delimiter=",").fingerprint == t5("rows.csv").fingerprint
+    assert load_t5("rows.csv", encoding="utf8", csv_delimiter=",").fingerprint == load_t5("rows.csv").fingerprint
 
 
 @pytest.mark.parametrize("delimiter", [";", "\t", "|"])
 def test_a_header_that_looks_like_another_delimiters_gets_a_hint(delimiter: str) -> None:
     Path("rows.csv").write_text(table(delimiter).replace('"', ""))
     shown = delimiter.replace("\t", r"\t")
-    assert refusal("rows.csv").endswith(f"between names: set data.csv_delimiter '{shown}'")
+    assert refusal(load_t5, "rows.csv").endswith(f"between names: set data.csv_delimiter '{shown}'")
     Path("wide.csv").write_text(table(delimiter) + delimiter * 2)
-    assert "put double quotes around cells that hold" in refusal("wide.csv", csv_delimiter=shown)
+    assert "put double quotes around cells that hold" in refusal(load_t5, "wide.csv", csv_delimiter=shown)
     Path("other.csv").write_text("a,b\n1,2\n")
-    assert "data.csv_delimiter" not in refusal("other.csv")
+    assert "data.csv_delimiter" not in refusal(load_t5, "other.csv")
 
 
 @pytest.mark.parametrize(
@@ -169,12 +155,13 @@ def test_a_header_that_looks_like_another_delimiters_gets_a_hint(delimiter: str)
 )
 def test_a_wrong_encoding_or_delimiter_is_one_sentence(content: bytes, settings: dict[str, Any], sentence: str) -> None:
     Path("rows.csv").write_bytes(b"source,target\n" + content if settings.get("source") != "tsv" else b"source\ttarget\na\tb\n")
-    assert refusal("rows.csv", **settings).startswith(sentence)
+    assert refusal(load_t5, "rows.csv", **settings).startswith(sentence)
 
 
 def test_an_encoding_that_nothing_uses_is_refused() -> None:
     write_all()
-    assert refusal("rows.parquet", encoding="cp1252") == "data.encoding is cp1252, but no text file is read: leave it out"
+    sentence = "data.encoding is cp1252, but no text file is read: leave it out"
+    assert refusal(load_t5, "rows.parquet", encoding="cp1252") == sentence
 
 
 @pytest.mark.parametrize("ending", ["csv", "tsv"])
@@ -182,7 +169,7 @@ def test_missing_cells_are_skipped_and_counted(ending: str) -> None:
     cells = ["b", "NaN", "N/A", " None ", "null", "None of these", "nan", "Nanna", "NA", "<NA>", "NATO"]
     tab = "\t" if ending == "tsv" else ","
     Path(f"rows.{ending}").write_text(f"source{tab}target\n" + "".join(f"a{tab}{cell}\n" for cell in cells))
-    rows = t5(f"rows.{ending}")
+    rows = load_t5(f"rows.{ending}")
     assert [row["target"] for row in pairs(rows)] == ["b", "None of these", "Nanna", "NATO"]
     assert rows.remarks[0] == (
         f"skipped 7 of 11 rows of rows.{ending} with a missing target (NA, NaN, None) (first: rows 2, 3, 4)"
@@ -205,17 +192,18 @@ def test_a_text_is_rows_of_paragraphs() -> None:
 def test_files_that_are_no_text_are_named_for_what_they_are() -> None:
     write_all()
     Path("rows.zip").write_bytes(b"PK\x03\x04\x14\0")
-    assert refusal("rows.zip", source="csv") == "rows.zip is a zip archive or an Excel workbook: unpack it, or save it as CSV"
-    assert refusal("rows.parquet", source="jsonl").startswith("rows.parquet is a parquet file: leave data.source out")
+    sentence = "rows.zip is a zip archive or an Excel workbook: unpack it, or save it as CSV"
+    assert refusal(load_t5, "rows.zip", source="csv") == sentence
+    assert refusal(load_t5, "rows.parquet", source="jsonl").startswith("rows.parquet is a parquet file: leave data.source out")
     whole = Path("rows.csv.gz").read_bytes()
     Path("cut.csv.gz").write_bytes(whole[:-9])
-    assert refusal("cut.csv.gz").startswith("cut.csv.gz is not a complete gzip file (")
+    assert refusal(load_t5, "cut.csv.gz").startswith("cut.csv.gz is not a complete gzip file (")
     Path("bad.csv.gz").write_bytes(whole[:20] + b"\xff\0\xff" + whole[23:])
-    assert refusal("bad.csv.gz").startswith("bad.csv.gz is not a complete gzip file (")
+    assert refusal(load_t5, "bad.csv.gz").startswith("bad.csv.gz is not a complete gzip file (")
     for kind in ("parquet", "arrow"):
         Path(f"packed.{kind}.gz").write_bytes(gzip.compress(Path(f"rows.{kind}").read_bytes()))
-        assert " is gzipped, and " in refusal(f"packed.{kind}.gz")
+        assert " is gzipped, and " in refusal(load_t5, f"packed.{kind}.gz")
     Path("cut.arrow").write_bytes(Path("rows.arrow").read_bytes()[:-30])
-    assert refusal("cut.arrow").startswith("cut.arrow is not a complete Arrow file (")
+    assert refusal(load_t5, "cut.arrow").startswith("cut.arrow is not a complete Arrow file (")
     Path("text.arrow").write_text("no arrow at all")
-    assert refusal("text.arrow").startswith("text.arrow is not a complete Arrow file (")
+    assert refusal(load_t5, "text.arrow").startswith("text.arrow is not a complete Arrow file (")

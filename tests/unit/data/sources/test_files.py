@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from tests.support.refusals import refusal
 from toolkit.config.data import DataConfig
 from toolkit.data.rows.load import load_rows
 from toolkit.data.sources import files
-from toolkit.errors import UserError
 
 
 @pytest.fixture
@@ -35,10 +35,7 @@ def pairs(rows):
 
 def refuse(load, source, name, *fragments, **settings):
     """The load fails with one sentence that holds every fragment; returns it."""
-    with pytest.raises(UserError) as caught:
-        load(source, name, **settings)
-    sentence = str(caught.value)
-    assert "\n" not in sentence
+    sentence = refusal(load, source, name, **settings)
     for fragment in fragments:
         assert fragment in sentence
     return sentence

@@ -6,28 +6,15 @@ import csv
 import gzip
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 
+from tests.support.refusals import refusal
 from tests.support.row_files import list_pairs, load_llm, load_t5
 from toolkit.data.sources import files
-from toolkit.errors import UserError
 
 ARRAY = '[{"source": "Le café", "target": "Der Kaffee"}]'
 TABLE = "source\ttarget\nLe café\tDer Kaffee\n"
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-def refusal(name: str, **settings: Any) -> str:
-    with pytest.raises(UserError) as caught:
-        load_t5(name, **settings)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def test_a_quoted_empty_cell_is_a_row_and_an_empty_line_is_not() -> None:
@@ -67,8 +54,9 @@ def test_utf_8_that_another_encoding_reads_is_warned_of(
     load_t5("rows.csv", encoding="cp1252")
     assert caplog.messages == [UTF_8_READ_OTHERWISE]
     Path("rows.csv").write_bytes("source,target\nÁ,b\n".encode())
-    assert refusal("rows.csv", encoding="cp1252").startswith("rows.csv, line 2: byte 0x81 is not valid CP1252")
-    assert refusal("rows.csv", encoding="cp1252").endswith(": set data.encoding (another, none for UTF-8), or convert the file")
+    sentence = refusal(load_t5, "rows.csv", encoding="cp1252")
+    assert sentence.startswith("rows.csv, line 2: byte 0x81 is not valid CP1252")
+    assert sentence.endswith(": set data.encoding (another, none for UTF-8), or convert the file")
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16-le", "utf-32-be", "gb18030"])
@@ -129,12 +117,12 @@ def test_a_tsv_of_one_column_has_a_row_per_line() -> None:
 
 def test_a_tsv_that_is_written_in_neither_way_is_refused_by_line() -> None:
     Path("rows.tsv").write_text('source\ttarget\na\t"one\ntwo"\nb\t6" pipe\n')
-    assert refusal("rows.tsv") == (
+    assert refusal(load_t5, "rows.tsv") == (
         "rows.tsv, line 3: 1 cells where the header has 2 (source, target): no cell may hold tabs or line breaks, because double "
         "quotes are text here, as in line 4"
     )
     Path("rows.tsv").write_text('source\ttarget\na\t"one\ntwo\nb\tc\n')  # never closes
-    assert "line 3: 1 cells where" in refusal("rows.tsv")
+    assert "line 3: 1 cells where" in refusal(load_t5, "rows.tsv")
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -18,6 +18,7 @@ from tests.support.chats import (
     build_space_adding_tokenizer,
     say,
 )
+from tests.support.refusals import refusal
 from tests.support.template_shapes import MISTRAL
 from toolkit.config.data import LLMDataConfig, MixEntry
 from toolkit.config.schema import ModelConfig
@@ -122,9 +123,7 @@ def test_a_turn_of_weight_0_does_not_count_and_is_not_generated(prepare, templat
 def test_a_weight_of_0_beside_a_loss_on_all_tokens_is_refused(prepare, tmp_path):
     messages = say("hello there", "it is four", "thanks", "welcome")
     messages[1]["weight"] = 0
-    with pytest.raises(UserError) as caught:
-        prepare(chats(CHATS[1], messages), loss_on="all")
-    assert str(caught.value) == (
+    assert refusal(prepare, chats(CHATS[1], messages), loss_on="all") == (
         f"{tmp_path / 'rows.jsonl'}, row 2: message 2 has weight 0, but data.loss_on all counts every token: set it to "
         "completions, or leave the weight out"
     )
@@ -166,9 +165,7 @@ def test_all_tokens_count_if_asked_for(prepare):
 
 def test_a_template_that_gives_no_masks_is_refused_with_the_way_out(prepare, tmp_path):
     thinking = say("hello", "<think>so two</think>it is", "thanks", "<think>b</think>four")
-    with pytest.raises(UserError) as caught:
-        prepare(chats(CHATS[1], thinking), chat_template=STRIPPING)
-    sentence = str(caught.value)
+    sentence = refusal(prepare, chats(CHATS[1], thinking), chat_template=STRIPPING)
     assert sentence.startswith(
         f"{tmp_path / 'rows.jsonl'}, row 2: the chat template does not show which tokens are the assistant's"
     )
@@ -184,10 +181,9 @@ def test_a_template_that_gives_no_masks_is_refused_with_the_way_out(prepare, tmp
 
 
 def test_a_template_that_refuses_a_chat_is_reported_with_the_row(prepare, tmp_path):
-    with pytest.raises(UserError) as caught:
-        prepare(chats(CHATS[1], [*say("a"), *say("b", "c")]), chat_template=LLAMA2)
-    assert f"{tmp_path / 'rows.jsonl'}, row 2: the chat template refuses this conversation (Conversation roles must alt" in str(
-        caught.value
+    assert (
+        f"{tmp_path / 'rows.jsonl'}, row 2: the chat template refuses this conversation (Conversation roles must alt"
+        in refusal(prepare, chats(CHATS[1], [*say("a"), *say("b", "c")]), chat_template=LLAMA2)
     )
     with pytest.raises(UserError, match=r"row 1: the chat template refuses this conversation \(can only concatenate str"):
         prepare(chats(CHATS[1]), chat_template="{{ 'a' + messages }}")
