@@ -1,25 +1,13 @@
 """csv, jsonl and parquet files: what is read, what is skipped and reported, and the sentence for each kind of broken file."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from tests.support.refusals import refusal
-from toolkit.config.data import DataConfig
-from toolkit.data.rows.load import load_rows
+from tests.support.row_files import list_pairs, load_t5
 from toolkit.data.sources import files
-
-
-@pytest.fixture
-def load(tmp_path):
-    """Load rows from `tmp_path`, cached there too; everything goes to training unless a test says otherwise."""
-
-    def load(source, paths, **settings):
-        settings = {"eval_fraction": 0.0, "cache_dir": str(tmp_path / "cache"), **settings}
-        names = [paths] if isinstance(paths, str) else paths
-        return load_rows(DataConfig(source=source, files=[str(tmp_path / name) for name in names], **settings))
-
-    return load
 
 
 def write_parquet(path, columns):
@@ -29,71 +17,66 @@ def write_parquet(path, columns):
     pq.write_table(pa.table(columns), path)
 
 
-def pairs(rows):
-    return list(zip(rows.train["prompt"], rows.train["completion"], strict=True))
-
-
-def refuse(load, source, name, *fragments, **settings):
-    """The load fails with one sentence that holds every fragment; returns it."""
-    sentence = refusal(load, source, name, **settings)
+def refuse(name, *fragments, **settings):
+    """The load fails with one sentence that holds every fragment."""
+    sentence = refusal(load_t5, name, **settings)
     for fragment in fragments:
         assert fragment in sentence
-    return sentence
 
 
-def test_csv_reads_quotes_line_breaks_bom_and_crlf(tmp_path, load):
-    (tmp_path / "rows.csv").write_bytes(
+def test_csv_reads_quotes_line_breaks_bom_and_crlf():
+    Path("rows.csv").write_bytes(
         b'\xef\xbb\xbfsource, target ,note\r\n"a, ""b""\r\nsecond line",short,1\r\n\r\n42,caf\xc3\xa9,\r\n'
     )
-    rows = load("csv", "rows.csv")
-    assert pairs(rows) == [('a, "b"\r\nsecond line', "short"), ("42", "café")]
+    rows = load_t5("rows.csv")
+    assert list_pairs(rows) == [('a, "b"\r\nsecond line', "short"), ("42", "café")]
     assert rows.train["lead_text"][:] == rows.train["prompt"][:]
     assert rows.train["row_id"][:] == [0, 1]
     assert rows.remarks == []
     assert len(rows.evaluation) == 0
 
 
-def test_csv_takes_cells_beyond_the_csv_modules_own_limit(tmp_path, load):
+def test_csv_takes_cells_beyond_the_csv_modules_own_limit():
     long_text = "word " * 40_000
-    (tmp_path / "rows.csv").write_text(f"source,target\n{long_text},short\n")
-    assert pairs(load("csv", "rows.csv")) == [(long_text, "short")]
+    Path("rows.csv").write_text(f"source,target\n{long_text},short\n")
+    assert list_pairs(load_t5("rows.csv")) == [(long_text, "short")]
 
 
-def test_jsonl_reads_bom_crlf_blank_lines_and_absent_keys(tmp_path, load):
-    (tmp_path / "rows.jsonl").write_bytes(
+def test_jsonl_reads_bom_crlf_blank_lines_and_absent_keys():
+    Path("rows.jsonl").write_bytes(
         b'\xef\xbb\xbf{"target": "no source"}\r\n\r\n{"source": "a\\nb \xc3\xa9", "target": "t", "more": [1]}\r\n'
     )
-    rows = load("jsonl", "rows.jsonl")
-    assert pairs(rows) == [("a\nb é", "t")]
-    assert rows.remarks == [f"skipped 1 of 2 rows of {tmp_path / 'rows.jsonl'} with an empty source (row 1)"]
+    rows = load_t5("rows.jsonl")
+    assert list_pairs(rows) == [("a\nb é", "t")]
+    assert rows.remarks == ["skipped 1 of 2 rows of rows.jsonl with an empty source (row 1)"]
 
 
-def test_parquet_reads_the_columns_named(tmp_path, load):
-    write_parquet(tmp_path / "rows.parquet", {"id": [1, 2], "article": ["a", "b"], "summary": ["x", "y"]})
-    rows = load("parquet", "rows.parquet", source_column="article", target_column="summary")
-    assert pairs(rows) == [("a", "x"), ("b", "y")]
+def test_parquet_reads_the_columns_named():
+    write_parquet("rows.parquet", {"id": [1, 2], "article": ["a", "b"], "summary": ["x", "y"]})
+    rows = load_t5("rows.parquet", source_column="article", target_column="summary")
+    assert list_pairs(rows) == [("a", "x"), ("b", "y")]
 
 
-def test_several_files_and_patterns_are_read_in_order_each_file_once(tmp_path, load):
+def test_several_files_and_patterns_are_read_in_order_each_file_once():
     for name in ("b2", "b1", "a"):
-        (tmp_path / f"{name}.csv").write_text(f"source,target\n{name},{name}\n")
-    rows = load("csv", ["b?.csv", "a.csv", "b1.csv"])
-    assert [source for source, _ in pairs(rows)] == ["b1", "b2", "a"]
+        Path(f"{name}.csv").write_text(f"source,target\n{name},{name}\n")
+    rows = load_t5("b?.csv", "a.csv", "b1.csv")
+    assert [source for source, _ in list_pairs(rows)] == ["b1", "b2", "a"]
     assert rows.train["row_id"][:] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
-def test_empty_cells_are_counted_skipped_and_reported(tmp_path, load, kind):
+def test_empty_cells_are_counted_skipped_and_reported(kind):
     cells = [("a", "x"), ("b", ""), (" \t", "y"), ("c", "  "), ("d", "z"), ("", ""), ("e", None), ("f", "")]
-    path = tmp_path / f"rows.{kind}"
+    path = Path(f"rows.{kind}")
     if kind == "csv":
         path.write_text("source,target\n" + "".join(f"{source},{target or ''}\n" for source, target in cells))
     elif kind == "jsonl":
         path.write_text("".join(json.dumps({"source": source, "target": target}) + "\n" for source, target in cells))
     else:
         write_parquet(path, {"source": [source for source, _ in cells], "target": [target for _, target in cells]})
-    rows = load(kind, path.name)
-    assert pairs(rows) == [("a", "x"), ("d", "z")]
+    rows = load_t5(path.name, source=kind)
+    assert list_pairs(rows) == [("a", "x"), ("d", "z")]
     assert rows.train["row_id"][:] == [0, 4]
     assert rows.remarks == [
         f"skipped 4 of 8 rows of {path} with an empty target (first: rows 2, 4, 7)",
@@ -101,144 +84,115 @@ def test_empty_cells_are_counted_skipped_and_reported(tmp_path, load, kind):
     ]
 
 
-def test_all_rows_empty_is_an_error(tmp_path, load):
-    (tmp_path / "rows.csv").write_text("source,target\na,\n ,b\n")
-    refuse(
-        load, "csv", "rows.csv", "none of the 2 rows can be used", "1 of 2 rows", "empty target (row 1)", "empty source (row 2)"
-    )
+def test_missing_file_suggests_the_nearest_name(tmp_path):
+    Path("train_rows.csv").write_text("source,target\na,b\n")
+    refuse(f"{tmp_path}/train_row.csv", "data.files", "there is no file", f"did you mean {tmp_path / 'train_rows.csv'}?")
+    refuse(f"{tmp_path}/nowhere/rows.csv", f"the folder {tmp_path / 'nowhere'} does not exist")
+    refuse(f"{tmp_path}/zzz.csv", f"nothing in {tmp_path} has a name like it")
+    refuse(f"{tmp_path}/*.tsv", "no file matches", "*.tsv")
 
 
-def test_missing_file_suggests_the_nearest_name(tmp_path, load):
-    (tmp_path / "train_rows.csv").write_text("source,target\na,b\n")
-    refuse(load, "csv", "train_row.csv", "data.files", "there is no file", f"did you mean {tmp_path / 'train_rows.csv'}?")
-    refuse(load, "csv", "nowhere/rows.csv", f"the folder {tmp_path / 'nowhere'} does not exist")
-    refuse(load, "csv", "zzz.csv", f"nothing in {tmp_path} has a name like it")
-    refuse(load, "csv", "*.tsv", "no file matches", "*.tsv")
-
-
-def test_unreadable_file_is_refused(tmp_path, load, monkeypatch):
-    path = tmp_path / "rows.csv"
+def test_unreadable_file_is_refused(monkeypatch):
+    path = Path("rows.csv")
     path.write_text("source,target\na,b\n")
 
     def deny(self, *args, **kwargs):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(type(path), "open", deny)  # chmod does not stop root
-    refuse(load, "csv", "rows.csv", f"{path} cannot be read (Permission denied)")
+    refuse("rows.csv", f"{path} cannot be read (Permission denied)")
 
 
-@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
-def test_empty_file_is_refused(tmp_path, load, kind):
-    (tmp_path / "rows").touch()
-    refuse(load, kind, "rows", f"{tmp_path / 'rows'} is empty")
-
-
-def test_files_without_rows_are_refused(tmp_path, load):
-    (tmp_path / "rows.csv").write_text("source,target\n")
-    (tmp_path / "rows.jsonl").write_text("\n \n")
-    write_parquet(tmp_path / "rows.parquet", {"source": [], "target": []})
+def test_files_without_rows_are_refused():
+    Path("rows.csv").write_text("source,target\n")
+    Path("rows.jsonl").write_text("\n \n")
+    write_parquet("rows.parquet", {"source": [], "target": []})
     for kind in ("csv", "jsonl", "parquet"):
-        refuse(load, kind, f"rows.{kind}", f"{tmp_path / f'rows.{kind}'} holds no rows")
+        refuse(f"rows.{kind}", f"rows.{kind} holds no rows", source=kind)
 
 
-def test_missing_column_names_those_that_exist(tmp_path, load):
-    (tmp_path / "rows.csv").write_text("article,summary\na,b\n")
-    (tmp_path / "rows.jsonl").write_text('{"article": "a"}\n{"summary": "b"}\n')
-    write_parquet(tmp_path / "rows.parquet", {"article": ["a"], "summary": ["b"]})
+def test_missing_column_names_those_that_exist():
+    Path("rows.csv").write_text("article,summary\na,b\n")
+    Path("rows.jsonl").write_text('{"article": "a"}\n{"summary": "b"}\n')
+    write_parquet("rows.parquet", {"article": ["a"], "summary": ["b"]})
     for kind in ("csv", "jsonl", "parquet"):
-        path = tmp_path / f"rows.{kind}"
-        refuse(load, kind, path.name, f"{path} has no column 'source' (its columns: article, summary)", "data.source_column")
-        refuse(load, kind, path.name, "no column 'target'", source_column="article")
-
-
-def test_missing_key_is_found_before_the_end_of_a_large_jsonl(tmp_path, load):
-    (tmp_path / "rows.jsonl").write_text('{"source": "a"}\n' * 1001 + "this line is never reached\n")
-    refuse(load, "jsonl", "rows.jsonl", "has no column 'target' (its columns: source)")
-
-
-def test_column_that_exists_twice_is_refused(tmp_path, load):
-    (tmp_path / "rows.csv").write_text("source,target,source\na,b,c\n")
-    refuse(load, "csv", "rows.csv", "more than one column 'source'", "): keep one of them")
-
-
-def test_rows_with_other_cell_counts_are_refused_by_line(tmp_path, load):
-    path = tmp_path / "rows.csv"
-    path.write_text('source,target\n"two\nlines",b\n\nc,d,e\n')
-    refuse(load, "csv", "rows.csv", f"{path}, line 5: 3 cells where the header has 2 (source, target)")
-    path.write_text("source,target\na,b\nc\n")
-    refuse(load, "csv", "rows.csv", f"{path}, line 3: 1 cells")
-
-
-def test_broken_quotes_are_refused_where_the_row_starts(tmp_path, load):
-    path = tmp_path / "rows.csv"
-    path.write_text('source,target\na,b\nc,"never closed\nd,e\nf,g\n')
-    refuse(load, "csv", "rows.csv", f"{path}: the row that starts on line 3 is not valid CSV")
-    path.write_text('source,target\n"a "quoted" word",b\n')
-    refuse(load, "csv", "rows.csv", "starts on line 2", "double the quotes inside")
+        path = Path(f"rows.{kind}")
+        refuse(path.name, f"{path} has no column 'source' (its columns: article, summary)", "data.source_column", source=kind)
+        refuse(path.name, "no column 'target'", source=kind, source_column="article")
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
-def test_invalid_utf8_is_refused_by_line(tmp_path, load, kind, monkeypatch):
-    path = tmp_path / f"rows.{kind}"
+def test_invalid_utf8_is_refused_by_line(kind, monkeypatch):
+    path = Path(f"rows.{kind}")
     path.write_bytes("source,target\né,b\n".encode() + b"caf\xe9,c\n")
-    refuse(load, kind, path.name, f"{path}, line 3: byte 0xe9 is not valid UTF-8")
+    refuse(path.name, f"{path}, line 3: byte 0xe9 is not valid UTF-8", source=kind)
     # The same where a read ends inside a good character, and where the file ends inside one.
     for num_bytes in (1, 15, 20):
         monkeypatch.setattr(files, "_BYTES_PER_READ", num_bytes)
-        refuse(load, kind, path.name, "line 3: byte 0xe9")
+        refuse(path.name, "line 3: byte 0xe9", source=kind)
     path.write_bytes("source,target\né,b\n".encode() + "c,é".encode()[:-1])
-    refuse(load, kind, path.name, "line 3: byte 0xc3", "unexpected end of data")
+    refuse(path.name, "line 3: byte 0xc3", "unexpected end of data", source=kind)
 
 
-@pytest.mark.parametrize("kind", ["csv", "jsonl"])
-def test_nul_byte_is_refused_by_line(tmp_path, load, kind):
-    path = tmp_path / f"rows.{kind}"
-    path.write_bytes(b"source,target\na,b\nc,\0d\n")
-    refuse(load, kind, path.name, f"{path}, line 3: a NUL byte")
+GOOD = '{"source": "a", "target": "b"}\n'
+REFUSED: list[tuple[str, str, list[str]]] = [
+    *((kind, "", ["rows is empty"]) for kind in ("csv", "jsonl", "parquet")),
+    *((kind, "source,target\na,b\nc,\0d\n", ["rows, line 3: a NUL byte"]) for kind in ("csv", "jsonl")),
+    (
+        "csv",
+        "source,target\na,\n ,b\n",
+        ["none of the 2 rows can be used", "1 of 2 rows", "empty target (row 1)", "empty source (row 2)"],
+    ),
+    ("csv", "source,target,source\na,b,c\n", ["more than one column 'source'", "): keep one of them"]),
+    (
+        "csv",
+        'source,target\n"two\nlines",b\n\nc,d,e\n',
+        ["rows, line 5: 3 cells where the header has 2 (source, target)"],
+    ),
+    ("csv", "source,target\na,b\nc\n", ["rows, line 3: 1 cells"]),
+    ("csv", 'source,target\na,b\nc,"never closed\nd,e\nf,g\n', ["rows: the row that starts on line 3 is not valid CSV"]),
+    ("csv", 'source,target\n"a "quoted" word",b\n', ["starts on line 2", "double the quotes inside"]),
+    # A missing key is found before the end of a large file.
+    ("jsonl", '{"source": "a"}\n' * 1001 + "never reached\n", ["has no column 'target' (its columns: source)"]),
+    *(
+        ("jsonl", f"{GOOD}\n{line}\n", [f"rows, line 3: {fragment}"])
+        for line, fragment in (
+            ('{"source": "a" "target": "b"}', "not JSON (Expecting ',' delimiter: column 16"),
+            ('{"source": "a", "tar', "not JSON (Unterminated string"),
+            ('["a", "b"]', "a JSON array, not an object"),
+            ("3", "a JSON number, not an object"),
+        )
+    ),
+    *(
+        ("jsonl", f'{GOOD}{{"source": "c", "target": {value}}}\n', ["rows, row 2, column target", f"is of type {name}, not text"])
+        for value, name in (("12", "int"), ("1.5", "float"), ("true", "bool"), ('["a"]', "list"))
+    ),
+    *(
+        ("jsonl", f'{{"source": "{text}", "target": "b"}}\n', ["rows, row 1, column source", fragment])
+        for text, fragment in ((r"a\u0000b", "NUL character"), (r"ab\ud83d", "character 3 is half a surrogate"))
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("line", "fragment"),
-    [
-        ('{"source": "a" "target": "b"}', "not JSON (Expecting ',' delimiter: column 16"),
-        ('{"source": "a", "tar', "not JSON (Unterminated string"),
-        ('["a", "b"]', "a JSON array, not an object"),
-        ("3", "a JSON number, not an object"),
-    ],
-)
-def test_bad_json_lines_are_refused_by_line(tmp_path, load, line, fragment):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"source": "a", "target": "b"}\n\n' + line + "\n")
-    refuse(load, "jsonl", "rows.jsonl", f"{path}, line 3: {fragment}")
+@pytest.mark.parametrize(("kind", "text", "fragments"), REFUSED, ids=[" ".join(fragments) for *_, fragments in REFUSED])
+def test_a_broken_file_is_refused_by_line_or_row(kind, text, fragments):
+    Path("rows").write_text(text)
+    refuse("rows", *fragments, source=kind)
 
 
-@pytest.mark.parametrize(("value", "type_name"), [("12", "int"), ("1.5", "float"), ("true", "bool"), ('["a"]', "list")])
-def test_jsonl_cells_that_are_not_text_are_refused_by_row(tmp_path, load, value, type_name):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(f'{{"source": "a", "target": "b"}}\n{{"source": "c", "target": {value}}}\n')
-    refuse(load, "jsonl", "rows.jsonl", f"{path}, row 2, column target", f"is of type {type_name}, not text")
-
-
-@pytest.mark.parametrize(("text", "fragment"), [(r"a\u0000b", "NUL character"), (r"ab\ud83d", "character 3 is half a surrogate")])
-def test_text_that_cannot_be_written_is_refused_by_row(tmp_path, load, text, fragment):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(f'{{"source": "{text}", "target": "b"}}\n')
-    refuse(load, "jsonl", "rows.jsonl", f"{path}, row 1, column source", fragment)
-
-
-def test_truncated_and_damaged_parquet_is_refused(tmp_path, load):
-    path = tmp_path / "rows.parquet"
+def test_truncated_and_damaged_parquet_is_refused():
+    path = Path("rows.parquet")
     write_parquet(path, {"source": [f"text {i}" for i in range(3000)], "target": [f"t {i}" for i in range(3000)]})
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    refuse(load, "parquet", "rows.parquet", f"{path} is not a complete parquet file")
+    refuse("rows.parquet", f"{path} is not a complete parquet file")
     path.write_bytes(whole[:8] + b"\xff" * 5000 + whole[5008:])  # the footer is whole, the first column is not
-    refuse(load, "parquet", "rows.parquet", f"{path} is not a complete parquet file")
+    refuse("rows.parquet", f"{path} is not a complete parquet file")
 
 
-def test_parquet_text_that_is_not_utf8_is_refused_by_row(tmp_path, load):
+def test_parquet_text_that_is_not_utf8_is_refused_by_row():
     import pyarrow as pa
 
     source = pa.array([b"good", b"caf\xe9"]).view(pa.string())
-    write_parquet(tmp_path / "rows.parquet", {"source": source, "target": ["a", "b"]})
-    refuse(load, "parquet", "rows.parquet", "row 2: text that is not valid UTF-8")
+    write_parquet("rows.parquet", {"source": source, "target": ["a", "b"]})
+    refuse("rows.parquet", "row 2: text that is not valid UTF-8")
