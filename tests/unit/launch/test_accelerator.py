@@ -157,8 +157,11 @@ def test_a_gpu_preset_without_a_gpu_says_what_is_missing(monkeypatch: pytest.Mon
     os.environ.update({"TOOLKIT_ACCELERATE_YAML": str(path), "RANK": "0", "WORLD_SIZE": str(num_processes)})
     sentence = refusal(build_accelerator)
     fp8 = "needs a CUDA GPU of compute capability 8.9 (Ada, Hopper) or newer; torch sees none: write bf16"
-    others = "this accelerate config wants GPUs, but torch sees none here: take a CPU one"
-    assert (fp8 if path.stem == "fsdp2_fp8" else others) in sentence
+    others = (
+        "this accelerate config wants GPUs, but torch sees none here: take a CPU one "
+        "(accelerate_configs/fsdp2_cpu.yaml, ddp_cpu.yaml), or set use_cpu: true in it"
+    )
+    assert fp8 in sentence if path.stem == "fsdp2_fp8" else sentence == others
 
 
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs-builder@U22)\nGCC version: 12.3.0\n"

@@ -244,7 +244,7 @@ def test_text_in_parts_is_one_text():
             [*say("a"), {"role": "tool", "content": "4"}],
             ["message 2: roles out of order, a tool turn follows no assistant turn with tool_calls: put it behind its call"],
         ),
-        (say("a"), ["column messages: no assistant turn, so there is nothing to train on"]),
+        (say("a"), ["column messages: no assistant turn, so there is nothing to train on: leave the row out"]),
         ([*say("a"), {"role": "assistant", "content": ["b"]}], ["message 2, content: 'b' is not a part of type text"]),
         (say("a", "b\ud83d"), ["message 2, content: character 2 is half a surrogate pair"]),
         ([*say("a"), {"role": "assistant", "content": "b", "name": "c\0"}], ["message 2, name: the text holds a NUL"]),

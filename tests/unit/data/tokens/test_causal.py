@@ -450,20 +450,13 @@ def texts(config):
     ]
 
 
-def test_settings_that_do_not_fit_the_source_are_refused(prepare, tmp_path):
+def test_settings_that_do_not_fit_the_source_are_refused(prepare):
     with pytest.raises(UserError, match="rows.jsonl has none of the columns .*'body' .its columns: text"):
         prepare([{"text": "a"}], text_column="body")
     with pytest.raises(UserError, match="data.text_column is body, but that is not a column of .*rows.jsonl: name one"):
         prepare(chats(*CHATS), text_column="body")
-    with pytest.raises(UserError, match="data.files is given, but data.source some/rows reads no files"):
-        prepare(source="some/rows", files="a.csv")
-    with pytest.raises(UserError, match="rows.jsonl has none of the columns"):
-        prepare([{"body": "a"}])
     with pytest.raises(UserError, match="data.source nodataset is not one of csv, tsv, json, jsonl, parquet"):
         prepare(source="nodataset")
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(UserError, match="empty.jsonl holds no rows"):
-        prepare(source="jsonl", files=str(tmp_path / "empty.jsonl"))
     with pytest.raises(UserError, match="none of the 2 rows can be used: .* with an empty text"):
         prepare([{"text": ""}, {"text": None}])
 
