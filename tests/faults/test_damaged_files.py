@@ -25,6 +25,7 @@ from tests.faults.harness import (
     stopped_after,
     write_manifest,
 )
+from tests.recipes.bad_input import contents
 from tests.support.workbench import Workbench, step_name
 
 SHARDS = ("state/__0_0.distcp", "state/__1_0.distcp")
@@ -146,7 +147,3 @@ def test_a_part_of_a_checkpoint_does_not_count(faulty_bench: Workbench, step: in
     printed = resume(faulty_bench, run.name, from_step=4)
     assert f"{part.name} has no manifest.json: it was never finished\n" in printed
     check_like_whole(faulty_bench, run.name, SAVED, others=(part.name,) if step not in SAVED else ())
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
