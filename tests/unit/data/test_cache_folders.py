@@ -121,7 +121,10 @@ def test_a_folder_that_was_just_finished_is_not_called_left_behind(
     assert "left behind" not in capsys.readouterr().out and not list(tmp_path.glob("unfinished-*"))
 
 
-@pytest.mark.parametrize("damage", ["truncated", "emptied", "changed", "gone", "about.json", "folder emptied"])
+@pytest.mark.parametrize(
+    "damage",
+    ["truncated", "emptied", "changed", "gone", "about.json", "no about.json", "one more file", "folder emptied"],
+)
 def test_a_damaged_folder_is_named_and_built_again(tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "a"
     about = find_or_build("the cache", folder, fill("some text"))
@@ -132,6 +135,11 @@ def test_a_damaged_folder_is_named_and_built_again(tmp_path: Path, damage: str, 
             path.unlink() if path.is_file() else path.rmdir()
     elif damage == "gone":
         file.unlink()
+    elif damage == "no about.json":
+        (folder / "about.json").unlink()
+    elif damage == "one more file":  # which the tokenizer would load
+        (folder / "tokenizer").mkdir()
+        (folder / "tokenizer" / "chat_template.jinja").touch()
     elif damage == "about.json":
         (folder / "about.json").write_text((folder / "about.json").read_text().replace('"by": "some', '"by": "same'))
     else:

@@ -254,7 +254,7 @@ def test_another_process_may_write_the_same_cache_first(config, tmp_path, monkey
 
 def test_unwritable_cache_is_refused(config, tmp_path):
     (tmp_path / "cache").write_text("a file where the folder should be")
-    with pytest.raises(UserError, match="the cache folder .* cannot be written .*set data.cache_dir"):
+    with pytest.raises(UserError, match=r"the cache folder .*cache.* cannot be written \(.*\): set data.cache_dir"):
         load_rows(config)
 
 
