@@ -16,8 +16,9 @@ from tests.support import launch as launcher
 from tests.support.launch import REPOSITORY, LaunchResult, launch, start
 from tests.support.ports import free_port
 from tests.support.refusals import refusal
-from tests.support.small_run import read_lines, write_inputs
+from tests.support.small_run import write_inputs
 from toolkit.errors import EXIT_USER_ERROR
+from toolkit.files.json_lines import load_json_lines
 
 TIMEOUT_S = 3
 SLACK_S = 25.0
@@ -245,7 +246,7 @@ def test_a_recipe_without_a_launcher_runs_as_with_one(script: Path, tmp_path: Pa
     for name, what in (("launched", (recipe, [])), ("by_hand", (script, [json.dumps({"all": at_env()}), str(recipe)]))):
         result = launch(what[0], [*what[1], *flags, "--run.name", name], preset="fsdp2_cpu", overrides={"mixed_precision": "no"})
         assert not any(result.returncodes), result.stderr[-4000:]
-        lines = read_lines(tmp_path / "runs" / name / "metrics.jsonl")
+        lines = load_json_lines(tmp_path / "runs" / name / "metrics.jsonl")
         figures[name] = [(line["loss"], line["grad_norm"]) for line in lines if line["kind"] == "train"]
         assert ": 2 processes x " in result.stdout
     assert figures["launched"] == figures["by_hand"] and len(figures["by_hand"]) == 3

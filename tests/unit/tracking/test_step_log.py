@@ -55,7 +55,7 @@ def skipped(log: StepLog) -> dict[str, Any]:
     return skip
 
 
-def test_rows_of_the_bad_micro_batch_are_named(log: StepLog, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_of_the_bad_micro_batch_are_named(log: StepLog, capsys: pytest.CaptureFixture[str]) -> None:
     log.add(figures(4, 1.0, NAN, 2.0))
     skip = skipped(log)
     expected = {"kind": "skip", "step": 4, "loss": None, "loss_is": "nan", "grad_norm": 1.0, "row_ids": [1010, 1011]}
@@ -66,7 +66,7 @@ def test_rows_of_the_bad_micro_batch_are_named(log: StepLog, tmp_path: Path, cap
     )
 
 
-def test_rows_of_the_whole_step_are_named_where_no_loss_is_bad(log: StepLog, tmp_path: Path) -> None:
+def test_rows_of_the_whole_step_are_named_where_no_loss_is_bad(log: StepLog) -> None:
     log.add(figures(4, 1.0, 2.0, norm=NAN))
     skip = skipped(log)
     assert skip["row_ids"] == [1008, 1009, 1010, 1011]
@@ -119,9 +119,7 @@ def test_skips_in_a_row_are_counted_from_before_a_resume(tmp_path: Path) -> None
     assert log.skips == SkipHistory(num_skipped=8, num_in_a_row=3)
 
 
-def test_many_rows_are_cut_short_in_the_sentence_but_not_in_the_log(
-    log: StepLog, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_many_rows_are_cut_short_in_the_sentence_but_not_in_the_log(log: StepLog, capsys: pytest.CaptureFixture[str]) -> None:
     log.add(figures(1, *[1.0] * 10, norm=NAN))
     skip = skipped(log)
     assert len(skip["row_ids"]) == 20
