@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,10 +35,7 @@ MESH = [
     ("flags", "sentence"),
     [
         (["--use_fsdp", *WRAP], "accelerate launch: fsdp_config.fsdp_cpu_ram_efficient_loading is true: set it to false"),
-        (
-            ["--use_fsdp", *ON_EVERY_RANK],
-            "accelerate launch: fsdp_config.fsdp_auto_wrap_policy is NO_WRAP: ",
-        ),
+        (["--use_fsdp", *ON_EVERY_RANK], "accelerate launch: fsdp_config.fsdp_auto_wrap_policy is NO_WRAP: "),
         (
             ["--multi_gpu", "--dynamo_backend", "inductor"],
             "accelerate launch: dynamo_config.dynamo_use_regional_compilation is not true: ",
@@ -52,9 +50,7 @@ def test_what_flags_of_the_launcher_ask_for_is_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr("toolkit.launch.environment.find_accelerate_yaml", lambda: None)
     for name, value in {**launched_environment(command), "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=sentence) as raised:
-        build_accelerator()
-    assert "\n" not in str(raised.value)
+    assert re.search(sentence, refusal(build_accelerator))
 
 
 @pytest.mark.parametrize(
