@@ -18,7 +18,8 @@ from tests.planting.plant import NO_FAULT
 from tests.support.absolute_runs import BATCH_ROWS, FP32, KINDS, LABEL_SMOOTHING, NUM_EVAL_ROWS, NUM_ROWS, inputs, run_recipe
 from tests.support.launch import run_on_ranks
 from tests.support.plain_pytorch import MAX_GRAD_NORM, NUM_STEPS, Figures, train_plain
-from tests.support.small_run import figures, read_lines
+from tests.support.small_run import figures
+from toolkit.files.json_lines import load_json_lines
 
 FIGURE_TOLERANCE = 1e-6
 WEIGHT_TOLERANCE = 1e-5
@@ -34,7 +35,7 @@ def test_run_is_that_of_plain_pytorch(tmp_path: Path, kind: str, preset: str) ->
     steps = rows_of_steps(run)
     check_rows(steps)
     expected = follow(kind, tuple(tuple(steps[step]) for step in sorted(steps)), first_adapter(run))
-    lines = read_lines(run / "metrics.jsonl")
+    lines = load_json_lines(run / "metrics.jsonl")
     train, evaluated = figures(lines, "train"), figures(lines, "eval")
     assert max(expected.grad_norms) > 1.2 * min(expected.grad_norms) > 1.2 * MAX_GRAD_NORM, (
         "clipping should act, now more, now less"
@@ -44,7 +45,7 @@ def test_run_is_that_of_plain_pytorch(tmp_path: Path, kind: str, preset: str) ->
     check_weights(run / "export", expected.weights)
     np.testing.assert_allclose(evaluated["loss"], expected.eval_losses, rtol=FIGURE_TOLERANCE, err_msg="evaluation loss")
     for step, texts in zip((0, NUM_STEPS), expected.texts, strict=True):
-        predictions = {line["row_id"]: line["prediction"] for line in read_lines(run / f"predictions-{step}.jsonl")}
+        predictions = {line["row_id"]: line["prediction"] for line in load_json_lines(run / f"predictions-{step}.jsonl")}
         assert predictions == dict(enumerate(texts)), "generated texts"
 
 
@@ -52,7 +53,7 @@ def test_run_is_that_of_plain_pytorch(tmp_path: Path, kind: str, preset: str) ->
 def follow(kind: str, steps: tuple[tuple[int, ...], ...], adapter: bytes | None) -> Figures:
     """The reference for these rows of the steps, on one process, which no planted fault reaches."""
     recipe, family, _ = KINDS[kind]
-    evaluation, train = (read_lines(inputs() / f"{recipe}-{name}.jsonl") for name in ("eval", "train"))
+    evaluation, train = (load_json_lines(inputs() / f"{recipe}-{name}.jsonl") for name in ("eval", "train"))
     rows = [[train[row - NUM_EVAL_ROWS] for row in step] for step in steps]
     args = (inputs() / family, rows, evaluation, adapter, LABEL_SMOOTHING if kind == "llama" else 0.0)
     return run_on_ranks(train_plain, preset="single", overrides=FP32, args=args, env=NO_FAULT)[0]

@@ -15,10 +15,10 @@ from tests.support.small_run import (
     check_curve,
     check_gradients,
     figures,
-    read_lines,
     run_recipes,
     write_inputs,
 )
+from toolkit.files.json_lines import load_json_lines
 
 CHECKPOINTING = {"fsdp_config": {"fsdp_activation_checkpointing": True}}
 COMPILED = {"dynamo_config": {"dynamo_backend": "AOT_EAGER", "dynamo_use_regional_compilation": True}}
@@ -114,7 +114,7 @@ def test_evaluation_depends_on_neither_batch_size_nor_processes(folder: Path, fi
     np.testing.assert_allclose(actual["loss"][0], expected["loss"][0], rtol=1e-6)
     np.testing.assert_allclose(actual["loss"], expected["loss"], rtol=RELATIVE_TOLERANCE)
     assert actual["rougeL"][0] == expected["rougeL"][0]
-    predictions = [read_lines(folder / "runs" / run / "predictions-0.jsonl") for run in (REFERENCE, name)]
+    predictions = [load_json_lines(folder / "runs" / run / "predictions-0.jsonl") for run in (REFERENCE, name)]
     assert predictions[0] == predictions[1]
 
 
@@ -192,6 +192,6 @@ def rows_of_steps(run_folder: Path) -> dict[int, list[int]]:
     """Row ids by step, of all ranks and micro-batches as they were logged."""
     steps: dict[int, list[int]] = {}
     for path in sorted(run_folder.glob("rows-*.jsonl")):
-        for line in read_lines(path):
+        for line in load_json_lines(path):
             steps.setdefault(line["step"], []).extend(line["row_ids"])
     return steps

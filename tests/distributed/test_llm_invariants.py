@@ -18,9 +18,9 @@ from tests.support.small_run import (
     check_curve,
     check_gradients,
     figures,
-    read_lines,
     run_recipes,
 )  # fmt: skip
+from toolkit.files.json_lines import load_json_lines
 
 FSDP1 = GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"]
 PACKED = ["--data.packing", "true"]
@@ -117,7 +117,7 @@ def test_evaluation_is_that_of_one_process(folder: Path, finished: dict[str, Fin
     np.testing.assert_allclose(actual["loss"], expected["loss"], rtol=RELATIVE_TOLERANCE)
     np.testing.assert_allclose(actual["perplexity"], np.exp(actual["loss"]))
     assert actual["token_accuracy"][0] == expected["token_accuracy"][0]
-    predictions = [read_lines(folder / "runs" / f"{kind}-{run}" / "predictions-0.jsonl") for run in (REFERENCE, name)]
+    predictions = [load_json_lines(folder / "runs" / f"{kind}-{run}" / "predictions-0.jsonl") for run in (REFERENCE, name)]
     assert predictions[0] == predictions[1]
 
 

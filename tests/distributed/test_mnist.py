@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
-from tests.support.small_run import RELATIVE_TOLERANCE, read_lines, run_in_this_process
+from tests.support.small_run import RELATIVE_TOLERANCE, run_in_this_process
+from toolkit.files.json_lines import load_json_lines
 
 NUM_STEPS = 8
 # An epoch has 7 steps, the last of 1 row; the last evaluation batch has 1 of the 283 rows: a rank of 2 goes without.
@@ -44,7 +45,7 @@ def run(folder: Path, name: str, *flags: str) -> tuple[list[dict[str, Any]], dic
     argv = [*always, *ROWS, *BATCHES, *SCHEDULE, *own_flags, *flags]
     overrides = {"mixed_precision": "no", **overrides}
     run_on_ranks(run_recipe, preset=preset, overrides=overrides, args=(argv,))
-    return read_lines(folder / name / "metrics.jsonl"), load_file(folder / name / "model.safetensors")
+    return load_json_lines(folder / name / "metrics.jsonl"), load_file(folder / name / "model.safetensors")
 
 
 def run_recipe(argv: list[str]) -> None:

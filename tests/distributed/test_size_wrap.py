@@ -11,7 +11,8 @@ import pytest
 from tests.distributed.test_invariants import CHECKPOINTING
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
 from tests.support.model_folders import build_model_folders
-from tests.support.small_run import check_curve, check_gradients, read_lines, run_recipes, write_inputs
+from tests.support.small_run import check_curve, check_gradients, run_recipes, write_inputs
+from toolkit.files.json_lines import load_json_lines
 
 MIN_NUM_PARAMS = 1500
 SIZE_BASED = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": MIN_NUM_PARAMS}
@@ -38,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("size-wrap")
     write_inputs(folder)
     (folder / "model").rename(folder / "t5")
-    rows = [{"prompt": row["source"], "completion": " " + row["target"]} for row in read_lines(folder / "rows.jsonl")]
+    rows = [{"prompt": row["source"], "completion": " " + row["target"]} for row in load_json_lines(folder / "rows.jsonl")]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run_on_ranks(build_model_folders, preset="single", overrides={"mixed_precision": "no"}, args=(folder, ["llama"]))
     (folder / "llama").rename(folder / "llm")
@@ -70,7 +71,7 @@ def test_curve_gradients_and_predictions_are_those_of_one_process(
     (expected_lines, expected_gradients), (lines, gradients) = finished[f"{kind}-single"], finished[f"{kind}-{where}"]
     check_curve(lines, expected_lines)
     check_gradients(gradients, expected_gradients[0])
-    predictions = [read_lines(folder / "runs" / f"{kind}-{run}" / "predictions-0.jsonl") for run in ("single", where)]
+    predictions = [load_json_lines(folder / "runs" / f"{kind}-{run}" / "predictions-0.jsonl") for run in ("single", where)]
     assert predictions[0] == predictions[1]
     assert list((folder / "runs" / f"{kind}-{where}" / "export").glob("*.safetensors"))
 

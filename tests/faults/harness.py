@@ -152,16 +152,16 @@ WHOLE = "whole"
 """The run that nothing interrupts."""
 NUM_STEPS = 6
 SAVED = (2, 4, 6)
-CHANGES: dict[str, Any] = {
+TRAINED: dict[str, Any] = {
     "model__dropout": 0.1,
     "train__max_steps": NUM_STEPS,
     "train__micro_batch_size_rows": 2,  # two micro-batches a step on each of two processes
     "checkpoint__every_steps": 2,
     "checkpoint__keep_last": 9,
-    "eval__every_steps": 4,
     "eval__generate": False,
     "log_row_ids": True,
 }
+CHANGES: dict[str, Any] = TRAINED | {"eval__every_steps": 4}
 """26 training rows: an epoch ends after step 4, whose batch is smaller."""
 
 

@@ -67,10 +67,6 @@ def as_pickled_adapter(folder: Path, canary: Path) -> None:
     with_adapter(folder, canary)
 
 
-def with_hub_attention(folder: Path, canary: Path) -> None:
-    set_keys(folder / "config.json", attn_implementation="hostile/kernel")
-
-
 def with_unknown_model_code(folder: Path, canary: Path) -> None:
     module = write_code(folder, canary)
     auto_map = {"AutoConfig": f"{module}.Config", "AutoModelForSeq2SeqLM": f"{module}.Model"}
@@ -124,11 +120,6 @@ FOLDERS: dict[str, tuple[Callable[[Path, Path], None], str, str]] = {
         as_pickled_adapter,
         ADAPTER,
         "adapter.name_or_path {other} has no adapter_model.safetensors (pickled .bin weights are not loaded): give the folder …",
-    ),
-    "attention of the hub": (
-        with_hub_attention,
-        MODEL,
-        "the config.json of {other} names the attention hostile/kernel, which is code of the hub: set …",
     ),
     "model of unknown code": (with_unknown_model_code, MODEL, "model.name_or_path {other} could not be read (…): give …"),
 }

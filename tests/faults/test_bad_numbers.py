@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.faults.harness import Fault, attempt_with, check_same, read_manifest, run_with
+from tests.faults.harness import NUM_STEPS, TRAINED, Fault, attempt_with, check_same, read_manifest, run_with
 from tests.faults.signals import signal_in_phase
 from tests.faults.workers.faulty_recipe import wrap
 from tests.recipes.test_resume import rows_by_place
@@ -20,18 +20,7 @@ from tests.support.workbench import FP32, Workbench, new_bench
 from toolkit.errors import EXIT_STOPPED, EXIT_USER_ERROR
 from toolkit.files.json_lines import load_json_lines
 
-NUM_STEPS = 6
-CHANGES: dict[str, Any] = {
-    "model__dropout": 0.1,
-    "train__max_steps": NUM_STEPS,
-    "train__micro_batch_size_rows": 2,
-    "checkpoint__every_steps": 2,
-    "checkpoint__keep_last": 9,
-    "eval__generate": False,
-    "log_row_ids": True,
-    "optim__weight_decay": 0.1,
-}
-"""Two micro-batches a step on each of two processes."""
+CHANGES: dict[str, Any] = TRAINED | {"optim__weight_decay": 0.1}
 FSDP1 = {"preset": "fsdp1_full_shard", "overrides": GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"] | FP32}
 BF16 = {"overrides": {"mixed_precision": "bf16"}}
 

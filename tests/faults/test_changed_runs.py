@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import shutil
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults.harness import attempt_with, check_same, run_with
+from tests.faults.harness import TRAINED, attempt_with, check_same, run_with
 from tests.faults.signals import signal_in_phase
-from tests.recipes.bad_input import OTHER_DATA
+from tests.recipes.bad_input import OTHER_DATA, contents
 from tests.recipes.test_resume import curves, rows_by_step
 from tests.support.launch import LaunchResult
 from tests.support.model_folders import make_rows, save_jsonl
-from tests.support.workbench import Workbench, new_bench
+from tests.support.workbench import Workbench, new_bench, step_name
 from toolkit.errors import EXIT_USER_ERROR
 
-CHANGES: dict[str, Any] = {
-    "model__dropout": 0.1,
-    "train__max_steps": 4,
-    "train__micro_batch_size_rows": 2,
-    "checkpoint__every_steps": 2,
-    "checkpoint__keep_last": 9,
-    "eval__generate": False,
-    "log_row_ids": True,
-    "optim__schedule": "constant",
-}
+CHANGES: dict[str, Any] = TRAINED | {"train__max_steps": 4, "optim__schedule": "constant"}
 LONGER = {"train__max_steps": 6}
 
 CHANGED_DATA = f"the data is not what {{checkpoint}} was trained on, {OTHER_DATA}"
@@ -58,16 +48,24 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
 
 def refused(bench: Workbench, name: str, **changes: Any) -> LaunchResult:
     """A resume that must be refused; nothing of the run may have changed by it."""
-    before = snapshot(bench.runs / name)
+    before = contents(bench.runs / name)
     result = attempt_with(bench, name, **changes)
     assert set(result.returncodes) == {EXIT_USER_ERROR}, result.stderr[-6000:]
     assert "Traceback" not in result.stderr
-    assert snapshot(bench.runs / name) == before
+    assert contents(bench.runs / name) == before
     return result
 
 
-def snapshot(run: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(run)): path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
+def check_like_six(bench: Workbench, name: str, evaluated: list[int], saved: list[int]) -> None:
+    """The steps, rows and last tensors are those of `six`, bit for bit."""
+    assert [curves(line) for line in bench.lines(name, "train")] == [curves(line) for line in bench.lines("six", "train")]
+    assert rows_by_step(bench.runs / name) == rows_by_step(bench.runs / "six")
+    assert [line["step"] for line in bench.lines(name, "eval")] == evaluated
+    assert bench.checkpoints(name) == [step_name(step) for step in saved]
+    actual, expected = (
+        {path.name: path.read_bytes() for path in bench.checkpoint(run, 6).glob("*/*.distcp")} for run in (name, "six")
+    )
+    assert actual == expected != {}
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -86,13 +84,7 @@ def test_steps_raised_after_the_end_go_on_from_the_last_checkpoint(bench: Workbe
     shutil.copytree(bench.runs / "four", bench.runs / "raised")
     printed = run_with(bench, "raised", **CHANGES | LONGER)
     assert "step-00000004, after step 4\n" in printed
-    assert [curves(line) for line in bench.lines("raised", "train")] == [curves(line) for line in bench.lines("six", "train")]
-    assert rows_by_step(bench.runs / "raised") == rows_by_step(bench.runs / "six")
-    assert [line["step"] for line in bench.lines("raised", "eval")] == [4, 6]
-    assert bench.checkpoints("raised") == ["step-00000002", "step-00000004", "step-00000006"]
-    expected = {path.name: path.read_bytes() for path in (bench.runs / "six" / "checkpoints").glob("step-00000006/*/*.distcp")}
-    actual = {path.name: path.read_bytes() for path in (bench.runs / "raised" / "checkpoints").glob("step-00000006/*/*.distcp")}
-    assert actual == expected != {}
+    check_like_six(bench, "raised", evaluated=[4, 6], saved=[2, 4, 6])
 
 
 def test_steps_lowered_below_the_last_checkpoint_leave_nothing_to_train(bench: Workbench) -> None:
@@ -120,13 +112,7 @@ def test_what_is_no_part_of_the_training_may_change(bench: Workbench) -> None:
         "run__timeout_s": 1000,
     }
     assert "step-00000002, after step 2\n" in run_with(bench, "free", **CHANGES | LONGER | free)
-    assert [curves(line) for line in bench.lines("free", "train")] == [curves(line) for line in bench.lines("six", "train")]
-    assert rows_by_step(bench.runs / "free") == rows_by_step(bench.runs / "six")
-    assert [line["step"] for line in bench.lines("free", "eval")] == [5, 6]
-    assert bench.checkpoints("free") == ["step-00000002", "step-00000003", "step-00000006"]
-    expected = {path.name: path.read_bytes() for path in (bench.runs / "six" / "checkpoints").glob("step-00000006/*/*.distcp")}
-    actual = {path.name: path.read_bytes() for path in (bench.runs / "free" / "checkpoints").glob("step-00000006/*/*.distcp")}
-    assert actual == expected != {}
+    check_like_six(bench, "free", evaluated=[5, 6], saved=[2, 3, 6])
 
 
 def tell_finalization() -> None:

@@ -25,6 +25,7 @@ from tests.faults.harness import (
     stopped_after,
     write_manifest,
 )
+from tests.recipes.bad_input import contents
 from tests.support.workbench import Workbench, step_name
 
 SHARDS = ("state/__0_0.distcp", "state/__1_0.distcp")
@@ -146,25 +147,3 @@ def test_a_part_of_a_checkpoint_does_not_count(faulty_bench: Workbench, step: in
     printed = resume(faulty_bench, run.name, from_step=4)
     assert f"{part.name} has no manifest.json: it was never finished\n" in printed
     check_like_whole(faulty_bench, run.name, SAVED, others=(part.name,) if step not in SAVED else ())
-
-
-# --- Other versions of the format.
-
-
-VERSIONS = {
-    3: "has checkpoint format 3; this version reads 4: export it with the version that wrote it, and give .*",
-    99: "has checkpoint format 99; this version reads 4: update the toolkit",
-}
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_other_formats_are_refused(faulty_bench: Workbench, version: int) -> None:
-    run = stopped_after(faulty_bench, f"version {version}", step=2)
-    folder = run / "checkpoints" / step_name(2)
-    write_manifest(folder, read_manifest(folder) | {"format_version": version})
-    sentence = rf"no checkpoint in {run}/checkpoints is valid \({folder.name} {VERSIONS[version]}\): move them away .*"
-    check_one_sentence(attempt_with(faulty_bench, run.name), sentence)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -204,9 +204,9 @@ def test_a_real_disk_that_refuses_ends_the_run(faulty_bench: Workbench, name: st
 # --- The writer's thread dies.
 
 
-def die_in_thread(event: str, path: str, kind: type[BaseException], rank: int) -> None:
+def die_in_thread(path: str, kind: type[BaseException], rank: int) -> None:
     if this_rank() == rank:
-        before(event, path, partial(die, kind))
+        before("open", path, partial(die, kind))
 
 
 def die(kind: type[BaseException]) -> None:
@@ -214,21 +214,18 @@ def die(kind: type[BaseException]) -> None:
     raise kind
 
 
-DEATHS: dict[str, tuple[str, str, int]] = {
-    "in the shard of rank 1": ("open", SHARD.format(1), 1),
-    "while hashing": ("open", r"{3}.tmp/rng-00001\.safetensors r ", 1),
-    "in the manifest": ("open", r"{3}.tmp/manifest\.json w ", 0),
+DEATHS: dict[str, tuple[str, type[BaseException], int]] = {
+    "in the shard of rank 1": (SHARD.format(1), MemoryError, 1),
+    "while hashing": (r"{3}.tmp/rng-00001\.safetensors r ", SystemExit, 1),
+    "in the manifest": (r"{3}.tmp/manifest\.json w ", MemoryError, 0),
 }
 
 
-@pytest.mark.parametrize(
-    ("place", "kind"),
-    [("in the shard of rank 1", MemoryError), ("while hashing", SystemExit), ("in the manifest", MemoryError)],
-)
-def test_a_writer_that_dies_ends_the_run(faulty_bench: Workbench, place: str, kind: type[BaseException]) -> None:
-    bench, (event, path, rank) = faulty_bench, DEATHS[place]
+@pytest.mark.parametrize("place", DEATHS)
+def test_a_writer_that_dies_ends_the_run(faulty_bench: Workbench, place: str) -> None:
+    bench, (path, kind, rank) = faulty_bench, DEATHS[place]
     run = stopped_after(bench, f"{kind.__name__} {place}", step=2)
-    fault = partial(until_it_has_failed, partial(die_in_thread, event, path, kind, rank), step=4)
+    fault = partial(until_it_has_failed, partial(die_in_thread, path, kind, rank), step=4)
     outcome = attempt_with(bench, run.name, fault, timeout_s=PATIENCE_S, **EVERY_3)
     assert outcome.injected and all(code > 0 for code in outcome.returncodes), outcome.stderr[-6000:]
     assert outcome.seconds_after < PATIENCE_S / 3

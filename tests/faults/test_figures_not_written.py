@@ -56,22 +56,21 @@ def test_no_checkpoint_is_newer_than_its_lines(faulty_bench: Workbench, kind: st
     check_like_whole(faulty_bench, run.name, SAVED)
 
 
-def test_rows_that_cannot_be_logged(faulty_bench: Workbench) -> None:
-    run = stopped_after(faulty_bench, "no room for rows", step=2)
-    outcome = attempt_with(faulty_bench, run.name, partial(no_room, r"rows-00001\.jsonl a ", rank=1))
-    assert outcome.injected
-    check_one_sentence(outcome, rf"{run}/rows-00001\.jsonl cannot be written \({NO_SPACE}\): fix that.*")
-    resume(faulty_bench, run.name, from_step=2)
-    check_like_whole(faulty_bench, run.name, SAVED)
+REFUSED = {
+    "rows that cannot be logged": (r"rows-00001\.jsonl a ", 1, r"rows-00001\.jsonl cannot be written"),
+    "no room to cut the record at a resume": (r"metrics\.jsonl\.tmp w", 0, r"metrics\.jsonl cannot be used"),
+}
 
 
-def test_no_room_to_cut_the_record_at_a_resume(faulty_bench: Workbench) -> None:
-    run = stopped_after(faulty_bench, "no room to cut", step=2)
-    outcome = attempt_with(faulty_bench, run.name, partial(no_room, r"metrics\.jsonl\.tmp w", rank=0))
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_file_that_a_rank_cannot_write_ends_the_run(faulty_bench: Workbench, name: str) -> None:
+    path, rank, sentence = REFUSED[name]
+    run = stopped_after(faulty_bench, name, step=2)
+    outcome = attempt_with(faulty_bench, name, partial(no_room, path, rank=rank))
     assert outcome.injected
-    check_one_sentence(outcome, rf"{run}/metrics\.jsonl cannot be used \({NO_SPACE}\): fix that.*")
-    resume(faulty_bench, run.name, from_step=2)
-    check_like_whole(faulty_bench, run.name, SAVED)
+    check_one_sentence(outcome, rf"{run}/{sentence} \({NO_SPACE}\): fix that.*")
+    resume(faulty_bench, name, from_step=2)
+    check_like_whole(faulty_bench, name, SAVED)
 
 
 def test_a_broken_line_is_named_on_all_ranks(faulty_bench: Workbench) -> None:

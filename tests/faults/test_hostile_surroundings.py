@@ -9,7 +9,6 @@ import shutil
 import signal
 import stat
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ import pytest
 from tests.faults.harness import attempt_with, run_with
 from tests.faults.workers.faulty_recipe import wrap
 from tests.recipes.bad_input import Case, check
-from tests.recipes.llm_bad_input_cases import ROW, chats
-from tests.recipes.test_llm_bad_input import working_run
 from tests.support.launch import LaunchResult
 from tests.support.model_folders import make_rows, save_jsonl
 from tests.support.workbench import Workbench, new_bench
@@ -121,17 +118,3 @@ def test_a_tokenizing_process_that_is_killed(bench: Workbench) -> None:
     refused(bench, result, "one of the 2 processes that tokenize the train rows was killed, as the system does where memory …")
     assert [path.name for path in (bench.runs / "cache").iterdir()] == ["rows"]
     assert "2 training rows" in run_with(bench, "killed", **changes)  # the same command, with enough memory
-
-
-@pytest.mark.parametrize(
-    "template",
-    ["{{ 1 // (messages | length * 0) }}", "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"],
-    ids=["division by zero", "recursion"],
-)
-def test_a_template_that_cannot_be_computed(tmp_path: Path, template: str) -> None:
-    case = Case(
-        flags="--data.chat_template {here}/chat.jinja",
-        files=chats() | {"chat.jinja": template},
-        sentence=f"{ROW.replace(', row 17', ', row 1')}: the chat template refuses this conversation (…): change the row, or …",
-    )
-    check(tmp_path, case, working_run().launch(tmp_path, case))

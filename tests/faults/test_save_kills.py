@@ -134,18 +134,10 @@ def die_at(moment: str, ranks: tuple[int, ...]) -> None:
         MOMENTS[moment].watch(partial(kill, *ranks))
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_all_ranks_are_killed(faulty_bench: Workbench, moment: str) -> None:
-    name = f"both {moment}"
-    kill_a_run(faulty_bench, name, moment, ranks=(0, 1))
-    goes_on_from = MOMENTS[moment].goes_on_from
-    check_goes_on(faulty_bench, name, goes_on_from)
-
-
-@pytest.mark.parametrize("moment", ALONE)
-def test_the_rank_at_work_is_killed(faulty_bench: Workbench, moment: str) -> None:
-    name = f"one {moment}"
-    kill_a_run(faulty_bench, name, moment, ranks=(MOMENTS[moment].rank,))
+@pytest.mark.parametrize(("moment", "alone"), [*((moment, False) for moment in MOMENTS), *((moment, True) for moment in ALONE)])
+def test_all_ranks_or_the_one_at_work_are_killed(faulty_bench: Workbench, moment: str, alone: bool) -> None:
+    name = f"{'one' if alone else 'both'} {moment}"
+    kill_a_run(faulty_bench, name, moment, ranks=(MOMENTS[moment].rank,) if alone else (0, 1))
     check_goes_on(faulty_bench, name, MOMENTS[moment].goes_on_from)
 
 

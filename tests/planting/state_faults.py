@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,32 +30,25 @@ def untied_weight(patch: MonkeyPatch) -> None:
 
 def dropped_slice(patch: MonkeyPatch) -> None:
     """Rank 1 leaves its part of one tensor out of every checkpoint."""
-    from toolkit.checkpoint import save as checkpoint_writer
-    from toolkit.distributed.comm import rank
-
-    save_tensors = checkpoint_writer.save_tensors
-
-    def dropping(tensors: dict[str, Any], folder: Path, group: Any) -> list[str]:
-        left_out = next(name for name in tensors if name.endswith(".exp_avg"))
-        kept = {name: tensor for name, tensor in tensors.items() if name != left_out or rank() != 1}
-        return save_tensors(kept, folder, group)
-
-    patch.setattr(checkpoint_writer, "save_tensors", dropping)
+    _change_a_moment(patch, lambda tensors, lost: {name: tensor for name, tensor in tensors.items() if name != lost})
 
 
 def lost_slice(patch: MonkeyPatch) -> None:
     """Rank 1 writes zeros for its part of one tensor."""
+    _change_a_moment(patch, lambda tensors, lost: tensors | {lost: tensors[lost] * 0})
+
+
+def _change_a_moment(patch: MonkeyPatch, change: Callable[[dict[str, Any], str], dict[str, Any]]) -> None:
     from toolkit.checkpoint import save as checkpoint_writer
     from toolkit.distributed.comm import rank
 
     save_tensors = checkpoint_writer.save_tensors
 
-    def losing(tensors: dict[str, Any], folder: Path, group: Any) -> list[str]:
+    def saving(tensors: dict[str, Any], folder: Path, group: Any) -> list[str]:
         lost = next(name for name in tensors if name.endswith(".exp_avg"))
-        written = {name: tensor * 0 if name == lost and rank() == 1 else tensor for name, tensor in tensors.items()}
-        return save_tensors(written, folder, group)
+        return save_tensors(change(tensors, lost) if rank() == 1 else tensors, folder, group)
 
-    patch.setattr(checkpoint_writer, "save_tensors", losing)
+    patch.setattr(checkpoint_writer, "save_tensors", saving)
 
 
 def random_state_not_restored(patch: MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,21 @@ def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def bench(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model_folders: dict[str, Path], data_folder: Path
+) -> Workbench:
+    """The runs of one file of tests, on the tiny T5 unless they say otherwise."""
+    runs = tmp_path_factory.mktemp(request.module.__name__.rpartition(".")[2])
+    return Workbench(runs=runs, models=model_folders, data=data_folder)
+
+
+@pytest.fixture(scope="module")
+def llm_bench(bench: Workbench) -> Workbench:
+    """Runs of the other recipe beside them, on the tiny Llama."""
+    return replace(bench, recipe="llm", rows=ROWS["llm"])
+
+
 @pytest.fixture
 def workbench(tmp_path: Path, model_folders: dict[str, Path], data_folder: Path) -> Workbench:
     """Runs of one test, on the tiny T5 unless it says otherwise."""
@@ -33,6 +49,6 @@ def workbench(tmp_path: Path, model_folders: dict[str, Path], data_folder: Path)
 
 
 @pytest.fixture
-def llm_workbench(tmp_path: Path, model_folders: dict[str, Path], data_folder: Path) -> Workbench:
+def llm_workbench(workbench: Workbench) -> Workbench:
     """Runs of one test, on the tiny Llama unless it says otherwise."""
-    return Workbench(runs=tmp_path, models=model_folders, data=data_folder, recipe="llm", rows=ROWS["llm"])
+    return replace(workbench, recipe="llm", rows=ROWS["llm"])

@@ -69,12 +69,6 @@ EARLY = {
         sentence="model.frozen_dtype is bfloat16, but mixed_precision is 'no': leave it out, or write mixed_precision: bf16",
     ),
     # The model.
-    "T5": Case(
-        flags=OTHER_MODEL,
-        files=model_files({"model_type": "t5"}),
-        sentence="model.name_or_path {here}/other is a t5 model, not a causal language model: take one such as Llama, Qwen or "
-        "Gemma",
-    ),
     "mixture of experts": Case(
         flags=OTHER_MODEL,
         files=model_files({**LLAMA, "model_type": "mixtral", "num_local_experts": 2}),
@@ -112,12 +106,7 @@ def chats(*conversations: list[dict[str, Any]]) -> Files:
 
 TEXT = rows(*({"text": f"hello there {i:b}"} for i in range(12)))
 
-ROW = f"{{here}}/rows.jsonl, row {NEXT}"
 DATA = {
-    "no assistant turn": Case(
-        files=chats(say("a")),
-        sentence=f"{ROW}, column messages: no assistant turn, so there is nothing to train on: leave the row out",
-    ),
     "missing file of a mix": Case(
         flags=f'{MIX} [{{"source":"jsonl","files":"{{here}}/rows.jsonl"}},{{"source":"csv","files":"{{here}}/rws.csv"}}]',
         sentence="data.mix[1].files: there is no file {here}/rws.csv: …",
@@ -125,11 +114,6 @@ DATA = {
     "rows longer than the model's positions": Case(
         files=model_files({**LLAMA, "max_position_embeddings": 16}, "model"),
         sentence="the longest row has … tokens, but {here}/model has only 16 positions: set data.max_length_tokens to at most 16",
-    ),
-    "generated texts longer than the model's positions": Case(
-        flags="--eval.generate true --eval.max_new_tokens 100",
-        sentence="a prompt has up to … tokens and eval.max_new_tokens is 100, together … tokens, but {here}/model has only 128 "
-        "positions: set data.max_length_tokens plus eval.max_new_tokens to at most 128",
     ),
     "best metric that plain text does not give": Case(
         flags="--eval.best_metric rougeL --eval.generate true --data.eval_fraction 0.4",

@@ -55,45 +55,32 @@ for run in runs:
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory, model_folders: dict[str, Path], data_folder: Path) -> Workbench:
-    """The runs of this file on causal models."""
-    runs = tmp_path_factory.mktemp("adapters")
-    return Workbench(runs=runs, models=model_folders, data=data_folder, recipe="llm", rows="prompts.jsonl")
-
-
-@pytest.fixture(scope="module")
-def t5_bench(bench: Workbench) -> Workbench:
-    """Runs of the other recipe beside them."""
-    return Workbench(runs=bench.runs, models=bench.models, data=bench.data)
-
-
-@pytest.fixture(scope="module")
-def gathered(bench: Workbench) -> dict[str, np.ndarray]:
+def gathered(llm_bench: Workbench) -> dict[str, np.ndarray]:
     """A run `gathered` on two ranks whose B was drawn at random before the export; all parameters, gathered by hand before it."""
-    flags = bench.flags("gathered", export__merge=True, **LORA, **NO_TEXTS)
+    flags = llm_bench.flags("gathered", export__merge=True, **LORA, **NO_TEXTS)
     return run_on_ranks(train_and_gather, preset="fsdp2_cpu", overrides=FP32, args=(flags,))[0]
 
 
 @pytest.fixture(scope="module")
-def t5_printed(t5_bench: Workbench) -> str:
+def t5_printed(bench: Workbench) -> str:
     """A run `t5` of three steps; what it prints when it goes on to the fifth."""
     settings = LORA | {"adapter__dropout": 0.1, "export__merge": True}
-    t5_bench.run("t5", **settings)
-    return t5_bench.run("t5", train__max_steps=5, **settings)
+    bench.run("t5", **settings)
+    return bench.run("t5", train__max_steps=5, **settings)
 
 
 @pytest.fixture(scope="module")
-def trained(bench: Workbench) -> list[str]:
+def trained(llm_bench: Workbench) -> list[str]:
     """All runs of `TRAINED`, by their names."""
     for name, (model, overrides, settings) in TRAINED.items():
-        bench.run(name, model=model, overrides=overrides, **LORA | NO_TEXTS | {"export__merge": True} | settings)
+        llm_bench.run(name, model=model, overrides=overrides, **LORA | NO_TEXTS | {"export__merge": True} | settings)
     return list(TRAINED)
 
 
-def test_the_exported_adapter_is_the_one_gathered_by_hand(bench: Workbench, gathered: dict[str, np.ndarray]) -> None:
+def test_the_exported_adapter_is_the_one_gathered_by_hand(llm_bench: Workbench, gathered: dict[str, np.ndarray]) -> None:
     from safetensors.numpy import load_file
 
-    exported = load_file(bench.runs / "gathered" / "export" / "adapter_model.safetensors")
+    exported = load_file(llm_bench.runs / "gathered" / "export" / "adapter_model.safetensors")
     by_hand = {f"base_model.model.{n.replace('.default.', '.')}": value for n, value in gathered.items() if ".lora_" in n}
     assert exported.keys() == by_hand.keys() and len(exported) == 2 * 2 * 7
     for name, value in exported.items():
@@ -101,18 +88,18 @@ def test_the_exported_adapter_is_the_one_gathered_by_hand(bench: Workbench, gath
         assert value.dtype == np.float32 and (value != 0).all()
 
 
-def test_frozen_weights_are_bit_for_bit_those_of_the_base(bench: Workbench, gathered: dict[str, np.ndarray]) -> None:
+def test_frozen_weights_are_bit_for_bit_those_of_the_base(llm_bench: Workbench, gathered: dict[str, np.ndarray]) -> None:
     from safetensors.numpy import load_file
 
-    base = load_file(bench.models["llama"] / "model.safetensors")
+    base = load_file(llm_bench.models["llama"] / "model.safetensors")
     frozen = {name.replace(".base_layer.", "."): value for name, value in gathered.items() if ".lora_" not in name}
     assert frozen.keys() == base.keys()
     assert all(value.tobytes() == base[name].tobytes() for name, value in frozen.items())
 
 
 @pytest.mark.usefixtures("gathered", "t5_printed")
-def test_plain_peft_gives_the_trained_models_logits(bench: Workbench, trained: list[str], tmp_path: Path) -> None:
-    found = run_without_toolkit(RELOAD, [bench.runs / name for name in (*trained, "gathered", "t5")], tmp_path)
+def test_plain_peft_gives_the_trained_models_logits(llm_bench: Workbench, trained: list[str], tmp_path: Path) -> None:
+    found = run_without_toolkit(RELOAD, [llm_bench.runs / name for name in (*trained, "gathered", "t5")], tmp_path)
     assert len(found) == len(TRAINED) + 2
     for name, about in found.items():
         tolerance = 5e-2 if "bf16" in name else 1e-4
@@ -122,59 +109,61 @@ def test_plain_peft_gives_the_trained_models_logits(bench: Workbench, trained: l
 
 @pytest.mark.usefixtures("trained")
 @pytest.mark.parametrize("name", TRAINED)
-def test_every_kind_of_adapter_trains_what_it_should(bench: Workbench, name: str) -> None:
+def test_every_kind_of_adapter_trains_what_it_should(llm_bench: Workbench, name: str) -> None:
     from safetensors.torch import load_file
 
     from toolkit.models.lora_files import hash_weight
 
-    stored = on_one_process(list_tensors, bench.runs / name / "checkpoints" / "step-00000003" / "state")
+    stored = on_one_process(list_tensors, llm_bench.runs / name / "checkpoints" / "step-00000003" / "state")
     kinds = {re.search(r"(lora_[a-zA-Z]+(_[a-z]+)*|modules_to_save)\.", tensor)[1] for tensor in stored}  # type: ignore[index]
     assert kinds == {"lora_A", "lora_B"} | (
         {"lora_magnitude_vector"} if name.startswith("dora") else {"modules_to_save"} if name.startswith("saved") else set()
     )
-    settings = json.loads((bench.runs / name / "export" / "adapter_config.json").read_text())
+    settings = json.loads((llm_bench.runs / name / "export" / "adapter_config.json").read_text())
     assert (settings["use_dora"], settings["use_rslora"]) == (name.startswith("dora"), name.startswith("rslora"))
-    base = load_file(bench.models[TRAINED[name][0]] / "model.safetensors")
-    record = json.loads((bench.runs / name / "export" / "base.json").read_text())
+    base = load_file(llm_bench.models[TRAINED[name][0]] / "model.safetensors")
+    record = json.loads((llm_bench.runs / name / "export" / "base.json").read_text())
     assert record["bf16_sha256"] == {tensor: hash_weight(weight) for tensor, weight in base.items()}
-    losses = [line["loss"] for line in bench.lines(name, "train")]
+    losses = [line["loss"] for line in llm_bench.lines(name, "train")]
     assert len(set(losses)) == 3
 
 
-def test_t5_trains_an_adapter_and_resumes(t5_bench: Workbench, t5_printed: str) -> None:
+def test_t5_trains_an_adapter_and_resumes(bench: Workbench, t5_printed: str) -> None:
     assert "step-00000003, after step 3" in t5_printed
-    assert [line["step"] for line in t5_bench.lines("t5", "train")] == [1, 2, 3, 4, 5]
-    assert [line["step"] for line in t5_bench.lines("t5", "eval") if "rougeL" in line] == [3, 5]
-    stored = on_one_process(list_tensors, t5_bench.runs / "t5" / "checkpoints" / "step-00000005" / "state")
+    assert [line["step"] for line in bench.lines("t5", "train")] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in bench.lines("t5", "eval") if "rougeL" in line] == [3, 5]
+    stored = on_one_process(list_tensors, bench.runs / "t5" / "checkpoints" / "step-00000005" / "state")
     assert stored and all(".lora_A." in name or ".lora_B." in name for name in stored)
 
 
 @pytest.mark.usefixtures("gathered")
-def test_an_exported_adapter_goes_on_training(bench: Workbench) -> None:
+def test_an_exported_adapter_goes_on_training(llm_bench: Workbench) -> None:
     from safetensors.numpy import load_file
 
-    adapter = bench.runs / "gathered" / "export"
+    adapter = llm_bench.runs / "gathered" / "export"
     more = {"adapter__method": "lora", "adapter__name_or_path": adapter, "adapter__rank": 64, "eval__at_start": True}
-    bench.run("further", train__max_steps=2, **more, **NO_TEXTS)
-    before, after = (load_file(folder / "adapter_model.safetensors") for folder in (adapter, bench.runs / "further" / "export"))
+    llm_bench.run("further", train__max_steps=2, **more, **NO_TEXTS)
+    before, after = (
+        load_file(folder / "adapter_model.safetensors") for folder in (adapter, llm_bench.runs / "further" / "export")
+    )
     assert {name: value.shape for name, value in after.items()} == {name: value.shape for name, value in before.items()}
     assert not any((after[name] == before[name]).all() for name in before)
     # Its first evaluation is of the adapter as it came, and not of a new one, which is the base.
-    only_evaluated = bench.run("base", train__max_steps=0, **NO_TEXTS)
-    printed = bench.run("again", train__max_steps=0, export__merge=True, **more, **NO_TEXTS)
-    merged = bench.runs / "again" / "merged"
-    base, start, again = (bench.lines(name, "eval")[0]["loss"] for name in ("base", "further", "again"))
+    only_evaluated = llm_bench.run("base", train__max_steps=0, **NO_TEXTS)
+    printed = llm_bench.run("again", train__max_steps=0, export__merge=True, **more, **NO_TEXTS)
+    merged = llm_bench.runs / "again" / "merged"
+    base, start, again = (llm_bench.lines(name, "eval")[0]["loss"] for name in ("base", "further", "again"))
     assert start == again and abs(start - base) > 1e-3
     # Zero steps are not a reason not to merge what is asked for.
-    assert "nothing is exported: train.max_steps is 0\n" in only_evaluated and not (bench.runs / "base" / "export").exists()
+    assert "nothing is exported: train.max_steps is 0\n" in only_evaluated and not (llm_bench.runs / "base" / "export").exists()
     assert f", merged into its base to {merged}\n" in printed
-    bench.run("merged", model=merged, train__max_steps=0, **NO_TEXTS)
-    assert bench.lines("merged", "eval")[0]["loss"] == pytest.approx(start, rel=1e-4)
+    llm_bench.run("merged", model=merged, train__max_steps=0, **NO_TEXTS)
+    assert llm_bench.lines("merged", "eval")[0]["loss"] == pytest.approx(start, rel=1e-4)
 
 
 @pytest.mark.usefixtures("gathered")
-def test_a_run_with_an_adapter_is_no_start_for_one_without(bench: Workbench) -> None:
-    refused = bench.attempt("onto", model__init_from=bench.runs / "gathered", **NO_TEXTS)
+def test_a_run_with_an_adapter_is_no_start_for_one_without(llm_bench: Workbench) -> None:
+    refused = llm_bench.attempt("onto", model__init_from=llm_bench.runs / "gathered", **NO_TEXTS)
     assert refused.returncodes == [2, 2] and "Traceback" not in refused.stderr
     assert "step-00000003 is of a run that trained an adapter: give its export as adapter.name_or_path, or" in refused.stderr
 

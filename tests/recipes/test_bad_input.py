@@ -13,7 +13,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.recipes.bad_input import TIMEOUT_S, Case, WorkingRun, check, contents, model_files
 from tests.recipes.bad_input_cases import AFTER_A_RUN, DATA, EARLY, NUM_ROWS, ROWS, T5
@@ -90,16 +89,6 @@ def test_unusable_and_long_rows_are_counted_and_reported_and_the_run_goes_on(fin
     lines = [*result.stdout.splitlines(), *result.stderr.splitlines()]
     assert [sum(line.startswith(sentence) for line in lines) for sentence in said] == [1, 1, 1, 1], result.stdout
     assert (here / "runs/run/checkpoints/step-00000002/manifest.json").is_file()
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has a GPU: the preset would run")
-def test_gpu_preset_on_a_machine_without_gpu(tmp_path: Path) -> None:
-    case = Case(
-        preset="fsdp2_full_shard",
-        sentence="this accelerate config wants GPUs, but torch sees none here: take a CPU one "
-        "(accelerate_configs/fsdp2_cpu.yaml, ddp_cpu.yaml), or set use_cpu: true in it",
-    )
-    check(tmp_path, case, WORKING_RUN.launch(tmp_path, case, num_processes=2))
 
 
 def test_accumulation_as_a_flag_of_the_launcher() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,12 +23,6 @@ WORSENING: dict[str, Any] = {
     "export__weights": "best",
 }
 """Steps so large that every one of them makes the model worse than it was at the start."""
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory, model_folders: dict[str, Path], data_folder: Path) -> Workbench:
-    """The runs of this file."""
-    return Workbench(runs=tmp_path_factory.mktemp("best"), models=model_folders, data=data_folder)
 
 
 @pytest.fixture(scope="module")

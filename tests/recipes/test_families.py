@@ -61,12 +61,6 @@ TrainFamily = Callable[[str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory, model_folders: dict[str, Path], data_folder: Path) -> Workbench:
-    """The runs of all families lie here, named like them."""
-    return Workbench(runs=tmp_path_factory.mktemp("families"), models=model_folders, data=data_folder)
-
-
-@pytest.fixture(scope="module")
 def train_family(bench: Workbench) -> TrainFamily:
     """Trains a family for three steps and, by a second launch, two more; once for all tests that ask."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -12,26 +11,16 @@ import pytest
 
 from tests.support.launch import REPOSITORY
 from tests.support.locks import lock_held
+from tests.support.model_folders import save_jsonl
 from tests.support.real_launch import accelerate_launch, finish
-from tests.support.workbench import FP32, Workbench
+from tests.support.workbench import FP32, Workbench, call_toolkit
 from toolkit.files.json_lines import load_json_lines
 from toolkit.files.lock import release_lock
 from toolkit.tools.generate import generate as command
 from toolkit.tools.generate.model import Generator
-from toolkit.tools.main import main
 
 CHATML = REPOSITORY / "recipes" / "chat_templates" / "chatml_generation.jinja"
 GENERATES: dict[str, Any] = {"eval__max_new_tokens": 6, "eval__num_beams": 2, "eval__no_repeat_ngram_size": 2}
-
-
-def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    """The exit status of `python -m toolkit generate`, in this process."""
-    monkeypatch.setattr(sys, "argv", ["toolkit", "generate", *map(str, arguments)])
-    try:
-        main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 def predictions(run: Path) -> list[str]:
@@ -44,14 +33,9 @@ def texts(output: Path) -> list[str]:
     return [line["prediction"] for line in lines]
 
 
-def save_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def test_summaries_are_those_of_the_evaluation(workbench: Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = load_json_lines(workbench.data / "rows.jsonl")
-    held_out = save_rows(tmp_path / "held_out.jsonl", rows[:7])
+    held_out = save_jsonl(tmp_path / "held_out.jsonl", rows[:7])
     options = {"data__prefix": "sum: ", "data__max_source_length_tokens": 16, "eval__num_rows": None, "eval__batch_size_rows": 4}
     workbench.run("run", data__eval_files=held_out, **options, **GENERATES)
     run = tmp_path / "run"
@@ -60,8 +44,9 @@ def test_summaries_are_those_of_the_evaluation(workbench: Workbench, tmp_path: P
 
     # One process, batches of other sizes; the labels beside the sources are not read.
     for size in (1, 5):
-        assert call(monkeypatch, run, "--file", held_out, "--output", tmp_path / f"{size}.jsonl", "--batch-size-rows", size) == 0
-        assert texts(tmp_path / f"{size}.jsonl") == expected
+        output = tmp_path / f"{size}.jsonl"
+        assert call_toolkit("generate", run, "--file", held_out, "--output", output, "--batch-size-rows", size) == 0
+        assert texts(output) == expected
     # Two processes.
     output = tmp_path / "two.jsonl"
     words = ["generate", run, "--file", held_out, "--output", output]
@@ -82,19 +67,19 @@ def test_summaries_are_those_of_the_evaluation(workbench: Workbench, tmp_path: P
     arguments = (run, "--file", held_out, "--output", tmp_path / "stopped.jsonl", "--batch-size-rows", 2)
     monkeypatch.setattr(command, "append_texts", stop_at_third)
     with pytest.raises(KeyboardInterrupt):
-        call(monkeypatch, *arguments)
+        call_toolkit("generate", *arguments)
     with (tmp_path / "stopped.jsonl").open("ab") as file:
         file.write(b'{"row": 5, "predic')  # torn
     assert len(load_json_lines(tmp_path / "stopped.jsonl", skip_torn_end=True)) == 4
     monkeypatch.setattr(command, "append_texts", written)
     release_lock(tmp_path / "stopped.jsonl.lock")  # as the end of the process does
     with lock_held(tmp_path / "stopped.jsonl.lock"):
-        assert call(monkeypatch, *arguments) == 2
-    assert call(monkeypatch, *arguments) == 0
+        assert call_toolkit("generate", *arguments) == 2
+    assert call_toolkit("generate", *arguments) == 0
     assert texts(tmp_path / "stopped.jsonl") == expected
     assert not (tmp_path / "stopped.jsonl.unfinished").exists()
     # A finished output is not overwritten, and one of other settings not continued.
-    assert call(monkeypatch, *arguments) == 2
+    assert call_toolkit("generate", *arguments) == 2
 
     # Plain transformers does the same without an argument.
     import torch
@@ -116,7 +101,7 @@ def test_answers_are_those_of_the_evaluation(
     if form == "chat":
         roles = ("user", "prompt"), ("assistant", "completion")
         rows = [{"messages": [{"role": role, "content": pair[side].strip()} for role, side in roles]} for pair in pairs]
-    train, held_out = save_rows(tmp_path / "train.jsonl", rows[7:]), save_rows(tmp_path / "held_out.jsonl", rows[:7])
+    train, held_out = save_jsonl(tmp_path / "train.jsonl", rows[7:]), save_jsonl(tmp_path / "held_out.jsonl", rows[:7])
     options: dict[str, Any] = {"data__max_length_tokens": 256, "eval__num_rows": None, "eval__batch_size_rows": 4}
     if form == "chat":
         options |= {"data__chat_template": CHATML}
@@ -124,11 +109,11 @@ def test_answers_are_those_of_the_evaluation(
         options |= {"adapter__method": "lora", "adapter__rank": 4, "optim__lr": 1e-2}
     llm_workbench.run("run", data__files=train, data__eval_files=held_out, **options, **GENERATES)
     run = tmp_path / "run"
-    assert call(monkeypatch, run, "--file", held_out, "--output", tmp_path / "out.jsonl", "--batch-size-rows", 3) == 0
+    assert call_toolkit("generate", run, "--file", held_out, "--output", tmp_path / "out.jsonl", "--batch-size-rows", 3) == 0
     assert [text.strip() for text in texts(tmp_path / "out.jsonl")] == [text.strip() for text in predictions(run)]
     # From the command line, only the answer is on stdout; what cannot be used is one sentence.
     capsys.readouterr()
-    assert call(monkeypatch, run, "--text", "hello\n", "--max-new-tokens", 2) == 0
+    assert call_toolkit("generate", run, "--text", "hello\n", "--max-new-tokens", 2) == 0
     printed = capsys.readouterr()
     assert printed.out.count("\n") == 1 and "max_new_tokens 2, num_beams 2" in printed.err
     # A reader that has seen enough ends it: the first batch of three is generated, the others are not.
@@ -140,7 +125,7 @@ def test_answers_are_those_of_the_evaluation(
     os.close(reading)
     with monkeypatch.context() as within, os.fdopen(writing, "w") as closed_pipe:
         within.setattr(sys, "stdout", closed_pipe)
-        assert call(monkeypatch, run, "--file", held_out, "--batch-size-rows", 3, "--max-new-tokens", 1) == 0
+        assert call_toolkit("generate", run, "--file", held_out, "--batch-size-rows", 3, "--max-new-tokens", 1) == 0
     assert generated == [3]
-    assert call(monkeypatch, run / "checkpoints", "--text", "hello") == 2
-    assert call(monkeypatch, run, "--text", "hello " * 400) == 2
+    assert call_toolkit("generate", run / "checkpoints", "--text", "hello") == 2
+    assert call_toolkit("generate", run, "--text", "hello " * 400) == 2

@@ -51,58 +51,53 @@ TrainFamily = Callable[[str, str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory, model_folders: dict[str, Path], data_folder: Path) -> Workbench:
-    """The runs of all families lie here, named like them."""
-    runs = tmp_path_factory.mktemp("llm-families")
-    return Workbench(runs=runs, models=model_folders, data=data_folder, recipe="llm", rows="prompts.jsonl")
-
-
-@pytest.fixture(scope="module")
-def train_family(bench: Workbench) -> TrainFamily:
+def train_family(llm_bench: Workbench) -> TrainFamily:
     """Trains a family for five steps, with an adapter the last two by a second launch; once for all tests that ask."""
 
     @cache
     def train(family: str, kind: str) -> dict[str, Any]:
         name, settings = f"{family}-{kind}", {"model": family, **KINDS[kind]}
         if kind == "lora":
-            bench.run(name, **settings)
-        first_lines = bench.lines(name, "train")
-        return {"first_lines": first_lines, "printed": bench.run(name, train__max_steps=5, **settings)}
+            llm_bench.run(name, **settings)
+        first_lines = llm_bench.lines(name, "train")
+        return {"first_lines": first_lines, "printed": llm_bench.run(name, train__max_steps=5, **settings)}
 
     return train
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", CAUSAL_FAMILIES)
-def test_family_trains_generates_saves_and_resumes(bench: Workbench, train_family: TrainFamily, family: str, kind: str) -> None:
+def test_family_trains_generates_saves_and_resumes(
+    llm_bench: Workbench, train_family: TrainFamily, family: str, kind: str
+) -> None:
     trained, name = train_family(family, kind), f"{family}-{kind}"
-    lines = bench.lines(name, "train")
+    lines = llm_bench.lines(name, "train")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     saved = [3, 5] if kind == "lora" else [5]
     if kind == "lora":
         assert lines[:3] == trained["first_lines"], "steps before the checkpoint ran again: their times differ"
         assert "step-00000003, after step 3" in trained["printed"]
     assert "every rank loads all of" not in trained["printed"]
-    assert bench.checkpoints(name) == [f"step-0000000{step}" for step in saved]
-    evaluations = bench.lines(name, "eval")
+    assert llm_bench.checkpoints(name) == [f"step-0000000{step}" for step in saved]
+    evaluations = llm_bench.lines(name, "eval")
     assert [line["step"] for line in evaluations if "rougeL" in line and "exact_match" in line] == saved
-    predictions = load_json_lines(bench.runs / name / "predictions-5.jsonl")
+    predictions = load_json_lines(llm_bench.runs / name / "predictions-5.jsonl")
     assert len(predictions) == 3
 
 
-def test_plain_transformers_and_peft_read_every_export(bench: Workbench, train_family: TrainFamily, tmp_path: Path) -> None:
+def test_plain_transformers_and_peft_read_every_export(llm_bench: Workbench, train_family: TrainFamily, tmp_path: Path) -> None:
     names = [f"{family}-{kind}" for family in CAUSAL_FAMILIES for kind in KINDS if train_family(family, kind)]
-    found = run_without_toolkit(RELOAD, [bench.runs / name for name in names], tmp_path)
+    found = run_without_toolkit(RELOAD, [llm_bench.runs / name for name in names], tmp_path)
     assert {name: sorted(about) for name, about in found.items()} == {
         name: ["export", "merged"] if name.endswith("lora") else ["export"] for name in names
     }
     assert all(difference <= LOGIT_TOLERANCE for about in found.values() for difference in about.values()), found
 
 
-def test_a_model_that_cannot_tell_packed_rows_apart_trains_on_them_unpacked(bench: Workbench, tmp_path: Path) -> None:
-    shutil.copytree(bench.models["llama"], tmp_path / "falcon", ignore=shutil.ignore_patterns("*.safetensors"))
+def test_a_model_that_cannot_tell_packed_rows_apart_trains_on_them_unpacked(llm_bench: Workbench, tmp_path: Path) -> None:
+    shutil.copytree(llm_bench.models["llama"], tmp_path / "falcon", ignore=shutil.ignore_patterns("*.safetensors"))
     (tmp_path / "falcon" / "config.json").write_text(json.dumps(FALCON))
     change = {"model": tmp_path / "falcon", "model__from_scratch": True, "preset": "single"}
-    printed = bench.run("falcon", **change)
+    printed = llm_bench.run("falcon", **change)
     assert printed.index("rows are not packed (data.packing auto): Falcon") < printed.index(": read as ")
-    assert "nothing left to train" in bench.run("falcon", **change)  # as the checkpoint says, too
+    assert "nothing left to train" in llm_bench.run("falcon", **change)  # as the checkpoint says, too

@@ -9,15 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.recipes.test_resume import (
-    EXACT,
-    NUM_STEPS,
-    compare_checkpoints,
-    curves,
-    kill_after,
-    on_one_process,
-    rows_by_place,
-)
+from tests.recipes.test_resume import EXACT, NUM_STEPS, kill_and_go_on, on_one_process, rows_by_place
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU
 from tests.support.model_folders import make_rows, save_jsonl
 from tests.support.workbench import FP32, Workbench
@@ -66,27 +58,11 @@ def bench_of(bench: Workbench, kind: str) -> Workbench:
 def test_killed_run_goes_on_bit_for_bit(bench: Workbench, kind: str) -> None:
     settings, bench = settings_of(bench, kind), bench_of(bench, kind)
     bench.run("whole", **settings)
-    with bench.start("killed", **settings) as running:
-        kill_after(running, bench, step=7)
-    before = bench.lines("killed", "train")
-    committed = max(int(name.removeprefix("step-")) for name in bench.checkpoints("killed") if not name.endswith(".tmp"))
-    assert committed in (3, 6, 9)
-
-    printed = bench.run("killed", **settings)
-
-    assert f"step-{committed:08d}, after step {committed}\n" in printed
-    whole, killed = (bench.lines(name, "train") for name in ("whole", "killed"))
-    assert killed[:committed] == before[:committed], "steps before the checkpoint ran again: their times differ"
-    assert [curves(line) for line in killed] == [curves(line) for line in whole]
+    whole = kill_and_go_on(bench, **settings)
     assert [line["step"] for line in whole] == list(range(1, NUM_STEPS + 1))
     assert len({line["loss"] for line in whole}) == NUM_STEPS
     rows = rows_by_place(bench.runs / "whole")
-    assert rows_by_place(bench.runs / "killed") == rows
     assert max(micro_batch for _, _, micro_batch in rows) > 0 and max(map(len, rows.values())) > 1, "not packed, or in one go"
-    compared = on_one_process(compare_checkpoints, bench.runs / "whole", bench.runs / "killed", NUM_STEPS)
-    assert compared["unequal"] == []
-    assert compared["num_weights"] > 0 and compared["num_moments"] >= 2 * compared["num_weights"]
-    assert compared["same_random_state"]
 
 
 def test_checkpoint_holds_the_adapter_and_its_moments_and_nothing_else(bench: Workbench) -> None:

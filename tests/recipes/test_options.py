@@ -28,12 +28,6 @@ ONE_MORE: dict[str, Any] = {"train__max_steps": 1, "eval__at_start": True, "eval
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory, model_folders: dict[str, Path], data_folder: Path) -> Workbench:
-    """The runs of this file."""
-    return Workbench(runs=tmp_path_factory.mktemp("options"), models=model_folders, data=data_folder)
-
-
-@pytest.fixture(scope="module")
 def taught(bench: Workbench) -> Workbench:
     """The bench with a finished run `taught` on it, whose losses differ from step to step."""
     bench.run("taught", **TAUGHT)

@@ -30,12 +30,6 @@ CURVES = ("step", "epoch", "loss", "learning_rate", "grad_norm", "num_rows")
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory, model_folders: dict[str, Path], data_folder: Path) -> Workbench:
-    """The runs of this file."""
-    return Workbench(runs=tmp_path_factory.mktemp("resume"), models=model_folders, data=data_folder)
-
-
-@pytest.fixture(scope="module")
 def uninterrupted(bench: Workbench) -> Workbench:
     """The bench with a finished run `whole` on it."""
     bench.run("whole", **EXACT)
@@ -43,28 +37,10 @@ def uninterrupted(bench: Workbench) -> Workbench:
 
 
 def test_killed_run_goes_on_bit_for_bit(uninterrupted: Workbench) -> None:
-    bench = uninterrupted
-    with bench.start("killed", **EXACT) as running:
-        kill_after(running, bench, step=7)
-    before = bench.lines("killed", "train")
-    committed = [int(name.removeprefix("step-")) for name in bench.checkpoints("killed") if not name.endswith(".tmp")]
-    assert max(committed) in (3, 6, 9), "3: that of step 6 was still being written"
-
-    printed = bench.run("killed", **EXACT)
-
-    lines = bench.lines("killed", "train")
-    assert f"step-{max(committed):08d}, after step {max(committed)}\n" in printed
-    assert lines[: max(committed)] == before[: max(committed)], "steps before the checkpoint ran again: their times differ"
-    whole = bench.lines("whole", "train")
-    assert [curves(line) for line in lines] == [curves(line) for line in whole]
+    whole = kill_and_go_on(uninterrupted, **EXACT)
     assert [line["epoch"] for line in whole] == [0] * STEPS_PER_EPOCH + [1] * (NUM_STEPS - STEPS_PER_EPOCH)
     assert whole[STEPS_PER_EPOCH - 1]["num_rows"] < whole[0]["num_rows"], "the smaller last batch is not in it"
-    assert rows_by_place(bench.runs / "killed") == rows_by_place(bench.runs / "whole")
-    assert max(micro_batch for _, _, micro_batch in rows_by_place(bench.runs / "whole")) == 1
-    compared = on_one_process(compare_checkpoints, bench.runs / "whole", bench.runs / "killed", NUM_STEPS)
-    assert compared["unequal"] == []
-    assert compared["num_weights"] > 0 and compared["num_moments"] >= 2 * compared["num_weights"]
-    assert compared["same_random_state"]
+    assert max(micro_batch for _, _, micro_batch in rows_by_place(uninterrupted.runs / "whole")) == 1
 
 
 def test_complete_run_says_so_and_exports_again(uninterrupted: Workbench) -> None:
@@ -112,6 +88,26 @@ def test_frozen_weights_stay_and_are_not_in_the_checkpoint(bench: Workbench) -> 
     refused = bench.attempt("frozen", train__max_steps=7, **freeze)
     assert all(refused.returncodes)
     assert "the frozen base weights are not those" in refused.stderr and "Traceback" not in refused.stderr
+
+
+def kill_and_go_on(bench: Workbench, **settings: Any) -> list[dict[str, Any]]:
+    """A run beside the finished `whole` is killed and resumed: the same, bit for bit. Returns the training lines of `whole`."""
+    with bench.start("killed", **settings) as running:
+        kill_after(running, bench, step=7)
+    before = bench.lines("killed", "train")
+    committed = max(int(name.removeprefix("step-")) for name in bench.checkpoints("killed") if not name.endswith(".tmp"))
+    assert committed in (3, 6, 9), "3: that of step 6 was still being written"
+    printed = bench.run("killed", **settings)
+    assert f"step-{committed:08d}, after step {committed}\n" in printed
+    whole, killed = (bench.lines(name, "train") for name in ("whole", "killed"))
+    assert killed[:committed] == before[:committed], "steps before the checkpoint ran again: their times differ"
+    assert [curves(line) for line in killed] == [curves(line) for line in whole]
+    assert rows_by_place(bench.runs / "killed") == rows_by_place(bench.runs / "whole")
+    compared = on_one_process(compare_checkpoints, bench.runs / "whole", bench.runs / "killed", NUM_STEPS)
+    assert compared["unequal"] == []
+    assert compared["num_weights"] > 0 and compared["num_moments"] >= 2 * compared["num_weights"]
+    assert compared["same_random_state"]
+    return whole
 
 
 def kill_after(running: Running, bench: Workbench, step: int) -> None:

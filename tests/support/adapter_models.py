@@ -6,15 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+import transformers as hf
 
 from toolkit.config.schema import AdapterConfig, ModelConfig
 from toolkit.export.lora import write_adapter
@@ -25,13 +17,13 @@ LLAMA_SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
-BASES: dict[str, tuple[type[PreTrainedModel], Any]] = {
-    "llama_tied": (LlamaForCausalLM, LlamaConfig(**LLAMA_SIZES, tie_word_embeddings=True)),
-    "llama": (LlamaForCausalLM, LlamaConfig(**LLAMA_SIZES, tie_word_embeddings=False)),
-    "gpt2": (GPT2LMHeadModel, GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=1)),
+BASES: dict[str, tuple[type[hf.PreTrainedModel], Any]] = {
+    "llama_tied": (hf.LlamaForCausalLM, hf.LlamaConfig(**LLAMA_SIZES, tie_word_embeddings=True)),
+    "llama": (hf.LlamaForCausalLM, hf.LlamaConfig(**LLAMA_SIZES, tie_word_embeddings=False)),
+    "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=1)),
     "t5": (
-        T5ForConditionalGeneration,
-        T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0),
+        hf.T5ForConditionalGeneration,
+        hf.T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0),
     ),
 }
 
@@ -45,12 +37,12 @@ def save_base(folder: Path, name: str, seed: int = 0) -> Path:
     return folder
 
 
-def load_base(folder: Path, name: str) -> PreTrainedModel:
+def load_base(folder: Path, name: str) -> hf.PreTrainedModel:
     """The base in fp32."""
     return BASES[name][0].from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def adapted(folder: Path, name: str, *, seed: int = 0, **settings: Any) -> PreTrainedModel:
+def adapted(folder: Path, name: str, *, seed: int = 0, **settings: Any) -> hf.PreTrainedModel:
     """The base with an adapter as a run makes it: B is still zero."""
     model = load_base(folder, name)
     add_adapter(model, adapter_config(**settings), ModelConfig(name_or_path=str(folder)), seed)
@@ -63,7 +55,7 @@ def adapter_config(**settings: Any) -> AdapterConfig:
 
 
 @torch.no_grad()
-def randomize(model: PreTrainedModel) -> None:
+def randomize(model: hf.PreTrainedModel) -> None:
     """Stands for a training: every trainable parameter moves, B from zero."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
@@ -71,7 +63,7 @@ def randomize(model: PreTrainedModel) -> None:
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
 
 
-def forward_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def forward_inputs(model: hf.PreTrainedModel) -> dict[str, torch.Tensor]:
     """Arguments of a forward that gives logits."""
     tokens_BT = torch.arange(12).view(2, 6) + 2
     return {"input_ids": tokens_BT} | ({"decoder_input_ids": tokens_BT + 7} if model.config.is_encoder_decoder else {})
@@ -83,7 +75,7 @@ def logits(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Ten
     return model.eval()(**inputs, use_cache=False).logits
 
 
-def export_adapter(folder: Path, model: PreTrainedModel) -> Path:
+def export_adapter(folder: Path, model: hf.PreTrainedModel) -> Path:
     """The folder of a model's adapter."""
     weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     folder.mkdir()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import json
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,7 @@ def make_rows(num_rows: int, seed: int = 0) -> list[dict[str, str]]:
     return rows
 
 
-def save_jsonl(path: Path, rows: list[dict[str, str]]) -> Path:
+def save_jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     """Write rows as JSON lines, text as it is."""
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return path

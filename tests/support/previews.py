@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from tests.support.chats import CHATML, build_chat_tokenizer, say
 from tests.support.launch import REPOSITORY
+from tests.support.model_folders import save_jsonl
+from tests.support.workbench import call_toolkit
 
 GOLDEN = REPOSITORY / "tests" / "unit" / "tools" / "preview"
 CASES = {
@@ -60,10 +59,10 @@ def save_inputs(folder: Path) -> None:
     for model in ("llama", "t5"):
         tokenizer.save_pretrained(folder / model)
     pairs = [{"source": " ".join(_draw(i, 1 + i % 6)), "target": SENTENCES[i % 5], "id": i} for i in range(12)]
-    save_lines(folder / "rows.jsonl", [*pairs, {**pairs[1], "id": 12}, {"source": "", "target": "empty"}])
+    save_jsonl(folder / "rows.jsonl", [*pairs, {**pairs[1], "id": 12}, {"source": "", "target": "empty"}])
     chats = [{"messages": say(*_draw(i, 2 + 2 * (i % 3)), system=f"chat no. {i}" if i % 4 == 0 else None)} for i in range(9)]
     chats[2]["messages"][1]["weight"] = 0
-    save_lines(folder / "chats.jsonl", [*chats, chats[0], {"messages": say("so", "it is four " * 9)}])
+    save_jsonl(folder / "chats.jsonl", [*chats, chats[0], {"messages": say("so", "it is four " * 9)}])
     (folder / "book.txt").write_text(" ".join(SENTENCES * 6) + "\n\nThe end.\n")
     preset = (REPOSITORY / "accelerate_configs" / "fsdp2_cpu.yaml").read_text()
     (folder / "fsdp2_cpu.yaml").write_text(preset)
@@ -87,8 +86,8 @@ def save_inputs(folder: Path) -> None:
 
 def save_hostile_rows(folder: Path) -> None:
     """Texts that a page or a terminal could take for more than text, and a row of a megabyte."""
-    save_lines(folder / "hostile.jsonl", [{"messages": say(text, f"answer {text}")} for text in HOSTILE])
-    save_lines(folder / "long.jsonl", [{"messages": say("so", LONG)}])
+    save_jsonl(folder / "hostile.jsonl", [{"messages": say(text, f"answer {text}")} for text in HOSTILE])
+    save_jsonl(folder / "long.jsonl", [{"messages": say("so", LONG)}])
 
 
 def _draw(first: int, num: int) -> list[str]:
@@ -102,22 +101,9 @@ def save_yaml(path: Path, **sections: Any) -> None:
     path.write_text(yaml.safe_dump(sections))
 
 
-def save_lines(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Rows as JSON lines."""
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-
-
 def call_preview(flags: str | list[str]) -> int:
     """Run `python -m toolkit preview` in this process and folder; returns its exit code."""
-    from toolkit.tools.main import main
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["toolkit", "preview", *(flags.split() if isinstance(flags, str) else flags)])
-        try:
-            main()
-        except SystemExit as end:
-            return int(end.code or 0)
-    return 0
+    return call_toolkit("preview", *(flags.split() if isinstance(flags, str) else flags))
 
 
 def main() -> None:

@@ -56,7 +56,7 @@ def run_recipes(folder: Path, runs: dict[str, dict[str, Any]]) -> dict[str, Fini
         launches = (stack.enter_context(start_recipe(folder, name, **how)) for name, how in runs.items())
         results = [running.results(timeout_s=240) for running, _ in pairwise(chain(launches, [None])) if running]
     return {
-        name: (read_lines(folder / "runs" / name / "metrics.jsonl"), gradients)
+        name: (load_json_lines(folder / "runs" / name / "metrics.jsonl"), gradients)
         for name, gradients in zip(runs, results, strict=True)
     }
 
@@ -160,8 +160,3 @@ def whole_gradients(model: Any) -> dict[str, np.ndarray]:
             return {clean(name): whole(p.grad) for name, p in model.named_parameters() if p.requires_grad}
     named = {clean(name).removeprefix("module."): p for name, p in model.named_parameters() if p.requires_grad}
     return {name: whole(p.grad) for name, p in named.items()}
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """JSON lines of a file."""
-    return load_json_lines(path)

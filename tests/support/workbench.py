@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -105,6 +106,18 @@ def run_without_toolkit(script: str, folders: list[Path], cwd: Path) -> dict[str
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def call_toolkit(*words: object) -> int:
+    """The exit status of `python -m toolkit WORDS`, in this process."""
+    from toolkit.tools.main import main
+
+    with patch.object(sys, "argv", ["toolkit", *map(str, words)]):
+        try:
+            main()
+        except SystemExit as end:
+            return int(end.code or 0)
+    return 0
 
 
 def as_flags(values: dict[str, Any]) -> list[str]:

@@ -18,6 +18,13 @@ from tests.support.launch import REPOSITORY
 from toolkit.distributed.comm import on_all_ranks
 from toolkit.errors import EXIT_USER_ERROR, UserError, as_user_error, exit_on_user_error, refused
 
+LAUNCHED = ["-m", "accelerate.commands.launch", "--config_file", f"{REPOSITORY}/accelerate_configs/ddp_cpu.yaml"]
+
+
+def run_python(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), **environment}
+    return subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, timeout=120)
+
 
 @pytest.mark.parametrize(
     ("rank", "local_rank", "agreed", "speaks"),
@@ -79,9 +86,7 @@ def test_under_the_real_launcher_each_rank_ends_with_2_and_the_last_lines_carry_
         "    time.sleep(9 if os.environ['LOCAL_RANK'] == '0' else 0)\n"
         "    raise UserError('a is 3: write 4')\n"
     )
-    preset = REPOSITORY / "accelerate_configs" / "ddp_cpu.yaml"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(preset), str(script)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=100)
+    done = run_python(*LAUNCHED, str(script))
     assert done.returncode != 0
     lines = done.stderr.split("\n")
     assert lines.count("error: a is 3: write 4") == 1, done.stderr
@@ -109,8 +114,7 @@ def test_a_thread_that_comes_back_from_torch_does_not_abort_the_end(tmp_path: Pa
         "with exit_on_user_error():\n"
         "    raise UserError('a is 3: write 4')\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=100)
+    done = run_python(str(script))
     assert (done.returncode, done.stderr) == (EXIT_USER_ERROR, "error: a is 3: write 4\n")
 
 
@@ -218,10 +222,7 @@ def test_under_the_real_launcher_a_rank_that_loses_the_refused_one_ends_with_2(t
     )
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    preset = REPOSITORY / "accelerate_configs" / "ddp_cpu.yaml"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(preset), str(script)]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(temporary)}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    ended = run_python(*LAUNCHED, str(script), TMPDIR=str(temporary))
     sentence = (
         "error: the system refuses: Input/output error (weights); check that disk or network file system, and start the same"
     )

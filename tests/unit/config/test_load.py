@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -133,12 +134,13 @@ def test_dotted_keys_name_every_field_once() -> None:
     assert (flat["optim.lr"], flat["log_every_steps"], flat["model.freeze"]) == (0.5, 10, [])
 
 
-def test_help_documents_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("config_class", [SummarizationConfig, MnistConfig])
+def test_help_documents_every_key(config_class: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        load_config(SummarizationConfig, ["--help"], description="a recipe")
+        load_config(config_class, ["--help"], description="a recipe")
     assert end.value.code == 0
     options = capsys.readouterr().out.partition("options:")[2]
-    for key in known_keys(SummarizationConfig)[0]:
+    for key in known_keys(config_class)[0]:
         # The flag, its metavariable, and then words before jsonargparse's own "(type: ...".
         documented = re.search(rf"^  --{re.escape(key)} [^\n]*?\s+([A-Z`][^(]*)\(", options, re.MULTILINE)
         assert documented and len(documented[1].split()) >= 2, f"{key} has no docstring"

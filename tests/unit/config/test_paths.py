@@ -10,6 +10,7 @@ import yaml
 from mnist_config import MnistConfig, check_mnist_config
 
 from tests.support.launch import REPOSITORY
+from tests.support.refusals import refusal
 from toolkit.config.load import dotted_keys, load_config, save_config
 from toolkit.config.paths import write_paths
 from toolkit.config.schema import LLMConfig, SummarizationConfig
@@ -76,11 +77,10 @@ def test_what_is_in_both_places_is_refused(project: Path, monkeypatch: pytest.Mo
     other.parent.mkdir(parents=True, exist_ok=True)
     other.touch()
     monkeypatch.chdir(project.parent / "elsewhere")
-    with pytest.raises(UserError) as caught:
-        paths(project / "run.yaml")
+    sentence = refusal(paths, project / "run.yaml")
     key, line = ("model.name_or_path", 2) if "models" in name else ("data.files", 4)
     there = project / value.replace("*", "a")
-    assert str(caught.value) == (
+    assert sentence == (
         f"{project / 'run.yaml'}, line {line}: {key} {value} is in the working directory ({other}) and beside the run YAML "
         f"({there}): write the full path, or give it as a flag, which is relative to the working directory"
     )

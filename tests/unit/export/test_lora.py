@@ -133,11 +133,11 @@ def test_the_merged_model_has_the_dtype_of_the_base(bases: Path, tmp_path: Path)
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
 
 
-def export(bases: Path, model: PreTrainedModel, places: Places, **origin: Any) -> None:
+def export(bases: Path, model: PreTrainedModel, places: Places, tokenizer: Any = None, **origin: Any) -> None:
     """`export_model` of an adapted "llama"."""
     overrides = {"model.name_or_path": str(bases / "llama"), "data.source": "x", "train.max_steps": 1, "adapter.method": "lora"}
     rows = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}])
-    data = EvaluationRows(rows, _build_tokenizer(("<pad>", "</s>")), CausalCollator(0))
+    data = EvaluationRows(rows, tokenizer or _build_tokenizer(("<pad>", "</s>")), CausalCollator(0))
     export_model(load_config("llm", overrides=overrides), shard_model(one_process(), model), data, Origin(**origin), places)
 
 
@@ -174,8 +174,6 @@ def test_the_base_that_a_run_has_hashed_is_neither_gathered_nor_hashed_again(bas
 
 def test_an_export_whose_tokenizer_does_not_load_is_refused(bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _, _ = trained(bases, "llama", {})
-    overrides = {"model.name_or_path": str(bases / "llama"), "data.source": "x", "train.max_steps": 1, "adapter.method": "lora"}
-    rows = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}])
     tokenizer = _build_tokenizer(("<pad>", "</s>"))
     save = tokenizer.save_pretrained
 
@@ -184,9 +182,8 @@ def test_an_export_whose_tokenizer_does_not_load_is_refused(bases: Path, tmp_pat
         os.truncate(folder / "tokenizer.json", 100)
 
     monkeypatch.setattr(tokenizer, "save_pretrained", save_half)
-    data, places = EvaluationRows(rows, tokenizer, CausalCollator(0)), Places(adapter=tmp_path / "export")
     with pytest.raises(UserError, match=r"^transformers cannot load the tokenizer that was exported \(.+\): check the disk of "):
-        export_model(load_config("llm", overrides=overrides), shard_model(one_process(), model), data, Origin(), places)
+        export(bases, model, Places(adapter=tmp_path / "export"), tokenizer)
     assert not any(tmp_path.iterdir())
 
 

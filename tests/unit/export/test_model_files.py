@@ -8,56 +8,41 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    BartConfig,
-    BartForConditionalGeneration,
-    GPT2Config,
-    GPT2LMHeadModel,
-    HrmTextConfig,
-    HrmTextForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedModel,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 from tests.support.adapter_models import LLAMA_SIZES
 from toolkit.export.model_files import ModelFiles
 from toolkit.parallel.wrap import copy_on_meta
 
 MODELS: dict[str, Any] = {
-    "t5": lambda: T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)),
-    "bart": lambda: BartForConditionalGeneration(
-        BartConfig(
+    "t5": lambda: hf.T5ForConditionalGeneration(
+        hf.T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
+    ),
+    "bart": lambda: hf.BartForConditionalGeneration(
+        hf.BartConfig(
             vocab_size=64, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
             encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=32,
         )
     ),
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA_SIZES)),
-    "llama_tied": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA_SIZES, tie_word_embeddings=True)),
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2)),
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**LLAMA_SIZES, num_local_experts=4)),
-    "qwen2_moe": lambda: Qwen2MoeForCausalLM(
-        Qwen2MoeConfig(**LLAMA_SIZES, num_experts=4, moe_intermediate_size=8, shared_expert_intermediate_size=8)
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA_SIZES)),
+    "llama_tied": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA_SIZES, tie_word_embeddings=True)),
+    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2)),
+    "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**LLAMA_SIZES, num_local_experts=4)),
+    "qwen2_moe": lambda: hf.Qwen2MoeForCausalLM(
+        hf.Qwen2MoeConfig(**LLAMA_SIZES, num_experts=4, moe_intermediate_size=8, shared_expert_intermediate_size=8)
     ),
-    "hrm_text": lambda: HrmTextForCausalLM(HrmTextConfig(**LLAMA_SIZES)),
+    "hrm_text": lambda: hf.HrmTextForCausalLM(hf.HrmTextConfig(**LLAMA_SIZES)),
 }  # fmt: skip
 """Tied and not, with buffers that are saved (BART), experts that are saved one by one, and weights that are saved fused."""
 
 
-def build(name: str, dtype: torch.dtype) -> PreTrainedModel:
+def build(name: str, dtype: torch.dtype) -> hf.PreTrainedModel:
     torch.manual_seed(0)
     return MODELS[name]().to(dtype).eval()
 
 
-def write(folder: Path, model: PreTrainedModel, max_shard_size: str, order: int = 1) -> ModelFiles:
+def write(folder: Path, model: hf.PreTrainedModel, max_shard_size: str, order: int = 1) -> ModelFiles:
     """As an export does, parameters in any order."""
     folder.mkdir()
     files = ModelFiles(folder, copy_on_meta(model), max_shard_size)
@@ -83,7 +68,7 @@ def test_files_are_those_of_save_pretrained(tmp_path: Path, name: str, dtype: to
 def test_a_model_loaded_from_other_names_keeps_them(tmp_path: Path) -> None:
     """transformers notes at loading which conversions it made, and reverts those."""
     build("qwen2_moe", torch.float32).save_pretrained(tmp_path / "first")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+    model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "first")
     model.save_pretrained(tmp_path / "plain")
     write(tmp_path / "ours", model, "5GB")
     weights = [(tmp_path / side / "model.safetensors").read_bytes() for side in ("plain", "ours")]

@@ -22,12 +22,12 @@ from toolkit.export.compare import check_logits, choose_device, compare_logits, 
 from toolkit.export.write import _on_rank_0, _replaced, _trained_logits, check_export_places
 from toolkit.parallel.wrap import shard_model
 
-Tensors = dict[str, torch.Tensor]
+Trained = tuple[T5ForConditionalGeneration, dict[str, torch.Tensor]]
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def trained() -> tuple[T5ForConditionalGeneration, Tensors]:
+def trained() -> Trained:
     """A model, and inputs with the logits for them."""
     torch.manual_seed(0)
     model = T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=1, num_heads=2)).eval()
@@ -39,14 +39,14 @@ def trained() -> tuple[T5ForConditionalGeneration, Tensors]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, trained: tuple[T5ForConditionalGeneration, Tensors]) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, trained: Trained) -> Path:
     folder = tmp_path_factory.mktemp("export")
     trained[0].save_pretrained(folder)
     return folder
 
 
 def test_other_logits_are_an_error_in_fp32_and_a_remark_in_bf16(
-    trained: tuple[T5ForConditionalGeneration, Tensors], folder: Path, capsys: pytest.CaptureFixture[str]
+    trained: Trained, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, check = trained
     reloaded = reload(model, folder, CPU)
@@ -60,10 +60,7 @@ def test_other_logits_are_an_error_in_fp32_and_a_remark_in_bf16(
 
 
 def test_logits_are_bounded_in_bytes_and_seconds(
-    trained: tuple[T5ForConditionalGeneration, Tensors],
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    trained: Trained, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A model of 70 billion parameters on a host with 600 GiB free, and 20 GiB on its GPU; then 7 and 1 billion."""
     free = {"cpu": 600 * 2**30, "cuda": 20 * 2**30}
@@ -90,14 +87,14 @@ def test_logits_are_bounded_in_bytes_and_seconds(
     assert f"{folder} holds the trained weights bit for bit; its logits are not compared: in fp32" in capsys.readouterr().out
 
 
-def test_a_base_that_has_gone_is_one_sentence(trained: tuple[T5ForConditionalGeneration, Tensors], tmp_path: Path) -> None:
+def test_a_base_that_has_gone_is_one_sentence(trained: Trained, tmp_path: Path) -> None:
     model, check = trained
     with pytest.raises(UserError, match=f"{tmp_path} stands, with the trained weights, but its logits cannot be compared: "):
         check_logits(tmp_path, model, lambda device: reload(model, tmp_path / "gone", device), check, CPU, torch.float32, "")
 
 
 def test_a_device_without_room_after_all_leaves_the_logits_out(
-    trained: tuple[T5ForConditionalGeneration, Tensors], folder: Path, capsys: pytest.CaptureFixture[str]
+    trained: Trained, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The folder stands, and the other ranks wait for this one: the run must not end by it."""
 
@@ -109,7 +106,7 @@ def test_a_device_without_room_after_all_leaves_the_logits_out(
     assert capsys.readouterr().out.endswith("its logits are not compared: CUDA out of memory. Tried to allocate 2.00 GiB.\n")
 
 
-def test_a_run_without_evaluation_rows_and_rows_that_are_long(trained: tuple[T5ForConditionalGeneration, Tensors]) -> None:
+def test_a_run_without_evaluation_rows_and_rows_that_are_long(trained: Trained) -> None:
     """Tokens of the check are in the vocabulary, also where the padding is its last one, and few."""
     sharded = shard_model(one_process(), copy.deepcopy(trained[0]))
     collator = SummarizationCollator(pad_token_id=63, decoder_start_token_id=0)
@@ -118,9 +115,7 @@ def test_a_run_without_evaluation_rows_and_rows_that_are_long(trained: tuple[T5F
         assert check["input_ids"].shape == check["decoder_input_ids"].shape == shape and check["logits"].isfinite().all()
 
 
-def test_reloading_takes_the_attention_that_was_trained_with(
-    trained: tuple[T5ForConditionalGeneration, Tensors], folder: Path
-) -> None:
+def test_reloading_takes_the_attention_that_was_trained_with(trained: Trained, folder: Path) -> None:
     model = trained[0]
     model.set_attn_implementation("eager")
     assert reload(model, folder, CPU).config._attn_implementation == "eager"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.errors import UserError
+from tests.support.refusals import refusal
 from toolkit.files.json_lines import encode_json_line, load_json_lines, read_json_lines, save_json_lines
 
 EVERY_CHARACTER = [chr(i) for i in range(sys.maxunicode + 1)]
@@ -53,7 +53,6 @@ def test_a_torn_end_is_left_out_on_demand(tmp_path: Path, torn: bytes) -> None:
 def test_a_broken_line_is_named(tmp_path: Path, line: bytes, reason: str, skip_torn_end: bool) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"1\n\n" + line + b"\n2\n")
-    with pytest.raises(UserError) as refused:
-        load_json_lines(path, skip_torn_end=skip_torn_end)
-    assert str(refused.value).startswith(f"{path}, line 3: not JSON ({reason}")
-    assert str(refused.value).endswith("): correct or remove the line")
+    sentence = refusal(load_json_lines, path, skip_torn_end=skip_torn_end)
+    assert sentence.startswith(f"{path}, line 3: not JSON ({reason}")
+    assert sentence.endswith("): correct or remove the line")

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.checkpoint_files import found_folder, make_checkpoint, names
+from tests.support.refusals import refusal
 from toolkit.checkpoint.folders import checkpoints_folder
 from toolkit.checkpoint.init_from import find_weights
 from toolkit.config.python import load_config
@@ -121,12 +122,8 @@ def test_a_named_checkpoint_that_may_not_be_read_is_not_called_damaged(shared: P
     (folder / "rng-00000.safetensors").chmod(0)
     denial = "step-00000006/rng-00000.safetensors cannot be read (Permission denied): ask its owner, or chmod"
     with another_user():
-        with pytest.raises(UserError) as caught:
-            found_folder(shared, str(folder))
-        assert str(caught.value) == f"checkpoint.resume is {folder}, but {denial}"
-        with pytest.raises(UserError) as caught:
-            find_weights(str(folder))
-        assert str(caught.value) == f"model.init_from {folder}: {denial}"
+        assert refusal(found_folder, shared, str(folder)) == f"checkpoint.resume is {folder}, but {denial}"
+        assert refusal(find_weights, str(folder)) == f"model.init_from {folder}: {denial}"
 
 
 def test_checkpoints_that_may_not_be_listed_are_not_none(shared: Path) -> None:

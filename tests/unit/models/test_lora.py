@@ -19,21 +19,12 @@ from tests.support.adapter_models import (
     load_base,
     logits,
     randomize,
-    save_base,
 )
 from toolkit.config.schema import ModelConfig
 from toolkit.models.lora import add_adapter
 from toolkit.models.lora_files import BASE_FILE, CONFIG_FILE, WEIGHTS_FILE, base_name, hash_base
 
 METHODS = ("lora", "rslora", "dora")
-
-
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bases")
-    for name in BASES:
-        save_base(folder / name, name)
-    return folder
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -12,19 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.adapter_models import BASES, adapted, adapter_config, export_adapter, load_base, randomize, save_base
+from tests.support.adapter_models import adapted, adapter_config, export_adapter, load_base, randomize
 from toolkit.config.schema import ExportConfig, ModelConfig
 from toolkit.errors import UserError
 from toolkit.models.lora import add_adapter, check_adapter_config
 from toolkit.models.lora_files import BASE_FILE, CONFIG_FILE, WEIGHTS_FILE
-
-
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bases")
-    for name in BASES:
-        save_base(folder / name, name)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -107,13 +99,18 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", list(REFUSED))
 def test_new_adapters_that_are_refused(bases: Path, case: str, on_meta: bool) -> None:
     name, settings, sentence = REFUSED[case]
-    model = load_base(bases / name, name).to("meta" if on_meta else "cpu")
+    refuse(bases / name, on_meta, settings, sentence)
+
+
+def refuse(base: Path, on_meta: bool, settings: dict[str, Any], sentence: str) -> None:
+    """An adapter with these settings is not added to the base."""
+    model = load_base(base, base.name).to("meta" if on_meta else "cpu")
     model.tie_weights()
     with pytest.raises(UserError, match=re.escape(sentence)):
-        add_adapter(model, adapter_config(**settings), ModelConfig(name_or_path=str(bases / name)), 0)
+        add_adapter(model, adapter_config(**settings), ModelConfig(name_or_path=str(base)), 0)
 
 
-def without(end: str) -> Any:
+def without_tensor(end: str) -> Any:
     return lambda tensors: {n: t for n, t in tensors.items() if not n.endswith(end)}
 
 
@@ -133,7 +130,7 @@ REFUSED_FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "try again.",
     ),
     "lacks": (
-        "llama", {"weights": without("0.self_attn.q_proj.lora_B.weight")}, {},
+        "llama", {"weights": without_tensor("0.self_attn.q_proj.lora_B.weight")}, {},
         "does not fit {base}: it lacks model.layers.0.self_attn.q_proj.lora_B.weight",
     ),
     "also": (
@@ -162,40 +159,47 @@ REFUSED_FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 def test_folders_that_are_refused(bases: Path, exported: Path, tmp_path: Path, case: str, on_meta: bool) -> None:
     name, changes, settings, sentence = REFUSED_FOLDERS[case]
     folder = rewritten(exported, tmp_path / "adapter", **changes)
-    model = load_base(bases / name, name).to("meta" if on_meta else "cpu")
-    model.tie_weights()
     expected = f"adapter.name_or_path {folder} " + sentence.format(base=bases / name)
-    with pytest.raises(UserError, match=re.escape(expected)):
-        add_adapter(model, adapter_config(name_or_path=str(folder), **settings), ModelConfig(name_or_path=str(bases / name)), 0)
+    refuse(bases / name, on_meta, {"name_or_path": str(folder), **settings}, expected)
+
+
+def without(name: str) -> Any:
+    """With its bytes under the name of pickled weights."""
+    return lambda folder: (folder / name).rename(folder / "adapter_model.bin")
+
+
+def with_bytes(name: str) -> Any:
+    return lambda folder: (folder / name).write_bytes(b"\x80{")
 
 
 @pytest.mark.parametrize(
-    ("missing", "sentence"),
+    ("change", "settings", "sentence"),
     [
-        (CONFIG_FILE, "has no adapter_config.json: give the folder of an adapter saved by peft"),
-        (WEIGHTS_FILE, "has no adapter_model.safetensors (pickled .bin weights are not loaded): give the folder of an adapter"),
+        (
+            without(CONFIG_FILE), {},
+            "adapter.name_or_path {folder} has no adapter_config.json: give the folder of an adapter saved by peft",
+        ),
+        (
+            without(WEIGHTS_FILE), {},
+            "adapter.name_or_path {folder} has no adapter_model.safetensors (pickled .bin weights are not loaded): give the "
+            "folder of an adapter",
+        ),
+        *(
+            (with_bytes(name), {}, f"the {name} of adapter.name_or_path {{folder}} cannot be read: ")
+            for name in (CONFIG_FILE, WEIGHTS_FILE, BASE_FILE)
+        ),
+        (
+            lambda folder: None, {"layers_pattern": "h"},
+            f"peft refuses the {CONFIG_FILE} of adapter.name_or_path {{folder}}: When `layers_pattern`",
+        ),
     ],
-)
-def test_files_that_are_missing(bases: Path, exported: Path, tmp_path: Path, missing: str, sentence: str) -> None:
-    folder = rewritten(exported, tmp_path / "adapter")
-    (folder / missing).rename(folder / "adapter_model.bin")
-    with pytest.raises(UserError, match=re.escape(f"adapter.name_or_path {folder} {sentence}")):
-        adapted(bases / "llama", "llama", name_or_path=str(folder))
-
-
-@pytest.mark.parametrize("file", [CONFIG_FILE, WEIGHTS_FILE, BASE_FILE])
-def test_files_that_cannot_be_read(bases: Path, exported: Path, tmp_path: Path, file: str) -> None:
-    folder = rewritten(exported, tmp_path / "adapter")
-    (folder / file).write_bytes(b"\x80{")
-    with pytest.raises(UserError, match=re.escape(f"the {file} of adapter.name_or_path {folder} cannot be read: ")):
-        adapted(bases / "llama", "llama", name_or_path=str(folder))
-
-
-def test_a_config_that_peft_refuses(bases: Path, exported: Path, tmp_path: Path) -> None:
-    folder = rewritten(exported, tmp_path / "adapter", layers_pattern="h")
-    with pytest.raises(
-        UserError, match=f"^peft refuses the {CONFIG_FILE} of adapter.name_or_path {folder}: When `layers_pattern`"
-    ):
+)  # fmt: skip
+def test_files_that_are_missing_or_cannot_be_read(
+    bases: Path, exported: Path, tmp_path: Path, change: Any, settings: dict[str, Any], sentence: str
+) -> None:
+    folder = rewritten(exported, tmp_path / "adapter", **settings)
+    change(folder)
+    with pytest.raises(UserError, match=f"^{re.escape(sentence.format(folder=folder))}"):
         adapted(bases / "llama", "llama", name_or_path=str(folder))
 
 
@@ -209,29 +213,23 @@ def test_neither_a_folder_nor_on_the_hub(bases: Path, monkeypatch: pytest.Monkey
     ("adapter", "model", "merge", "sentence"),
     [
         (
-            {"method": "none", "name_or_path": "a"},
-            {},
-            False,
+            {"method": "none", "name_or_path": "a"}, {}, False,
             "adapter.name_or_path is a, but adapter.method is none: set it to that adapter's method",
         ),
         ({"method": "none"}, {}, True, "export.merge is true, but adapter.method is none: there is no adapter to merge"),
         (
-            {},
-            {"from_scratch": True},
-            False,
+            {}, {"from_scratch": True}, False,
             "adapter.method is lora and model.from_scratch true: an adapter needs a base with trained weights, which is there "
             "again when the adapter is loaded",
         ),
         (
-            {},
-            {"init_from": "runs/a"},
-            False,
+            {}, {"init_from": "runs/a"}, False,
             "adapter.method is lora and model.init_from runs/a: the adapter would belong to weights that model.name_or_path does "
             "not have; give the exported model as model.name_or_path",
         ),
         ({}, {"freeze": ["a"]}, False, "model.freeze is ['a'], but adapter.method lora freezes the whole base: leave it out"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_exclude_each_other(adapter: dict, model: dict, merge: bool, sentence: str) -> None:
     config = SimpleNamespace(
         adapter=adapter_config(**adapter), model=ModelConfig(name_or_path="m", **model), export=ExportConfig(merge=merge)

@@ -16,17 +16,23 @@ BART = BartConfig(max_position_embeddings=32)
 
 
 @pytest.mark.parametrize(
-    ("config", "fits", "longer", "setting"),
+    ("config", "fits", "longer", "what", "setting"),
     [
-        (LLAMA, {"row": 32, "prompt": 24}, {"row": 33, "prompt": 24}, "data.max_length_tokens"),
-        (LLAMA, {"row": 9, "prompt": 24}, {"row": 9, "prompt": 25}, "plus eval.max_new_tokens"),
-        (BART, {"source": 32, "target": 9}, {"source": 33, "target": 9}, "data.max_source_length_tokens"),
-        (BART, {"source": 9, "target": 32}, {"source": 9, "target": 33}, "data.max_target_length_tokens"),
+        (LLAMA, {"row": 32, "prompt": 24}, {"row": 33, "prompt": 24}, "the longest row has 33", "data.max_length_tokens"),
+        (
+            LLAMA,
+            {"row": 9, "prompt": 24},
+            {"row": 9, "prompt": 25},
+            "a prompt has up to 25 tokens and eval.max_new_tokens is 8, together 33",
+            "data.max_length_tokens plus eval.max_new_tokens",
+        ),
+        (BART, {"source": 32, "target": 9}, {"source": 33, "target": 9}, "", "data.max_source_length_tokens"),
+        (BART, {"source": 9, "target": 32}, {"source": 9, "target": 33}, "", "data.max_target_length_tokens"),
     ],
 )
-def test_a_limit_is_the_last_length_that_fits(config: Any, fits: Any, longer: Any, setting: str) -> None:
+def test_a_limit_is_the_last_length_that_fits(config: Any, fits: Any, longer: Any, what: str, setting: str) -> None:
     check_positions(config, "tiny", fits, EvalConfig(max_new_tokens=8))
-    with pytest.raises(UserError, match=f"tokens, but tiny has only 32 positions: set .*{setting} to at most 32$"):
+    with pytest.raises(UserError, match=f"{what} tokens, but tiny has only 32 positions: set .*{setting} to at most 32$"):
         check_positions(config, "tiny", longer, EvalConfig(max_new_tokens=8))
 
 

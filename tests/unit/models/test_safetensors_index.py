@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM, T5Config, T5ForConditionalGeneration
 
+from tests.support.adapter_models import LLAMA_SIZES
 from toolkit.errors import UserError
 from toolkit.models import shard_reader as weight_sources
 from toolkit.models.freeze import aliases, hash_parameters
@@ -88,14 +89,7 @@ def test_names_are_matched_as_transformers_does(tmp_path: Path) -> None:
 
 
 def test_tensors_that_are_put_together_are_not_guessed(tmp_path: Path) -> None:
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-    }
-    model = MixtralForCausalLM(MixtralConfig(vocab_size=32, num_local_experts=2, **sizes))
+    model = MixtralForCausalLM(MixtralConfig(**LLAMA_SIZES, num_local_experts=2))
     model.save_pretrained(tmp_path)
     with pytest.raises(WholeOnly, match="transformers makes .* out of tensors of another form"):
         match_names(model, WeightFiles(find_weight_files(str(tmp_path), None), "it"))

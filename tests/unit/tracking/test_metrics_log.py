@@ -129,34 +129,30 @@ def test_a_full_disk_is_remembered_and_nothing_torn_is_read(tmp_path, monkeypatc
     assert [line["step"] for line in load_metrics(log.path)] == [1]
 
 
-def removed(log):
-    log.path.unlink()
+def replace(path):
+    path.unlink()
+    path.write_text('{"kind": "train", "step": 9}\n')
 
 
-def removed_with_its_folder(log):
-    shutil.rmtree(log.path.parent)
+HAPPENS = {
+    "removed": lambda path: path.unlink(),
+    "removed with its folder": lambda path: shutil.rmtree(path.parent),
+    "replaced": replace,
+    "cut": lambda path: os.truncate(path, 0),
+}
 
 
-def replaced(log):
-    log.path.unlink()
-    log.path.write_text('{"kind": "train", "step": 9}\n')
-
-
-def cut(log):
-    os.truncate(log.path, 0)
-
-
-@pytest.mark.parametrize("happens", [removed, removed_with_its_folder, replaced, cut])
+@pytest.mark.parametrize("happens", HAPPENS)
 def test_what_happens_to_the_file_is_noticed_by_the_next_write(tmp_path, capsys, happens):
     folder = tmp_path / "run"
     folder.mkdir()
     log = MetricsLog(folder / "metrics.jsonl", is_writer=True, restore_folder=lambda: folder.mkdir(exist_ok=True))
     log.write("train", 1, loss=2.0)
-    happens(log)
+    HAPPENS[happens](log.path)
     log.write("train", 2, loss=1.0)
     log.write("eval", 2, loss=1.0)
     lines = load_metrics(log.path)
-    assert [line["step"] for line in lines] == [9] * (happens is replaced) + [2, 2]
+    assert [line["step"] for line in lines] == [9] * (happens == "replaced") + [2, 2]
     assert log.error is None and log.load() == lines
     said = f"{log.path} was removed or changed during the run: figures that it no longer has are lost"
     assert capsys.readouterr().err == f"WARNING: {said}\n"
@@ -177,7 +173,7 @@ def test_a_folder_that_another_run_has_taken_is_left_to_it(tmp_path, work):
         raise UserError("another run is writing into it")
 
     log = MetricsLog(tmp_path / "metrics.jsonl", is_writer=True, restore_folder=refuse)
-    replaced(log)
+    replace(log.path)
     work(log)
     assert str(log.error) == "another run is writing into it"
     assert log.path.read_text() == '{"kind": "train", "step": 9}\n'

@@ -48,10 +48,16 @@ def figures(step: int, *losses: float, norm: float = 1.0, skipped: bool | None =
     )
 
 
-def test_rows_of_the_bad_micro_batch_are_named(log: StepLog, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log.add(figures(4, 1.0, NAN, 2.0))
+def skipped(log: StepLog) -> dict[str, Any]:
+    """The one line of a skipped step."""
     log.flush()
-    (skip,) = [line for line in load_metrics(tmp_path / "metrics.jsonl") if line["kind"] == "skip"]
+    (skip,) = [line for line in load_metrics(log.metrics.path) if line["kind"] == "skip"]
+    return skip
+
+
+def test_rows_of_the_bad_micro_batch_are_named(log: StepLog, capsys: pytest.CaptureFixture[str]) -> None:
+    log.add(figures(4, 1.0, NAN, 2.0))
+    skip = skipped(log)
     expected = {"kind": "skip", "step": 4, "loss": None, "loss_is": "nan", "grad_norm": 1.0, "row_ids": [1010, 1011]}
     assert skip == expected
     assert (
@@ -60,10 +66,9 @@ def test_rows_of_the_bad_micro_batch_are_named(log: StepLog, tmp_path: Path, cap
     )
 
 
-def test_rows_of_the_whole_step_are_named_where_no_loss_is_bad(log: StepLog, tmp_path: Path) -> None:
+def test_rows_of_the_whole_step_are_named_where_no_loss_is_bad(log: StepLog) -> None:
     log.add(figures(4, 1.0, 2.0, norm=NAN))
-    log.flush()
-    (skip,) = [line for line in load_metrics(tmp_path / "metrics.jsonl") if line["kind"] == "skip"]
+    skip = skipped(log)
     assert skip["row_ids"] == [1008, 1009, 1010, 1011]
 
 
@@ -114,11 +119,8 @@ def test_skips_in_a_row_are_counted_from_before_a_resume(tmp_path: Path) -> None
     assert log.skips == SkipHistory(num_skipped=8, num_in_a_row=3)
 
 
-def test_many_rows_are_cut_short_in_the_sentence_but_not_in_the_log(
-    log: StepLog, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_many_rows_are_cut_short_in_the_sentence_but_not_in_the_log(log: StepLog, capsys: pytest.CaptureFixture[str]) -> None:
     log.add(figures(1, *[1.0] * 10, norm=NAN))
-    log.flush()
-    (skip,) = [line for line in load_metrics(tmp_path / "metrics.jsonl") if line["kind"] == "skip"]
+    skip = skipped(log)
     assert len(skip["row_ids"]) == 20
     assert "1017 and 4 more; 1 skipped so far" in capsys.readouterr().err

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.refusals import refusal
 from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.data.rows.columns import choose_columns, choose_seq2seq_columns, describe_columns
-from toolkit.errors import UserError
 
 CONFIG = LLMDataConfig(source="jsonl")
 
@@ -62,10 +62,9 @@ def test_columns_are_the_named_ones_or_those_with_the_usual_names(existing, sett
     ],
 )
 def test_no_column_or_several_kinds_are_refused_with_what_there_is(existing, settings, fragments):
-    with pytest.raises(UserError) as caught:
-        choose_columns("a.csv", existing, replace(CONFIG, **settings))
+    sentence = refusal(choose_columns, "a.csv", existing, replace(CONFIG, **settings))
     for fragment in fragments:
-        assert fragment in str(caught.value)
+        assert fragment in sentence
 
 
 ALPACA = ["id", "instruction", "input", "output", "history"]
@@ -98,19 +97,14 @@ def test_the_reading_is_by_the_columns_or_by_the_format(existing, settings, expe
     ],
 )
 def test_two_readings_that_fit_are_refused_with_both_names(existing, readings):
-    with pytest.raises(UserError) as caught:
-        choose_columns("a.csv", existing, CONFIG)
+    sentence = refusal(choose_columns, "a.csv", existing, CONFIG)
     names = readings.split(" ")
-    assert str(caught.value).startswith(
-        f"a.csv can be read in more than one way, as {readings} (its columns: {', '.join(existing)})"
-    )
-    assert f": choose by data.format {names[0]} or " in str(caught.value)
+    assert sentence.startswith(f"a.csv can be read in more than one way, as {readings} (its columns: {', '.join(existing)})")
+    assert f": choose by data.format {names[0]} or " in sentence
 
 
 def test_a_format_without_its_columns_is_refused():
-    with pytest.raises(UserError) as caught:
-        choose_columns("a.csv", ["text"], replace(CONFIG, format="alpaca"))
-    assert str(caught.value) == (
+    assert refusal(choose_columns, "a.csv", ["text"], replace(CONFIG, format="alpaca")) == (
         "a.csv has no column 'instruction' (its columns: text): data.format alpaca reads 'instruction' and 'output'"
     )
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.support.chats import say
+from tests.support.refusals import refusal
 from toolkit.data.rows.columns import Columns
 from toolkit.data.rows.example import Example, build_example
-from toolkit.errors import UserError
 
 
 def turns(*pairs: tuple[str, str]) -> list[dict[str, str]]:
@@ -83,9 +83,7 @@ def test_conversations_with_nothing_to_learn_are_left_out_with_their_reason(conv
     ],
 )
 def test_what_is_wrong_with_a_conversation_is_one_sentence(conversations: Any, sentence: str) -> None:
-    with pytest.raises(UserError) as caught:
-        sharegpt(conversations)
-    assert str(caught.value).startswith(f"a.json, row 7, {sentence}")
+    assert refusal(sharegpt, conversations).startswith(f"a.json, row 7, {sentence}")
 
 
 def test_alpaca_is_a_chat_with_its_input_system_and_history() -> None:
@@ -134,6 +132,4 @@ def test_alpacas_rows_without_a_text_are_left_out(cells: dict[str, Any], reason:
     ],
 )
 def test_what_is_wrong_with_an_alpaca_row_is_one_sentence(cells: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(UserError) as caught:
-        alpaca(**cells)
-    assert str(caught.value).startswith(f"a.json, row 7, {sentence}")
+    assert refusal(alpaca, **cells).startswith(f"a.json, row 7, {sentence}")

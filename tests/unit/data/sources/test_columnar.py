@@ -6,16 +6,9 @@ import json
 import shutil
 from pathlib import Path
 
-import pytest
-
 from tests.support.row_files import load_llm, stored_call, with_call
 
 NULLS = {"x": None, "y": 1, "list": [None, {"z": None}], "deep": {"a": None}}
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def test_null_keys_that_structs_get_are_left_out() -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 
+from tests.support.refusals import refusal
 from toolkit.config.data import DataConfig
 from toolkit.data.rows.load import load_rows
-from toolkit.errors import UserError
 
 
 @pytest.fixture
@@ -34,11 +34,9 @@ def config(tmp_path, monkeypatch):
 
 
 def refuse(config, *fragments, **settings):
-    with pytest.raises(UserError) as caught:
-        load_rows(DataConfig(**{**config, **settings}))
-    assert "\n" not in str(caught.value)
+    sentence = refusal(load_rows, DataConfig(**{**config, **settings}))
     for fragment in fragments:
-        assert fragment in str(caught.value)
+        assert fragment in sentence
 
 
 def test_local_folder_is_read_split_and_reported(config):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from mnist_config import ImageDataConfig
 from mnist_images import load_images
 
+from tests.support.refusals import refusal
 from toolkit.config.data import DataConfig, LLMDataConfig, MixEntry
 from toolkit.data.rows.load import load_rows
-from toolkit.errors import UserError
 
 NAMES = sorted(_PACKAGED_DATASETS_MODULES)
 _opened: list[str] = []
@@ -45,12 +45,6 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str
 
 def llm(tmp_path: Path, **settings: Any) -> list[str]:
     return load_rows(LLMDataConfig(cache_dir=str(tmp_path / "rows"), eval_fraction=0.0, **settings)).train["text"][:]
-
-
-def refusal(load: Callable[[], Any]) -> str:
-    with pytest.raises(UserError) as caught:
-        load()
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["", " ", *NAMES, "Text", "JSON"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.refusals import refusal
 from tests.support.row_files import CHAT, load_llm, load_t5, stored_call, with_call, write_objects
 from toolkit.data.rows.load import TextRows
 from toolkit.errors import UserError
@@ -15,17 +16,6 @@ from toolkit.errors import UserError
 TURNS = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "one"}]
 NULLS = {"x": None, "y": 1, "list": [None, {"z": None}], "deep": {"a": None}}
 SCHEMA = [{"name": "f", "parameters": {"properties": {"x": {"enum": ["a", None], "default": None}}}}]
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-def refuse(name: str) -> str:
-    with pytest.raises(UserError) as caught:
-        load_t5(name)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("is_array", [False, True])
@@ -50,9 +40,7 @@ def test_names_of_columns_can_be_printed_whatever_they_hold() -> None:
     assert load_llm("rows.jsonl").readings == [f"rows.jsonl: read as text, from text; not read: {shown}"]
     write_objects("none.jsonl", [dict.fromkeys(names, 1)])
     for settings in ({}, {"format": "text"}):
-        with pytest.raises(UserError) as caught:
-            load_llm("none.jsonl", **settings)
-        assert f"(its columns: {shown})" in str(caught.value)
+        assert f"(its columns: {shown})" in refusal(load_llm, "none.jsonl", **settings)
 
 
 def test_nulls_in_json_are_the_users_own() -> None:
@@ -81,9 +69,9 @@ def test_nulls_in_json_are_the_users_own() -> None:
 def test_a_repeated_key_is_refused_by_line() -> None:
     Path("rows.jsonl").write_text('{"source": "a", "target": "b"}\n{"source": "c", "target": "d", "source": "e"}\n')
     trouble = "not JSON (the key 'source' stands twice in one object: keep one of them)"
-    assert refuse("rows.jsonl").startswith(f"rows.jsonl, line 2: {trouble}")
+    assert refusal(load_t5, "rows.jsonl").startswith(f"rows.jsonl, line 2: {trouble}")
     Path("rows.json").write_text('[{"source": "a", "target": "b"},\n{"source": "c", "id": {"a": 1, "a": 1}}]')
-    assert refuse("rows.json").startswith("rows.json, line 2: not JSON (the key 'a' stands twice")
+    assert refusal(load_t5, "rows.json").startswith("rows.json, line 2: not JSON (the key 'a' stands twice")
     write_objects("calls.jsonl", [{"messages": with_call('{"x": 1, "x": 2}')}])
     with pytest.raises(UserError, match="row 1, message 2, arguments of f: not JSON .the key 'x' stands twice in one object"):
         load_llm("calls.jsonl")

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import numpy as np
 import pytest
 
 from tests.support.tokenizer_kinds import EXACT_KINDS, build_byte_level, build_metaspace, build_word_piece
-from toolkit.config.data import DataConfig, LLMDataConfig
-from toolkit.config.schema import ModelConfig
+from toolkit.config.data import DataConfig
 from toolkit.data.tokens import offsets as spans
 from toolkit.data.tokens.cuts import describe_cut, split_text
-from toolkit.data.tokens.prepare import prepare_rows
 from toolkit.errors import UserError
 
 BOOK_CHARACTERS = 200_000
 PIECE = 10**10
-
-
-@pytest.fixture
-def prepare(tmp_path):
-    def prepare(tokenizer, rows, **settings):
-        tokenizer.save_pretrained(tmp_path / "model")
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        settings = {"cache_dir": str(tmp_path / "cache"), "eval_fraction": 0.0} | settings
-        config = LLMDataConfig(source="jsonl", files=str(tmp_path / "rows.jsonl"), **settings)
-        return prepare_rows(config, ModelConfig(name_or_path=str(tmp_path / "model")), len(tokenizer))
-
-    return prepare
 
 
 def write_book(number, num_characters=BOOK_CHARACTERS):
@@ -139,20 +124,10 @@ def test_rows_that_the_tokenizer_makes_nothing_of_are_not_said_to_be_cut(prepare
         prepare(build_word_piece(), [{"text": "\u200b"}])
 
 
-def test_the_share_of_tokens_that_sources_and_targets_lose_is_reported(tmp_path):
+def test_the_share_of_tokens_that_sources_and_targets_lose_is_reported(prepare):
     tokenizer = build_metaspace("always")
-    tokenizer.save_pretrained(tmp_path / "model")
     rows = [{"source": "so it is" * n, "target": f"the word{end}" * n} for n, end in ((1, ""), (1, "."), (6, ""))]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = DataConfig(
-        source="jsonl",
-        files=str(tmp_path / "rows.jsonl"),
-        eval_fraction=0.0,
-        cache_dir=str(tmp_path / "cache"),
-        max_source_length_tokens=9,
-        max_target_length_tokens=8,
-    )
-    remarks = prepare_rows(data, ModelConfig(name_or_path=str(tmp_path / "model")), len(tokenizer)).remarks
+    remarks = prepare(tokenizer, rows, DataConfig, max_source_length_tokens=9, max_target_length_tokens=8).remarks
     for side, limit, sentence in zip(("source", "target"), (9, 8), remarks, strict=True):
         given = [len(tokenizer(row[side])["input_ids"]) for row in rows]
         share = 100 * (given[2] - limit) / sum(given)
@@ -163,14 +138,11 @@ def test_the_share_of_tokens_that_sources_and_targets_lose_is_reported(tmp_path)
         )
 
 
-def test_characters_that_the_tokenizer_has_no_token_for_are_reported(tmp_path):
+def test_characters_that_the_tokenizer_has_no_token_for_are_reported(prepare):
     """T5 has none for braces and many scripts, and would learn summaries that lack them."""
     tokenizer = build_word_piece()
-    tokenizer.save_pretrained(tmp_path / "model")
     rows = [{"source": "the word", "target": "the word"}, {"source": "the word", "target": "the {x}"}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = DataConfig(source="jsonl", files=str(tmp_path / "rows.jsonl"), eval_fraction=0.0, cache_dir=str(tmp_path / "cache"))
-    [remark] = prepare_rows(data, ModelConfig(name_or_path=str(tmp_path / "model")), len(tokenizer)).remarks
+    [remark] = prepare(tokenizer, rows, DataConfig).remarks
     ids = [tokenizer(row["target"])["input_ids"] for row in rows]
     share = 100 * ids[1].count(tokenizer.unk_token_id) / sum(map(len, ids))
     assert remark == (

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from tests.support.chats import build_chat_tokenizer, say
+from tests.support.refusals import refusal
 from tests.support.template_shapes import CALL_FORMS, CONTENT_ONLY, CUTTING, MISTRAL, NASTY, PARSING, print_calls, random_value
 from toolkit.data.rows.example import Example
 from toolkit.data.tokens.chat_template import render_chat, render_turns
@@ -108,9 +109,7 @@ def test_what_is_to_be_trained_on_is_refused_and_the_rest_is_noted(tokenizer):
         tokenizer.chat_template = template
         return prepare_chat(tokenizer, Example(messages=messages, **fields), loss_on, "chats.jsonl, row 3").omitted
 
-    with pytest.raises(UserError) as caught:
-        prepare(CONTENT_ONLY["Llama 3"], [*say("x"), call(content="Let me check.")])
-    assert str(caught.value) == (
+    assert refusal(prepare, CONTENT_ONLY["Llama 3"], [*say("x"), call(content="Let me check.")]) == (
         "chats.jsonl, row 3: the chat template leaves out the tool call of message 2, 'get_time', which is to be trained on: set "
         "data.chat_template to a template that prints it, or take it out of the row"
     )

@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import pytest
 
 from tests.support.chats import CHATML
 from tests.support.tokenizer_kinds import EXACT_KINDS, build_byte_level, build_word_piece, draw_text
-from toolkit.config.data import LLMDataConfig
-from toolkit.config.schema import ModelConfig
-from toolkit.data.tokens.prepare import prepare_rows
 
 NUM_PAIRS = 200
-
-
-@pytest.fixture
-def prepare(tmp_path):
-    def prepare(tokenizer, rows, **settings):
-        tokenizer.save_pretrained(tmp_path / "model")
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        config = LLMDataConfig(
-            source="jsonl", files=str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / "cache"), eval_fraction=0.0, **settings
-        )
-        return prepare_rows(config, ModelConfig(name_or_path=str(tmp_path / "model")), len(tokenizer))
-
-    return prepare
 
 
 def draw_pairs():

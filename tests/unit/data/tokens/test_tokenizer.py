@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.refusals import refusal
 from toolkit.config.schema import ModelConfig
 from toolkit.data.tokens.tokenizer import hash_tokenizer, load_tokenizer, train_byte_level_tokenizer
 from toolkit.errors import UserError
@@ -64,9 +65,7 @@ def test_a_padding_token_is_kept(tmp_path: Path) -> None:
 
 
 def test_neither_padding_nor_end_token_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError) as error:
-        load_tokenizer(write_tokenizer(tmp_path), vocab_size=3)
-    assert str(error.value) == (
+    assert refusal(load_tokenizer, write_tokenizer(tmp_path), vocab_size=3) == (
         f"the tokenizer of {tmp_path} has neither a padding nor an end token: set pad_token or eos_token in its "
         "tokenizer_config.json"
     )
@@ -74,9 +73,7 @@ def test_neither_padding_nor_end_token_is_refused(tmp_path: Path) -> None:
 
 def test_more_tokens_than_embeddings_are_refused(tmp_path: Path) -> None:
     config = write_tokenizer(tmp_path, eos_token="</s>")
-    with pytest.raises(UserError) as error:
-        load_tokenizer(config, vocab_size=2)
-    assert str(error.value) == (
+    assert refusal(load_tokenizer, config, vocab_size=2) == (
         f"the tokenizer of {tmp_path} has 3 tokens, but the model only 2 embeddings: take the tokenizer that belongs to the "
         "model; the vocabulary is not resized under sharding: resize the model with transformers' resize_token_embeddings and "
         "save it first"

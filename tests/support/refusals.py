@@ -1,0 +1,18 @@
+"""The sentence that a user's mistake is refused with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from toolkit.errors import UserError
+
+
+def refusal(call: Callable[..., Any], *args: Any, **settings: Any) -> str:
+    """What a call says that must be refused: one line."""
+    with pytest.raises(UserError) as caught:
+        call(*args, **settings)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)

@@ -1,0 +1,28 @@
+"""What the tests of tokens share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.model_folders import save_jsonl
+from toolkit.config.data import LLMDataConfig
+from toolkit.config.schema import ModelConfig
+from toolkit.data.tokens.prepare import TokenizedRows, prepare_rows
+
+
+@pytest.fixture
+def prepare(tmp_path: Path) -> Callable[..., TokenizedRows]:
+    """The tokens of rows, by a tokenizer, as a run of the LLM recipe makes them, or another with `section`."""
+
+    def prepare(tokenizer: Any, rows: list[dict[str, Any]], section: Any = LLMDataConfig, **settings: Any) -> TokenizedRows:
+        tokenizer.save_pretrained(tmp_path / "model")
+        files = str(save_jsonl(tmp_path / "rows.jsonl", rows))
+        settings = {"cache_dir": str(tmp_path / "cache"), "eval_fraction": 0.0} | settings
+        config = section(source="jsonl", files=files, **settings)
+        return prepare_rows(config, ModelConfig(name_or_path=str(tmp_path / "model")), len(tokenizer))
+
+    return prepare
