@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.distributed.comm import world_size
@@ -144,22 +144,18 @@ def accumulating(sharded: ShardedModel, *, is_last: bool) -> Iterator[None]:
         yield
 
 
-def reduction_groups(model: nn.Module, *, of_shards: bool = False) -> list[dist.ProcessGroup]:
-    """Groups over which a tensor is reduced one after another to reduce it over all ranks, or over those that share a gradient
-    `of_shards`; empty for one process.
+def reduction_groups(model: nn.Module) -> list[dist.ProcessGroup]:
+    """Groups over which a tensor is reduced one after another to reduce it over all ranks; empty for one process.
 
     They are the ones over which gradients travel: a step then needs no further communicator over all ranks.
     """
     if world_size() == 1:
         return []
     if isinstance(model, FullyShardedDataParallel):
-        has_replicas = "HYBRID" in model.sharding_strategy.name and not of_shards
-        return [cast(dist.ProcessGroup, model.process_group), *([private("_inter_node_pg", model)] if has_replicas else [])]
-    sharded = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
-    if sharded is None:
-        return [] if of_shards else [cast(dist.ProcessGroup, dist.group.WORLD)]
-    groups = zip(sharded.device_mesh.get_all_groups(), sharded.placements, strict=True)
-    return [group for group, placement in groups if not of_shards or isinstance(placement, Shard)]
+        replicas = [private("_inter_node_pg", model)] if "HYBRID" in model.sharding_strategy.name else []
+        return [cast(dist.ProcessGroup, model.process_group), *replicas]
+    mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
+    return mesh.get_all_groups() if mesh is not None else [cast(dist.ProcessGroup, dist.group.WORLD)]
 
 
 def copy_on_meta(model: PreTrainedModel) -> PreTrainedModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,6 @@ from toolkit.config.schema import OptimConfig, as_written
 from toolkit.data.batch_plan import BatchPlan
 from toolkit.optimizers import OPTIMIZERS
 from toolkit.parallel.float8 import is_sharded_with_cast, refresh_scales
-from toolkit.parallel.wrap import reduction_groups
 from toolkit.private import private
 
 
@@ -103,10 +103,24 @@ def clip_gradients(model: nn.Module, max_norm: float | None, parameters: Iterabl
         squares = torch.stack(list(private("_foreach_norm")(filled, 2.0, dtype=torch.float32))).square().sum()
     else:
         squares = torch.zeros((), dtype=torch.float32, device=next(model.parameters()).device)
-    for group in reduction_groups(model, of_shards=True):
+    for group in _shard_groups(model, gradients):
         dist.all_reduce(squares, group=group)
     norm = squares.sqrt()
     if max_norm is not None and filled:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         private("_foreach_mul_")(filled, scale)
     return norm
+
+
+def _shard_groups(model: nn.Module, gradients: list[torch.Tensor]) -> list[dist.ProcessGroup]:
+    """Process groups over which gradients are sharded; empty for plain tensors (single, DDP)."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor.placement_types import Shard
+
+    if isinstance(model, FullyShardedDataParallel):
+        return [cast(dist.ProcessGroup, model.process_group)]
+    sharded = next((g for g in gradients if isinstance(g, DTensor)), None)
+    if sharded is None:
+        return []
+    mesh = sharded.device_mesh
+    return [mesh.get_group(dim) for dim, placement in enumerate(sharded.placements) if isinstance(placement, Shard)]
