@@ -187,12 +187,6 @@ def load_metrics(path: Path) -> list[dict[str, Any]]:
     return load_json_lines(path, skip_torn_end=True)
 
 
-def speed_unit(lines: list[dict[str, Any]]) -> str:
-    """The unit of `tokens_per_s`: rows if every row is one token, as with images."""
-    steps = [line for line in lines if line["kind"] == "train"]
-    return "rows/s" if all("num_rows" in line and line["num_rows"] == line.get("num_tokens") for line in steps) else "tokens/s"
-
-
 def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
     """Rewrite the file atomically with only its complete, wanted lines, if it has others."""
     if not path.exists():

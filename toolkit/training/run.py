@@ -35,9 +35,9 @@ from toolkit.files.lock import release_locks
 from toolkit.launch.accelerator import compute_dtype, forget_accelerator
 from toolkit.launch.run_folder import restore_run_folder, save_run_config
 from toolkit.parallel.wrap import ShardedModel
+from toolkit.tracking.baselines import measure_baselines
 from toolkit.tracking.metrics_log import MetricsLog
 from toolkit.tracking.step_log import StepLog
-from toolkit.tracking.summary import measure_baselines, show_results
 from toolkit.tracking.trackers import Trackers, close_trackers
 from toolkit.training.data import num_steps
 from toolkit.training.goal import build_goal
@@ -211,7 +211,7 @@ def finish(run: Run) -> Path | None:
             logger.info(line)
         logger.info(f"export another checkpoint: python -m toolkit export {shlex.quote(str(run.folder))} --checkpoint STEP")
     working("showing the results")
-    on_all_ranks(lambda: show_results(run.metrics, baselines, run.evaluation, run.goal.measured_on))
+    on_all_ranks(lambda: _tool("report.results").show_results(run.metrics, baselines, run.evaluation, run.goal.measured_on))
     on_rank_0(lambda: _tool("report.picture").draw_curves(run.metrics.load(), run.folder / "curves.png"))
     run.metrics.note_lost_outputs(run.state.step)
     _tool("report.page").save_run_page(run.folder)

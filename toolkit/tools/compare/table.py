@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import align
-from toolkit.tracking.metrics_log import load_metrics, speed_unit
+from toolkit.tools.report.charts import speed_unit
+from toolkit.tracking.metrics_log import load_metrics
 
 METRICS = {"accuracy": "accuracy %", "rougeL": "ROUGE-L", "token_accuracy": "token accuracy %"}
 """Evaluation metrics with their column heads. The first that the runs have is shown beside the held-out loss."""

@@ -1,8 +1,7 @@
-"""The summary at the end of a run: a table of figures before and after training beside the baselines, and samples."""
+"""The end of a run in the terminal: figures before and after training beside the baselines, and samples."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -10,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.distributed.comm import rank
 from toolkit.errors import UserError, align, escape_controls, one_line
-from toolkit.evaluation.generate import BASELINE, SHOWN_FIGURES
+from toolkit.evaluation.generate import SHOWN_FIGURES
 from toolkit.evaluation.metrics import own_figures
-from toolkit.evaluation.rouge import mean_scores, rouge_scores
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.files.json_lines import load_json_lines
 from toolkit.tracking.metrics_log import MetricsLog
@@ -21,27 +19,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 NUM_SAMPLES = 3
-
-
-def measure_baselines(
-    metrics: MetricsLog, step: int, train_rows: Dataset, evaluation: EvaluationRows, measured_on: dict[str, Any]
-) -> dict[str, dict[str, Any]]:
-    """Figures of texts that need no model, by name: as an earlier end of the run has written them to `metrics`, else measured and
-    written there. Empty on other ranks than 0, and without evaluations of texts.
-
-    Raises:
-        UserError: `metrics` cannot be written.
-    """
-    lines = [line for line in metrics.load() if line.get("measured_on") == measured_on] if rank() == 0 else []
-    if not any("rougeL" in line for line in lines if line["kind"] == "eval"):
-        return {}
-    if not (named := {line["name"]: line for line in lines if line["kind"] == BASELINE}):
-        named = _baselines(train_rows, evaluation.rows.select(evaluation.prompted))
-        for name, figures in named.items():
-            metrics.write(BASELINE, step, name=name, **figures, measured_on=measured_on)
-        if metrics.error is not None:
-            raise metrics.error
-    return named
 
 
 def show_results(
@@ -88,22 +65,6 @@ def format_table(rows: dict[str, dict[str, float]], choice: Sequence[str] = SHOW
     table = [["", *(column.replace("percent_", "% ") for column in columns)]]
     table += [[name, *("–" if row.get(c) is None else f"{row[c]:.2f}" for c in columns)] for name, row in rows.items()]
     return "\n".join(align([list(map(one_line, line)) for line in table]))
-
-
-def _baselines(train_rows: Dataset, eval_rows: Dataset) -> dict[str, dict[str, float]]:
-    """ROUGE of the lead sentence and of the best constant summary."""
-    from toolkit.evaluation.baselines import best_constant, lead_sentence
-
-    references = eval_rows["target"][:]
-    constant = best_constant(train_rows["target"][:], references)
-    predictions = {
-        "lead sentence": [lead_sentence(text) for text in eval_rows["lead_text"][:]],
-        f"constant {json.dumps(constant, ensure_ascii=False)}"[:48]: [constant] * len(references),
-    }
-    return {
-        name: mean_scores(rouge_scores(texts, references)) | {"percent_distinct": 100 * len(set(texts)) / len(texts)}
-        for name, texts in predictions.items()
-    }
 
 
 def _print_samples(predictions_path: Path, eval_rows: Dataset) -> None:

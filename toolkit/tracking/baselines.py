@@ -1,0 +1,52 @@
+"""Figures of texts that need no model, measured at the end of a run: baselines of its own texts."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from toolkit.distributed.comm import rank
+from toolkit.evaluation.generate import BASELINE
+from toolkit.evaluation.rouge import mean_scores, rouge_scores
+from toolkit.evaluation.rows import EvaluationRows
+from toolkit.tracking.metrics_log import MetricsLog
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+def measure_baselines(
+    metrics: MetricsLog, step: int, train_rows: Dataset, evaluation: EvaluationRows, measured_on: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Figures of texts that need no model, by name: as an earlier end of the run has written them to `metrics`, else measured and
+    written there. Empty on other ranks than 0, and without evaluations of texts.
+
+    Raises:
+        UserError: `metrics` cannot be written.
+    """
+    lines = [line for line in metrics.load() if line.get("measured_on") == measured_on] if rank() == 0 else []
+    if not any("rougeL" in line for line in lines if line["kind"] == "eval"):
+        return {}
+    if not (named := {line["name"]: line for line in lines if line["kind"] == BASELINE}):
+        named = _baselines(train_rows, evaluation.rows.select(evaluation.prompted))
+        for name, figures in named.items():
+            metrics.write(BASELINE, step, name=name, **figures, measured_on=measured_on)
+        if metrics.error is not None:
+            raise metrics.error
+    return named
+
+
+def _baselines(train_rows: Dataset, eval_rows: Dataset) -> dict[str, dict[str, float]]:
+    """ROUGE of the lead sentence and of the best constant summary."""
+    from toolkit.evaluation.baselines import best_constant, lead_sentence
+
+    references = eval_rows["target"][:]
+    constant = best_constant(train_rows["target"][:], references)
+    predictions = {
+        "lead sentence": [lead_sentence(text) for text in eval_rows["lead_text"][:]],
+        f"constant {json.dumps(constant, ensure_ascii=False)}"[:48]: [constant] * len(references),
+    }
+    return {
+        name: mean_scores(rouge_scores(texts, references)) | {"percent_distinct": 100 * len(set(texts)) / len(texts)}
+        for name, texts in predictions.items()
+    }
