@@ -42,6 +42,8 @@ def test_a_program_finds_its_process_as_it_was(monkeypatch: pytest.MonkeyPatch) 
         logging.getLogger("toolkit").filters.clear()
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.allow_tf32 = True
+        datasets.enable_progress_bars()
+        of_transformers.enable_progress_bar()
         before = state_of_the_process()
         with pytest.raises(ZeroDivisionError), changes_undone():
             change_everything()
