@@ -26,8 +26,10 @@ NUM_LAYERS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_laye
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    gc.collect()  # a `__del__` of an earlier test's objects, called inside a block, would count as a frame
+    gc.collect()
+    gc.disable()  # a `__del__` of an earlier test's objects, called inside a block, would count as a frame
     yield
+    gc.enable()
     torch._dynamo.reset()
 
 
