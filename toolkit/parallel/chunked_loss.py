@@ -105,7 +105,7 @@ def _summed_loss(
         labels: int64, (N,).
         inputs: the forward's arguments; tensors of shape (B, T), and (B, S) for an encoder.
     """
-    if holds_all_logits(model):
+    if not heads and holds_all_logits(model):
         states_BTX, logits = forward(**inputs).logits, lambda logits_nV: logits_nV
     else:
         states_BTX, logits = _hidden_states(model, **inputs), functools.partial(_logits, model, heads)

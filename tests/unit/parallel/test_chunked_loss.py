@@ -74,6 +74,14 @@ def test_a_forward_may_call_the_stack_inside_its_backbone() -> None:
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
 
 
+def test_the_head_is_found_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers looks for it module by module, which would cost the host time in every micro-batch."""
+    model = build_model("llama")
+    chunked_loss.install(model)
+    monkeypatch.setattr(type(model), "get_output_embeddings", lambda model: pytest.fail("it is looked for in a step"))
+    summed_loss(model, CausalCollator(0).collate([[row] for row in build_rows()]))
+
+
 SOURCES_AND_TARGETS = [
     {"input_ids": [5, 6, 7, 8, 9, 10, 11], "labels": [9, 20, 21, 2]},
     {"input_ids": [9, 12], "labels": [9, 30, 31, 2, 4, 5]},

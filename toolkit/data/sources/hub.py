@@ -109,7 +109,7 @@ def _open_builder(name: str, subset: str | None, split: str, other_sources: tupl
     if not is_folder and (path.is_absolute() or name.startswith(".")):
         raise UserError(f"data.source {name}: there is no such folder: check the path")
     for state, pattern in (("state.json", "data-*.arrow"), ("dataset_dict.json", f"{split}/data-*.arrow")):
-        if (path / state).is_file():  # caches of `map` may lie beside its files
+        if (path / state).is_file() and any(path.rglob("data-*.arrow")):  # caches of `map` may lie beside its files
             way_out = f"name its files in data.files, as in {path / pattern}"
             raise UserError(f"data.source {name} was written by save_to_disk: {way_out}")
     offline = mock.patch.object(datasets.config, "HF_HUB_OFFLINE", True)  # HF_HUB_OFFLINE=1 would be read only at its import

@@ -54,7 +54,7 @@ def build_form(delimiter: str | None, encoding: str | None) -> Form:
             raise UserError(f"data.csv_delimiter is {delimiter!r}: give one character, as in ';' or '|', or \\t for a tab")
     if encoding is not None:
         try:
-            "".encode(encoding)  # fails for codecs that are not of text, too
+            "a".encode(encoding).decode(encoding, "ignore")  # fails for codecs that are not of text, too
             form = form._replace(encoding=codecs.lookup(encoding).name)
         except (LookupError, ValueError):
             raise UserError(

@@ -148,6 +148,7 @@ def test_a_header_that_looks_like_another_delimiters_gets_a_hint(delimiter: str)
         ("é".encode("utf-16"), {"encoding": "ascii"}, "rows.csv, line 2: byte 0xff is not valid ASCII"),
         (b"", {"encoding": "utf-16"}, "rows.csv is not valid UTF-16 (UTF-16 stream does not start with BOM)"),
         (b"", {"encoding": "latin-9000"}, "data.encoding is 'latin-9000', which Python does not know: give a name such as"),
+        (b"", {"encoding": "idna"}, "data.encoding is 'idna', which Python does not know"),
         (b"", {"csv_delimiter": "::"}, "data.csv_delimiter is '::': give one character"),
         (b"", {"csv_delimiter": ";", "source": "tsv"}, "data.csv_delimiter is ';', but no file is read as csv: leave it out"),
     ],

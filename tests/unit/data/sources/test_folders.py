@@ -76,6 +76,11 @@ def test_a_folder_of_save_to_disk_is_refused_with_the_files_to_name() -> None:
         assert texts("arrow", files=pattern) == ["one", "two"]
 
 
+def test_rows_of_states_are_not_taken_for_a_folder_of_save_to_disk() -> None:
+    write("data/state.json", '[{"text": "Ohio"}]')
+    assert texts() == ["Ohio"]
+
+
 def test_the_files_of_a_split_and_those_left_out_are_named() -> None:
     for name in ("train-1.jsonl", "train-0.json", "test-0.jsonl", "more.jsonl", ".hidden.jsonl", "notes.txt"):
         write(f"data/{name}", json.dumps({"text": name}))
