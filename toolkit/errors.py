@@ -75,13 +75,15 @@ def _lost_its_folder(path: str | None) -> bool:
 
 
 def as_user_error(error: BaseException) -> UserError | None:
-    """A `UserError` itself, or one about what the operating system `refused`; None for any other error."""
+    """A `UserError` itself, or one about what the operating system `refused` or does not permit; None for any other error."""
     if isinstance(error, UserError):
         return error
-    if (found := refused(error)) is None:
+    denied = error if isinstance(error, PermissionError) and error.filename else None
+    if (found := denied or refused(error)) is None:
         return None
     where = f" ({found.filename})" if found.filename else ""
-    way_out = _WAYS_OUT.get(found.errno or 0, "do not clean the folder of temporary files (TMPDIR) while this runs")
+    otherwise = "ask its owner, or chmod" if denied else "do not clean the folder of temporary files (TMPDIR) while this runs"
+    way_out = _WAYS_OUT.get(found.errno or 0, otherwise)
     return UserError(f"the system refuses: {found.strerror}{where}; {way_out}, and start the same command again", "rank")
 
 

@@ -179,6 +179,11 @@ def test_what_the_system_refused_is_found_behind_the_errors_of_libraries(error: 
     assert (as_user_error(error) is None) == (number is None)
 
 
+def test_what_the_system_does_not_permit_is_a_sentence_with_its_path() -> None:
+    error = as_user_error(PermissionError(errno.EACCES, "Permission denied", "/run/metrics.jsonl"))
+    assert error is not None and "Permission denied (/run/metrics.jsonl); ask its owner, or chmod" in str(error)
+
+
 class OtherError(UserError):
     """As recipes and tools may have one."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,9 @@ _READINGS = {"messages": "messages", "conversations": "sharegpt", "instruction":
 """The reading of a row without its answer by the name of its column; other columns have a text or a chat."""
 _COLUMNS = (*_READINGS, "source", "article", "document", "prompt", "text")
 """Columns to generate for, unless one is named."""
+
+_NOT_TEXT = re.compile("[\udc80-\udcff]")
+"""Bytes that `surrogateescape` has kept."""
 
 Row = tuple[str, Example]
 """Where it stands, for messages, and a prompt or a chat."""
@@ -68,6 +72,9 @@ def open_rows(options: Options, usage: Usage, *, has_chat_template: bool = False
     """
     form = build_form(options.csv_delimiter or usage.csv_delimiter, options.encoding)
     if options.file in (None, "-"):
+        for name, given in (("--column", options.column), ("--csv-delimiter", options.csv_delimiter)):
+            if given is not None:
+                raise UserError(f"{name} is {given!r}, but there is no --file with columns: leave it out")
         label, columns = "standard input" if options.file else "--text", Columns("prompt", ("text",))
         texts = _read_lines(form.encoding) if options.file else options.texts
         read_texts = partial(map, lambda text: {"text": text}, texts)
@@ -127,7 +134,10 @@ def _choose_column(
 def _read_lines(encoding: str) -> Iterator[str]:
     """The lines of standard input."""
     try:
-        for number, line in enumerate(io.TextIOWrapper(sys.stdin.buffer, encoding), start=1):
+        for number, line in enumerate(io.TextIOWrapper(sys.stdin.buffer, encoding, errors="surrogateescape"), start=1):
+            if found := _NOT_TEXT.search(line):
+                byte = f"byte 0x{ord(found[0]) - 0xDC00:02x} is not valid {encoding.upper()}"
+                raise UserError(f"standard input, row {number}: {byte}: give --encoding, or convert it")
             line = line.removeprefix("\ufeff") if number == 1 else line  # a byte order mark
             yield line.removesuffix("\n")
     except UnicodeError as error:

@@ -27,11 +27,11 @@ Section = Callable[[Sequence[RunFacts]], Iterable[Any]]
 
 
 def show(section: Section, runs: Sequence[RunFacts], draw: Callable[[list[Any]], str]) -> str:
-    """A section as `draw` shows it; of a run with a file that lacks something, as of another version or changed by hand, a
-    sentence."""
+    """A section as `draw` shows it; of a run with a file that cannot be read or lacks something, as of another version or
+    changed by hand, a sentence."""
     try:
         return draw(list(section(runs)))
-    except NOT_AS_WRITTEN as error:
+    except (*NOT_AS_WRITTEN, OSError) as error:
         if len(runs) > 1:
             return "".join(show(section, [run], draw) for run in runs)
         why = f"one of its files is not what a run writes ({type(error).__name__}: {error})"

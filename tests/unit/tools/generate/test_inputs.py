@@ -82,6 +82,22 @@ def test_standard_input_has_a_text_a_line(monkeypatch: pytest.MonkeyPatch) -> No
     assert rows.num_rows is None and [row.prompt for _, row in rows.read()] == ["one", " zwei ü"]
 
 
+def test_a_byte_of_standard_input_that_is_not_text_is_named_with_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its position in the block of 8 KiB that was read said nothing of where it stands."""
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\n" * 5000 + b"M\xfcller\n")))
+    with pytest.raises(
+        UserError, match=r"standard input, row 5001: byte 0xfc is not valid UTF-8: give --encoding, or convert it"
+    ):
+        read_rows("-")
+
+
+@pytest.mark.parametrize(("name", "given"), [("column", "body"), ("csv_delimiter", ";")])
+def test_what_only_a_file_has_is_refused_for_standard_input(name: str, given: str) -> None:
+    """It was ignored."""
+    with pytest.raises(UserError, match=rf"--{name.replace('_', '-')} is '{given}', but there is no --file with columns"):
+        read_rows("-", **{name: given})
+
+
 @pytest.mark.parametrize(
     ("name", "text", "column", "sentence"),
     [

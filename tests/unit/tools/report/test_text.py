@@ -213,3 +213,12 @@ def test_why_there_is_no_plan_is_reported(run_folder: Path, capsys: pytest.Captu
     assert "memory.json cannot be read (" in printed(capsys, run_folder)[2]
     (run_folder / "memory.json").unlink()
     assert "memory.json is not in the folder" in printed(capsys, run_folder)[2]
+
+
+def test_predictions_that_cannot_be_read_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = save_run(tmp_path / "run", evaluation(0, loss=9.0))
+    (run / "predictions-0.jsonl").mkdir()
+    show_runs([run])
+    assert (
+        "This cannot be shown of run, as one of its files is not what a run writes (IsADirectoryError" in capsys.readouterr().out
+    )
