@@ -118,6 +118,7 @@ def build_run(name: str, accelerator: Any, folder: Path) -> Any:
     from toolkit.models.documents import BY_DOCUMENT
     from toolkit.parallel.wrap import shard_model
     from toolkit.tracking.metrics_log import MetricsLog
+    from toolkit.tracking.trackers import Trackers
     from toolkit.training.optim import build_optimizer
     from toolkit.training.own import Own
     from toolkit.training.run import Run
@@ -151,6 +152,7 @@ def build_run(name: str, accelerator: Any, folder: Path) -> Any:
     return Run(
         config, folder, sharded, build_optimizer(optim, sharded.model), plan, dataset, evaluation, identity=None,  # type: ignore[arg-type]
         metrics=MetricsLog(folder / "metrics.jsonl", False), num_steps=2, goal=None, own=Own(), data=None,  # type: ignore[arg-type]
+        trackers=Trackers(), before_model_gib=0.0,
     )  # fmt: skip
 
 

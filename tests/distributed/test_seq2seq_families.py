@@ -69,6 +69,7 @@ def own_and_our_losses(folder: Path) -> dict[str, tuple[float, float]]:
     from toolkit.loss import summed_loss
     from toolkit.models.config import load_model_config
     from toolkit.parallel import chunked_loss
+    from toolkit.tasks import seq2seq
 
     rows = [
         {"input_ids": [5, 6, 7, 8, 9, 10, 11], "labels": [9, 20, 21, 2]},
@@ -79,7 +80,7 @@ def own_and_our_losses(folder: Path) -> dict[str, tuple[float, float]]:
         model = build_model(family)
         model.config.save_pretrained(folder / family)
         chunked_loss.install(model)
-        load_model_config(ModelConfig(name_or_path=str(folder / family), from_scratch=True), "AutoModelForSeq2SeqLM")
+        load_model_config(ModelConfig(name_or_path=str(folder / family), from_scratch=True), seq2seq.TASK)
         collator = build_collator(model)
         batch = collator.collate([[row] for row in rows])
         # FSMT makes decoder inputs of the source where it gets none: they are given, as transformers' own collator gives them.
@@ -168,10 +169,11 @@ def refusal(config: Any, folder: Path) -> str:
     from toolkit.config.schema import ModelConfig
     from toolkit.errors import UserError
     from toolkit.models.config import load_model_config
+    from toolkit.tasks import seq2seq
 
     config.save_pretrained(folder)
     try:
-        load_model_config(ModelConfig(name_or_path=str(folder), from_scratch=True), "AutoModelForSeq2SeqLM")
+        load_model_config(ModelConfig(name_or_path=str(folder), from_scratch=True), seq2seq.TASK)
     except UserError as error:
         return str(error)
     return ""

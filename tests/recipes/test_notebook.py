@@ -22,4 +22,4 @@ def test_the_notebook_runs_offline_and_its_model_learns(tmp_path: Path) -> None:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY)}
     ran = subprocess.run([sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-3000:]
-    assert "a loss of your own trains, and cross-entropy evaluates" in ran.stdout
+    assert "yours trains, which holds all logits of a micro-batch; cross-entropy evaluates" in ran.stdout
