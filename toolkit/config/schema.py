@@ -270,6 +270,8 @@ class SummarizationConfig(RecipeConfig):
     """Config of `recipes/t5.py`."""
 
     data: DataConfig
+    recipe: Literal["t5"] | None = None
+    """The recipe of this run YAML, for `python -m toolkit train` and the other tools. If unset, the model chooses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,3 +279,5 @@ class LLMConfig(RecipeConfig):
     """Config of `recipes/llm.py`."""
 
     data: LLMDataConfig
+    recipe: Literal["llm"] | None = None
+    """The recipe of this run YAML, for `python -m toolkit train` and the other tools. If unset, the model chooses."""

@@ -17,7 +17,7 @@ from toolkit.launch.log import lost_outputs, start_logging
 
 EXIT_NOT_VALID = 1
 """Exit code of `checkpoints`, `plan`, `compare` and `verify` if what they check fails."""
-WITH_RUN_FLAGS = ("export", "plan", "preview", "verify")
+WITH_RUN_FLAGS = ("export", "plan", "preview", "train", "verify")
 """Commands that also take the dotted flags of a recipe."""
 
 
@@ -26,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m toolkit", description="Commands beside a training run.")
     jobs = parser.add_subparsers(dest="job", required=True)
     adds = (_add_check, _add_checkpoints, _add_compare, _add_export, _add_generate)
-    for add in (*adds, _add_plan, _add_preview, _add_report, _add_verify):
+    for add in (*adds, _add_plan, _add_preview, _add_report, _add_train, _add_verify):
         add(jobs)
     argv = sys.argv[1:]
     # argparse would interpret `compare`'s `--` itself.
@@ -177,6 +177,16 @@ def _report(run_folders: list[Path], text: bool, output: Path | None) -> None:
     path = output or (run_folders[0] / REPORT_FILE if len(run_folders) == 1 else Path(REPORT_FILE))
     save_page(run_folders, path)
     print(one_line(f"{path} shows {', '.join(map(str, run_folders))}: open it in a browser"))
+
+
+def _add_train(jobs: Any) -> None:
+    about = "choose a preset that fits this machine's GPUs, and start the recipe; also takes its dotted flags"
+    add = _add_parser(jobs, "train", "train:train", help=about).add_argument
+    add("config", metavar="RUN.yaml", help="the run YAML")
+    add("--preset", metavar="NAME", help="name in accelerate_configs/ or a file (default: the fastest that fits)")
+    add("--recipe", choices=["llm", "t5"], help="recipe to start (default: the run YAML's, else by the model)")
+    add("--num-processes", type=int, metavar="N", help="number of ranks (default: one per GPU; with --preset on a CPU, its own)")
+    add("--dry-run", action="store_true", help="print the `accelerate launch` line, and start nothing")
 
 
 def _add_verify(jobs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which model a command line and its run YAMLs are about, and which recipe it takes."""
+"""Which recipe a command line and its run YAMLs are for."""
 
 from __future__ import annotations
 
@@ -15,26 +15,35 @@ from toolkit.config.python import CONFIGS
 from toolkit.errors import UserError
 
 
-def find_model(argv: list[str]) -> str:
-    """`model.name_or_path` of flags, else of run YAMLs. Empty if none says, which `load_config` reports better.
+def find_recipe(argv: list[str], recipe: str | None = None, model: str | None = None) -> str:
+    """`recipe`, else the run YAMLs' own, else the one that takes the model: `model`, or that of the command line.
 
     Raises:
-        UserError: the path is ambiguous.
+        UserError: there is no such recipe, or the model's path is ambiguous.
     """
+    if named := recipe or _find_value(argv, "recipe")[0]:
+        if named not in CONFIGS:
+            raise UserError(f"recipe is {named}: write {' or '.join(CONFIGS)}, or leave it out, and the model chooses")
+        return named
+    if model is None:
+        model, file = _find_value(argv, "model.name_or_path")
+        model = find_path(model, file, f"{file}: model.name_or_path") if file else model
+    return "t5" if is_encoder_decoder(model) else "llm"
+
+
+def _find_value(argv: list[str], key: str) -> tuple[str, Path | None]:
+    """A text of the flags, else of the last run YAML that has it, with that file. Empty if none has: `load_config` reports it."""
     files, flags = split_files_and_flags(argv)
-    name = ""
-    for file in files:
-        written: Any = None
+    if given := dict(reversed(given_flags(flags))).get(key):
+        return given, None
+    for file in reversed(files):
         with suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-            written = yaml.safe_load(Path(file).read_text(encoding="utf-8"))["model"]["name_or_path"]
-        if isinstance(written, str):
-            name = find_path(written, Path(file), f"{file}: model.name_or_path")
-    return dict(reversed(given_flags(flags))).get("model.name_or_path", name)
-
-
-def config_class_of(model: str, recipe: str | None) -> Any:
-    """The config class of `recipe`, as in `t5`, else of the recipe that the model takes."""
-    return CONFIGS[recipe or ("t5" if is_encoder_decoder(model) else "llm")]
+            written: Any = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+            for name in key.split("."):
+                written = written[name]
+            if isinstance(written, str):
+                return written, Path(file)
+    return "", None
 
 
 def is_encoder_decoder(name_or_path: str) -> bool:

@@ -16,6 +16,7 @@ from toolkit.variables import environment_of_runs
 
 PRESET_FOLDER = Path(__file__).resolve().parents[2] / "accelerate_configs"
 """This checkout's presets, where a preset given by its name is looked up."""
+RECIPE_FOLDER = PRESET_FOLDER.parent / "recipes"
 
 STOP_TO_KILL_S = 30.0
 """Seconds that ranks get to end after SIGTERM, as under torch elastic: they save a checkpoint."""

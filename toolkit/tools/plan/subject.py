@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from toolkit.config.load import RecipeConfig, load_config
+from toolkit.config.python import CONFIGS
 from toolkit.data.batch_plan import check_global_batch_size
 from toolkit.data.collate import Batch
 from toolkit.models.attention import choose_packed_attention
@@ -21,7 +22,7 @@ from toolkit.models.positions import check_positions
 from toolkit.parallel.masks import choose_packing
 from toolkit.parallel.units import repeated_blocks
 from toolkit.tools.plan.strategy import Strategy, planned_frozen_dtype
-from toolkit.tools.recipes import config_class_of
+from toolkit.tools.recipes import find_recipe
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -50,7 +51,8 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
     if not any(argument.partition("=")[0] == "--config" for argument in run_arguments):
         defaults = ["--data.source=not/read", "--train.num_epochs=1", "--train.micro_batch_size_rows=1"]
         run_arguments = [*defaults, f"--train.global_batch_size_rows={strategy.num_processes}", *run_arguments]
-    config: RecipeConfig = load_config(config_class_of(model, recipe), [*run_arguments, f"--model.name_or_path={model}"])
+    config_class = CONFIGS[find_recipe(run_arguments, recipe, model)]
+    config: RecipeConfig = load_config(config_class, [*run_arguments, f"--model.name_or_path={model}"])
     check_global_batch_size(config.train, strategy.num_processes)
     check_adapter_config(config)
     # The model's config; `from_scratch`, because nothing of the weights is needed, not even their index. Flash and flex

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from toolkit.config.load import RecipeConfig, load_config
+from toolkit.config.python import CONFIGS
 from toolkit.data.batch_plan import check_global_batch_size
 from toolkit.errors import UserError, one_line
 from toolkit.evaluation.metrics import load_text_metrics
@@ -28,7 +29,7 @@ from toolkit.tools.preview.step import view_step
 from toolkit.tools.preview.summary import summarize
 from toolkit.tools.preview.terminal import print_preview
 from toolkit.tools.preview.wording import Preview, list_parts
-from toolkit.tools.recipes import config_class_of, find_model
+from toolkit.tools.recipes import find_recipe
 from toolkit.training.data import num_steps, prepare_data
 from toolkit.variables import num_launched
 
@@ -70,7 +71,7 @@ def collect(
     run_arguments: list[str], accelerate_config: Path | None, recipe: str | None, num_rows: int, row_id: int | None
 ) -> Preview:
     """Prepare the data as the run does, and collect what is shown; arguments and errors of `preview`."""
-    config: RecipeConfig = load_config(config_class_of(find_model(run_arguments), recipe), run_arguments)
+    config: RecipeConfig = load_config(CONFIGS[find_recipe(run_arguments, recipe)], run_arguments)
     launch, processes = _read_launch(accelerate_config)
     check_global_batch_size(config.train, launch.num_processes)
     # The run's own phases, without its accelerator: the model on the meta device, then its rows and its batch plan.

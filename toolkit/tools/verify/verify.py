@@ -13,13 +13,12 @@ from toolkit.config.python import CONFIGS
 from toolkit.errors import UserError, align, escape_controls, one_line
 from toolkit.models.config import load_model_config
 from toolkit.models.positions import num_positions
-from toolkit.tools.recipes import config_class_of, find_model
-from toolkit.tools.relaunch import PRESET_FOLDER, launch
+from toolkit.tools.recipes import find_recipe
+from toolkit.tools.relaunch import RECIPE_FOLDER, launch
 from toolkit.tools.verify.checks import check_all
 from toolkit.tools.verify.records import Proof
 from toolkit.tools.verify.runs import Box, Launch, launch_all, plan_runs
 
-RECIPE_FOLDER = PRESET_FOLDER.parent / "recipes"
 DEFAULT_PRESETS = ("fsdp2_full_shard",)
 DEFAULT_TOLERANCE = 1e-5
 SMALL_ROWS: Final = {
@@ -99,12 +98,11 @@ def build_box(
     if model is None and config is None:
         model = str(RECIPE_FOLDER / "models" / "t5_gelu")
         run_arguments = ["--model.from_scratch=true", *run_arguments]
-    config_class = config_class_of(model or find_model([f"--config={config}"]), recipe)
-    name = "t5" if config_class is CONFIGS["t5"] else "llm"
+    name = find_recipe([f"--config={config}"] if config else [], recipe, model)
     given = [f"--config={config}"] if config else [f"--{key}={value}" for key, value in SMALL_ROWS[name].items()]
     arguments = [*given, *([f"--model.name_or_path={model}"] if model else []), *run_arguments]
     # Every config needs a length; that of the runs is set later.
-    parsed = load_config(config_class, arguments if config else ["--train.max_steps=1", *arguments])
+    parsed = load_config(CONFIGS[name], arguments if config else ["--train.max_steps=1", *arguments])
     if "flash" in (attention := parsed.model.attn_implementation or ""):
         raise UserError(
             f"model.attn_implementation is {attention}, which cannot compute in fp32, but verify does, to separate rounding from "

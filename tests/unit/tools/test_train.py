@@ -1,0 +1,119 @@
+"""`python -m toolkit train`: the preset that fits the GPUs, and the line that starts the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.launch import REPOSITORY
+from toolkit.errors import UserError
+from toolkit.tools import train as command
+from toolkit.tools.main import main
+from toolkit.tools.recipes import find_recipe
+
+GIB = 2**30
+CONFIG = "data: {source: csv, files: rows.csv}\ntrain: {max_steps: 3, global_batch_size_rows: 8, micro_batch_size_rows: 1}\n"
+RECIPES = REPOSITORY / "recipes"
+PRESETS = REPOSITORY / "accelerate_configs"
+T5: dict[str, Any] = {
+    "model_type": "t5", "vocab_size": 512, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "d_kv": 8,
+    "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+CHECKPOINTED = "fsdp2_activation_checkpointing"
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
+    """The printed lines of `train` with these GPUs, a T5 of this width, and these arguments."""
+
+    def call(*arguments: str, gpus: tuple[float, ...] = (), d_model: int = 32, config: str = CONFIG) -> list[str]:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "model").mkdir(exist_ok=True)
+        (tmp_path / "model/config.json").write_text(json.dumps({**T5, "d_model": d_model, "d_ff": 4 * d_model}))
+        (tmp_path / "run.yaml").write_text(f"model: {{name_or_path: model, from_scratch: true}}\n{config}")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(total_memory=int(gpus[gpu] * GIB)))
+        monkeypatch.setattr("sys.argv", ["toolkit", "train", "run.yaml", *arguments])
+        main()
+        return capsys.readouterr().out.splitlines()
+
+    return call
+
+
+def test_without_a_gpu_it_is_one_process(start: Callable[..., list[str]]) -> None:
+    hint, line = start("--dry-run", "--optim.lr", "1e-3")
+    assert hint == "no GPU here: one process on the CPU; --preset fsdp2_cpu rehearses sharding on two"
+    assert (
+        line == f"accelerate launch --config_file {PRESETS}/single.yaml --quiet {RECIPES}/t5.py --config run.yaml --optim.lr 1e-3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "d_model", "refused", "chosen"),
+    [
+        ((16.0,), 32, [], "single"),
+        ((16.0, 16.0), 32, [], "ddp"),
+        ((16.0, 0.44), 1024, ["ddp", "fsdp2_shard_grad_op"], "fsdp2_full_shard"),  # the smallest GPU decides
+        ((0.17, 0.17), 1024, ["ddp", "fsdp2_shard_grad_op", "fsdp2_full_shard", CHECKPOINTED], "fsdp2_offload"),
+    ],
+)
+def test_the_fastest_preset_that_fits_is_taken(
+    start: Callable[..., list[str]], gpus: tuple[float, ...], d_model: int, refused: list[str], chosen: str
+) -> None:
+    *lines, line = start("--dry-run", gpus=gpus, d_model=d_model)
+    assert [words.split(":")[0] for words in lines] == [
+        *(f"preset {name} does not fit" for name in refused),
+        f"preset {chosen} fits",
+    ]
+    ranks = " --quiet" if chosen == "single" else f" --num_processes {len(gpus)}"
+    assert line == f"accelerate launch --config_file {PRESETS}/{chosen}.yaml{ranks} {RECIPES}/t5.py --config run.yaml"
+
+
+def test_no_preset_fits(start: Callable[..., list[str]]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        start("--dry-run", gpus=(0.01,), d_model=1024)
+    assert stop.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("preset", "arguments", "ranks"),
+    [
+        ("single", [], " --quiet"), ("fsdp2_cpu", [], ""), ("fsdp2_hsdp", [], ""), ("fsdp2_full_shard", [], " --num_processes 3"),
+        ("ddp", ["--num-processes", "2"], " --num_processes 2"),
+    ],
+)  # fmt: skip
+def test_a_named_preset_is_taken_without_a_plan(
+    start: Callable[..., list[str]], preset: str, arguments: list[str], ranks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "build_plan", lambda *_, **__: pytest.fail("planned"))
+    (line,) = start("--dry-run", "--preset", preset, *arguments, gpus=(16.0,) * 3)
+    assert line == f"accelerate launch --config_file {PRESETS}/{preset}.yaml{ranks} {RECIPES}/t5.py --config run.yaml"
+
+
+def test_a_wrong_value_is_refused_before_a_plan(start: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        start("--optim.lr", "-1", gpus=(16.0,))
+    assert stop.value.code == 2 and capsys.readouterr().err == "error: --optim.lr is -1: give a number above 0\n"
+
+
+def test_a_run_yaml_names_its_recipe(start: Callable[..., list[str]]) -> None:
+    start("--dry-run", config=f"recipe: t5\n{CONFIG}")
+    argv = ["--config=run.yaml"]
+    assert find_recipe(argv) == "t5" and find_recipe(argv, "llm") == "llm" and find_recipe([*argv, "--recipe=llm"]) == "llm"
+    Path("run.yaml").write_text("recipe: t6\n")
+    assert find_recipe(argv, "llm") == "llm"
+    with pytest.raises(UserError, match="^recipe is t6: write t5 or llm, or leave it out, and the model chooses$"):
+        find_recipe(argv)
+
+
+def test_it_becomes_the_line_that_it_prints(start: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr("os.execv", lambda program, argv: seen.append([program, *argv]))
+    line = start()[-1]
+    assert seen[0][2:4] == ["-m", "accelerate.commands.launch"] and f"accelerate launch {' '.join(seen[0][4:])}" == line

@@ -1,0 +1,86 @@
+"""`python -m toolkit train RUN.yaml`: chooses a preset by the memory plan, and starts the recipe with it.
+
+It prints one line, `accelerate launch --config_file PRESET --num_processes N RECIPE --config RUN.yaml …`, and runs it.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import torch
+
+from toolkit.config.load import load_config
+from toolkit.config.python import CONFIGS
+from toolkit.distributed.device import GIB
+from toolkit.errors import UserError, one_line
+from toolkit.launch.accelerate_yaml import check_accelerate_yaml
+from toolkit.tools.plan.plan import build_plan
+from toolkit.tools.recipes import find_recipe
+from toolkit.tools.relaunch import RECIPE_FOLDER, find_preset
+
+FOR_ONE_GPU = ("single", "fsdp2_activation_checkpointing", "fsdp2_offload")
+FOR_SEVERAL_GPUS = ("ddp", "fsdp2_shard_grad_op", "fsdp2_full_shard", "fsdp2_activation_checkpointing", "fsdp2_offload")
+"""Presets in the order in which they are tried, the fastest first."""
+
+
+def train(
+    run_flags: list[str], *, config: str, preset: str | None, recipe: str | None, num_processes: int | None, dry_run: bool
+) -> None:
+    """Print the line that starts the run, and become it.
+
+    Args:
+        run_flags: the recipe's dotted flags.
+        preset: its name or path; None: the first of those above that fits this machine's GPUs.
+        recipe: `llm` or `t5`; None: the run YAML's, else the one that the model takes.
+        num_processes: None: one per GPU, or as many as a preset for one process, the CPU or several machines says.
+
+    Raises:
+        UserError: the run would refuse its config, or no preset fits.
+    """
+    # A mistake in the config shows before anything is planned or started.
+    arguments = [f"--config={config}", *run_flags]
+    recipe = find_recipe(arguments, recipe)
+    model = load_config(CONFIGS[recipe], arguments).model.name_or_path
+    # Where to run.
+    gpus = [torch.cuda.get_device_properties(gpu).total_memory / GIB for gpu in range(torch.cuda.device_count())]
+    if preset is not None:
+        path = find_preset(preset)
+    elif gpus:
+        path = _choose_preset(model, arguments, recipe, min(gpus), num_processes or len(gpus))
+    else:
+        path = find_preset("single")
+        print("no GPU here: one process on the CPU; --preset fsdp2_cpu rehearses sharding on two", flush=True)
+    mapping = check_accelerate_yaml(path)
+    is_one = mapping["distributed_type"] == "NO"
+    if not is_one and not mapping.get("use_cpu") and mapping.get("num_machines", 1) == 1:
+        num_processes = num_processes or len(gpus) or None
+    # The line. Quiet: without a traceback of the launcher's own after one process (accelerate/commands/launch.py:998).
+    ranks = [*(["--quiet"] if is_one else []), *(["--num_processes", str(num_processes)] if num_processes else [])]
+    program = _shown(RECIPE_FOLDER / f"{recipe}.py")
+    line = ["--config_file", _shown(path), *ranks, program, "--config", config, *run_flags]
+    print(one_line(f"accelerate launch {shlex.join(line)}"), flush=True)
+    if not dry_run:
+        os.execv(sys.executable, [sys.executable, "-m", "accelerate.commands.launch", *line])
+
+
+def _choose_preset(model: str, arguments: list[str], recipe: str, gpu_gib: float, num_gpus: int) -> Path:
+    """The first preset whose memory plan fits; prints what each needs."""
+    for name in FOR_ONE_GPU if num_gpus == 1 else FOR_SEVERAL_GPUS:
+        path = find_preset(name)
+        plan = build_plan(model, path, num_gpus, arguments, recipe, gpu_gib, searches=False)
+        needs = f"{plan.total / GIB:.1f} of {plan.usable_bytes / GIB:.1f} usable GiB on each GPU"
+        print(f"preset {name} {'fits' if plan.fits else 'does not fit'}: {needs}, {num_gpus} of {gpu_gib:.1f} GiB", flush=True)
+        if plan.fits:
+            return path
+    raise UserError(
+        f"no preset fits {model} on this machine, {num_gpus} x {gpu_gib:.1f} GiB: take a smaller train.micro_batch_size_rows, "
+        "shorter rows or an adapter, or name a preset by --preset"
+    )
+
+
+def _shown(path: Path) -> str:
+    """The path as it is typed here: relative below the working directory."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
