@@ -170,7 +170,8 @@ class _Export:
             fix = f"check the disk of {unfinished.parent}, and start the same command again"
             raise UserError(f"transformers cannot load the tokenizer that was exported ({reason}): {fix}") from None
         skeleton, origin = self.sharded.skeleton, self.origin
-        skeleton.generation_config.save_pretrained(unfinished)  # type: ignore[union-attr]
+        if skeleton.can_generate():
+            skeleton.generation_config.save_pretrained(unfinished)  # type: ignore[union-attr]
         save_usage(self.config, unfinished, dtype=origin.computed_in, step=origin.step, weights_dtype=name_of(dtype))
         save_card(unfinished, self.config, skeleton.config, origin, kind, name_of(dtype))
         if self.places.check_file is not None:

@@ -78,9 +78,10 @@ def load_model_config(config: ModelConfig, task: Task, *, is_trained: bool = Tru
     is_known = config.trust_remote_code or type(model_config) in private("_model_mapping", getattr(transformers, task.auto_class))
     if not is_known:
         raise UserError(f"model.name_or_path {name} is a {model_config.model_type} model, not {task.takes}")
-    task.check_model_config(model_config, name)
     if is_trained:
         _check_trainable(model_config, name)
+    task.check_model_config(model_config, name)
+    if is_trained:
         _set_for_training(model_config, config)
     return model_config
 

@@ -37,7 +37,9 @@ class AdamW:
         """The torch optimizer of these groups of parameters, which are DTensors under FSDP2.
 
         Where its `found_inf` is 1, a step changes no weight and no state, and still allocates the state, filled: every trainable
-        parameter has state after the first step. `fused` needs one kernel for all parameters; it reads `found_inf` on the device.
+        parameter has state after the first step (torch's SGD leaves its buffers unfilled then: fill them here). `fused` needs one
+        kernel for all parameters; it reads `found_inf` on the device. Where a kernel has no strategy for DTensors, as SGD's,
+        give it local shards, and keep DTensors in `state` under the parameters, also where torch writes state back after a step.
         """
         import torch
 
