@@ -78,10 +78,9 @@ def load_model_config(config: ModelConfig, task: Task, *, is_trained: bool = Tru
     is_known = config.trust_remote_code or type(model_config) in private("_model_mapping", getattr(transformers, task.auto_class))
     if not is_known:
         raise UserError(f"model.name_or_path {name} is a {model_config.model_type} model, not {task.takes}")
-    if is_trained:
-        _check_trainable(model_config, name)
     task.check_model_config(model_config, name)
     if is_trained:
+        _check_trainable(model_config, name)
         _set_for_training(model_config, config)
     return model_config
 
@@ -181,7 +180,7 @@ def _download_index(config: ModelConfig) -> Path | None:
 
 def _check_trainable(model_config: PretrainedConfig, name: str) -> None:
     """Refuse models that need another loss than that of the labels."""
-    if _has_experts(model_config.to_dict()):
+    if has_experts(model_config.to_dict()):
         raise UserError(
             f"model.name_or_path {name} is a mixture of experts: its auxiliary loss is a mean over each micro-batch, which "
             "cannot be made exact over the global batch, so it is not supported: take a dense model"
@@ -193,8 +192,8 @@ def _check_trainable(model_config: PretrainedConfig, name: str) -> None:
         )
 
 
-def _has_experts(settings: dict[str, Any]) -> bool:
+def has_experts(settings: dict[str, Any]) -> bool:
     """Whether a config, or one nested in it (`text_config`, DBRX's `ffn_config`), has several experts."""
     counts = [settings.get(key) for key in EXPERT_COUNTS]
     nested = [value for value in settings.values() if isinstance(value, dict)]
-    return any(isinstance(count, int) and count > 1 for count in counts) or any(map(_has_experts, nested))
+    return any(isinstance(count, int) and count > 1 for count in counts) or any(map(has_experts, nested))
