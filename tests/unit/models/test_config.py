@@ -14,7 +14,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from toolkit.config.schema import AdapterConfig, ModelConfig
 from toolkit.config.task import Task
 from toolkit.errors import UserError
-from toolkit.models.config import _has_experts, hub_commit, load_model_config
+from toolkit.models.config import has_experts, hub_commit, load_model_config
 from toolkit.models.lora import add_adapter
 from toolkit.models.positions import warn_of_shared_rope
 from toolkit.tasks import causal, seq2seq
@@ -75,7 +75,7 @@ def test_a_model_with_an_encoder_is_no_causal_one(tmp_path: Path, name: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("settings", "has_experts"),
+    ("settings", "expected"),
     [
         ({"num_experts": 8}, True),
         ({"num_local_experts": 1, "text_config": {"hidden_size": 4}}, False),
@@ -84,8 +84,8 @@ def test_a_model_with_an_encoder_is_no_causal_one(tmp_path: Path, name: str) -> 
         ({"num_experts": None, "n_routed_experts": 0}, False),
     ],
 )
-def test_experts_are_found_in_nested_configs_too(settings: dict[str, Any], has_experts: bool) -> None:
-    assert _has_experts(settings) is has_experts
+def test_experts_are_found_in_nested_configs_too(settings: dict[str, Any], expected: bool) -> None:
+    assert has_experts(settings) is expected
 
 
 @pytest.mark.parametrize("longest", [10, 11])
