@@ -185,8 +185,7 @@ def test_what_is_no_text_is_one_sentence(
         return refused(monkeypatch, capsys, folders / model, *arguments, stdin=stdin)
 
     assert refusal("--file", "-", stdin=b"one\nM\xfcller\n") == (
-        "standard input is not valid UTF-8 ('utf-8' codec can't decode byte 0xfc in position 5: invalid start byte): give "
-        "--encoding, or convert it"
+        "standard input, row 2: byte 0xfc is not valid UTF-8: give --encoding, or convert it"
     )
     assert refusal("--text", "M\udcfcller") == (
         "--text, row 1, column text: character 2 is half a surrogate pair, which is no text: write the whole character"

@@ -122,8 +122,8 @@ def test_a_rank_whose_gpu_lacks_room_stops_all(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(command, "load_generator", lack)
     options = SimpleNamespace(
-        model="m", file=None, texts=["a"], csv_delimiter=None, encoding=None, dtype=None, output=None, settings={}, plain=False,
-        batch_size_rows=None,
+        model="m", file=None, texts=["a"], column=None, csv_delimiter=None, encoding=None, dtype=None, output=None, settings={},
+        plain=False, batch_size_rows=None,
     )  # fmt: skip
     opened.usage.csv_delimiter = None
     with pytest.raises(UserError, match="no room") as raised:
