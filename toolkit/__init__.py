@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from toolkit.config.python import load_config
     from toolkit.errors import UserError
     from toolkit.training.finetune import Result, finetune
-    from toolkit.training.own import StepInfo
+    from toolkit.training.user_functions import StepInfo
 
 __version__ = "0.1.0"
 
@@ -24,7 +24,7 @@ __all__ = ["Result", "StepInfo", "UserError", "finetune", "load_config"]
 
 _MODULES = {
     "Result": "toolkit.training.finetune",
-    "StepInfo": "toolkit.training.own",
+    "StepInfo": "toolkit.training.user_functions",
     "UserError": "toolkit.errors",
     "finetune": "toolkit.training.finetune",
     "load_config": "toolkit.config.python",

@@ -23,8 +23,8 @@ from toolkit.parallel.wrap import shard_model
 from toolkit.training.data import prepare_data
 from toolkit.training.model import build_skeleton, load_model
 from toolkit.training.optim import build_optimizer
-from toolkit.training.own import Own
 from toolkit.training.setup import begin
+from toolkit.training.user_functions import Own
 
 NOTHING = torch.empty(0)
 

@@ -28,7 +28,7 @@ from toolkit import finetune, load_config
 from toolkit.distributed.comm import rank, world_size
 from toolkit.parallel.wrap import ShardedModel, shard_model
 from toolkit.training import model as model_phase
-from toolkit.training.own import StepInfo
+from toolkit.training.user_functions import StepInfo
 
 COUNTED_STEP = 2
 

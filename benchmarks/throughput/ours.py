@@ -15,7 +15,7 @@ from benchmarks.measuring import summarize_steps
 from benchmarks.turns import Turns
 from toolkit import finetune, load_config
 from toolkit.tracking.metrics_log import load_metrics
-from toolkit.training.own import StepInfo
+from toolkit.training.user_functions import StepInfo
 
 
 def main() -> None:

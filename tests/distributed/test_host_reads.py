@@ -120,8 +120,8 @@ def build_run(name: str, accelerator: Any, folder: Path) -> Any:
     from toolkit.tracking.metrics_log import MetricsLog
     from toolkit.tracking.trackers import Trackers
     from toolkit.training.optim import build_optimizer
-    from toolkit.training.own import Own
     from toolkit.training.run import Run
+    from toolkit.training.user_functions import Own
 
     family, *options = name.split()
     is_seq2seq, is_packed = family in ("t5", "bart"), "packed" in options

@@ -17,7 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from toolkit.config.names import find_by_meaning, say_elsewhere, say_value
+from toolkit.config.other_trainers import find_by_meaning, say_elsewhere, say_value
 from toolkit.config.schema import HalfOpenUnitInterval, NumEpochs
 from toolkit.errors import UserError
 

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from toolkit.distributed.activity import MIN_IO_BYTES_PER_S, Activity
 from toolkit.distributed.comm import rank, world_size
 from toolkit.distributed.hang_report import Place, Verdict, explain, hang_file, line_of_main_thread, named, num_collectives
-from toolkit.distributed.peers import ANSWER_S, LOOK_S, Peers, store_bytes_per_s
+from toolkit.distributed.rank_status import ANSWER_S, LOOK_S, Peers, store_bytes_per_s
 from toolkit.distributed.rendezvous import is_connection_error
 from toolkit.distributed.store import LINGER_S
 from toolkit.errors import EXIT_HANG, RankLost

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from toolkit.evaluation.rows import even_places
-from toolkit.evaluation.text import choose_tokenizer, split_sentences
+from toolkit.evaluation.words import choose_tokenizer, split_sentences
 
 MAX_CANDIDATES = 20_000
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from toolkit.evaluation.text import Tokenizer, choose_tokenizer
+from toolkit.evaluation.words import Tokenizer, choose_tokenizer
 
 ROUGE_KEYS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 

@@ -15,7 +15,7 @@ from toolkit.config.paths import split_own_source
 from toolkit.data.collate import Collator
 from toolkit.distributed.rng import derive_seed
 from toolkit.evaluation.metrics import TextMetric
-from toolkit.evaluation.text import Tokenizer, choose_tokenizer
+from toolkit.evaluation.words import Tokenizer, choose_tokenizer
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -167,7 +167,7 @@ def _add_report(jobs: Any) -> None:
 
 def _report(run_folders: list[Path], text: bool, output: Path | None) -> None:
     if text:
-        from toolkit.tools.report.text import show_runs
+        from toolkit.tools.report.terminal import show_runs
 
         if output is not None:
             raise UserError(f"--output is {output}, but --text writes no page: leave one of them out")

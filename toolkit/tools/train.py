@@ -18,8 +18,8 @@ from toolkit.distributed.device import GIB
 from toolkit.errors import UserError, one_line
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.tools.plan.plan import build_plan
+from toolkit.tools.preset_runs import RECIPE_FOLDER, find_preset
 from toolkit.tools.recipes import find_recipe
-from toolkit.tools.relaunch import RECIPE_FOLDER, find_preset
 
 FOR_ONE_GPU = ("single", "fsdp2_activation_checkpointing", "fsdp2_offload")
 FOR_SEVERAL_GPUS = ("ddp", "fsdp2_shard_grad_op", "fsdp2_full_shard", "fsdp2_activation_checkpointing", "fsdp2_offload")

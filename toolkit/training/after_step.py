@@ -18,8 +18,8 @@ from toolkit.evaluation.loop import evaluate
 from toolkit.evaluation.metrics import own_figures
 from toolkit.tracking.memory import save_memory
 from toolkit.tracking.trackers import close_trackers, log_to_trackers
-from toolkit.training.own import StepInfo
 from toolkit.training.run import Run
+from toolkit.training.user_functions import StepInfo
 
 logger = logging.getLogger("toolkit")
 

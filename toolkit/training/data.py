@@ -17,7 +17,7 @@ from toolkit.evaluation.metrics import TextMetric
 from toolkit.evaluation.rows import EvaluationRows, choose_rows, name_sources
 from toolkit.launch.accelerator import bound_primitive_cache
 from toolkit.models.load import num_token_embeddings
-from toolkit.models.positions import check_positions, warn_of_shared_rope
+from toolkit.models.position_limits import check_positions, warn_of_shared_rope
 from toolkit.training.goal import check_metric_on_rows
 
 if TYPE_CHECKING:

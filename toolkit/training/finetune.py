@@ -30,10 +30,10 @@ from toolkit.training import loop
 from toolkit.training.data import prepare_data
 from toolkit.training.first_lines import log_first_lines
 from toolkit.training.model import build_model, build_skeleton
-from toolkit.training.own import Own, StepInfo
 from toolkit.training.own_loss import OwnLoss
 from toolkit.training.run import finish, release, start_run
 from toolkit.training.setup import begin
+from toolkit.training.user_functions import Own, StepInfo
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -42,9 +42,9 @@ from toolkit.tracking.trackers import Trackers, close_trackers
 from toolkit.training.data import num_steps
 from toolkit.training.goal import build_goal
 from toolkit.training.optim import describe_rate_change
-from toolkit.training.own import Own
 from toolkit.training.setup import RunContext
 from toolkit.training.skip_guard import SkipGuard
+from toolkit.training.user_functions import Own
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -25,7 +25,7 @@ from toolkit.launch.same_run import describe_config
 from toolkit.models.lora import check_adapter_config, is_enabled
 from toolkit.tracking.trackers import Trackers, check_trackers
 from toolkit.training.goal import check_metric
-from toolkit.training.own import Own, check_own
+from toolkit.training.user_functions import Own, check_own
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

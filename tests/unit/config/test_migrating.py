@@ -11,7 +11,7 @@ import pytest
 from tests.support.launch import REPOSITORY
 from toolkit.config.load import load_config
 from toolkit.config.messages import known_keys, suggestion
-from toolkit.config.names import find_by_meaning, say_elsewhere
+from toolkit.config.other_trainers import find_by_meaning, say_elsewhere
 from toolkit.config.schema import LLMConfig, SummarizationConfig
 
 PAGE = (REPOSITORY / "toolkit" / "config" / "migrating.md").read_text(encoding="utf-8")

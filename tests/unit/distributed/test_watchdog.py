@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from toolkit.distributed import peers
+from toolkit.distributed import rank_status
 from toolkit.distributed.hang_report import Place, Verdict, explain, hang_file, late_ranks
-from toolkit.distributed.peers import Peers, _machine, store_bytes_per_s
+from toolkit.distributed.rank_status import Peers, _machine, store_bytes_per_s
 from toolkit.distributed.watchdog import Watchdog
 
 WAITS = Place("forward and backward", 4, 31.2, "loop.py:9 in train_step", {"0/cpu": 12, "1/cpu": 3})
@@ -181,7 +181,7 @@ def test_a_rank_whose_process_has_ended_is_gone_at_once_and_for_all(monkeypatch:
     ranks = three_ranks("", f"{ended.pid} {_machine()}", "")
     assert ranks[2].find_gone(patience_s=100) == ([1], True)
     assert ranks[0].find_gone(patience_s=100) == ([1], False)
-    monkeypatch.setattr(peers, "_machine", lambda: "another")  # whose launcher prints elsewhere
+    monkeypatch.setattr(rank_status, "_machine", lambda: "another")  # whose launcher prints elsewhere
     assert [ranks[number].find_gone(patience_s=100) for number in (0, 2)] == [([1], True), ([1], False)]
 
 

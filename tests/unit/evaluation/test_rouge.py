@@ -8,7 +8,7 @@ import pytest
 from rouge_score.rouge_scorer import RougeScorer
 
 from toolkit.evaluation.rouge import ROUGE_KEYS, mean_scores, rouge_scores
-from toolkit.evaluation.text import (
+from toolkit.evaluation.words import (
     ROUGE_SCORE_WORDS,
     UNICODE_WORDS,
     choose_tokenizer,

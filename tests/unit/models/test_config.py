@@ -16,7 +16,7 @@ from toolkit.config.task import Task
 from toolkit.errors import UserError
 from toolkit.models.config import has_experts, hub_commit, load_model_config
 from toolkit.models.lora import add_adapter
-from toolkit.models.positions import warn_of_shared_rope
+from toolkit.models.position_limits import warn_of_shared_rope
 from toolkit.tasks import causal, seq2seq
 
 DROPOUT_RATES: dict[str, tuple[Task, list[str]]] = {

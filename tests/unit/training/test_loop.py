@@ -19,7 +19,7 @@ from toolkit.config.data import DataConfig
 from toolkit.config.schema import CheckpointConfig, EvalConfig, OptimConfig, ProfileConfig
 from toolkit.errors import Stopped
 from toolkit.training import loop
-from toolkit.training.own import Own
+from toolkit.training.user_functions import Own
 
 EVALUATION, SIGNAL = {"loss": 0.4}, "SIGTERM"
 

@@ -16,7 +16,7 @@ from toolkit.errors import UserError, escape_controls, one_line
 from toolkit.launch.accelerate_yaml import SECTIONS, check_accelerate_yaml
 from toolkit.tools.compare.picture import draw_comparison
 from toolkit.tools.compare.table import Outcome, as_json, common_changes, format_comparison, presets_that_ran, read_figures
-from toolkit.tools.relaunch import adapt_preset, checked_preset, find_preset, launch, reason_of_failure, save_preset
+from toolkit.tools.preset_runs import adapt_preset, checked_preset, find_preset, launch, reason_of_failure, save_preset
 
 logger = logging.getLogger("toolkit")
 

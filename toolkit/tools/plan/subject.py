@@ -18,7 +18,7 @@ from toolkit.models.config import load_model_config
 from toolkit.models.freeze import cast_frozen, freeze
 from toolkit.models.load import build_skeleton, fastest_attention
 from toolkit.models.lora import add_adapter, check_adapter_config, is_enabled
-from toolkit.models.positions import check_positions
+from toolkit.models.position_limits import check_positions
 from toolkit.parallel.masks import choose_packing
 from toolkit.parallel.units import repeated_blocks
 from toolkit.tools.plan.strategy import Strategy, planned_frozen_dtype

@@ -14,7 +14,7 @@ from typing import Any
 from toolkit.config.load import RecipeConfig
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
-from toolkit.tools.relaunch import adapt_preset, checked_preset, find_preset, reason_of_failure, save_preset
+from toolkit.tools.preset_runs import adapt_preset, checked_preset, find_preset, reason_of_failure, save_preset
 
 NUM_STEPS = 4
 """Length of every run. The recipe itself checks after three updates that all trainables have moved."""

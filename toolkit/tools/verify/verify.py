@@ -12,9 +12,9 @@ from toolkit.config.load import load_config
 from toolkit.config.python import CONFIGS
 from toolkit.errors import UserError, align, escape_controls, one_line
 from toolkit.models.config import load_model_config
-from toolkit.models.positions import num_positions
+from toolkit.models.position_limits import num_positions
+from toolkit.tools.preset_runs import RECIPE_FOLDER, launch
 from toolkit.tools.recipes import find_recipe
-from toolkit.tools.relaunch import RECIPE_FOLDER, launch
 from toolkit.tools.verify.checks import check_all
 from toolkit.tools.verify.records import Proof
 from toolkit.tools.verify.runs import Box, Launch, launch_all, plan_runs

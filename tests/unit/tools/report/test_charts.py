@@ -12,7 +12,7 @@ from tests.support.report_runs import evaluation, save_distinct_run, save_run, t
 from toolkit.tools.report.charts import Curve, list_charts, means, table_rows
 from toolkit.tools.report.facts import describe_unlike, read_runs
 from toolkit.tools.report.page import render_page
-from toolkit.tools.report.text import show_runs
+from toolkit.tools.report.terminal import show_runs
 
 STEPS, EVALUATED = [1, 2, 3, 4, 5, 6], [2, 4, 6]
 

@@ -9,7 +9,7 @@ from transformers import BartConfig, LlamaConfig, T5Config
 
 from toolkit.config.schema import EvalConfig
 from toolkit.errors import UserError
-from toolkit.models.positions import check_positions
+from toolkit.models.position_limits import check_positions
 
 LLAMA = LlamaConfig(max_position_embeddings=32)
 BART = BartConfig(max_position_embeddings=32)

@@ -13,7 +13,7 @@ import torch
 from toolkit.errors import UserError
 from toolkit.tools.main import main
 from toolkit.tools.plan import plan
-from toolkit.tools.report.text import show_runs
+from toolkit.tools.report.terminal import show_runs
 from toolkit.tracking import memory as step_memory
 from toolkit.tracking.memory import StepMemory, save_memory
 from toolkit.tracking.metrics_log import MetricsLog

@@ -8,7 +8,7 @@ import pytest
 
 from toolkit import UserError, load_config
 from toolkit.evaluation.metrics import describe_code
-from toolkit.training.own import Own, check_own
+from toolkit.training.user_functions import Own, check_own
 
 NEEDED = {"model.name_or_path": "model", "train.max_steps": 2, "data.source": "some/rows"}
 

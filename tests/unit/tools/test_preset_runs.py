@@ -13,7 +13,7 @@ import yaml
 from tests.support.launch import GPU_CHECKS, REPOSITORY
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
-from toolkit.tools.relaunch import adapt_preset, find_preset, launch, reason_of_failure, save_preset
+from toolkit.tools.preset_runs import adapt_preset, find_preset, launch, reason_of_failure, save_preset
 
 PRESETS = sorted(path.stem for path in (REPOSITORY / "accelerate_configs").glob("*.yaml"))
 GPU_ONLY = set(GPU_CHECKS)
@@ -73,7 +73,7 @@ def test_ctrl_c_ends_the_rank_too(tmp_path: Path) -> None:
         f"import os, pathlib, time\npathlib.Path({str(pid_file)!r}).write_text(f'{{os.getpid()}}.')\ntime.sleep(120)\n"
     )
     preset.write_text(yaml.safe_dump({"distributed_type": "NO", "num_processes": 1, "use_cpu": True}))
-    calls = "from pathlib import Path; from toolkit.tools.relaunch import launch; launch(Path({!r}), [{!r}], Path({!r}))"
+    calls = "from pathlib import Path; from toolkit.tools.preset_runs import launch; launch(Path({!r}), [{!r}], Path({!r}))"
     call = calls.format(str(preset), str(script), str(tmp_path / "log.txt"))
     with subprocess.Popen([sys.executable, "-c", call], cwd=REPOSITORY, stderr=subprocess.PIPE) as process:
         deadline = time.monotonic() + 60
