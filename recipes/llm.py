@@ -1,6 +1,7 @@
 """Fine-tune a causal language model (Llama, Qwen, Gemma, …), fully or with an adapter, sharded as the accelerate YAML says.
 
 accelerate launch --config_file accelerate_configs/fsdp2_cpu.yaml recipes/llm.py --config recipes/configs/llm_stdlib.yaml
+python -m toolkit train recipes/configs/llm_chat_lora.yaml --data.files chats.jsonl --train.num_epochs 3
 """
 
 from toolkit.config.load import load_config

@@ -37,13 +37,16 @@ def load_config(
     """Read `--config FILE` and dotted flags into `config_class`. Flags win over files, wherever they stand.
 
     Args:
+        description: for `--help`, with examples as the last paragraph.
         check: refuses fields that exclude or need each other.
 
     Raises:
         UserError: an unknown key (the nearest one is suggested), a wrong type, a missing or broken file, an ambiguous path.
     """
     # No abbreviations: a misspelt flag would match another one, and perhaps a third in the next version.
-    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, description=description)
+    about, _, examples = (description or "").strip().partition("\n\n")
+    usage = examples.replace("\n", "\n       ") or None  # instead of a line for each field, all of which follow
+    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, usage=usage, description=about)
     parser.add_argument(
         "--config",
         action="config",

@@ -72,12 +72,15 @@ def load_entries(path: Path, config_class: type) -> dict[str, Entry]:
     if not isinstance(root, yaml.MappingNode):
         raise UserError(f"{path} holds no keys and values: write them as in `log_every_steps: 10`")
     entries: dict[str, Entry] = {}
-    _collect_entries(root, "", path, text, config_class, entries)
+    if unknown := _collect_entries(root, "", path, text, config_class, entries):
+        raise UserError(f"{path}, {'; '.join(unknown)}")
     return entries
 
 
-def _collect_entries(node: Any, prefix: str, path: Path, text: str, config_class: type, entries: dict[str, Entry]) -> None:
+def _collect_entries(node: Any, prefix: str, path: Path, text: str, config_class: type, entries: dict[str, Entry]) -> list[str]:
+    """Put the entries of a mapping into `entries`; returns a sentence for each unknown key, of which a file may have several."""
     leaves, sections = known_keys(config_class)
+    unknown: list[str] = []
     first_lines: dict[str, int] = {}
     for key_node, value_node in node.value:
         # The entry, as text; a key may be given once.
@@ -97,9 +100,9 @@ def _collect_entries(node: Any, prefix: str, path: Path, text: str, config_class
                 raise UserError(
                     f"{path}, line {line}: {key} {trouble}: indent its keys under it, such as {example}, or leave it out"
                 )
-            _collect_entries(value_node, f"{key}.", path, text, config_class, entries)
+            unknown += _collect_entries(value_node, f"{key}.", path, text, config_class, entries)
         elif key not in leaves:
-            raise UserError(f"{path}, line {line}: unknown key {key}{suggestion(key, config_class)}")
+            unknown.append(f"line {line}: unknown key {key}{suggestion(key, config_class)}")
         else:
             entries[key] = entry
             if found := _find_trouble_in_list(key, leaves[key], value_node):
@@ -107,6 +110,7 @@ def _collect_entries(node: Any, prefix: str, path: Path, text: str, config_class
             # jsonargparse accepts null as "not given" for every type.
             if value_node.tag == "tag:yaml.org,2002:null" and types.NoneType not in get_args(leaves[key]):
                 raise UserError(_type_sentence(key, leaves[key], [], entries))
+    return unknown
 
 
 def _find_trouble_in_list(key: str, hint: Any, node: Any) -> tuple[Any, str] | None:

@@ -137,9 +137,10 @@ def test_dotted_keys_name_every_field_once() -> None:
 @pytest.mark.parametrize("config_class", [SummarizationConfig, MnistConfig])
 def test_help_documents_every_key(config_class: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        load_config(config_class, ["--help"], description="a recipe")
+        load_config(config_class, ["--help"], description="A recipe.\n\nstart it\nor so\n")
     assert end.value.code == 0
-    options = capsys.readouterr().out.partition("options:")[2]
+    start, _, options = capsys.readouterr().out.partition("options:")
+    assert start == "usage: start it\n       or so\n\nA recipe.\n\n"
     for key in known_keys(config_class)[0]:
         # The flag, its metavariable, and then words before jsonargparse's own "(type: ...".
         documented = re.search(rf"^  --{re.escape(key)} [^\n]*?\s+([A-Z`][^(]*)\(", options, re.MULTILINE)
@@ -263,6 +264,10 @@ def test_a_wrong_type_is_reported_of_the_file_or_of_the_flag(tmp_path: Path) -> 
 
 BROKEN_FILES = {
     "optmi:\n  lr: 3\n": "{path}, line 1: unknown key optmi: did you mean optim?",
+    "optim:\n  lrr: 3\n  betta1: 0\nrunn:\n  name: a\n": (
+        "{path}, line 2: unknown key optim.lrr: did you mean optim.lr?; line 3: unknown key optim.betta1: did you mean "
+        "optim.beta1?; line 4: unknown key runn: did you mean run?"
+    ),
     "": "{path} holds no keys and values: write them as in `log_every_steps: 10`",
     "optim:\n": "{path}, line 1: optim is empty: indent its keys under it, such as optim.lr, or leave it out",
     "optim: {lr: 1}\ntrain: [a]\n": "{path}, line 2: train is [a]: indent its keys under it, such as "
