@@ -220,6 +220,8 @@ def sentence(message: str, config_class: type, flags: list[str], entries: dict[s
         return " ".join(message.split())
     if keys[-1] in sections:
         example = next(leaf for leaf in leaves if leaf.startswith(f"{keys[-1]}."))
+        if where := say_elsewhere(keys[-1]):  # another trainer's flag
+            return f"--{keys[-1]} is {dict(reversed(given_flags(flags))).get(keys[-1])}: {where}, as in --{example} VALUE"
         return f"--{keys[-1]} takes a section as a whole, '{{...}}' or a file: give its keys one by one, as in --{example} VALUE"
     return _type_sentence(keys[-1], leaves[keys[-1]], flags, entries)
 

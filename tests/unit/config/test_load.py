@@ -307,7 +307,9 @@ def test_flags_that_are_no_flags() -> None:
     assert refusal("--optim.lr") == "--optim.lr has no value: give one, as in --optim.lr VALUE"
     assert refusal("--config") == "--config has no value: give one, as in --config VALUE"
     assert refusal("--data.files", "a.csv", "b.csv").startswith("unexpected argument b.csv: ")
-    assert refusal("--optim", "3").startswith("--optim takes a section as a whole")
+    assert refusal("--data", "3").startswith("--data takes a section as a whole")
+    of_others = "--optim is adamw_8bit: the optimizer is AdamW; the section optim has its settings, as in --optim.lr VALUE"
+    assert refusal("--optim", "adamw_8bit") == of_others
     assert refusal("--optim", "{lrr: 3}") == "unknown key optim.lrr: did you mean optim.lr?"
 
 
