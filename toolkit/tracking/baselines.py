@@ -14,6 +14,9 @@ from toolkit.tracking.metrics_log import MetricsLog
 if TYPE_CHECKING:
     from datasets import Dataset
 
+SHOWN_CHARACTERS = 36
+"""Of a baseline's text, in its name."""
+
 
 def measure_baselines(
     metrics: MetricsLog, step: int, train_rows: Dataset, evaluation: EvaluationRows, measured_on: dict[str, Any]
@@ -42,9 +45,10 @@ def _baselines(train_rows: Dataset, eval_rows: Dataset) -> dict[str, dict[str, f
 
     references = eval_rows["target"][:]
     constant = best_constant(train_rows["target"][:], references)
+    shown = constant if len(constant) <= SHOWN_CHARACTERS else f"{constant[: SHOWN_CHARACTERS - 1]}…"
     predictions = {
         "lead sentence": [lead_sentence(text) for text in eval_rows["lead_text"][:]],
-        f"constant {json.dumps(constant, ensure_ascii=False)}"[:48]: [constant] * len(references),
+        f"constant {json.dumps(shown, ensure_ascii=False)}": [constant] * len(references),
     }
     return {
         name: mean_scores(rouge_scores(texts, references)) | {"percent_distinct": 100 * len(set(texts)) / len(texts)}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import UserError
-from toolkit.tracking.baselines import measure_baselines
+from toolkit.tracking.baselines import _baselines, measure_baselines
 from toolkit.tracking.metrics_log import MetricsLog, load_metrics
 
 
@@ -39,3 +39,10 @@ def test_baselines_are_measured_once_and_are_lines_of_the_metrics(tmp_path: Path
     log.note_failure(log.path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     with pytest.raises(UserError, match="metrics.jsonl cannot be written .No space left on device.: fix that"):
         measure_baselines(log, 5, rows, data, other)
+
+
+def test_a_long_constant_is_named_by_its_start_in_quotes() -> None:
+    from datasets import Dataset
+
+    rows = Dataset.from_dict({"target": ["word " * 20], "lead_text": ["a"]})
+    assert list(_baselines(rows, rows))[1] == f'constant "{"word " * 7}…"'
