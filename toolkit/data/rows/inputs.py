@@ -17,8 +17,11 @@ from toolkit.data.rows.example import Example, build_example
 from toolkit.data.sources.files import READERS, find_files, find_kind, hash_file
 from toolkit.data.sources.hub import check_hub_name, list_folder, load_hub_dataset, read_hub_rows
 from toolkit.data.sources.own_function import OwnSource, load_own_source, read_options, read_own_rows
+from toolkit.data.sources.row import show_names
 from toolkit.data.sources.text_files import Form, build_form, find_quotes, suggest_delimiter
 from toolkit.errors import UserError
+
+_MAX_LATE_KEYS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,10 @@ class RowInput:
     """Whether its rows need no answer, see `build_example`."""
     used: set[str] = field(default_factory=set)
     """The columns that were used of rows that have their own."""
+    keys: frozenset[str] = frozenset()
+    """The columns of a file, and of JSON those that are read wherever they come."""
+    late_keys: dict[str, int] = field(default_factory=dict)
+    """Other keys of JSON that were met, for messages, and the first row with each."""
 
 
 def list_inputs(config: DataConfig | LLMDataConfig, *, has_chat_template: bool = False) -> list[RowInput]:
@@ -155,6 +162,10 @@ def read_rows(item: RowInput) -> Iterator[Example | str]:
 def _read_examples(item: RowInput) -> Iterator[Example | str]:
     for number, row in enumerate(item.read(), start=1):
         where = f"{item.label}, row {number}"
+        if item.keys and not row.keys() <= item.keys:
+            for key in sorted(row.keys() - item.keys):
+                key = show_names([key]) if len(item.late_keys) < _MAX_LATE_KEYS else "and others"
+                item.late_keys.setdefault(key, number)
         # In files and datasets, a column `group` or `split` is the user's and means nothing here.
         options = read_options(row, where) if item.own else {}
         if "skip" in options:
@@ -219,6 +230,7 @@ def open_file(path: Path, kind: str, choose: Callable[..., Columns], form: Form,
         columns=columns,
         digest=f"{digest} {kind} {columns}{details}",
         reading=describe_columns(columns, existing) + "; a row is a paragraph between blank lines" * (kind == "txt") + about,
+        keys=frozenset((*existing, *columns.names)),
         **known,
     )
 

@@ -23,6 +23,7 @@ from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.data.cache_folders import cache_folder, find_or_build, name_folder
 from toolkit.data.rows.example import Example, build_schema, list_cells
 from toolkit.data.rows.inputs import RowInput, check_columns_used, describe_readings, list_inputs, read_rows
+from toolkit.data.sources.json_files import ROWS_TO_FIND_KEYS_IN
 from toolkit.distributed.progress import Phase
 from toolkit.errors import UserError
 
@@ -91,8 +92,7 @@ def load_rows(config: DataConfig | LLMDataConfig, *, has_chat_template: bool = F
     from datasets import Dataset
 
     train, evaluation = (Dataset.from_file(str(folder / f"{name}.arrow")) for name in ("train", "evaluation"))
-    # A report in an older cache has more.
-    reports = [InputReport(report["num_rows"], report["num_skipped"], report["first_skipped"]) for report in about["inputs"]]
+    reports = [InputReport(**report) for report in about["inputs"]]
     remarks = [sentence for item, report in zip(inputs, reports, strict=True) for sentence in report.sentences(item.label)]
     remarks += about["repeats"]
     if eval_fraction and len(evaluation) == 0:
@@ -153,6 +153,7 @@ def write_rows(
                 row_id += 1
             if report.num_rows == 0:
                 raise UserError(f"{item.label} holds no rows: give a source with at least one")
+            report.late_keys = item.late_keys
             num_read[item.mix_entry] += 0 if item.is_eval_file else report.num_rows
         num_training_rows = train.num_rows
     _check_something_is_left(inputs, reports, num_training_rows)
@@ -169,6 +170,8 @@ class InputReport:
     """Rows left out, by reason."""
     first_skipped: dict[str, list[int]] = field(default_factory=dict)
     """The first few row numbers (1-based), by reason."""
+    late_keys: dict[str, int] = field(default_factory=dict)
+    """Of `RowInput`."""
 
     def skip(self, reason: str) -> None:
         """Count the most recent row as left out."""
@@ -178,12 +181,15 @@ class InputReport:
             first.append(self.num_rows)
 
     def sentences(self, label: str) -> list[str]:
-        """For each reason, "skipped 3 of 120 rows of rows.csv with an empty target (first: rows 17, 40, 77)"."""
+        """For each reason, "skipped 3 of 120 rows of rows.csv with an empty target (first: rows 17, 40, 77)"; then late keys."""
         sentences = []
         for reason, count in self.num_skipped.items():
             numbers = ", ".join(str(number) for number in self.first_skipped[reason])
             where = f"row {numbers}" if count == 1 else f"first: rows {numbers}"
             sentences.append(f"skipped {count} of {self.num_rows} rows of {label} {reason} ({where})")
+        if self.late_keys:
+            keys = ", ".join(f"{key} (row {row:,})" for key, row in self.late_keys.items())
+            sentences.append(f"{label} has keys after its first {ROWS_TO_FIND_KEYS_IN:,} rows that are not read: {keys}")
         return sentences
 
 

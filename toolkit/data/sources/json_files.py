@@ -13,7 +13,7 @@ from toolkit.data.sources.text_files import Cells, Form, open_bytes, open_text
 from toolkit.errors import UserError
 from toolkit.files.json_lines import DECODER, read_json_lines
 
-_ROWS_TO_FIND_KEYS_IN = 1000
+ROWS_TO_FIND_KEYS_IN = 1000
 _BLANKS = re.compile(r"[ \t\r\n]*")
 _WAY_OUT = "write one object per line, or one array of objects"
 
@@ -30,7 +30,7 @@ def read_json(path: Path, columns: Sequence[str], form: Form) -> Iterator[Cells]
 
 def list_keys(path: Path, form: Form) -> list[str]:
     """The keys of the first thousand objects."""
-    objects = islice(_read_objects(path, form, example_key="text"), _ROWS_TO_FIND_KEYS_IN)
+    objects = islice(_read_objects(path, form, example_key="text"), ROWS_TO_FIND_KEYS_IN)
     return list({key: None for row in objects for key in row})
 
 

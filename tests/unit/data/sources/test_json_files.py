@@ -33,6 +33,19 @@ def test_tools_that_come_late_are_read(row: dict[str, Any], late: dict[str, Any]
     assert rows.train["tools"][-1] == '[{"name": "add"}]' and rows.train["tools"][:1000] == [None] * 1000
 
 
+def test_keys_that_come_late_are_reported() -> None:
+    late = {"messages": CHAT, "a\nb\ud800": 1, **{f"id {i:02}": 1 for i in range(30)}}
+    write_objects("rows.jsonl", [*({"text": f"t {i}", "id": i} for i in range(1000)), {"text": "late", **late}])
+    rows = load_llm("rows.jsonl")
+    assert rows.readings == ["rows.jsonl: read as text, from text; not read: id"]
+    keys = [r"'a\nb\ud800'", *(f"id {i:02}" for i in range(19))]
+    named = ", ".join(f"{key} (row 1,001)" for key in [*keys, "and others"])
+    assert rows.remarks == [f"rows.jsonl has keys after its first 1,000 rows that are not read: {named}"]
+    assert load_llm("rows.jsonl").remarks == rows.remarks  # from the cache
+    write_objects("few.jsonl", [*({"text": f"t {i}"} for i in range(1000)), {"text": "late", "messages": CHAT}])
+    assert load_llm("few.jsonl").remarks[0].endswith(" that are not read: messages (row 1,001)")
+
+
 def test_names_of_columns_can_be_printed_whatever_they_hold() -> None:
     names = ["half \ud83d", "", "\u3000", "two\nlines", "\x1b[31m", "right\u202eleft", "Straße 3"]
     shown = r"'half \ud83d', '', '\u3000', 'two\nlines', '\x1b[31m', 'right\u202eleft', Straße 3"
