@@ -28,6 +28,7 @@ from benchmarks.measuring import (
     run_worker,
     write_report,
 )
+from toolkit.files.json_lines import load_json_lines
 
 PACKAGES = ["torch", "transformers", "accelerate", "peft", "trl"]
 PRESET, NUM_PROCESSES = "fsdp2_cpu", 2
@@ -130,7 +131,6 @@ def save_theirs(folder: Path, name: str, target_modules: list[str] | str, rank: 
 
 def save_ours(folder: Path, name: str, target_modules: list[str] | str, rank: int) -> Figures:
     """One run of the recipe with a checkpoint after each of three steps."""
-    from toolkit.tracking.metrics_log import load_metrics
 
     flags = {
         "model.name_or_path": folder / "base",
@@ -153,7 +153,9 @@ def save_ours(folder: Path, name: str, target_modules: list[str] | str, rank: in
         "run.name": name,
     }
     run_script("recipes/llm.py", as_arguments(flags), preset=PRESET, num_processes=NUM_PROCESSES)
-    saves = [line for line in load_metrics(folder / name / "metrics.jsonl") if line["kind"] == "checkpoint"]
+    saves = [
+        line for line in load_json_lines(folder / name / "metrics.jsonl", skip_torn_end=True) if line["kind"] == "checkpoint"
+    ]
     return {
         "megabytes": saves[-1]["num_bytes"] / 1e6,
         "blocking_s": statistics.median(line["blocking_s"] for line in saves),

@@ -27,6 +27,7 @@ from benchmarks.measuring import (
     write_report,
 )
 from benchmarks.turns import Side
+from toolkit.files.json_lines import load_json_lines
 
 PACKAGES = ["torch", "transformers", "accelerate"]
 VOCAB_SIZE = 250_112  # mT5's
@@ -107,7 +108,6 @@ def train_theirs(folder: Path, run: str, num_rows: int) -> float:
 
 def train_ours(folder: Path, run: str, num_rows: int) -> float:
     """Peak GiB of the steps of a run of the recipe."""
-    from toolkit.tracking.metrics_log import load_metrics
 
     flags = {
         "model.name_or_path": folder / "model",
@@ -125,7 +125,7 @@ def train_ours(folder: Path, run: str, num_rows: int) -> float:
         "run.name": run,
     }
     run_script("recipes/t5.py", as_arguments(flags), preset="single")
-    lines = load_metrics(folder / run / "metrics.jsonl")  # the run restarts the system's count
+    lines = load_json_lines(folder / run / "metrics.jsonl", skip_torn_end=True)  # the run restarts the system's count
     return max(line["peak_memory_gib"] for line in lines if line["kind"] == "train")
 
 

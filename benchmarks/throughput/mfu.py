@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks.measuring import as_arguments, build_parser, format_table, read_training, run_script, write_report
 from benchmarks.plan.plan_error import LLAMA_8B, llama, t5
+from toolkit.files.json_lines import load_json_lines
 
 PACKAGES = ["torch", "transformers", "accelerate", "peft"]
 NUM_WARMUP_STEPS, NUM_STEPS = 5, 10
@@ -121,7 +122,6 @@ def measure(case: Case, num_ranks: int, on_gpus: bool, peak_tflops: int | None, 
     Raises:
         RuntimeError: rows were not full, so that their FLOPs are not known.
     """
-    from toolkit.tracking.metrics_log import load_metrics
 
     write_inputs(case, num_ranks, on_gpus, folder)
     preset = ("fsdp2_full_shard" if num_ranks > 1 else "single") if on_gpus else "fsdp2_cpu"
@@ -151,7 +151,7 @@ def measure(case: Case, num_ranks: int, on_gpus: bool, peak_tflops: int | None, 
     }
     recipe = [f"recipes/{case.recipe}.py", *as_arguments(flags)]
     run_script("benchmarks/throughput/mfu_side.py", recipe, preset=preset, num_processes=num_ranks)
-    figures = read_training(load_metrics(folder / "run" / "metrics.jsonl"), NUM_WARMUP_STEPS)
+    figures = read_training(load_json_lines(folder / "run" / "metrics.jsonl", skip_torn_end=True), NUM_WARMUP_STEPS)
     if (length := figures["tokens_per_s"] / figures["samples_per_s"]) < 0.999 * sum(case.tokens):
         raise RuntimeError(f"{case.name}: rows have {length:.1f} tokens on average, not {sum(case.tokens)}")
     tflops = flops_per_row(case) * figures["samples_per_s"] / num_ranks / 1e12

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.measuring import summarize_steps
 from benchmarks.turns import Turns
 from toolkit import finetune, load_config
-from toolkit.tracking.metrics_log import load_metrics
+from toolkit.files.json_lines import load_json_lines
 from toolkit.training.user_functions import StepInfo
 
 
@@ -27,7 +27,7 @@ def main() -> None:
 
     def end_training_turn(info: StepInfo) -> None:
         if info.step % side["steps_per_turn"] == 0:
-            lines = [line for line in load_metrics(metrics_file) if line["kind"] == "train"]
+            lines = [line for line in load_json_lines(metrics_file, skip_torn_end=True) if line["kind"] == "train"]
             turns.end(**summarize_steps(lines[-side["steps_per_turn"] :]))
             turns.begin()
 

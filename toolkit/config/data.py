@@ -31,6 +31,11 @@ class _Data(_Rows):
     """What the recipes' sections share."""
 
     task_file = ""  # the module whose `TASK` says what the kind of task decides; without an annotation it is not a field
+    num_rows: PositiveInt | None = None  # type: ignore[valid-type]
+    """Use only the first N rows of each source."""
+    eval_fraction: ClosedUnitInterval = 0.05  # type: ignore[valid-type]
+    """Fraction of the rows to hold out for evaluation, chosen by a hash of each row's group or prompt (of a chat, all before its
+    first answer), so that the splits share none."""
     eval_files: list[str] | str | None = None
     """Files with the evaluation split; training rows that equal one of theirs are left out. If unset, `eval_fraction` of the rows
     are held out."""
@@ -83,11 +88,6 @@ class DataConfig(OneSource):
     """Maximum tokens per source. Longer sources are truncated, and the number is printed."""
     max_target_length_tokens: PositiveInt = 150  # type: ignore[valid-type]
     """Maximum tokens per target. Longer targets are truncated, and the number is printed."""
-    num_rows: PositiveInt | None = None  # type: ignore[valid-type]
-    """Use only the first N rows of the source."""
-    eval_fraction: ClosedUnitInterval = 0.05  # type: ignore[valid-type]
-    """Fraction of the rows to hold out for evaluation, chosen by a hash of each row's group, so that the splits share no
-    group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +133,3 @@ class LLMDataConfig(_Data):
     as without packing. `auto` packs unless the model's masks cannot keep packed rows apart (Falcon, Bloom, OPT)."""
     bucket_by_length: bool | None = None
     """Group rows of similar length into steps instead of drawing them at random. If unset, true without packing."""
-    num_rows: PositiveInt | None = None  # type: ignore[valid-type]
-    """Use only the first N rows of each source."""
-    eval_fraction: ClosedUnitInterval = 0.05  # type: ignore[valid-type]
-    """Fraction of the rows to hold out for evaluation, chosen by a hash of each row's prompt (of a chat, all before its first
-    answer), so that the splits share no prompt."""

@@ -178,20 +178,11 @@ def _raised_as_user_error(path: Path) -> Iterator[None]:
         raise UserError(f"{error}, and run the same command again") from None
 
 
-def load_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`, in order, without a last line torn by a crash.
-
-    Raises:
-        UserError: any other line is not JSON; names the file and the line.
-    """
-    return load_json_lines(path, skip_torn_end=True)
-
-
 def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
     """Rewrite the file atomically with only its complete, wanted lines, if it has others."""
     if not path.exists():
         return
-    kept = b"".join(encode_json_line(figures) for figures in load_metrics(path) if wanted(figures))
+    kept = b"".join(encode_json_line(figures) for figures in load_json_lines(path, skip_torn_end=True) if wanted(figures))
     if kept == path.read_bytes():
         return
     with written_beside(path) as beside:

@@ -21,7 +21,7 @@ from toolkit.distributed.comm import barrier, on_rank_0
 from toolkit.distributed.watchdog import working
 from toolkit.errors import UserError
 from toolkit.files.durable import written_beside
-from toolkit.tracking.metrics_log import load_metrics
+from toolkit.files.json_lines import load_json_lines
 
 logger = logging.getLogger("toolkit")
 
@@ -198,7 +198,7 @@ def _store_config(tracker: Any, flat_config: dict[str, Any], *, is_continued: bo
 def _last_steps(metrics: Path, sent: dict[str, int]) -> dict[str, int]:
     """By kind of figures, the last step that was sent by any earlier start of the run, also after its last checkpoint."""
     steps = dict(sent)
-    for line in load_metrics(metrics) if metrics.exists() else []:
+    for line in load_json_lines(metrics, skip_torn_end=True) if metrics.exists() else []:
         if line["kind"] in ("train", "eval"):
             steps[line["kind"]] = max(line["step"], steps.get(line["kind"], -1))
     return steps

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import UserError
+from toolkit.files.json_lines import load_json_lines
 from toolkit.tracking.baselines import _baselines, measure_baselines
-from toolkit.tracking.metrics_log import MetricsLog, load_metrics
+from toolkit.tracking.metrics_log import MetricsLog
 
 
 def test_baselines_are_measured_once_and_are_lines_of_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +29,7 @@ def test_baselines_are_measured_once_and_are_lines_of_the_metrics(tmp_path: Path
     log.write("eval", 4, rougeL=1.0, measured_on=on)
     first = measure_baselines(log, 4, rows, data, on)
     assert list(first) == ["lead sentence", 'constant "Return the oar."'] and first["lead sentence"]["rougeL"] == 50.0
-    lines = [line for line in load_metrics(log.path) if line["kind"] == "baseline"]
+    lines = [line for line in load_json_lines(log.path, skip_torn_end=True) if line["kind"] == "baseline"]
     assert [(line["name"], line["step"], line["measured_on"]) for line in lines] == [(name, 4, on) for name in first]
     monkeypatch.setattr(baselines, "_baselines", lambda *_: pytest.fail("measured again"))
     again = measure_baselines(log, 4, rows, data, on)

@@ -10,8 +10,9 @@ import shutil
 import pytest
 
 from toolkit.errors import UserError
+from toolkit.files.json_lines import load_json_lines
 from toolkit.tracking import metrics_log as tracking
-from toolkit.tracking.metrics_log import MetricsLog, load_metrics
+from toolkit.tracking.metrics_log import MetricsLog
 
 
 def test_a_line_is_whole_json_as_soon_as_it_is_written(tmp_path):
@@ -19,7 +20,9 @@ def test_a_line_is_whole_json_as_soon_as_it_is_written(tmp_path):
     log = MetricsLog(path, is_writer=True)
     log.write("train", 3, loss=0.1 + 0.2, num_rows=16, note="Zürich")
     # Read while the log is still open: nothing waits in a buffer, and the float keeps every digit.
-    assert load_metrics(path) == [{"kind": "train", "step": 3, "loss": 0.30000000000000004, "num_rows": 16, "note": "Zürich"}]
+    assert load_json_lines(path, skip_torn_end=True) == [
+        {"kind": "train", "step": 3, "loss": 0.30000000000000004, "num_rows": 16, "note": "Zürich"}
+    ]
 
 
 def test_figures_that_json_does_not_know(tmp_path):
@@ -53,7 +56,7 @@ def test_resume_drops_later_steps_and_a_torn_line_and_goes_on(tmp_path):
     log.truncate_after(2)
     log.write("train", 3, loss=0.5)
     assert path.read_bytes().splitlines(keepends=True)[:3] == [before[0], before[1], before[3]]
-    assert load_metrics(path)[3:] == [{"kind": "train", "step": 3, "loss": 0.5}]
+    assert load_json_lines(path, skip_torn_end=True)[3:] == [{"kind": "train", "step": 3, "loss": 0.5}]
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -64,7 +67,7 @@ def test_a_run_that_starts_over_drops_all_its_lines_and_row_ids(tmp_path):
     log = MetricsLog(tmp_path / "metrics.jsonl", is_writer=True)
     log.truncate_after(1)
     for name in ("metrics.jsonl", "rows-00000.jsonl", "rows-00001.jsonl"):
-        assert [line["step"] for line in load_metrics(tmp_path / name)] == [0, 1]
+        assert [line["step"] for line in load_json_lines(tmp_path / name, skip_torn_end=True)] == [0, 1]
     log.truncate_after(-1)
     assert sorted((path.name, path.stat().st_size) for path in tmp_path.iterdir()) == [
         ("metrics.jsonl", 0),
@@ -77,9 +80,9 @@ def test_a_run_that_starts_over_drops_all_its_lines_and_row_ids(tmp_path):
 def test_a_torn_line_never_joins_the_next_one(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"kind": "train", "step": 1}\n{"kind": "tra')
-    assert load_metrics(path) == [{"kind": "train", "step": 1}]
+    assert load_json_lines(path, skip_torn_end=True) == [{"kind": "train", "step": 1}]
     MetricsLog(path, is_writer=True).write("train", 2)
-    assert [line["step"] for line in load_metrics(path)] == [1, 2]
+    assert [line["step"] for line in load_json_lines(path, skip_torn_end=True)] == [1, 2]
 
 
 def test_a_crash_while_truncating_leaves_the_old_file(tmp_path, monkeypatch):
@@ -102,7 +105,7 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: not JSON"):
-        load_metrics(path)
+        load_json_lines(path, skip_torn_end=True)
 
 
 def test_an_evaluation_that_is_still_due_has_one_line(tmp_path):
@@ -111,7 +114,7 @@ def test_an_evaluation_that_is_still_due_has_one_line(tmp_path):
     for kind, step in (("eval", 1), ("train", 2), ("eval", 2), ("train", 3)):
         log.write(kind, step)
     log.truncate_after(2, evaluation_due=True)
-    assert [(line["kind"], line["step"]) for line in load_metrics(log.path)] == [("eval", 1), ("train", 2)]
+    assert [(line["kind"], line["step"]) for line in load_json_lines(log.path, skip_torn_end=True)] == [("eval", 1), ("train", 2)]
 
 
 def test_a_full_disk_is_remembered_and_nothing_torn_is_read(tmp_path, monkeypatch):
@@ -126,7 +129,7 @@ def test_a_full_disk_is_remembered_and_nothing_torn_is_read(tmp_path, monkeypatc
     log.write("train", 2)
     log.write("train", 3)
     assert "metrics.jsonl cannot be written (No space left on device)" in str(log.error)
-    assert [line["step"] for line in load_metrics(log.path)] == [1]
+    assert [line["step"] for line in load_json_lines(log.path, skip_torn_end=True)] == [1]
 
 
 def replace(path):
@@ -151,7 +154,7 @@ def test_what_happens_to_the_file_is_noticed_by_the_next_write(tmp_path, capsys,
     HAPPENS[happens](log.path)
     log.write("train", 2, loss=1.0)
     log.write("eval", 2, loss=1.0)
-    lines = load_metrics(log.path)
+    lines = load_json_lines(log.path, skip_torn_end=True)
     assert [line["step"] for line in lines] == [9] * (happens == "replaced") + [2, 2]
     assert log.error is None and log.load() == lines
     said = f"{log.path} was removed or changed during the run: figures that it no longer has are lost"

@@ -14,7 +14,8 @@ from toolkit.checkpoint.state import SkipHistory
 from toolkit.data.batch_plan import MicroBatch, Step
 from toolkit.distributed.progress import Progress
 from toolkit.errors import UserError
-from toolkit.tracking.metrics_log import MetricsLog, load_metrics
+from toolkit.files.json_lines import load_json_lines
+from toolkit.tracking.metrics_log import MetricsLog
 from toolkit.tracking.step_log import StepFigures, StepLog
 
 NAN = math.nan
@@ -51,7 +52,7 @@ def figures(step: int, *losses: float, norm: float = 1.0, skipped: bool | None =
 def skipped(log: StepLog) -> dict[str, Any]:
     """The one line of a skipped step."""
     log.flush()
-    (skip,) = [line for line in load_metrics(log.metrics.path) if line["kind"] == "skip"]
+    (skip,) = [line for line in load_json_lines(log.metrics.path, skip_torn_end=True) if line["kind"] == "skip"]
     return skip
 
 
@@ -78,7 +79,7 @@ def test_every_step_has_a_line_and_only_skipped_ones_another(log: StepLog, tmp_p
     assert not (tmp_path / "metrics.jsonl").read_text(), "read before it was asked to"
     log.flush()
     log.flush()
-    lines = load_metrics(tmp_path / "metrics.jsonl")
+    lines = load_json_lines(tmp_path / "metrics.jsonl", skip_torn_end=True)
     assert [(line["kind"], line["step"]) for line in lines] == [("train", 1), ("train", 2), ("skip", 2), ("train", 3)]
     assert [line["loss"] for line in lines] == [0.5, None, None, 0.7]
     assert log.skips == SkipHistory(num_skipped=1, num_in_a_row=0)
@@ -108,7 +109,9 @@ def test_too_many_in_a_row_stop_the_run_though_the_next_one_was_taken(log: StepL
         log.add(figures(step, loss))
     with pytest.raises(UserError, match=r"^3 updates in a row were skipped, up to step 4 .* steps 2, 3, 4: rows 1004, "):
         log.flush()
-    assert [line["step"] for line in load_metrics(tmp_path / "metrics.jsonl") if line["kind"] == "train"] == list(range(1, 8))
+    assert [
+        line["step"] for line in load_json_lines(tmp_path / "metrics.jsonl", skip_torn_end=True) if line["kind"] == "train"
+    ] == list(range(1, 8))
 
 
 def test_skips_in_a_row_are_counted_from_before_a_resume(tmp_path: Path) -> None:

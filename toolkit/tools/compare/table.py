@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import align
+from toolkit.files.json_lines import load_json_lines
 from toolkit.tools.report.charts import speed_unit
-from toolkit.tracking.metrics_log import load_metrics
 
 METRICS = {"accuracy": "accuracy %", "rougeL": "ROUGE-L", "token_accuracy": "token accuracy %"}
 """Evaluation metrics with their column heads. The first that the runs have is shown beside the held-out loss."""
@@ -62,7 +62,7 @@ def read_figures(metrics_path: Path, warmup_steps: int) -> Figures:
     Raises:
         ValueError: no step is left, or the file is broken.
     """
-    lines = load_metrics(metrics_path)
+    lines = load_json_lines(metrics_path, skip_torn_end=True)
     steps = [line for line in lines if line["kind"] == "train"]
     timed = [line for line in steps if line["step"] > warmup_steps]
     if not timed:

@@ -17,7 +17,6 @@ from toolkit.files.json_lines import load_json_lines
 from toolkit.tools.checkpoints import Entry, read_entries
 from toolkit.tools.report.record import MOST_PREDICTIONS, RECORD_FILE
 from toolkit.tracking.memory import MEMORY_FILE
-from toolkit.tracking.metrics_log import load_metrics
 
 PLAN_FILE = "memory_plan.json"
 """What `report --text` has planned for the run."""
@@ -172,7 +171,9 @@ def _read_run(folder: Path, name: str) -> RunFacts:
             return default
 
     none = "there are no curves and no evaluations"
-    facts.lines = read("curves", "metrics.jsonl", lambda path: lines_of_steps(load_metrics(path)), [], none)
+    facts.lines = read(
+        "curves", "metrics.jsonl", lambda path: lines_of_steps(load_json_lines(path, skip_torn_end=True)), [], none
+    )
     facts.config = read("config", "config.yaml", _load_config, {}, "the settings are not known")
     facts.checkpoints = read(
         "checkpoints", "checkpoints", lambda path: read_entries(path.parent), [], "there is none to resume from"

@@ -14,7 +14,6 @@ from safetensors.numpy import load_file
 
 from toolkit.files.json_lines import load_json_lines
 from toolkit.tools.verify.runs import NUM_STEPS, WatchedRun
-from toolkit.tracking.metrics_log import load_metrics
 
 Tensors = dict[str, np.ndarray]
 
@@ -26,7 +25,7 @@ class NotReached(Exception):
 def load_lines(run: WatchedRun, kind: str, *, needed: bool = True) -> list[dict[str, Any]]:
     """Lines of one kind in metrics.jsonl. Raises `NotReached` if they are needed, and the last step is not among them."""
     path = run.folder / "metrics.jsonl"
-    lines = [line for line in load_metrics(path) if line["kind"] == kind] if path.exists() else []
+    lines = [line for line in load_json_lines(path, skip_torn_end=True) if line["kind"] == kind] if path.exists() else []
     if needed and (not lines or lines[-1]["step"] != NUM_STEPS):
         raise NotReached(run)
     return lines
