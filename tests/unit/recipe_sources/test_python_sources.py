@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.recipe_sources import sources
-from tests.unit.recipe_sources.sources import docstrings, stdlib
+from tests.unit.recipe_sources.sources import docstrings, functions, stdlib
 
 BOATS = '''"""Tools for boats."""
 import os
@@ -28,15 +27,18 @@ class OarLocker:
 
         It is taken out of the locker.
         """
-        oar = OARS[number]  # may be missing
+        oar = OARS.take(number)  # may be missing
 
         return oar
 
     def put(self):
         self.take_oar(1)
 '''
-HELD_OUT_MODULE = next(name for name in (f"harbour{i}" for i in range(100)) if docstrings.is_held_out(name))
-SEEN_MODULE = next(name for name in (f"harbour{i}" for i in range(100)) if not docstrings.is_held_out(name))
+HARBOURS = [f"harbour{i}" for i in range(100)]
+HELD_OUT = [name for name in HARBOURS if docstrings.is_held_out(name)]
+HELD_OUT_MODULE = next(name for name in HELD_OUT if not functions.was_chosen_on(name))
+CHOSEN_ON_MODULE = next(name for name in HELD_OUT if functions.was_chosen_on(name))
+SEEN_MODULE = next(name for name in HARBOURS if not docstrings.is_held_out(name))
 
 
 @pytest.fixture
@@ -55,68 +57,97 @@ def write_package(library: Path, text: str) -> None:
     (library.parent / "packages" / "boats_for_tests" / "__init__.py").write_text(text)
 
 
-def test_prompt_is_the_function_with_its_name_as_docstring_then_its_head_up_to_the_quotes(library: Path) -> None:
+def functions_of(text: str, library: Path, module: str = SEEN_MODULE) -> list[str]:
+    """The summaries of a module's functions, in text order."""
+    (library / f"{module}.py").write_text(text)
+    rows = sorted(functions.read_functions(()), key=lambda row: text.index(row["lead_text"].split("(")[0]))
+    return [row["target"] for row in rows]
+
+
+def test_a_row_is_a_function_without_its_docstring_and_what_it_takes_and_returns(library: Path) -> None:
     (library / f"{HELD_OUT_MODULE}.py").write_text(BOATS)
-    (row,) = sources.functions.read_functions(())
+    (row,) = functions.read_functions(())
+    code = "def take_oar(number, from_left):\noar = OARS.take(number)\nreturn oar\n"
+    summary = "Takes number and from_left, returns oar."
     assert row == {
-        "prompt": "class OarLocker:\n"
-        "    def take_oar(number, from_left):\n"
-        '        """Take oar"""\n'
-        "        oar = OARS[number]  # may be missing\n"
-        "        return oar\n"
-        "\n"
-        "    @staticmethod\n"
-        "    def take_oar(number, from_left):\n"
-        '        """',
-        "completion": "Return the oar of that number.",
-        "lead_text": "Take oar",
+        "source": code,
+        "target": summary,
+        "prompt": code,
+        "completion": summary,
+        "lead_text": "def take_oar(number, from_left):",
         "group": HELD_OUT_MODULE,
         "split": "eval",
     }
 
 
-def test_long_bodies_are_cut_at_the_end_of_a_line(library: Path) -> None:
-    body = "\n".join(f"    step_{i} = prepare(step_{i - 1})" for i in range(1, 100))
-    (library / f"{SEEN_MODULE}.py").write_text(f'def sail():\n    """Sail to the other side."""\n{body}\n')
-    (row,) = sources.functions.read_functions(())
-    assert row["prompt"].startswith('def sail():\n    """Sail"""\n    step_1 = prepare(step_0)\n')
-    assert row["prompt"].endswith(')\n\ndef sail():\n    """')
-    assert len(row["prompt"]) < sources.functions.MAX_PROMPT_BODY_CHARACTERS + 100
+def test_summaries_name_each_thing_once_in_text_order_and_nothing_of_functions_inside(library: Path) -> None:
+    text = """
+def sail(boat, *flags, wind=1, **rest):
+    def tack(side):
+        raise KeyError(side)
+    if not wind:
+        raise OSError("calm")
+    try:
+        return tack(boat)
+    except KeyError:
+        raise OSError
+    else:
+        return None
+    finally:
+        return tack(boat)
+
+def drift(boat):
+    boat.anchor = None
+    boat.engine.stop()
+"""
+    assert functions_of(text, library) == ["Takes boat, *flags, wind and **rest, returns tack(boat) or None, raises OSError."]
 
 
-def test_a_page_break_moves_no_line(library: Path) -> None:
-    """ast counts no line at a form feed, which older sources have between their parts."""
-    write_package(library, BOATS.replace("OARS = 2\n", "OARS = 2  #\x0c\x0c\n"))
-    rows = {row["completion"]: row for row in sources.functions.read_functions(("boats_for_tests",))}
-    assert '"""Take oar"""\n        oar = OARS[number]' in rows["Return the oar of that number."]["prompt"]
+def test_short_and_long_functions_and_long_expressions_are_left_out(library: Path) -> None:
+    longest = functions.MAX_RETURN_CHARACTERS
+    text = f"""
+def short(a):
+    return a
 
+def long(a):
+    {"a = list(a); " * 20}
+    return a
 
-def test_abstract_functions_train_but_are_not_evaluated(library: Path) -> None:
-    for module in (HELD_OUT_MODULE, SEEN_MODULE):
-        (library / f"{module}.py").write_text(
-            f'def moor_{module}():\n    """Moor the ship of {module}."""\n    raise NotImplementedError\n'
-        )
-    assert [row["group"] for row in sources.functions.read_functions(())] == [SEEN_MODULE]
+def expression(a):
+    a = list(a) or [None, None]
+    return {"a" * longest}a
+
+def fitting(a):
+    a = list(a) or [None, None]
+    return {"a" * longest}
+"""
+    assert functions_of(text, library) == [f"Takes a, returns {'a' * longest}."]
 
 
 def test_packages_train_and_their_copies_of_held_out_functions_are_dropped(library: Path) -> None:
     (library / f"{HELD_OUT_MODULE}.py").write_text(BOATS)
-    write_package(library, BOATS + '\n\ndef row():\n    """Row to the other side."""\n    return OARS\n')
-    rows = sources.functions.read_functions(("boats_for_tests",))
-    assert {(row["group"], row["split"], row["completion"]) for row in rows} == {
-        (HELD_OUT_MODULE, "eval", "Return the oar of that number."),
-        ("boats_for_tests", "train", "Row to the other side."),
+    other = "\n\ndef row(boat, seconds):\n    boat.move(seconds, by=OARS)\n    return boat\n"
+    write_package(library, BOATS + other + BOATS.replace("take_oar", "take_another_oar"))
+    rows = functions.read_functions(("boats_for_tests",))
+    assert {(row["group"], row["split"], row["target"]) for row in rows} == {
+        (HELD_OUT_MODULE, "eval", "Takes number and from_left, returns oar."),
+        ("boats_for_tests", "train", "Takes boat and seconds, returns boat."),
     }
     assert "boats_for_tests" not in sys.modules
 
 
-@pytest.mark.parametrize("change", [("that number", "THAT number"), ("Return the oar of that number", "Give one oar")])
+@pytest.mark.parametrize("change", [("take_oar", "give_oar"), ("OARS.take(number)", "find(number, OARS)")])
 def test_held_out_functions_that_the_base_has_read_elsewhere_are_not_evaluated(library: Path, change: tuple[str, str]) -> None:
-    text = BOATS.replace("return oar", "return oar_that_is_polished(and_dry, and_light, and_long, and_mine)")
-    (library / f"{HELD_OUT_MODULE}.py").write_text(text)
-    assert [row["split"] for row in sources.functions.read_functions(())] == ["eval"]
-    (library / f"{SEEN_MODULE}.py").write_text(text.replace(*change))
-    assert [row["split"] for row in sources.functions.read_functions(())] == ["train"]
+    """The same code under another name, and other code with the same summary."""
+    (library / f"{HELD_OUT_MODULE}.py").write_text(BOATS)
+    assert [row["split"] for row in functions.read_functions(())] == ["eval"]
+    (library / f"{SEEN_MODULE}.py").write_text(BOATS.replace(*change))
+    assert [row["split"] for row in functions.read_functions(())] == ["train"]
+
+
+def test_modules_that_settings_were_chosen_on_are_in_no_split(library: Path) -> None:
+    (library / f"{CHOSEN_ON_MODULE}.py").write_text(BOATS)
+    assert functions.read_functions(()) == []
 
 
 def test_a_small_module_is_one_row(library: Path) -> None:
@@ -159,15 +190,15 @@ def test_training_rows_hold_a_docstring_and_held_out_rows_need_not(library: Path
 def test_base_and_adapter_hold_out_the_same_modules(library: Path) -> None:
     for module in (HELD_OUT_MODULE, SEEN_MODULE):
         (library / f"{module}.py").write_text(BOATS.replace("oar", module).replace("Oar", module))
-    for rows in (stdlib.load_rows(None), sources.functions.read_functions(())):
+    for rows in (stdlib.load_rows(None), functions.read_functions(())):
         assert {(row["group"], row["split"]) for row in rows} == {(HELD_OUT_MODULE, "eval"), (SEEN_MODULE, "train")}
 
 
 def test_identities_follow_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    functions_before, modules_before = sources.functions.identify(None), stdlib.identify(None)
+    functions_before, modules_before = functions.identify(None), stdlib.identify(None)
     assert functions_before != modules_before
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0")
-    assert sources.functions.identify(None) != functions_before
+    assert functions.identify(None) != functions_before
     assert stdlib.identify(None) == modules_before  # packages do not count
     monkeypatch.setattr(sys, "version", "4.0")
     assert stdlib.identify(None) != modules_before

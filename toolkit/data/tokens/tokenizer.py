@@ -99,7 +99,7 @@ def train_tokenizer(rows: Dataset, vocab_size: int, prefix: str = "") -> PreTrai
     Raises:
         UserError: the rows have more different characters than `vocab_size` allows.
     """
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
     every = -(-len(rows) // MAX_TRAINING_ROWS)
@@ -107,8 +107,10 @@ def train_tokenizer(rows: Dataset, vocab_size: int, prefix: str = "") -> PreTrai
     of_rows = (text[:MAX_TRAINING_CHARACTERS] for row in chosen for text in (row["prompt"], row["completion"]))
     texts = itertools.chain([prefix] if prefix else [], of_rows)  # once is enough for its characters
     tokenizer = Tokenizer(models.Unigram())
-    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace("\n", " ")])
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(r"\s+"), " ")])
+    # A word has the same pieces beside any punctuation, as in SentencePiece, which mixes no scripts: a model can learn to copy it.
+    of_punctuation = pre_tokenizers.Split(Regex(r"[^\w▁]|[_\d]"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(), of_punctuation])
     tokenizer.decoder = decoders.Metaspace()
     trainer = trainers.UnigramTrainer(
         vocab_size=vocab_size, special_tokens=["<pad>", "</s>", "<unk>"], unk_token="<unk>", show_progress=False
