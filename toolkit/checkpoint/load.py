@@ -24,6 +24,7 @@ from toolkit.checkpoint.find import Goal, Ranked, find_checkpoint, rank_checkpoi
 from toolkit.checkpoint.manifest import Checkpoint, read_checkpoint
 from toolkit.checkpoint.state import Identity, TrainState, model_tensors, state_tensors
 from toolkit.config.paths import split_own_source
+from toolkit.config.validate import FILE_SOURCES
 from toolkit.distributed.comm import on_all_ranks, on_rank_0
 from toolkit.distributed.rng import load_random_state
 from toolkit.distributed.watchdog import at, working
@@ -191,7 +192,10 @@ def check_identity(checkpoint: Checkpoint, ours: Identity, way_out: str = "") ->
 
 
 def _without_places(value: Any) -> Any:
-    """Entries of `data.mix` without their files, own sources without their folder: the data fingerprint covers both."""
+    """Entries of `data.mix` without their files, own sources without their folder, None for a kind of file, which may be left to
+    the file's ending: the data fingerprint covers all three."""
+    if value in ("", *FILE_SOURCES):
+        return None
     if isinstance(value, str) and split_own_source(value):
         return value.rpartition("/")[2]
     if not isinstance(value, list):
