@@ -192,14 +192,11 @@ def check_identity(checkpoint: Checkpoint, ours: Identity, way_out: str = "") ->
 
 
 def _without_places(value: Any) -> Any:
-    """Entries of `data.mix` without their files, own sources without their folder, None for a kind of file, which may be left to
-    the file's ending: the data fingerprint covers all three."""
-    if value in ("", *FILE_SOURCES):
-        return None
+    """Entries of `data.mix` without their files, own sources without their folder: the data fingerprint covers both."""
     if isinstance(value, str) and split_own_source(value):
         return value.rpartition("/")[2]
     if not isinstance(value, list):
-        return value
+        return None if value in ("", *FILE_SOURCES) else value  # the kind of a file may follow from its ending
     return [
         {k: _without_places(v) for k, v in item.items() if k != "files"} if isinstance(item, dict) else item for item in value
     ]
