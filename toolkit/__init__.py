@@ -5,6 +5,14 @@ In Python: `from toolkit import finetune, load_config`, see docs/python_api.md.
 
 from __future__ import annotations
 
+import sys
+
+if sys.platform != "linux":
+    # Every import of ours runs this file first. Later ones fail: toolkit.errors on Windows, the start of a run on macOS.
+    system = {"darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
+    print(f"error: the toolkit needs Linux, and this is {system}: use a Linux machine, a container, or WSL 2", file=sys.stderr)
+    raise SystemExit(2)
+
 import logging
 import re
 from importlib import import_module

@@ -108,7 +108,7 @@ def test_accelerate_launch_trains_on_a_csv_of_ones_own(workbench: Workbench, tmp
     config = RUN_CONFIG_FOLDER / "t5_csv.yaml"
     rows = [{"article": row["source"], "summary": row["target"]} for row in make_rows(60)]
     pandas.DataFrame(rows).to_csv(tmp_path / "articles.csv", index=False)
-    argv = ["--config", config, *workbench.flags("run", data__source="csv", data__files=tmp_path / "articles.csv")]
+    argv = ["--config", config, *workbench.flags("run", data__source="", data__files=tmp_path / "articles.csv")]
     launcher = accelerate_launch(RECIPE, argv, folder=tmp_path, env={"ONEDNN_VERBOSE": "profile_create"})
     printed = finish(launcher)
     assert launcher.returncode == 0, printed[-4000:]

@@ -7,13 +7,34 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import toolkit
+from tests.support.launch import REPOSITORY
 
 LISTED = """
 import sys, toolkit
 assert {*toolkit.__all__} <= {*dir(toolkit)}, dir(toolkit)
 print(*(name for name in ("torch", "transformers", "datasets", "jsonargparse") if name in sys.modules))
 """
+
+ELSEWHERE = """
+import os, runpy, signal, sys
+_, sys.platform, *sys.argv = sys.argv
+for place, name in ((os, "sched_getaffinity"), (os, "pidfd_open"), (signal, "SIGHUP")):
+    delattr(place, name)
+sys.modules["fcntl"] = sys.modules["resource"] = None  # their import fails
+(runpy.run_path if sys.argv[0].endswith(".py") else runpy.run_module)(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(("platform", "system"), [("darwin", "macOS"), ("win32", "Windows"), ("freebsd14", "freebsd14")])
+@pytest.mark.parametrize("program", ["toolkit train run.yaml", "recipes/llm.py --help", "toolkit.training.finetune"])
+def test_another_system_than_linux_gets_one_sentence(program: str, platform: str, system: str) -> None:
+    words = [sys.executable, "-c", ELSEWHERE, platform, *program.split()]
+    ended = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
+    sentence = f"error: the toolkit needs Linux, and this is {system}: use a Linux machine, a container, or WSL 2\n"
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("", sentence, 2)
 
 
 def test_the_public_names_are_listed_and_imported_at_their_first_use() -> None:

@@ -24,6 +24,7 @@ from toolkit.checkpoint.find import Goal, Ranked, find_checkpoint, rank_checkpoi
 from toolkit.checkpoint.manifest import Checkpoint, read_checkpoint
 from toolkit.checkpoint.state import Identity, TrainState, model_tensors, state_tensors
 from toolkit.config.paths import split_own_source
+from toolkit.config.validate import FILE_SOURCES
 from toolkit.distributed.comm import on_all_ranks, on_rank_0
 from toolkit.distributed.rng import load_random_state
 from toolkit.distributed.watchdog import at, working
@@ -195,7 +196,7 @@ def _without_places(value: Any) -> Any:
     if isinstance(value, str) and split_own_source(value):
         return value.rpartition("/")[2]
     if not isinstance(value, list):
-        return value
+        return None if value in ("", *FILE_SOURCES) else value  # the kind of a file may follow from its ending
     return [
         {k: _without_places(v) for k, v in item.items() if k != "files"} if isinstance(item, dict) else item for item in value
     ]

@@ -96,6 +96,16 @@ def test_ways_to_read_the_same_rows_may_change() -> None:
     check_settings(saved(), SETTINGS | {"data.format": "text", "data.csv_delimiter": ";", "data.encoding": "cp1252"})
 
 
+@pytest.mark.parametrize("unset", ["", None])
+def test_a_kind_of_file_may_follow_from_its_ending(unset: str | None) -> None:
+    named, left_out = ({"data.source": source} for source in ("csv", unset))
+    check_settings(saved(named), left_out)
+    check_settings(saved(left_out), {"data.source": "parquet"})
+    check_settings(saved({"data.mix": [{"source": "csv"}]}), {"data.mix": [{"source": ""}]})
+    with pytest.raises(UserError, match="^data.source is 'me/rows', but step-00000003 was made with 'csv'"):
+        check_settings(saved(named), {"data.source": "me/rows"})
+
+
 def test_other_tokens_are_refused_with_the_way_on() -> None:
     """Also those of the same rows, where another version of the toolkit makes them or trains their tokenizer again."""
     with pytest.raises(

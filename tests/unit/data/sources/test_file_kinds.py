@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.launch import REPOSITORY
 from toolkit.config.data import DataConfig, LLMDataConfig
+from toolkit.config.load import load_config
+from toolkit.config.schema import SummarizationConfig
 from toolkit.config.validate import FILE_SOURCES
 from toolkit.data.rows.load import TextRows, load_rows
 from toolkit.data.sources.files import READERS
@@ -74,6 +77,13 @@ def test_every_ending_and_gzip_give_the_same_rows() -> None:
     Path("array.jsonl").write_text(ARRAY)
     assert pairs(t5("lines.json")) == pairs(t5("array.jsonl")) == ROWS
     assert tuple(READERS) == FILE_SOURCES
+
+
+def test_the_run_yaml_for_files_of_ones_own_takes_every_ending() -> None:
+    for name in write_all():
+        columns = ["--data.source_column=source", "--data.target_column=target", "--data.eval_fraction=0"]
+        flags = [f"--config={REPOSITORY}/recipes/configs/t5_csv.yaml", f"--data.files={name}", "--data.cache_dir=cache", *columns]
+        assert pairs(load_rows(load_config(SummarizationConfig, flags).data)) == ROWS, name
 
 
 def test_an_unknown_ending_is_refused() -> None:
