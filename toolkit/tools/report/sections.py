@@ -113,18 +113,19 @@ def describe_checkpoints(runs: Sequence[RunFacts]) -> Iterator[Any]:
 def describe_memory(runs: Sequence[RunFacts]) -> Iterator[Any]:
     """Each rank's memory in training steps: allocated on the GPU, or resident above what was resident before the model loaded.
 
-    On a CPU it includes what gloo and the C library hold. The plan, if there is one, is for the largest micro-batch of any rank.
+    On a CPU it includes what gloo and the C library hold, and stands beside no plan. On a GPU the plan, if there is one, is for the
+    largest micro-batch of any rank.
     """
     yield from missing(runs, "memory")
     for run in [run for run in runs if run.memory]:
-        gib, how = run.memory["peak_gib"], "allocated on the GPU"
-        if run.memory["device"] == "cpu":
+        gib, how, is_cpu = run.memory["peak_gib"], "allocated on the GPU", run.memory["device"] == "cpu"
+        if is_cpu:
             before = run.memory["before_model_gib"]
             gib = [peak - start for peak, start in zip(gib, before, strict=True)]
             at_first = f"{min(before):.2f} to {max(before):.2f} GiB before the model loaded"
             how = f"resident above the {at_first}, with what gloo and malloc hold"
         bars = [(f"rank {rank}", value) for rank, value in enumerate(gib[:MOST_RANKS_SHOWN])]
-        planned = None if run.planned_bytes is None else run.planned_bytes / GIB
+        planned = None if is_cpu or run.planned_bytes is None else run.planned_bytes / GIB
         yield Lines([f"{run.prefix}GiB of training steps by rank, {how}."])
         yield Histogram([*bars, *([] if planned is None else [("planned", planned)])], ".2f", outlined="planned")
         if more := gib[MOST_RANKS_SHOWN:]:
@@ -132,7 +133,7 @@ def describe_memory(runs: Sequence[RunFacts]) -> Iterator[Any]:
         if planned is not None:
             difference = 100 * (planned / (max(gib) or 1.0) - 1)
             yield Lines([f"The plan differs by {difference:+.0f} % from the rank with most."], "quiet")
-        else:
+        elif not is_cpu:
             yield Lines([run.missing["plan"]], "quiet")
 
 

@@ -70,10 +70,18 @@ def test_the_best_checkpoint_is_offered_for_export_or_the_last_one_kept(run: Run
     assert "after step 4, whose checkpoint is not kept" in shown(describe_summary, run)
 
 
-def test_memory_is_that_of_training_beside_its_plan(run: RunFacts) -> None:
-    run.memory = {"device": "cpu", "peak_gib": [2.0, 3.0], "before_model_gib": [1.0, 1.5]}
+def test_memory_is_that_of_training_beside_its_plan_on_gpus(run: RunFacts) -> None:
+    run.memory = {"device": "cuda", "peak_gib": [1.0, 1.5], "before_model_gib": [1.0, 1.5]}
     run.planned_bytes = 3 * 2**30
     page = shown(describe_memory, run)
     assert re.findall(r"width:([\d.]+)%", page) == ["33.3", "50.0", "100.0"]
     assert re.findall(r"<span class=number>([\d.]+)<", page) == ["1.00", "1.50", "3.00"]
     assert "The plan differs by +100 % from the rank with most." in page
+
+
+def test_resident_memory_of_a_cpu_stands_beside_no_plan(run: RunFacts) -> None:
+    """It is mostly that of libraries: "-94 %" said nothing of the plan."""
+    run.memory = {"device": "cpu", "peak_gib": [2.0, 3.0], "before_model_gib": [1.0, 1.5]}
+    for run.planned_bytes in (3 * 2**30, None):
+        page = shown(describe_memory, run)
+        assert re.findall(r"<span class=number>([\d.]+)<", page) == ["1.00", "1.50"] and "plan" not in page
