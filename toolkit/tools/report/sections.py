@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from toolkit.distributed.device import GIB
+from toolkit.evaluation.generate import describe_flaws
 from toolkit.tools.report.facts import NOT_AS_WRITTEN, RunFacts, describe_unlike, group_alike, is_number, name_step
 from toolkit.tools.report.parts import Histogram, Lines, Table, describe_data
 
@@ -51,6 +52,8 @@ def describe_summary(runs: Sequence[RunFacts]) -> Iterator[Any]:
     for group in group_alike(runs, "loss"):
         figures = _figures(group).items()
         yield Table([head, *([label, *(_number(line.get(name)) for name in names)] for label, line in figures)])
+    described = [(run.prefix + name_step(last["step"]), describe_flaws(last)) for run in runs for last in run.evaluations[-1:]]
+    yield Lines([f"{when}, {flaws}." for when, flaws in described if flaws])
     if not any(run.evaluations or run.baselines for run in runs):
         yield Lines(["There is no evaluation."], "quiet")
 
@@ -113,8 +116,8 @@ def describe_checkpoints(runs: Sequence[RunFacts]) -> Iterator[Any]:
 def describe_memory(runs: Sequence[RunFacts]) -> Iterator[Any]:
     """Each rank's memory in training steps: allocated on the GPU, or resident above what was resident before the model loaded.
 
-    On a CPU it includes what gloo and the C library hold, and stands beside no plan. On a GPU the plan, if there is one, is for the
-    largest micro-batch of any rank.
+    On a CPU it includes what gloo and the C library hold, and stands beside no plan. On GPUs the plan, if there is one, is for
+    the largest micro-batch of any rank.
     """
     yield from missing(runs, "memory")
     for run in [run for run in runs if run.memory]:
