@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from toolkit.distributed.device import GIB
+from toolkit.distributed.progress import readable_duration
 from toolkit.evaluation.generate import describe_flaws
+from toolkit.tools.report.charts import speed_unit
 from toolkit.tools.report.facts import NOT_AS_WRITTEN, RunFacts, describe_unlike, group_alike, is_number, name_step
 from toolkit.tools.report.parts import Histogram, Lines, Table, describe_data
 
@@ -46,7 +48,7 @@ def missing(runs: Sequence[RunFacts], section: str) -> Iterator[Lines]:
 
 def describe_summary(runs: Sequence[RunFacts]) -> Iterator[Any]:
     """Where each run stands, and its first and last evaluation beside the baselines."""
-    yield Lines([*(run.prefix + _standing(run) for run in runs), describe_unlike(runs)])
+    yield Lines([sentence for run in runs for sentence in (run.prefix + _standing(run), _effort(run))] + [describe_unlike(runs)])
     names = list(dict.fromkeys(name for run in runs for name in run.metric_names if name not in _NOT_IN_TABLE))
     head = ["", *(name.replace("percent_", "% ").replace("_", " ") for name in names)]
     for group in group_alike(runs, "loss"):
@@ -71,6 +73,15 @@ def _standing(run: RunFacts) -> str:
     not_shown = "evaluation is not shown" if num_others == 1 else "evaluations are not shown"
     other = f"; {num_others} {not_shown}: measured on other rows or with other settings"
     return words + other * bool(num_others) + "."
+
+
+def _effort(run: RunFacts) -> str:
+    """Tokens trained on, duration and date, as far as they are known."""
+    steps = [line for line in run.lines if line["kind"] == "train"]
+    num, seconds = (sum(line[name] for line in steps if is_number(line.get(name))) for name in ("num_tokens", "step_time_s"))
+    trained = f"trained on {num:,} {speed_unit(steps).removesuffix('/s')} in {readable_duration(seconds)} of steps" if num else ""
+    started = f"started {run.record['started']}" if "started" in run.record else ""
+    return run.prefix + "; ".join(filter(None, (started, trained))) + "." if started or trained else ""
 
 
 def _figures(runs: Sequence[RunFacts]) -> dict[str, dict[str, Any]]:
