@@ -126,7 +126,7 @@ def repeats_itself(text: str) -> bool:
     """Whether a text ends in a phrase `TIMES_REPEATED` times in a row: of 3 words or more, or of 2 that fill half of the text.
 
     A loop is hardly ever left, so the end shows it, as in Holtzman et al., "The Curious Case of Neural Text Degeneration" (2020).
-    Its last word may be cut off. Signs between words count as a word, but rows of a table or of numbers are no phrase.
+    Its last word may be cut off. Signs between words count as a word; a phrase without a letter, as in rows of numbers, does not count.
     """
     words = PIECE.findall(text.lower())
     return any(

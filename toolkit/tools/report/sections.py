@@ -54,7 +54,9 @@ def describe_summary(runs: Sequence[RunFacts]) -> Iterator[Any]:
     for group in group_alike(runs, "loss"):
         figures = _figures(group).items()
         yield Table([head, *([label, *(_number(line.get(name)) for name in names)] for label, line in figures)])
-    described = [(run.prefix + name_step(last["step"]), describe_flaws(last)) for run in runs for last in run.evaluations[-1:]]
+    described = [
+        (run.prefix + name_step(last["step"]).capitalize(), describe_flaws(last)) for run in runs for last in run.evaluations[-1:]
+    ]
     yield Lines([f"{when}, {flaws}." for when, flaws in described if flaws])
     if not any(run.evaluations or run.baselines for run in runs):
         yield Lines(["There is no evaluation."], "quiet")
@@ -79,9 +81,9 @@ def _effort(run: RunFacts) -> str:
     """Tokens trained on, duration and date, as far as they are known."""
     steps = [line for line in run.lines if line["kind"] == "train"]
     num, seconds = (sum(line[name] for line in steps if is_number(line.get(name))) for name in ("num_tokens", "step_time_s"))
-    trained = f"trained on {num:,} {speed_unit(steps).removesuffix('/s')} in {readable_duration(seconds)} of steps" if num else ""
+    trained = f"{num:,} {speed_unit(steps).removesuffix('/s')} in {readable_duration(seconds)} of training steps" if num else ""
     started = f"started {run.record['started']}" if "started" in run.record else ""
-    return run.prefix + "; ".join(filter(None, (started, trained))) + "." if started or trained else ""
+    return run.prefix + ", ".join(filter(None, (trained, started))) + "." if started or trained else ""
 
 
 def _figures(runs: Sequence[RunFacts]) -> dict[str, dict[str, Any]]:

@@ -63,21 +63,21 @@ def test_where_a_run_stands(run: RunFacts) -> None:
 
 
 def test_the_summary_has_tokens_duration_and_date_and_what_is_wrong_with_the_texts(run: RunFacts, tmp_path: Path) -> None:
-    assert "trained on" not in shown(describe_summary, run), "its lines have no tokens, as those of older runs"
+    assert "training steps" not in shown(describe_summary, run), "its lines have no tokens, as those of older runs"
     for step, line in enumerate([line for line in run.lines if line["kind"] == "train"], start=1):
         line |= {"num_tokens": 1000 * step, "num_rows": 10, "step_time_s": 60.5}
     page = shown(describe_summary, run)
-    assert "trained on 21,000 tokens in 6 min 03 s of steps." in page and "started" not in page and "texts" not in page
+    assert "21,000 tokens in 6 min 03 s of training steps." in page and "started" not in page and "texts" not in page
     run.record["started"] = "2026-11-23 18:30"
     run.evaluations[0].update(num_texts=3, num_empty=3)  # not the last one
     run.evaluations[-1].update(num_texts=3, num_at_max_new_tokens=2, num_empty=0, num_repeating=1)
     page = shown(describe_summary, run)
-    assert "started 2026-11-23 18:30; trained on 21,000 tokens" in page and "empty" not in page
+    assert "21,000 tokens in 6 min 03 s of training steps, started 2026-11-23 18:30." in page and "empty" not in page
     assert (
-        "after step 6, of 3 texts, 2 reached max_new_tokens (raise eval.max_new_tokens), 1 ended in a repetition "
+        "After step 6, of 3 texts, 2 reached max_new_tokens (raise eval.max_new_tokens), 1 ended in a repetition "
         "(eval.no_repeat_ngram_size 3 forbids it)."
     ) in page
-    assert "num" not in "".join(re.findall("<th.*?>(.*?)</th>", page)), "counts are no metrics"
+    assert "num" not in "".join(re.findall("<th.*?>(.*?)</th>", page)), "a count has no column"
 
 
 def test_the_best_checkpoint_is_offered_for_export_or_the_last_one_kept(run: RunFacts) -> None:
