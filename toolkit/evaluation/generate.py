@@ -107,15 +107,11 @@ def generate_texts(
 
 
 def find_flaws(
-    model: PreTrainedModel,
-    new_tokens_BT: torch.Tensor,
-    texts: list[str],
-    max_new_tokens: int,
-    eos_token_id: int | list[int] | None,
+    model: Any, new_tokens_BT: torch.Tensor, texts: list[str], max_new_tokens: int, eos_token_id: int | list[int] | None
 ) -> list[tuple[str, ...]]:
     """The keys of `FLAWS` that fit each text, of these tokens after the prompt."""
     # Some families (BART) force an end token onto the last place of a text that has none.
-    num_own = max_new_tokens - (model.generation_config.forced_eos_token_id is not None)  # type: ignore[union-attr]
+    num_own = max_new_tokens - (model.generation_config.forced_eos_token_id is not None)
     ends = torch.tensor([] if eos_token_id is None else eos_token_id, device=new_tokens_BT.device)
     has_end_B = torch.isin(new_tokens_BT[:, :num_own], ends).any(dim=1) | (new_tokens_BT.shape[1] < max_new_tokens)
     of_texts = zip(has_end_B.tolist(), texts, strict=True)
@@ -126,7 +122,7 @@ def repeats_itself(text: str) -> bool:
     """Whether a text ends in a phrase `TIMES_REPEATED` times in a row: of 3 words or more, or of 2 that fill half of the text.
 
     A loop is hardly ever left, so the end shows it, as in Holtzman et al., "The Curious Case of Neural Text Degeneration" (2020).
-    Its last word may be cut off. Signs between words count as a word; a phrase without a letter, as in rows of numbers, does not count.
+    Its last word may be cut off. Signs between words count as a word; a phrase needs a letter, which rows of numbers lack.
     """
     words = PIECE.findall(text.lower())
     return any(

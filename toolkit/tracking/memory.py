@@ -50,28 +50,24 @@ class StepMemory:
             self.num_rows, self.row_tokens, self.num_tokens = num_packs, row_tokens, num_tokens
 
 
-def save_memory(folder: Path, memory: StepMemory, before_model_gib: float, metrics: MetricsLog) -> None:
+def save_memory(folder: Path, memory: StepMemory, metrics: MetricsLog) -> None:
     """Write the ranks' peak memory and the accelerate YAML into the run folder, and print the peak of GPUs. Collective.
 
     On a CPU the peak is mostly the libraries', so it says little about the run and is not printed.
-
-    Args:
-        before_model_gib: what this process held as its model began to load.
     """
-    ranks = gather_objects((memory.peak_gib, before_model_gib, memory.num_tokens, memory.num_rows, memory.row_tokens))
+    ranks = gather_objects((memory.peak_gib, memory.num_tokens, memory.num_rows, memory.row_tokens))
     gpu_bytes = smallest_gpu_bytes(memory.device)
-    peaks, before, _, _, _ = zip(*ranks, strict=True)
+    peaks = [entry[0] for entry in ranks]
     if rank() != 0 or not any(peaks):  # no step was taken
         return
-    largest = max(ranks, key=lambda entry: entry[2])
+    largest = max(ranks, key=lambda entry: entry[1])
     found: dict[str, Any] = {
         "device": memory.device.type,
         "gpu_gib": gpu_bytes / GIB if gpu_bytes else None,
         "num_processes": world_size(),
         "peak_gib": peaks,
-        "before_model_gib": before,
-        "micro_batch_size_rows": largest[3],
-        "row_tokens": largest[4],
+        "micro_batch_size_rows": largest[2],
+        "row_tokens": largest[3],
     }
     launched_with = find_accelerate_yaml()
     metrics.reopen()  # and the run folder, if it has been removed

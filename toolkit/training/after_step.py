@@ -144,7 +144,7 @@ def finish_training(run: Run) -> None:
     if step < run.num_steps:
         logger.info(f"stopping at step {step}: {config.early_stopping_patience} evaluations without gain in {config.best_metric}")
     say_without_gain(run)
-    save_memory(run.folder, run.log.memory, run.before_model_gib, run.metrics)
+    save_memory(run.folder, run.log.memory, run.metrics)
     finish_writing(run)
     if signal_name := run.stops.agree_now().signal_name:
         stop(run, signal_name)

@@ -51,10 +51,10 @@ def test_the_peak_of_gpus_is_printed_and_that_of_cpus_which_is_mostly_the_librar
     memory = StepMemory(torch.device("cpu"))
     memory.read()
     with caplog.at_level("INFO"):
-        save_memory(tmp_path, memory, 0.0, MetricsLog(tmp_path / "metrics.jsonl", is_writer=True))
+        save_memory(tmp_path, memory, MetricsLog(tmp_path / "metrics.jsonl", is_writer=True))
     assert ("memory of training steps" in caplog.text) == (gpu_bytes is not None) and (tmp_path / "memory.json").exists()
 
 
 def test_a_run_without_a_step_saves_nothing(tmp_path: Path) -> None:
-    save_memory(tmp_path, StepMemory(torch.device("cpu")), 0.0, MetricsLog(tmp_path / "metrics.jsonl", is_writer=True))
+    save_memory(tmp_path, StepMemory(torch.device("cpu")), MetricsLog(tmp_path / "metrics.jsonl", is_writer=True))
     assert not (tmp_path / "memory.json").exists()

@@ -216,9 +216,8 @@ def _load_mapping(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[
 
 def _load_memory(path: Path) -> dict[str, Any]:
     memory = _load_mapping(path)
-    for name in ("peak_gib", "before_model_gib"):
-        if not all(map(is_number, memory[name])):
-            raise ValueError(f"{name} is not a list of numbers")
+    if not all(map(is_number, memory["peak_gib"])):
+        raise ValueError("peak_gib is not a list of numbers")
     return memory
 
 

@@ -127,29 +127,22 @@ def describe_checkpoints(runs: Sequence[RunFacts]) -> Iterator[Any]:
 
 
 def describe_memory(runs: Sequence[RunFacts]) -> Iterator[Any]:
-    """Each rank's memory in training steps: allocated on the GPU, or resident above what was resident before the model loaded.
-
-    On a CPU it includes what gloo and the C library hold, and stands beside no plan. On GPUs the plan, if there is one, is for
-    the largest micro-batch of any rank.
-    """
+    """What each rank allocated on its GPU in training steps, and the plan, if there is one, for their largest micro-batch."""
     yield from missing(runs, "memory")
     for run in [run for run in runs if run.memory]:
-        gib, how, is_cpu = run.memory["peak_gib"], "allocated on the GPU", run.memory["device"] == "cpu"
-        if is_cpu:
-            before = run.memory["before_model_gib"]
-            gib = [peak - start for peak, start in zip(gib, before, strict=True)]
-            at_first = f"{min(before):.2f} to {max(before):.2f} GiB before the model loaded"
-            how = f"resident above the {at_first}, with what gloo and malloc hold"
+        if run.memory["device"] == "cpu":
+            yield Lines([f"{run.prefix}What a process on a CPU holds is mostly libraries, and is not shown."], "quiet")
+            continue
+        gib, planned = run.memory["peak_gib"], None if run.planned_bytes is None else run.planned_bytes / GIB
         bars = [(f"rank {rank}", value) for rank, value in enumerate(gib[:MOST_RANKS_SHOWN])]
-        planned = None if is_cpu or run.planned_bytes is None else run.planned_bytes / GIB
-        yield Lines([f"{run.prefix}GiB of training steps by rank, {how}."])
+        yield Lines([f"{run.prefix}GiB of training steps by rank, allocated on the GPU."])
         yield Histogram([*bars, *([] if planned is None else [("planned", planned)])], ".2f", outlined="planned")
         if more := gib[MOST_RANKS_SHOWN:]:
             yield Lines([f"{len(more)} more ranks took {max(more):.2f} GiB at most."], "quiet")
         if planned is not None:
             difference = 100 * (planned / (max(gib) or 1.0) - 1)
             yield Lines([f"The plan differs by {difference:+.0f} % from the rank with most."], "quiet")
-        elif not is_cpu:
+        else:
             yield Lines([run.missing["plan"]], "quiet")
 
 
