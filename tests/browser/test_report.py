@@ -66,6 +66,20 @@ def test_links_lead_to_sections_and_charts_and_tables_open(
     check_width(page)
 
 
+def test_all_charts_are_drawn_for_who_does_not_scroll_and_a_print_has_whole_texts(open_page: OpenPage, whole: Path) -> None:
+    """A screen reader, and a printer, in the colours of paper."""
+    page = open_page(whole, color_scheme="dark")
+    for chart in page.locator(".chart").all():
+        expect(chart.locator("canvas").first).to_be_attached()
+    assert page.evaluate("scrollY") == 0
+    page.emulate_media(media="print")
+    expect(page.get_by_role("navigation")).to_be_hidden()
+    for what, expected in (("body').backgroundColor", "rgb(251, 251, 250)"), (".text').maxHeight", "none")):
+        selector, name = what.split("').")
+        assert page.evaluate(f"getComputedStyle(document.querySelector('{selector}')).{name}") == expected
+    wait_until(page, f"{AXIS_COLOR} === '#5d6675'")
+
+
 def test_predictions_are_searched_and_sorted(open_page: OpenPage, long: Path) -> None:
     page = open_page(long)
     first, count = page.locator("article h3").first, page.locator("#count")

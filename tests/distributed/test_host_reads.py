@@ -152,7 +152,7 @@ def build_run(name: str, accelerator: Any, folder: Path) -> Any:
     return Run(
         config, folder, sharded, build_optimizer(optim, sharded.model), plan, dataset, evaluation, identity=None,  # type: ignore[arg-type]
         metrics=MetricsLog(folder / "metrics.jsonl", False), num_steps=2, goal=None, own=Own(), data=None,  # type: ignore[arg-type]
-        trackers=Trackers(), before_model_gib=0.0,
+        trackers=Trackers(),
     )  # fmt: skip
 
 

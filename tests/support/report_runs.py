@@ -65,7 +65,7 @@ def save_whole_run(folder: Path, num_steps: int = 2) -> Path:
     record: dict[str, Any] = {"versions": {"torch": "2.13"}, "command": "accelerate launch recipes/t5.py", "num_processes": 2}
     record |= {"units": [UNIT], "sources": {"0": "source 0", "1": HOSTILE}, "data": DATA}
     (run / "record.json").write_text(json.dumps(record))
-    memory = {"device": "cuda", "peak_gib": [1.0, 2.0], "before_model_gib": [0.5, 0.5], "num_processes": 2}
+    memory = {"device": "cuda", "peak_gib": [1.0, 2.0], "num_processes": 2}
     shape = {"num_processes": 2, "micro_batch_size_rows": 1, "row_tokens": {"row": 1}}
     (run / "memory.json").write_text(json.dumps({**memory, **shape}))
     (run / "memory_plan.json").write_text(json.dumps({**shape, "device_bytes_total": 3 * 2**30}))

@@ -85,8 +85,8 @@ class SummarizationCollator:
         return {"input_ids": _pad(sources, self.pad_token_id, *grid), "attention_mask": _pad(masks, 0, *grid)}
 
     def new_tokens(self, generated_BT: torch.Tensor, prompts: Batch) -> torch.Tensor:
-        """The generated tokens: everything that `generate` returns."""
-        return generated_BT
+        """The generated tokens: everything that `generate` returns after the start token."""
+        return generated_BT[:, 1:]
 
 
 @dataclass(frozen=True)

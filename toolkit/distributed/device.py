@@ -75,15 +75,6 @@ def smallest_gpu_bytes(device: torch.device) -> int | None:
     return int(reduce_on_cpu(own, dist.ReduceOp.MIN))
 
 
-def held_memory_gib(device: torch.device) -> float:
-    """Memory that this process holds now, in GiB: allocated on a CUDA device, resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device) / GIB
-    import psutil
-
-    return psutil.Process().memory_info().rss / GIB
-
-
 def free_memory_bytes(device: torch.device) -> int:
     """Memory this process can still allocate: free on its CUDA device, or its share of the host's available memory."""
     if device.type == "cuda":

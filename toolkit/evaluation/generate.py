@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from toolkit.config.schema import EvalConfig
 from toolkit.data.collate import move_to
@@ -16,6 +19,7 @@ from toolkit.errors import UserError
 from toolkit.evaluation.metrics import compute_figures
 from toolkit.evaluation.rouge import ROUGE_KEYS, mean_scores, rouge_scores
 from toolkit.evaluation.rows import EvaluationRows
+from toolkit.evaluation.words import PIECE
 from toolkit.files.json_lines import save_json_lines
 from toolkit.parallel.gather import generation_ready
 from toolkit.parallel.wrap import ShardedModel
@@ -27,6 +31,14 @@ SHOWN_FIGURES = ("loss", "bits_per_byte", "token_accuracy", "accuracy", *ROUGE_K
 """Figures of an evaluation that tables show, in order."""
 BASELINE = "baseline"
 """Kind of the lines of `metrics.jsonl` with the figures of texts that need no model."""
+FLAWS = {
+    "num_at_max_new_tokens": "reached max_new_tokens (raise {}max_new_tokens)",
+    "num_empty": "came out empty (train longer, or set fewer {}num_beams)",
+    "num_repeating": "ended in a repetition ({}no_repeat_ngram_size 3 forbids it)",
+}
+"""Figures of generated texts, of `num_texts`: what so many of them did, and the setting that changes it."""
+TIMES_REPEATED = 4
+"""A phrase that ends a text so often in a row is a loop: none of 21,232 docstrings of Python, torch and transformers ends so."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +48,8 @@ class Score:
     index: int
     prediction: str
     rouge: dict[str, float]
+    flaws: tuple[str, ...] = ()
+    """Keys of `FLAWS`."""
 
 
 @contextlib.contextmanager
@@ -68,7 +82,7 @@ def generate_texts(
     if not indices and not in_step:
         return []
     # In step, a rank without rows generates for any prompt, so that the collectives of all ranks match.
-    rows = [data.rows[i] for i in indices or data.prompted[:1]]
+    rows, stop_token_ids = [data.rows[i] for i in indices or data.prompted[:1]], _stop_token_ids(model, data)
     prompts = move_to(sharded.accelerator.device, data.collator.prompts(rows))
     with generation_ready(sharded, model):
         tokens_BT = model.generate(  # type: ignore[operator]
@@ -76,7 +90,7 @@ def generate_texts(
             **encoded,
             max_new_tokens=config.max_new_tokens,
             pad_token_id=data.collator.pad_token_id,
-            eos_token_id=_stop_token_ids(model, data),
+            eos_token_id=stop_token_ids,
             num_beams=config.num_beams,
             no_repeat_ngram_size=config.no_repeat_ngram_size,
             do_sample=False,
@@ -85,9 +99,44 @@ def generate_texts(
         )
     if not indices:
         return []
-    predictions = data.tokenizer.batch_decode(data.collator.new_tokens(tokens_BT, prompts), skip_special_tokens=True)
+    new_tokens_BT = data.collator.new_tokens(tokens_BT, prompts)
+    predictions = data.tokenizer.batch_decode(new_tokens_BT, skip_special_tokens=True)
+    flaws = find_flaws(model, new_tokens_BT, predictions, config.max_new_tokens, stop_token_ids)
     per_row = rouge_scores(predictions, [row["target"] for row in rows], data.rouge_tokenizer)
-    return [Score(*scored) for scored in zip(indices, predictions, per_row, strict=True)]
+    return [Score(*scored) for scored in zip(indices, predictions, per_row, flaws, strict=True)]
+
+
+def find_flaws(
+    model: Any, new_tokens_BT: torch.Tensor, texts: list[str], max_new_tokens: int, eos_token_id: int | list[int] | None
+) -> list[tuple[str, ...]]:
+    """The keys of `FLAWS` that fit each text, of these tokens after the prompt."""
+    # Some families (BART) force an end token onto the last place of a text that has none.
+    num_own = max_new_tokens - (model.generation_config.forced_eos_token_id is not None)
+    ends = torch.tensor([] if eos_token_id is None else eos_token_id, device=new_tokens_BT.device)
+    has_end_B = torch.isin(new_tokens_BT[:, :num_own], ends).any(dim=1) | (new_tokens_BT.shape[1] < max_new_tokens)
+    of_texts = zip(has_end_B.tolist(), texts, strict=True)
+    return [tuple(compress(FLAWS, (not ended, not text.strip(), repeats_itself(text)))) for ended, text in of_texts]
+
+
+def repeats_itself(text: str) -> bool:
+    """Whether a text ends in a phrase `TIMES_REPEATED` times in a row: of 3 words or more, or of 2 that fill half of the text.
+
+    A loop is hardly ever left, so the end shows it, as in Holtzman et al., "The Curious Case of Neural Text Degeneration" (2020).
+    Its last word may be cut off. Signs between words count as a word; a phrase needs a letter, which rows of numbers lack.
+    """
+    words = PIECE.findall(text.lower())
+    return any(
+        words[end - (TIMES_REPEATED - 1) * size : end] == words[end - TIMES_REPEATED * size : end - size]
+        and any(map(str.isalpha, "".join(words[end - size : end])))
+        for end in (len(words), len(words) - 1)
+        for size in range(2 if len(words) <= 4 * TIMES_REPEATED else 3, end // TIMES_REPEATED + 1)
+    )
+
+
+def describe_flaws(figures: Mapping[str, Any], section: str = "eval.") -> str:
+    """How many texts have each kind of flaw, with the key of `section` that changes it; empty if none has one."""
+    counted = [f"{figures[name]:,} {what.format(section)}" for name, what in FLAWS.items() if figures.get(name)]
+    return f"of {figures['num_texts']:,} texts, {', '.join(counted)}" if counted else ""
 
 
 def gather_scores(scores: list[Score], data: EvaluationRows, predictions_path: Path) -> dict[str, float]:
@@ -115,6 +164,7 @@ def _mean_scores(ordered: list[Score], data: EvaluationRows) -> dict[str, float]
     pairs = zip(predictions, references, strict=True)
     figures["exact_match"] = 100 * sum(ours.strip() == theirs.strip() for ours, theirs in pairs) / len(ordered)
     figures["percent_distinct"] = 100 * len(set(predictions)) / len(ordered)
+    figures |= {name: sum(name in score.flaws for score in ordered) for name in FLAWS} | {"num_texts": len(ordered)}
     if data.metrics:
         working("computing eval.metrics")
     return figures | compute_figures(data.metrics, predictions, references)

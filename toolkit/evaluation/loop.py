@@ -50,7 +50,8 @@ def evaluate(
         exponential of `loss`), `bits_per_byte` (of the targets' utf-8 text), `token_accuracy` (percent of label tokens that
         the model ranks first); for generated texts `rouge1` … `rougeLsum` (percent, mean F), `exact_match` (percent equal to
         the reference, ignoring white space around it), `percent_distinct` (distinct predictions in percent of all predictions:
-        50 if every text occurs twice), and the figures of `data.metrics`; `num_rows`, `rows_per_s`.
+        50 if every text occurs twice), `num_texts` and those of `FLAWS`, and the figures of `data.metrics`; `num_rows`,
+        `rows_per_s`.
     """
     start_s = time.perf_counter()
     batches = plan_evaluation(data, config.batch_size_rows, rank(), world_size())

@@ -25,6 +25,7 @@ NUM_ROWS_TRIED = 8
 OUR_FIGURES = (
     *("loss", "perplexity", "bits_per_byte", "token_accuracy", "num_rows", "rows_per_s", "kind", "step", "measured_on"),
     *("rouge1", "rouge2", "rougeL", "rougeLsum", "exact_match", "percent_distinct", "rouge_tokenizer"),
+    *("num_texts", "num_at_max_new_tokens", "num_empty", "num_repeating"),
 )
 """Names in the lines of evaluations that no other metric may take."""
 

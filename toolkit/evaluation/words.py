@@ -26,6 +26,8 @@ _NOT_SPACED = r"[\p{LB=ID}\p{LB=CJ}\p{LB=NS}\p{LB=SA}]"
 _WORD = regex.compile(
     rf"(?V1)[[\p{{L}}\p{{N}}]&&{_NOT_SPACED}]\p{{M}}*|[[\p{{L}}\p{{N}}]--{_NOT_SPACED}][[\p{{L}}\p{{N}}\p{{M}}]--{_NOT_SPACED}]*"
 )
+PIECE = regex.compile(rf"{_WORD.pattern}|[^\p{{L}}\p{{N}}\p{{M}}\s]+")
+"""A word, or the characters between two."""
 
 _SENTENCE_GAP = re.compile(
     r"""(?<=[.!?।॥؟۔])(?P<closers>["')\]”’]*)\s+(?=["'(\[“‘`*]*(?P<first>\w))"""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -41,36 +42,32 @@ class StepMemory:
         self.peak_gib = max(self.peak_gib, peak_gib)
         return peak_gib
 
-    def see(self, batch: dict[str, torch.Tensor]) -> None:
-        """Record the shape of a micro-batch."""
-        targets = batch.get("decoder_input_ids")
-        num_rows, length = batch["input_ids"].shape
-        row_tokens = {"row": length} if targets is None else {"source": length, "target": targets.shape[1]}
-        if num_rows * sum(row_tokens.values()) > self.num_tokens:
-            self.num_rows, self.row_tokens = num_rows, row_tokens
-            self.num_tokens = num_rows * sum(row_tokens.values())
+    def see(self, batch: dict[str, torch.Tensor], num_packs: int) -> None:
+        """Record the shape of a micro-batch. Its packs may share one row of the tensors (`CausalCollator.one_row`)."""
+        sides = {"source": "input_ids", "target": "decoder_input_ids"} if "decoder_input_ids" in batch else {"row": "input_ids"}
+        row_tokens = {side: math.ceil(batch[name].numel() / num_packs) for side, name in sides.items()}
+        if (num_tokens := num_packs * sum(row_tokens.values())) > self.num_tokens:
+            self.num_rows, self.row_tokens, self.num_tokens = num_packs, row_tokens, num_tokens
 
 
-def save_memory(folder: Path, memory: StepMemory, before_model_gib: float, metrics: MetricsLog) -> None:
-    """Write the ranks' peak memory and the accelerate YAML into the run folder, and print the peak. Collective.
+def save_memory(folder: Path, memory: StepMemory, metrics: MetricsLog) -> None:
+    """Write the ranks' peak memory and the accelerate YAML into the run folder, and print the peak of GPUs. Collective.
 
-    Args:
-        before_model_gib: what this process held as its model began to load.
+    On a CPU the peak is mostly the libraries', so it says little about the run and is not printed.
     """
-    ranks = gather_objects((memory.peak_gib, before_model_gib, memory.num_tokens, memory.num_rows, memory.row_tokens))
+    ranks = gather_objects((memory.peak_gib, memory.num_tokens, memory.num_rows, memory.row_tokens))
     gpu_bytes = smallest_gpu_bytes(memory.device)
-    peaks, before, _, _, _ = zip(*ranks, strict=True)
+    peaks = [entry[0] for entry in ranks]
     if rank() != 0 or not any(peaks):  # no step was taken
         return
-    largest = max(ranks, key=lambda entry: entry[2])
+    largest = max(ranks, key=lambda entry: entry[1])
     found: dict[str, Any] = {
         "device": memory.device.type,
         "gpu_gib": gpu_bytes / GIB if gpu_bytes else None,
         "num_processes": world_size(),
         "peak_gib": peaks,
-        "before_model_gib": before,
-        "micro_batch_size_rows": largest[3],
-        "row_tokens": largest[4],
+        "micro_batch_size_rows": largest[2],
+        "row_tokens": largest[3],
     }
     launched_with = find_accelerate_yaml()
     metrics.reopen()  # and the run folder, if it has been removed
@@ -80,7 +77,8 @@ def save_memory(folder: Path, memory: StepMemory, before_model_gib: float, metri
             (folder / ACCELERATE_FILE).write_text(launched_with.read_text(encoding="utf-8"), encoding="utf-8")
     except OSError as error:
         metrics.note_failure(folder / MEMORY_FILE, error)
-    logger.info(
-        f"memory of training steps: {max(peaks):.2f} GiB on the rank with most; `python -m toolkit report --text {folder}` "
-        "compares it with the memory plan"
-    )
+    if gpu_bytes:
+        logger.info(
+            f"memory of training steps: {max(peaks):.2f} GiB on the rank with most; `python -m toolkit report --text {folder}` "
+            "compares it with the memory plan"
+        )

@@ -14,6 +14,7 @@ from toolkit.data.batch_plan import BatchPlan, Step
 from toolkit.distributed.comm import on_rank_0, raise_together
 from toolkit.distributed.watchdog import at, working
 from toolkit.errors import Stopped
+from toolkit.evaluation.generate import describe_flaws
 from toolkit.evaluation.loop import evaluate
 from toolkit.evaluation.metrics import own_figures
 from toolkit.tracking.memory import save_memory
@@ -93,6 +94,8 @@ def evaluate_and_log(run: Run) -> str | None:
     own = own_figures(run.evaluation.metrics, figures)
     shown = ("loss", *of_sources, "bits_per_byte", "token_accuracy", "rouge1", "rougeL", *own, "percent_distinct", "rows_per_s")
     logger.info(f"evaluation at step {state.step}: " + ", ".join(f"{n} {figures[n]:.4g}" for n in shown if n in figures))
+    if flaws := describe_flaws(figures):
+        logger.info(flaws)
     state.metrics, state.evaluation_due = figures, False
     if run.own.after_evaluation is not None:
         working("after_evaluation", state.step)
@@ -141,7 +144,7 @@ def finish_training(run: Run) -> None:
     if step < run.num_steps:
         logger.info(f"stopping at step {step}: {config.early_stopping_patience} evaluations without gain in {config.best_metric}")
     say_without_gain(run)
-    save_memory(run.folder, run.log.memory, run.before_model_gib, run.metrics)
+    save_memory(run.folder, run.log.memory, run.metrics)
     finish_writing(run)
     if signal_name := run.stops.agree_now().signal_name:
         stop(run, signal_name)

@@ -130,7 +130,7 @@ def train_step(
         seed_all("step", config.train.seed, step.step, rank(), micro_batch.index)
         if config.log_row_ids:
             _log_row_ids(run, micro_batch)
-        run.log.memory.see(batch)
+        run.log.memory.see(batch, len(micro_batch.packs))
         batch = move_to(device, batch)
         with accumulating(run.sharded, is_last=micro_batch.is_last):
             loss_sum = _summed_loss(run, batch)

@@ -15,7 +15,7 @@ from toolkit.config.load import RecipeConfig, dotted_keys
 from toolkit.data.tokens.languages import start_generation
 from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.distributed.comm import on_all_ranks, rank, world_size
-from toolkit.distributed.device import GIB, describe_device, held_memory_gib, smallest_gpu_bytes
+from toolkit.distributed.device import GIB, describe_device, smallest_gpu_bytes
 from toolkit.distributed.watchdog import working
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.launch.accelerator import compute_dtype, fsdp_version
@@ -121,7 +121,6 @@ def load_model(
     if rank() != 0 or not sys.stderr.isatty():  # bars are for terminals
         disable_progress_bar()
     task = config.task
-    context.before_model_gib = held_memory_gib(context.accelerator.device)
     loaded_dtype = context.frozen_dtype if is_enabled(config.adapter) else torch.float32  # with an adapter the base is frozen
     opened = None
     if fsdp_version(context.accelerator) == 2 and not config.model.from_scratch:

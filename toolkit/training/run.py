@@ -71,7 +71,6 @@ class Run:
     own: Own
     data: RunData
     trackers: Trackers
-    before_model_gib: float
     state: TrainState = field(default_factory=TrainState)
     """As of the last completed step."""
     trainable: list[torch.nn.Parameter] = field(init=False)
@@ -104,7 +103,7 @@ def start_run(
     folder, steps, goal = context.run_folder, num_steps(config, plan), build_goal(config.eval, evaluation)
     metrics = open_metrics(config, folder)
     data = describe_data(rows, evaluation)
-    of_context = context.own, data, context.trackers, context.before_model_gib
+    of_context = context.own, data, context.trackers
     run = Run(config, folder, sharded, optimizer, plan, rows.train, evaluation, identity, metrics, steps, goal, *of_context)
     resume(run, context.resume_from)
     save_run_config(config, folder)

@@ -49,8 +49,6 @@ class RunContext:
     """`eval.metrics`, loaded, and the user's functions."""
     own: Own = field(default_factory=Own)
     trackers: Trackers = field(default_factory=Trackers)
-    before_model_gib: float = 0.0
-    """What this process held as its model began to load: on a CPU that is Python, the libraries and the rows."""
 
 
 def begin(config: RecipeConfig, own: Own) -> RunContext:

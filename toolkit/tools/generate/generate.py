@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from toolkit.distributed.comm import gather_objects, on_all_ranks, on_rank_0, ra
 from toolkit.distributed.progress import Phase
 from toolkit.distributed.watchdog import at, working
 from toolkit.errors import UserError, escape_controls, one_line
+from toolkit.evaluation.generate import describe_flaws
 from toolkit.launch.accelerator import build_accelerator
 from toolkit.launch.environment import is_launched
 from toolkit.launch.log import lost_outputs
@@ -140,6 +142,8 @@ def _generate(options: Options) -> None:
                 raise
     if num_cut:
         _say(options, f"cut {num_cut:,} of {num_done:,} texts to {opened.usage.max_source_length_tokens} tokens")
+    if flaws := describe_flaws(sum(gather_objects(generator.flaws), Counter()), ""):
+        _say(options, flaws)
     for what, num in sorted(generator.omitted.items()):
         _say(options, f"the chat template left out context of {num:,} of {num_done:,} rows: {what}")
     if options.output and rank() == 0:

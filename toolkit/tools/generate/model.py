@@ -26,6 +26,7 @@ from toolkit.data.tokens.omissions import find_omissions
 from toolkit.data.tokens.seq2seq import encode_texts
 from toolkit.data.tokens.tokenizer import load_tokenizer
 from toolkit.errors import UserError
+from toolkit.evaluation.generate import find_flaws
 from toolkit.export.usage import Usage, load_usage
 from toolkit.launch.accelerator import cudnn_attention
 from toolkit.launch.environment import asked_for_cpu
@@ -72,6 +73,8 @@ class Generator:
     collator: Collator
     omitted: Counter[str] = field(default_factory=Counter)
     """Rows by what the chat template has left out of them."""
+    flaws: Counter[str] = field(default_factory=Counter)
+    """This process's texts, as `num_texts`, and those of them with each of `FLAWS`."""
 
     def takes_chats(self, *, plain: bool = False) -> bool:
         """Whether a text is given as a user's turn of a chat, unless it is `plain`: the prompt itself."""
@@ -117,10 +120,13 @@ class Generator:
     @torch.no_grad()
     @cudnn_attention(False)
     def generate(self, rows: list[dict[str, Any]]) -> list[str]:
-        """A text for each row, by the model's generation config."""
-        prompts = self.collator.prompts(rows)
-        tokens_BT = self.model.generate(**move_to(self.model.device, prompts))
-        return self.tokenizer.batch_decode(self.collator.new_tokens(tokens_BT, prompts), skip_special_tokens=True)
+        """A text for each row, by the model's generation config; its flaws are counted."""
+        prompts, config = self.collator.prompts(rows), self.model.generation_config
+        new_tokens_BT = self.collator.new_tokens(self.model.generate(**move_to(self.model.device, prompts)), prompts)
+        texts = self.tokenizer.batch_decode(new_tokens_BT, skip_special_tokens=True)
+        for flaws in find_flaws(self.model, new_tokens_BT, texts, config.max_new_tokens, config.eos_token_id):
+            self.flaws.update(["num_texts", *flaws])
+        return texts
 
 
 @contextmanager

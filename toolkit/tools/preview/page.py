@@ -19,11 +19,11 @@ TOKENS_OF_A_BLOCK = 2000
 
 
 def render_page(title: str, parts: Iterable[Any]) -> str:
-    """The page of these parts, and of those of `report.parts`. The template leaves nothing that HTML would interpret."""
+    """The page of these parts, and of those of `report.parts`, styled as reports. Nothing is left that HTML would interpret."""
     style = files(__package__).joinpath("page.css").read_text(encoding="utf-8")
     template = load_template(NAMES=NAMES)
     policy = "default-src 'none'; style-src 'unsafe-inline'"
-    return str(template.page(title, Markup(style), policy, template.flow(parts)))
+    return str(template.page(title, policy, template.flow(parts), Markup(style)))
 
 
 class Legend(NamedTuple):

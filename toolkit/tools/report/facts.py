@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UserError
-from toolkit.evaluation.generate import BASELINE
+from toolkit.evaluation.generate import BASELINE, FLAWS
 from toolkit.evaluation.rows import even_places
 from toolkit.files.json_lines import load_json_lines
 from toolkit.tools.checkpoints import Entry, read_entries
@@ -24,7 +24,7 @@ PLANNED_FOR = ("num_processes", "micro_batch_size_rows", "row_tokens")
 """Values of memory.json that a plan holds for; it has them too."""
 NOT_AS_WRITTEN = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
 """What reading values of a file raises that is no longer, or not yet, what a run writes."""
-_NOT_METRICS = ("step", "num_rows", "rows_per_s")
+_NOT_METRICS = ("step", "num_rows", "rows_per_s", "num_texts", *FLAWS)
 _OF_ROWS_ALONE = ("loss", "perplexity", "bits_per_byte", "token_accuracy", "accuracy")
 """Metrics that do not depend on how texts are generated; nor does the loss of a source, `loss/NAME`."""
 _LAST_STEP = 2**53
@@ -216,9 +216,8 @@ def _load_mapping(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[
 
 def _load_memory(path: Path) -> dict[str, Any]:
     memory = _load_mapping(path)
-    for name in ("peak_gib", "before_model_gib"):
-        if not all(map(is_number, memory[name])):
-            raise ValueError(f"{name} is not a list of numbers")
+    if not all(map(is_number, memory["peak_gib"])):
+        raise ValueError("peak_gib is not a list of numbers")
     return memory
 
 

@@ -8,7 +8,7 @@ const make = (tag, kind, text) => {
 };
 
 // Charts. Their texts and lines take the colours of the page, also when the system turns to dark.
-const dark = matchMedia("(prefers-color-scheme: dark)");
+const dark = matchMedia("screen and (prefers-color-scheme: dark)");
 const plots = [];
 const paint = (plot) => {
   const colors = getComputedStyle(document.documentElement);
@@ -26,18 +26,14 @@ const draw = async (item, place) => {
   paint(plot);
 };
 dark.addEventListener("change", () => plots.forEach(paint));
-// Drawn when they come near the window, so that a page of many charts opens at once.
-const waiting = new Map(Object.entries(read("data-charts")).map(([place, item]) => [document.getElementById(place), item]));
-const drawNow = (place) => {
-  if (!waiting.has(place)) return;
-  draw(waiting.get(place), place);
-  waiting.delete(place);
-  nearby.unobserve(place);
+// All are drawn, as nobody scrolls for a printer or a screen reader; one after the other, so that the page opens at once.
+const drawAll = async () => {
+  for (const [place, item] of Object.entries(read("data-charts"))) {
+    await draw(item, document.getElementById(place));
+    await new Promise((next) => setTimeout(next));
+  }
 };
-const nearby = new IntersectionObserver(
-  (entries) => entries.filter((entry) => entry.isIntersecting).forEach((entry) => drawNow(entry.target)), { rootMargin: "400px" });
-[...waiting.keys()].forEach((place) => nearby.observe(place));
-addEventListener("beforeprint", () => [...waiting.keys()].forEach(drawNow));
+drawAll();
 
 // Predictions: searched, sorted, and shown a few at a time. Every text is put in as text.
 const SHOWN_AT_ONCE = 20;

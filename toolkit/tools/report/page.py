@@ -85,7 +85,7 @@ def render_page(runs: Sequence[RunFacts]) -> bytes:
     drawn = {f"chart-{number}": draw(chart) for number, chart in enumerate(charts)}
     data = {"charts": Markup(as_json(drawn)), "predictions": Markup(as_json(predictions))}
     body = template.report(title, content, data, [*map(Markup, scripts)])
-    return str(template.page(title, Markup(_own_file("page.css")), policy, body)).encode("utf-8")
+    return str(template.page(title, policy, body)).encode("utf-8")
 
 
 def _chart_notes(runs: Sequence[RunFacts], charts: list[Chart]) -> list[Lines]:

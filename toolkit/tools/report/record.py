@@ -1,7 +1,7 @@
 """`record.json` in the run folder: what a report needs and only the run itself knows.
 
-These are the versions, the command, the shard units, the data in figures, and the sources of the evaluated rows, whose
-predictions are files already.
+These are the versions, the command and when it was given, the shard units, the data in figures, and the sources of the evaluated
+rows, whose predictions are files already.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import shlex
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ def save_record(run_folder: Path, units: Sequence[ShardUnit], about_rows: Callab
             "versions": installed_versions(),
             "command": _command(),
             "num_processes": world_size(),
+            "started": time.strftime("%Y-%m-%d %H:%M"),
             "units": describe_units(units),
             **about_rows(),
         }

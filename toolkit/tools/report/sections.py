@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from toolkit.distributed.device import GIB
+from toolkit.distributed.progress import readable_duration
+from toolkit.evaluation.generate import describe_flaws
+from toolkit.tools.report.charts import speed_unit
 from toolkit.tools.report.facts import NOT_AS_WRITTEN, RunFacts, describe_unlike, group_alike, is_number, name_step
 from toolkit.tools.report.parts import Histogram, Lines, Table, describe_data
 
@@ -45,12 +48,16 @@ def missing(runs: Sequence[RunFacts], section: str) -> Iterator[Lines]:
 
 def describe_summary(runs: Sequence[RunFacts]) -> Iterator[Any]:
     """Where each run stands, and its first and last evaluation beside the baselines."""
-    yield Lines([*(run.prefix + _standing(run) for run in runs), describe_unlike(runs)])
+    yield Lines([sentence for run in runs for sentence in (run.prefix + _standing(run), _effort(run))] + [describe_unlike(runs)])
     names = list(dict.fromkeys(name for run in runs for name in run.metric_names if name not in _NOT_IN_TABLE))
     head = ["", *(name.replace("percent_", "% ").replace("_", " ") for name in names)]
     for group in group_alike(runs, "loss"):
         figures = _figures(group).items()
         yield Table([head, *([label, *(_number(line.get(name)) for name in names)] for label, line in figures)])
+    described = [
+        (run.prefix + name_step(last["step"]).capitalize(), describe_flaws(last)) for run in runs for last in run.evaluations[-1:]
+    ]
+    yield Lines([f"{when}, {flaws}." for when, flaws in described if flaws])
     if not any(run.evaluations or run.baselines for run in runs):
         yield Lines(["There is no evaluation."], "quiet")
 
@@ -68,6 +75,15 @@ def _standing(run: RunFacts) -> str:
     not_shown = "evaluation is not shown" if num_others == 1 else "evaluations are not shown"
     other = f"; {num_others} {not_shown}: measured on other rows or with other settings"
     return words + other * bool(num_others) + "."
+
+
+def _effort(run: RunFacts) -> str:
+    """Tokens trained on, duration and date, as far as they are known."""
+    steps = [line for line in run.lines if line["kind"] == "train"]
+    num, seconds = (sum(line[name] for line in steps if is_number(line.get(name))) for name in ("num_tokens", "step_time_s"))
+    trained = f"{num:,} {speed_unit(steps).removesuffix('/s')} in {readable_duration(seconds)} of training steps" if num else ""
+    started = f"started {run.record['started']}" if "started" in run.record else ""
+    return run.prefix + ", ".join(filter(None, (trained, started))) + "." if started or trained else ""
 
 
 def _figures(runs: Sequence[RunFacts]) -> dict[str, dict[str, Any]]:
@@ -111,21 +127,15 @@ def describe_checkpoints(runs: Sequence[RunFacts]) -> Iterator[Any]:
 
 
 def describe_memory(runs: Sequence[RunFacts]) -> Iterator[Any]:
-    """Each rank's memory in training steps: allocated on the GPU, or resident above what was resident before the model loaded.
-
-    On a CPU it includes what gloo and the C library hold. The plan, if there is one, is for the largest micro-batch of any rank.
-    """
+    """What each rank allocated on its GPU in training steps, and the plan, if there is one, for their largest micro-batch."""
     yield from missing(runs, "memory")
     for run in [run for run in runs if run.memory]:
-        gib, how = run.memory["peak_gib"], "allocated on the GPU"
         if run.memory["device"] == "cpu":
-            before = run.memory["before_model_gib"]
-            gib = [peak - start for peak, start in zip(gib, before, strict=True)]
-            at_first = f"{min(before):.2f} to {max(before):.2f} GiB before the model loaded"
-            how = f"resident above the {at_first}, with what gloo and malloc hold"
+            yield Lines([f"{run.prefix}What a process on a CPU holds is mostly libraries, and is not shown."], "quiet")
+            continue
+        gib, planned = run.memory["peak_gib"], None if run.planned_bytes is None else run.planned_bytes / GIB
         bars = [(f"rank {rank}", value) for rank, value in enumerate(gib[:MOST_RANKS_SHOWN])]
-        planned = None if run.planned_bytes is None else run.planned_bytes / GIB
-        yield Lines([f"{run.prefix}GiB of training steps by rank, {how}."])
+        yield Lines([f"{run.prefix}GiB of training steps by rank, allocated on the GPU."])
         yield Histogram([*bars, *([] if planned is None else [("planned", planned)])], ".2f", outlined="planned")
         if more := gib[MOST_RANKS_SHOWN:]:
             yield Lines([f"{len(more)} more ranks took {max(more):.2f} GiB at most."], "quiet")

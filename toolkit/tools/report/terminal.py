@@ -61,8 +61,8 @@ def _as_text(parts: list[Any]) -> str:
 
 
 def _plan_memory(run: RunFacts) -> None:
-    """Plan the memory of a run that has none, and keep it in the run folder for the report; or note why there is none."""
-    if not run.memory or run.planned_bytes is not None:
+    """Plan the memory of a run on GPUs that has none, and keep it in the run folder for the report; or note why there is none."""
+    if run.memory.get("device", "cpu") == "cpu" or run.planned_bytes is not None:
         return
     try:
         run.planned_bytes = _predict(run)

@@ -150,7 +150,8 @@ def test_10_000_steps_and_1_000_rows_are_5_mb_and_no_spike_is_lost(tmp_path: Pat
     predictions = page.data("predictions")
     assert len(predictions["rows"]) == 1000 and predictions["num_cut"] == 1000
     assert f"Texts longer than {predictions['limit']:,} characters are cut (in 1,000 of 1,000 rows)" in page.words
-    assert all(row["texts"][1] == text[: predictions["limit"]] for row, text in zip(predictions["rows"], long, strict=True))
+    most = predictions["limit"] - 1
+    assert all(row["texts"][1] == f"{text[:most]}…" for row, text in zip(predictions["rows"], long, strict=True))
 
 
 def test_thinning_keeps_the_extremes() -> None:

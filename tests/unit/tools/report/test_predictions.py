@@ -63,6 +63,9 @@ def test_a_row_of_another_run_has_the_source_of_its_own_run(tmp_path: Path) -> N
 
 
 def test_a_text_that_is_cut_is_counted(tmp_path: Path) -> None:
-    run = save_texts(tmp_path / "run", "ref", {}, first=["a", "b"], last=["c", "d" * (record.LONGEST_TEXT + 1)])
+    sources = {"7": "s" * record.LONGEST_TEXT, "8": "s" * (record.LONGEST_TEXT + 1)}
+    run = save_texts(tmp_path / "run", "ref", sources, first=["a", "b"], last=["c", "d" * (record.LONGEST_TEXT + 1)])
     found = collect_predictions(read_runs([run]))
     assert found is not None and found["num_cut"] == 1 and len(found["rows"][1]["texts"][1]) == record.LONGEST_TEXT
+    whole, cut = (row["source"] for row in found["rows"])
+    assert whole == sources["7"] and cut == f"{'s' * (record.LONGEST_TEXT - 1)}…" and found["rows"][1]["texts"][1].endswith("d…")

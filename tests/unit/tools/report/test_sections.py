@@ -62,6 +62,24 @@ def test_where_a_run_stands(run: RunFacts) -> None:
     ]
 
 
+def test_the_summary_has_tokens_duration_and_date_and_what_is_wrong_with_the_texts(run: RunFacts, tmp_path: Path) -> None:
+    assert "training steps" not in shown(describe_summary, run), "its lines have no tokens, as those of older runs"
+    for step, line in enumerate([line for line in run.lines if line["kind"] == "train"], start=1):
+        line |= {"num_tokens": 1000 * step, "num_rows": 10, "step_time_s": 60.5}
+    page = shown(describe_summary, run)
+    assert "21,000 tokens in 6 min 03 s of training steps." in page and "started" not in page and "texts" not in page
+    run.record["started"] = "2026-11-23 18:30"
+    run.evaluations[0].update(num_texts=3, num_empty=3)  # not the last one
+    run.evaluations[-1].update(num_texts=3, num_at_max_new_tokens=2, num_empty=0, num_repeating=1)
+    page = shown(describe_summary, run)
+    assert "21,000 tokens in 6 min 03 s of training steps, started 2026-11-23 18:30." in page and "empty" not in page
+    assert (
+        "After step 6, of 3 texts, 2 reached max_new_tokens (raise eval.max_new_tokens), 1 ended in a repetition "
+        "(eval.no_repeat_ngram_size 3 forbids it)."
+    ) in page
+    assert "num" not in "".join(re.findall("<th.*?>(.*?)</th>", page)), "a count has no column"
+
+
 def test_the_best_checkpoint_is_offered_for_export_or_the_last_one_kept(run: RunFacts) -> None:
     assert f"export {run.folder} --checkpoint 4" in shown(describe_commands, run)
     shutil.rmtree(run.folder / "checkpoints" / "step-00000004")
@@ -70,10 +88,18 @@ def test_the_best_checkpoint_is_offered_for_export_or_the_last_one_kept(run: Run
     assert "after step 4, whose checkpoint is not kept" in shown(describe_summary, run)
 
 
-def test_memory_is_that_of_training_beside_its_plan(run: RunFacts) -> None:
-    run.memory = {"device": "cpu", "peak_gib": [2.0, 3.0], "before_model_gib": [1.0, 1.5]}
+def test_memory_is_that_of_training_beside_its_plan_on_gpus(run: RunFacts) -> None:
+    run.memory = {"device": "cuda", "peak_gib": [1.0, 1.5]}
     run.planned_bytes = 3 * 2**30
     page = shown(describe_memory, run)
     assert re.findall(r"width:([\d.]+)%", page) == ["33.3", "50.0", "100.0"]
     assert re.findall(r"<span class=number>([\d.]+)<", page) == ["1.00", "1.50", "3.00"]
     assert "The plan differs by +100 % from the rank with most." in page
+
+
+def test_resident_memory_of_a_cpu_stands_beside_no_plan(run: RunFacts) -> None:
+    """It is mostly that of libraries: "-94 %" said nothing of the plan."""
+    run.memory = {"device": "cpu", "peak_gib": [2.0, 3.0]}
+    for run.planned_bytes in (3 * 2**30, None):
+        page = shown(describe_memory, run)
+        assert "mostly libraries, and is not shown" in page and "plan" not in page and not re.search(r"\d\.\d", page)

@@ -149,9 +149,9 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "config.yaml").write_text(CONFIG.replace("MODEL", str(tmp_path / "model")))
     monkeypatch.setattr(step_memory, "find_accelerate_yaml", lambda: PRESET)
     memory = StepMemory(torch.device("cpu"))
-    memory.see({"input_ids": torch.zeros(4, 96)})
+    memory.see({"input_ids": torch.zeros(1, 4 * 96)}, 4)  # packs in one row, longer than the model's positions
     memory.read()
-    save_memory(tmp_path, memory, 0.0, MetricsLog(tmp_path / "metrics.jsonl", is_writer=True))
+    save_memory(tmp_path, memory, MetricsLog(tmp_path / "metrics.jsonl", is_writer=True))
     return tmp_path
 
 
@@ -163,13 +163,12 @@ def change(folder: Path, **figures: Any) -> None:
 def test_the_plan_of_a_run_stands_beside_its_memory(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads((run_folder / "memory.json").read_text())
     assert found["row_tokens"] == {"row": 96} and found["micro_batch_size_rows"] == 4 and found["device"] == "cpu"
-    change(run_folder, num_processes=2, peak_gib=[1.5, 1.25], before_model_gib=[1.0, 1.0])
-    first, *lines = printed(capsys, run_folder)[2].splitlines()
-    assert first == (
-        "GiB of training steps by rank, resident above the 1.00 to 1.00 GiB before the model loaded, with what gloo and malloc "
-        "hold."
-    )
-    assert lines == [
+    change(run_folder, num_processes=2, peak_gib=[1.5, 1.25])
+    said = printed(capsys, run_folder)[2].splitlines()
+    assert said == ["What a process on a CPU holds is mostly libraries, and is not shown."]
+    assert not (run_folder / "memory_plan.json").exists()
+    change(run_folder, device="cuda", peak_gib=[0.5, 0.25])
+    assert printed(capsys, run_folder)[2].splitlines()[1:] == [
         *("rank 0   0.50", "rank 1   0.25", "planned  0.00"),
         "The plan differs by -99 % from the rank with most.",
     ]
@@ -204,6 +203,7 @@ def test_a_run_is_planned_for_its_own_gpu_and_launch(run_folder: Path, monkeypat
 
 
 def test_why_there_is_no_plan_is_reported(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change(run_folder, device="cuda")
     (run_folder / "model" / "config.json").unlink()
     assert "There is no memory plan: model.name_or_path" in printed(capsys, run_folder)[2]
     (run_folder / "accelerate.yaml").unlink()

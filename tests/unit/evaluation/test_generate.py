@@ -1,0 +1,161 @@
+"""Texts that were cut off, are empty or repeat themselves are found; normal ones are not."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import pydoc
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import seq2seq_families
+from tests.unit.evaluation.test_loop import rows_for
+from tests.unit.parallel.test_chunked_loss import one_process
+from toolkit.config.schema import EvalConfig
+from toolkit.data.collate import CausalCollator
+from toolkit.evaluation import generate, loop
+from toolkit.evaluation.generate import FLAWS, describe_flaws, find_flaws, repeats_itself
+from toolkit.evaluation.metrics import OUR_FIGURES
+from toolkit.parallel import wrap
+
+CUT, EMPTY, REPEATING = FLAWS
+END = 1
+
+
+def model_with(forced_eos_token_id: int | None = None) -> Any:
+    return SimpleNamespace(generation_config=SimpleNamespace(forced_eos_token_id=forced_eos_token_id))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Return the Return the Return the Return the",
+        "Return the Return the Return the Return the Ret",  # cut off within a word
+        "raises ValueError, calls _un_read_read_read_read_read_read_read_read_read_read_read_read_read",
+        "He found it. " + "The oar is here. " * 5 + "The oar",
+        "还桨还桨还桨还桨还桨还桨",
+        "وأضاف أن " * 6,
+        "word " * 8,
+    ],
+)
+def test_a_loop_at_the_end_is_found(text: str) -> None:
+    assert repeats_itself(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "no no no no",
+        "Return the oar. Return the oar. Return the oar.",  # three times
+        "x = [0, 0, 0, 0]",
+        "the values are 1.0, 1.0, 1.0, 1.0",
+        "[0., 0., 1., 0., 1., 0., 0., 0.],\n" * 8,
+        "| a | b | c |\n| - | - | - |\n| 1 | 2 | 3 |\n| 4 | 5 | 6 |",
+        "1. Open it.\n2. Close it.\n3. Open it.\n4. Close it.\n5. Open it.",
+        "Notes\n" + "-" * 60,
+        "The oar is here. " * 4 + "Then they rowed home, all of them, and nobody spoke of it again.",
+    ],
+)
+def test_a_normal_text_is_no_loop(text: str) -> None:
+    assert not repeats_itself(text)
+
+
+def test_texts_that_people_wrote_give_no_alarm() -> None:
+    """Docstrings, long and short, and the pages of this repository with their tables and code."""
+    modules = [json, inspect, pydoc, torch, torch.nn.functional, torch.optim]
+    texts = [value.__doc__ for module in modules for value in (module, *vars(module).values()) if getattr(value, "__doc__", None)]
+    root = Path(__file__).parents[3]
+    for page in (*root.glob("docs/*.md"), *root.glob("*.md")):
+        texts += page.read_text(encoding="utf-8").split("\n\n")
+    assert len(texts) > 1000
+    assert [text for text in texts if isinstance(text, str) and repeats_itself(text)] == []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "eos", "expected"),
+    [
+        ([[5, 6, 7], [5, END, 0], [5, 6, END]], END, [True, False, False]),  # an end at the last place is an end
+        ([[5, 6], [5, END]], END, [False, False]),  # all ended before the limit
+        ([[5, 6, 7], [5, 6, 9]], [END, 9], [True, False]),
+        ([[5, 6, 7]], None, [True]),
+        ([[END, 6, 7, 8]], [], [True]),  # beyond the limit, as of a rank that waits for others
+    ],
+)
+def test_a_text_without_an_end_token_was_cut_off(tokens: list[list[int]], eos: Any, expected: list[bool]) -> None:
+    found = find_flaws(model_with(), torch.tensor(tokens), ["a"] * len(tokens), 3, eos)
+    assert found == [(CUT,) if is_cut else () for is_cut in expected]
+
+
+def test_an_end_token_that_the_model_was_forced_to_write_is_none() -> None:
+    tokens_BT = torch.tensor([[5, 6, END], [5, END, 0]])
+    assert find_flaws(model_with(END), tokens_BT, ["a", "b"], 3, END) == [(CUT,), ()]
+
+
+def test_a_text_may_have_several_flaws_and_white_space_is_empty() -> None:
+    assert find_flaws(model_with(), torch.tensor([[5, 6], [END, 0]]), ["a " * 9, " \n"], 2, END) == [(CUT, REPEATING), (EMPTY,)]
+
+
+def test_kinds_are_counted_apart_with_the_key_that_changes_them_and_nothing_is_said_of_sound_texts() -> None:
+    sound = {"num_texts": 1234, CUT: 0, EMPTY: 0, REPEATING: 0}
+    assert describe_flaws(sound) == describe_flaws({"loss": 1.0}) == ""
+    assert describe_flaws(sound | {CUT: 1000, REPEATING: 1}) == (
+        "of 1,234 texts, 1,000 reached max_new_tokens (raise eval.max_new_tokens), 1 ended in a repetition "
+        "(eval.no_repeat_ngram_size 3 forbids it)"
+    )
+    assert "2 came out empty (train longer, or set fewer eval.num_beams)" in describe_flaws(sound | {EMPTY: 2})
+    keys = re.findall(r"\{\}(\w+)", " ".join(FLAWS.values()))
+    assert len(keys) == 3 and all(hasattr(EvalConfig(), key) for key in keys)
+    assert set(FLAWS) < set(OUR_FIGURES), "no metric of a user's may have these names"
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_an_evaluation_counts_what_it_generated(
+    family: str, batch_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same in every batch size, although shorter texts of a batch are padded to its longest."""
+    model: Any = seq2seq_families.build_model(family)
+    data, end = rows_for(model), model.generation_config.eos_token_id
+    written = {0: [7, end], 1: [], 2: [8, 9, 7, 5, 6], 3: [9, 9, 9, end]}
+    places: list[int] = []
+
+    def generated(input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        assert options["max_new_tokens"] == 5
+        rows = [next(i for i, row in enumerate(data.rows["input_ids"]) if row == kept(ids)) for ids in input_ids.tolist()]
+        places.extend(rows)
+        texts = [written[row] or [end] for row in rows]
+        length = max(map(len, texts))
+        return torch.tensor([[model.config.decoder_start_token_id, *text, *[0] * (length - len(text))] for text in texts])
+
+    def kept(ids: Sequence[int]) -> list[int]:
+        return [token for token in ids if token != data.collator.pad_token_id]
+
+    monkeypatch.setattr(model, "generate", generated)
+    sharded = wrap.shard_model(one_process(), model)
+    config = EvalConfig(max_new_tokens=5, batch_size_rows=batch_size)
+    figures = loop.evaluate(config, sharded, data, tmp_path / "p.jsonl", lambda: None)
+    assert sorted(places) == [0, 1, 2, 3]
+    assert {name: figures[name] for name in ("num_texts", *FLAWS)} == {"num_texts": 4, CUT: 1, EMPTY: 1, REPEATING: 0}
+
+
+def test_the_texts_of_all_ranks_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_list([{"row_id": i, "target": "a", "prompt_length": 1} for i in range(3)])
+    tokenizer: Any = None
+    data = generate.EvaluationRows(rows=rows, tokenizer=tokenizer, collator=CausalCollator(0))
+    score = dict.fromkeys(generate.ROUGE_KEYS, 0.0)
+    parts = [
+        [generate.Score(2, "b", score, (CUT, REPEATING))],
+        [generate.Score(0, "", score, (EMPTY,)), generate.Score(1, "c", score)],
+    ]
+    monkeypatch.setattr(generate, "gather_objects", lambda own: parts)
+    figures = generate.gather_scores(parts[0], data, tmp_path / "p.jsonl")
+    assert {name: figures[name] for name in ("num_texts", *FLAWS)} == {"num_texts": 3, CUT: 1, EMPTY: 1, REPEATING: 1}
