@@ -76,8 +76,9 @@ class Chart:
 def list_charts(runs: Sequence[RunFacts]) -> list[Chart]:
     """The charts that these runs have figures for: losses, each metric with its baselines, then how training went."""
     parts = {name: split_metric(name, run.sets) for run in runs for name in run.metric_names}
-    # The sets of a page's only run share the charts of all its rows.
-    names = [name for name, (of_set, figure) in parts.items() if figure != "perplexity" and (runs[0].prefix or not of_set)]
+    # The sets of a page's only run share the charts of all its rows; those of several runs have two charts each.
+    of_sets = ("loss", "rougeL") if runs[0].prefix else ()
+    names = [name for name, (of_set, figure) in parts.items() if (figure in of_sets if of_set else figure != "perplexity")]
     charts = []
     for name in dict.fromkeys(("loss", *names)):  # figures of other rows have an axis of their own
         charts += [_loss_chart(group) if name == "loss" else _metric_chart(group, name) for group in group_alike(runs, name)]
