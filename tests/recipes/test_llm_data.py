@@ -112,12 +112,12 @@ def test_a_mix_reports_the_loss_of_each_source_beside_the_whole(llm_workbench: W
     printed = llm_workbench.run("mix", eval__batch_size_rows=3, **of_mix)
     (line,) = llm_workbench.lines("mix", "eval")
     assert line["num_rows"] == sum(figures["num_rows"] for figures in alone) > 15
-    assert [line["loss/mix[0]"], line["loss/mix[1]"]] == pytest.approx([figures["loss"] for figures in alone], rel=1e-6)
+    assert [line["mix[0]/loss"], line["mix[1]/loss"]] == pytest.approx([figures["loss"] for figures in alone], rel=1e-6)
     assert f"({alone[0]['num_rows']} of mix[0], {alone[1]['num_rows']} of mix[1]), " in printed
-    assert f"loss/mix[1] {alone[1]['loss']:.4g}" in printed
+    assert f"mix[1]/loss {alone[1]['loss']:.4g}" in printed
     assert line["loss"] != pytest.approx(sum(figures["loss"] for figures in alone) / 2, rel=1e-5), "it is weighted by tokens"
 
     held_out = save_jsonl(tmp_path / "held_out.jsonl", [{"text": row["source"]} for row in make_rows(9, seed=2)])
     llm_workbench.run("files", preset="single", data__eval_files=held_out, **of_mix)
     (line,) = llm_workbench.lines("files", "eval")
-    assert not [name for name in line if name.startswith("loss/")], "the rows of data.eval_files are of no entry"
+    assert not [name for name in line if name.endswith("/loss")], "the rows of data.eval_files are of no entry"

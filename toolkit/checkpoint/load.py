@@ -39,10 +39,12 @@ logger = logging.getLogger("toolkit")
 MAY_CHANGE_ON_RESUME = (
     "train.max_steps", "train.num_epochs", "train.micro_batch_size_rows", "log_every_steps", "log_row_ids",
     "data.num_tokenizer_workers", "data.num_loader_workers", "data.cache_dir", "data.files", "data.eval_files",
-    "data.format", "data.csv_delimiter", "data.encoding", "recipe",
+    "data.hub_eval_split", "data.format", "data.csv_delimiter", "data.encoding", "recipe",
     "eval.", "checkpoint.", "export.", "tracking.", "profile.", "run.", "optim.max_skipped_steps", "attention",
 )  # fmt: skip
 """Config keys (or sections) that a resumed run may set differently. Data is compared by its tokens, not by its files."""
+_OF_EVALUATION_OR_PLACES = ("files", "name", "hub_eval_split")
+"""Those of an entry of `data.mix`."""
 
 
 def choose_checkpoint(run_folder: Path, resume: str, settings: dict[str, Any]) -> Checkpoint | None:
@@ -110,7 +112,7 @@ def forget_unequal(state: TrainState, manifest: dict[str, Any], goal: Goal) -> s
     metric = manifest["identity"]["config"].get("eval.best_metric")
     changes = goal.changes(manifest["measured_on"])
     is_now = {key: f"eval.{key} has other code now" for key in changes if key.startswith("metrics/")}
-    is_now["rows"] = "other rows are evaluated"
+    is_now |= {"rows": "other rows are evaluated", "sets": "the evaluation sets have other rows"}
     reasons = [is_now.get(key, f"eval.{key} is {goal.measured_on[key]} now") for key in changes]
     reasons += [f"eval.best_metric is {goal.metric} now"] if metric != goal.metric else []
     if not reasons:
@@ -192,13 +194,16 @@ def check_identity(checkpoint: Checkpoint, ours: Identity, way_out: str = "") ->
 
 
 def _without_places(value: Any) -> Any:
-    """Entries of `data.mix` without their files, own sources without their folder: the data fingerprint covers both."""
+    """Entries of `data.mix` without names and files, own sources without their folder: the data fingerprint covers the rows."""
     if isinstance(value, str) and split_own_source(value):
         return value.rpartition("/")[2]
     if not isinstance(value, list):
         return None if value in ("", *FILE_SOURCES) else value  # the kind of a file may follow from its ending
     return [
-        {k: _without_places(v) for k, v in item.items() if k != "files"} if isinstance(item, dict) else item for item in value
+        {k: _without_places(v) for k, v in item.items() if k not in _OF_EVALUATION_OR_PLACES and v is not None}
+        if isinstance(item, dict)
+        else item
+        for item in value
     ]
 
 

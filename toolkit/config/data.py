@@ -24,6 +24,8 @@ class _Rows:
     """Configuration name of a hub dataset or folder."""
     hub_split: str = "train"
     """Split of a hub dataset or folder."""
+    hub_eval_split: str | None = None
+    """Its split to evaluate on, as in `validation`. No source then has rows held out by `eval_fraction`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +38,9 @@ class _Data(_Rows):
     eval_fraction: ClosedUnitInterval = 0.05  # type: ignore[valid-type]
     """Fraction of the rows to hold out for evaluation, chosen by a hash of each row's group or prompt (of a chat, all before its
     first answer), so that the splits share none."""
-    eval_files: list[str] | str | None = None
-    """Files with the evaluation split; training rows that equal one of theirs are left out. If unset, `eval_fraction` of the rows
-    are held out."""
+    eval_files: dict[str, list[str] | str] | list[str] | str | None = None
+    """Files with the evaluation split; training rows that equal one of theirs are left out. Under names, as in `{news: [a.csv,
+    b.csv], mail: c.csv}`, each is a set with figures of its own. If unset, `eval_fraction` of the rows are held out."""
     csv_delimiter: str | None = None
     """Character between the cells of `csv` files. If unset, a comma."""
     encoding: str | None = None
@@ -94,7 +96,9 @@ class DataConfig(OneSource):
 class MixEntry(_Rows):
     """One of several sources. Fields are as in `data`."""
 
-    source: str
+    source: str = ""
+    name: str | None = None
+    """Name of its evaluation rows, a set with figures of its own. If unset, its source, or `mix[i]` if that is not one name."""
     weight: PositiveFloat = 1.0  # type: ignore[valid-type]
     """Share of an epoch's rows, relative to the other weights."""
 

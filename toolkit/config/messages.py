@@ -105,6 +105,9 @@ def _collect_entries(node: Any, prefix: str, path: Path, text: str, config_class
             unknown.append(f"line {line}: unknown key {key}{suggestion(key, config_class)}")
         else:
             entries[key] = entry
+            names = [name.value for name, _ in value_node.value] if value_node.id == "mapping" else []
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise UserError(f"{path}, line {line}: {key} has {twice[0]} twice: keep one of them")
             if found := _find_trouble_in_list(key, leaves[key], value_node):
                 raise UserError(f"{path}, line {found[0].start_mark.line + 1}: {found[1]}")
             # jsonargparse accepts null as "not given" for every type.
@@ -263,6 +266,8 @@ def allowed(hint: Any) -> str:
     if origin is list and dataclasses.is_dataclass(arguments[0]):
         first, *_, last = dataclasses.fields(arguments[0])
         return f"a list as in [{{{first.name}: ..., {last.name}: ...}}, ...]"
+    if origin is dict:
+        return "names as in {news: a.csv, mail: [b.csv, c.csv]}"
     if origin is list:
         example = "['a', 'b']" if arguments[0] is str else "[10, 12]"
         return f"a list as in {example}"

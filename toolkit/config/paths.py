@@ -108,6 +108,8 @@ def _map_paths(config: Any, change: Callable[[str, str, bool], str]) -> Any:
     """The config with each value of `PATH_FIELDS` replaced by `change(dotted key, value, is_pattern)`."""
 
     def changed(key: str, name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {of: changed(key, name, paths) for of, paths in value.items()}
         if isinstance(value, list):
             return [changed(key, name, item) for item in value]
         if isinstance(value, MixEntry):

@@ -157,7 +157,7 @@ class EvalConfig:
     at_start: bool = True
     """Also evaluate before the first step, as the untrained baseline."""
     num_rows: PositiveInt | None = None  # type: ignore[valid-type]
-    """Evaluate only this many rows, chosen by a hash of their position; each entry of `data.mix` gets an equal number."""
+    """Evaluate only this many rows, chosen by a hash of their position; each named set gets an equal number."""
     batch_size_rows: PositiveInt = 64  # type: ignore[valid-type]
     """Rows per evaluation batch of one process. In fp32 the result does not depend on it."""
     generate: bool = True
@@ -174,8 +174,9 @@ class EvalConfig:
     unshard: Literal["auto", "never"] = "auto"
     """`auto` gathers the full model once per evaluation if it fits in memory; `never` gathers it block by block."""
     best_metric: str = "loss"
-    """Metric for `early_stopping_patience`, `checkpoint.keep_best` and `export.weights: best`: `loss`, `rouge1`, `rougeL`, …
-    Only values measured on the same rows and, for text metrics, with the same generation settings and code are compared."""
+    """Metric for `early_stopping_patience`, `checkpoint.keep_best` and `export.weights: best`: `loss`, `rouge1`, `rougeL`, …,
+    or of a named evaluation set `news/loss`, … Only values measured on the same rows and, for text metrics, with the same
+    generation settings and code are compared."""
     higher_is_better: bool | None = None
     """Whether a higher `best_metric` is better. Needed for a figure of `metrics`; the toolkit's own figures have a direction."""
     early_stopping_patience: PositiveInt | None = None  # type: ignore[valid-type]

@@ -43,7 +43,7 @@ def check_config(config: Any, *, needs_source: bool = True) -> None:
             f"eval.early_stopping_patience is {evaluation.early_stopping_patience}, but only the end is evaluated: set "
             "eval.every_steps or eval.every_epochs too"
         )
-    if evaluation.best_metric.startswith("rouge") and not evaluation.generate:
+    if evaluation.best_metric.rpartition("/")[2].startswith("rouge") and not evaluation.generate:
         raise UserError(f"eval.best_metric {evaluation.best_metric} needs eval.generate true")
     if config.export.weights == "best" and config.checkpoint.keep_best == 0:
         raise UserError("export.weights best needs checkpoint.keep_best of 1 or more")
@@ -68,14 +68,16 @@ def check_length_and_name(config: Any) -> None:
 def _check_sources(data: Any) -> None:
     """Check that each file source has its files, and that `data.mix` stands alone: it replaces the fields of a single source."""
     mix = data.mix
-    for name, value in (("source", data.source), ("files", data.files), ("hub_subset", data.hub_subset)):
-        if mix and value:
+    for name in ("source", "files", "hub_subset", "hub_eval_split"):
+        if mix and getattr(data, name):
             raise UserError(f"data.{name} is given beside data.mix: move it into an entry of data.mix")
     if not mix and not data.source and not data.files:
         of_several = ", or data.mix for several sources" if "mix" in vars(data) else ""
         raise UserError(f"give data.files or data.source{of_several}: none is given")
     for place, source in enumerate(mix or [data]):
         where = f"data.mix[{place}]" if mix else "data"
+        if not source.source and not source.files:
+            raise UserError(f"{where} has no source and no files: give one of them")
         if source.source in FILE_SOURCES and not source.files:
             raise UserError(f"{where}.source {source.source} needs {where}.files")
 

@@ -47,7 +47,7 @@ def check_datasets(config: RecipeConfig, train: Any, evaluation: Any) -> RecipeC
             raise UserError(f"{name} has a transform, which a run does not keep: apply it by map")
         if dataset is not None and len(dataset) == 0:
             raise UserError(f"{name} has no rows: give a dataset with at least one")
-    for name in ("source", "mix", "files", "eval_files", "hub_subset"):
+    for name in ("source", "mix", "files", "eval_files", "hub_subset", "hub_eval_split"):
         if getattr(config.data, name, None):
             raise UserError(f"data.{name} is given beside a dataset as train: leave one of them out")
     return _with_data(config, source="parquet")

@@ -19,7 +19,7 @@ from toolkit.errors import UserError
 from toolkit.evaluation.metrics import compute_figures
 from toolkit.evaluation.rouge import ROUGE_KEYS, mean_scores, rouge_scores
 from toolkit.evaluation.rows import EvaluationRows
-from toolkit.evaluation.words import PIECE
+from toolkit.evaluation.words import PIECE, Tokenizer
 from toolkit.files.json_lines import save_json_lines
 from toolkit.parallel.gather import generation_ready
 from toolkit.parallel.wrap import ShardedModel
@@ -152,19 +152,36 @@ def gather_scores(scores: list[Score], data: EvaluationRows, predictions_path: P
         if [score.index for score in ordered] != data.prompted:
             raise RuntimeError(f"{len(ordered)} scored rows for {len(data.prompted)} prompts: a row is missing or doubled")
         _write_predictions(ordered, data, predictions_path)  # first: they are there to look at where a metric fails
-        return _mean_scores(ordered, data)
+        figures = _mean_scores(ordered, data)
+        for name, rows in data.sets.items():
+            of_set = [score for score in ordered if _set_of(score, data) == name]
+            if of_set:
+                figures |= {f"{name}/{key}": value for key, value in _mean_scores(of_set, rows, data.rouge_tokenizer).items()}
+        flaws = {name: sum(name in score.flaws for score in ordered) for name in FLAWS}
+        return {**figures, **flaws, "num_texts": len(ordered)}
 
     return on_rank_0(score_rows)
 
 
-def _mean_scores(ordered: list[Score], data: EvaluationRows) -> dict[str, float]:
-    """ROUGE and the like, and the figures of `data.metrics`."""
-    figures = mean_scores([score.rouge for score in ordered])
+def _set_of(score: Score, data: EvaluationRows) -> str:
+    return data.set_names[data.places[score.index]]
+
+
+def _mean_scores(ordered: list[Score], data: EvaluationRows, scored_with: Tokenizer | None = None) -> dict[str, float]:
+    """ROUGE and the like, and the figures of `data.metrics`. A set counts the words that it would count alone, so that its
+    figures do not depend on other sets.
+
+    Args:
+        scored_with: what the scores count; None: `data.rouge_tokenizer`.
+    """
     predictions, references = [score.prediction for score in ordered], data.references
+    per_row = [score.rouge for score in ordered]
+    if scored_with not in (None, data.rouge_tokenizer):
+        per_row = rouge_scores(predictions, references, data.rouge_tokenizer)
+    figures = mean_scores(per_row)
     pairs = zip(predictions, references, strict=True)
     figures["exact_match"] = 100 * sum(ours.strip() == theirs.strip() for ours, theirs in pairs) / len(ordered)
     figures["percent_distinct"] = 100 * len(set(predictions)) / len(ordered)
-    figures |= {name: sum(name in score.flaws for score in ordered) for name in FLAWS} | {"num_texts": len(ordered)}
     if data.metrics:
         working("computing eval.metrics")
     return figures | compute_figures(data.metrics, predictions, references)
@@ -175,6 +192,7 @@ def _write_predictions(scores: list[Score], data: EvaluationRows, path: Path) ->
     for score in scores:
         row = data.rows[score.index]
         line = {"row_id": row["row_id"], "prediction": score.prediction, "reference": row["target"]}
+        line |= {"set": name} if (name := _set_of(score, data)) else {}
         line |= {name: round(value, 4) for name, value in score.rouge.items()}
         lines.append(line)
     try:

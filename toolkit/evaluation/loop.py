@@ -46,12 +46,11 @@ def evaluate(
         between_batches: called equally often by every rank; may raise on all of them to end the evaluation.
 
     Returns:
-        `loss` (nats per label token), `loss/<name>` for each of `data.source_names` that has rows, `perplexity` (the
-        exponential of `loss`), `bits_per_byte` (of the targets' utf-8 text), `token_accuracy` (percent of label tokens that
-        the model ranks first); for generated texts `rouge1` … `rougeLsum` (percent, mean F), `exact_match` (percent equal to
-        the reference, ignoring white space around it), `percent_distinct` (distinct predictions in percent of all predictions:
-        50 if every text occurs twice), `num_texts` and those of `FLAWS`, and the figures of `data.metrics`; `num_rows`,
-        `rows_per_s`.
+        `loss` (nats per label token), `perplexity` (the exponential of `loss`), `bits_per_byte` (of the targets' utf-8 text),
+        `token_accuracy` (percent of label tokens that the model ranks first); for generated texts `rouge1` … `rougeLsum`
+        (percent, mean F), `exact_match` (percent equal to the reference, ignoring white space around it), `percent_distinct`
+        (distinct predictions in percent of all predictions: 50 if every text occurs twice), and the figures of `data.metrics`;
+        all of these for each of `data.sets` too, as `<name>/loss`; `num_texts` and those of `FLAWS`; `num_rows`, `rows_per_s`.
     """
     start_s = time.perf_counter()
     batches = plan_evaluation(data, config.batch_size_rows, rank(), world_size())
@@ -75,42 +74,46 @@ def evaluate(
 
 
 class _LossSums:
-    """Loss and counts of this rank's batches, in total and per source, on the device, without a host read per batch."""
+    """Loss and counts of this rank's batches for each set, on the device, without a host read per batch."""
 
     def __init__(self, data: EvaluationRows, device: torch.device) -> None:
         self.data, self.device = data, device
-        num_sources = max(1, len(data.source_names))
-        self.losses = torch.zeros(num_sources, dtype=torch.float64, device=device)
-        self.num_correct = torch.zeros((), dtype=torch.int64, device=device)
-        self.num_tokens, self.num_bytes = torch.zeros(num_sources, dtype=torch.float64), 0
+        num_sets = len(data.set_names)
+        self.losses = torch.zeros(num_sets, dtype=torch.float64, device=device)
+        self.num_correct = torch.zeros(num_sets, dtype=torch.int64, device=device)
+        self.num_tokens, self.num_bytes = torch.zeros(2, num_sets, dtype=torch.float64)
 
     def add(self, model: PreTrainedModel, indices: list[int]) -> None:
         """The batch of these rows; of none, a forward pass whose labels do not count. Collective under FSDP."""
         rows = [self.data.rows[i] for i in indices or [0]]
         batch = self.data.collator.collate([[row] for row in rows], is_dummy=not indices)
         batch_sum, batch_correct = summed_loss(model, move_to(self.device, batch))
-        source = self.data.sources[(indices or [0])[0]]  # all rows of a batch have the same source
-        self.losses[source] += batch_sum
-        self.num_correct += batch_correct
+        place = self.data.places[(indices or [0])[0]]  # all rows of a batch have the same set
+        self.losses[place] += batch_sum
+        self.num_correct[place] += batch_correct
         if indices:
-            self.num_tokens[source] += sum(row["num_label_tokens"] for row in rows)
-            self.num_bytes += sum(row["target_bytes"] for row in rows)
+            self.num_tokens[place] += sum(row["num_label_tokens"] for row in rows)
+            self.num_bytes[place] += sum(row["target_bytes"] for row in rows)
 
     def figures(self) -> dict[str, float]:
-        """Token-weighted over all ranks. Collective."""
-        # Add up over the ranks, in one collective.
-        num_sources, names = len(self.losses), self.data.source_names
-        counts = torch.tensor([self.num_correct.item(), self.num_bytes], dtype=torch.float64)
-        totals = reduce_on_cpu(torch.cat([self.losses.cpu(), self.num_tokens, counts]), dist.ReduceOp.SUM)
-        losses, tokens = totals[:-2].view(2, num_sources).tolist()
-        total_correct, total_bytes = totals[-2:].tolist()
-        total_loss, total_tokens = sum(losses), sum(tokens)
-        loss = total_loss / total_tokens
-        return {
-            "loss": loss,
-            **{f"loss/{name}": losses[i] / tokens[i] for i, name in enumerate(names) if tokens[i]},
-            "perplexity": math.exp(min(loss, LONGEST_LOG)),
-            # rows of one token have no label bytes
-            "bits_per_byte": total_loss / math.log(2) / total_bytes if total_bytes else math.nan,
-            "token_accuracy": 100 * total_correct / total_tokens,
-        }
+        """Token-weighted over all ranks, of all rows and of each set. Collective."""
+        sums = torch.stack([self.losses.cpu(), self.num_correct.cpu().double(), self.num_tokens, self.num_bytes])
+        totals = reduce_on_cpu(sums, dist.ReduceOp.SUM)  # of all ranks, in one collective
+        figures = _figures_of(totals.sum(1).tolist())
+        for name, of_set in zip(self.data.set_names, totals.T.tolist(), strict=True):
+            if name in self.data.sets:
+                figures |= {f"{name}/{key}": value for key, value in _figures_of(of_set).items()}
+        return figures
+
+
+def _figures_of(sums: list[float]) -> dict[str, float]:
+    """The figures of summed loss, correct tokens, label tokens and bytes."""
+    total_loss, total_correct, total_tokens, total_bytes = sums
+    loss = total_loss / total_tokens
+    return {
+        "loss": loss,
+        "perplexity": math.exp(min(loss, LONGEST_LOG)),
+        # rows of one token have no label bytes
+        "bits_per_byte": total_loss / math.log(2) / total_bytes if total_bytes else math.nan,
+        "token_accuracy": 100 * total_correct / total_tokens,
+    }

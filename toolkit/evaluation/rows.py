@@ -1,18 +1,17 @@
-"""The rows that a run evaluates: which rows of the evaluation split, under which source names, in which batches on which rank."""
+"""The rows that a run evaluates: which rows of the evaluation split, in which named sets, in which batches on which rank."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from toolkit.config.data import LLMDataConfig
-from toolkit.config.paths import split_own_source
 from toolkit.data.collate import Collator
+from toolkit.data.tokens.cuts import ROW_IDS_OF_A_PIECE
 from toolkit.distributed.rng import derive_seed
 from toolkit.evaluation.metrics import TextMetric
 from toolkit.evaluation.words import Tokenizer, choose_tokenizer
@@ -35,8 +34,8 @@ class EvaluationRows:
     collator: Collator
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a generated text, in addition to those of the model's generation config."""
-    source_names: tuple[str, ...] = ()
-    """Names by `source_index` if the loss is also reported per source; else empty. See `name_sources`."""
+    inputs: tuple[tuple[int, str], ...] = ()
+    """As `TokenizedRows.sets`."""
     metrics: tuple[TextMetric, ...] = ()
     """Metrics of generated texts beside ROUGE."""
 
@@ -74,28 +73,41 @@ class EvaluationRows:
         return self.rows.select(self.prompted)["target"][:]
 
     @functools.cached_property
-    def sources(self) -> np.ndarray:
-        """Index into `source_names` of each row, (number of rows,) int64; zeros without source names."""
-        if not self.source_names:
+    def set_names(self) -> tuple[str, ...]:
+        """The names in `inputs`, each once; an empty one is of rows without a set."""
+        return tuple(dict.fromkeys(name for _, name in self.inputs)) or ("",)
+
+    @functools.cached_property
+    def places(self) -> np.ndarray:
+        """Index into `set_names` of each row, (number of rows,) int64. Row ids count through the inputs."""
+        if len(self.set_names) == 1:
             return np.zeros(len(self.rows), dtype=np.int64)
-        return self.rows.with_format("numpy")["source_index"][:]
+        ends = np.cumsum([num_rows for num_rows, _ in self.inputs])
+        row_ids = self.rows.with_format("numpy")["row_id"][:] % ROW_IDS_OF_A_PIECE
+        of_inputs = np.array([self.set_names.index(name) for _, name in self.inputs])
+        return of_inputs[np.searchsorted(ends, row_ids, side="right")]
+
+    @functools.cached_property
+    def sets(self) -> dict[str, EvaluationRows]:
+        """The rows of each named set that has some."""
+        found = {name: np.flatnonzero(self.places == place) for place, name in enumerate(self.set_names) if name}
+        return {name: replace(self, rows=self.rows.select(rows), inputs=()) for name, rows in found.items() if len(rows)}
 
 
-def choose_rows(held_out: Dataset, num_rows: int | None) -> Dataset:
-    """At most `num_rows` of the evaluation split, in order: equally many of each source, as far as it has them.
+def choose_rows(data: EvaluationRows, num_rows: int | None) -> EvaluationRows:
+    """At most `num_rows` of the evaluation split, in order: equally many of each set, as far as it has them.
 
-    Rows of a source are chosen in the order of a hash of their `row_id`, so the choice is the same on any machine, and a larger
+    Rows of a set are chosen in the order of a hash of their `row_id`, so the choice is the same on any machine, and a larger
     choice includes a smaller one.
     """
-    if num_rows is None or num_rows >= len(held_out):
-        return held_out
-    columns = held_out.with_format("numpy")
-    hashes = np.array([derive_seed("evaluation row", int(row_id)) for row_id in columns["row_id"][:]])
-    sources = columns["source_index"][:] if "source_index" in held_out.column_names else np.zeros_like(hashes)
-    by_source = np.lexsort((hashes, sources))
-    _, first_of_row, num_of_source = np.unique(sources[by_source], return_index=True, return_counts=True)
-    turns = np.arange(len(by_source)) - np.repeat(first_of_row, num_of_source)
-    return held_out.select(np.sort(by_source[np.lexsort((sources[by_source], turns))[:num_rows]]))
+    if num_rows is None or num_rows >= len(data.rows):
+        return data
+    row_ids, of_rows = data.rows.with_format("numpy")["row_id"][:], data.places
+    hashes = np.array([derive_seed("evaluation row", int(row_id)) for row_id in row_ids])
+    by_set = np.lexsort((hashes, of_rows))
+    _, first_of_row, num_of_set = np.unique(of_rows[by_set], return_index=True, return_counts=True)
+    turns = np.arange(len(by_set)) - np.repeat(first_of_row, num_of_set)
+    return replace(data, rows=data.rows.select(np.sort(by_set[np.lexsort((of_rows[by_set], turns))[:num_rows]])))
 
 
 def even_places(num: int, most: int) -> list[int]:
@@ -103,30 +115,18 @@ def even_places(num: int, most: int) -> list[int]:
     return [place * num // most for place in range(most)] if num > most else list(range(num))
 
 
-def name_sources(config: LLMDataConfig) -> tuple[str, ...]:
-    """The name of each entry of `data.mix` in figures: its source, or `mix[i]` if several entries have the same source.
-
-    Empty with fewer than two entries, and with `data.eval_files`, whose rows belong to no entry.
-    """
-    entries = [] if config.eval_files else config.mix
-    if len(entries) < 2:
-        return ()
-    names = [entry.source.rpartition("/")[2] if split_own_source(entry.source) else entry.source for entry in entries]
-    return tuple(name if names.count(name) == 1 else f"mix[{place}]" for place, name in enumerate(names))
-
-
 def plan_evaluation(data: EvaluationRows, batch_size_rows: int, rank: int, world_size: int) -> list[list[int]]:
     """This rank's batches of row indices. Rows are sorted by tokens before the labels, longest first; batches are dealt out.
 
-    All rows of a batch have the same source. Every rank gets the same number of batches; the last ones may be empty.
+    All rows of a batch have the same set. Every rank gets the same number of batches; the last ones may be empty.
     """
     columns = data.rows.with_format("numpy")
     num_labels = columns["num_label_tokens"][:]
     order = np.lexsort((-num_labels, num_labels - columns["num_tokens"][:]))
     # Few rows are cut into smaller batches, so that no rank is left without work.
     size = max(1, min(batch_size_rows, math.ceil(len(order) / world_size)))
-    places = [np.flatnonzero(data.sources[order] == source) for source in np.unique(data.sources)]
-    parts = [part[i : i + size] for part in places for i in range(0, len(part), size)]
+    of_sets = [np.flatnonzero(data.places[order] == place) for place in np.unique(data.places)]
+    parts = [part[i : i + size] for part in of_sets for i in range(0, len(part), size)]
     batches = [order[part].tolist() for part in sorted(parts, key=lambda part: int(part[0]))]
     batches += [[]] * (-len(batches) % world_size)
     return batches[rank::world_size]

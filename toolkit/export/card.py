@@ -15,6 +15,7 @@ from toolkit.config.paths import replace_local_paths
 from toolkit.errors import escape_controls, one_line
 from toolkit.evaluation.generate import BASELINE, SHOWN_FIGURES
 from toolkit.evaluation.metrics import OUR_FIGURES
+from toolkit.evaluation.sets import hashes_of_sets, list_by_set
 from toolkit.export.run_data import RunData
 from toolkit.launch.same_run import installed_versions
 from toolkit.models.lora import is_enabled
@@ -148,7 +149,9 @@ def _data_section(config: RecipeConfig, origin: Origin) -> str:
     rows = []
     if origin.data is not None:
         counts = origin.data
-        how = "files of their own" if config.data.eval_files else f"a fraction of {config.data.eval_fraction} by a hash"
+        how = f"a fraction of {config.data.eval_fraction} by a hash"
+        if config.data.eval_files or any(entry.hub_eval_split for entry in (config.data, *config.data.mix)):
+            how = "files of their own" if config.data.eval_files else "a split of their own"
         held_out = f"{counts.num_held_out_rows:,} ({how}), of which {counts.num_evaluated_rows:,} are evaluated"
         rows = [("training rows", f"{counts.num_training_rows:,}"), ("held-out rows", held_out)]
     return _table(("data", ""), [*rows, *_changed(config, ("data",))])
@@ -168,6 +171,7 @@ def _metrics_section(origin: Origin) -> str:
         named["before training"] = evaluations[0]
     these = "these weights" if last["step"] == origin.step else f"step {last['step']:,}; these weights were not evaluated"
     named[these] = last
+    named = list_by_set(named, hashes_of_sets(last))
     numbers = {name for line in named.values() for name, value in line.items() if type(value) in (int, float)}
     columns = [name for name in SHOWN_FIGURES if name in numbers] + sorted(numbers.difference(SHOWN_FIGURES, OUR_FIGURES))
     rows = [(name, *(_number(line.get(column)) for column in columns)) for name, line in named.items()]

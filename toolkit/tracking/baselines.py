@@ -31,7 +31,7 @@ def measure_baselines(
     if not any("rougeL" in line for line in lines if line["kind"] == "eval"):
         return {}
     if not (named := {line["name"]: line for line in lines if line["kind"] == BASELINE}):
-        named = _baselines(train_rows, evaluation.rows.select(evaluation.prompted))
+        named = _baselines(train_rows, evaluation)
         for name, figures in named.items():
             metrics.write(BASELINE, step, name=name, **figures, measured_on=measured_on)
         if metrics.error is not None:
@@ -39,18 +39,23 @@ def measure_baselines(
     return named
 
 
-def _baselines(train_rows: Dataset, eval_rows: Dataset) -> dict[str, dict[str, float]]:
-    """ROUGE of the lead sentence and of the best constant summary."""
+def _baselines(train_rows: Dataset, evaluation: EvaluationRows) -> dict[str, dict[str, float]]:
+    """ROUGE of the lead sentence and of the best constant summary, over all rows and over each set."""
     from toolkit.evaluation.baselines import best_constant, lead_sentence
 
-    references = eval_rows["target"][:]
-    constant = best_constant(train_rows["target"][:], references)
+    constant = best_constant(train_rows["target"][:], evaluation.references)
+
+    def score(data: EvaluationRows, text: str | None) -> dict[str, float]:
+        leads = data.rows.select(data.prompted)["lead_text"][:]
+        texts = [lead_sentence(lead) if text is None else text for lead in leads]
+        figures = mean_scores(rouge_scores(texts, data.references))
+        return figures | {"percent_distinct": 100 * len(set(texts)) / len(texts)}
+
+    found = {}
     shown = constant if len(constant) <= SHOWN_CHARACTERS else f"{constant[: SHOWN_CHARACTERS - 1]}…"
-    predictions = {
-        "lead sentence": [lead_sentence(text) for text in eval_rows["lead_text"][:]],
-        f"constant {json.dumps(shown, ensure_ascii=False)}": [constant] * len(references),
-    }
-    return {
-        name: mean_scores(rouge_scores(texts, references)) | {"percent_distinct": 100 * len(set(texts)) / len(texts)}
-        for name, texts in predictions.items()
-    }
+    for label, text in (("lead sentence", None), (f"constant {json.dumps(shown, ensure_ascii=False)}", constant)):
+        found[label] = score(evaluation, text)
+        for name, rows in evaluation.sets.items():
+            if rows.prompted:
+                found[label] |= {f"{name}/{key}": value for key, value in score(rows, text).items()}
+    return found

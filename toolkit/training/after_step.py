@@ -90,9 +90,9 @@ def evaluate_and_log(run: Run) -> str | None:
     text_fields = {"rouge_tokenizer": run.evaluation.rouge_tokenizer.name} if "rougeL" in figures else {}
     run.metrics.write("eval", state.step, **figures, **text_fields, measured_on=goal.measured_on)
     log_to_trackers(run.trackers, "eval", figures, state.step)
-    of_sources = (name for name in figures if name.startswith("loss/"))
+    of_sets = [f"{name}/{figure}" for name in run.evaluation.sets for figure in ("loss", "rougeL")]
     own = own_figures(run.evaluation.metrics, figures)
-    shown = ("loss", *of_sources, "bits_per_byte", "token_accuracy", "rouge1", "rougeL", *own, "percent_distinct", "rows_per_s")
+    shown = ("loss", "bits_per_byte", "token_accuracy", "rouge1", "rougeL", *own, "percent_distinct", *of_sets, "rows_per_s")
     logger.info(f"evaluation at step {state.step}: " + ", ".join(f"{n} {figures[n]:.4g}" for n in shown if n in figures))
     if flaws := describe_flaws(figures):
         logger.info(flaws)

@@ -7,14 +7,15 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.load import RecipeConfig
+from toolkit.config.sets import check_set_names
 from toolkit.config.validate import check_evaluation_rows, check_num_steps
 from toolkit.data.batch_plan import BatchPlan, Mix
 from toolkit.data.collate import choose_multiples
 from toolkit.data.tokens.prepare import TokenizedRows, prepare_rows
 from toolkit.distributed.comm import rank
 from toolkit.distributed.watchdog import working
-from toolkit.evaluation.metrics import TextMetric
-from toolkit.evaluation.rows import EvaluationRows, choose_rows, name_sources
+from toolkit.evaluation.metrics import OUR_FIGURES, TextMetric
+from toolkit.evaluation.rows import EvaluationRows, choose_rows
 from toolkit.launch.accelerator import bound_primitive_cache
 from toolkit.models.load import num_token_embeddings
 from toolkit.models.position_limits import check_positions, warn_of_shared_rope
@@ -46,18 +47,14 @@ def prepare_data(
         UserError: anything wrong with the data or with a setting that depends on it; on every rank.
     """
     # Text → tokens on disk.
+    check_set_names(config.data, {*OUR_FIGURES, *(metric.name for metric in metrics)})
     rows = prepare_rows(config.data, config.model, num_token_embeddings(skeleton))
 
     # Which rows each step takes, and which rows are evaluated.
     plan = _plan_batches(config, rows, num_processes)
-    evaluation = EvaluationRows(
-        choose_rows(rows.evaluation, config.eval.num_rows),
-        rows.tokenizer,
-        config.task.build_collator(skeleton, rows.tokenizer.pad_token_id),
-        rows.stop_token_ids,
-        name_sources(config.data),
-        metrics,
-    )
+    collator = config.task.build_collator(skeleton, rows.tokenizer.pad_token_id)
+    held_out = EvaluationRows(rows.evaluation, rows.tokenizer, collator, rows.stop_token_ids, rows.sets, metrics)
+    evaluation = choose_rows(held_out, config.eval.num_rows)
     longest = _check_lengths(config, model_config, rows, evaluation)
     shapes = _check_rows(config, rows, plan, evaluation)
     if pads and shapes:

@@ -68,10 +68,10 @@ def _describe_evaluation(run: Run) -> str:
     config, evaluation = run.config.eval, run.evaluation
     if not len(evaluation.rows):
         return "no held-out rows"
-    counted = [f"{(evaluation.sources == place).sum():,} of {name}" for place, name in enumerate(evaluation.source_names)]
-    of_sources = f" ({', '.join(counted)})" if counted else ""
+    counted = [f"{len(rows.rows):,} of {name}" for name, rows in evaluation.sets.items()]
+    of_sets = f" ({', '.join(counted)})" if counted else ""
     when = "before step 1, " * config.at_start + _when(config)
-    return f"{len(evaluation.rows):,} held-out rows{of_sources}, {when}; best by {config.best_metric}"
+    return f"{len(evaluation.rows):,} held-out rows{of_sets}, {when}; best by {config.best_metric}"
 
 
 def _describe_preset(accelerator: Accelerator) -> str:

@@ -12,6 +12,7 @@ from toolkit.errors import UserError
 from toolkit.evaluation.metrics import try_metrics
 from toolkit.evaluation.rouge import ROUGE_KEYS
 from toolkit.evaluation.rows import EvaluationRows
+from toolkit.evaluation.sets import split_metric
 
 TEXT_METRICS = (*ROUGE_KEYS, "exact_match", "percent_distinct")
 LOSS_METRICS = ("loss", "perplexity", "bits_per_byte", "token_accuracy")
@@ -21,35 +22,38 @@ _GENERATION = ("max_new_tokens", "num_beams", "no_repeat_ngram_size")
 
 def build_goal(config: EvalConfig, data: EvaluationRows) -> Goal:
     """The goal that `eval.best_metric` names, with what it is measured on: metrics of texts depend on generation settings too,
-    and those of `eval.metrics` on their code."""
+    those of `eval.metrics` on their code, and those of a named set on its rows."""
     keys = _GENERATION if config.generate else ()
     code = {f"metrics/{own.name}": own.code_hash for own in data.metrics}
-    return goal_of(config, {"rows": data.fingerprint, **{key: getattr(config, key) for key in keys}, **code})
+    sets = {"sets": {name: rows.fingerprint for name, rows in data.sets.items()}} if data.sets else {}
+    return goal_of(config, {"rows": data.fingerprint, **{key: getattr(config, key) for key in keys}, **code, **sets})
 
 
 def goal_of(config: EvalConfig, measured_on: dict[str, Any]) -> Goal:
     """The goal that `eval.best_metric` names, measured on this."""
-    metric = config.best_metric
+    of_set, metric = split_metric(config.best_metric, measured_on.get("sets", ()))
+    rows = ("rows", "sets") if of_set else ("rows",)
     if metric in LOSS_METRICS:
-        return Goal(metric, metric in HIGHER_IS_BETTER, measured_on, ("rows",))
-    keys = ["rows", *_GENERATION]
+        return Goal(config.best_metric, metric in HIGHER_IS_BETTER, measured_on, rows)
+    keys = [*rows, *_GENERATION]
     is_higher_better: bool | None = metric in HIGHER_IS_BETTER
     if metric not in TEXT_METRICS:
         keys, is_higher_better = [*keys, f"metrics/{metric.split('/')[0]}"], config.higher_is_better
     assert is_higher_better is not None  # ensured by check_metric
-    return Goal(metric, is_higher_better, measured_on, tuple(key for key in keys if key in measured_on))
+    return Goal(config.best_metric, is_higher_better, measured_on, tuple(key for key in keys if key in measured_on))
 
 
-def check_metric(config: EvalConfig, own: Collection[str]) -> None:
+def check_metric(config: EvalConfig, own: Collection[str], sets: Collection[str] = ()) -> None:
     """Check that evaluations may produce the metric, and that which value is better is known.
 
     Args:
         own: names of the metrics beside the toolkit's.
+        sets: names of the evaluation sets.
 
     Raises:
         UserError: it does not exist; the sentence lists those that do. Or `eval.higher_is_better` is missing or wrong.
     """
-    metric, higher = config.best_metric, config.higher_is_better
+    (_, metric), higher = split_metric(config.best_metric, sets), config.higher_is_better
     known = (*LOSS_METRICS, *(TEXT_METRICS if config.generate else ()))
     if metric in known:
         if higher is not None and higher != (metric in HIGHER_IS_BETTER):
@@ -57,9 +61,12 @@ def check_metric(config: EvalConfig, own: Collection[str]) -> None:
                 f"eval.higher_is_better is {str(higher).lower()}, but of {metric} the other value is better: leave it out"
             )
     elif metric.split("/")[0] not in own:
-        raise UserError(f"eval.best_metric is {metric}: choose one of {', '.join([*known, *(f'{name}/…' for name in own)])}")
+        choice = [*known, *(f"{name}/…" for name in own), *(f"{name}/loss" for name in sets)]
+        raise UserError(f"eval.best_metric is {config.best_metric}: choose one of {', '.join(choice)}")
     elif higher is None:
-        raise UserError(f"eval.best_metric is {metric}: also say which value is better, by eval.higher_is_better true or false")
+        raise UserError(
+            f"eval.best_metric is {config.best_metric}: also say which value is better, by eval.higher_is_better true or false"
+        )
 
 
 def check_metric_on_rows(config: EvalConfig, data: EvaluationRows) -> None:
@@ -68,13 +75,18 @@ def check_metric_on_rows(config: EvalConfig, data: EvaluationRows) -> None:
     Raises:
         UserError: no row has a prompt to generate a text for, or a metric fails or lacks that figure; on every rank.
     """
-    metric = config.best_metric
+    of_set, metric = split_metric(config.best_metric, data.set_names)
 
     def check(figures: Collection[str]) -> None:
-        if metric not in LOSS_METRICS and not data.prompted:
-            raise UserError(f"eval.best_metric is {metric}, but no held-out row has a prompt: choose loss or the like")
-        if metric not in (*LOSS_METRICS, *TEXT_METRICS, *figures):
-            raise UserError(f"eval.best_metric is {metric}: choose one of {', '.join([*LOSS_METRICS, *TEXT_METRICS, *figures])}")
+        if of_set and of_set not in data.sets:
+            raise UserError(f"eval.best_metric is {config.best_metric}, but the set {of_set} has no rows to evaluate on")
+        rows = data.sets[of_set] if of_set else data
+        if metric not in LOSS_METRICS and not rows.prompted:
+            trouble = f"eval.best_metric is {config.best_metric}, but no held-out row has a prompt"
+            raise UserError(f"{trouble}: choose loss or the like")
+        if metric not in (known := (*LOSS_METRICS, *TEXT_METRICS, *figures)):
+            choice = (f"{of_set}/{figure}" if of_set else figure for figure in known)
+            raise UserError(f"eval.best_metric is {config.best_metric}: choose one of {', '.join(choice)}")
 
     figures = try_metrics(data.metrics, data.references) if data.metrics else []
     on_all_ranks(lambda: check(figures))

@@ -13,6 +13,7 @@ from toolkit.checkpoint.load import choose_checkpoint
 from toolkit.checkpoint.manifest import Checkpoint
 from toolkit.config.load import RecipeConfig, dotted_keys
 from toolkit.config.paths import write_paths
+from toolkit.config.sets import list_sets
 from toolkit.data.batch_plan import check_global_batch_size
 from toolkit.distributed.comm import on_all_ranks, on_rank_0, world_size
 from toolkit.distributed.watchdog import keep_stacks_in, working
@@ -61,7 +62,7 @@ def begin(config: RecipeConfig, own: Own) -> RunContext:
     # Of the config alone.
     check_trackers(config.tracking)
     check_own(config, own)
-    check_metric(config.eval, own=[*map(metric_name, config.eval.metrics), *own.metrics])
+    check_metric(config.eval, own=[*map(metric_name, config.eval.metrics), *own.metrics], sets=list_sets(config.data))
     check_adapter_config(config)
     # Of the accelerate YAML and the processes.
     code = {name: describe_code(function) for name, function in (("loss", own.loss), *own.metrics.items()) if function}

@@ -87,6 +87,8 @@ def test_files_of_a_mix_may_move_but_its_weights_may_not_change() -> None:
         for weight, files in ((2.0, "a.jsonl"), (2.0, "elsewhere/a.jsonl"), (1.0, "a.jsonl"))
     )
     check_settings(saved(ours), moved)
+    named = {"data.mix": [{**moved["data.mix"][0], "name": "news", "hub_subset": None, "hub_eval_split": None}]}
+    check_settings(saved(ours), named)  # of a version that had fewer keys
     with pytest.raises(UserError, match="^data.mix is "):
         check_settings(saved(ours), reweighted)
 

@@ -45,7 +45,8 @@ def test_a_mix_is_saved_read_again_and_flattened(tmp_path):
     config = from_yaml(tmp_path, "  mix:\n  - {source: jsonl, files: [a.jsonl], weight: 0.5}")
     save_config(config, tmp_path / "saved.yaml")
     assert load_config(LLMConfig, ["--config", str(tmp_path / "saved.yaml")]) == config
-    entry = {"source": "jsonl", "weight": 0.5, "files": ["a.jsonl"], "hub_subset": None, "hub_split": "train"}
+    entry = {"source": "jsonl", "weight": 0.5, "files": ["a.jsonl"], "name": None}
+    entry |= {"hub_subset": None, "hub_split": "train", "hub_eval_split": None}
     assert json.loads(json.dumps(dotted_keys(config)))["data.mix"] == [entry]
 
 
@@ -58,7 +59,7 @@ def test_a_mix_is_saved_read_again_and_flattened(tmp_path):
             ["line 4: unknown key data.mix[1].zzz; known are source, f"],
         ),
         ("  mix:\n  - source: some/rows\n    weight: 0", ["line 4: data.mix[0].weight is 0: write a number above 0"]),
-        ("  mix:\n  - weight: 2", ["line 3: data.mix[0] has no source: give one"]),
+        ("  mix:\n  - weight: 2", ["data.mix[0] has no source and no files: give one of them"]),
         (
             "  mix: some/rows",
             ["line 2: data.mix is not a list of keys with values: write a list as in [{source: ..., weight: ...}"],
@@ -83,7 +84,7 @@ def test_mistakes_in_the_file_are_reported(tmp_path, mix, fragments):
     [
         ('[{"source": "jsonl", "file": "a.jsonl"}]', "--data.mix: unknown key data.mix[0].file: did you mean files?"),
         ('[{"source": "some/rows", "weight": "much"}]', "--data.mix[0].weight is much: write a number above 0"),
-        ('[{"weight": 1}]', "--data.mix[0] has no source: give one"),
+        ('[{"weight": 1}]', "data.mix[0] has no source and no files: give one of them"),
         ("some/rows", "--data.mix is not a list of keys with values: write a list as in"),
     ],
 )

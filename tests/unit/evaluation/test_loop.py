@@ -115,7 +115,7 @@ def test_figures_are_sums_over_rows_by_the_names_that_they_have(tmp_path: Path, 
     with torch.no_grad():  # one label is what the model predicts
         first = model(input_ids=torch.tensor([data.rows[3]["input_ids"]]), decoder_input_ids=torch.tensor([[0]])).logits.argmax()
     rows = data.rows.remove_columns("labels").add_column("labels", [*data.rows["labels"][:3], [int(first)]])
-    data = replace(data, rows=rows, source_names=("a", "b"))
+    data = replace(data, rows=rows, inputs=((2, "a"), (1, "b"), (1, "a"), (9, "")))
     model.train()
 
     def scores(predictions: list[str], references: list[str], tokenizer: Any) -> list[dict[str, float]]:
@@ -127,13 +127,21 @@ def test_figures_are_sums_over_rows_by_the_names_that_they_have(tmp_path: Path, 
     model.eval()
     with torch.no_grad():
         of_rows = [summed_loss(model, data.collator.collate([[row]])) for row in data.rows]
-    losses, num_correct = [float(loss) for loss, _ in of_rows], sum(int(correct) for _, correct in of_rows)
-    assert num_correct > 0
-    # 9 label tokens, of which 3 are of source b, and 8 bytes of text.
+    losses, correct = [float(loss) for loss, _ in of_rows], [int(correct) for _, correct in of_rows]
+    assert correct[3] == 1 and (num_correct := sum(correct)) > 0
+    # 9 label tokens, of which 3 are of set b, and 8 bytes of text, of which 3 are.
+    of_a = losses[0] + losses[1] + losses[3]
     expected = {
         "loss": sum(losses) / 9,
-        "loss/a": (losses[0] + losses[1] + losses[3]) / 6,
-        "loss/b": losses[2] / 3,
+        "a/loss": of_a / 6,
+        "b/loss": losses[2] / 3,
+        "a/perplexity": math.exp(of_a / 6),
+        "a/bits_per_byte": of_a / math.log(2) / 5,
+        "b/bits_per_byte": losses[2] / math.log(2) / 3,
+        "a/token_accuracy": 100 * (num_correct - correct[2]) / 6,
+        "b/token_accuracy": 100 * correct[2] / 3,
+        "a/rougeL": 2,
+        "b/rouge2": 1,
         "perplexity": math.exp(sum(losses) / 9),
         "bits_per_byte": sum(losses) / math.log(2) / 8,
         "token_accuracy": 100 * num_correct / 9,
@@ -144,7 +152,7 @@ def test_figures_are_sums_over_rows_by_the_names_that_they_have(tmp_path: Path, 
     sums = loop._LossSums(data, torch.device("cpu"))
     with torch.no_grad():
         sums.add(model, [])
-    assert not sums.losses.any() and not sums.num_correct and not sums.num_tokens.any() and not sums.num_bytes
+    assert not sums.losses.any() and not sums.num_correct.any() and not sums.num_tokens.any() and not sums.num_bytes.any()
 
 
 @pytest.mark.parametrize(("own", "ends"), [(2, [2, 5]), ([2, 3], [2, 3, 5]), (None, [5])])
@@ -165,7 +173,6 @@ def rows_for(model: Any) -> EvaluationRows:
 
     columns = {
         "row_id": [0, 1, 2, 3],
-        "source_index": [0, 0, 1, 0],
         "input_ids": [[5, 6, 7, 8, 9, 10, 11], [9, 12, 13, 14, 15], [4, 5, 7], [8, 9, 10]],
         "labels": [[9, 20, 2], [5, 2], [7, 8, 2], [2]],
         "target": ["a b", "c", "d e", ""],

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import UserError
+from toolkit.evaluation.rows import EvaluationRows
 from toolkit.files.json_lines import load_json_lines
 from toolkit.tracking.baselines import _baselines, measure_baselines
 from toolkit.tracking.metrics_log import MetricsLog
@@ -17,7 +18,6 @@ from toolkit.tracking.metrics_log import MetricsLog
 def test_baselines_are_measured_once_and_are_lines_of_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from datasets import Dataset
 
-    from toolkit.evaluation.rows import EvaluationRows
     from toolkit.tracking import baselines
 
     texts = {"target": ["Return the oar.", "Close the file."], "lead_text": ["Return the oar. And more.", "Nothing alike."]}
@@ -46,4 +46,17 @@ def test_a_long_constant_is_named_by_its_start_in_quotes() -> None:
     from datasets import Dataset
 
     rows = Dataset.from_dict({"target": ["word " * 20], "lead_text": ["a"]})
-    assert list(_baselines(rows, rows))[1] == f'constant "{"word " * 7}…"'
+    data = EvaluationRows(rows, tokenizer=None, collator=None)  # type: ignore[arg-type]
+    assert list(_baselines(rows, data))[1] == f'constant "{"word " * 7}…"'
+
+
+def test_a_set_has_baselines_of_its_own_rows() -> None:
+    from datasets import Dataset
+
+    leads = ["Return the oar. And more.", "Nothing alike.", "Close it."]
+    targets = ["Return the oar.", "Close the file.", "Close it."]
+    rows = Dataset.from_dict({"row_id": range(3), "target": targets, "lead_text": leads})
+    inputs = ((2, "news"), (1, "mail"))
+    data = EvaluationRows(rows, tokenizer=None, collator=None, inputs=inputs)  # type: ignore[arg-type]
+    lead = _baselines(rows, data)["lead sentence"]
+    assert [lead[f"{of_set}rougeL"] for of_set in ("", "news/", "mail/")] == [pytest.approx(200 / 3), 50.0, 100.0]

@@ -12,6 +12,7 @@ from typing import Any
 
 from toolkit.config.data import DataConfig, LLMDataConfig, MixEntry
 from toolkit.config.paths import split_own_source
+from toolkit.config.sets import name_entries
 from toolkit.data.rows.columns import Columns, add_optional, configured_columns, describe_columns
 from toolkit.data.rows.example import Example, build_example
 from toolkit.data.sources.files import READERS, find_files, find_kind, hash_file
@@ -46,6 +47,8 @@ class RowInput:
     """Whether all its rows are evaluation rows."""
     mix_entry: int = 0
     """Inputs of one entry of a mix share `num_rows`."""
+    set_name: str = ""
+    """Name of the set of its evaluation rows; empty: none."""
     reading: str = ""
     """How its columns are read, see `describe_columns`; empty where each row has its own."""
     split: str = ""
@@ -75,30 +78,46 @@ def list_inputs(config: DataConfig | LLMDataConfig, *, has_chat_template: bool =
     for setting, entry in entries.items():
         _check_entry(entry, setting)
     is_own = any(split_own_source(entry.source) for entry in entries.values())
-    # A function that is the only source gets the evaluation files, and may read them.
-    eval_files = [] if is_own and "data" in entries else find_files(config.eval_files or [], "data.eval_files")
     choose = partial(config.task.choose_columns, config=config, has_chat_template=has_chat_template)
     form = build_form(config.csv_delimiter, config.encoding)
     source = config.source if config.source in READERS else ""
+    # Evaluation files and splits. A function that is the only source gets the files, and may read them.
+    named = config.eval_files if isinstance(config.eval_files, dict) else {"": config.eval_files or []}
     inputs = [
-        open_file(path, source or find_kind(path, "data.eval_files"), choose, form, is_eval_file=True) for path in eval_files
+        open_file(path, source or find_kind(path, "data.eval_files"), choose, form, is_eval_file=True, set_name=name)
+        for name, files in ({} if is_own and "data" in entries else named).items()
+        for path in find_files(files, "data.eval_files")
     ]
-    for number, (setting, entry) in enumerate(entries.items()):
+    open_rows = partial(_open_rows, config=config, choose=choose, form=form)
+    of_entries = list(zip(name_entries(config), entries.items(), strict=True))
+    for name, (setting, entry) in of_entries:
+        if entry.hub_eval_split:
+            inputs += open_rows(replace(entry, hub_split=entry.hub_eval_split), setting, is_eval_file=True, set_name=name)
+    # The other rows, of which some may be held out.
+    for number, (name, (setting, entry)) in enumerate(of_entries):
+        known: dict[str, Any] = {"mix_entry": number, "set_name": name}
         if split_own_source(entry.source):
-            inputs.append(_open_own(entry, config, setting, number, has_chat_template=has_chat_template))
-            continue
-        kind, split = entry.source if entry.source in READERS else "", ""
-        if kind or not entry.source:
-            paths = find_files(entry.files or [], f"{setting}.files")
+            inputs.append(_open_own(entry, config, setting, has_chat_template=has_chat_template, **known))
         else:
-            paths, split = list_folder(entry.source, entry.hub_subset, entry.hub_split, other_sources=tuple(READERS))
-        kinds = [kind or find_kind(path, f"{setting}.files") for path in paths]
-        opened = [open_file(path, kind, choose, form, mix_entry=number) for path, kind in zip(paths, kinds, strict=True)]
-        inputs += [replace(item, split=split) for item in opened or [_open_hub(entry, config, choose, number)]]
+            inputs += open_rows(entry, setting, **known)
     if not is_own:  # a function may read the settings of files, and its columns are known once it has been called
         _check_form_used(config, inputs)
         check_columns_used(config, inputs)
     return inputs
+
+
+def _open_rows(
+    entry: MixEntry, setting: str, *, config: DataConfig | LLMDataConfig, choose: Callable[..., Columns], form: Form, **known: Any
+) -> list[RowInput]:
+    """The inputs of a source that is not a function, with other `known` fields."""
+    kind, split = entry.source if entry.source in READERS else "", ""
+    if kind or not entry.source:
+        paths = find_files(entry.files or [], f"{setting}.files")
+    else:
+        paths, split = list_folder(entry.source, entry.hub_subset, entry.hub_split, other_sources=tuple(READERS))
+    kinds = [kind or find_kind(path, f"{setting}.files") for path in paths]
+    opened = [open_file(path, kind, choose, form, **known) for path, kind in zip(paths, kinds, strict=True)]
+    return [replace(item, split=split) for item in opened or [_open_hub(entry, config, choose, **known)]]
 
 
 def _check_form_used(config: DataConfig | LLMDataConfig, inputs: list[RowInput]) -> None:
@@ -137,8 +156,8 @@ def list_entries(config: DataConfig | LLMDataConfig) -> dict[str, MixEntry]:
     """The entries of `data.mix`, or the only source as one, by their setting."""
     if config.mix:
         return {f"data.mix[{number}]": entry for number, entry in enumerate(config.mix)}
-    source = config.source or ""
-    return {"data": MixEntry(source=source, files=config.files, hub_subset=config.hub_subset, hub_split=config.hub_split)}
+    of_hub = {name: getattr(config, name) for name in ("hub_subset", "hub_split", "hub_eval_split")}
+    return {"data": MixEntry(source=config.source or "", files=config.files, **of_hub)}
 
 
 def read_rows(item: RowInput) -> Iterator[Example | str]:
@@ -196,7 +215,11 @@ def _hash_rows(rows: Iterable[Any]) -> tuple[int, str]:
 
 def _check_entry(entry: MixEntry, setting: str) -> None:
     """Refuse a name that is not a source, and settings that the source would silently ignore."""
-    if split_own_source(entry.source) or (entry.files and (not entry.source or entry.source in READERS)):
+    is_own = split_own_source(entry.source)
+    if is_own or (entry.files and (not entry.source or entry.source in READERS)):
+        if entry.hub_eval_split:
+            trouble = f"{setting}.hub_eval_split is {entry.hub_eval_split}, but {entry.source or 'files'} has no splits"
+            raise UserError(f"{trouble}: leave it out, or name evaluation files in data.eval_files")
         return
     check_hub_name(entry.source, f"{setting}.source", tuple(READERS))
     if entry.files:
@@ -235,7 +258,9 @@ def open_file(path: Path, kind: str, choose: Callable[..., Columns], form: Form,
     )
 
 
-def _open_own(entry: MixEntry, config: Any, setting: str, mix_entry: int, *, has_chat_template: bool) -> RowInput:
+def _open_own(entry: MixEntry, config: Any, setting: str, *, has_chat_template: bool, **known: Any) -> RowInput:
+    if isinstance(config.eval_files, dict) and not config.mix:
+        raise UserError(f"data.eval_files has names, but {entry.source} reads these files: give a list of them")
     if config.mix:
         config = replace(config, mix=[], source=entry.source, files=entry.files, eval_files=None)
     own = load_own_source(config, setting)
@@ -247,8 +272,8 @@ def _open_own(entry: MixEntry, config: Any, setting: str, mix_entry: int, *, has
         own=own,
         columns=None,
         digest=digest,
-        mix_entry=mix_entry,
         has_chat_template=has_chat_template,
+        **known,
     )
     if own.is_identified:  # its rows are not read here, so the digest has what decides how they are
         digest += f" {config.format}" * (config.format != "auto") + " chat template" * has_chat_template
@@ -258,19 +283,19 @@ def _open_own(entry: MixEntry, config: Any, setting: str, mix_entry: int, *, has
     return replace(item, digest=f"{digest} {hashed}", hashed=hashed)
 
 
-def _open_hub(entry: MixEntry, config: DataConfig | LLMDataConfig, choose: Callable[..., Columns], mix_entry: int) -> RowInput:
+def _open_hub(entry: MixEntry, config: DataConfig | LLMDataConfig, choose: Callable[..., Columns], **known: Any) -> RowInput:
     """A hub dataset, or a folder that only `datasets` can read."""
     dataset = load_hub_dataset(entry.source, entry.hub_subset, entry.hub_split, other_sources=tuple(READERS))
     columns = choose(entry.source, dataset.column_names)
     # The fingerprint of `datasets` depends on paths and times; only the rows themselves are the same on every machine.
     read = partial(read_hub_rows, dataset, columns.names)
-    _, digest = _hash_rows(islice(read(), config.num_rows))
+    _, digest = _hash_rows(islice(read(), None if known.get("is_eval_file") else config.num_rows))
     return RowInput(
-        label=entry.source,
+        label=f"{entry.source}, split {entry.hub_split}" if entry.hub_eval_split else entry.source,
         source=entry.source,
         read=read,
         columns=columns,
         digest=f"{digest} {columns}",
-        mix_entry=mix_entry,
         reading=describe_columns(columns, dataset.column_names),
+        **known,
     )

@@ -57,6 +57,8 @@ class TextRows:
     """Those of `remarks` about duplicate rows."""
     num_eval_files: int
     """How many of `origins` are evaluation files: the first ones."""
+    set_names: list[str]
+    """The set of the evaluation rows of each of `origins`; an empty name is none."""
     message_keys: dict[str, int]
     """How many messages of chats have each key."""
 
@@ -65,9 +67,9 @@ def load_rows(config: DataConfig | LLMDataConfig, *, has_chat_template: bool = F
     """Load the rows of `data.source`, or of every entry of `data.mix`; read, check and split them first if they are not cached.
 
     A hash of a row's group (the prompt, the source, the text, or all of a chat before its first answer) decides its split, so
-    that no group is in both splits, whatever the order of the rows. `data.eval_files` replaces this: training rows that equal
-    one in them are left out, and those that only share a prompt with one are counted. A function of the user's may give each
-    row its group and its split.
+    that no group is in both splits, whatever the order of the rows. `data.eval_files` or a dataset's `hub_eval_split` replaces
+    this: training rows that equal one of theirs are left out, and those that only share a prompt with one are counted. A function
+    of the user's may give each row its group and its split.
 
     For one process per node; no collectives.
 
@@ -100,7 +102,7 @@ def load_rows(config: DataConfig | LLMDataConfig, *, has_chat_template: bool = F
         remarks.append(f"{share} holds out none of the {len(train)} rows: there is nothing to evaluate on")
     origins = [(item.label, report.num_rows) for item, report in zip(inputs, reports, strict=True)]
     readings, num_eval_files = describe_readings(inputs), sum(item.is_eval_file for item in inputs)
-    found = about["repeats"], num_eval_files, about["message_keys"]
+    found = about["repeats"], num_eval_files, [item.set_name for item in inputs], about["message_keys"]
     return TextRows(train, evaluation, folder.name, remarks, origins, readings, *found)
 
 
@@ -125,7 +127,8 @@ def write_rows(
 
     num_rows = config.num_rows
     reports = [InputReport() for _ in inputs]
-    splitter = Splitter(eval_fraction)
+    named_by = "data.eval_files" if config.eval_files else "data.hub_eval_split"
+    splitter = Splitter(eval_fraction, named_by)
     num_read: Counter[int] = Counter()
     message_keys: Counter[str] = Counter()
     row_id = 0
@@ -143,7 +146,7 @@ def write_rows(
                 report.num_rows += 1
                 is_held_out = None if isinstance(row, str) else splitter.holds_out(row, is_eval_row=item.is_eval_file)
                 if isinstance(row, str) or is_held_out is None:
-                    report.skip(row if isinstance(row, str) else "that equal a row of data.eval_files")
+                    report.skip(row if isinstance(row, str) else f"that equal a row of {named_by}")
                 else:
                     message_keys.update(chain.from_iterable(row.messages or ()))
                     try:
@@ -199,9 +202,10 @@ class Splitter:
     Among two million rows, the probability that two different ones share a 64-bit hash is 1e-7.
     """
 
-    def __init__(self, eval_fraction: float | None) -> None:
-        """`eval_fraction` is None if the rows of evaluation files, which come first, are the evaluation split."""
-        self._eval_fraction = eval_fraction
+    def __init__(self, eval_fraction: float | None, named_by: str = "") -> None:
+        """`eval_fraction` is None if the rows of evaluation files, which come first, are the evaluation split; `named_by` is the
+        setting that names these."""
+        self._eval_fraction, self._named_by = eval_fraction, named_by
         self._train_hashes, self._held_out_hashes = array("Q"), array("Q")
         self._eval_rows: set[int] = set()
         self._eval_openings: set[int] = set()
@@ -238,7 +242,7 @@ class Splitter:
         if self._num_sharing:
             shared = f"{self._num_sharing} of {len(train)}"
             sentences.append(
-                f"training rows with the prompt of a row of data.eval_files, and something else: {shared}, which are kept"
+                f"training rows with the prompt of a row of {self._named_by}, and something else: {shared}, which are kept"
             )
         return sentences
 

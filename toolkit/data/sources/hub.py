@@ -81,7 +81,7 @@ def list_folder(name: str, subset: str | None, split: str, *, other_sources: tup
     if not files:
         found = " and ".join(f"{other} ({_name_files(paths)})" for other, paths in splits.items())
         origin = "by its README, else by the names of files and folders"
-        way_out = "set data.hub_split, or name files in data.files"
+        way_out = "set data.hub_split or data.hub_eval_split, or name files in data.files"
         raise UserError(f"data.source {name} has no split {split}, but {found}, {origin}: {way_out}")
     of_split = {file: f" (split {other})" for other, paths in splits.items() for file in paths}
     read = set(files)

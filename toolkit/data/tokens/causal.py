@@ -195,8 +195,8 @@ def _check_mix(train: Dataset, config: LLMDataConfig) -> None:
     for number, entry in enumerate(config.mix):
         if number not in left:
             raise UserError(
-                f"data.mix[{number}] ({entry.source}) has no training row left (all its rows are held out, skipped or cut off): "
-                "leave it out, or change data.eval_fraction or data.max_length_tokens"
+                f"data.mix[{number}] ({entry.source or entry.files}) has no training row left (all its rows are held out, "
+                "skipped or cut off): leave it out, or change data.eval_fraction or data.max_length_tokens"
             )
 
 

@@ -67,6 +67,8 @@ class TokenizedRows:
     stop_token_ids: tuple[int, ...]
     """Tokens that end a generated text: the tokenizer's end token, and the special tokens that end the turns of chats. Empty for
     an encoder-decoder, whose generation config has them."""
+    sets: tuple[tuple[int, str], ...] = ()
+    """Of each input: how many rows were read from it, and the set of its evaluation rows, if that has a name."""
     texts: TextRows | None = None
     """What they were made of, on each node's first process; None on the others."""
 
@@ -85,9 +87,10 @@ def prepare_rows(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab_s
     working("tokenizing")
     built = on_all_ranks(lambda: _find_or_build(config, model, vocab_size) if local_rank() == 0 else None)
     name, fingerprint, texts = built or (None, None, None)
+    sets = texts and tuple((number, name) for (_, number), name in zip(texts.origins, texts.set_names, strict=True))
     # All nodes must have the same rows.
-    written = gather_objects((name, fingerprint))
-    names, contents = (sorted({value for value in values if value}) for values in zip(*written, strict=True))
+    written = gather_objects((name, fingerprint, sets))
+    names, contents, all_sets = (sorted({value for value in values if value}) for values in zip(*written, strict=True))
     if len(names) > 1:
         raise UserError(f"the nodes read different data or tokenizers (fingerprints {', '.join(name[:12] for name in names)})")
     if len(contents) > 1:
@@ -111,6 +114,7 @@ def prepare_rows(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab_s
             fingerprint=contents[0],
             remarks=about["remarks"],
             stop_token_ids=tuple(about["stop_token_ids"]),
+            sets=all_sets[0],
             texts=texts,
         )
 

@@ -79,7 +79,7 @@ def _list_sources(train: Dataset, config: DataConfig | LLMDataConfig) -> list[di
     indices, whole = train.with_format("numpy")["source_index"][:], sum(entry.weight for entry in config.mix)
     return [
         {
-            "name": f"data.mix[{place}] {entry.source}".rstrip(),
+            "name": f"data.mix[{place}] {entry.name or entry.source}".rstrip(),
             "weight_share": entry.weight / whole,
             **_count(train, indices == place),
         }

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.evaluation.rows import even_places
+from toolkit.evaluation.sets import split_metric
 from toolkit.tools.report.facts import RunFacts, group_alike
 from toolkit.tools.report.parts import Table
 
@@ -74,9 +75,12 @@ class Chart:
 
 def list_charts(runs: Sequence[RunFacts]) -> list[Chart]:
     """The charts that these runs have figures for: losses, each metric with its baselines, then how training went."""
-    names = dict.fromkeys(name for run in runs for name in run.metric_names if name not in ("loss", "perplexity"))
+    parts = {name: split_metric(name, run.sets) for run in runs for name in run.metric_names}
+    # The sets of a page's only run share the charts of all its rows; those of several runs have two charts each.
+    of_sets = ("loss", "rougeL") if runs[0].prefix else ()
+    names = [name for name, (of_set, figure) in parts.items() if (figure in of_sets if of_set else figure != "perplexity")]
     charts = []
-    for name in ("loss", *names):  # figures of other rows have an axis of their own
+    for name in dict.fromkeys(("loss", *names)):  # figures of other rows have an axis of their own
         charts += [_loss_chart(group) if name == "loss" else _metric_chart(group, name) for group in group_alike(runs, name)]
     charts += [
         _training_chart(runs, "learning_rate", "Learning rate", "per update"),
@@ -165,6 +169,7 @@ def _loss_chart(runs: Sequence[RunFacts]) -> Chart:
         steps, values = run.series("eval", "loss")
         color, dash = (_color(run), "dashed") if run.prefix else (EVALUATION_COLOR, "solid")
         curves.append(Curve(f"{run.prefix}evaluation", color, steps, values, dash, has_points=True))
+        curves += _curves_of_sets(run, "loss")
     return _chart("Loss", "nats per label token, log scale", curves, runs, is_log=True)
 
 
@@ -173,6 +178,7 @@ def _metric_chart(runs: Sequence[RunFacts], name: str) -> Chart:
     for run in runs:
         label = run.name if run.prefix else "evaluation"
         curves.append(Curve(label, _color(run), *run.series("eval", name), has_points=True))
+        curves += _curves_of_sets(run, name)
         if run.baselines and run.baselines == first.baselines and run is not first:
             continue  # drawn once
         for place, (baseline, figures) in enumerate(run.baselines.items()):
@@ -180,10 +186,21 @@ def _metric_chart(runs: Sequence[RunFacts], name: str) -> Chart:
                 ends = [0, max(1, run.last_step)]
                 dash = BASELINE_DASHES[place % len(BASELINE_DASHES)]
                 curves.append(Curve(f"{run.prefix}{baseline}", "#80868f", ends, [figures[name]] * 2, dash))
-    is_percent = name.startswith(("rouge", "percent_", "token_accuracy", "accuracy", "exact_match"))
-    unit = "percent" if is_percent else "bits" if name == "bits_per_byte" else "of the evaluation"
-    title = name.removeprefix("percent_").replace("_", " ").replace("rouge", "ROUGE-")
-    return _chart(title[:1].upper() + title[1:], unit, curves, runs)
+    of_set, figure = split_metric(name, {of_set for run in runs for of_set in run.sets})
+    is_percent = figure.startswith(("rouge", "percent_", "token_accuracy", "accuracy", "exact_match"))
+    units = {"bits_per_byte": "bits", "loss": "nats per label token"}
+    unit = "percent" if is_percent else units.get(figure, "of the evaluation")
+    title = figure.removeprefix("percent_").replace("_", " ").replace("rouge", "ROUGE-")
+    return _chart(title[:1].upper() + title[1:] + f" on {of_set}" * bool(of_set), unit, curves, runs)
+
+
+def _curves_of_sets(run: RunFacts, name: str) -> list[Curve]:
+    """A figure's curves of each evaluation set of the only run of a page; with several runs, each set has charts of its own."""
+    sets, colors = [] if run.prefix else run.sets, COLORS[2:]  # the first two are of training and evaluation
+    return [
+        Curve(of_set, colors[place % len(colors)], *run.series("eval", f"{of_set}/{name}"), has_points=True)
+        for place, of_set in enumerate(sets)
+    ]
 
 
 def _training_chart(

@@ -13,6 +13,7 @@ from typing import Any
 from toolkit.errors import UserError
 from toolkit.evaluation.generate import BASELINE, FLAWS
 from toolkit.evaluation.rows import even_places
+from toolkit.evaluation.sets import hashes_of_sets, of_all_rows, split_metric
 from toolkit.files.json_lines import load_json_lines
 from toolkit.tools.checkpoints import Entry, read_entries
 from toolkit.tools.report.record import MOST_PREDICTIONS, RECORD_FILE
@@ -26,7 +27,7 @@ NOT_AS_WRITTEN = (AttributeError, IndexError, KeyError, OverflowError, TypeError
 """What reading values of a file raises that is no longer, or not yet, what a run writes."""
 _NOT_METRICS = ("step", "num_rows", "rows_per_s", "num_texts", *FLAWS)
 _OF_ROWS_ALONE = ("loss", "perplexity", "bits_per_byte", "token_accuracy", "accuracy")
-"""Metrics that do not depend on how texts are generated; nor does the loss of a source, `loss/NAME`."""
+"""Metrics that do not depend on how texts are generated; nor does the loss of a source, `loss/NAME` in older runs."""
 _LAST_STEP = 2**53
 """Up to here, floats and the page's script know every whole number."""
 
@@ -63,9 +64,14 @@ class RunFacts:
 
     @property
     def comparable(self) -> list[dict[str, Any]]:
-        """Evaluations that were measured as the last one was."""
+        """Evaluations that were measured as the last one was, on all rows."""
         evaluations = self.evaluations
-        return [line for line in evaluations if line.get("measured_on") == evaluations[-1].get("measured_on")]
+        return [line for line in evaluations if of_all_rows(line) == of_all_rows(evaluations[-1])]
+
+    @property
+    def sets(self) -> dict[str, str]:
+        """Of the last evaluation, as `hashes_of_sets`."""
+        return hashes_of_sets(self.evaluations[-1]) if self.evaluations else {}
 
     @property
     def ends(self) -> list[dict[str, Any]]:
@@ -94,6 +100,8 @@ class RunFacts:
     def series(self, kind: str, name: str) -> tuple[list[int], list[float]]:
         """Steps and values of one figure, without lines where it is missing or not finite; in the order of steps."""
         lines = self.comparable if kind == "eval" else [line for line in self.lines if line["kind"] == kind]
+        of_set = split_metric(name, self.sets)[0]
+        lines = [line for line in lines if not of_set or hashes_of_sets(line).get(of_set) == self.sets[of_set]]
         points = sorted((line["step"], line[name]) for line in lines if is_number(line.get(name)))
         return [step for step, _ in points], [value for _, value in points]
 
@@ -117,8 +125,11 @@ def group_alike(runs: Sequence[RunFacts], metric: str) -> list[list[RunFacts]]:
     first: list[dict[str, Any]] = next((run.evaluations for run in runs if run.evaluations), [{}])
     for run in runs:
         measured_on = (run.evaluations or first)[-1].get("measured_on")
-        if metric.partition("/")[0] in _OF_ROWS_ALONE and isinstance(measured_on, dict):
-            measured_on = measured_on.get("rows")
+        if isinstance(measured_on, dict):
+            of_set, figure = split_metric(metric, run.sets)
+            rows = run.sets.get(of_set, measured_on.get("rows"))
+            is_of_rows_alone = figure.partition("/")[0] in _OF_ROWS_ALONE
+            measured_on = rows if is_of_rows_alone else {**measured_on, "rows": rows, "sets": None}
         groups.setdefault(json.dumps(measured_on, sort_keys=True), []).append(run)
     return list(groups.values())
 

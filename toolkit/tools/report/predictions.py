@@ -42,7 +42,8 @@ def _rows(columns: list[tuple[str, list[dict[str, Any]], dict[str, str]]]) -> li
         for number, prediction in enumerate(predictions):
             row_id, reference = str(prediction.get("row_id", number)), str(prediction.get("reference", ""))
             empty = {"texts": [None] * len(columns), "scores": [{} for _ in columns]}
-            row = rows.setdefault((row_id, reference), {"id": row_id, "reference": reference, "source": None, **empty})
+            shown_id = f"{row_id}, {prediction['set']}" if "set" in prediction else row_id
+            row = rows.setdefault((row_id, reference), {"id": shown_id, "reference": reference, "source": None, **empty})
             row["source"] = row["source"] or sources.get(row_id)
             row["texts"][place] = prediction["prediction"]
             row["scores"][place] = {name: round(v, 2) for name, v in prediction.items() if name != "row_id" and is_number(v)}

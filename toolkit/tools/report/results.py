@@ -12,6 +12,7 @@ from toolkit.errors import UserError, align, escape_controls, one_line
 from toolkit.evaluation.generate import SHOWN_FIGURES
 from toolkit.evaluation.metrics import own_figures
 from toolkit.evaluation.rows import EvaluationRows
+from toolkit.evaluation.sets import list_by_set, of_all_rows
 from toolkit.files.json_lines import load_json_lines
 from toolkit.tracking.metrics_log import MetricsLog
 
@@ -37,7 +38,7 @@ def show_results(
     run_folder = metrics.path.parent
     # Only evaluations on the same rows and settings are comparable.
     everything = [line for line in metrics.load() if line["kind"] == "eval"]
-    evaluations = [line for line in everything if line.get("measured_on") == measured_on]
+    evaluations = [line for line in everything if of_all_rows(line) == of_all_rows({"measured_on": measured_on})]
     if num_others := len(everything) - len(evaluations):
         why = "measured on other rows or with other settings"
         print(f"\n{num_others} evaluations of {one_line(str(run_folder))} are not shown: {why}", flush=True)
@@ -51,7 +52,7 @@ def show_results(
     if evaluations[0]["step"] == 0:
         named["before training"] = named.pop("step 0")
     prompted = evaluation.rows.select(evaluation.prompted)
-    table = {**baselines, **dict(sorted(named.items()))}
+    table = list_by_set({**baselines, **dict(sorted(named.items()))}, measured_on.get("sets", {}))
     own = own_figures(evaluation.metrics, evaluations[-1])
     words = f"; ROUGE counts {evaluation.rouge_tokenizer.description}" if baselines else ""
     print(f"\n{len(evaluation.rows)} held-out rows{words}\n{format_table(table, (*SHOWN_FIGURES, *own))}\n", flush=True)

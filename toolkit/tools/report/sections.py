@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from toolkit.distributed.device import GIB
 from toolkit.distributed.progress import readable_duration
 from toolkit.evaluation.generate import describe_flaws
+from toolkit.evaluation.sets import list_by_set, split_metric
 from toolkit.tools.report.charts import speed_unit
 from toolkit.tools.report.facts import NOT_AS_WRITTEN, RunFacts, describe_unlike, group_alike, is_number, name_step
 from toolkit.tools.report.parts import Histogram, Lines, Table, describe_data
@@ -49,11 +50,12 @@ def missing(runs: Sequence[RunFacts], section: str) -> Iterator[Lines]:
 def describe_summary(runs: Sequence[RunFacts]) -> Iterator[Any]:
     """Where each run stands, and its first and last evaluation beside the baselines."""
     yield Lines([sentence for run in runs for sentence in (run.prefix + _standing(run), _effort(run))] + [describe_unlike(runs)])
-    names = list(dict.fromkeys(name for run in runs for name in run.metric_names if name not in _NOT_IN_TABLE))
+    figures = dict.fromkeys(split_metric(name, run.sets)[1] for run in runs for name in run.metric_names)
+    names = [name for name in figures if name not in _NOT_IN_TABLE]
     head = ["", *(name.replace("percent_", "% ").replace("_", " ") for name in names)]
     for group in group_alike(runs, "loss"):
-        figures = _figures(group).items()
-        yield Table([head, *([label, *(_number(line.get(name)) for name in names)] for label, line in figures)])
+        rows = ([label, *(_number(line.get(name)) for name in names)] for label, line in _figures(group).items())
+        yield Table([head, *rows])
     described = [
         (run.prefix + name_step(last["step"]).capitalize(), describe_flaws(last)) for run in runs for last in run.evaluations[-1:]
     ]
@@ -91,9 +93,11 @@ def _figures(runs: Sequence[RunFacts]) -> dict[str, dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
     for run in runs:
         prefix = f"{run.name}, " * bool(run.prefix)
+        lines: dict[str, dict[str, Any]] = {}
         if run is runs[0] or run.baselines != runs[0].baselines:
-            rows |= {f"{prefix}{name}": figures for name, figures in run.baselines.items()}
-        rows |= {prefix + name_step(line["step"]): line for line in run.ends}
+            lines |= {f"{prefix}{name}": figures for name, figures in run.baselines.items()}
+        lines |= {prefix + name_step(line["step"]): line for line in run.ends}
+        rows |= list_by_set(lines, run.sets)
     return rows
 
 

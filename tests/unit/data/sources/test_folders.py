@@ -119,7 +119,7 @@ def test_an_unknown_split_is_refused_with_the_files_of_the_others() -> None:
     write("data/test-notes.jsonl", '{"text": "a"}\n')
     sentence = (
         "data.source data has no split {}, but test (test-notes.jsonl), by its README, else by the names of "
-        "files and folders: set data.hub_split, or name files in data.files"
+        "files and folders: set data.hub_split or data.hub_eval_split, or name files in data.files"
     )
     assert refusal() == sentence.format("train")
     assert refusal(hub_split="test[:1]") == sentence.format("test[:1]")

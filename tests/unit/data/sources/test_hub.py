@@ -1,5 +1,7 @@
 """Hub datasets and local dataset folders, without a network."""
 
+import contextlib
+
 import pytest
 
 from tests.support.refusals import refusal
@@ -52,6 +54,32 @@ def test_a_dataset_may_have_evaluation_files_beside_it(config, tmp_path):
     (tmp_path / "held_out.csv").write_text("article,summary\nown text,own\n")
     rows = load_rows(DataConfig(**config, eval_files=str(tmp_path / "held_out.csv")))
     assert rows.evaluation["prompt"][:] == ["own text"] and len(rows.train) == 39
+
+
+def test_a_split_of_its_own_is_evaluated(config, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    of_test = {"article": ["only", "text 7", "text 8"], "summary": ["one", "t 7", "other"], "id": range(3)}
+    pq.write_table(pa.table(of_test), tmp_path / "dataset" / "test-0.parquet")
+    own = {**config, "eval_fraction": 0.5, "hub_eval_split": "test", "num_rows": 10}
+    rows = load_rows(DataConfig(**own))
+    assert rows.evaluation["prompt"][:] == of_test["article"] and rows.set_names == ["", ""]
+    assert rows.train["prompt"][:] == [f"text {i}" for i in range(1, 10) if i != 7]
+    assert "that equal a row of data.hub_eval_split (row 8)" in " ".join(rows.remarks)
+    assert (
+        "training rows with the prompt of a row of data.hub_eval_split, and something else: 1 of 8, which are kept"
+        in rows.remarks
+    )
+    # Beside named files it is a set, and files without names are none.
+    (tmp_path / "held_out.csv").write_text("article,summary\nown text,own\n")
+    for files, names in (({"mail": "held_out.csv"}, ["mail", "test", ""]), ("held_out.csv", ["", "", ""])):
+        with contextlib.chdir(tmp_path):
+            rows = load_rows(DataConfig(**own, eval_files=files))
+        assert rows.set_names[:2] == names[:2] and rows.evaluation["prompt"][:] == ["own text", *of_test["article"]]
+    refuse(config, "has no split dev, but train (train-0.parquet) and test (test-0.parquet)", hub_eval_split="dev")
+    files = {"source": "csv", "files": str(tmp_path / "held_out.csv"), "hub_eval_split": "test"}
+    refuse(config, "data.hub_eval_split is test, but csv has no splits: leave it out, or name evaluation files in", **files)
 
 
 def test_fingerprint_is_of_the_rows(config, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -413,7 +414,11 @@ def test_a_mix_is_one_dataset_with_the_entry_of_each_row(prepare, tmp_path):
     assert prepare(mix=mix, num_rows=3).train["source_index"][:] == [0] * 3 + [1] * 3
     assert prepare(mix=mix, num_rows=6).train["source_index"][:] == [0] * 6 + [1] * 5
     (tmp_path / "held_out.csv").write_text("text\nhello 1\nnew\n")
+    assert prepare(mix=mix).sets == ((5, "jsonl"), (2, "jsonl"), (5, "csv"))
+    named = prepare(mix=[replace(mix[0], name="news"), mix[1]], eval_files={"mail": str(tmp_path / "held_out.csv")})
+    assert named.sets[0] == (2, "mail")
     held_out = prepare(mix=mix, eval_files=str(tmp_path / "held_out.csv"))
+    assert named.fingerprint == held_out.fingerprint, "a run may be resumed with names"
     assert (len(held_out.evaluation), len(held_out.train), held_out.evaluation["source_index"][:]) == (2, 10, [0, 0])
     assert held_out.remarks[0] == f"skipped 1 of 5 rows of {tmp_path / 'a.jsonl'} that equal a row of data.eval_files (row 2)"
     (tmp_path / "held_out.csv").rename(tmp_path / "held_out.dat")

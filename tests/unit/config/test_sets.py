@@ -1,0 +1,97 @@
+"""Which evaluation sets a data section names, from a YAML and from flags, and names that no figure could have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.refusals import refusal
+from toolkit.config.data import LLMDataConfig, MixEntry
+from toolkit.config.load import load_config, save_config
+from toolkit.config.schema import LLMConfig, SummarizationConfig
+from toolkit.config.sets import check_set_names, list_sets, name_entries
+
+BASE = ["--model.name_or_path", "x", "--train.max_steps", "3", "--data.files", "rows.csv"]
+NAMED = {"news": ["a.csv", "b.csv"], "mail": "c.csv"}
+
+
+def from_yaml(folder: Path, text: str) -> SummarizationConfig:
+    (folder / "run.yaml").write_text(f"data:\n  eval_files: {text}\n")
+    return load_config(SummarizationConfig, ["--config", str(folder / "run.yaml"), *BASE])
+
+
+def test_files_under_names_come_from_a_yaml_and_from_flags(tmp_path: Path) -> None:
+    config = from_yaml(tmp_path, "{news: [a.csv, b.csv], mail: c.csv}")
+    assert config.data.eval_files == NAMED and list_sets(config.data) == ["news", "mail"]
+    for flags in (
+        ["--data.eval_files", "{news: [a.csv, b.csv], mail: c.csv}"],
+        ["--data.eval_files.news", "[a.csv, b.csv]", "--data.eval_files.mail=c.csv"],
+    ):
+        assert load_config(SummarizationConfig, [*flags, *BASE]) == config
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(SummarizationConfig, ["--config", str(tmp_path / "saved.yaml")]) == config
+
+
+def test_files_under_names_are_found_beside_the_yaml(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").touch()
+    files = from_yaml(tmp_path, "{news: a.csv, mail: [a.csv, b.csv]}").data.eval_files
+    assert isinstance(files, dict)
+    assert Path(str(files["news"])).resolve() == tmp_path / "a.csv" and files["mail"] == [files["news"], "b.csv"]
+
+
+@pytest.mark.parametrize(
+    ("text", "trouble"),
+    [
+        ("{news: a.csv, mail: b.csv, news: c.csv}", "run.yaml, line 2: data.eval_files has news twice: keep one of them"),
+        ("{news: {a: b}}", "line 2: data.eval_files is {news: {a: b}}: write names as in {news: a.csv, mail: [b.csv, c.csv]}, "),
+    ],
+)
+def test_mistakes_in_the_file_are_reported(tmp_path: Path, text: str, trouble: str) -> None:
+    assert trouble in refusal(from_yaml, tmp_path, text)
+
+
+def test_an_entry_is_named_by_its_name_its_source_or_its_place() -> None:
+    entries = [MixEntry(source=source) for source in ("rows", "jsonl", "some/chats", "jsonl", "a/my_rows.py:f", "b/my_rows.py:f")]
+    entries += [MixEntry(files="a.csv"), MixEntry(files="b.csv", name="mail"), MixEntry(source="mail")]
+    names = ["rows", "mix[1]", "chats", "mix[3]", "mix[4]", "mix[5]", "mix[6]", "mail", "mix[8]"]
+    assert name_entries(LLMDataConfig(mix=entries)) == list_sets(LLMDataConfig(mix=entries)) == names
+    assert name_entries(LLMDataConfig(mix=entries[:1])) == name_entries(LLMDataConfig(source="rows")) == [""]
+    assert list_sets(LLMDataConfig(mix=[MixEntry(source="rows", name="own")])) == ["own"]
+
+
+def test_only_entries_with_evaluation_rows_are_sets() -> None:
+    entries = [MixEntry(source="a"), MixEntry(source="b")]
+    assert list_sets(LLMDataConfig(mix=entries, eval_files="rows.csv")) == []
+    with_split = [entries[0], replace(entries[1], hub_eval_split="validation")]
+    assert list_sets(LLMDataConfig(mix=with_split)) == ["b"]
+    assert list_sets(LLMDataConfig(mix=with_split, eval_files=NAMED)) == ["news", "mail", "b"]
+    one = LLMDataConfig(source="a", hub_eval_split="validation")
+    assert list_sets(one) == [] and list_sets(replace(one, eval_files=NAMED)) == ["news", "mail", "validation"]
+
+
+@pytest.mark.parametrize("name", ["a/b", "", " ", "a\nb", 2024])
+def test_a_name_that_no_figure_could_have_is_refused(name: str) -> None:
+    way_out = "take a text without slashes, as in news or '2024'"
+    sentence = refusal(check_set_names, LLMDataConfig(source="a", eval_files={name: "a.csv"}), ())
+    assert sentence == f"data.eval_files names an evaluation set {name!r}: {way_out}"
+
+
+def test_the_name_of_a_metric_and_a_name_without_files_are_refused() -> None:
+    mix = LLMDataConfig(mix=[MixEntry(source="a", name="loss"), MixEntry(source="b")])
+    trouble = "data.mix names an evaluation set loss, which is the name of a metric: take another"
+    assert refusal(check_set_names, mix, {"loss"}) == trouble
+    empty = LLMDataConfig(source="a", eval_files={"news": []})
+    assert (
+        refusal(check_set_names, empty, ()) == "data.eval_files has no file under the name news: give one, or leave the name out"
+    )
+    check_set_names(LLMDataConfig(source="a", eval_files=NAMED), {"loss"})
+
+
+def test_an_entry_of_a_mix_is_read_by_the_endings_of_its_files() -> None:
+    argv = [*BASE[:4], "--data.mix", "[{files: a.csv, name: news}, {files: [b.jsonl, c.txt], weight: 2}]"]
+    assert load_config(LLMConfig, argv).data.mix == [
+        MixEntry(files="a.csv", name="news"),
+        MixEntry(files=["b.jsonl", "c.txt"], weight=2.0),
+    ]
