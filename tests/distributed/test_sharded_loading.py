@@ -70,6 +70,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "the weights of model.name_or_path {folder} have model.norm.weight of shape (31,), but its config.json makes it (32,)",
     ),
     "not-safetensors": ("torn", {}, "model.safetensors of model.name_or_path {folder} cannot be read as safetensors ("),
+    "frozen-new-tokens": (
+        "small_t5", NEW_TOKENS | {"model.freeze": ["shared.*"]},
+        "model.freeze freezes the embedding, where the rows of model.add_tokens are to train: leave it out",
+    ),
+    "adapted-head-with-new-tokens": (
+        "small_llama", NEW_TOKENS | LORA | {"adapter.target_modules": ["q_proj", "lm_head"]},
+        "the adapter does not fit {folder}: trainable_token_indices cannot be applied to modules of type",
+    ),
     "init-from-another-model": (
         "llama_tied", {"model.init_from": "{without_tensor}"}, "model.init_from {without_tensor} does not fit {folder}: it lacks"
     ),
