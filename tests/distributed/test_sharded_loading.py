@@ -23,6 +23,8 @@ SMALL_PIECE_BYTES = 1024
 """So that tensors of these models are read in several pieces."""
 LORA: dict[str, Any] = {"adapter.method": "lora", "adapter.rank": 2}
 DORA = LORA | {"adapter.method": "dora"}
+NEW_TOKENS: dict[str, Any] = {"model.add_tokens": ["<|im_start|>", "<|im_end|>", "</s>"]}
+"""Two new ones, and one that the tokenizers have."""
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in ("t5", "bart", "gemma3", "gpt2", "phi3")},
     "several-files-in-bf16": ("several_files", {}),
@@ -38,11 +40,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "several-files-rslora": ("several_files", LORA | {"adapter.method": "rslora", "adapter.target_modules": ["embed_tokens"]}),
     "llama-dora": ("several_files", DORA),
     "gptj-lora-in-bf16": ("gptj", LORA | {"model.frozen_dtype": "bfloat16"}),  # its positions are computed in fp32
+    "new-tokens-tied": ("small_llama_tied", NEW_TOKENS),
+    "new-tokens-in-free-rows": ("llama", NEW_TOKENS),
+    "new-tokens-flan-t5": ("small_flan_t5_of_the_hub", NEW_TOKENS | {"model.freeze": [r"encoder\.block\..*"]}),
+    "new-tokens-bart": ("small_bart", NEW_TOKENS),
+    "new-tokens-after-other-weights": ("small_t5", NEW_TOKENS | {"model.init_from": "{grown_t5}"}),
+    "new-tokens-lora": ("small_llama", NEW_TOKENS | LORA | {"model.frozen_dtype": "bfloat16"}),
+    "new-tokens-tied-lora": ("small_llama_tied", NEW_TOKENS | LORA),
+    "new-tokens-t5-lora": ("small_t5", NEW_TOKENS | LORA),
+    "new-tokens-in-free-rows-lora": ("llama", NEW_TOKENS | LORA),
+    "new-tokens-saved-lora": ("small_llama", NEW_TOKENS | LORA | {"adapter.modules_to_save": ["embed_tokens"]}),
     "existing-adapter": ("llama_tied", LORA | {"adapter.name_or_path": "{adapter}"}),
 }
 """Model folder and flags."""
 COMPARED = ("parameters", "buffers", "placed", "aliases", "frozen_hashes", "others")
-HAVE_FROZEN = ("frozen-part", "existing-adapter")
+HAVE_FROZEN = ("frozen-part", "existing-adapter", "new-tokens-flan-t5")
 """Beside LoRA and DoRA."""
 HYBRID_CASES = ("t5", "several-files-in-bf16", "gpt2-lora")
 LEFT_WHOLE: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -58,12 +70,20 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "the weights of model.name_or_path {folder} have model.norm.weight of shape (31,), but its config.json makes it (32,)",
     ),
     "not-safetensors": ("torn", {}, "model.safetensors of model.name_or_path {folder} cannot be read as safetensors ("),
+    "frozen-new-tokens": (
+        "small_t5", NEW_TOKENS | {"model.freeze": ["shared.*"]},
+        "model.freeze freezes the embedding, where the rows of model.add_tokens are to train: leave it out",
+    ),
+    "adapted-head-with-new-tokens": (
+        "small_llama", NEW_TOKENS | LORA | {"adapter.target_modules": ["q_proj", "lm_head"]},
+        "the adapter does not fit {folder}: trainable_token_indices cannot be applied to modules of type",
+    ),
     "init-from-another-model": (
         "llama_tied", {"model.init_from": "{without_tensor}"}, "model.init_from {without_tensor} does not fit {folder}: it lacks"
     ),
 }  # fmt: skip
 """Model folder, flags, and the beginning or a part of the sentence."""
-PLACES = ("{other_t5}", "{adapter}", "{without_tensor}")
+PLACES = ("{other_t5}", "{grown_t5}", "{adapter}", "{without_tensor}")
 """Values of flags that are model folders."""
 
 
@@ -102,6 +122,10 @@ def build_folders(parent: Path) -> dict[str, Path]:
     change("without_tensor", "llama_tied", lambda tensors: tensors.pop("model.norm.weight"))
     change("other_shape", "llama_tied", lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}))
     change("other_t5", "t5", lambda tensors: [tensor.mul_(2) for tensor in tensors.values()])
+    # As many rows as tokens: new ones make it grow.
+    for name in ("t5", "flan_t5_of_the_hub", "bart", "llama", "llama_tied"):
+        folders[f"small_{name}"] = resized(folders[name], parent / f"small_{name}", 0)
+    folders["grown_t5"] = resized(folders["other_t5"], parent / "grown_t5", 2)
     folders["torn"] = shutil.copytree(folders["llama_tied"], parent / "torn")
     (folders["torn"] / "model.safetensors").write_bytes(b"\0" * 20)
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 8, "vocab_size": 256}
@@ -120,6 +144,24 @@ def build_folders(parent: Path) -> dict[str, Path]:
     randomize(model)
     folders["adapter"] = export_adapter(parent / "adapter", model)
     return folders
+
+
+def resized(base: Path, folder: Path, num_new: int) -> Path:
+    """A copy with an embedding for each token of its tokenizer, and `num_new` more."""
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(base, folder)
+    rows = len(transformers.AutoTokenizer.from_pretrained(base)) + num_new
+    # By hand: transformers' resize would tie flan-T5's head again.
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if 256 in tensor.shape and ("embed" in name or "shared" in name or "lm_head" in name or name == "final_logits_bias"):
+            tensors[name] = (tensor[:rows] if tensor.shape[0] == 256 else tensor[:, :rows]).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": rows}))
+    return folder
 
 
 @pytest.fixture(scope="module")

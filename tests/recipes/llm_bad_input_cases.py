@@ -43,8 +43,7 @@ EARLY = {
     # The run config.
     "resized vocabulary": Case(
         flags="--model.resize_token_embeddings 512",
-        sentence="unknown flag --model.resize_token_embeddings: the vocabulary is not resized under sharding: resize the model "
-        "with transformers' resize_token_embeddings, save it and give that as model.name_or_path",
+        sentence="unknown flag --model.resize_token_embeddings: did you mean --model.add_tokens?",
     ),
     "an adapter's weights in the model's place": Case(
         flags="--model.init_from {here}/adapter",

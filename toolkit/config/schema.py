@@ -64,6 +64,9 @@ class ModelConfig:
     cudnn_attention: bool = False
     """Let `sdpa` take cuDNN's kernel in training, where a GPU prefers it. It plans each new shape for tens of milliseconds, so it
     is for rows of one length. Generation never takes it: its shape is new at every token."""
+    add_tokens: list[str] | None = None
+    """Special tokens to add to the tokenizer, as `[<|im_start|>, <|im_end|>]` of a chat template on a base model. Their rows of
+    the embedding and of the head train, with an adapter too. A special token that the tokenizer has is used as it is."""
     dropout: ClosedUnitInterval | None = None  # type: ignore[valid-type]
     """Set every dropout rate in the model's config. If unset, the model keeps its own."""
     freeze: list[str] = field(default_factory=list)

@@ -47,6 +47,8 @@ def check_config(config: Any, *, needs_source: bool = True) -> None:
         raise UserError(f"eval.best_metric {evaluation.best_metric} needs eval.generate true")
     if config.export.weights == "best" and config.checkpoint.keep_best == 0:
         raise UserError("export.weights best needs checkpoint.keep_best of 1 or more")
+    if config.model.add_tokens and config.model.from_scratch:
+        raise UserError("model.add_tokens is for weights that are there: with model.from_scratch, put them into the tokenizer")
     if config.optim.skip_beyond_sigmas is not None and config.optim.skip_window_steps < 2:
         raise UserError("optim.skip_window_steps is 1, and one step has no standard deviation: give 2 or more, as in 100")
 

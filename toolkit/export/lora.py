@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 
 from toolkit.checkpoint.dcp import Tensors
 from toolkit.export.compare import reload
+from toolkit.models.freeze import aliases
+from toolkit.models.load import num_token_embeddings
 from toolkit.models.lora_files import BASE_FILE, BASE_HASHES, WEIGHTS_FILE, base_name, file_names
 from toolkit.parallel.gather import assign_parameters
 from toolkit.parallel.wrap import copy_on_meta
@@ -56,7 +58,8 @@ def compare_adapter(folder: Path, skeleton: PreTrainedModel, weights: Tensors) -
     on_meta = load_adapter(folder, skeleton, torch.device("meta"))
     stored = load_peft_weights(str(folder), device="cpu")
     report: Any = set_peft_model_state_dict(on_meta, stored, low_cpu_mem_usage=True)
-    missing = [name for name in report.missing_keys if base_name(name) is None]
+    own = [names for names in aliases(on_meta).values() if base_name(names[0]) is None]
+    missing = [names[0] for names in own if {*names} <= {*report.missing_keys}]  # peft stores tied rows under one name
     for what, names in (("misses", missing), ("does not know", report.unexpected_keys)):
         if names:
             raise RuntimeError(f"{folder}: peft {what} {names[0]}")
@@ -71,6 +74,8 @@ def load_adapter(folder: Path, skeleton: PreTrainedModel, device: torch.device) 
 
     lora = _lora_config(skeleton)
     base: Any = reload(skeleton, lora.base_model_name_or_path, device, revision=lora.revision or "main")
+    if num_token_embeddings(base) < num_token_embeddings(skeleton):
+        base.resize_token_embeddings(num_token_embeddings(skeleton), mean_resizing=False)  # the adapter has the new rows
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=ASKED_BY_PEFT)
         return PeftModel.from_pretrained(base, str(folder), low_cpu_mem_usage=device.type == "meta").eval()
@@ -82,7 +87,7 @@ class Merge:
     def __init__(self, skeleton: PreTrainedModel, adapter: Tensors) -> None:
         """`skeleton` has the adapter, on the meta device; `adapter` are the trained parameters, unsharded, in fp32 on the CPU."""
         from peft.tuners.tuners_utils import BaseTunerLayer
-        from peft.utils import ModulesToSaveWrapper
+        from peft.utils import AuxiliaryTrainingWrapper
 
         self._skeleton, self._adapter = skeleton, adapter
         frozen = (parameter.dtype for name, parameter in skeleton.named_parameters() if base_name(name))
@@ -91,10 +96,11 @@ class Merge:
         model: Any = copy_on_meta(skeleton)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for name, module in list(model.named_modules()):
-            if isinstance(module, BaseTunerLayer):
+            if isinstance(module, AuxiliaryTrainingWrapper):
+                saved = getattr(module, "modules_to_save", None)
+                model.set_submodule(name, saved["default"] if saved else module.token_adapter.base_layer)
+            elif isinstance(module, BaseTunerLayer) and not name.endswith(".token_adapter"):
                 model.set_submodule(name, module.get_base_layer())
-            elif isinstance(module, ModulesToSaveWrapper):
-                model.set_submodule(name, module.modules_to_save["default"])
         self._merged_names = {names[id(parameter)]: name for name, parameter in model.named_parameters()}
         for parameter in model.parameters():
             parameter.data = parameter.data.to(stored)

@@ -39,6 +39,8 @@ class Usage:
     """Of the run, whose weights these are."""
     weights_dtype: str | None = None
     """Of the exported weights."""
+    add_tokens: list[str] | None = None
+    """Tokens that an adapter's base lacks."""
 
 
 def set_generation(generation: Any, config: EvalConfig, stop_token_ids: tuple[int, ...], pad_token_id: int) -> None:
@@ -67,7 +69,7 @@ def save_usage(config: RecipeConfig, folder: Path, **facts: Any) -> None:
     """Write `toolkit.json`; `facts` are the fields of `Usage` that are not the config's."""
     names = [field.name for field in dataclasses.fields(Usage) if hasattr(config.data, field.name)]
     of_data = {name: getattr(config.data, name) for name in names}
-    usage = Usage(batch_size_rows=config.eval.batch_size_rows, **of_data, **facts)
+    usage = Usage(batch_size_rows=config.eval.batch_size_rows, add_tokens=config.model.add_tokens, **of_data, **facts)
     (folder / SETTINGS_FILE).write_text(json.dumps(dataclasses.asdict(usage), indent=1) + "\n", encoding="utf-8")
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
+from unittest import mock
 
 import torch
 from torch import nn
 
 from toolkit.config.schema import ModelConfig
 from toolkit.config.task import Task
+from toolkit.data.tokens.tokenizer import load_tokenizer
 from toolkit.distributed.rng import seed_all
 from toolkit.errors import UserError
+from toolkit.models.shard_reader import Box, pieces
 from toolkit.private import private
 
 if TYPE_CHECKING:
@@ -23,10 +26,12 @@ def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, task: Ta
     """The model on the meta device: names, shapes and classes for checks before any weights are downloaded.
 
     Raises:
-        UserError: the attention implementation does not exist for this model.
+        UserError: the attention implementation does not exist for this model; those of `grow_vocabulary`.
     """
     import transformers
 
+    if config.add_tokens:
+        model_config = copy.deepcopy(model_config)  # stays that of the files
     try:
         with torch.device("meta"):
             model = getattr(transformers, task.auto_class).from_config(
@@ -41,6 +46,7 @@ def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, task: Ta
                 f"({first_sentence}): take sdpa or eager, or leave it out"
             ) from None
         raise UserError(f"model {config.name_or_path} cannot be built from its config.json: {reason}") from None
+    grow_vocabulary(model, config)
     return model
 
 
@@ -104,6 +110,7 @@ def load_model(
             ) from None
         other_shapes = {name: tuple(stored) for name, stored, _ in report["mismatched_keys"]}
         check_loaded(model, config.name_or_path, without_new_head(task, model, report["missing_keys"]), other_shapes)
+    grow_vocabulary(model, config)
     return model
 
 
@@ -147,6 +154,48 @@ def num_token_embeddings(model: PreTrainedModel) -> int:
     """
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
     return min(cast(nn.Embedding, module).weight.shape[0] for module in embeddings if module is not None)
+
+
+def added_token_ids(config: ModelConfig) -> list[int]:
+    """Ids of `model.add_tokens`."""
+    ids: Any = load_tokenizer(config).convert_tokens_to_ids(config.add_tokens) if config.add_tokens else []
+    return ids
+
+
+@torch.no_grad()
+def grow_vocabulary(model: PreTrainedModel, config: ModelConfig) -> dict[str, int]:
+    """Give an unsharded model without an adapter the rows that it lacks for the tokenizer with `model.add_tokens`, in place.
+
+    On the meta device they get no values, else `mean_row`.
+
+    Returns:
+        The names of the parameters that have grown, tied aliases included → their rows before.
+
+    Raises:
+        UserError: those of `load_tokenizer`; transformers cannot resize a model of this class.
+    """
+    needed = 1 + max(load_tokenizer(config).get_vocab().values()) if config.add_tokens else 0
+    if needed <= num_token_embeddings(model):
+        return {}
+    before = {name: len(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    try:
+        # Its tie_weights would tie a head that has values of its own (flan-T5's). What is tied stays so without it.
+        with mock.patch.object(model, "tie_weights"):
+            model.resize_token_embeddings(needed, mean_resizing=False)
+    except (NotImplementedError, TypeError) as error:
+        raise UserError(f"model.add_tokens needs {needed} rows, and transformers cannot resize this model: {error}") from None
+    grown = {n: p for n, p in model.named_parameters(remove_duplicate=False) if len(p) > before[n]}
+    for name, parameter in grown.items():
+        if not parameter.is_meta:
+            old = parameter[: before[name]]
+            parameter[before[name] :] = mean_row(old.shape, old.__getitem__)
+    return {name: before[name] for name in grown}
+
+
+def mean_row(shape: tuple[int, ...], read: Callable[[Box], torch.Tensor]) -> torch.Tensor:
+    """The mean of a weight's rows in fp32, of their values in bf16: it is the same of a base that is stored in either."""
+    total: Any = sum(read(piece).bfloat16().double().sum(dim=0) for piece in pieces(shape))
+    return (total / shape[0]).float()
 
 
 def _attention(config: ModelConfig) -> dict[str, Any]:

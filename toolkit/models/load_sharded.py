@@ -16,10 +16,10 @@ from torch import nn
 
 from toolkit.config.schema import AdapterConfig, ModelConfig
 from toolkit.config.task import Task
-from toolkit.distributed.comm import broadcast_object, on_all_ranks
+from toolkit.distributed.comm import broadcast_object, on_all_ranks, on_rank_0
 from toolkit.errors import UserError
 from toolkit.models.freeze import aliases
-from toolkit.models.load import build_on_meta, check_loaded, without_new_head
+from toolkit.models.load import build_on_meta, check_loaded, grow_vocabulary, mean_row, without_new_head
 from toolkit.models.lora import draw_new, magnitudes
 from toolkit.models.lora_files import BASE_FILE, WEIGHTS_FILE, base_name, check_base, file_names, find_adapter
 from toolkit.models.safetensors_index import (
@@ -75,6 +75,7 @@ def open_weights(
         if len(missing) < len(match.missing):
             raise WholeOnly("its head is new, and drawn in full")
         if init_from is not None:
+            grow_vocabulary(model, config)  # it has rows for the tokens
             files, match = _match(model, str(init_from), None, f"model.init_from {init_from}")
             _check_same(model, match, init_from)
         return model, files, match
@@ -90,7 +91,8 @@ def open_weights(
                     buffer[piece].copy_(files.source(match.tensors[name], buffer.dtype).read(piece))
 
     on_all_ranks(fill_buffers)
-    return model, _sources_of(model, files, match)
+    sources = _sources_of(model, files, match)
+    return model, sources | _grow(model, sources, config)
 
 
 def complete_sources(model: PreTrainedModel, weights: Sources, config: AdapterConfig, base: ModelConfig, seed: int) -> Sources:
@@ -120,6 +122,8 @@ def complete_sources(model: PreTrainedModel, weights: Sources, config: AdapterCo
             sources[name] = weights[own]
         elif folder is not None:
             sources[name] = stored[name]
+        elif ".trainable_tokens_delta." in name:
+            sources[name] = _token_rows(model, name, weights)
         elif ".modules_to_save." in name:
             sources[name] = weights[name.replace(".modules_to_save.default.", ".")]
         elif ".lora_magnitude_vector." in name:
@@ -168,6 +172,36 @@ def _sources_of(model: PreTrainedModel, files: WeightFiles, match: Match) -> Sou
         stored = next(name for name in names if name in match.tensors)
         sources |= dict.fromkeys(names, files.source(match.tensors[stored], parameter.dtype))
     return sources
+
+
+def _grow(model: PreTrainedModel, sources: Sources, config: ModelConfig) -> Sources:
+    """The sources of the parameters that grow by `model.add_tokens`; rank 0 reads each once, for its mean row. Collective."""
+    old_rows = on_all_ranks(lambda: grow_vocabulary(model, config))
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if name in old_rows}
+    rows = on_rank_0(lambda: {name: mean_row(sources[name].shape, sources[name].read) for name in shapes})
+    grown = {name: _with_rows(sources[name], shapes[name], rows[name]) for name in shapes}
+    return {name: grown[names[0]] for names in aliases(model).values() if names[0] in grown for name in names}
+
+
+def _with_rows(source: Source, shape: tuple[int, ...], row: torch.Tensor) -> Source:
+    """`source` with `row` repeated below it, to `shape`."""
+
+    def read(box: Box) -> torch.Tensor:
+        rows, *rest = box
+        begin, end = (min(place, source.shape[0]) for place in (rows.start, rows.stop))
+        old, new = source.read((slice(begin, end), *rest)), row[tuple(rest)]
+        return torch.cat([old, new.to(old.dtype).expand(rows.stop - rows.start - len(old), *new.shape)])
+
+    return Source(shape, read)
+
+
+def _token_rows(model: nn.Module, name: str, weights: Sources) -> Source:
+    """The base's rows of the tokens that an adapter trains."""
+    module_name = name.partition(".trainable_tokens_delta.")[0]
+    layer: Any = model.get_submodule(module_name)
+    ids, weight = layer.token_indices["default"], weights[str(base_name(f"{module_name}.base_layer.weight"))]
+    boxes = [(slice(place, place + 1), slice(0, weight.shape[1])) for place in ids]
+    return whole_source(torch.Size([len(ids), weight.shape[1]]), lambda: torch.cat([weight.read(box) for box in boxes]))
 
 
 def _norms(model: nn.Module, name: str, weights: Sources) -> Source:

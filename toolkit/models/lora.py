@@ -15,6 +15,7 @@ from toolkit.distributed.rng import derive_seed
 from toolkit.errors import UserError
 from toolkit.models.config import hub_commit
 from toolkit.models.freeze import aliases
+from toolkit.models.load import added_token_ids
 from toolkit.models.lora_files import base_name, check_base, find_adapter, hash_base, load_adapter_weights, read_lora_config
 
 if TYPE_CHECKING:
@@ -74,11 +75,19 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
         UserError: names match nothing, ties would break, or the adapter does not fit or has another base.
     """
     from peft import inject_adapter_in_model
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
 
     # peft's config: the existing adapter's, or a new one.
     folder = find_adapter(config.name_or_path) if config.name_or_path else None
     what = f"adapter.name_or_path {config.name_or_path}" if folder else "the adapter"
     lora = read_lora_config(folder, config) if folder else _new_lora(model, config)
+    tokens, saved = added_token_ids(base), lora.modules_to_save or ()
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    rows = {name: tokens for name, module in model.named_modules() if tokens and module in ends and name not in saved} or None
+    if folder and lora.trainable_token_indices != rows:
+        theirs = lora.trainable_token_indices
+        raise UserError(f"{what} trains the rows {theirs}, and those of model.add_tokens are {rows}: name the tokens that it has")
+    lora.trainable_token_indices = rows
     lora.task_type = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
     lora.base_model_name_or_path = base.name_or_path
     lora.revision = base.revision or hub_commit(base)
@@ -90,12 +99,15 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
         warnings.simplefilter("ignore")  # about GPT-2's Conv1D, ties that `_check_ties` reports better, …
         try:
             inject_adapter_in_model(lora, model, low_cpu_mem_usage=is_meta)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             reason = " ".join(str(error).split())
             if isinstance(lora.target_modules, set):  # a set prints in another order in every process
                 reason = reason.replace(str(lora.target_modules), ", ".join(sorted(lora.target_modules)))
             raise UserError(f"{what} does not fit {base.name_or_path}: {reason}") from None
     _check_ties(model, what)
+    for module in model.modules():
+        if isinstance(module, TrainableTokensLayer):
+            module.trainable_tokens_original.clear()  # buffers that only `unmerge` reads
     # Values in fp32: peft creates them in the base's dtype.
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -201,7 +213,7 @@ def _check_ties(model: PreTrainedModel, what: str) -> None:
     """Check after the injection that each tied weight is not adapted at all, or is trained in full under all its names as one."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for names in aliases(model).values():
-        adapted = [name for name in names if ".base_layer." in name]
+        adapted = [name for name in names if ".base_layer." in name and ".token_adapter." not in name]
         saved = [name for name in names if ".original_module." in name]
         if len(names) == 1 or not (adapted or saved):
             continue

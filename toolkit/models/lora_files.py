@@ -10,6 +10,8 @@ Names of parameters without → with the adapter (`…` is a module, `default` i
     ….weight → ….base_layer.weight                                     frozen
                ….lora_A.default.weight   ….lora_B.default.weight       trainable; `lora_embedding_A.default` of an embedding
                ….lora_magnitude_vector.default.weight                  trainable (DoRA)
+    ….weight → ….token_adapter.base_layer.weight                       frozen (model.add_tokens)
+               ….token_adapter.trainable_tokens_delta.default          trainable rows in place of the base's
     ….weight → ….original_module.weight                                frozen (adapter.modules_to_save)
                ….modules_to_save.default.weight                        trainable copy
 """
@@ -43,7 +45,7 @@ BASE_FILE, BASE_HASHES = "base.json", "bf16_sha256"
 
 _TAKEN_OVER = (
     "r", "lora_alpha", "target_modules", "exclude_modules", "modules_to_save", "use_rslora", "use_dora", "rank_pattern",
-    "alpha_pattern", "layers_to_transform", "layers_pattern", "ensure_weight_tying",
+    "alpha_pattern", "layers_to_transform", "layers_pattern", "ensure_weight_tying", "trainable_token_indices",
 )  # fmt: skip
 _WITHOUT_EFFECT = (
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
@@ -126,19 +128,20 @@ def file_names(model: nn.Module) -> dict[str, str]:
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     names = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad:
+        is_again = ".trainable_tokens_delta." in name and name != first_names[id(parameter)]  # tied, which peft stores once
+        if parameter.requires_grad and not is_again:
             stored = name.replace(".modules_to_save.default.", ".")
             stored = re.sub(r"\.(lora_[AB])\.default\.", r".\1.", stored)
-            stored = re.sub(r"\.(lora_embedding_[AB]|lora_magnitude_vector)\.default(\.weight)?$", r".\1", stored)
+            stored = re.sub(r"\.(lora_embedding_[AB]|lora_magnitude_vector|\w+_delta)\.default(\.weight)?$", r".\1", stored)
             names[f"base_model.model.{stored}"] = first_names[id(parameter)]
     return names
 
 
 def base_name(name: str) -> str | None:
     """A parameter's name in the model without the adapter; None for the adapter's own parameters."""
-    if re.search(r"\.(lora_\w+|modules_to_save)\.default(\.|$)", name):
+    if re.search(r"\.(lora_\w+|modules_to_save|trainable_tokens_delta)\.default(\.|$)", name):
         return None
-    return re.sub(r"\.(base_layer|original_module)\.", ".", name)
+    return re.sub(r"\.((token_adapter\.)?base_layer|original_module)\.", ".", name)
 
 
 def hash_base(model: nn.Module) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,7 @@ from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.distributed.comm import on_all_ranks, rank, world_size
 from toolkit.distributed.device import GIB, describe_device, smallest_gpu_bytes
 from toolkit.distributed.watchdog import working
+from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.launch.accelerator import compute_dtype, fsdp_version
 from toolkit.launch.same_run import compare_ranks
@@ -217,3 +218,6 @@ def _adapt(model: PreTrainedModel, config: RecipeConfig) -> None:
         add_adapter(model, config.adapter, config.model, config.train.seed)
     else:
         freeze(model, config.model.freeze)
+        embedding: Any = model.get_input_embeddings()
+        if config.model.add_tokens and not embedding.weight.requires_grad:
+            raise UserError("model.freeze freezes the embedding, where the rows of model.add_tokens are to train: leave it out")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,9 @@ def has_tokenizer(config: ModelConfig) -> bool:
     return not folder.is_dir() or any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
-def load_tokenizer(config: ModelConfig, vocab_size: int) -> PreTrainedTokenizerBase:
-    """Load the model's own tokenizer. If it has no padding token, as with most LLMs, its end token is used for padding.
+def load_tokenizer(config: ModelConfig, vocab_size: float = math.inf) -> PreTrainedTokenizerBase:
+    """Load the model's own tokenizer, with `model.add_tokens`. If it has no padding token, as with most LLMs, its end token is
+    used for padding.
 
     That is safe: the labels that count are stored separately and never derived from the token ids.
 
@@ -39,7 +41,8 @@ def load_tokenizer(config: ModelConfig, vocab_size: int) -> PreTrainedTokenizerB
 
     Raises:
         UserError: the tokenizer cannot be read, has neither a padding nor an end token, has more tokens than the model has
-            embeddings, or has a vocabulary for targets that it does not encode with (FSMT's).
+            embeddings, or has a vocabulary for targets that it does not encode with (FSMT's); a new token is
+            empty, named twice, or an ordinary token of the tokenizer.
     """
     from transformers import AutoTokenizer
 
@@ -63,13 +66,28 @@ def load_tokenizer(config: ModelConfig, vocab_size: int) -> PreTrainedTokenizerB
                 "in its tokenizer_config.json"
             )
         tokenizer.pad_token = tokenizer.eos_token
+    _add_tokens(tokenizer, config.add_tokens or [])
     if len(tokenizer) > vocab_size:
         raise UserError(
             f"the tokenizer of {config.name_or_path} has {len(tokenizer)} tokens, but the model only {vocab_size} embeddings: "
-            "take the tokenizer that belongs to the model; the vocabulary is not resized under sharding: resize the model with "
-            "transformers' resize_token_embeddings and save it first"
+            "take the tokenizer that belongs to the model, or name the tokens that are new in model.add_tokens, whose rows train"
         )
     return tokenizer
+
+
+def _add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: list[str]) -> None:
+    """Give a tokenizer `model.add_tokens`, in place; what was added to it before stays as it is."""
+    known = tokenizer.get_vocab()
+    for place, token in enumerate(tokens):
+        is_ordinary = token in known and known[token] not in tokenizer.added_tokens_decoder
+        reasons = {
+            "which is empty: give a text, as <|im_start|>": not token.strip(),
+            "for the second time: name each token once": token in tokens[:place],
+            "an ordinary token of the tokenizer, which it would cut out of words: give another": is_ordinary,
+        }
+        if reason := next((reason for reason, applies in reasons.items() if applies), None):
+            raise UserError(f"model.add_tokens[{place}] is {token!r}, {reason}")
+    tokenizer.add_tokens([token for token in tokens if token not in known], special_tokens=True)
 
 
 def keep_trained_tokenizer(cache: Path, trained_on: str, train: Callable[[], PreTrainedTokenizerBase]) -> PreTrainedTokenizerBase:

@@ -169,7 +169,8 @@ def open_model(name: str) -> Generator:
     folder = Path(find_folder(name))
     usage = load_usage(folder) or Usage()
     is_adapter = (folder / CONFIG_FILE).is_file()
-    base = ModelConfig(name_or_path=read_base_name(folder) if is_adapter else str(folder))
+    name_or_path, add_tokens = (read_base_name(folder), usage.add_tokens) if is_adapter else (str(folder), None)
+    base = ModelConfig(name_or_path=name_or_path, add_tokens=add_tokens)
     try:
         task = (seq2seq if is_encoder_decoder(base.name_or_path) else causal).TASK
         config = load_model_config(base, task, is_trained=False)

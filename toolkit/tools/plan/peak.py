@@ -42,7 +42,7 @@ def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, 
     accelerator = planned_accelerator(strategy)
     batch = build_batch(subject, rows)
     off_device = frozenset({SHARDED_PARAMETERS, GRADIENTS}) if strategy.offload else frozenset()
-    vocab_size = subject.model_config.get_text_config().vocab_size
+    vocab_size = subject.skeleton.config.get_text_config().vocab_size
 
     def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         is_autocast = not strategy.is_fsdp and strategy.compute_dtype == torch.bfloat16

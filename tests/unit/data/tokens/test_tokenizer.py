@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,34 @@ def test_more_tokens_than_embeddings_are_refused(tmp_path: Path) -> None:
     config = write_tokenizer(tmp_path, eos_token="</s>")
     assert refusal(load_tokenizer, config, vocab_size=2) == (
         f"the tokenizer of {tmp_path} has 3 tokens, but the model only 2 embeddings: take the tokenizer that belongs to the "
-        "model; the vocabulary is not resized under sharding: resize the model with transformers' resize_token_embeddings and "
-        "save it first"
+        "model, or name the tokens that are new in model.add_tokens, whose rows train"
     )
+
+
+def test_new_tokens_are_special_and_those_that_are_there_stay_as_they_are(tmp_path: Path) -> None:
+    config = replace(write_tokenizer(tmp_path, eos_token="</s>"), add_tokens=["<|im_start|>", "</s>", "<|im_end|>"])
+    tokenizer = load_tokenizer(config)
+    assert tokenizer.convert_tokens_to_ids(config.add_tokens) == [3, 1, 4]
+    ids = tokenizer("<|im_start|>oar<|im_end|>")["input_ids"]
+    assert ids == [3, 2, 4] and tokenizer.decode(ids, skip_special_tokens=True) == "oar"
+    tokenizer.save_pretrained(tmp_path / "saved")
+    again = load_tokenizer(ModelConfig(name_or_path=str(tmp_path / "saved"), add_tokens=config.add_tokens), vocab_size=5)
+    assert hash_tokenizer(again) == hash_tokenizer(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sentence"),
+    [
+        (["<|a|>", " "], "model.add_tokens[1] is ' ', which is empty: give a text, as <|im_start|>"),
+        (["<|a|>", "<|a|>"], "model.add_tokens[1] is '<|a|>', for the second time: name each token once"),
+        (
+            ["oar"],
+            "model.add_tokens[0] is 'oar', an ordinary token of the tokenizer, which it would cut out of words: give another",
+        ),
+    ],
+)
+def test_tokens_that_cannot_be_added_are_refused(tmp_path: Path, tokens: list[str], sentence: str) -> None:
+    assert refusal(load_tokenizer, replace(write_tokenizer(tmp_path, eos_token="</s>"), add_tokens=tokens)) == sentence
 
 
 @pytest.mark.parametrize("target_vocabulary", [{0: "<pad>", 1: "</s>", 2: "oar"}, {0: "<pad>", 1: "</s>", 2: "rame"}])

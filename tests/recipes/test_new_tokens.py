@@ -1,0 +1,203 @@
+"""`model.add_tokens` through the recipes: exact on two ranks, resumed bit for bit, and plain libraries load what is exported."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.launch import REPOSITORY, run_on_ranks
+from tests.support.model_folders import make_rows, save_jsonl
+from tests.support.workbench import FP32, Workbench, call_toolkit, run_without_toolkit
+
+TOKENS = ["<|im_start|>", "<|im_end|>", "<|rare|>"]
+"""Three rows for two ranks; the last occurs nowhere."""
+TEMPLATE = REPOSITORY / "recipes" / "chat_templates" / "chatml_generation.jinja"
+LR, EPS, NUM_ROWS, NUM_STEPS = 1e-2, 1e-3, 8, 4
+CHATS: dict[str, Any] = {
+    "model__add_tokens": TOKENS, "data__chat_template": TEMPLATE, "data__eval_fraction": 0.0, "eval__generate": False,
+    "train__global_batch_size_rows": NUM_ROWS, "train__micro_batch_size_rows": 2, "train__max_steps": NUM_STEPS,
+    "optim__lr": LR, "optim__eps": EPS, "optim__weight_decay": 0.0, "optim__schedule": "constant", "optim__max_grad_norm": None,
+    "checkpoint__every_steps": 2,
+}  # fmt: skip
+"""Each step takes all rows."""
+LORA: dict[str, Any] = {"adapter__method": "lora", "adapter__rank": 3, "adapter__alpha": 6, "export__merge": True}
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "full-tied": ("small_llama_tied", {}),
+    "full-untied": ("small_llama", {}),
+    "lora-tied": ("small_llama_tied", LORA),
+    "lora-untied": ("small_llama", LORA),
+    "lora-in-free-rows": ("llama", LORA),
+}
+
+RELOAD = """
+import torch, transformers
+from peft import PeftModel
+from safetensors.torch import load_file
+
+for run in runs:
+    check = load_file(run / "export_check.safetensors")
+    logits = check.pop("logits")
+    kind = "AutoModelForSeq2SeqLM" if "decoder_input_ids" in check else "AutoModelForCausalLM"
+    load = getattr(transformers, kind).from_pretrained
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run / "export")
+
+    def difference(model):
+        return ((model.eval()(**check, use_cache=False).logits - logits).abs().max() / logits.abs().max()).item()
+
+    about = found[run.name] = {"ids": tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>", "<|rare|>"])}
+    about["text"] = tokenizer.decode(tokenizer("<|im_start|>alpha<|im_end|>")["input_ids"], skip_special_tokens=True)
+    if (run / "export" / "adapter_config.json").is_file():
+        base = load(json.loads((run / "export" / "adapter_config.json").read_text())["base_model_name_or_path"])
+        if base.get_input_embeddings().weight.shape[0] < len(tokenizer):
+            base.resize_token_embeddings(len(tokenizer))
+        about["export"] = difference(PeftModel.from_pretrained(base, run / "export"))
+        about["merged"] = difference(load(run / "merged"))
+    else:
+        about["export"] = difference(load(run / "export"))
+"""
+
+
+@pytest.fixture(scope="module")
+def chats(llm_bench: Workbench, tmp_path_factory: pytest.TempPathFactory) -> Workbench:
+    """A bench with chats, and models with as many rows as their tokenizers have tokens."""
+    folder = tmp_path_factory.mktemp("chats")
+    names = ("t5", "llama", "llama_tied")
+    args = (folder, {name: llm_bench.models[name] for name in names})
+    small = run_on_ranks(shrink, preset="single", overrides=FP32, args=args)[0]
+    rows = make_rows(NUM_ROWS)
+    turns = [[("user", row["source"]), ("assistant", row["target"])] for row in rows]
+    save_jsonl(folder / "chats.jsonl", [{"messages": [{"role": r, "content": c} for r, c in chat]} for chat in turns])
+    save_jsonl(folder / "rows.jsonl", [{"source": f"<|im_start|> {r['source']}", "target": r["target"]} for r in rows])
+    return replace(llm_bench, models=llm_bench.models | small, data=folder, rows="chats.jsonl", changes=CHATS)
+
+
+@pytest.fixture(scope="module")
+def trained(chats: Workbench) -> Workbench:
+    """The bench with all `RUNS`."""
+    for name, (model, settings) in RUNS.items():
+        chats.run(name, model=model, **settings)
+    return chats
+
+
+def shrink(parent: Path, models: dict[str, Path]) -> dict[str, Path]:
+    """Copies with a row for each token of their tokenizers."""
+    import transformers
+
+    small = {}
+    for name, folder in models.items():
+        shutil.copytree(folder, copy := parent / f"small_{name}")
+        kind = transformers.AutoModelForSeq2SeqLM if name == "t5" else transformers.AutoModelForCausalLM
+        model = kind.from_pretrained(folder)
+        model.resize_token_embeddings(len(transformers.AutoTokenizer.from_pretrained(folder)))
+        model.save_pretrained(copy)
+        small[copy.name] = copy
+    return small
+
+
+def train_plain(folder: Path, rows: list[dict[str, Any]], *, has_adapter: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Plain transformers and peft on one process: the losses, and what was trained, by its names in an export."""
+    import transformers
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+    from toolkit.models.lora import draw_new
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(TOKENS, special_tokens=True)
+    tokenizer.chat_template = TEMPLATE.read_text()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    old = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > old:
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        for weight in (model.get_input_embeddings().weight.data, model.get_output_embeddings().weight.data):
+            weight[old:] = weight[:old].bfloat16().double().mean(dim=0).float()
+    if has_adapter:
+        ids = tokenizer.convert_tokens_to_ids(TOKENS)
+        rows_of = {"embed_tokens": ids, "lm_head": ids}
+        config = LoraConfig(r=3, lora_alpha=6, target_modules="all-linear", trainable_token_indices=rows_of)
+        model = get_peft_model(model, config)
+        for name, parameter in model.named_parameters():
+            if ".lora_A." in name:
+                parameter.data.copy_(draw_new(name.removeprefix("base_model.model."), parameter.shape, 0))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, eps=EPS, weight_decay=0.0, betas=(0.9, 0.999))
+    losses = []
+    for _ in range(NUM_STEPS):
+        total, num = torch.zeros(()), 0
+        for row in rows:
+            encoded = tokenizer.apply_chat_template(row["messages"], return_dict=True, return_assistant_tokens_mask=True)
+            tokens_T, is_label_T = torch.tensor(encoded["input_ids"]), torch.tensor(encoded["assistant_masks"]).bool()
+            logits_TV = model(input_ids=tokens_T[None]).logits[0]
+            labels_T = torch.where(is_label_T, tokens_T, -100)
+            total = total + torch.nn.functional.cross_entropy(logits_TV[:-1], labels_T[1:], reduction="sum")
+            num += int(is_label_T.sum())
+        optimizer.zero_grad()
+        (total / num).backward()
+        optimizer.step()
+        losses.append(total.item() / num)
+    state = get_peft_model_state_dict(model, save_embedding_layers=False) if has_adapter else model.state_dict()
+    return losses, {name: value.clone() for name, value in state.items()}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_ranks_train_what_plain_libraries_train(trained: Workbench, name: str) -> None:
+    model, settings = RUNS[name]
+    rows = [json.loads(line) for line in (trained.data / "chats.jsonl").read_text().splitlines()]
+    losses, expected = train_plain(trained.models[model], rows, has_adapter=bool(settings))
+    assert [line["loss"] for line in trained.lines(name, "train")] == pytest.approx(losses, rel=1e-5)
+    export = trained.runs / name / "export"
+    exported = load_file(export / ("adapter_model.safetensors" if settings else "model.safetensors"))
+    assert exported.keys() == expected.keys() - ({"lm_head.weight"} if name == "full-tied" else set())
+    for tensor, value in exported.items():
+        torch.testing.assert_close(
+            value, expected[tensor], rtol=1e-5, atol=1e-5, msg=lambda said, tensor=tensor: f"{tensor}: {said}"
+        )
+    # The rows of tokens that occur have moved apart: they begin equal, as the mean, except where the model has had rows for them.
+    embedding = next(value for tensor, value in exported.items() if "embed_tokens" in tensor)
+    start, end = embedding[-3:-1] if not settings else embedding[:2]
+    assert (start - end).abs().max() > 1e-3
+
+
+def test_plain_libraries_give_the_trained_models_logits(trained: Workbench, tmp_path: Path) -> None:
+    changes = {key: value for key, value in CHATS.items() if key != "data__chat_template"}
+    replace(trained, recipe="t5", rows="rows.jsonl", changes=changes).run("t5-lora", model="small_t5", **LORA)
+    found = run_without_toolkit(RELOAD, [trained.runs / name for name in (*RUNS, "t5-lora")], tmp_path)
+    for name, about in found.items():
+        assert max(about["export"], about.get("merged", 0.0)) <= 1e-5, (name, about)
+        assert about["ids"] == sorted(about["ids"]) and about["text"].strip() == "alpha"
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_resume_is_the_same_run_bit_for_bit(trained: Workbench, name: str) -> None:
+    model, settings = RUNS[name]
+    for num_steps in (2, NUM_STEPS):
+        trained.run(f"{name}-again", model=model, **settings | {"train__max_steps": num_steps})
+    runs = [trained.runs / folder for folder in (name, f"{name}-again")]
+    whole, again = (next((run / "export").glob("*model.safetensors")).read_bytes() for run in runs)
+    assert whole == again
+    elsewhere = {"checkpoint__resume": runs[0] / "checkpoints" / "step-00000002", "overrides": FP32 | {"num_processes": 3}}
+    trained.run(f"{name}-on-three", model=model, **settings, **elsewhere)
+    expected, found = (trained.lines(run, "train")[-1]["loss"] for run in (name, f"{name}-on-three"))
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_resume_with_other_tokens_is_refused(trained: Workbench) -> None:
+    refused = trained.attempt("full-tied", model="small_llama_tied", model__add_tokens=TOKENS[:2])
+    assert refused.returncodes == [2, 2]
+    assert f"model.add_tokens is {TOKENS[:2]}, but {trained.runs}" in refused.stderr
+
+
+def test_an_adapter_with_new_tokens_goes_on_and_generates(trained: Workbench, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter = trained.runs / "lora-untied" / "export"
+    more = {"adapter__method": "lora", "adapter__name_or_path": adapter}
+    trained.run("further", model="small_llama", **more)
+    assert trained.lines("further", "train")[0]["loss"] < trained.lines("lora-untied", "train")[-1]["loss"]
+    refused = trained.attempt("others", model="small_llama", **more, model__add_tokens=TOKENS[:2])
+    assert refused.returncodes == [2, 2] and "of model.add_tokens are" in refused.stderr
+    assert call_toolkit("generate", adapter, "--text", "alpha beta") == 0, capsys.readouterr()
