@@ -85,7 +85,7 @@ def describe_code(function: Callable[..., Any]) -> str:
     """
     name = getattr(function, "__qualname__", type(function).__qualname__)
     try:
-        source = inspect.getsource(function if inspect.isroutine(function) else type(function))
+        source = inspect.getsource(function if inspect.isroutine(function) or inspect.isclass(function) else type(function))
     except (OSError, TypeError):
         return name
     return f"{name} {hashlib.sha256(source.encode()).hexdigest()[:16]}"

@@ -7,6 +7,7 @@ Each phase has a file beside this one: `setup.py` → `model.py` → `data.py` �
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import signal
 import threading
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from toolkit.config.load import RecipeConfig
+from toolkit.data.cache_folders import cache_folder
 from toolkit.data.own_datasets import check_datasets, save_datasets
 from toolkit.distributed.comm import world_size
 from toolkit.distributed.watchdog import naming_lost_ranks
@@ -25,6 +27,7 @@ from toolkit.errors import SIGNALS, UserError
 from toolkit.evaluation.metrics import TextFunction
 from toolkit.launch.accelerator import cudnn_attention, pads_lengths
 from toolkit.launch.undo import changes_undone
+from toolkit.models.load import own_class, save_built
 from toolkit.tracking.trackers import close_trackers, start_trackers
 from toolkit.training import loop
 from toolkit.training.data import prepare_data
@@ -37,6 +40,7 @@ from toolkit.training.user_functions import Own, StepInfo
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger("toolkit")
 
@@ -66,6 +70,7 @@ class Result:
 def finetune(
     config: RecipeConfig,
     *,
+    model: type[PreTrainedModel] | PreTrainedModel | None = None,
     train: Dataset | None = None,
     evaluation: Dataset | None = None,
     metrics: Mapping[str, TextFunction] | None = None,
@@ -80,6 +85,7 @@ def finetune(
 
     Args:
         config: of a recipe, as `SummarizationConfig` or `LLMConfig`.
+        model: a class in the place of transformers' own for `model.name_or_path`, or a built model, whose weights it brings.
         train: the rows to train on, in place of `data.source`; columns are chosen as those of a file.
         evaluation: the evaluation split; None: as `data.eval_fraction` says.
         metrics: functions of (predictions, references), by the names of their figures; they join `eval.metrics`.
@@ -93,15 +99,19 @@ def finetune(
         RankLost: the process of another rank has died.
     """
     # What the caller has given.
-    own = Own(metrics=metrics or {}, loss=loss, after_step=after_step, after_evaluation=after_evaluation)
+    own = Own(model=model, metrics=metrics or {}, loss=loss, after_step=after_step, after_evaluation=after_evaluation)
     config = check_datasets(config, train, evaluation)
 
-    with changes_undone(), _released_on_error() as on_error, cudnn_attention(config.model.cudnn_attention):
+    in_run = cudnn_attention(config.model.cudnn_attention), own_class(model, config.model, config.task)
+    with changes_undone(), _released_on_error() as on_error, in_run[0], in_run[1]:
         # Checks of the config, the processes, the run folder, the checkpoint to resume from.
         context = begin(config, own)
         on_error.callback(close_trackers, context.trackers)
 
         # The model on the meta device: what is wrong with it is reported before data and weights load.
+        if isinstance(model, torch.nn.Module):
+            built = save_built(model, config.model, cache_folder(config.data.cache_dir))
+            config = dataclasses.replace(config, model=built)
         config, model_config, skeleton = build_skeleton(config, context)
 
         # Rows: text → tokens on disk → the batch plan (which rows each step takes) and the evaluation split.

@@ -66,7 +66,11 @@ def begin(config: RecipeConfig, own: Own) -> RunContext:
     check_metric(config.eval, own=[*map(metric_name, config.eval.metrics), *own.metrics])
     check_adapter_config(config)
     # Of the accelerate YAML and the processes.
-    code = {name: describe_code(function) for name, function in (("loss", own.loss), *own.metrics.items()) if function}
+    code = {
+        name: describe_code(function)
+        for name, function in (("model", own.model), ("loss", own.loss), *own.metrics.items())
+        if function
+    }
     started_with = {**describe_config(config), **code}
     accelerator = build_accelerator(config.run.timeout_s, config.run.num_threads, started_with=started_with)
     connect_devices(accelerator)
@@ -78,7 +82,7 @@ def begin(config: RecipeConfig, own: Own) -> RunContext:
     run_folder = open_run(config)
     on_rank_0(lambda: check_export_places(config, run_folder))
     resolved = {"model.frozen_dtype": str(dtype).removeprefix("torch."), "mixed_precision": accelerator.mixed_precision}
-    resolved["loss"] = describe_code(own.loss) if own.loss else None
+    resolved |= {name: code.get(name) for name in ("model", "loss")}
     settings = {**dotted_keys(write_paths(config, run_folder)), **resolved}
     if settings.get("data.packing") == "auto":  # known and compared with the model
         del settings["data.packing"]

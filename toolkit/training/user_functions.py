@@ -1,4 +1,4 @@
-"""What a user's Python code may add to a run: metrics, a loss, and two hooks. `finetune` takes them as arguments."""
+"""What a user's Python code may add to a run: a model, metrics, a loss, and two hooks. `finetune` takes them as arguments."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ class StepInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Own:
-    """The user's functions of one run."""
+    """The user's model and functions of one run."""
 
+    model: Any = None
+    """A class, or a built model."""
     metrics: Mapping[str, TextFunction] = field(default_factory=dict)
     loss: OwnLoss | None = None
     after_step: Callable[[StepInfo], object] | None = None
