@@ -73,6 +73,11 @@ class EvaluationRows:
         """The true texts of the `prompted` rows."""
         return self.rows.select(self.prompted)["target"][:]
 
+    @property
+    def prompted_ids(self) -> list[int]:
+        """The `row_id` of each of the `prompted` rows."""
+        return self.rows.select(self.prompted)["row_id"][:]
+
     @functools.cached_property
     def sources(self) -> np.ndarray:
         """Index into `source_names` of each row, (number of rows,) int64; zeros without source names."""

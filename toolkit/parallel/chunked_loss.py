@@ -84,7 +84,7 @@ def has_own_forward(model: Any) -> bool:
 
 
 def _is_theirs(forward: Callable[..., Any] | None) -> bool:
-    return getattr(forward, "__module__", "").startswith("transformers")
+    return str(getattr(forward, "__module__", "")).startswith("transformers")
 
 
 def called_once(model: Any) -> list[nn.Module]:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -36,7 +36,7 @@ from toolkit.training.model import build_model, build_skeleton
 from toolkit.training.own_loss import OwnLoss
 from toolkit.training.run import finish, release, start_run
 from toolkit.training.setup import begin
-from toolkit.training.user_functions import Own, StepInfo
+from toolkit.training.user_functions import Figures, Own, StepInfo
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -76,7 +76,7 @@ def finetune(
     metrics: Mapping[str, TextFunction] | None = None,
     loss: OwnLoss | None = None,
     after_step: Callable[[StepInfo], object] | None = None,
-    after_evaluation: Callable[[dict[str, Any]], object] | None = None,
+    after_evaluation: Callable[[Figures], object] | None = None,
 ) -> Result:
     """Fine-tune the model of `config`, sharded as the accelerate YAML says: train, evaluate, save, export. Collective.
 
@@ -88,10 +88,11 @@ def finetune(
         model: a class in the place of transformers' own for `model.name_or_path`, or a built model, whose weights it brings.
         train: the rows to train on, in place of `data.source`; columns are chosen as those of a file.
         evaluation: the evaluation split; None: as `data.eval_fraction` says.
-        metrics: functions of (predictions, references), by the names of their figures; they join `eval.metrics`.
+        metrics: functions of (predictions, references), by the names of their figures; they join `eval.metrics`. With `on_rows`,
+            of (predictions, rows).
         loss: (logits BTV, labels BT) → the loss summed over the label tokens, in place of cross-entropy in training.
         after_step: called on every rank after each optimizer update.
-        after_evaluation: called on every rank with the figures of each evaluation, and its `step`.
+        after_evaluation: called on every rank with the `Figures` of each evaluation.
 
     Raises:
         UserError: anything wrong with the YAML files, the data, the model, the run folder or the arguments; on every rank.
@@ -99,7 +100,10 @@ def finetune(
         RankLost: the process of another rank has died.
     """
     # What the caller has given.
-    own = Own(model=model, metrics=metrics or {}, loss=loss, after_step=after_step, after_evaluation=after_evaluation)
+    given = train if evaluation is None else evaluation
+    own = Own(
+        model=model, given=given, metrics=metrics or {}, loss=loss, after_step=after_step, after_evaluation=after_evaluation
+    )
     config = check_datasets(config, train, evaluation)
 
     in_run = cudnn_attention(config.model.cudnn_attention), own_class(model, config.model, config.task)

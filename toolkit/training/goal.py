@@ -76,5 +76,5 @@ def check_metric_on_rows(config: EvalConfig, data: EvaluationRows) -> None:
         if metric not in (*LOSS_METRICS, *TEXT_METRICS, *figures):
             raise UserError(f"eval.best_metric is {metric}: choose one of {', '.join([*LOSS_METRICS, *TEXT_METRICS, *figures])}")
 
-    figures = try_metrics(data.metrics, data.references) if data.metrics else []
+    figures = try_metrics(data.metrics, data.references, data.prompted_ids) if data.metrics else []
     on_all_ranks(lambda: check(figures))

@@ -77,7 +77,7 @@ def begin(config: RecipeConfig, own: Own) -> RunContext:
     working("opening the run")
     has_adapter = is_enabled(config.adapter)
     dtype = on_all_ranks(lambda: frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=has_adapter))
-    metrics = load_text_metrics(config.eval.metrics, own.metrics)
+    metrics = load_text_metrics(config.eval.metrics, own.metrics, own.given)
     # Of the run folder and its checkpoints. Settings have paths relative to it, so that a resume works from any directory.
     run_folder = open_run(config)
     on_rank_0(lambda: check_export_places(config, run_folder))
