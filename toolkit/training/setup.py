@@ -66,11 +66,8 @@ def begin(config: RecipeConfig, own: Own) -> RunContext:
     check_metric(config.eval, own=[*map(metric_name, config.eval.metrics), *own.metrics])
     check_adapter_config(config)
     # Of the accelerate YAML and the processes.
-    code = {
-        name: describe_code(function)
-        for name, function in (("model", own.model), ("loss", own.loss), *own.metrics.items())
-        if function
-    }
+    given = {"model": own.model, "loss": own.loss, **own.metrics}
+    code = {name: describe_code(each) for name, each in given.items() if each is not None}
     started_with = {**describe_config(config), **code}
     accelerator = build_accelerator(config.run.timeout_s, config.run.num_threads, started_with=started_with)
     connect_devices(accelerator)
