@@ -23,19 +23,22 @@ from toolkit.private import ENUM_OF_TORCHAO, NOT_LOADED_BY_TORCHAO
 if TYPE_CHECKING:
     from toolkit.config.python import load_config
     from toolkit.errors import UserError
+    from toolkit.evaluation.metrics import on_rows
     from toolkit.training.finetune import Result, finetune
-    from toolkit.training.user_functions import StepInfo
+    from toolkit.training.user_functions import Figures, StepInfo
 
 __version__ = "0.1.0"
 
-__all__ = ["Result", "StepInfo", "UserError", "finetune", "load_config"]
+__all__ = ["Figures", "Result", "StepInfo", "UserError", "finetune", "load_config", "on_rows"]
 
 _MODULES = {
+    "Figures": "toolkit.training.user_functions",
     "Result": "toolkit.training.finetune",
     "StepInfo": "toolkit.training.user_functions",
     "UserError": "toolkit.errors",
     "finetune": "toolkit.training.finetune",
     "load_config": "toolkit.config.python",
+    "on_rows": "toolkit.evaluation.metrics",
 }
 """Where public names live. They are imported at their first use: torch and its like take seconds."""
 

@@ -60,8 +60,8 @@ def save_datasets(config: RecipeConfig, train: Dataset, evaluation: Dataset | No
         UserError: a file cannot be written, or nodes have different rows; on every rank.
     """
     folder = cache_folder(config.data.cache_dir) / "datasets"
-    given = [dataset for dataset in (train, evaluation) if dataset is not None]
-    names = on_all_ranks(lambda: [_save(dataset, folder) for dataset in given] if local_rank() == 0 else [])
+    given = [(name, dataset) for name, dataset in (("train", train), ("evaluation", evaluation)) if dataset is not None]
+    names = on_all_ranks(lambda: [_save(*each, folder) for each in given] if local_rank() == 0 else [])
     names, *others = [names for names in gather_objects(names) if names]
     if any(other != names for other in others):
         raise UserError("the nodes have different datasets: seed what is random, and read the same files on each")
@@ -74,13 +74,17 @@ def _with_data(config: RecipeConfig, **changes: Any) -> RecipeConfig:
     return dataclasses.replace(config, data=data)
 
 
-def _save(dataset: Dataset, folder: Path) -> str:
-    """Write `<sha256>.parquet` and return this name. A file that is there has the same content, and is replaced as a whole."""
+def _save(argument: str, dataset: Dataset, folder: Path) -> str:
+    """Write `<argument>-<sha256>.parquet` and return this name, which lines and pages show. A file that is there has the same
+    content, and is replaced as a whole."""
+    import datasets
+
+    datasets.disable_progress_bars()
     unfinished = folder / f"{uuid.uuid4().hex}.tmp"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         dataset.to_parquet(unfinished)
-        name = f"{hash_file(unfinished)}.parquet"
+        name = f"{argument}-{hash_file(unfinished)}.parquet"
         os.replace(unfinished, folder / name)
         return name
     except OSError as error:

@@ -184,7 +184,7 @@ def _mean_scores(ordered: list[Score], data: EvaluationRows, scored_with: Tokeni
     figures["percent_distinct"] = 100 * len(set(predictions)) / len(ordered)
     if data.metrics:
         working("computing eval.metrics")
-    return figures | compute_figures(data.metrics, predictions, references)
+    return figures | compute_figures(data.metrics, predictions, references, data.prompted_ids)
 
 
 def _write_predictions(scores: list[Score], data: EvaluationRows, path: Path) -> None:

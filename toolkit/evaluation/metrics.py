@@ -29,8 +29,14 @@ OUR_FIGURES = (
 )
 """Names in the lines of evaluations that no other metric may take."""
 
-TextFunction = Callable[[list[str], list[str]], Any]
-"""(predictions, references), two lists of texts → a number, or a dict whose numbers count."""
+TextFunction = Callable[[list[str], list[Any]], Any]
+"""(predictions, references), two lists of texts, or with `on_rows` (predictions, rows) → a number, or a dict of numbers."""
+
+
+def on_rows(function: TextFunction) -> TextFunction:
+    """Decorator: the metric gets rows of the `datasets.Dataset` given to the run in the place of references, as dicts."""
+    setattr(function, "takes_rows", True)  # noqa: B010  # no field that mypy knows
+    return function
 
 
 @dataclass(frozen=True)
@@ -42,15 +48,23 @@ class TextMetric:
     """Hash of the code. Figures of different code are not compared."""
     compute: TextFunction | None
     """None on ranks other than 0, which do not call it."""
+    given: Any = None
+    """The dataset that Python code has given; a `row_id` is a place in it."""
 
-    def figures(self, predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    def figures(self, predictions: Sequence[str], references: Sequence[str], row_ids: Sequence[int] = ()) -> dict[str, float]:
         """The metric's numbers over all rows; what is not a number (lists, texts) is left out. Only for rank 0.
 
         Raises:
-            UserError: a module raised an error, or the metric returned no number. A function's errors are its own.
+            UserError: a module raised an error, or the metric returned no number, or takes rows that there are not. A function's
+                errors are its own.
         """
         assert self.compute is not None
-        result = self.compute(list(predictions), list(references))
+        takes_rows = hasattr(self.compute, "takes_rows")
+        if takes_rows and self.given is None:
+            raise UserError(
+                f"metrics[{self.name!r}] takes rows: give finetune a datasets.Dataset as train, with the evaluation's"
+            )
+        result = self.compute(list(predictions), self.given.select(row_ids).to_list() if takes_rows else list(references))
         named = (
             {f"{self.name}/{key}": value for key, value in result.items()} if isinstance(result, Mapping) else {self.name: result}
         )
@@ -62,11 +76,13 @@ class TextMetric:
         return numbers_only
 
 
-def load_text_metrics(modules: Sequence[str], functions: Mapping[str, TextFunction] | None = None) -> tuple[TextMetric, ...]:
+def load_text_metrics(
+    modules: Sequence[str], functions: Mapping[str, TextFunction] | None = None, given: Any = None
+) -> tuple[TextMetric, ...]:
     """Load each module of `evaluate` that `eval.metrics` names: on the hub, or a folder or file with its script. Collective.
 
     Args:
-        functions: the user's, by the names of their figures; they join the modules.
+        functions: the user's, by the names of their figures; they join the modules. `given`: as in `TextMetric`.
 
     Raises:
         UserError: one cannot be loaded, a name may mean two things, or two metrics have one name; on every rank.
@@ -74,7 +90,7 @@ def load_text_metrics(modules: Sequence[str], functions: Mapping[str, TextFuncti
     functions = functions or {}
     check_names([*map(metric_name, modules), *functions])
     loaded = on_all_ranks(lambda: [_load_module(name) for name in modules] if rank() == 0 else [])
-    loaded += [TextMetric(name, describe_code(function), function) for name, function in functions.items() if rank() == 0]
+    loaded += [TextMetric(name, describe_code(function), function, given) for name, function in functions.items() if rank() == 0]
     described = broadcast_object([(metric.name, metric.code_hash) for metric in loaded])
     return tuple(loaded) or tuple(TextMetric(name, code_hash, None) for name, code_hash in described)
 
@@ -86,7 +102,7 @@ def describe_code(function: Callable[..., Any]) -> str:
     """
     name = getattr(function, "__qualname__", type(function).__qualname__)
     try:
-        source = inspect.getsource(function if inspect.isroutine(function) else type(function))
+        source = inspect.getsource(function if inspect.isroutine(function) or inspect.isclass(function) else type(function))
     except (OSError, TypeError):
         return name
     return f"{name} {hashlib.sha256(source.encode()).hexdigest()[:16]}"
@@ -112,7 +128,9 @@ def check_names(names: Iterable[str]) -> None:
         seen.add(name)
 
 
-def compute_figures(metrics: Sequence[TextMetric], predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+def compute_figures(
+    metrics: Sequence[TextMetric], predictions: Sequence[str], references: Sequence[str], row_ids: Sequence[int] = ()
+) -> dict[str, float]:
     """The figures of all metrics. Only for rank 0.
 
     Raises:
@@ -120,7 +138,7 @@ def compute_figures(metrics: Sequence[TextMetric], predictions: Sequence[str], r
     """
     figures: dict[str, float] = {}
     for metric in metrics:
-        figures |= metric.figures(predictions, references)
+        figures |= metric.figures(predictions, references, row_ids)
     if taken := figures.keys() & set(OUR_FIGURES):
         raise UserError(f"eval.metrics {min(taken)} is the name of a figure of the toolkit: rename the metric")
     return figures
@@ -132,7 +150,7 @@ def own_figures(metrics: Sequence[TextMetric], figures: Mapping[str, Any]) -> li
     return [name for name, value in figures.items() if name.split("/")[0] in names and not isinstance(value, str)]
 
 
-def try_metrics(metrics: Sequence[TextMetric], references: Sequence[str]) -> list[str]:
+def try_metrics(metrics: Sequence[TextMetric], references: Sequence[str], row_ids: Sequence[int] = ()) -> list[str]:
     """Compute every metric on a few references as their own predictions; returns the names of the figures. Collective.
 
     What would fail after hours of training, at the first evaluation, fails here.
@@ -140,8 +158,8 @@ def try_metrics(metrics: Sequence[TextMetric], references: Sequence[str]) -> lis
     Raises:
         UserError: as `compute_figures`; on every rank.
     """
-    few = list(references[:NUM_ROWS_TRIED])
-    return broadcast_object(on_all_ranks(lambda: list(compute_figures(metrics, few, few)) if rank() == 0 and few else []))
+    few, ids = list(references[:NUM_ROWS_TRIED]), row_ids[:NUM_ROWS_TRIED]
+    return broadcast_object(on_all_ranks(lambda: list(compute_figures(metrics, few, few, ids)) if rank() == 0 and few else []))
 
 
 def _load_module(name: str) -> TextMetric:

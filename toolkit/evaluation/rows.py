@@ -72,6 +72,11 @@ class EvaluationRows:
         """The true texts of the `prompted` rows."""
         return self.rows.select(self.prompted)["target"][:]
 
+    @property
+    def prompted_ids(self) -> list[int]:
+        """The `row_id` of each of the `prompted` rows."""
+        return self.rows.select(self.prompted)["row_id"][:]
+
     @functools.cached_property
     def set_names(self) -> tuple[str, ...]:
         """The names in `inputs`, each once; an empty one is of rows without a set."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from unittest import mock
 
@@ -12,14 +15,85 @@ from torch import nn
 
 from toolkit.config.schema import ModelConfig
 from toolkit.config.task import Task
-from toolkit.data.tokens.tokenizer import load_tokenizer
+from toolkit.data.cache_folders import find_or_build, name_folder
+from toolkit.data.tokens.tokenizer import has_tokenizer, load_tokenizer
+from toolkit.distributed.comm import gather_objects, on_all_ranks
 from toolkit.distributed.rng import seed_all
 from toolkit.errors import UserError
+from toolkit.models.freeze import hash_tensor
 from toolkit.models.shard_reader import Box, pieces
 from toolkit.private import private
+from toolkit.variables import local_rank
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+
+@contextmanager
+def own_class(given: Any, config: ModelConfig, task: Task) -> Iterator[None]:
+    """Let whatever loads a model of its kind take the class of `given`, a class or a built model; None changes nothing.
+
+    Raises:
+        UserError: it does not fit the task or `model.name_or_path`, or the config names other weights than a built model's.
+    """
+    import transformers
+
+    if given is None:
+        yield
+        return
+    own: Any = given if isinstance(given, type) else type(given)
+    kinds = private("_model_mapping", getattr(transformers, task.auto_class))
+    if not issubclass(own, transformers.PreTrainedModel) or not own.can_generate() or own.config_class not in kinds:
+        raise UserError(f"model is a {own.__name__}, not {task.takes}, its class, or one that inherits from it")
+    of_path: dict[str, Any] = {}
+    with suppress(OSError):  # a tokenizer without a config, or reported with the config
+        of_path, _ = transformers.PreTrainedConfig.get_config_dict(config.name_or_path, revision=config.revision)
+    theirs, ours = of_path.get("model_type"), own.config_class.model_type
+    if theirs not in (None, ours):
+        what = f"model is a {own.__name__}, for {ours} models"
+        raise UserError(f"{what}, but model.name_or_path {config.name_or_path} is a {theirs} model: name one of its kind")
+    if given is not own and (config.from_scratch or config.init_from):
+        key = "from_scratch" if config.from_scratch else "init_from"
+        raise UserError(f"model is built, and model.{key} asks for other weights: give the class {own.__name__}, or take it out")
+    before = kinds[own.config_class]
+    kinds.register(own.config_class, own, exist_ok=True)
+    try:
+        yield
+    finally:
+        kinds.register(own.config_class, before, exist_ok=True)
+
+
+def save_built(model: PreTrainedModel, config: ModelConfig, cache: Path) -> ModelConfig:
+    """Write a built model, and the tokenizer of `model.name_or_path`, to the cache of each node's first process; returns the
+    config that reads it, so that it is loaded, sharded, resumed and exported as a folder. Collective.
+
+    Raises:
+        UserError: a module is not as its class builds it, the cache cannot be written, or nodes' models differ; on every rank.
+    """
+    from transformers import AutoTokenizer
+
+    def write(folder: Path) -> dict[str, Any]:
+        model.save_pretrained(folder)
+        if has_tokenizer(config):
+            AutoTokenizer.from_pretrained(config.name_or_path, revision=config.revision).save_pretrained(folder)
+        return {}
+
+    def save() -> str:
+        with torch.device("meta"):
+            again = type(model)(copy.deepcopy(model.config))
+        if repr(model) != repr(again):
+            raise UserError(
+                f"model has modules that {type(model).__name__} does not build from its config: change them in a class"
+            )
+        weights = {name: hash_tensor(tensor, tensor.dtype) for name, tensor in model.state_dict().items()}
+        name = name_folder({"model": repr(model.config), "weights": weights, "tokenizer": [config.name_or_path, config.revision]})
+        find_or_build("the built model", cache / "models" / name, write)
+        return name
+
+    names = {name for name in gather_objects(on_all_ranks(lambda: save() if local_rank() == 0 else "")) if name}
+    if len(names) > 1:
+        raise UserError("the nodes have built different models: seed what is random, and read the same files on each")
+    return replace(config, name_or_path=str(cache / "models" / names.pop()), revision=None)
 
 
 def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, task: Task) -> PreTrainedModel:

@@ -9,6 +9,7 @@ one chunk.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -61,14 +62,29 @@ def install(model: PreTrainedModel, max_logits: int | None = None) -> None:
             return forward(*args, **inputs)
         return _summed_loss(model, forward, heads, max_logits or MAX_LOGITS_AT_ONCE, label_positions, **inputs)
 
+    if has_own_forward(model):  # it may hand down unnamed what `generate` makes only for a name, as positions; it gets all logits
+        theirs: Any = next(cls for cls in type(model).__mro__ if _is_theirs(vars(cls).get("forward")))
+        named = inspect.signature(functools.partial(theirs.forward, model)).parameters.values()
+        all_but = [argument for argument in named if argument.name != "logits_to_keep"]
+        setattr(forward_or_loss, "__signature__", inspect.Signature(all_but))  # noqa: B010  # no field that mypy knows
     model.forward = forward_or_loss
 
 
 def holds_all_logits(model: Any) -> bool:
     """Whether the loss is computed from all logits of a micro-batch: see `NO_CHUNKS`. True of a model that is not from
-    transformers, and of one whose head predicts no tokens."""
+    transformers, of one with a forward of the user's, and of one whose head predicts no tokens."""
     is_listed = not hasattr(model, "config") or model.config.model_type in NO_CHUNKS
-    return is_listed or model.get_output_embeddings() is None
+    return is_listed or has_own_forward(model) or model.get_output_embeddings() is None
+
+
+def has_own_forward(model: Any) -> bool:
+    """Whether the model's class has a forward of the user's, which may make its logits of more than one position's hidden state,
+    or change what goes into the backbone. Code of the hub counts as transformers'."""
+    return not _is_theirs(type(model).forward)
+
+
+def _is_theirs(forward: Callable[..., Any] | None) -> bool:
+    return str(getattr(forward, "__module__", "")).startswith("transformers")
 
 
 def called_once(model: Any) -> list[nn.Module]:

@@ -20,7 +20,7 @@ from toolkit.evaluation.metrics import own_figures
 from toolkit.tracking.memory import save_memory
 from toolkit.tracking.trackers import close_trackers, log_to_trackers
 from toolkit.training.run import Run
-from toolkit.training.user_functions import StepInfo
+from toolkit.training.user_functions import Figures, StepInfo
 
 logger = logging.getLogger("toolkit")
 
@@ -99,7 +99,9 @@ def evaluate_and_log(run: Run) -> str | None:
     state.metrics, state.evaluation_due = figures, False
     if run.own.after_evaluation is not None:
         working("after_evaluation", state.step)
-        run.own.after_evaluation({"step": state.step, **figures})
+        given = Figures(step=state.step, **figures)
+        given.model, given.optimizer = run.sharded.model, run.optimizer
+        run.own.after_evaluation(given)
     run.log.restart_clock()
     # best value and early stopping; somebody may have removed the best checkpoint
     writer = run.writer
@@ -182,7 +184,9 @@ def call_after_step(run: Run, step: Step, lr: float, *, is_logged: bool) -> None
     if run.own.after_step is not None:
         working("after_step", step.step)
         loss = run.log.last_loss if is_logged else None
-        run.own.after_step(StepInfo(step=step.step, num_steps=run.num_steps, epoch=step.epoch, learning_rate=lr, loss=loss))
+        objects: dict[str, Any] = {"model": run.sharded.model, "optimizer": run.optimizer}
+        info = StepInfo(step=step.step, num_steps=run.num_steps, epoch=step.epoch, learning_rate=lr, loss=loss, **objects)
+        run.own.after_step(info)
 
 
 def is_over(run: Run) -> bool:

@@ -7,17 +7,19 @@ Each phase has a file beside this one: `setup.py` → `model.py` → `data.py` �
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from toolkit.config.load import RecipeConfig
+from toolkit.data.cache_folders import cache_folder
 from toolkit.data.own_datasets import check_datasets, save_datasets
 from toolkit.distributed.comm import world_size
 from toolkit.distributed.watchdog import naming_lost_ranks
@@ -25,6 +27,7 @@ from toolkit.errors import SIGNALS, UserError
 from toolkit.evaluation.metrics import TextFunction
 from toolkit.launch.accelerator import cudnn_attention, pads_lengths
 from toolkit.launch.undo import changes_undone
+from toolkit.models.load import own_class, save_built
 from toolkit.tracking.trackers import close_trackers, start_trackers
 from toolkit.training import loop
 from toolkit.training.data import prepare_data
@@ -33,10 +36,11 @@ from toolkit.training.model import build_model, build_skeleton
 from toolkit.training.own_loss import OwnLoss
 from toolkit.training.run import finish, release, start_run
 from toolkit.training.setup import begin
-from toolkit.training.user_functions import Own, StepInfo
+from toolkit.training.user_functions import Figures, Own, StepInfo
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger("toolkit")
 
@@ -66,12 +70,13 @@ class Result:
 def finetune(
     config: RecipeConfig,
     *,
+    model: type[PreTrainedModel] | PreTrainedModel | None = None,
     train: Dataset | None = None,
     evaluation: Dataset | None = None,
     metrics: Mapping[str, TextFunction] | None = None,
     loss: OwnLoss | None = None,
     after_step: Callable[[StepInfo], object] | None = None,
-    after_evaluation: Callable[[dict[str, Any]], object] | None = None,
+    after_evaluation: Callable[[Figures], object] | None = None,
 ) -> Result:
     """Fine-tune the model of `config`, sharded as the accelerate YAML says: train, evaluate, save, export. Collective.
 
@@ -80,12 +85,14 @@ def finetune(
 
     Args:
         config: of a recipe, as `SummarizationConfig` or `LLMConfig`.
+        model: a class in the place of transformers' own for `model.name_or_path`, or a built model, whose weights it brings.
         train: the rows to train on, in place of `data.source`; columns are chosen as those of a file.
         evaluation: the evaluation split; None: as `data.eval_fraction` says.
-        metrics: functions of (predictions, references), by the names of their figures; they join `eval.metrics`.
+        metrics: functions of (predictions, references), by the names of their figures; they join `eval.metrics`. With `on_rows`,
+            of (predictions, rows).
         loss: (logits BTV, labels BT) → the loss summed over the label tokens, in place of cross-entropy in training.
         after_step: called on every rank after each optimizer update.
-        after_evaluation: called on every rank with the figures of each evaluation, and its `step`.
+        after_evaluation: called on every rank with the `Figures` of each evaluation.
 
     Raises:
         UserError: anything wrong with the YAML files, the data, the model, the run folder or the arguments; on every rank.
@@ -93,15 +100,22 @@ def finetune(
         RankLost: the process of another rank has died.
     """
     # What the caller has given.
-    own = Own(metrics=metrics or {}, loss=loss, after_step=after_step, after_evaluation=after_evaluation)
+    given = train if evaluation is None else evaluation
+    own = Own(
+        model=model, given=given, metrics=metrics or {}, loss=loss, after_step=after_step, after_evaluation=after_evaluation
+    )
     config = check_datasets(config, train, evaluation)
 
-    with changes_undone(), _released_on_error() as on_error, cudnn_attention(config.model.cudnn_attention):
+    in_run = cudnn_attention(config.model.cudnn_attention), own_class(model, config.model, config.task)
+    with changes_undone(), _released_on_error() as on_error, in_run[0], in_run[1]:
         # Checks of the config, the processes, the run folder, the checkpoint to resume from.
         context = begin(config, own)
         on_error.callback(close_trackers, context.trackers)
 
         # The model on the meta device: what is wrong with it is reported before data and weights load.
+        if isinstance(model, torch.nn.Module):
+            built = save_built(model, config.model, cache_folder(config.data.cache_dir))
+            config = dataclasses.replace(config, model=built)
         config, model_config, skeleton = build_skeleton(config, context)
 
         # Rows: text → tokens on disk → the batch plan (which rows each step takes) and the evaluation split.

@@ -30,7 +30,7 @@ from toolkit.models.lora import add_adapter, is_enabled
 from toolkit.models.safetensors_index import WholeOnly
 from toolkit.models.shard_reader import Sources
 from toolkit.optimizers import OPTIMIZERS
-from toolkit.parallel.chunked_loss import holds_all_logits
+from toolkit.parallel.chunked_loss import has_own_forward, holds_all_logits
 from toolkit.parallel.masks import choose_packing
 from toolkit.parallel.wrap import ShardedModel, check_wrap, shard_model
 from toolkit.private import private
@@ -185,10 +185,12 @@ def _choose_packed_attention(config: RecipeConfig, accelerator: Accelerator, ske
         why_dense = choose_packed_attention(skeleton, named, device.type, dtype, is_one_graph=is_one_graph)
     attention = describe_attention(skeleton, device, dtype, packing=config.packs)
     logger.info(f"{describe_device(device)}; attention: {attention}{why}")
-    if holds_all_logits(skeleton):
-        logger.info(
-            f"the loss takes all logits of a micro-batch at once: {skeleton.config.model_type} does not compute them by chunks"
-        )
+    all_logits = "the loss takes all logits of a micro-batch at once:"
+    if has_own_forward(skeleton):
+        name = type(skeleton).__name__
+        logger.warning(f"{all_logits} {name} has a forward of its own, which an export does not have: load it as {name}")
+    elif holds_all_logits(skeleton):
+        logger.info(f"{all_logits} {skeleton.config.model_type} does not compute them by chunks")
     if config.packs and (warning := warn_of_full_rows(skeleton, why_dense)):
         logger.warning(warning)
 

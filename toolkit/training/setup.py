@@ -65,19 +65,20 @@ def begin(config: RecipeConfig, own: Own) -> RunContext:
     check_metric(config.eval, own=[*map(metric_name, config.eval.metrics), *own.metrics], sets=list_sets(config.data))
     check_adapter_config(config)
     # Of the accelerate YAML and the processes.
-    code = {name: describe_code(function) for name, function in (("loss", own.loss), *own.metrics.items()) if function}
+    given = {"model": own.model, "loss": own.loss, **own.metrics}
+    code = {name: describe_code(each) for name, each in given.items() if each is not None}
     started_with = {**describe_config(config), **code}
     accelerator = build_accelerator(config.run.timeout_s, config.run.num_threads, started_with=started_with)
     connect_devices(accelerator)
     working("opening the run")
     has_adapter = is_enabled(config.adapter)
     dtype = on_all_ranks(lambda: frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=has_adapter))
-    metrics = load_text_metrics(config.eval.metrics, own.metrics)
+    metrics = load_text_metrics(config.eval.metrics, own.metrics, own.given)
     # Of the run folder and its checkpoints. Settings have paths relative to it, so that a resume works from any directory.
     run_folder = open_run(config)
     on_rank_0(lambda: check_export_places(config, run_folder))
     resolved = {"model.frozen_dtype": str(dtype).removeprefix("torch."), "mixed_precision": accelerator.mixed_precision}
-    resolved["loss"] = describe_code(own.loss) if own.loss else None
+    resolved |= {name: code.get(name) for name in ("model", "loss")}
     settings = {**dotted_keys(write_paths(config, run_folder)), **resolved}
     if settings.get("data.packing") == "auto":  # known and compared with the model
         del settings["data.packing"]

@@ -1,10 +1,13 @@
-"""What a user's Python code may add to a run: metrics, a loss, and two hooks. `finetune` takes them as arguments."""
+"""What a user's Python code may add to a run: a model, metrics, a loss, and two hooks. `finetune` takes them as arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+from torch import nn
 
 from toolkit.config.load import RecipeConfig
 from toolkit.errors import UserError
@@ -26,16 +29,31 @@ class StepInfo:
     loss: float | None
     """Of the global batch, in nats per label token; None unless the step is logged (`log_every_steps`): a read waits for the
     device."""
+    model: nn.Module
+    """As it is trained: under FSDP its parameters are this rank's shards (`DTensor`s under FSDP2)."""
+    optimizer: torch.optim.Optimizer
+
+
+class Figures(dict[str, Any]):
+    """The figures of an evaluation, and its `step`; the argument of the hook `after_evaluation`."""
+
+    model: nn.Module
+    """As in `StepInfo`."""
+    optimizer: torch.optim.Optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Own:
-    """The user's functions of one run."""
+    """The user's model and functions of one run."""
 
+    model: Any = None
+    """A class, or a built model."""
+    given: Any = None
+    """The dataset whose rows are evaluated, or held out from, if Python code has given it."""
     metrics: Mapping[str, TextFunction] = field(default_factory=dict)
     loss: OwnLoss | None = None
     after_step: Callable[[StepInfo], object] | None = None
-    after_evaluation: Callable[[dict[str, Any]], object] | None = None
+    after_evaluation: Callable[[Figures], object] | None = None
 
 
 def check_own(config: RecipeConfig, own: Own) -> None:

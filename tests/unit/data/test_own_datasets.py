@@ -29,12 +29,21 @@ def test_rows_are_those_of_the_datasets_and_a_changed_cell_is_another_file(tmp_p
     here = check_datasets(config(data__cache_dir=str(tmp_path)), dataset(CHATS), None)
     given = save_datasets(here, dataset(CHATS), dataset(CHATS[:1]))
     assert given.data.source == "parquet"
+    assert Path(given.data.files[0]).name.startswith("train-") and Path(given.data.eval_files[0]).name.startswith("evaluation-")
     rows = load_rows(given.data)
     assert len(rows.train) == 3 and len(rows.evaluation) == 1  # a training row that is evaluated is left out
     assert given == save_datasets(here, dataset(CHATS).select([1, 0, 2, 3]).select([1, 0, 2, 3]), dataset(CHATS[:1]))
     changed = save_datasets(here, dataset(CHATS[::-1]), None)
     assert changed.data.files != given.data.files and changed.data.eval_files is None
     assert len(list((tmp_path / "datasets").iterdir())) == 3
+
+
+def test_no_bar_of_datasets_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    import datasets
+
+    datasets.enable_progress_bars()
+    save_datasets(config(data__cache_dir=str(tmp_path)), dataset(CHATS), None)
+    assert "parquet" not in capfd.readouterr().err
 
 
 def test_a_folder_that_takes_no_files_is_named(tmp_path: Path) -> None:

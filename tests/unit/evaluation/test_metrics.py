@@ -13,7 +13,15 @@ from toolkit.checkpoint.find import Goal
 from toolkit.config.schema import EvalConfig
 from toolkit.data.collate import SummarizationCollator
 from toolkit.errors import UserError
-from toolkit.evaluation.metrics import TextMetric, check_names, compute_figures, load_text_metrics, own_figures, try_metrics
+from toolkit.evaluation.metrics import (
+    TextMetric,
+    check_names,
+    compute_figures,
+    load_text_metrics,
+    on_rows,
+    own_figures,
+    try_metrics,
+)
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.training.goal import build_goal, check_metric, check_metric_on_rows
 
@@ -39,6 +47,21 @@ def test_numbers_of_a_function_are_figures_under_its_name() -> None:
     assert compute_figures(metrics, ["p"], ["r"]) == {"plain": 3.0, "several/a": 1.0}
     line = {"loss": 1.0, "plain": 3.0, "several/a": None, "several/a_is": "nan"}  # as metrics.jsonl has a figure that is NaN
     assert own_figures(metrics, line) == ["plain", "several/a"]
+
+
+def test_a_metric_on_rows_gets_the_rows_of_the_predictions_with_all_columns() -> None:
+    import datasets
+
+    @on_rows
+    def of_topic(predictions: list[str], rows: list[Any]) -> dict[str, bool]:
+        return {row["topic"]: prediction == row["answer"] for prediction, row in zip(predictions, rows, strict=True)}
+
+    given = datasets.Dataset.from_list([{"topic": f"t{place}", "answer": f"a{place}"} for place in range(20)])
+    metric = TextMetric("right", "", of_topic, given)
+    assert compute_figures([metric], ["a2", "a9"], ["r", "r"], [2, 0]) == {"right/t2": 1.0, "right/t0": 0.0}
+    assert len(try_metrics([metric], ["r"] * 20, range(20))) == 8
+    with pytest.raises(UserError, match=r"^metrics\['right'\] takes rows: give finetune a datasets.Dataset as train, with "):
+        compute_figures([TextMetric("right", "", of_topic)], ["a"], ["r"], [0])
 
 
 def own(name: str, function: Any, code_hash: str = "") -> TextMetric:

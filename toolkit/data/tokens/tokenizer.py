@@ -126,7 +126,7 @@ def train_tokenizer(rows: Dataset, vocab_size: int, prefix: str = "") -> PreTrai
     texts = itertools.chain([prefix] if prefix else [], of_rows)  # once is enough for its characters
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(r"\s+"), " ")])
-    # A word has the same pieces beside any punctuation, as in SentencePiece, which mixes no scripts: a model can learn to copy it.
+    # A word has the same pieces beside any punctuation (SentencePiece mixes no scripts either): a model can learn to copy it.
     of_punctuation = pre_tokenizers.Split(Regex(r"[^\w▁]|[_\d]"), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(), of_punctuation])
     tokenizer.decoder = decoders.Metaspace()
