@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import io
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,11 +37,27 @@ def texts(output: Path) -> list[str]:
     return [line["prediction"] for line in lines]
 
 
+def python_in_card(folder: Path) -> str:
+    """The lines that an export's model card shows."""
+    [lines] = re.findall("^```python\n(.*?)^```$", (folder / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return lines
+
+
+def texts_of_python(lines: str, folder: Path, given: list[str]) -> list[str]:
+    """What the lines print in that folder for these texts."""
+    assert lines.count("['A text.']") == 1
+    out = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out):
+        exec(lines.replace("['A text.']", repr(given)), {})
+    found: list[str] = ast.literal_eval(out.getvalue())
+    return found
+
+
 def test_summaries_are_those_of_the_evaluation(workbench: Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = load_json_lines(workbench.data / "rows.jsonl")
     held_out = save_jsonl(tmp_path / "held_out.jsonl", rows[:7])
     options = {"data__prefix": "sum: ", "data__max_source_length_tokens": 16, "eval__num_rows": None, "eval__batch_size_rows": 4}
-    workbench.run("run", data__eval_files=held_out, **options, **GENERATES)
+    printed_by_run = workbench.run("run", data__eval_files=held_out, **options, **GENERATES)
     run = tmp_path / "run"
     expected = predictions(run)
     assert len(expected) == 7 and len(set(expected)) > 1
@@ -81,15 +101,10 @@ def test_summaries_are_those_of_the_evaluation(workbench: Workbench, tmp_path: P
     # A finished output is not overwritten, and one of other settings not continued.
     assert call_toolkit("generate", *arguments) == 2
 
-    # Plain transformers does the same without an argument.
-    import torch
-    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(run / "export")
-    model = AutoModelForSeq2SeqLM.from_pretrained(run / "export", dtype=torch.float32)
-    encoded = tokenizer(f"sum: {rows[0]['source']}", truncation=True, max_length=16, return_tensors="pt")
-    tokens_BT = model.generate(encoded["input_ids"], attention_mask=encoded["attention_mask"])
-    assert tokenizer.batch_decode(tokens_BT, skip_special_tokens=True) == expected[:1]
+    # The Python that the card and the run's end show does the same with plain transformers.
+    lines = python_in_card(run / "export")
+    assert lines.replace("folder, texts = '.'", f"folder, texts = '{run}/export'") in printed_by_run
+    assert texts_of_python(lines, run / "export", [row["source"] for row in rows[:7]]) == expected
 
 
 @pytest.mark.parametrize("form", ["chat", "prompt"])
@@ -103,14 +118,19 @@ def test_answers_are_those_of_the_evaluation(
         rows = [{"messages": [{"role": role, "content": pair[side].strip()} for role, side in roles]} for pair in pairs]
     train, held_out = save_jsonl(tmp_path / "train.jsonl", rows[7:]), save_jsonl(tmp_path / "held_out.jsonl", rows[:7])
     options: dict[str, Any] = {"data__max_length_tokens": 256, "eval__num_rows": None, "eval__batch_size_rows": 4}
-    if form == "chat":
-        options |= {"data__chat_template": CHATML}
-    else:
+    options |= {"data__chat_template": CHATML}
+    if form == "prompt":
         options |= {"adapter__method": "lora", "adapter__rank": 4, "optim__lr": 1e-2}
-    llm_workbench.run("run", data__files=train, data__eval_files=held_out, **options, **GENERATES)
+    printed_by_run = llm_workbench.run("run", data__files=train, data__eval_files=held_out, **options, **GENERATES)
     run = tmp_path / "run"
-    assert call_toolkit("generate", run, "--file", held_out, "--output", tmp_path / "out.jsonl", "--batch-size-rows", 3) == 0
+    plain = ("--plain",) if form == "prompt" else ()
+    use = " ".join(["--file FILE.csv --output OUT.jsonl", *plain])
+    assert f"use it: python -m toolkit generate {run}/export {use}\n" in printed_by_run
+    flags = ("--batch-size-rows", 3, *plain)
+    assert call_toolkit("generate", run, "--file", held_out, "--output", tmp_path / "out.jsonl", *flags) == 0
     assert [text.strip() for text in texts(tmp_path / "out.jsonl")] == [text.strip() for text in predictions(run)]
+    prompts = [pair["prompt"].strip() if form == "chat" else pair["prompt"] for pair in pairs[:7]]
+    assert texts_of_python(python_in_card(run / "export"), run / "export", prompts) == predictions(run)
     # From the command line, only the answer is on stdout; what cannot be used is one sentence.
     capsys.readouterr()
     assert call_toolkit("generate", run, "--text", "hello\n", "--max-new-tokens", 2) == 0

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Kind = Literal["model", "adapter", "merged"]
 CARD_FILE = "README.md"
 _NOT_IN_CARD = ("data.cache_dir", "data.num_tokenizer_workers", "data.num_loader_workers", "model.name_or_path")
-_ALWAYS_SHOWN = ("train.global_batch_size_rows", "train.seed", "optim.lr", "optim.schedule")
+_ALWAYS_SHOWN = ("train.seed", "optim.lr", "optim.schedule")
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Origin:
 
 
 def save_card(
-    folder: Path, config: RecipeConfig, model_config: PretrainedConfig, origin: Origin, kind: Kind, weights_dtype: str
+    folder: Path, config: RecipeConfig, model_config: PretrainedConfig, origin: Origin, kind: Kind, weights_dtype: str, use: str
 ) -> None:
-    """Write the card. It needs no network: what the hub's cache does not have is not stated."""
+    """Write the card, with Python to `use` the model. It needs no network: what the hub's cache does not have is not stated."""
     from huggingface_hub import ModelCard
 
     plain = config
@@ -60,6 +60,7 @@ def save_card(
     sections = [
         f"# {_cell(config.run.name)}\n\n{_describe(plain, origin, kind, weights_dtype)}",
         f"Licence: {_describe_licence(config, licence)}",
+        f"## Use\n\nWith plain transformers; `.` is this folder, or its id on the hub:\n\n```python\n{use}\n```",
         f"## Data\n\n{_data_section(config, origin)}",
         f"## Metrics\n\n{_metrics_section(origin)}",
         f"## Settings\n\n{_settings_section(config, origin)}",
@@ -181,9 +182,10 @@ def _metrics_section(origin: Origin) -> str:
 
 def _settings_section(config: RecipeConfig, origin: Origin) -> str:
     keys = dotted_keys(config)
-    shown = {key: keys[key] for key in _ALWAYS_SHOWN}
+    budget = "train.global_batch_size_tokens" if config.train.global_batch_size_tokens else "train.global_batch_size_rows"
+    shown = {key: keys[key] for key in (budget, *_ALWAYS_SHOWN)}
     sections = ("model", *(["adapter"] if is_enabled(config.adapter) else []), "train", "optim")
-    changed = {key: value for key, value in _changed(config, sections) if key not in shown}
+    changed = {key: value for key, value in _changed(config, sections) if key not in {*shown, "train.global_batch_size_rows"}}
     generated = {key: keys[key] for key in ("eval.max_new_tokens", "eval.num_beams", "eval.no_repeat_ngram_size")}
     of_launch = {"computed in": origin.computed_in, "processes": origin.num_processes}
     return _table(("setting", ""), {**shown, **changed, **generated, **of_launch}.items())

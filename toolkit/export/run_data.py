@@ -40,6 +40,8 @@ class RunData:
     stop_token_ids: list[int]
     check_rows: list[dict[str, list[int]]]
     """From `cut_check_rows`."""
+    has_chats: bool = True
+    """Whether any row is a chat. Runs that did not record it count as such, if their tokenizer has a chat template."""
     tokenizer_files: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Size and hash of each file in `tokenizer/`; empty before they are written."""
 
@@ -59,6 +61,7 @@ def describe_data(rows: TokenizedRows, evaluation: EvaluationRows) -> RunData:
         num_evaluated_rows=len(evaluation.rows),
         stop_token_ids=list(rows.stop_token_ids),
         check_rows=cut_check_rows(evaluation),
+        has_chats=rows.texts is None or bool(rows.texts.message_keys),
     )
 
 

@@ -10,11 +10,15 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit.config.load import RecipeConfig
-from toolkit.config.schema import EvalConfig
+from toolkit.data.tokens.chat_template import DATE
 from toolkit.errors import UserError
+from toolkit.export.run_data import RunData
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SETTINGS_FILE = "toolkit.json"
 
@@ -43,26 +47,70 @@ class Usage:
     """Tokens that an adapter's base lacks."""
 
 
-def set_generation(generation: Any, config: EvalConfig, stop_token_ids: tuple[int, ...], pad_token_id: int) -> None:
+def set_generation(model: Any, config: RecipeConfig, stop_token_ids: tuple[int, ...], pad_token_id: int) -> None:
     """Make `generate` do, without an argument, what the run's evaluations did.
 
+    Pipelines of transformers 4 (not 5) let `task_specific_params` overrule that: those of T5 or GPT-2 are replaced.
+
     Args:
-        generation: the model's `GenerationConfig`, which is changed.
+        model: its config and generation config are changed.
         stop_token_ids: tokens that end a text in the rows, in addition to the model's own.
     """
+    generation = model.generation_config
     generation._from_model_config = False  # transformers 4 would take the model config's settings in place of such ones
     own = generation.eos_token_id
     stops = sorted({*stop_token_ids, *(own if isinstance(own, list) else [own])} - {None})
     generation.update(
-        max_new_tokens=config.max_new_tokens,
-        num_beams=config.num_beams,
-        no_repeat_ngram_size=config.no_repeat_ngram_size,
+        max_new_tokens=config.eval.max_new_tokens,
+        num_beams=config.eval.num_beams,
+        no_repeat_ngram_size=config.eval.no_repeat_ngram_size,
         do_sample=False,
         pad_token_id=pad_token_id,
         eos_token_id=stops[0] if len(stops) == 1 else stops or None,
         # Settings of sampling beside do_sample=False are refused when the config is saved.
         **dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "typical_p")),
     )
+    vars(model.config).pop("task_specific_params", None)
+    if model.config.is_encoder_decoder:
+        own = {"prefix": config.data.prefix, "max_new_tokens": config.eval.max_new_tokens, "num_beams": config.eval.num_beams}
+        model.config.task_specific_params = dict.fromkeys(("summarization", "translation", "text2text-generation"), own)
+
+
+def write_python(
+    config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, folder: str, dtype: str, data: RunData | None, *, is_adapter: bool
+) -> str:
+    """Python that loads the model with plain transformers (an adapter with peft), and generates as the run's evaluations did."""
+    auto_class, base, imports, adapt = config.task.auto_class, "folder", "", []
+    if is_adapter:
+        base = "PeftConfig.from_pretrained(folder).base_model_name_or_path"
+        base += f", revision={config.model.revision!r}" if config.model.revision else ""
+        imports = ", GenerationConfig\nfrom peft import PeftConfig, PeftModel"
+        adapt = ["model.generation_config = GenerationConfig.from_pretrained(folder)"]
+        adapt += ["model = PeftModel.from_pretrained(model, folder)"]
+    # An encoder-decoder's sources; prompts before which padding goes, rendered if they are chats, without an end token.
+    prompts, how, end, new = "texts", 'padding_side="left"', "", "[:, ids.shape[1] :]"
+    if (limit := getattr(config.data, "max_source_length_tokens", None)) is not None:
+        prompts = f"[{config.data.prefix!r} + text for text in texts]" if config.data.prefix else prompts
+        how, new = f"truncation=True, max_length={limit}", ""
+    elif tokenizer.chat_template is not None and (data is None or data.has_chats):
+        date = f', date_string="{DATE}"' if "date_string" in str(tokenizer.chat_template) else ""
+        chat = '[{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False'
+        prompts, how = f"[tokenizer.apply_chat_template({chat}{date}) for text in texts]", f"add_special_tokens=False, {how}"
+    elif num_after := [*tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"][::-1], 0].index(0):
+        end = f"[:, :-{num_after}]"
+    lines = [
+        f"from transformers import {auto_class}, AutoTokenizer{imports}",
+        f"folder, texts = {folder!r}, ['A text.']",
+        "tokenizer = AutoTokenizer.from_pretrained(folder)",
+        f'model = {auto_class}.from_pretrained({base}, dtype="{dtype}")',
+        *adapt,
+        f"prompts = {prompts}",
+        f'inputs = tokenizer(prompts, {how}, padding=True, return_tensors="pt")',
+        f'ids, mask = inputs["input_ids"]{end}, inputs["attention_mask"]{end}',
+        "tokens = model.generate(input_ids=ids, attention_mask=mask)",
+        f"print(tokenizer.batch_decode(tokens{new}, skip_special_tokens=True))",
+    ]
+    return "\n".join(lines)
 
 
 def save_usage(config: RecipeConfig, folder: Path, **facts: Any) -> None:

@@ -30,7 +30,7 @@ from toolkit.export.compare import check_logits, reload
 from toolkit.export.lora import Merge, coarsest, compare_adapter, load_adapter, write_adapter
 from toolkit.export.model_files import ModelFiles
 from toolkit.export.run_data import cut_check_rows
-from toolkit.export.usage import save_usage, set_generation
+from toolkit.export.usage import save_usage, set_generation, write_python
 from toolkit.files.durable import fsync_tree, written_beside
 from toolkit.files.modes import give_usual_mode
 from toolkit.launch.accelerator import compute_dtype
@@ -85,7 +85,7 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
     # What the exported model will generate with, and the trained model's logits for a few tokens.
     skeleton = sharded.skeleton
     if skeleton.can_generate():
-        set_generation(skeleton.generation_config, config.eval, data.stop_token_ids, data.collator.pad_token_id)
+        set_generation(skeleton, config, data.stop_token_ids, data.collator.pad_token_id)
     at("export")
     check = _trained_logits(sharded, data)
     working("export")
@@ -173,7 +173,8 @@ class _Export:
         if skeleton.can_generate():
             skeleton.generation_config.save_pretrained(unfinished)  # type: ignore[union-attr]
         save_usage(self.config, unfinished, dtype=origin.computed_in, step=origin.step, weights_dtype=name_of(dtype))
-        save_card(unfinished, self.config, skeleton.config, origin, kind, name_of(dtype))
+        use = write_python(self.config, self.tokenizer, ".", origin.computed_in, origin.data, is_adapter=kind == "adapter")
+        save_card(unfinished, self.config, skeleton.config, origin, kind, name_of(dtype), use)
         if self.places.check_file is not None:
             with written_beside(self.places.check_file) as beside:
                 save_file(self.check, beside)

@@ -206,7 +206,7 @@ def finish(run: Run) -> Path | None:
     merged = f", merged into its base to {run.folder / 'merged'}" if config.export.merge else ""
     logger.info(f"exported to {run.folder / 'export'}{merged}" if exports else "nothing is exported: train.max_steps is 0")
     if exports:
-        for line in list_commands(config, run.sharded.skeleton, places):
+        for line in list_commands(config, run.sharded.skeleton, run.evaluation.tokenizer, origin, places):
             logger.info(line)
         logger.info(f"export another checkpoint: python -m toolkit export {shlex.quote(str(run.folder))} --checkpoint STEP")
     working("showing the results")

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
+from tests.support.model_folders import _build_tokenizer
 from toolkit.config.python import load_config
 from toolkit.export.card import CARD_FILE, Origin, save_card
 from toolkit.export.run_data import RunData
+from toolkit.export.usage import write_python
 
 ROWS = {"rows": "a", "num_beams": 1}
 LINES: list[dict[str, Any]] = [
@@ -33,7 +35,9 @@ def card(
 ) -> ModelCard:
     required = {"data.source": "csv", "data.files": ["/home/me/rows.csv"], "train.max_steps": 4, "run.name": "my_run"}
     config = load_config(recipe, overrides=required | {key.replace("__", "."): value for key, value in settings.items()})
-    save_card(folder, config, model_config or SimpleNamespace(), Origin(step, "bfloat16", 2, DATA, lines), kind, "float32")
+    origin = Origin(step, "bfloat16", 2, DATA, lines)
+    use = write_python(config, _build_tokenizer(("<pad>", "</s>")), ".", "bfloat16", DATA, is_adapter=kind == "adapter")
+    save_card(folder, config, model_config or SimpleNamespace(), origin, kind, "float32", use)
     return ModelCard.load(folder / CARD_FILE)
 
 
@@ -48,6 +52,22 @@ def test_figures_stand_beside_their_baselines(tmp_path: Path) -> None:
 [google/flan-t5-base](https://huggingface.co/google/flan-t5-base), fine-tuned. Weights in float32, after step 2.
 
 Licence: not stated: the card and the config of the base model google/flan-t5-base that were read name none.
+
+## Use
+
+With plain transformers; `.` is this folder, or its id on the hub:
+
+```python
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+folder, texts = '.', ['A text.']
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype="bfloat16")
+prompts = ['sum: ' + text for text in texts]
+inputs = tokenizer(prompts, truncation=True, max_length=512, padding=True, return_tensors="pt")
+ids, mask = inputs["input_ids"], inputs["attention_mask"]
+tokens = model.generate(input_ids=ids, attention_mask=mask)
+print(tokenizer.batch_decode(tokens, skip_special_tokens=True))
+```
 
 ## Data
 
@@ -87,8 +107,15 @@ On 8 held-out rows.
     assert "| held-out rows | 60 (files of their own), of which 8 are evaluated |" in other
     later = card(tmp_path, "t5", step=3, model__name_or_path="google/flan-t5-base")
     assert "| step 2; these weights were not evaluated | 4.25 | 31.26 | 2 |\n" in later.text
-    save_card(tmp_path, load_config("t5", overrides=PLAIN), SimpleNamespace(), Origin(), "model", "float32")  # type: ignore[arg-type]
+    none: Any = SimpleNamespace()
+    save_card(tmp_path, load_config("t5", overrides=PLAIN), none, Origin(), "model", "float32", "")
     assert "\nNo evaluation.\n" in (tmp_path / CARD_FILE).read_text()
+
+
+def test_the_budget_of_a_step_is_the_one_that_was_used(tmp_path: Path) -> None:
+    budgets = {"train__global_batch_size_rows": 16, "train__global_batch_size_tokens": 4096}
+    written = card(tmp_path, "llm", model__name_or_path="x/y", **budgets).text
+    assert "| train.global_batch_size_tokens | 4096 |\n" in written and "global_batch_size_rows" not in written
 
 
 PLAIN = {"model.name_or_path": "t5-small", "data.source": "org/rows", "train.max_steps": 1}
@@ -157,10 +184,11 @@ def test_adapters_and_hub_datasets_are_named_as_the_hub_names_them(tmp_path: Pat
 
 
 def test_hostile_texts_stay_in_their_cells(tmp_path: Path) -> None:
-    hostile = {"data__prefix": "a | b\n\n## `<script>` \x1b[31m", "run__name": "<b>`n`", "model__revision": "<b>`v`"}
+    hostile = {"data__prefix": "a | b\n```\n## `<script>` \x1b[31m", "run__name": "<b>`n`", "model__revision": "<b>`v`"}
     written = card(tmp_path, "t5", model__name_or_path="x/y", **hostile)
     assert "# &lt;b>\\`n\\`\n" in written.text and " at revision &lt;b>\\`v\\`, fine-tuned" in written.text
-    assert "\n| data.prefix | a \\| b ## \\`&lt;script>\\` \\\\x1b\\[31m |\n" in written.text
+    assert "\n| data.prefix | a \\| b \\`\\`\\` ## \\`&lt;script>\\` \\\\x1b\\[31m |\n" in written.text
+    assert len(re.findall("^ *```", written.text, re.MULTILINE)) == 2, "the Python ends where it does"
     base = save_base(tmp_path / "<b>base", "")
     named = card(tmp_path, "t5", model__name_or_path=str(base)).text
     assert "of the base model &lt;b>base that" in named and "<b>" not in named

@@ -1,4 +1,4 @@
-"""The commands after an export fit the model: what a tool does not take is not printed."""
+"""The commands after an export fit the model: what a tool does not take, and what does not fit the task, is not printed."""
 
 from __future__ import annotations
 
@@ -9,26 +9,52 @@ from typing import Any
 import pytest
 from peft import LoraConfig
 
+from tests.support.model_folders import _build_tokenizer
 from toolkit.config.python import load_config
+from toolkit.export.card import Origin
 from toolkit.export.next_commands import list_commands
+from toolkit.export.run_data import RunData
+from toolkit.export.usage import write_python
 from toolkit.export.write import Places
 
+FACTS: dict[str, Any] = {"num_training_rows": 1, "num_held_out_rows": 0, "num_evaluated_rows": 0}
+PAIRS = RunData(fingerprint="f", stop_token_ids=[], check_rows=[], has_chats=False, **FACTS)
 
-def commands(recipe: Any, places: Places, lora: LoraConfig | None = None, run_name: str = "my_run", **model: Any) -> list[str]:
+
+def commands(
+    recipe: Any,
+    places: Places,
+    lora: LoraConfig | None = None,
+    run_name: str = "my_run",
+    model_type: str = "t5",
+    chat_template: str | None = None,
+    **model: Any,
+) -> list[str]:
+    """The lines but those of Python, which must be where they belong."""
     required = {"model.name_or_path": "org/base", "data.source": "x", "train.max_steps": 1, "run.name": run_name}
     config = load_config(recipe, overrides=required | {f"model.{name}": value for name, value in model.items()})
-    return list_commands(config, SimpleNamespace(peft_config={"default": lora}), places)  # type: ignore[arg-type]
+    model_config = SimpleNamespace(is_encoder_decoder=recipe == "t5", model_type=model_type)
+    skeleton: Any = SimpleNamespace(peft_config={"default": lora}, config=model_config)
+    tokenizer, origin = _build_tokenizer(("<pad>", "</s>")), Origin(data=PAIRS)
+    tokenizer.chat_template = chat_template
+    use, in_python, *lines = list_commands(config, skeleton, tokenizer, origin, places)
+    folder = str(places.model or places.adapter)
+    python = write_python(config, tokenizer, folder, "float32", PAIRS, is_adapter=places.model is None)
+    assert in_python == "use it in Python:" and "\n".join(lines).startswith(f"{python}\n")
+    return [use, *lines[python.count("\n") + 1 :]]
 
 
-def test_a_model_is_served_but_not_an_encoder_decoder() -> None:
+def test_each_kind_of_model_has_the_tools_that_take_it() -> None:
     places = Places(model=Path("my runs/export"))
-    t5 = [
-        "use it: python -m toolkit generate 'my runs/export' --file FILE.csv --output OUT.jsonl",
-        "score it: lm_eval --model hf --model_args pretrained='my runs/export' --tasks TASK",
-        "share it: hf upload USER/NAME 'my runs/export'",
-    ]
-    assert commands("t5", places) == t5
-    assert commands("llm", places) == [t5[0], "serve it: vllm serve 'my runs/export'", *t5[1:]]
+    use = "use it: python -m toolkit generate 'my runs/export' --file FILE.csv --output OUT.jsonl"
+    convert = "convert it: ct2-transformers-converter --model 'my runs/export' --output_dir 'my runs/export-ct2'"
+    score = "score it: lm_eval --model hf --model_args pretrained='my runs/export' --tasks TASK"
+    share = "share it: hf upload USER/NAME 'my runs/export'"
+    assert commands("t5", places) == [use, convert, share]
+    assert commands("t5", places, model_type="bart") == [use, share]
+    assert commands("t5", Places(adapter=Path("my runs/export")), LoraConfig()) == [use, share]
+    assert commands("llm", places) == [use, "serve it: vllm serve 'my runs/export'", score, share]
+    assert commands("llm", places, chat_template="{{ messages }}")[0] == f"{use} --plain", "its rows are not chats"
     both = Places(adapter=Path("runs/a/export"), model=Path("runs/a/merged"))
     assert "serve it: vllm serve runs/a/merged" in commands("llm", both, LoraConfig(r=4))
 

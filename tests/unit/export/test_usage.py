@@ -9,29 +9,47 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GPT2Config, T5Config
 
 from tests.support.model_folders import _build_tokenizer
 from toolkit.config.python import load_config
-from toolkit.config.schema import EvalConfig
 from toolkit.errors import UserError
 from toolkit.export.run_data import RunData, load_run_data, save_run_data
 from toolkit.export.usage import load_usage, save_usage, set_generation
+
+REQUIRED = {"model.name_or_path": "m", "data.source": "x", "train.max_steps": 1}
 
 
 def test_generation_settings_replace_those_of_sampling_and_can_be_saved(tmp_path: Path) -> None:
     generation = GenerationConfig(
         _from_model_config=True, do_sample=True, temperature=0.6, top_p=0.9, eos_token_id=2, max_length=4096
     )
-    set_generation(generation, EvalConfig(max_new_tokens=7, num_beams=3, no_repeat_ngram_size=2), (5,), 0)
+    settings = {"eval.max_new_tokens": 7, "eval.num_beams": 3, "eval.no_repeat_ngram_size": 2}
+    model = SimpleNamespace(config=GPT2Config(), generation_config=generation)
+    set_generation(model, load_config("llm", overrides=REQUIRED | settings), (5,), 0)
     generation.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "generation_config.json").read_text())
     expected = {"max_new_tokens": 7, "num_beams": 3, "no_repeat_ngram_size": 2, "eos_token_id": [2, 5], "pad_token_id": 0}
     assert {name: saved[name] for name in expected} == expected
     assert not saved["_from_model_config"] and not {"temperature", "top_p"} & saved.keys() and not saved.get("do_sample")
+
+
+def test_pipelines_of_transformers_4_get_the_runs_settings_in_place_of_the_bases() -> None:
+    base = {"summarization": {"prefix": "summarize: ", "min_length": 30}, "translation_en_to_fr": {"num_beams": 4}}
+    config = load_config("t5", overrides=REQUIRED | {"eval.num_beams": 2, "data.prefix": "sum: "})
+    t5 = SimpleNamespace(config=T5Config(task_specific_params=base), generation_config=GenerationConfig())
+    set_generation(t5, config, (), 0)
+    found = t5.config.to_diff_dict()["task_specific_params"]
+    assert found["summarization"] == {"prefix": "sum: ", "max_new_tokens": 64, "num_beams": 2} == found["translation"]
+    assert "translation_en_to_fr" not in found
+    sampled = GPT2Config(task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}})
+    gpt2 = SimpleNamespace(config=sampled, generation_config=GenerationConfig())
+    set_generation(gpt2, load_config("llm", overrides=REQUIRED), (), 0)
+    assert "task_specific_params" not in gpt2.config.to_diff_dict()
 
 
 def test_what_makes_tokens_of_texts_comes_back(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ _GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Some templates print today's date, by `strftime_now` or (Llama's) a variable. Rows must not depend on the day of tokenization,
 # so templates get a fixed date, the one that Llama 3.1 falls back to. They have no other clock.
 _CLOCK = datetime.datetime(2024, 7, 26)
+DATE = _CLOCK.strftime("%d %b %Y")
 
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What rendering raises: the template's own errors, and Python's for the operations in it."""
@@ -227,7 +228,7 @@ def _render(
 ) -> tuple[str, list[tuple[int, int]]]:
     """The text and, on request, the spans that `{% generation %}` markers mark."""
     template = _get_template(tokenizer, tools)
-    variables: dict[str, Any] = {**tokenizer.special_tokens_map, "date_string": _CLOCK.strftime("%d %b %Y"), **options}
+    variables: dict[str, Any] = {**tokenizer.special_tokens_map, "date_string": DATE, **options}
     try:
         # Variables can only be plain data, so our clock function is set on the compiled template, which is cached.
         private("_compile_jinja_template")(template).environment.globals["strftime_now"] = _CLOCK.strftime

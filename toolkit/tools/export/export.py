@@ -110,7 +110,7 @@ def _export(options: Options, config: RecipeConfig) -> None:
     origin = Origin(checkpoint.step, computed_in, checkpoint.manifest["world_size"], data, *about, identity.frozen_hashes)
     export_model(config, sharded, evaluation, origin, places)
     logger.info(f"exported to {places.model or places.adapter}")
-    for line in list_commands(config, sharded.skeleton, places):
+    for line in list_commands(config, sharded.skeleton, tokenizer, origin, places):
         logger.info(line)
     release()
 
