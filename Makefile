@@ -11,15 +11,15 @@ TRACKERS := tensorboard wandb trackio mlflow
 .PHONY: t5 llm test test-faults test-browser $(TRACKERS:%=test-%) soak refusals bench bench-growth bench-gpu gpu check clean
 
 t5: $(VENV)/.installed
-	$(LAUNCH) recipes/t5.py --config recipes/configs/t5_docstrings.yaml
+	$(LAUNCH) recipes/t5.py --config recipes/configs/t5_functions.yaml
 
 # A base from scratch; an adapter on it, frozen; the two merged, evaluated on the same rows; all in one table.
 llm: $(VENV)/.installed
 	$(LAUNCH) recipes/llm.py --config recipes/configs/llm_stdlib.yaml
-	$(LAUNCH) recipes/llm.py --config recipes/configs/llm_docstrings.yaml
-	$(LAUNCH) recipes/llm.py --config recipes/configs/llm_docstrings.yaml --run.name llm_docstrings_merged \
-	  --model.name_or_path runs/llm_docstrings/merged --adapter.method none --export.merge false --train.max_steps 0 --optim.warmup_steps 0
-	$(BIN)/python -m toolkit report --text runs/llm_stdlib runs/llm_docstrings runs/llm_docstrings_merged
+	$(LAUNCH) recipes/llm.py --config recipes/configs/llm_functions.yaml
+	$(LAUNCH) recipes/llm.py --config recipes/configs/llm_functions.yaml --run.name llm_functions_merged \
+	  --model.name_or_path runs/llm_functions/merged --adapter.method none --export.merge false --train.max_steps 0 --optim.warmup_steps 0
+	$(BIN)/python -m toolkit report --text runs/llm_stdlib runs/llm_functions runs/llm_functions_merged
 
 # The unit tests, a process for each core; then the tests that start ranks, two at a time: ranks that wait for each other leave a
 # core idle. Those that measure GPUs or a tracker run alone.

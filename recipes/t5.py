@@ -1,6 +1,6 @@
 """Fine-tune an encoder-decoder (T5, BART, Pegasus, …) to summarize, sharded as the accelerate YAML says.
 
-accelerate launch --config_file accelerate_configs/fsdp2_cpu.yaml recipes/t5.py --config recipes/configs/t5_docstrings.yaml
+accelerate launch --config_file accelerate_configs/fsdp2_cpu.yaml recipes/t5.py --config recipes/configs/t5_functions.yaml
 python -m toolkit train recipes/configs/t5_csv.yaml --data.files articles.csv --train.num_epochs 3
 """
 

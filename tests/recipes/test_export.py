@@ -180,7 +180,7 @@ def test_what_cannot_be_exported_is_one_sentence(run: Path, tmp_path: Path) -> N
     header = 8 + int.from_bytes(content[:8], "little")
     (changed / "model.safetensors").write_bytes(content[:header] + bytes(len(content) - header))
     cases: list[tuple[list[Any], str]] = [
-        ([tmp_path / "gone"], f"{tmp_path}/gone is not a folder: give the folder of a run, as in runs/t5_docstrings"),
+        ([tmp_path / "gone"], f"{tmp_path}/gone is not a folder: give the folder of a run, as in runs/t5_functions"),
         ([tmp_path / "nothing"], f"{tmp_path}/nothing has no config.yaml: give the folder of a run"),
         ([tmp_path / "images"], f"{tmp_path}/images is a run on images, which has no Hugging Face model"),
         ([tmp_path / "broken"], f"{tmp_path}/broken/config.yaml is not what a run writes ("),

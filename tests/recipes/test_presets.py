@@ -45,11 +45,11 @@ RESUMED = ("ddp_cpu", "fsdp2_offload", "fsdp2_hsdp", "fsdp1_full_shard")
 """Presets whose checkpoints are read back: each has a way of its own to hold parameters and moments."""
 
 RUN_CONFIGS = [
-    "t5_docstrings",
+    "t5_functions",
     "t5_csv",
     "t5_wikihow",
     "llm_stdlib",
-    "llm_docstrings",
+    "llm_functions",
     "llm_chat_lora",
     "llm_100b",
     "mnist_digits",
@@ -87,9 +87,9 @@ def test_preset_trains_evaluates_saves_and_exports(workbench: Workbench, preset:
         assert resumed[1]["step_time_s"] != whole[1]["step_time_s"], "step 2 did not run again"
 
 
-def test_docstrings_config_trains_its_model_and_a_tokenizer(workbench: Workbench) -> None:
-    """On other rows: reading the docstrings of everything installed takes longer than all of this file."""
-    config = RUN_CONFIG_FOLDER / "t5_docstrings.yaml"
+def test_functions_config_trains_its_model_and_a_tokenizer(workbench: Workbench) -> None:
+    """On other rows: reading the functions of everything installed takes longer than all of this file."""
+    config = RUN_CONFIG_FOLDER / "t5_functions.yaml"
     model = RUN_CONFIG_FOLDER / yaml.safe_load(config.read_text())["model"]["name_or_path"]
     workbench.run("run", config=config, model=model, optim__warmup_steps=1)
     check_whole_run(workbench)
@@ -127,8 +127,8 @@ def test_stdlib_config_trains_its_model_and_a_tokenizer(llm_workbench: Workbench
     check_whole_run(llm_workbench, generates=False)
 
 
-def test_function_config_trains_an_adapter_and_the_merged_model_is_evaluated(llm_workbench: Workbench) -> None:
-    llm_workbench.run("run", config=RUN_CONFIG_FOLDER / "llm_docstrings.yaml", model="llama", optim__warmup_steps=1)
+def test_functions_config_trains_an_adapter_and_the_merged_model_is_evaluated(llm_workbench: Workbench) -> None:
+    llm_workbench.run("run", config=RUN_CONFIG_FOLDER / "llm_functions.yaml", model="llama", optim__warmup_steps=1)
     check_whole_run(llm_workbench, exports="adapter_model.safetensors")
     merged = llm_workbench.runs / "run" / "merged"
     llm_workbench.run("merged", model=merged, train__max_steps=0)

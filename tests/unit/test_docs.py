@@ -40,7 +40,7 @@ RECIPES: dict[str, tuple[Any, Any]] = {
     "llm.py": (LLMConfig, check_config),
     "mnist.py": (MnistConfig, check_mnist_config),
 }
-EXAMPLES = {"t5.py": "t5_docstrings", "llm.py": "llm_stdlib", "mnist.py": "mnist_digits"}
+EXAMPLES = {"t5.py": "t5_functions", "llm.py": "llm_stdlib", "mnist.py": "mnist_digits"}
 """The run YAML in the place of RUN.yaml."""
 
 
@@ -81,7 +81,7 @@ WRONG = [
     ("accelerate launch --config_file accelerate_configs/single.yaml recipes/t5.py --config RUN.yaml", "without --quiet"),
     (f"{LAUNCH} --no_such_flag 1 recipes/t5.py --config RUN.yaml", "2"),  # the launcher's exit code
     (f"{LAUNCH} recipes/t5.py --config recipes/configs/gone.yaml", "gone.yaml cannot be read"),
-    (f"{LAUNCH} recipes/llm.py \\\n --config recipes/configs/llm_docstrings.yaml --train.max_steps 20", "warm up for fewer"),
+    (f"{LAUNCH} recipes/llm.py \\\n --config recipes/configs/llm_functions.yaml --train.max_steps 20", "warm up for fewer"),
     ("sbatch docs/launch/pbs.sbatch recipes/t5.py --config RUN.yaml", "pbs.sbatch"),
     ("sbatch --nodes=4 docs/launch/slurm.sbatch recipes/t5.py --config RUN.yaml --optim.lrr 1", "did you mean --optim.lr?"),
     ("srun bash -c 'RANK=$SLURM_PROCID python recipes/t5.py --config RUN.yaml --optim.lrr 1'", "did you mean --optim.lr?"),

@@ -124,7 +124,7 @@ def test_commands_are_found_where_users_read_them() -> None:
     assert [sum(place.startswith(page) for place in found) for page in ("README.md", "recipes/", "docs/")] == [2, 4, 4]
 
 
-SMALL = "accelerate_configs/single.yaml recipes/t5.py \\\n    --config recipes/configs/t5_docstrings.yaml"
+SMALL = "accelerate_configs/single.yaml recipes/t5.py \\\n    --config recipes/configs/t5_functions.yaml"
 MUCH = f"{SMALL} --train.global_batch_size_rows 2000 --train.micro_batch_size_rows 2000"
 
 

@@ -75,7 +75,7 @@ def show_checkpoints(run_folder: Path, verify: bool, as_json: bool) -> bool:
     folder = checkpoints_folder(run_folder)
     if not folder.is_dir():
         what = "has no checkpoints folder" if run_folder.is_dir() else "is not a folder"
-        raise UserError(f"{run_folder} {what}: give the folder of a run, as in runs/t5_docstrings")
+        raise UserError(f"{run_folder} {what}: give the folder of a run, as in runs/t5_functions")
     leftovers = [_entry(path, {}, valid=None, note=_LEFTOVERS[path.suffix]) for path in list_leftovers(run_folder)]
     checked = read_entries(run_folder, hashes=verify)
     if not checked:

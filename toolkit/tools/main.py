@@ -73,7 +73,7 @@ def _check(file: Path) -> None:
 def _add_checkpoints(jobs: Any) -> None:
     about = "list a run's checkpoints; exits 1 if one is not valid"
     add = _add_parser(jobs, "checkpoints", "checkpoints:show_checkpoints", help=about).add_argument
-    add("run_folder", type=Path, metavar="RUN_FOLDER", help="a run's folder, as in runs/t5_docstrings")
+    add("run_folder", type=Path, metavar="RUN_FOLDER", help="a run's folder, as in runs/t5_functions")
     add("--verify", action="store_true", help="also hash every file, instead of only comparing sizes")
     add("--json", dest="as_json", action="store_true", help="print a JSON list instead of the table")
 
@@ -106,7 +106,7 @@ def _add_compare(jobs: Any) -> None:
 def _add_export(jobs: Any) -> None:
     about = "write a checkpoint as a Hugging Face folder; also under accelerate launch -m"
     add = _add_parser(jobs, "export", "export.export:export", help=about).add_argument
-    add("run_folder", type=Path, metavar="RUN_FOLDER", help="a run's folder, as in runs/t5_docstrings")
+    add("run_folder", type=Path, metavar="RUN_FOLDER", help="a run's folder, as in runs/t5_functions")
     add("--checkpoint", metavar="STEP|best|last", help="which one (default: as the run's export.weights)")
     add("--merge", action="store_true", help="the model with the adapter merged into it, not the adapter")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="of the files (default: as it was trained)")
@@ -160,7 +160,7 @@ def _add_preview(jobs: Any) -> None:
 def _add_report(jobs: Any) -> None:
     about = "write a page that shows a run, or several beside each other; --text prints its tables"
     add = _add_parser(jobs, "report", _report, help=about).add_argument
-    add("run_folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="runs' folders, as in runs/t5_docstrings")
+    add("run_folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="runs' folders, as in runs/t5_functions")
     add("--text", action="store_true", help="print first and last evaluations and planned beside measured memory, write no page")
     add("--output", type=Path, metavar="FILE.html", help="the page (default: report.html, in the folder of one run)")
 

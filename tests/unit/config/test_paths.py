@@ -163,7 +163,7 @@ def test_what_a_resume_compares_does_not_depend_on_where_one_stands(project: Pat
     assert compared("../moved/run.yaml") == first
 
 
-@pytest.mark.parametrize("name", ["t5_docstrings", "llm_stdlib", "llm_100b"])
+@pytest.mark.parametrize("name", ["t5_functions", "llm_stdlib", "llm_100b"])
 def test_the_run_configs_here_find_their_models_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     config_class: Any = SummarizationConfig if name.startswith("t5") else LLMConfig
     for folder in (REPOSITORY, tmp_path):

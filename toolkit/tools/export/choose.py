@@ -58,7 +58,7 @@ def load_run_config(run_folder: Path, flags: list[str]) -> RecipeConfig:
         keys = {*yaml.safe_load(path.read_text(encoding="utf-8"))["data"]}
     except FileNotFoundError:
         what = "has no config.yaml" if run_folder.is_dir() else "is not a folder"
-        raise UserError(f"{run_folder} {what}: give the folder of a run, as in runs/t5_docstrings") from None
+        raise UserError(f"{run_folder} {what}: give the folder of a run, as in runs/t5_functions") from None
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not what a run writes ({' '.join(str(error).split())}): give a run's folder") from None
     if "folder" in keys:
