@@ -180,12 +180,12 @@ def build_step(model: str, side: str, clock: Clock) -> Callable[[], None]:
     history = SimpleNamespace(grad_norms=None, num_grad_norms=0)
     run = SimpleNamespace(
         config=subject.config, sharded=sharded, optimizer=optimizer, own=SimpleNamespace(loss=None),
-        log=SimpleNamespace(memory=SimpleNamespace(see=lambda batch: None)), writer=SimpleNamespace(before_update=lambda: None),
+        log=SimpleNamespace(memory=SimpleNamespace(see=lambda batch, num_packs: None)), writer=SimpleNamespace(before_update=lambda: None),
         trainable=[parameter for parameter in sharded.model.parameters() if parameter.requires_grad],
         guard=SkipGuard(subject.config.optim, cast(Any, history), reduction_groups(sharded.model)),
     )  # fmt: skip
     step = SimpleNamespace(step=1, num_label_tokens=len(batch["labels"]) * strategy.num_processes)
-    micro_batch = SimpleNamespace(step=1, index=0, is_last=True)
+    micro_batch = SimpleNamespace(step=1, index=0, is_last=True, packs=[[0]])
     return lambda: cast(None, loop.train_step(cast(Any, run), cast(Any, step), iter([(micro_batch, batch)]), 1e-4, None))  # type: ignore[list-item]
 
 

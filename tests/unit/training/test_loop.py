@@ -78,7 +78,7 @@ def test_gradients_of_ddp_stay_the_views_of_its_buckets(kind: type[nn.Module], m
     monkeypatch.setattr(loop, "_summed_loss", lambda run, batch: loss_sum)
     monkeypatch.setattr(loop, "clip_gradients", lambda model, *rest: torch.tensor(1.0))
     step: Any = SimpleNamespace(step=1, num_label_tokens=1)
-    micro_batch: Any = SimpleNamespace(step=1, index=0, is_last=True)
+    micro_batch: Any = SimpleNamespace(step=1, index=0, is_last=True, packs=[[0]])
     loop.train_step(run, step, iter([(micro_batch, {})]), lr=0.1, watch=None)
     assert run.optimizer.zero_grad.call_args.kwargs == {"set_to_none": kind is nn.Linear}
     names = [name for name, _, _ in run.mock_calls]
