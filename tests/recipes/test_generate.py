@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import contextlib
-import io
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +12,7 @@ import pytest
 from tests.support.launch import REPOSITORY
 from tests.support.locks import lock_held
 from tests.support.model_folders import save_jsonl
+from tests.support.python_in_card import python_in_card, texts_of_python
 from tests.support.real_launch import accelerate_launch, finish
 from tests.support.workbench import FP32, Workbench, call_toolkit
 from toolkit.files.json_lines import load_json_lines
@@ -35,22 +32,6 @@ def texts(output: Path) -> list[str]:
     lines = load_json_lines(output)
     assert [line["row"] for line in lines] == list(range(1, len(lines) + 1))
     return [line["prediction"] for line in lines]
-
-
-def python_in_card(folder: Path) -> str:
-    """The lines that an export's model card shows."""
-    [lines] = re.findall("^```python\n(.*?)^```$", (folder / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    return lines
-
-
-def texts_of_python(lines: str, folder: Path, given: list[str]) -> list[str]:
-    """What the lines print in that folder for these texts."""
-    assert lines.count("['A text.']") == 1
-    out = io.StringIO()
-    with contextlib.chdir(folder), contextlib.redirect_stdout(out):
-        exec(lines.replace("['A text.']", repr(given)), {})
-    found: list[str] = ast.literal_eval(out.getvalue())
-    return found
 
 
 def test_summaries_are_those_of_the_evaluation(workbench: Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from tests.support.launch import REPOSITORY, run_on_ranks
 from tests.support.model_folders import make_rows, save_jsonl
+from tests.support.python_in_card import python_in_card, texts_of_python
 from tests.support.workbench import FP32, Workbench, call_toolkit, run_without_toolkit
 
 TOKENS = ["<|im_start|>", "<|im_end|>", "<|rare|>"]
@@ -201,3 +202,10 @@ def test_an_adapter_with_new_tokens_goes_on_and_generates(trained: Workbench, ca
     refused = trained.attempt("others", model="small_llama", **more, model__add_tokens=TOKENS[:2])
     assert refused.returncodes == [2, 2] and "of model.add_tokens are" in refused.stderr
     assert call_toolkit("generate", adapter, "--text", "alpha beta") == 0, capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", ["lora-untied", "lora-in-free-rows"])
+def test_the_cards_python_gives_the_base_its_new_rows(trained: Workbench, name: str) -> None:
+    folder = trained.runs / name / "export"
+    [text] = texts_of_python(python_in_card(folder), folder, ["alpha beta"])
+    assert isinstance(text, str)

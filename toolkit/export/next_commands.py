@@ -1,6 +1,6 @@
 """The commands that follow an export: to use, convert, serve, score and share this model, as far as each tool takes it.
 
-vLLM has no T5 and no encoder-decoder of text, and takes neither DoRA nor modules that an adapter trains fully.
+vLLM has no T5 and no encoder-decoder of text, and takes neither DoRA nor modules or token rows that an adapter trains fully.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _serve(config: RecipeConfig, skeleton: PreTrainedModel, place: str, *, is_ad
         return f"vllm serve {place}"
     lora: Any = skeleton.peft_config["default"]  # type: ignore[index]
     rank = max(lora.r, *lora.rank_pattern.values()) if lora.rank_pattern else lora.r
-    if lora.use_dora or lora.modules_to_save or rank > _VLLM_RANKS[-1]:
+    if lora.use_dora or lora.modules_to_save or lora.trainable_token_indices or rank > _VLLM_RANKS[-1]:
         return None
     needed = min(allowed for allowed in _VLLM_RANKS if allowed >= rank)
     ranks = f" --max-lora-rank {needed}" if needed > _VLLM_RANKS[0] else ""

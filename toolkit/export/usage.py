@@ -86,6 +86,9 @@ def write_python(
         base += f", revision={config.model.revision!r}" if config.model.revision else ""
         imports = ", GenerationConfig\nfrom peft import PeftConfig, PeftModel"
         adapt = ["model.generation_config = GenerationConfig.from_pretrained(folder)"]
+        if config.model.add_tokens:  # the adapter brings the rows that its base lacks
+            rows = f"max({1 + max(tokenizer.get_vocab().values())}, len(model.get_input_embeddings().weight))"
+            adapt.append(f"model.resize_token_embeddings({rows}, mean_resizing=False)")
         adapt += ["model = PeftModel.from_pretrained(model, folder)"]
     # An encoder-decoder's sources; prompts before which padding goes, rendered if they are chats, without an end token.
     prompts, how, end, new = "texts", 'padding_side="left"', "", "[:, ids.shape[1] :]"

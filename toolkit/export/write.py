@@ -189,9 +189,8 @@ def check_place(place: Path, way_out: str) -> None:
     """
     kinds = {"a link": place.is_symlink(), "a mount point": place.is_mount(), "a file": place.is_file()}
     if kind := next((kind for kind, is_it in kinds.items() if is_it), None):
-        raise UserError(
-            f"{place} is {kind}, and an export replaces a folder of the run's own file system: remove it, or {way_out}"
-        )
+        what = f"{place} is {kind}, and an export replaces a folder of the run's own file system"
+        raise UserError(f"{what}: remove it, or {way_out}")
 
 
 def check_export_places(config: RecipeConfig, run_folder: Path) -> None:

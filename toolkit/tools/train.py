@@ -38,7 +38,7 @@ def train(
         num_processes: None: one per GPU, or as many as a preset for one process, the CPU or several machines says.
 
     Raises:
-        UserError: the run would refuse its config, or no preset fits.
+        UserError: the run would refuse its config, no preset fits, or the preset is for one process, not `num_processes`.
     """
     # A mistake in the config shows before anything is planned or started.
     arguments = [f"--config={config}", *run_flags]
@@ -55,6 +55,9 @@ def train(
         print("no GPU here: one process on the CPU; --preset fsdp2_cpu rehearses sharding on two", flush=True)
     mapping = check_accelerate_yaml(path)
     is_one = mapping["distributed_type"] == "NO"
+    if is_one and num_processes not in (None, 1):
+        way_out = "leave it out, or name another preset by --preset"
+        raise UserError(f"--num-processes is {num_processes}, and {path} starts one: {way_out}")
     if not is_one and not mapping.get("use_cpu") and mapping.get("num_machines", 1) == 1:
         num_processes = num_processes or len(gpus) or None
     # The line. Quiet: without a traceback of the launcher's own after one process (accelerate/commands/launch.py:998).

@@ -74,6 +74,12 @@ def test_an_adapter_is_given_on_its_base() -> None:
     assert commands("llm", places, LoraConfig(r=8, rank_pattern={"q_proj": 33}))[1].endswith(" --max-lora-rank 64")
 
 
-@pytest.mark.parametrize("lora", [LoraConfig(use_dora=True), LoraConfig(modules_to_save=["lm_head"]), LoraConfig(r=1024)])
+@pytest.mark.parametrize(
+    "lora",
+    [
+        LoraConfig(use_dora=True), LoraConfig(modules_to_save=["lm_head"]), LoraConfig(r=1024),
+        LoraConfig(trainable_token_indices={"embed_tokens": [7]}),
+    ],
+)  # fmt: skip
 def test_an_adapter_that_vllm_refuses_has_no_line(lora: LoraConfig) -> None:
     assert not any("vllm" in line for line in commands("llm", Places(adapter=Path("export")), lora))

@@ -96,6 +96,16 @@ def test_a_named_preset_is_taken_without_a_plan(
     assert line == f"accelerate launch --config_file {PRESETS}/{preset}.yaml{ranks} {RECIPES}/t5.py --config run.yaml"
 
 
+@pytest.mark.parametrize(("preset", "gpus"), [((), ()), (("--preset", "single"), (16.0, 16.0))])
+def test_processes_that_the_preset_does_not_start_are_refused(
+    start: Callable[..., list[str]], preset: tuple[str, ...], gpus: tuple[float, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        start("--dry-run", *preset, "--num-processes", "2", gpus=gpus)
+    sentence = f"--num-processes is 2, and {PRESETS}/single.yaml starts one: leave it out, or name another preset by --preset"
+    assert stop.value.code == 2 and capsys.readouterr().err == f"error: {sentence}\n"
+
+
 def test_a_wrong_value_is_refused_before_a_plan(start: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         start("--optim.lr", "-1", gpus=(16.0,))
