@@ -36,11 +36,12 @@ def check_set_names(data: Any, figures: Collection[str]) -> None:
     Raises:
         UserError: with the name.
     """
+    named = data.eval_files if isinstance(data.eval_files, dict) else {}
     for name in list_sets(data):
-        where = "data.eval_files" if name in (data.eval_files or ()) else "data.mix" if data.mix else "data.hub_eval_split"
+        where = "data.eval_files" if name in named else "data.mix" if data.mix else "data.hub_eval_split"
         if not isinstance(name, str) or not name.strip() or not name.isprintable() or "/" in name:
             raise UserError(f"{where} names an evaluation set {name!r}: take a text without slashes, as in news or '2024'")
         if name in figures:
             raise UserError(f"{where} names an evaluation set {name}, which is the name of a metric: take another")
-        if where == "data.eval_files" and not data.eval_files[name]:
+        if name in named and not named[name]:
             raise UserError(f"{where} has no file under the name {name}: give one, or leave the name out")

@@ -87,6 +87,9 @@ def test_the_name_of_a_metric_and_a_name_without_files_are_refused() -> None:
         refusal(check_set_names, empty, ()) == "data.eval_files has no file under the name news: give one, or leave the name out"
     )
     check_set_names(LLMDataConfig(source="a", eval_files=NAMED), {"loss"})
+    of_split = MixEntry(source="a/news", hub_eval_split="validation")
+    for files in ("news.csv", ["news"]):  # files without names hold a set's name
+        check_set_names(LLMDataConfig(mix=[of_split, MixEntry(source="b")], eval_files=files), {"loss"})
 
 
 def test_an_entry_of_a_mix_is_read_by_the_endings_of_its_files() -> None:

@@ -83,23 +83,22 @@ def list_inputs(config: DataConfig | LLMDataConfig, *, has_chat_template: bool =
     source = config.source if config.source in READERS else ""
     # Evaluation files and splits. A function that is the only source gets the files, and may read them.
     named = config.eval_files if isinstance(config.eval_files, dict) else {"": config.eval_files or []}
-    inputs = [
-        open_file(path, source or find_kind(path, "data.eval_files"), choose, form, is_eval_file=True, set_name=name)
-        for name, files in ({} if is_own and "data" in entries else named).items()
-        for path in find_files(files, "data.eval_files")
-    ]
-    open_rows = partial(_open_rows, config=config, choose=choose, form=form)
+    open_rows, inputs = partial(_open_rows, config=config, choose=choose, form=form), list[RowInput]()
+    for name, files in named.items():
+        if files and not (is_own and "data" in entries):
+            inputs += open_rows(MixEntry(source=source, files=files), "data.eval_files", is_eval_file=True, set_name=name)
     of_entries = list(zip(name_entries(config), entries.items(), strict=True))
     for name, (setting, entry) in of_entries:
         if entry.hub_eval_split:
-            inputs += open_rows(replace(entry, hub_split=entry.hub_eval_split), setting, is_eval_file=True, set_name=name)
+            of_split = replace(entry, hub_split=entry.hub_eval_split)
+            inputs += open_rows(of_split, f"{setting}.files", is_eval_file=True, set_name=name)
     # The other rows, of which some may be held out.
     for number, (name, (setting, entry)) in enumerate(of_entries):
         known: dict[str, Any] = {"mix_entry": number, "set_name": name}
         if split_own_source(entry.source):
             inputs.append(_open_own(entry, config, setting, has_chat_template=has_chat_template, **known))
         else:
-            inputs += open_rows(entry, setting, **known)
+            inputs += open_rows(entry, f"{setting}.files", **known)
     if not is_own:  # a function may read the settings of files, and its columns are known once it has been called
         _check_form_used(config, inputs)
         check_columns_used(config, inputs)
@@ -107,16 +106,15 @@ def list_inputs(config: DataConfig | LLMDataConfig, *, has_chat_template: bool =
 
 
 def _open_rows(
-    entry: MixEntry, setting: str, *, config: DataConfig | LLMDataConfig, choose: Callable[..., Columns], form: Form, **known: Any
+    entry: MixEntry, where: str, *, config: DataConfig | LLMDataConfig, choose: Callable[..., Columns], form: Form, **known: Any
 ) -> list[RowInput]:
-    """The inputs of a source that is not a function, with other `known` fields."""
+    """The inputs of a source that is not a function, with other `known` fields; `where` names its files."""
     kind, split = entry.source if entry.source in READERS else "", ""
     if kind or not entry.source:
-        paths = find_files(entry.files or [], f"{setting}.files")
+        paths = find_files(entry.files or [], where)
     else:
         paths, split = list_folder(entry.source, entry.hub_subset, entry.hub_split, other_sources=tuple(READERS))
-    kinds = [kind or find_kind(path, f"{setting}.files") for path in paths]
-    opened = [open_file(path, kind, choose, form, **known) for path, kind in zip(paths, kinds, strict=True)]
+    opened = [open_file(path, kind or find_kind(path, where), choose, form, **known) for path in paths]
     return [replace(item, split=split) for item in opened or [_open_hub(entry, config, choose, **known)]]
 
 

@@ -75,10 +75,7 @@ class Chart:
 
 def list_charts(runs: Sequence[RunFacts]) -> list[Chart]:
     """The charts that these runs have figures for: losses, each metric with its baselines, then how training went."""
-    parts = {name: split_metric(name, run.sets) for run in runs for name in run.metric_names}
-    # The sets of a page's only run share the charts of all its rows; those of several runs have two charts each.
-    of_sets = ("loss", "rougeL") if runs[0].prefix else ()
-    names = [name for name, (of_set, figure) in parts.items() if (figure in of_sets if of_set else figure != "perplexity")]
+    names = [name for run in runs for name in run.metric_names if name != "perplexity" and not split_metric(name, run.sets)[0]]
     charts = []
     for name in dict.fromkeys(("loss", *names)):  # figures of other rows have an axis of their own
         charts += [_loss_chart(group) if name == "loss" else _metric_chart(group, name) for group in group_alike(runs, name)]
@@ -186,16 +183,14 @@ def _metric_chart(runs: Sequence[RunFacts], name: str) -> Chart:
                 ends = [0, max(1, run.last_step)]
                 dash = BASELINE_DASHES[place % len(BASELINE_DASHES)]
                 curves.append(Curve(f"{run.prefix}{baseline}", "#80868f", ends, [figures[name]] * 2, dash))
-    of_set, figure = split_metric(name, {of_set for run in runs for of_set in run.sets})
-    is_percent = figure.startswith(("rouge", "percent_", "token_accuracy", "accuracy", "exact_match"))
-    units = {"bits_per_byte": "bits", "loss": "nats per label token"}
-    unit = "percent" if is_percent else units.get(figure, "of the evaluation")
-    title = figure.removeprefix("percent_").replace("_", " ").replace("rouge", "ROUGE-")
-    return _chart(title[:1].upper() + title[1:] + f" on {of_set}" * bool(of_set), unit, curves, runs)
+    is_percent = name.startswith(("rouge", "percent_", "token_accuracy", "accuracy", "exact_match"))
+    unit = "percent" if is_percent else "bits" if name == "bits_per_byte" else "of the evaluation"
+    title = name.removeprefix("percent_").replace("_", " ").replace("rouge", "ROUGE-")
+    return _chart(title[:1].upper() + title[1:], unit, curves, runs)
 
 
 def _curves_of_sets(run: RunFacts, name: str) -> list[Curve]:
-    """A figure's curves of each evaluation set of the only run of a page; with several runs, each set has charts of its own."""
+    """A figure's curves of each evaluation set of the only run of a page; those of several runs are in tables alone."""
     sets, colors = [] if run.prefix else run.sets, COLORS[2:]  # the first two are of training and evaluation
     return [
         Curve(of_set, colors[place % len(colors)], *run.series("eval", f"{of_set}/{name}"), has_points=True)

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +127,8 @@ def group_alike(runs: Sequence[RunFacts], metric: str) -> list[list[RunFacts]]:
     for run in runs:
         measured_on = (run.evaluations or first)[-1].get("measured_on")
         if isinstance(measured_on, dict):
-            of_set, figure = split_metric(metric, run.sets)
-            rows = run.sets.get(of_set, measured_on.get("rows"))
-            is_of_rows_alone = figure.partition("/")[0] in _OF_ROWS_ALONE
-            measured_on = rows if is_of_rows_alone else {**measured_on, "rows": rows, "sets": None}
+            is_of_rows_alone = metric.partition("/")[0] in _OF_ROWS_ALONE
+            measured_on = measured_on.get("rows") if is_of_rows_alone else {**measured_on, "sets": None}
         groups.setdefault(json.dumps(measured_on, sort_keys=True), []).append(run)
     return list(groups.values())
 
@@ -213,9 +212,12 @@ def name_step(step: int) -> str:
 
 
 def lines_of_steps(lines: list[Any]) -> list[dict[str, Any]]:
-    """The lines that have a kind and a step; others were added or changed by hand."""
+    """The lines that have a kind and a step, and sets by name if any; others were added or changed by hand."""
     named = [line for line in lines if isinstance(line, dict) and isinstance(line.get("kind"), str)]
-    return [line for line in named if type(line.get("step")) is int and 0 <= line["step"] <= _LAST_STEP]
+    of_steps = [line for line in named if type(line.get("step")) is int and 0 <= line["step"] <= _LAST_STEP]
+    measured_on = [line.get("measured_on") or {} for line in of_steps]
+    are_ours = [isinstance(of, dict) and isinstance(of.get("sets") or {}, dict) for of in measured_on]
+    return list(compress(of_steps, are_ours))
 
 
 def _load_mapping(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:

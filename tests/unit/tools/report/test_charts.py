@@ -35,6 +35,21 @@ def test_curves_and_marks_are_those_of_their_names(tmp_path: Path) -> None:
     assert "evaluation: from 3 at step 2 to 2.75 at step 6, lowest 2.5, highest 3." in charts[0].description
 
 
+@pytest.mark.parametrize("measured_on", ["x", 5, {"sets": ["news"]}, {"sets": "news"}])
+def test_a_line_that_does_not_say_what_it_is_of_is_left_out(tmp_path: Path, measured_on: Any) -> None:
+    lines = [evaluation(0, loss=2.0), evaluation(1, loss=1.0, measured_on=measured_on)]
+    (run,) = read_runs([save_run(tmp_path / "run", *lines)])
+    assert run.evaluations == lines[:1] and render_page([run])
+
+
+def test_sets_share_the_charts_of_their_run_and_have_none_beside_other_runs(tmp_path: Path) -> None:
+    of_sets = {"news/loss": 3.0, "mail/loss": 1.0, "measured_on": {"rows": "0", "sets": {"news": "1", "mail": "2"}}}
+    folders = [save_run(tmp_path / name, evaluation(0, loss=2.0, **of_sets)) for name in ("a", "b")]
+    for shown, labels in ((folders[:1], ["evaluation", "news", "mail"]), (folders, ["a: evaluation", "b: evaluation"])):
+        (chart,) = list_charts(read_runs(shown))
+        assert [curve.label for curve in chart.curves] == labels
+
+
 def test_zeros_are_not_on_a_log_scale(tmp_path: Path) -> None:
     lines = [train(step, grad_norm=step - 1.0) for step in (1, 2)]
     [chart] = [chart for chart in list_charts(read_runs([save_run(tmp_path / "run", *lines)])) if chart.title == "Gradient norm"]
