@@ -16,7 +16,7 @@ from torch import nn
 from toolkit.config.schema import ModelConfig
 from toolkit.config.task import Task
 from toolkit.data.cache_folders import find_or_build, name_folder
-from toolkit.data.tokens.tokenizer import has_tokenizer, load_tokenizer
+from toolkit.data.tokens.tokenizer import has_tokenizer, hash_tokenizer, load_tokenizer, read_tokenizer
 from toolkit.distributed.comm import gather_objects, on_all_ranks
 from toolkit.distributed.rng import seed_all
 from toolkit.errors import UserError
@@ -68,17 +68,18 @@ def save_built(model: PreTrainedModel, config: ModelConfig, cache: Path) -> Mode
     config that reads it, so that it is loaded, sharded, resumed and exported as a folder. Collective.
 
     Raises:
-        UserError: a module is not as its class builds it, the cache cannot be written, or nodes' models differ; on every rank.
+        UserError: a module is not as its class builds it, the tokenizer cannot be read, the cache cannot be written, or nodes'
+            models differ; on every rank.
     """
-    from transformers import AutoTokenizer
-
-    def write(folder: Path) -> dict[str, Any]:
-        model.save_pretrained(folder)
-        if has_tokenizer(config):
-            AutoTokenizer.from_pretrained(config.name_or_path, revision=config.revision).save_pretrained(folder)
-        return {}
 
     def save() -> str:
+        def write(folder: Path) -> dict[str, Any]:
+            for part in parts:
+                part.save_pretrained(folder)
+            return {}
+
+        tokenizer = read_tokenizer(config) if has_tokenizer(config) else None
+        parts: list[Any] = [model] if tokenizer is None else [model, tokenizer]
         with torch.device("meta"):
             again = type(model)(copy.deepcopy(model.config))
         if repr(model) != repr(again):
@@ -86,7 +87,8 @@ def save_built(model: PreTrainedModel, config: ModelConfig, cache: Path) -> Mode
                 f"model has modules that {type(model).__name__} does not build from its config: change them in a class"
             )
         weights = {name: hash_tensor(tensor, tensor.dtype) for name, tensor in model.state_dict().items()}
-        name = name_folder({"model": repr(model.config), "weights": weights, "tokenizer": [config.name_or_path, config.revision]})
+        of_tokenizer = tokenizer and [hash_tokenizer(tokenizer), str(tokenizer.init_kwargs), tokenizer.chat_template]
+        name = name_folder({"model": repr(model.config), "weights": weights, "tokenizer": of_tokenizer})
         find_or_build("the built model", cache / "models" / name, write)
         return name
 
@@ -251,19 +253,19 @@ def grow_vocabulary(model: PreTrainedModel, config: ModelConfig) -> dict[str, in
     needed = 1 + max(load_tokenizer(config).get_vocab().values()) if config.add_tokens else 0
     if needed <= num_token_embeddings(model):
         return {}
-    before = {name: len(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    before = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
     try:
         # Its tie_weights would tie a head that has values of its own (flan-T5's). What is tied stays so without it.
         with mock.patch.object(model, "tie_weights"):
             model.resize_token_embeddings(needed, mean_resizing=False)
     except (NotImplementedError, TypeError) as error:
         raise UserError(f"model.add_tokens needs {needed} rows, and transformers cannot resize this model: {error}") from None
-    grown = {n: p for n, p in model.named_parameters(remove_duplicate=False) if len(p) > before[n]}
+    grown = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.shape != before[name]}
     for name, parameter in grown.items():
         if not parameter.is_meta:
-            old = parameter[: before[name]]
-            parameter[before[name] :] = mean_row(old.shape, old.__getitem__)
-    return {name: before[name] for name in grown}
+            num_old = before[name][0]
+            parameter[num_old:] = mean_row(before[name], parameter[:num_old].__getitem__)
+    return {name: before[name][0] for name in grown}
 
 
 def mean_row(shape: tuple[int, ...], read: Callable[[Box], torch.Tensor]) -> torch.Tensor:
