@@ -68,8 +68,8 @@ def save_built(model: PreTrainedModel, config: ModelConfig, cache: Path) -> Mode
     config that reads it, so that it is loaded, sharded, resumed and exported as a folder. Collective.
 
     Raises:
-        UserError: a module is not as its class builds it, the tokenizer cannot be read, the cache cannot be written, or nodes'
-            models differ; on every rank.
+        UserError: a module is not as its class builds it, or a parameter is frozen; the tokenizer cannot be read, the cache
+            cannot be written, or nodes' models differ; on every rank.
     """
 
     def save() -> str:
@@ -82,10 +82,12 @@ def save_built(model: PreTrainedModel, config: ModelConfig, cache: Path) -> Mode
         parts: list[Any] = [model] if tokenizer is None else [model, tokenizer]
         with torch.device("meta"):
             again = type(model)(copy.deepcopy(model.config))
+        name = type(model).__name__
         if repr(model) != repr(again):
-            raise UserError(
-                f"model has modules that {type(model).__name__} does not build from its config: change them in a class"
-            )
+            raise UserError(f"model has modules that {name} does not build from its config: change them in a class")
+        built = again.named_parameters()
+        if frozen := [own for own, parameter in built if parameter.requires_grad > model.get_parameter(own).requires_grad]:
+            raise UserError(f"model has frozen {frozen[0]}, which a run does not see: name what is frozen in model.freeze")
         weights = {name: hash_tensor(tensor, tensor.dtype) for name, tensor in model.state_dict().items()}
         of_tokenizer = tokenizer and [hash_tokenizer(tokenizer), str(tokenizer.init_kwargs), tokenizer.chat_template]
         name = name_folder({"model": repr(model.config), "weights": weights, "tokenizer": of_tokenizer})
@@ -110,9 +112,7 @@ def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, task: Ta
         model_config = copy.deepcopy(model_config)  # stays that of the files
     try:
         with torch.device("meta"):
-            model = getattr(transformers, task.auto_class).from_config(
-                model_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code, **_attention(config)
-            )
+            model = getattr(transformers, task.auto_class).from_config(model_config, dtype=torch.float32, **_options(config))
     except (ValueError, ImportError) as error:
         reason = " ".join(str(error).split())
         if config.attn_implementation:
@@ -135,7 +135,7 @@ def build_on_meta(config: ModelConfig, model_config: PretrainedConfig, task: Tas
     model_config = copy.deepcopy(model_config)
     model_config.name_or_path = config.name_or_path
     with private("no_init_weights")(), init_empty_weights(include_buffers=False):
-        model = getattr(transformers, task.auto_class).from_config(model_config, dtype=dtype, **_attention(config))
+        model = getattr(transformers, task.auto_class).from_config(model_config, dtype=dtype, **_options(config))
     model.tie_weights()
     # Recompute buffers that are in no file, as `from_pretrained` does: a constructor in bf16 rounds GPT-J's positions.
     for tensor in model.state_dict(keep_vars=True).values():
@@ -162,9 +162,7 @@ def load_model(
     if config.from_scratch or task.may_draw_head:
         seed_all("weights", seed)
     if config.from_scratch:
-        model = getattr(transformers, task.auto_class).from_config(
-            model_config, dtype=dtype, trust_remote_code=config.trust_remote_code, **_attention(config)
-        )
+        model = getattr(transformers, task.auto_class).from_config(model_config, dtype=dtype, **_options(config))
     else:
         try:
             model, report = getattr(transformers, task.auto_class).from_pretrained(
@@ -175,8 +173,7 @@ def load_model(
                 revision=config.revision,
                 dtype=dtype,
                 use_safetensors=True,
-                trust_remote_code=config.trust_remote_code,
-                **_attention(config),
+                **_options(config),
             )
         except OSError as error:
             first_line = next(iter(str(error).splitlines()), type(error).__name__)
@@ -224,10 +221,7 @@ def fastest_attention(model_config: PretrainedConfig, device_type: str) -> str |
 
 
 def num_token_embeddings(model: PreTrainedModel) -> int:
-    """The largest vocabulary that fits the model: rows of the input embedding or of the output head, whichever are fewer.
-
-    They differ in models that combine a separate encoder and decoder.
-    """
+    """The largest vocabulary that fits: rows of the input embedding or of the head, which may differ, whichever are fewer."""
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
     return min(cast(nn.Embedding, module).weight.shape[0] for module in embeddings if module is not None)
 
@@ -274,5 +268,6 @@ def mean_row(shape: tuple[int, ...], read: Callable[[Box], torch.Tensor]) -> tor
     return (total / shape[0]).float()
 
 
-def _attention(config: ModelConfig) -> dict[str, Any]:
-    return {"attn_implementation": config.attn_implementation} if config.attn_implementation else {}
+def _options(config: ModelConfig) -> dict[str, Any]:
+    named = {"attn_implementation": config.attn_implementation} if config.attn_implementation else {}
+    return {"trust_remote_code": config.trust_remote_code, **named}

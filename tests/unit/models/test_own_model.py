@@ -104,3 +104,10 @@ def test_a_model_with_a_scalar_parameter_grows(folder: str) -> None:
     model.scale = torch.nn.Parameter(torch.tensor(1.0))
     grown = grow_vocabulary(model, ModelConfig(name_or_path=folder, add_tokens=[f"<|{n}|>" for n in range(256)]))
     assert "shared.weight" in grown and "scale" not in grown
+
+
+def test_parameters_that_a_run_would_not_find_frozen_are_refused(folder: str, tmp_path: Path) -> None:
+    model = build()
+    model.shared.weight.requires_grad_(False)
+    with pytest.raises(UserError, match="^model has frozen shared.weight, which a run does not see: name what is frozen in "):
+        save_built(model, ModelConfig(name_or_path=folder), tmp_path)

@@ -31,11 +31,7 @@ def has_tokenizer(config: ModelConfig) -> bool:
 
 
 def read_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's own tokenizer as it is stored.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """The model's own tokenizer as it is stored; one that cannot be read is a `UserError`."""
     from transformers import AutoTokenizer
 
     try:
@@ -61,9 +57,8 @@ def load_tokenizer(config: ModelConfig, vocab_size: float = math.inf) -> PreTrai
             empty, named twice, or an ordinary token of the tokenizer, or there is no tokenizer to add it to.
     """
     if config.add_tokens and not has_tokenizer(config):
-        raise UserError(
-            f"model.add_tokens is given, but {config.name_or_path} has no tokenizer to add them to: put one there, or leave it out"
-        )
+        trouble = f"model.add_tokens is given, but {config.name_or_path} has no tokenizer to add them to"
+        raise UserError(f"{trouble}: put one there, or leave it out")
     tokenizer = read_tokenizer(config)
     has_two = hasattr(tokenizer, "get_src_vocab")  # FSMT's: it decodes with the targets' vocabulary
     if has_two and any(tokenizer.convert_ids_to_tokens(place) != token for token, place in tokenizer.get_src_vocab().items()):
