@@ -16,7 +16,7 @@ from torch import nn
 from toolkit.config.schema import ModelConfig
 from toolkit.config.task import Task
 from toolkit.data.cache_folders import find_or_build, name_folder
-from toolkit.data.tokens.tokenizer import has_tokenizer, load_tokenizer
+from toolkit.data.tokens.tokenizer import has_tokenizer, hash_tokenizer, load_tokenizer, read_tokenizer
 from toolkit.distributed.comm import gather_objects, on_all_ranks
 from toolkit.distributed.rng import seed_all
 from toolkit.errors import UserError
@@ -68,25 +68,29 @@ def save_built(model: PreTrainedModel, config: ModelConfig, cache: Path) -> Mode
     config that reads it, so that it is loaded, sharded, resumed and exported as a folder. Collective.
 
     Raises:
-        UserError: a module is not as its class builds it, the cache cannot be written, or nodes' models differ; on every rank.
+        UserError: a module is not as its class builds it, or a parameter is frozen; the tokenizer cannot be read, the cache
+            cannot be written, or nodes' models differ; on every rank.
     """
-    from transformers import AutoTokenizer
-
-    def write(folder: Path) -> dict[str, Any]:
-        model.save_pretrained(folder)
-        if has_tokenizer(config):
-            AutoTokenizer.from_pretrained(config.name_or_path, revision=config.revision).save_pretrained(folder)
-        return {}
 
     def save() -> str:
+        def write(folder: Path) -> dict[str, Any]:
+            for part in parts:
+                part.save_pretrained(folder)
+            return {}
+
+        tokenizer = read_tokenizer(config) if has_tokenizer(config) else None
+        parts: list[Any] = [model] if tokenizer is None else [model, tokenizer]
         with torch.device("meta"):
             again = type(model)(copy.deepcopy(model.config))
+        name = type(model).__name__
         if repr(model) != repr(again):
-            raise UserError(
-                f"model has modules that {type(model).__name__} does not build from its config: change them in a class"
-            )
+            raise UserError(f"model has modules that {name} does not build from its config: change them in a class")
+        built = again.named_parameters()
+        if frozen := [own for own, parameter in built if parameter.requires_grad > model.get_parameter(own).requires_grad]:
+            raise UserError(f"model has frozen {frozen[0]}, which a run does not see: name what is frozen in model.freeze")
         weights = {name: hash_tensor(tensor, tensor.dtype) for name, tensor in model.state_dict().items()}
-        name = name_folder({"model": repr(model.config), "weights": weights, "tokenizer": [config.name_or_path, config.revision]})
+        of_tokenizer = tokenizer and [hash_tokenizer(tokenizer), str(tokenizer.init_kwargs), tokenizer.chat_template]
+        name = name_folder({"model": repr(model.config), "weights": weights, "tokenizer": of_tokenizer})
         find_or_build("the built model", cache / "models" / name, write)
         return name
 
@@ -108,9 +112,7 @@ def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, task: Ta
         model_config = copy.deepcopy(model_config)  # stays that of the files
     try:
         with torch.device("meta"):
-            model = getattr(transformers, task.auto_class).from_config(
-                model_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code, **_attention(config)
-            )
+            model = getattr(transformers, task.auto_class).from_config(model_config, dtype=torch.float32, **_options(config))
     except (ValueError, ImportError) as error:
         reason = " ".join(str(error).split())
         if config.attn_implementation:
@@ -133,7 +135,7 @@ def build_on_meta(config: ModelConfig, model_config: PretrainedConfig, task: Tas
     model_config = copy.deepcopy(model_config)
     model_config.name_or_path = config.name_or_path
     with private("no_init_weights")(), init_empty_weights(include_buffers=False):
-        model = getattr(transformers, task.auto_class).from_config(model_config, dtype=dtype, **_attention(config))
+        model = getattr(transformers, task.auto_class).from_config(model_config, dtype=dtype, **_options(config))
     model.tie_weights()
     # Recompute buffers that are in no file, as `from_pretrained` does: a constructor in bf16 rounds GPT-J's positions.
     for tensor in model.state_dict(keep_vars=True).values():
@@ -160,9 +162,7 @@ def load_model(
     if config.from_scratch or task.may_draw_head:
         seed_all("weights", seed)
     if config.from_scratch:
-        model = getattr(transformers, task.auto_class).from_config(
-            model_config, dtype=dtype, trust_remote_code=config.trust_remote_code, **_attention(config)
-        )
+        model = getattr(transformers, task.auto_class).from_config(model_config, dtype=dtype, **_options(config))
     else:
         try:
             model, report = getattr(transformers, task.auto_class).from_pretrained(
@@ -173,8 +173,7 @@ def load_model(
                 revision=config.revision,
                 dtype=dtype,
                 use_safetensors=True,
-                trust_remote_code=config.trust_remote_code,
-                **_attention(config),
+                **_options(config),
             )
         except OSError as error:
             first_line = next(iter(str(error).splitlines()), type(error).__name__)
@@ -222,10 +221,7 @@ def fastest_attention(model_config: PretrainedConfig, device_type: str) -> str |
 
 
 def num_token_embeddings(model: PreTrainedModel) -> int:
-    """The largest vocabulary that fits the model: rows of the input embedding or of the output head, whichever are fewer.
-
-    They differ in models that combine a separate encoder and decoder.
-    """
+    """The largest vocabulary that fits: rows of the input embedding or of the head, which may differ, whichever are fewer."""
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
     return min(cast(nn.Embedding, module).weight.shape[0] for module in embeddings if module is not None)
 
@@ -251,19 +247,19 @@ def grow_vocabulary(model: PreTrainedModel, config: ModelConfig) -> dict[str, in
     needed = 1 + max(load_tokenizer(config).get_vocab().values()) if config.add_tokens else 0
     if needed <= num_token_embeddings(model):
         return {}
-    before = {name: len(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    before = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
     try:
         # Its tie_weights would tie a head that has values of its own (flan-T5's). What is tied stays so without it.
         with mock.patch.object(model, "tie_weights"):
             model.resize_token_embeddings(needed, mean_resizing=False)
     except (NotImplementedError, TypeError) as error:
         raise UserError(f"model.add_tokens needs {needed} rows, and transformers cannot resize this model: {error}") from None
-    grown = {n: p for n, p in model.named_parameters(remove_duplicate=False) if len(p) > before[n]}
+    grown = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.shape != before[name]}
     for name, parameter in grown.items():
         if not parameter.is_meta:
-            old = parameter[: before[name]]
-            parameter[before[name] :] = mean_row(old.shape, old.__getitem__)
-    return {name: before[name] for name in grown}
+            num_old = before[name][0]
+            parameter[num_old:] = mean_row(before[name], parameter[:num_old].__getitem__)
+    return {name: before[name][0] for name in grown}
 
 
 def mean_row(shape: tuple[int, ...], read: Callable[[Box], torch.Tensor]) -> torch.Tensor:
@@ -272,5 +268,6 @@ def mean_row(shape: tuple[int, ...], read: Callable[[Box], torch.Tensor]) -> tor
     return (total / shape[0]).float()
 
 
-def _attention(config: ModelConfig) -> dict[str, Any]:
-    return {"attn_implementation": config.attn_implementation} if config.attn_implementation else {}
+def _options(config: ModelConfig) -> dict[str, Any]:
+    named = {"attn_implementation": config.attn_implementation} if config.attn_implementation else {}
+    return {"trust_remote_code": config.trust_remote_code, **named}

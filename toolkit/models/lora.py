@@ -29,17 +29,11 @@ TIED_NAMES = ("embed_tokens", "lm_head")
 
 
 def check_adapter_config(config: Any) -> None:
-    """Refuse settings that exclude each other, and an adapter that could not train.
-
-    Raises:
-        UserError: naming the fields.
-    """
+    """Refuse settings that exclude each other, and an adapter that could not train, by a `UserError` that names them."""
     adapter, model = config.adapter, config.model
     if not is_enabled(adapter):
-        if adapter.name_or_path is not None:
-            raise UserError(
-                f"adapter.name_or_path is {adapter.name_or_path}, but adapter.method is none: set it to that adapter's method"
-            )
+        if (given := adapter.name_or_path) is not None:
+            raise UserError(f"adapter.name_or_path is {given}, but adapter.method is none: set it to that adapter's method")
         if config.export.merge:
             raise UserError("export.merge is true, but adapter.method is none: there is no adapter to merge")
         return

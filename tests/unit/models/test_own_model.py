@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tests.support.model_folders import FAMILIES, build_model_folders
 from tests.support.own_models import own_class as make_class
 from toolkit import UserError
 from toolkit.config.schema import ModelConfig
-from toolkit.models.load import own_class, save_built
+from toolkit.models.load import grow_vocabulary, own_class, save_built
 from toolkit.tasks import causal, seq2seq
 
 
@@ -78,4 +79,35 @@ def test_modules_that_a_folder_would_not_bring_back_are_refused(folder: str, tmp
     model = build()
     model.lm_head = torch.nn.Sequential(model.lm_head, torch.nn.Tanh())
     with pytest.raises(UserError, match="^model has modules that T5ForConditionalGeneration does not build from its config: "):
+        save_built(model, ModelConfig(name_or_path=folder), tmp_path)
+
+
+def test_a_built_model_follows_the_tokenizer_of_the_folder(folder: str, tmp_path: Path) -> None:
+    import transformers
+
+    base = Path(shutil.copytree(folder, tmp_path / "base"))
+    config = ModelConfig(name_or_path=str(base))
+    first = save_built(build(), config, tmp_path)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(base)
+    second = save_built(build(), config, tmp_path)
+    assert second != first
+    assert transformers.AutoTokenizer.from_pretrained(second.name_or_path).chat_template == "{{ messages }}"
+    (base / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match=f"^the tokenizer of {base} could not be read "):
+        save_built(build(), config, tmp_path)
+
+
+def test_a_model_with_a_scalar_parameter_grows(folder: str) -> None:
+    model = build()
+    model.scale = torch.nn.Parameter(torch.tensor(1.0))
+    grown = grow_vocabulary(model, ModelConfig(name_or_path=folder, add_tokens=[f"<|{n}|>" for n in range(256)]))
+    assert "shared.weight" in grown and "scale" not in grown
+
+
+def test_parameters_that_a_run_would_not_find_frozen_are_refused(folder: str, tmp_path: Path) -> None:
+    model = build()
+    model.shared.weight.requires_grad_(False)
+    with pytest.raises(UserError, match="^model has frozen shared.weight, which a run does not see: name what is frozen in "):
         save_built(model, ModelConfig(name_or_path=folder), tmp_path)

@@ -30,9 +30,21 @@ def has_tokenizer(config: ModelConfig) -> bool:
     return not folder.is_dir() or any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
+def read_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The model's own tokenizer as it is stored; one that cannot be read is a `UserError`."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            config.name_or_path, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f"the tokenizer of {config.name_or_path} could not be read ({first_line})") from None
+
+
 def load_tokenizer(config: ModelConfig, vocab_size: float = math.inf) -> PreTrainedTokenizerBase:
-    """Load the model's own tokenizer, with `model.add_tokens`. If it has no padding token, as with most LLMs, its end token is
-    used for padding.
+    """The model's own tokenizer with `model.add_tokens`. If it has no padding token, as with most LLMs, its end token pads.
 
     That is safe: the labels that count are stored separately and never derived from the token ids.
 
@@ -42,17 +54,12 @@ def load_tokenizer(config: ModelConfig, vocab_size: float = math.inf) -> PreTrai
     Raises:
         UserError: the tokenizer cannot be read, has neither a padding nor an end token, has more tokens than the model has
             embeddings, or has a vocabulary for targets that it does not encode with (FSMT's); a new token is
-            empty, named twice, or an ordinary token of the tokenizer.
+            empty, named twice, or an ordinary token of the tokenizer, or there is no tokenizer to add it to.
     """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            config.name_or_path, revision=config.revision, trust_remote_code=config.trust_remote_code
-        )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        first_line = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"the tokenizer of {config.name_or_path} could not be read ({first_line})") from None
+    if config.add_tokens and not has_tokenizer(config):
+        trouble = f"model.add_tokens is given, but {config.name_or_path} has no tokenizer to add them to"
+        raise UserError(f"{trouble}: put one there, or leave it out")
+    tokenizer = read_tokenizer(config)
     has_two = hasattr(tokenizer, "get_src_vocab")  # FSMT's: it decodes with the targets' vocabulary
     if has_two and any(tokenizer.convert_ids_to_tokens(place) != token for token, place in tokenizer.get_src_vocab().items()):
         raise UserError(
