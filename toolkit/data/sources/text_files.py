@@ -96,6 +96,8 @@ def read_csv(path: Path, columns: Sequence[str], form: Form) -> Iterator[Cells]:
         )
     for line, cells in records:
         if len(cells) != len(header):
+            if len(cells) < len(header) and not form.text_quote:
+                way_out = "write every cell of the row, an empty one too"
             raise UserError(
                 f"{path}, line {line}: {len(cells)} cells where the header has {len(header)} ({show_names(header)}): {way_out}"
             )

@@ -143,6 +143,8 @@ def test_a_header_that_looks_like_another_delimiters_gets_a_hint(delimiter: str)
     assert refusal("rows.csv").endswith(f"between names: set data.csv_delimiter '{shown}'")
     Path("wide.csv").write_text(table(delimiter) + delimiter * 2)
     assert "put double quotes around cells that hold" in refusal("wide.csv", csv_delimiter=shown)
+    Path("narrow.csv").write_text(table(delimiter) + "only one cell")
+    assert refusal("narrow.csv", csv_delimiter=shown).endswith("write every cell of the row, an empty one too")
     Path("other.csv").write_text("a,b\n1,2\n")
     assert "data.csv_delimiter" not in refusal("other.csv")
 
