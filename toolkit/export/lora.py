@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from toolkit.checkpoint.dcp import Tensors
 from toolkit.export.compare import reload
 from toolkit.models.freeze import aliases
-from toolkit.models.load import num_token_embeddings
+from toolkit.models.load import num_token_embeddings, resize_rows
 from toolkit.models.lora_files import BASE_FILE, BASE_HASHES, WEIGHTS_FILE, base_name, file_names
 from toolkit.parallel.gather import assign_parameters
 from toolkit.parallel.wrap import copy_on_meta
@@ -75,7 +75,7 @@ def load_adapter(folder: Path, skeleton: PreTrainedModel, device: torch.device) 
     lora = _lora_config(skeleton)
     base: Any = reload(skeleton, lora.base_model_name_or_path, device, revision=lora.revision or "main")
     if num_token_embeddings(base) < num_token_embeddings(skeleton):
-        base.resize_token_embeddings(num_token_embeddings(skeleton), mean_resizing=False)  # the adapter has the new rows
+        resize_rows(base, num_token_embeddings(skeleton))  # the adapter has the new rows
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=ASKED_BY_PEFT)
         return PeftModel.from_pretrained(base, str(folder), low_cpu_mem_usage=device.type == "meta").eval()

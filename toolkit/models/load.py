@@ -249,9 +249,7 @@ def grow_vocabulary(model: PreTrainedModel, config: ModelConfig) -> dict[str, in
         return {}
     before = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
     try:
-        # Its tie_weights would tie a head that has values of its own (flan-T5's). What is tied stays so without it.
-        with mock.patch.object(model, "tie_weights"):
-            model.resize_token_embeddings(needed, mean_resizing=False)
+        resize_rows(model, needed)
     except (NotImplementedError, TypeError) as error:
         raise UserError(f"model.add_tokens needs {needed} rows, and transformers cannot resize this model: {error}") from None
     grown = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.shape != before[name]}
@@ -260,6 +258,13 @@ def grow_vocabulary(model: PreTrainedModel, config: ModelConfig) -> dict[str, in
             num_old = before[name][0]
             parameter[num_old:] = mean_row(before[name], parameter[:num_old].__getitem__)
     return {name: before[name][0] for name in grown}
+
+
+def resize_rows(model: PreTrainedModel, num_rows: int) -> None:
+    """Let the embedding and the head have so many rows, in place; new rows have any values."""
+    # Its tie_weights would tie a head that has values of its own (flan-T5's). What is tied stays so without it.
+    with mock.patch.object(model, "tie_weights"):
+        model.resize_token_embeddings(num_rows, mean_resizing=False)
 
 
 def mean_row(shape: tuple[int, ...], read: Callable[[Box], torch.Tensor]) -> torch.Tensor:
