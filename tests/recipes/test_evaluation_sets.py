@@ -9,10 +9,11 @@ import pytest
 from tests.recipes.test_best_weights import WORSENING
 from tests.support.model_folders import make_rows, save_jsonl
 from tests.support.workbench import Workbench
+from toolkit.evaluation.generate import FLAWS
 from toolkit.files.json_lines import load_json_lines
 
 ALONE: dict[str, Any] = {"preset": "single", "train__max_steps": 0, "eval__at_start": True, "eval__num_rows": None}
-OF_ALL = ("kind", "step", "num_rows", "rows_per_s", "rouge_tokenizer", "measured_on")
+OF_ALL = ("kind", "step", "num_rows", "num_texts", *FLAWS, "rows_per_s", "rouge_tokenizer", "measured_on")
 
 
 def test_a_set_has_the_figures_of_a_run_of_its_own_and_its_loss_chooses_prunes_and_stops(workbench: Workbench) -> None:

@@ -65,8 +65,9 @@ def train_all(folder: Path, models: dict[str, Path]) -> dict[str, Any]:
             "evaluation": datasets.Dataset.from_list(rows[:8]),
             "metrics": {"order": order},
             "loss": focal,
-            "after_step": steps.append,
-            "after_evaluation": evaluations.append,
+            # Without model and optimizer, which the process that compares the ranks cannot have.
+            "after_step": lambda info, steps=steps: steps.append(dataclasses.replace(info, model=None, optimizer=None)),
+            "after_evaluation": lambda figures, evaluations=evaluations: evaluations.append(dict(figures)),
         }
         called[recipe] = finetune(config, **given), steps, evaluations
 
