@@ -114,7 +114,7 @@ def _load_mapping(path: Path) -> dict[str, Any]:
 
 def _check_top_level(mapping: dict[str, Any]) -> None:
     """Check top-level keys and types, and refuse sections and values of unsupported features."""
-    kinds = _top_level_kinds()
+    kinds = {key: get_args(hint) or (hint,) for key, hint in get_type_hints(private("ClusterConfig")).items()}
     for key, value in mapping.items():
         if key not in kinds:
             raise UserError(_unknown(str(key), list(kinds)))
@@ -153,11 +153,6 @@ def _check_section(name: str, section: dict[str, Any]) -> dict[str, Any]:
         _check_value(f"{name}.{key}", value, kinds[long_key])
         full[long_key] = value
     return full
-
-
-def _top_level_kinds() -> dict[str, tuple[Any, ...]]:
-    """Accelerate's top-level keys, each with its allowed types."""
-    return {key: get_args(hint) or (hint,) for key, hint in get_type_hints(private("ClusterConfig")).items()}
 
 
 @functools.cache
