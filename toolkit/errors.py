@@ -87,6 +87,15 @@ def as_user_error(error: BaseException) -> UserError | None:
     return UserError(f"the system refuses: {found.strerror}{where}; {way_out}, and start the same command again", "rank")
 
 
+@contextmanager
+def refusal_named(what: str, way_out: str) -> Iterator[None]:
+    """Turn an `OSError` into a `UserError`: `what` cannot be done, in brackets what the system says, and the way out."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what} ({error.strerror}): {way_out}") from None
+
+
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75
 """A signal stopped the run after a checkpoint; the same command resumes it (EX_TEMPFAIL of sysexits.h)."""

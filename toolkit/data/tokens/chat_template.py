@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jinja2
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, refusal_named
 from toolkit.private import private
 
 if TYPE_CHECKING:
@@ -58,9 +58,8 @@ def read_chat_template(setting: str) -> str:
         return setting
     path = Path(setting).expanduser()
     try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"data.chat_template {setting} cannot be read ({error.strerror}): give a file, or the template") from None
+        with refusal_named(f"data.chat_template {setting} cannot be read", "give a file, or the template"):
+            return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"data.chat_template {setting} is not valid UTF-8 ({error.reason}): convert the file") from None
 
