@@ -17,7 +17,7 @@ from toolkit.data.rows.columns import Columns, add_optional, configured_columns,
 from toolkit.data.rows.example import Example, build_example
 from toolkit.data.sources.files import READERS, find_files, find_kind, hash_file
 from toolkit.data.sources.hub import check_hub_name, list_folder, load_hub_dataset, read_hub_rows
-from toolkit.data.sources.own_function import load_own_source, read_options, read_own_rows
+from toolkit.data.sources.own_function import load_own_source, read_options
 from toolkit.data.sources.row import show_names
 from toolkit.data.sources.text_files import Form, build_form, find_quotes, suggest_delimiter
 from toolkit.errors import UserError
@@ -251,11 +251,10 @@ def _open_own(entry: MixEntry, config: Any, choose: partial[Columns], setting: s
         raise UserError(f"data.eval_files has names, but {entry.source} reads these files: give a list of them")
     if config.mix:
         config = replace(config, mix=[], source=entry.source, files=entry.files, eval_files=None)
-    own = load_own_source(config, setting)
-    digest = f"{own.identity} {sorted(configured_columns(config).items())}"
-    read = partial(read_own_rows, own)
-    item = RowInput(label=own.label, source=entry.source, read=read, columns=choose, digest=digest, **known)
-    if own.is_identified:  # its rows are not read here, so the digest has what decides how they are
+    read, identity, is_identified = load_own_source(config, setting)
+    digest = f"{identity} {sorted(configured_columns(config).items())}"
+    item = RowInput(label=entry.source, source=entry.source, read=read, columns=choose, digest=digest, **known)
+    if is_identified:  # its rows are not read here, so the digest has what decides how they are
         digest += f" {config.format}" * (config.format != "auto")
         digest += " chat template" * choose.keywords["has_chat_template"]
         return replace(item, digest=digest)
