@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.errors import UserError, refused
 from toolkit.evaluation.rows import EvaluationRows
-from toolkit.files.durable import describe_files, fsync_names, list_files, save_json, written_beside
+from toolkit.files.durable import describe_files, fsync_names, list_files, save_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,8 +82,7 @@ def save_run_data(run_folder: Path, data: RunData, tokenizer: PreTrainedTokenize
         tokenizer.save_pretrained(folder)
         data = dataclasses.replace(data, tokenizer_files=_describe(folder))
         fsync_names(folder)
-        with written_beside(run_folder / DATA_FILE) as beside:
-            save_json(beside, dataclasses.asdict(data))
+        save_json(run_folder / DATA_FILE, dataclasses.asdict(data))
     except Exception as error:  # a tokenizer raises nothing more exact
         found = refused(error) or error
         if not isinstance(found, OSError):
