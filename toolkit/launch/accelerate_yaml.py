@@ -76,14 +76,19 @@ def check_accelerate_yaml(path: Path) -> dict[str, Any]:
         UserError: names the file, the key, the value and the fix.
     """
     mapping = _load_mapping(path)
+    check_mapping(mapping, str(path))
+    return mapping
+
+
+def check_mapping(mapping: dict[str, Any], where: str) -> None:
+    """As `check_accelerate_yaml`, of a file's content; the sentence begins with `where`."""
     try:
         check_accumulation(mapping)
         _check_top_level(mapping)
         sections = {name: _check_section(name, mapping.get(name) or {}) for name in SECTIONS}
         check_rules(mapping, sections)
     except UserError as error:
-        raise UserError(f"{path}: {error}") from None
-    return mapping
+        raise UserError(f"{where}: {error}") from None
 
 
 def _config_file(arguments: list[str], folder: Path) -> Path | None:

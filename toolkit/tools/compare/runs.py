@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UserError, escape_controls, one_line, refusal_named
-from toolkit.launch.accelerate_yaml import SECTIONS, check_accelerate_yaml
+from toolkit.launch.accelerate_yaml import SECTIONS, check_accelerate_yaml, check_mapping
 from toolkit.tools.compare.picture import draw_comparison
 from toolkit.tools.compare.table import Outcome, as_json, common_changes, format_comparison, presets_that_ran, read_figures
-from toolkit.tools.preset_runs import adapt_preset, checked_preset, find_preset, launch, reason_of_failure, save_preset
+from toolkit.tools.preset_runs import adapt_preset, find_preset, launch, reason_of_failure, save_preset
 
 logger = logging.getLogger("toolkit")
 
@@ -89,7 +89,8 @@ def load_preset(preset: str) -> dict[str, Any]:
         # Not parsed as YAML, which reads `no` as false.
         parsed: Any = int(value) if value.isdecimal() else {"true": True, "false": False}.get(value, value)
         mapping = mapping | ({section: {**(mapping.get(section) or {}), key: parsed}} if section else {key: parsed})
-    return checked_preset(mapping, f"--presets {preset}") if changes else mapping
+    check_mapping(mapping, f"--presets {preset}")
+    return mapping
 
 
 def _check(presets: Sequence[str], conditions: Conditions, output: Path) -> None:
