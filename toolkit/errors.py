@@ -89,11 +89,16 @@ def as_user_error(error: BaseException) -> UserError | None:
 
 @contextmanager
 def refusal_named(what: str, way_out: str) -> Iterator[None]:
-    """Turn an `OSError` into a `UserError`: `what` cannot be done, in brackets what the system says, and the way out."""
+    """Turn an `OSError`, or what the system `refused`, into a `UserError`: `what`, in brackets the reason, and the way out."""
     try:
         yield
-    except OSError as error:
-        raise UserError(f"{what} ({error.strerror}): {way_out}") from None
+    except UserError:
+        raise
+    except Exception as error:
+        found = refused(error) or error
+        if not isinstance(found, OSError):
+            raise
+        raise UserError(f"{what} ({found.strerror}): {way_out}") from None
 
 
 EXIT_USER_ERROR = 2
